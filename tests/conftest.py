@@ -87,10 +87,18 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
 
 
 @pytest.fixture(params=[on(EMULATED), on(REAL)])
-def tiles(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[str]:
+def chosen_tiles(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[str]:
+    """The instruction set of the tiles, with no backend forced."""
     isa: str = request.param
     with Target("cpu", isa).active():
         yield isa
+
+
+@pytest.fixture
+def tiles(chosen_tiles: str) -> Iterator[str]:
+    """Our kernels on tiles, whichever this processor prefers."""
+    with fastattn.use_backend("cpu"):
+        yield chosen_tiles
 
 
 @pytest.fixture

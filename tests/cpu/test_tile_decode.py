@@ -110,10 +110,10 @@ def test_each_query_of_a_stack_has_its_own_diagonal(tiles: str, dtype: torch.dty
     ],
 )
 def test_explain_says_what_decodes(
-    tiles: str, heads: int, queries: int, dtype: torch.dtype, told: str
+    chosen_tiles: str, heads: int, queries: int, dtype: torch.dtype, told: str
 ) -> None:
     query = torch.ones(1, heads, queries, 8, dtype=dtype)
     cache = torch.ones(1, 1, 9, 8, dtype=dtype)
     found: Any = fastattn.explain("decode_attention", query, cache, cache)
-    assert f"instruction set {tiles}" in found.because
+    assert f"instruction set {chosen_tiles}" in found.because
     assert told in found.because

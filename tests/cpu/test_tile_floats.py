@@ -161,7 +161,7 @@ def test_bits_of_floats_do_not_depend_on_the_threads(tiles: str) -> None:
         assert torch.equal(x, found[1][name]), name
 
 
-def test_two_parts_only_where_pytorch_allows_them(tiles: str) -> None:
+def test_two_parts_only_where_pytorch_allows_them(chosen_tiles: str) -> None:
     q, k, v = float_qkv(1, 2, 70, 130, 64)
     exact = exactly(q, k, v)
     found, told = [], []

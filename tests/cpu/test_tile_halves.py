@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tile_attention import EMULATED, HERE, REAL, attention, gradients, grows, in_double, qkv
+from tile_attention import (
+    EMULATED,
+    HERE,
+    REAL,
+    attention,
+    gradients,
+    grows,
+    in_double,
+    needs_tiles,
+    qkv,
+)
 from torch import Tensor
 
 import fastattn
@@ -123,6 +133,7 @@ def test_gradients(tiles: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_hidden_keys_and_values_change_no_bit(tiles: str, bad: float) -> None:
+    needs_tiles(tiles, torch.float16)
     q, k, v = halves(1, 2, 70, 300, 40)
     keys = torch.arange(300)
     padding = ((keys % 7 != 0) & (keys < 290) & (keys // 32 != 2)).view(1, 1, 1, 300)
@@ -140,21 +151,22 @@ def test_hidden_keys_and_values_change_no_bit(tiles: str, bad: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_explain_says_whether_the_tiles_multiply_float16(tiles: str, native: ModuleType) -> None:
+def test_explain_says_whether_the_tiles_multiply_float16(
+    chosen_tiles: str, native: ModuleType
+) -> None:
     x = torch.ones(1, 16, 5, 8, dtype=torch.float16)
-    served = tiles == EMULATED or "amx_fp16" in native.processor()["features"]
+    served = chosen_tiles == EMULATED or "amx_fp16" in native.processor()["features"]
     told = "on tiles" if served else "on vectors: the processor has no AMX with fp16"
     for op, cache in (("scaled_dot_product_attention", x), ("decode_attention", x[:, :1])):
         found: Any = fastattn.explain(op, x, cache, cache)
-        assert f"instruction set {tiles}" in found.because
+        assert f"instruction set {chosen_tiles}" in found.because
         assert told in found.because
 
 
 @pytest.mark.skipif(REAL not in HERE, reason="needs AMX")
 @pytest.mark.parametrize("causal", [False, True])
 def test_real_tiles_give_the_bits_of_emulated_ones(native: ModuleType, causal: bool) -> None:
-    if reason := native.build_info()["no_float16_on_tiles"]:
-        pytest.skip(reason)
+    needs_tiles(REAL, torch.float16)
     q, k, v = halves(2, 4, 150, 330, 64, kv_heads=2)
     found = []
     for isa in (EMULATED, REAL):

@@ -133,11 +133,11 @@ def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
     ],
 )
 def test_explain_says_what_runs_on_tiles(
-    tiles: str, queries: int, dtype: torch.dtype, told: str
+    chosen_tiles: str, queries: int, dtype: torch.dtype, told: str
 ) -> None:
     x, memory = torch.ones(1, 1, queries, 8, dtype=dtype), torch.ones(1, 1, 9, 8, dtype=dtype)
     found = fastattn.explain("scaled_dot_product_attention", x, memory, memory)
-    assert f"instruction set {tiles}" in found.because
+    assert f"instruction set {chosen_tiles}" in found.because
     assert told in found.because
 
 
@@ -146,7 +146,7 @@ def test_explain_says_what_runs_on_tiles(
 @pytest.mark.parametrize("heads", [1, 17])
 @pytest.mark.parametrize("how", ["plain", "dropout", "columns apart"])
 def test_what_explain_says_is_what_the_bits_show(
-    tiles: str, dtype: torch.dtype, queries: int, heads: int, how: str
+    chosen_tiles: str, dtype: torch.dtype, queries: int, heads: int, how: str
 ) -> None:
     q, k, v = (x.to(dtype) for x in qkv(1, heads, queries, 70, 40, kv_heads=1))
     if how == "columns apart":
@@ -171,7 +171,7 @@ def test_what_explain_says_is_what_the_bits_show(
     assert ("on vectors" in told) == any(torch.equal(x, found) for x in on_vectors), told
 
 
-def test_explain_says_which_part_runs_beside_the_tiles(tiles: str) -> None:
+def test_explain_says_which_part_runs_beside_the_tiles(chosen_tiles: str) -> None:
     x = torch.ones(1, 1, 40, 8).bfloat16()
     told = fastattn.explain("scaled_dot_product_attention", x, x, x, need_weights=True).because
     assert told.endswith("on tiles; the returned weights on vectors")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tile_attention import attention, gradients, qkv
+from tile_attention import attention, gradients, needs_tiles, qkv
 from torch import Tensor
 
 from fastattn import masks
@@ -48,6 +48,7 @@ def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_without_a_tensor(tiles: str, name: str, dtype: torch.dtype) -> None:
     """Some blocks of keys, of 64 and of 128, have no visible pair; some have all."""
+    needs_tiles(tiles, dtype)
     mask, pairs = MASKS[name]
     q, k, v = in_dtype(qkv(1, 2, QUERIES, KEYS, 32, kv_heads=1), dtype)
     h, i, j = torch.arange(2).view(2, 1, 1), torch.arange(QUERIES)[:, None], torch.arange(KEYS)
@@ -65,6 +66,7 @@ def test_a_mask_without_a_tensor(tiles: str, name: str, dtype: torch.dtype) -> N
 
 @DTYPES
 def test_a_mask_without_a_tensor_under_a_mask_of_keys(tiles: str, dtype: torch.dtype) -> None:
+    needs_tiles(tiles, dtype)
     q, k, v = in_dtype(qkv(1, 2, 100, KEYS, 32), dtype)
     padding = torch.arange(KEYS).view(1, 1, 1, KEYS) % 190 < 100
     mask, pairs = masks.document(IDS[:100], IDS % 2), IDS[:100, None] == IDS % 2

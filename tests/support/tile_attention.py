@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -20,6 +21,13 @@ HERE = [target.isa for target in targets(emulated=True)]
 def on(isa: str) -> Any:
     reason = "needs AVX2" if isa == EMULATED else "needs AMX"
     return pytest.param(isa, marks=pytest.mark.skipif(isa not in HERE, reason=reason), id=isa)
+
+
+def needs_tiles(isa: str, dtype: torch.dtype) -> None:
+    """Skips a test of bits where this dtype runs on vectors beside the real tiles."""
+    reason = importlib.import_module("fastattn._cpu").build_info()["no_float16_on_tiles"]
+    if dtype == torch.float16 and isa == REAL and reason:
+        pytest.skip(reason)
 
 
 def qkv(
