@@ -35,7 +35,8 @@ class Squares {
   FASTATTN_INLINE explicit Squares(float* nowhere) : nowhere_(nowhere), pending_(nowhere) {}
 
   // Squares [begin, end) of a list; those from `second` on are of kind b. Each tile is loaded one or
-  // two products before it is needed.
+  // two products before it is needed, and kept where the next square has it too: six products of three
+  // parts then load 7 pairs of tiles instead of 12.
   //
   // The sums of the last square stay in their tiles until others need these, or flush(). A store
   // right after its product would wait for it and block what follows: of eight products, 190 cycles
@@ -49,26 +50,30 @@ class Squares {
     Tiles::load<4>(right(begin), kSquareBytes);
     Tiles::load_once<6>(left(begin), 64);
     Tiles::load_once<7>(left(begin) + kTileElements, 64);
+    bool new_right = true;
     for (int64_t n = begin; n < end; ++n) {
       const Operands& x = n < second ? a : b;
       float* const sum = x.sum + list[n].sum;
       const bool first = list[n].first, more = n + 1 < end;
+      const bool next_left = more && left(n + 1) != left(n);
+      const bool next_right = more && right(n + 1) != right(n);
       if (first) start<0>(sum, x.add);
       Format::template multiply<0, 6, 4>();
-      Tiles::load<5>(right(n) + 16, kSquareBytes);
+      if (new_right) Tiles::load<5>(right(n) + 16, kSquareBytes);
       between();
       if (first) start<1>(sum, x.add);
       Format::template multiply<1, 7, 4>();
-      if (more) Tiles::load<4>(right(n + 1), kSquareBytes);
+      if (next_right) Tiles::load<4>(right(n + 1), kSquareBytes);
       between();
       if (first) start<2>(sum, x.add);
       Format::template multiply<2, 6, 5>();
-      if (more) Tiles::load_once<6>(left(n + 1), 64);
+      if (next_left) Tiles::load_once<6>(left(n + 1), 64);
       between();
       if (first) start<3>(sum, x.add);
       Format::template multiply<3, 7, 5>();
-      if (more) Tiles::load_once<7>(left(n + 1) + kTileElements, 64);
+      if (next_left) Tiles::load_once<7>(left(n + 1) + kTileElements, 64);
       between();
+      new_right = next_right;
       pending_ = sum;
     }
   }
