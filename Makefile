@@ -105,9 +105,10 @@ test-torch: build $(VENV)/.stamp-test ## every promised torch, one after the oth
 	done
 	rm -rf $(OTHER_TORCH)
 
-# The oldest and the newest promised versions, with their requirements except torch, whose version
+# The oldest and the newest promised versions, and the last one in which attention updates the paged
+# cache, with their requirements except torch, whose version
 # they do not restrict. ARGS="-m 'slow or not slow'" runs all models, not only the quick ones.
-TRANSFORMERS_VERSIONS ?= 5.0.0 5.23.0
+TRANSFORMERS_VERSIONS ?= 5.0.0 5.23.0 5.24.0
 OTHER_TRANSFORMERS := build/transformers
 test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promised transformers; TRANSFORMERS_VERSIONS="5.0.0" for some
 	for version in $(TRANSFORMERS_VERSIONS); do \

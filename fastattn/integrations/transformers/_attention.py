@@ -86,8 +86,9 @@ def attention_forward(
             is no block. Each of the G rows applies to the next Hq / G heads.
         cu_seq_lens_q, cu_seq_lens_k: [S + 1], the starts of the packed sequences, then the end.
             The rows of all B entries are numbered consecutively.
-        cache: the paged cache of continuous batching. It stores key and value, and returns those
-            of all tokens so far. The mask then also separates the sequences.
+        cache: the paged cache of continuous batching up to transformers 5.23. It stores key and
+            value, and returns those of all tokens so far; later versions do this in the model. The
+            mask then also separates the sequences.
         output_attentions: also return the weights; they are also returned if the model records
             them.
         others: arguments that attention does not depend on, or None.
@@ -99,13 +100,15 @@ def attention_forward(
     Raises:
         TypeError: an unknown argument that is not None.
     """
-    check_others(module, others, _IRRELEVANT if cache is None else _PAGED)
+    is_paged = cache is not None or others.get("write_index") is not None
+    check_others(module, others, _PAGED if is_paged else _IRRELEVANT)
+    if is_paged and attention_mask is not None:  # it also separates the sequences
+        cu_seq_lens_q = None
     if cache is not None:
         paged = {**others, "cu_seq_lens_k": cu_seq_lens_k}  # per layer type; the cache selects one
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paged
         )
-        cu_seq_lens_q = cu_seq_lens_q if attention_mask is None else None
         cu_seq_lens_k = paged["cu_seq_lens_k"]
     compact = None
     if isinstance(position_bias, CompactBias):  # T5
