@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -46,6 +47,11 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert a[name].shape == b[name].shape, name
         same = (a[name] == b[name]) | (a[name].isnan() & b[name].isnan())
         assert same.all(), f"{name}: {int((~same).sum())} of {same.numel()} elements differ"
+
+
+def is_on_tiles(backend: ModuleType) -> bool:
+    isa = importlib.import_module("fastattn._cpu").build_info()["isa"] if NATIVE else ""
+    return backend.__name__ == "fastattn.backends.cpu" and isa.startswith("amx")
 
 
 def judge(found: dict[str, Tensor], inputs: Inputs) -> None:
@@ -209,7 +215,12 @@ def test_a_constant_added_to_a_row_moves_lse_alone(
     exact["attn_mask"] = exact["attn_mask"] + shift
     moved = oracle.run(any_backend, replace(inputs, **exact))  # type: ignore[arg-type]
     torch.testing.assert_close(moved["lse"], plain["lse"] + shift)
-    assert_same_bits({"out": moved["out"]}, {"out": plain["out"]})
+    if is_on_tiles(any_backend) and dtype == torch.float32:
+        # Weights are 2^(unit s - m) with a rounded m, the same for the row, which cancels in their
+        # mean up to rounding.
+        torch.testing.assert_close(moved["out"], plain["out"])
+    else:
+        assert_same_bits({"out": moved["out"]}, {"out": plain["out"]})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -337,7 +348,14 @@ def test_a_bad_key_or_value_reaches_only_queries_that_see_it(
     after = oracle.run(any_backend, inputs)
     for name in ("out", "lse", "weights", "grad_query"):
         clean, dirty = before[name][:, :, :first], after[name][:, :, :first]
-        torch.testing.assert_close(dirty, clean, msg=lambda text, name=name: f"{name}: {text}")
+        bounds = {}
+        if name == "grad_query" and is_on_tiles(any_backend) and dtype == torch.bfloat16:
+            # The weights of its block are rounded before a sum that cancels.
+            size = torch.finfo(dtype).eps * float(clean.abs().amax())
+            bounds = {"rtol": 1.6e-2, "atol": size}
+        torch.testing.assert_close(
+            dirty, clean, msg=lambda text, name=name: f"{name}: {text}", **bounds
+        )
     if tensor == "value" or math.isnan(bad):
         reached = after["out"][:, :, first:, 3]
         assert not torch.isfinite(reached).any()
@@ -415,6 +433,7 @@ def test_huge_scores_do_not_overflow(
     torch.testing.assert_close(found["lse"].double(), best.amax(-1), rtol=1e-5, atol=0)
     for name, result in found.items():
         assert torch.isfinite(result).all(), name
+    judge({name: found[name] for name in ("out", "grad_value")}, inputs)
 
 
 @floats

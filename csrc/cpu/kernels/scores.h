@@ -142,6 +142,8 @@ FASTATTN_INLINE void scale_from_lse(const ScoreRule<T>& rule, double lse, RowSca
 // of finfo.min the maximum absorbs the logarithm of the sum. Such a row is normalised by its
 // recomputed sum.
 constexpr double kHugeLse = 1 << 16;
+// Up to here, a double holds the maximum and the logarithm of the sum with 12 bits after the point.
+constexpr double kAbsorbingLse = 0x1p40;
 
 // The bias of a block: the value that a mask adds, or -inf where it excludes. One value per key if
 // the mask is the same for all queries (padding), else a tile in the layout of S.

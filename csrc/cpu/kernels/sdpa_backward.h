@@ -67,6 +67,7 @@ class BackwardUnit {
   // All keys of the rows fit in one block. delta is then summed where it is used, from the same products that
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
   bool sums_delta() const { return whole; }
+  static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   // Of a query head: dQ, [panels][D][lanes], then the sums of the gradient of its relative bias.
   int64_t dq_size() const { return queries * p.D + relative_sums<T>(p, L); }

@@ -20,9 +20,16 @@ class Prepare {
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
 
  public:
-  // `whole`: the unit computes delta itself and needs only an estimate.
-  Prepare(const Sequence& params, PreparedRows<T> out, bool whole)
-      : p(params), tiles(params), out_(out), Bk(key_block<P>(params.D, params.Dv)), whole_(whole) {}
+  // `whole`: the unit computes delta itself and needs only an estimate. `forward_scores`: its scores
+  // have the bits of the forward pass's.
+  Prepare(const Sequence& params, PreparedRows<T> out, bool whole, bool forward_scores)
+      : p(params),
+        rule(make_rule<T>(params)),
+        tiles(params),
+        out_(out),
+        Bk(key_block<P>(params.D, params.Dv)),
+        whole_(whole),
+        forward_scores_(forward_scores) {}
 
   int64_t tasks() const { return p.B * p.Hq * panels(); }
 
@@ -44,10 +51,11 @@ class Prepare {
 
  private:
   const Sequence& p;
+  const ScoreRule<T> rule;
   const WeightsPass<P> tiles;
   const PreparedRows<T> out_;
   const int64_t Bk;
-  const bool whole_;
+  const bool whole_, forward_scores_;
 
   int64_t panels() const { return (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel; }
 
@@ -98,6 +106,11 @@ class Prepare {
     tiles.scale_rows(buf, b, h, i0, i1, packed, buf.rows);
     const RowScale<T> to = out_.rows.at((b * p.Hq + h) * p.Lq + i0);
     for (int64_t i = 0; i < rows; ++i) {
+      const double lse = p.lse[(b * p.Hq + h) * p.lse_stride + i0 + i];
+      if (forward_scores_ && -kAbsorbingLse < lse && lse < kAbsorbingLse) {
+        scale_from_lse(rule, lse, to.at(i));
+        continue;
+      }
       to.high[i] = buf.rows.high[i];
       to.low[i] = buf.rows.low[i];
       to.inverse[i] = buf.rows.inverse[i];
@@ -246,7 +259,7 @@ class Backward {
 
   void prepare(const Tasks& rows) const {
     const auto of = [&](const Sequence& s, int64_t n) {
-      return Prepare<P>(s, prepared(rows, n), Unit(s).sums_delta());
+      return Prepare<P>(s, prepared(rows, n), Unit(s).sums_delta(), Unit::forward_scores());
     };
     const Tasks tasks(sequences_.count(), [&](int64_t n) {
       const Sequence s = sequences_.at(n);

@@ -68,6 +68,9 @@ class TileBackwardUnit {
         gradients(params) {}
 
   static constexpr bool sums_delta() { return false; }  // it is prepared from O
+  // The products of the forward pass, in its order. Scores of 10^9 that are rounded otherwise differ by
+  // hundreds, and a weight would be 2^hundreds.
+  static constexpr bool forward_scores() { return true; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   // Of a query head: dQ, [queries / 32][D][32], then the sums of the gradient of its relative bias.
   int64_t dq_size() const { return round_up(p.Lq, kSide) * dp + relative_sums<T>(p, kSide); }
