@@ -66,28 +66,28 @@ def order(dtype: torch.dtype, queries: int = 64, op: str = ATTENTION) -> tuple[s
 @pytest.mark.parametrize("name", EVERY)
 def test_the_order_of_backends(name: str) -> None:
     with be(EVERY[name]):
-        first = ("torch",) if "AMX" in name else ()
-        assert order(torch.bfloat16) == (*first, "cpu", "reference")
-        assert order(torch.bfloat16, op=f"{ATTENTION}_backward") == (*first, "cpu", "reference")
-        assert order(torch.bfloat16, queries=15) == ("cpu", "reference")
         by_torch = ("torch",) if name == "AMX-FP16" else ()
         assert order(torch.float16) == (*by_torch, "cpu", "reference")
-        for dtype in (torch.float32, torch.float64):
+        assert order(torch.float16, op=f"{ATTENTION}_backward") == (*by_torch, "cpu", "reference")
+        assert order(torch.float16, queries=15) == ("cpu", "reference")
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
             assert order(dtype) == ("cpu", "reference")
         assert order(torch.bfloat16, op="memory_hop_attention") == ("cpu", "reference")
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_instruction_set(name: str) -> None:
-    mixed = "avx512_bf16,bfloat16=avx512"
+    intel = "avx512_bf16,bfloat16=avx512"
+    tiles = "amx_bf16,float64=avx512_bf16,float16=avx512_bf16"
     with be(EVERY[name]):
         supported = [*ISAS, "amx_bf16"] if "AMX" in name else ISAS
-        of_intel = "AMX" in name or name == "Intel"
-        assert evidence.isa(supported) == (mixed if of_intel else "avx512_bf16")
+        best = {"AMX": tiles, "AMX-FP16": tiles, "Intel": intel}
+        assert evidence.isa(supported) == best.get(name, "avx512_bf16")
         assert evidence.isa(ISAS[:2]) == "avx2"  # not what the build or the processor lacks
         assert evidence.isa(["baseline"]) == "baseline"
-        # A build for one machine lacks the others; tiles were not measured.
-        assert "amx" not in evidence.isa(["baseline", "avx512_bf16", "amx_bf16"])
+        # A build for one machine lacks the others.
+        of_one = evidence.isa(["baseline", "avx512_bf16", "amx_bf16"])
+        assert of_one == (tiles if "AMX" in name else "avx512_bf16")
 
 
 MEASURED = Gemm("onednn", "torch", 2**24 - 1, 2**25)
@@ -234,8 +234,8 @@ def test_the_users_own_entries_come_first(own: Path) -> None:
 def test_a_broken_user_file_is_reported_and_skipped(own: Path, text: str, message: str) -> None:
     own.parent.mkdir(parents=True)
     own.write_text(text)
-    with pytest.warns(UserWarning, match=f"not used: .*{message}.*tune --reset"), be(AMX):
-        assert order(torch.bfloat16) == ("torch", "cpu", "reference")
+    with pytest.warns(UserWarning, match=f"not used: .*{message}.*tune --reset"), be(AMX_FP16):
+        assert order(torch.float16) == ("torch", "cpu", "reference")
 
 
 @pytest.mark.parametrize(
@@ -268,12 +268,12 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_info_and_explain_name_choice_and_evidence() -> None:
-    x = torch.empty(1, 1, 64, 8, dtype=torch.bfloat16)
-    with be(AMX):
+    x = torch.empty(1, 1, 64, 8, dtype=torch.float16)
+    with be(AMX_FP16):
         text = info.format_text(info.collect())
-        assert "bfloat16: torch, cpu (from 16 queries on) [measured on an Intel Xeon" in text
+        assert "float16: torch, cpu (from 16 queries on) [not measured: PyTorch multiplies" in text
         found = str(fastattn.explain(ATTENTION, x.zero_(), x, x))
-        assert "order      torch, cpu, reference (measured on an Intel Xeon" in found
+        assert "order      torch, cpu, reference (not measured: PyTorch multiplies" in found
     with be(UNKNOWN):
         assert "cpu, reference [not measured on this processor]" in info.format_text(info.collect())
         found = str(fastattn.explain(ATTENTION, x, x, x))

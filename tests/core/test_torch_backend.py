@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from fastattn import dispatch, evidence, explain, use_backend
 from fastattn.backends import _torch_cuda, reference
 from fastattn.backends import torch as backend
 from fastattn.backends.primitives import AttentionBackwardOptions
-from fastattn.evidence import Processor
 from fastattn.testing import CASES, Target, check
 from fastattn.testing.inputs import make_inputs
 
@@ -39,11 +39,13 @@ def qkv(q_len: int = 20, k_len: int = 20, width: int = 16, **options: Any) -> li
 
 
 @pytest.fixture
-def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if this processor had AMX: bfloat16 goes to PyTorch's kernel."""
-    amx = Processor("cpu", "Intel", "simulated", frozenset({"avx512_bf16", "amx_bf16"}))
-    monkeypatch.setattr(evidence, "processor", lambda device="cpu": amx)
-    evidence.forget()
+def torch_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As if `fastattn tune` had found PyTorch's kernel faster here, from 16 queries on in bfloat16."""
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path))
+    evidence.set_own([
+        {"choice": "backends", "device": "cpu", "op": OP, "dtype": ["bfloat16"], "least_queries": 16,
+         "use": ["torch", "cpu"], "source": "of this test"}
+    ])  # fmt: skip
     yield
     monkeypatch.undo()
     evidence.forget()
@@ -95,7 +97,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_the_function_on_a_processor_with_amx(name: str, amx: None, calls: list[str]) -> None:
+def test_the_function_where_it_is_first(name: str, torch_first: None, calls: list[str]) -> None:
     """The fast path and the general one, with gradients, give what the reference gives."""
     options = SERVED[name]
     inputs = qkv(requires_grad=True)
@@ -124,7 +126,7 @@ def test_gradients_of_a_part_of_the_keys_are_not_pytorchs() -> None:
     ]
 
 
-def test_grouped_heads(amx: None, calls: list[str]) -> None:
+def test_grouped_heads(torch_first: None, calls: list[str]) -> None:
     query, key = torch.randn(1, 4, 20, 16).bfloat16(), torch.randn(1, 2, 20, 16).bfloat16()
     out = attention(query, key, key, enable_gqa=True)
     repeated = key.repeat_interleave(2, 1)
@@ -191,7 +193,7 @@ DECLINED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_declined_calls_do_not_reach_it(name: str, amx: None, calls: list[str]) -> None:
+def test_declined_calls_do_not_reach_it(name: str, torch_first: None, calls: list[str]) -> None:
     shape, options, reason = DECLINED[name]
     inputs = qkv(**shape)
     found = explain(attention, *inputs, **options)
@@ -203,7 +205,7 @@ def test_declined_calls_do_not_reach_it(name: str, amx: None, calls: list[str]) 
     assert calls == []
 
 
-def test_strides_and_widths_that_it_does_not_take(amx: None, calls: list[str]) -> None:
+def test_strides_and_widths_that_it_does_not_take(torch_first: None, calls: list[str]) -> None:
     query, key, value = qkv()
     for inputs, reason in (
         ((query.mT.contiguous().mT, key, value), "not contiguous"),
@@ -218,7 +220,7 @@ def test_strides_and_widths_that_it_does_not_take(amx: None, calls: list[str]) -
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [1, 2])
 def test_a_nan_under_a_mask_stays_where_it_is_seen(
-    bad: float, where: int, amx: None, calls: list[str]
+    bad: float, where: int, torch_first: None, calls: list[str]
 ) -> None:
     for options in ({"is_causal": True}, {"attn_mask": torch.ones(20, 20).tril().bool()}):
         inputs = qkv()
@@ -232,7 +234,7 @@ def test_a_nan_under_a_mask_stays_where_it_is_seen(
 
 
 def test_no_math_path_where_pytorch_has_the_fused_kernel_switched_off(
-    amx: None, calls: list[str]
+    torch_first: None, calls: list[str]
 ) -> None:
     inputs = qkv()
     with sdpa_kernel(SDPBackend.MATH):
@@ -251,7 +253,7 @@ def test_what_it_takes_pytorch_takes_fused() -> None:
         assert torch.equal(backend.plain_attention(*inputs, None, 1.0, False, False)[0], want)
 
 
-def test_without_the_operator(monkeypatch: pytest.MonkeyPatch, amx: None) -> None:
+def test_without_the_operator(monkeypatch: pytest.MonkeyPatch, torch_first: None) -> None:
     monkeypatch.setattr(backend, "_forward", None)
     found = explain(attention, *qkv())
     assert "has no fused attention operator" in found.reasons["torch"][0]
@@ -259,7 +261,7 @@ def test_without_the_operator(monkeypatch: pytest.MonkeyPatch, amx: None) -> Non
 
 
 def test_a_pytorch_that_gives_nan_for_fully_masked_rows(
-    amx: None, monkeypatch: pytest.MonkeyPatch
+    torch_first: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = backend._forward
 
@@ -342,7 +344,7 @@ def test_second_derivatives() -> None:
 # -- a few queries, forced backends, the GPU ------------------------------------------------------
 
 
-def test_a_few_queries_stay_with_our_kernels(amx: None, calls: list[str]) -> None:
+def test_a_few_queries_stay_with_our_kernels(torch_first: None, calls: list[str]) -> None:
     for q_len, expected in ((15, []), (16, ["_forward"])):
         attention(*qkv(q_len))
         assert calls == expected
@@ -351,7 +353,7 @@ def test_a_few_queries_stay_with_our_kernels(amx: None, calls: list[str]) -> Non
         calls.clear()
 
 
-def test_forcing_another_backend_wins(amx: None, calls: list[str]) -> None:
+def test_forcing_another_backend_wins(torch_first: None, calls: list[str]) -> None:
     for forced in ("cpu", "reference"):
         if isinstance(dispatch.load(forced), str):
             continue
@@ -361,7 +363,7 @@ def test_forcing_another_backend_wins(amx: None, calls: list[str]) -> None:
     assert calls == []
 
 
-def test_without_a_native_core(amx: None, calls: list[str], monkeypatch: Any) -> None:
+def test_without_a_native_core(torch_first: None, calls: list[str], monkeypatch: Any) -> None:
     """It serves what it can; the rest is the reference's, in silence, as everywhere without one."""
     load = dispatch.load.__wrapped__
     monkeypatch.setattr(dispatch, "load", lambda n: "not built" if n == "cpu" else load(n))
@@ -373,14 +375,14 @@ def test_without_a_native_core(amx: None, calls: list[str], monkeypatch: Any) ->
     assert calls == ["_forward"]
 
 
-def test_a_layer_uses_it(amx: None, calls: list[str]) -> None:
+def test_a_layer_uses_it(torch_first: None, calls: list[str]) -> None:
     layer = fastattn.nn.MultiheadAttention(64, 4, batch_first=True).bfloat16()
     x = torch.randn(8, 64, 64).bfloat16()
     layer(x, x, x, need_weights=False)[0].sum().backward()
     assert calls == ["_forward", "_backward"]
 
 
-def test_compiled(amx: None, calls: list[str]) -> None:
+def test_compiled(torch_first: None, calls: list[str]) -> None:
     inputs = qkv()
     want = attention(*inputs, is_causal=True)
     calls.clear()

@@ -42,6 +42,7 @@ def timed(**seconds: float) -> Any:
 
 AMD = Processor("cpu", "AMD", "AMD EPYC", frozenset({"avx512f", "avx512_bf16"}))
 AMX = Processor("cpu", "Intel", "Xeon", frozenset({"avx512f", "avx512_bf16", "amx_bf16"}))
+AMX_FP16 = AMX._replace(features=AMX.features | {"amx_fp16"})
 
 
 def test_it_measures_the_processor_and_can_be_undone(
@@ -67,10 +68,10 @@ def test_it_measures_the_processor_and_can_be_undone(
 
 
 def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
-    for processor, usual in ((AMD, ["cpu"]), (AMX, ["torch", "cpu"])):
+    for processor, usual in ((AMD, ["cpu"]), (AMX_FP16, ["torch", "cpu"])):
         as_if(processor, monkeypatch)
         for times in ({"torch": 0.98}, {"torch": 1.02}):
-            order, isa = tune_cpu.attention(torch.bfloat16, timed(**times))
+            order, isa = tune_cpu.attention(torch.float16, timed(**times))
             assert order["use"] == usual
             assert isa["use"] in native.build_info()["supported"]
     monkeypatch.undo()
@@ -81,12 +82,12 @@ def test_what_is_clearly_faster_is_taken(own: Path, monkeypatch: pytest.MonkeyPa
     as_if(AMD, monkeypatch)
     order, _ = tune_cpu.attention(torch.bfloat16, timed(torch=0.9))
     assert (order["use"], order["least_queries"]) == (["torch", "cpu"], 16)
-    as_if(AMX, monkeypatch)
-    order, _ = tune_cpu.attention(torch.bfloat16, timed(torch=1.1))
+    as_if(AMX_FP16, monkeypatch)
+    order, _ = tune_cpu.attention(torch.float16, timed(torch=1.1))
     assert order["use"] == ["cpu"]
     assert "least_queries" not in order
     evidence.set_own([order])
-    found = evidence.choose("backends", "cpu", order["op"], torch.bfloat16)
+    found = evidence.choose("backends", "cpu", order["op"], torch.float16)
     assert found is not None
     assert (found.use, found.is_own) == (["cpu"], True)
 
