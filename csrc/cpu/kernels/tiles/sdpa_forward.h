@@ -4,9 +4,6 @@
 // O^T = V^T P^T, with the 32 queries of a panel across the lanes. So rules, masks and dropout are
 // the same functions on the same layouts. sdpa_products.h has the main loop, sdpa_rows.h what happens
 // to the rows between products; here are the tasks.
-//
-// The speed was measured with prototypes of the same main loop. This kernel has run on emulated
-// tiles only.
 #pragma once
 #include "../../threads.h"
 #include "sdpa_products.h"
