@@ -165,7 +165,8 @@ MUTANTS += tuple(
         ("tiles_are_not_configured", "../simd/tiles.h", "Tiles::configure(TileConfig{});", ""),
         ("tiles_are_not_released", "../simd/tiles.h", "~TileScope() { Tiles::release(); }", "~TileScope() {}"),
         ("the_wrong_tile_is_multiplied", "tiles/squares.h", "multiply<2, 6, 5>", "multiply<2, 7, 5>"),
-        ("a_tile_is_loaded_too_early", "tiles/squares.h", "Format::template multiply<1, 7, 4>(); if (more)", "if (more)"),
+        ("a_product_is_left_out", "tiles/squares.h", "Format::template multiply<1, 7, 4>();", ""),
+        ("a_tile_is_loaded_too_early", "tiles/squares.h", "if (new_right) Tiles::load<5>(right(n) + 16, kSquareBytes); between(); if (first) start<1>(sum, x.add); Format::template multiply<1, 7, 4>(); if (next_right) Tiles::load<4>(right(n + 1), kSquareBytes);", "if (new_right) Tiles::load<5>(right(n) + 16, kSquareBytes); between(); if (next_right) Tiles::load<4>(right(n + 1), kSquareBytes); if (first) start<1>(sum, x.add); Format::template multiply<1, 7, 4>();"),
         ("a_quarter_goes_to_the_wrong_place", "tiles/squares.h", "return T % 2 * 16 * kLanesOfSquare + T / 2 * 16;", "return T / 2 * 16 * kLanesOfSquare + T % 2 * 16;"),
         ("sums_stay_in_tiles", "tiles/squares.h", "FASTATTN_INLINE void flush() {", "FASTATTN_INLINE void flush() { return;"),
         ("outputs_are_not_added", "tiles/sdpa_products.h", "!state.fresh}", "false}"),
@@ -251,11 +252,14 @@ MUTANTS += tuple(
         ("a_sum_of_outputs_is_lost", "tiles/sdpa_rows.h", "state.totalled ? load(state.total + at) + o : o", "o"),
         ("the_last_outputs_are_lost", "tiles/sdpa_rows.h", "state.fresh ? total : total + load(state.o + at)", "total"),
         ("weights_are_those_of_bf16", "tiles/exp2.h", "kCoarse ?", "true ?"),
+        ("the_left_tiles_of_another_square_stay", "tiles/squares.h", "more && left(n + 1) != left(n)", "more && right(n + 1) != right(n)"),
+        ("a_right_tile_of_another_square_stays", "tiles/squares.h", "if (new_right) Tiles::load<5>", "if (n == begin) Tiles::load<5>"),
     )
 )  # fmt: skip
 MUTANTS += tuple(
     Mutant(f"of_floats_{name}", file, old, new, source="tiles/sdpa_backward", isa="amx_bf16_emulated")
     for name, file, old, new in (
+        ("scores_are_those_of_vectors", "tiles/sdpa_backward.h", "static constexpr bool forward_scores() { return true; }", "static constexpr bool forward_scores() { return false; }"),
         ("a_side_is_not_loaded", "tiles/sdpa_backward.h", "Products::left[i] != Products::left[before]", "false"),
         ("another_part_is_loaded", "tiles/sdpa_backward.h", "b.at + Products::right[i] * b.part", "b.at + Products::left[i] * b.part"),
         ("parts_lie_on_each_other", "tiles/sdpa_gradients.h", "_mm512_storeu_si512(to + part * kTileElements, parts[part])", "_mm512_storeu_si512(to, parts[part])"),
