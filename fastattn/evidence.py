@@ -173,8 +173,8 @@ def has_tiles(isa: str) -> bool:
 def isa(supported: Sequence[str]) -> str:
     """The instruction set of each dtype, as ``_cpu.set_isa`` takes it.
 
-    ``supported``: those that build and processor have, the strongest last. Tiles are used only where
-    an entry chooses them, since they serve some dtypes alone.
+    ``supported``: those that build and processor have, the strongest last. Tiles are used only
+    where an entry chooses them, since they serve some dtypes alone.
     """
     strongest = [name for name in supported if not has_tiles(name)][-1]
     chosen = {}

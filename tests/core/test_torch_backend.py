@@ -40,11 +40,11 @@ def qkv(q_len: int = 20, k_len: int = 20, width: int = 16, **options: Any) -> li
 
 @pytest.fixture
 def torch_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As if `fastattn tune` had found PyTorch's kernel faster here, from 16 queries on in bfloat16."""
+    """As if `fastattn tune` had found PyTorch's kernel faster in bfloat16, from 16 queries on."""
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path))
     evidence.set_own([
-        {"choice": "backends", "device": "cpu", "op": OP, "dtype": ["bfloat16"], "least_queries": 16,
-         "use": ["torch", "cpu"], "source": "of this test"}
+        {"choice": "backends", "device": "cpu", "op": OP, "dtype": ["bfloat16"],
+         "least_queries": 16, "use": ["torch", "cpu"], "source": "this test"}
     ])  # fmt: skip
     yield
     monkeypatch.undo()
