@@ -118,6 +118,9 @@ def _cases() -> Iterator[DecodeCase]:
                       dtypes=(torch.float32,))  # fmt: skip
         yield from _quantised(replace(case, quantised=torch.int8), f"{label}int8")
         yield from _quantised(replace(case, quantised=torch.float8_e4m3fn), f"{label}fp8")
+    # So many key heads that a thread takes all chunks of one, up to four threads.
+    yield replace(base, name="stacked-long-heads", heads=64, kv_heads=4, head_dim=16, capacity=1030,
+                  lengths=(1030, 900, 1024, 700), dtypes=(torch.bfloat16,))  # fmt: skip
     yield replace(base, name="no-sequences", lengths=())
     yield replace(paged, name="paged-no-sequences", lengths=())
     for case in (base, paged):
