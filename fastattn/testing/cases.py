@@ -293,6 +293,12 @@ def _parts() -> Iterator[Case]:
     yield replace(base, name="partial-program", program="documents", poison=True)
 
 
+def _large_scores() -> Iterator[Case]:
+    """Scores whose log-sum-exp has fewer digits in float32 than their differences."""
+    for scale, dtypes in ((1e4, FLOATS), (1e9, (torch.float32,))):
+        yield Case(f"scale-{scale:.0e}", scale=scale, causal="upper_left", dtypes=dtypes)
+
+
 def _relative_biases() -> Iterator[Case]:
     base = Case("relative", heads=4, kv_heads=2, relative_bias="h", grads=SCALED)
     yield replace(base, name="relative-h")
@@ -495,5 +501,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         _results(),
         _long(),
         _parts(),
+        _large_scores(),
     ),
 }

@@ -51,8 +51,17 @@ def _is_for_the_slow_run(n: int, case: Case) -> bool:
     return case.slow or many or (alike and n // 3 % 2 == 1)
 
 
+# Both passes round a score of 10^9 otherwise, by more than the difference of two scores.
+BEYOND = pytest.mark.xfail(reason="gradients of scores of 10^9 are wrong, see cuda-kernels.md")
+
 WORK = [
-    pytest.param(case, dtype, n, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        case,
+        dtype,
+        n,
+        id=f"{case.name}-{str(dtype).removeprefix('torch.')}",
+        marks=BEYOND if case.name == "scale-1e+09" else (),
+    )
     for n, case in enumerate(TABLE)
     for m, dtype in enumerate(DTYPES)
     if (n % len(DTYPES) == m and not _is_for_the_slow_run(n, case))
