@@ -14,6 +14,9 @@ ARGS ?=
 TORCH ?= torch==2.13.0
 TORCH_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 
+# What pip reads when it installs this package: its requirements and its version.
+METADATA := pyproject.toml fastattn/_version.py
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
@@ -192,7 +195,7 @@ $(VENV)/.stamp-venv:
 	touch $@
 
 # The native core is built afterwards, by itself, so that its progress is visible.
-$(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-venv
+$(VENV)/.stamp-packages: $(METADATA) | $(VENV)/.stamp-venv
 	$(PIP) install --retries 2 $(addprefix --find-links=,$(TORCH_WHEELS)) $(TORCH)
 	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja
 	FASTATTN_REQUIRE_NATIVE=0 FASTATTN_NATIVE=0 \
@@ -209,7 +212,7 @@ $(VENV)/.stamp-native-here: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
 	  || FASTATTN_CPU_ISAS=native $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-$(VENV)/.stamp-test: pyproject.toml | $(VENV)/.stamp-native
+$(VENV)/.stamp-test: $(METADATA) | $(VENV)/.stamp-native
 	$(PIP) install --quiet --no-build-isolation --editable '.[test]'
 	touch $@
 
@@ -219,7 +222,7 @@ $(VENV)/.stamp-models: tests/models/requirements.txt | $(VENV)/.stamp-venv
 	$(PIP) install --quiet --no-deps --target $(VENV)/models --requirement $<
 	touch $@
 
-$(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-native
+$(VENV)/.stamp-dev: $(METADATA) | $(VENV)/.stamp-native
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev]'
 	touch $@
 
