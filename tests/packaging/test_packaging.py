@@ -69,6 +69,10 @@ def test_the_version_is_written_once() -> None:
     assert written not in (ROOT / "pyproject.toml").read_text()
     # But for readers that cannot run Python.
     assert f"\nversion: {fastattn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    (released, *_) = re.findall(r"^## \[(\d.*)\] - (\S+)$", changes, re.MULTILINE)
+    assert released[0] == fastattn.__version__
+    assert f"\ndate-released: {released[1]}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_torch_is_required_at_run_time_and_not_to_build() -> None:
