@@ -33,6 +33,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -457,14 +458,16 @@ def plan_cuda() -> Plan:
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     host = [*words("CXXFLAGS"), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O2", "-Wall"]
     host += [*(f"-isystem{path}" for path in includes), f'-DFASTATTN_CUDA_ARCHS="{archs}"']
+    version = runpy.run_path(str(ROOT / "fastattn/_version.py"))["__version__"]
+    host += [f'-DFASTATTN_VERSION="{version}"']
     host += ["-DFASTATTN_HOPPER"] if hopper else []
     bindings = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
     objects += [(source, f"{PYTHON}/{source.stem}.o", host) for source in bindings]
     # The static runtime loads the driver at its first use, so the module imports without a driver.
     link = [*words("LDFLAGS"), f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    tools = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     record = {
-        "compiler": version.stdout.strip().splitlines()[-2].strip(),
+        "compiler": tools.stdout.strip().splitlines()[-2].strip(),
         "flags": " ".join(flags),
         "architectures": archs,
         "left_out": {},

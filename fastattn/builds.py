@@ -31,7 +31,7 @@ def backend(name: str) -> dict[str, Any]:
         return {**(module or {}), "built": True, "reason": None, "stale": is_stale()}
     if module is None:
         reason = "there was no native build; run `make build` or `pip install .`"
-    elif not module["built"]:
+    elif not module["built"] and importlib.util.find_spec(f"fastattn._{name}") is None:
         reason = module["reason"]
     else:
         reason = f"it was built but cannot be used: {error}"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn import compat, evidence, info
+from fastattn._version import __version__
 
 Facts = dict[str, Any]
 
@@ -98,6 +99,19 @@ def native_core(facts: Facts) -> Finding | None:
         fix = "install a C++17 compiler with OpenMP (Debian: `apt-get install g++`), then "
         return Finding("problem", what, fix + REINSTALL)
     return Finding("problem", what, REINSTALL)
+
+
+def cuda_kernels(facts: Facts) -> Finding | None:
+    """CUDA kernels that are there and cannot be used, such as those of another version."""
+    reason = facts["backends"]["cuda"]["reason"] or ""
+    _, unusable, error = reason.partition("cannot be used: ")
+    if not unusable:
+        return None
+    return Finding(
+        "problem",
+        f"the CUDA kernels cannot be used: {error}",
+        f"`pip install fastattn-cuda=={__version__}`; without a GPU: `pip uninstall fastattn-cuda`",
+    )
 
 
 def fresh_build(facts: Facts) -> Finding | None:
@@ -237,6 +251,7 @@ def interpreted_triton(facts: Facts) -> Finding | None:
 CHECKS = (
     torch_version,
     native_core,
+    cuda_kernels,
     fresh_build,
     complete_build,
     instruction_set,

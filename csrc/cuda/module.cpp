@@ -35,6 +35,10 @@ namespace {
 #ifndef FASTATTN_CUDA_ARCHS
 #define FASTATTN_CUDA_ARCHS ""
 #endif
+// The version of fastattn whose Python code calls these kernels.
+#ifndef FASTATTN_VERSION
+#define FASTATTN_VERSION ""
+#endif
 
 py::dict build_info() {
   py::dict info;
@@ -43,6 +47,7 @@ py::dict build_info() {
 #else
   info["device"] = "cuda";
 #endif
+  info["version"] = FASTATTN_VERSION;
   info["architectures"] = FASTATTN_CUDA_ARCHS;
   info["widths"] = std::vector<int>(std::begin(kWidths), std::end(kWidths));
   return info;

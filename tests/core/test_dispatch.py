@@ -118,6 +118,36 @@ assert "not built: " in str(fastattn.explain("scaled_dot_product_attention", x, 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("version", ["0.0.1", fastattn.__version__])
+def test_cuda_kernels_of_another_version_are_refused(version: str) -> None:
+    """They are a package of their own, which pip can leave behind at an upgrade of fastattn."""
+    same = version == fastattn.__version__
+    code = f"""
+import sys, warnings
+from importlib.machinery import ModuleSpec
+from unittest.mock import Mock
+import fastattn
+from fastattn import builds, dispatch
+kernels = Mock(__spec__=ModuleSpec("fastattn._cuda", None), max_hop_width=1)
+kernels.build_info.return_value = {{"device": "cuda", "version": {version!r}, "widths": [64]}}
+sys.modules["fastattn._cuda"] = kernels
+record = {{"modules": {{"cuda": {{"built": False, "reason": "not installed"}}}}}}
+builds.build_record = lambda: record
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loaded = dispatch.load("cuda")
+assert isinstance(loaded, str) != {same}, loaded
+assert [w.category for w in caught] == [fastattn.FallbackWarning] * {int(not same)}, caught
+print(*(w.message for w in caught), builds.backend("cuda")["reason"], sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if not same:
+        assert done.stdout.count(f"version 0.0.1 and fastattn has {fastattn.__version__}") == 2
+        assert f"pip install fastattn-cuda=={fastattn.__version__}" in done.stdout
+        assert "not installed" not in done.stdout
+
+
 def test_a_backend_without_the_function_is_passed_over(replace_cpu: Any) -> None:
     empty = ModuleType("empty")
     replace_cpu(empty)

@@ -18,6 +18,12 @@ pytestmark = pytest.mark.without_kernels
 ISA = {"isa": "avx512", "supported": ["baseline", "avx2", "avx512"], "unsupported": {}}
 
 
+def built(cuda: str = "no CUDA compiler was found", **cpu: Any) -> dict[str, Any]:
+    """The backends, with the reason against the CUDA kernels."""
+    of_cpu = {"built": True, "reason": None, **cpu}
+    return {"cpu": of_cpu, "cuda": {"built": False, "reason": cuda}}
+
+
 def healthy() -> dict[str, Any]:
     return {
         "torch": "2.13.0",
@@ -26,7 +32,7 @@ def healthy() -> dict[str, Any]:
         "threads": 8,
         "openmp": {"runtimes": ["libgomp.so.1"], "shared": "libgomp.so.1"},
         "isa": ISA,
-        "backends": {"cpu": {"built": True, "reason": None, "left_out": {}, "stale": False}},
+        "backends": built(left_out={}, stale=False),
         "environment": {},
         "flushes_subnormals": False,
         "subnormal_slowdown": 1.0,
@@ -34,7 +40,7 @@ def healthy() -> dict[str, Any]:
 
 
 def without_kernels(reason: str) -> dict[str, Any]:
-    return {"isa": None, "backends": {"cpu": {"built": False, "reason": reason}}}
+    return {"isa": None, "backends": built(built=False, reason=reason)}
 
 
 def on_cpu(**changed: Any) -> dict[str, Any]:
@@ -71,15 +77,22 @@ FINDINGS = [
     ),
     ("native_core", without_kernels("there was no native build"), "problem", "no native", "pip"),
     (
+        "cuda_kernels",
+        {"backends": built("it was built but cannot be used: ImportError: version 0.1.0")},
+        "problem",
+        "cannot be used: ImportError: version 0.1.0",
+        "pip uninstall fastattn-cuda",
+    ),
+    (
         "fresh_build",
-        {"backends": {"cpu": {"built": True, "stale": True}}},
+        {"backends": built(stale=True)},
         "problem",
         "csrc has changed",
         "make build",
     ),
     (
         "complete_build",
-        {"backends": {"cpu": {"built": True, "left_out": {"avx512": "not requested"}}}},
+        {"backends": built(left_out={"avx512": "not requested"})},
         "problem",
         "avx512: not requested",
         "build on this machine",
@@ -172,7 +185,7 @@ def test_every_check_has_a_fault() -> None:
         {"threads": 2, "environment": {"OMP_NUM_THREADS": "2"}, **on_cpu(quota=2.0)},
         {"environment": {"FASTATTN_CPU_ISA": "avx512"}},
         refused("the processor has no AMX with bf16"),
-        {"backends": {"cpu": {"built": True, "left_out": {"avx512_bf16": "not requested"}}}},
+        {"backends": built(left_out={"avx512_bf16": "not requested"})},
     ],
 )
 def test_a_healthy_machine_is_told_so(changed: dict[str, Any]) -> None:

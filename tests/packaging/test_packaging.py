@@ -478,9 +478,10 @@ def test_the_cuda_module_is_built_and_imports_without_a_driver(cuda_source: Path
     assert "-gencode=arch=compute_80,code=[compute_80,sm_80,sm_90]" in str(record["flags"])
     library = cuda_source / f"out/fastattn/_cuda{EXT_SUFFIX}"
     script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cuda', sys.argv[1]);"
-    script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['device'])"
+    script += "m = u.module_from_spec(s); s.loader.exec_module(m); i = m.build_info();"
+    script += "print(i['device'], i['version'])"
     used = run([sys.executable, "-c", script, library], cuda_source)
-    assert used.stdout.strip() == "cuda", used.stderr
+    assert used.stdout.split() == ["cuda", fastattn.__version__], used.stderr
     sass.check_library(library)
     needed = run(["ldd", library], cuda_source).stdout
     assert "libcuda" not in needed

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
+from fastattn._version import __version__
 from fastattn.backends._operands import address, operand, program_operands, table_operands
 
 INFO: dict[str, Any] = _cuda.build_info()
 DEVICE: str = INFO["device"]  # "cpu" under the emulator
+if DEVICE == "cuda" and INFO["version"] != __version__:
+    raise ImportError(
+        f"the CUDA kernels have version {INFO['version']} and fastattn has {__version__}; they "
+        f"must be the same: `pip install fastattn-cuda=={__version__}`, or a build in a checkout"
+    )
 MAX_LENGTH = 2**30  # kMaxLength in csrc/cuda/params.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
 MASK_DTYPES = {**DTYPES, torch.bool: 4}
