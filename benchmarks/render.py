@@ -4,8 +4,9 @@
     python benchmarks/render.py --check   exits with 1 if a text is out of date
 
 Results are in results/PROCESSOR/, and each table has a column per processor. The block of README.md
-comes from dropin.json (its plot: from the first processor) and models.json; results/README.md
-has every result. A page in docs has a table where it has the markers
+comes from dropin.json (its picture: from the first processor), models.json, and, for its table, of
+dropin.json and figures.json the one that more processors have. results/README.md has all results.
+A page in docs has a table where it has the markers
 
     <!-- RESULT: begin -->              <!-- RESULT: end -->
     <!-- RESULT OPERATOR: begin -->     <!-- RESULT OPERATOR: end -->
@@ -38,7 +39,7 @@ IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
-PEERS, MODELS, BREAKDOWN = "peers", "models", "breakdown"
+FIGURES, PEERS, MODELS, BREAKDOWN = "figures", "peers", "models", "breakdown"
 RANKS = "distributed"  # by benchmarks/distributed.py
 MARKER = re.compile(r"<!-- (\w+)(?: (\w+))?: begin -->")
 
@@ -52,22 +53,45 @@ def all_conditions(found: dict[str, Result]) -> str:
     )
 
 
-def claim(result: Result, rows: Sequence[Row]) -> str:
-    """The main result, in one sentence with its conditions."""
-    modules = [row for row in ours_compared(rows) if row["op"] == "mha"]
+def machine_of(processor: str, result: Result) -> str:
+    env, threads = result.environment, result.settings["threads"]
+    return f"{env.get('gpu') or env['cpu']} (`{processor}`), {_threads(threads)}"
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' if number != 1 else ''}"
+
+
+def ranges(rows: Sequence[Row], bold: str = "") -> str:
+    """The least and the greatest speed-up of each dtype."""
     parts = []
     for dtype in ("fp32", "bf16"):
-        ratios = [row["speedup"] for row in modules if row["dtype"] == dtype]
+        ratios = [row["speedup"] for row in rows if row["dtype"] == dtype]
         if ratios:
-            parts.append(f"in {dtype} **{min(ratios):.1f} to {max(ratios):.1f} times**")
-    env, threads = result.environment, result.settings["threads"]
-    machine = env.get("gpu") or env["cpu"]
-    machine += f", {threads} thread{'s' if threads != 1 else ''} ({env['isa']})"
+            parts.append(f"in {dtype} {bold}{min(ratios):.2f} to {max(ratios):.2f} times{bold}")
+    return " and ".join(parts)
+
+
+def claim(processor: str, result: Result) -> str:
+    """The main result, in one sentence with its conditions."""
+    rows = ours_compared(summary.summarise(result))
+    modules = [row for row in rows if row["op"] == "mha"]
     return (
-        f"Measured on {machine}: in place of `nn.MultiheadAttention` of torch "
-        f"{env['torch'].split('+')[0]}, on the shapes of BERT, ViT and a padded batch, forward and "
-        f"forward + backward, the drop-in is {' and '.join(parts)} as fast. Every answer was "
-        "compared with float64 before it was timed."
+        f"On {machine_of(processor, result)}: in place of `nn.MultiheadAttention` of torch "
+        f"{result.environment['torch'].split('+')[0]}, on the shapes of BERT, ViT and a padded "
+        "batch, forward and forward + backward, the drop-in is "
+        f"{ranges(modules, bold='**')} as fast."
+    )
+
+
+def gain_of_models(processor: str, result: Result) -> str:
+    """What whole models gain, in one sentence."""
+    rows = [ours for _, ours in tables.stock_and_ours(result).values() if not ours["busy"]]
+    names = len({row["label"].partition(",")[0] for row in rows})
+    return (
+        f"Whole models gain less, since only their attention changes: {names} models of "
+        f"transformers are {ranges(rows)} as fast on {machine_of(processor, result)} "
+        "([docs/performance.md](docs/performance.md#whole-models))."
     )
 
 
@@ -84,8 +108,14 @@ def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
     return reasons
 
 
-def readme_block(found: dict[str, Result], models: dict[str, Result] | None = None) -> str:
-    rows = {name: summary.summarise(result) for name, result in found.items()}
+def readme_block(
+    main: dict[str, Result],
+    figures: dict[str, Result] | None = None,
+    models: dict[str, Result] | None = None,
+) -> str:
+    """The sentences, picture and table of README.md, from the results by processor."""
+    # The first of two results with as many processors is `main`.
+    name, shown = max(((MAIN, main), (FIGURES, figures or {})), key=lambda result: len(result[1]))
     picture = (
         "<picture>\n"
         f'  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{MAIN}-dark.png">\n'
@@ -93,17 +123,29 @@ def readme_block(found: dict[str, Result], models: dict[str, Result] | None = No
         f'src="docs/images/{MAIN}-light.png">\n'
         "</picture>"
     )
+    commands = [f"`fastattn bench run --preset {MAIN}` (picture)"]
+    if name != MAIN:
+        commands.append(f"`fastattn bench run --shapes @benchmarks/{name}.txt` (table)")
+    if models:
+        commands.append("`fastattn bench model all`")
+    conditions = [
+        f"{processor}: {_threads(result.settings['threads'])}, fastattn "
+        f"{result.environment['fastattn']} ({result.environment['isa']}), "
+        f"torch {result.environment['torch']}"
+        for processor, result in shown.items()
+    ]
     source = (
-        f"{all_conditions(found)} Every number with its interval: "
-        "[benchmarks/results](benchmarks/results/README.md); how it is measured: "
+        f"{'; '.join(conditions)}. Medians of interleaved rounds, warm caches; × is the median "
+        "ratio to torch within a round; – was not measured, or the machine was busy. Every answer "
+        f"was compared with float64 before it was timed. Commands: {', '.join(commands)}. Every "
+        "number with its interval and its raw samples: "
+        "[benchmarks/results](benchmarks/results/README.md); the method: "
         "[docs/benchmarks.md](docs/benchmarks.md)."
     )
-    claims = [claim(result, rows[name]) for name, result in found.items()]
-    shown = [side_by_side({n: tables.speedup_table(ours_compared(rows[n])) for n in found})]
-    if models:
-        gains = {name: tables.gains_table(result) for name, result in models.items()}
-        shown.append(side_by_side(gains))
-    return "\n\n".join([*claims, picture, *shown, source])
+    parts = [claim(processor, result) for processor, result in main.items()]
+    parts += [gain_of_models(processor, result) for processor, result in (models or {}).items()]
+    table = side_by_side({n: tables.first_table(result) for n, result in shown.items()})
+    return "\n\n".join([*parts, picture, table, source])
 
 
 def versions_of_peers(found: dict[str, Result]) -> str:
@@ -222,7 +264,7 @@ def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
 
 
 TABLES = {
-    "figures": tables.figures_table,
+    FIGURES: tables.figures_table,
     "family": tables.family_table,
     "operators": tables.family_table,
     "options": tables.options_table,
@@ -264,7 +306,9 @@ def main() -> int:
                 return 1
     readme = ROOT / "README.md"
     texts = {
-        readme: replaced(readme.read_text(), readme_block(main_results, named(MODELS))),
+        readme: replaced(
+            readme.read_text(), readme_block(main_results, named(FIGURES), named(MODELS))
+        ),
         RESULTS / "README.md": results_page(found),
     }
     for page in sorted((ROOT / "docs").rglob("*.md")):

@@ -12,7 +12,7 @@ import pytest
 from bench_results import a_result, cell_of
 
 from fastattn.bench import environment, summary
-from fastattn.bench.results import Outcome, Round, save_json
+from fastattn.bench.results import Outcome, Result, Round, save_json
 
 
 def load_render() -> ModuleType:
@@ -38,8 +38,8 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     render = load_render()
     rows = summary.summarise(result)
     block = render.readme_block({"a-processor": result})
-    assert "in fp32 **2.0 to 2.0 times** as fast" in block
-    assert "| A model | 2.00× | – | – | – |" in block
+    assert "in fp32 **2.00 to 2.00 times** as fast" in block
+    assert "| A model | forward | 2.00× | – |" in block
     text = f"above\n{render.BEGIN}\nold\n{render.END}\nbelow"
     once = render.replaced(text, block)
     assert once.startswith("above\n")
@@ -81,15 +81,40 @@ def test_a_table_has_a_column_for_each_processor() -> None:
     found["intel"].cells.append(other)  # not measured on the first processor
     block = render.readme_block(found)
     for line in (
-        "Measured on amd, 1 thread",
-        "Measured on intel, 1 thread",
-        "| times as fast as torch | fp32 forward<br>amd | fp32 forward<br>intel | fp32 forward + ",
-        "| A model | 2.00× | 0.50× | – | – |",
-        "| Another | – | 0.50× | – | – |",
-        "amd: amd, 1 thread",
-        "intel: intel, 1 thread",
+        "On amd (`amd`), 1 thread: ",
+        "On intel (`intel`), 1 thread: ",
+        "| times as fast as torch | pass | fp32<br>amd | fp32<br>intel | bf16<br>amd | ",
+        "| A model | forward | 2.00× | 0.50× | – | – |",
+        "| Another | forward | – | 0.50× | – | – |",
+        "amd: 1 thread, fastattn",
+        "intel: 1 thread, fastattn",
     ):
         assert line in block
+
+
+def test_the_table_of_the_readme_is_of_the_result_that_most_processors_have() -> None:
+    render = load_render()
+
+    def of_cell(label: str, ms: float, second: float = 1e3) -> Result:
+        turn = Round((1e3, second), {"torch": 4.0, "fastattn": ms})
+        result = a_result([turn] * 5)
+        result.cells[0].cell = cell_of("sdpa", "B=2,H=1,L=6,D=8", label=label)
+        result.cells[0].outcomes = {p: Outcome() for p in ("torch", "fastattn")}
+        return result
+
+    main = {"amd": of_cell("A model", 2.0)}
+    figures = {"amd": of_cell("512 tokens", 2.0), "intel": of_cell("512 tokens", 8.0)}
+    table = "| attention, 8 × 512 tokens, 12 heads of 64 | forward | 2.00× | 0.50× |"
+    assert table in render.readme_block(main, figures)
+    assert "| A model |" not in render.readme_block(main, figures)
+    main["intel"] = of_cell("A model", 1.0)
+    assert "| A model | forward | 2.00× | 4.00× |" in render.readme_block(main, figures)
+    # Without the cells that the first screen does not name, and without disturbed ones.
+    figures["intel"].cells += of_cell("tiny", 2.0).cells
+    figures["arm"] = of_cell("512 tokens", 2.0, second=500.0)
+    block = render.readme_block(main, figures)
+    assert table.removesuffix("|") + "| – |" in block
+    assert "| tiny |" not in block
 
 
 def test_a_result_is_in_the_folder_of_its_processor(
