@@ -110,6 +110,8 @@ def test_every_instruction_set_is_built_and_recorded(small_source: Path) -> None
     assert list(record["isas"]) == compiled_in(small_source / "out")
     assert "-ffast-math" not in record["flags"]
     assert str(small_source) not in json.dumps(record)
+    # A file that is newer than the record would mean that the kernels are stale.
+    assert not list((small_source / "csrc").rglob("*.pyc"))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one set only")
