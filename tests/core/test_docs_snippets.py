@@ -181,15 +181,14 @@ def test_tutorial(
 
 def test_first_example_of_readme(fused: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "README.md"
-    inputs = padded_tokens()
-    names: dict[str, Any] = {"inputs": inputs}
+    names: dict[str, Any] = {}
     run(page, blocks(page)[0], names)
     assert len(fused) == SIZES["num_hidden_layers"]
     model, output = names["model"], names["output"]
     row = "encoder.layer.*.attention.self  BertSelfAttention  transformers' registry  cpu"
     assert row in re.sub(r" {2,}", "  ", capsys.readouterr().out)
     fastattn.restore(model)
-    expected = model(**inputs).last_hidden_state
+    expected = model(**model.dummy_inputs).last_hidden_state
     assert len(fused) == SIZES["num_hidden_layers"], "restore left it"
     torch.testing.assert_close(output.last_hidden_state, expected)
 
