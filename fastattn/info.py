@@ -73,8 +73,25 @@ def _choices() -> list[dict[str, str]]:
 
 def _spelled(use: Any) -> str:
     if isinstance(use, dict):
-        return ", ".join(f"{name} {value}" for name, value in use.items())
+        words = {name: _GEMM.get(name, f"{name} {{}}") for name in use}
+        return ", ".join(words[name].format(_most(value)) for name, value in use.items() if value)
     return ", ".join(use) if isinstance(use, list) else str(use)
+
+
+# The fields of evidence.Gemm.
+_GEMM = {
+    "forward": "outputs by {}",
+    "weight_grad": "gradients of weights by {}",
+    "ours_up_to": "ours for {}",
+    "small_up_to": "a whole layer in one call for {}",
+}
+
+
+def _most(value: Any) -> str:
+    """The name of a library, or the greatest number of products of a call."""
+    if isinstance(value, str):
+        return value
+    return "any size" if value >= 2**62 else f"up to {value:,} products"
 
 
 def _cpu() -> dict[str, Any]:

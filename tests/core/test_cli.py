@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import builds, cli, info
+from fastattn import builds, cli, evidence, info
 from fastattn.bench import ops
 
 pytestmark = pytest.mark.without_kernels
@@ -183,6 +183,17 @@ def test_info_json_carries_every_fact() -> None:
     assert list(facts["backends"]) == ["torch", "cpu", "cuda", "triton", "reference"]
     for backend in facts["backends"].values():
         assert backend["built"] == (backend["reason"] is None)
+
+
+def test_info_says_in_words_which_products_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = evidence.Gemm("onednn", "torch", 2**24 - 1, 2**62)._asdict()
+    chosen = evidence.Choice(use, "a measurement")
+    monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
+    (found,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
+    assert found == (
+        "outputs by onednn, gradients of weights by torch, ours for up to 16,777,215 products, "
+        "a whole layer in one call for any size"
+    )
 
 
 def test_info_text_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
