@@ -98,9 +98,10 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         yield recorder.weights
     if not layers and not recorder.weights:
         raise ValueError(
-            "no attention layer of the model ran: it has none that returns its weights, and none "
-            "called torch.nn.functional.scaled_dot_product_attention (models of transformers "
-            "return their weights by model(..., output_attentions=True))"
+            "capture: no attention layer of the model ran: none returns its weights, and none "
+            "called torch.nn.functional.scaled_dot_product_attention. For a model of transformers "
+            "whose attention fastattn computes, call fastattn.restore(model) before, or take its "
+            "weights by model(..., output_attentions=True)"
         )
 
 
