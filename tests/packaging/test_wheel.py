@@ -105,6 +105,13 @@ def test_a_wheel_installs_and_runs_without_a_compiler(wheels: list[Path], elsewh
     bare = {"PATH": "/nowhere", "FASTATTN_CACHE_DIR": "/nonexistent"}
     verified = run([elsewhere / "bin/fastattn", "verify", "--quick"], elsewhere, **bare)
     assert verified.returncode == 0, verified.stdout + verified.stderr
+    examined = run([elsewhere / "bin/fastattn", "doctor", "--json"], elsewhere, **bare)
+    found = json.loads(examined.stdout)
+    assert found["native_core"] is found["fresh_build"] is None, examined.stdout
+    bench = [elsewhere / "bin/fastattn", "bench", "run", "--shapes", "sdpa B=1,H=2,L=64,D=32"]
+    measured = run([*bench, "--time-budget", "5", "--out", "results"], elsewhere, **bare)
+    assert measured.returncode == 0, measured.stdout + measured.stderr
+    assert (elsewhere / "results/results.json").exists()
     script = "import fastattn._cpu as c; print(c.__file__)"
     where = run([python, "-c", script], elsewhere, **bare)
     assert where.stdout.startswith(str(elsewhere)), where.stderr
