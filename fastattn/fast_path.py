@@ -51,10 +51,11 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
 
     A backend with a fast path has ``kernel(x, y, z, mask, a, b, differentiable) -> results``, with
     the output first, and ``<kernel>_backward(grad_out, *saved, a, b, wants)``, the gradients of x,
-    y and z; ``saved`` are the tensors and ``results[first_saved:]``. ``resume(ctx, grad_out, saved,
-    a, b, backend)`` computes them on the general path: for a second derivative, or if a mode or
-    transform has become active since. All of them take more tensors at the end, or None for them,
-    and the backward functions return the gradients of the first ones, too.
+    y and z; ``saved`` are the tensors and ``results[first_saved:]``, and ``wants`` tells for each
+    argument of f whether its gradient is wanted. ``resume(ctx, grad_out, saved, a, b, backend)``
+    computes them on the general path: for a second derivative, or if a mode or transform has become
+    active since. All of them take more tensors at the end, or None for them, and the backward
+    functions return the gradients of the first ones, too, unless they are not wanted.
     """
     kernel_backward = f"{kernel}_backward"
 

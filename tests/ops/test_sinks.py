@@ -157,6 +157,10 @@ def test_the_fast_path_has_the_results_of_the_general_one(
     grads = [torch.autograd.grad(out, leaves, grad_out) for out in (fast, general)]
     for got, want in zip(*grads, strict=True):
         assert torch.equal(got, want)
+    constant = attend(*leaves[:3], mask, sinks=sinks.detach())  # no gradient of sinks is computed
+    without = torch.autograd.grad(constant, leaves[:3], grad_out)
+    for got, want in zip(without, grads[1][:3], strict=True):
+        assert torch.equal(got, want)
 
 
 def test_the_gradient_of_sinks_has_their_dtype() -> None:

@@ -23,6 +23,8 @@ from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
+_OF_SINKS = 8  # their place in `wants`, after the eight arguments that all fast paths have
+
 
 def scaled_dot_product_attention(
     query: Tensor,  # [B, Hq, Lq, D]
@@ -140,11 +142,11 @@ def plain_attention_backward(
     lse: Tensor,
     scale: float,
     causal: bool,
-    wants: Sequence[bool] | None = None,  # all are computed anyway
+    wants: Sequence[bool] | None = None,  # of fast_path; all but that of sinks are computed anyway
     sinks: Tensor | None = None,
     program: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of :func:`plain_attention`; no tensor may be empty."""
+    """Return the gradients of :func:`plain_attention`, that of sinks if wanted; none is empty."""
     batch, heads, queries, width = query.shape
     _, kv_heads, keys, value_width = value.shape
     grad_query = empty_output(query, width)
@@ -160,8 +162,8 @@ def plain_attention_backward(
         "grad_mask": None,
     }
     grad_sinks = None
-    if sinks is not None:
-        grad_sinks = torch.empty(heads, dtype=sinks.dtype)
+    if sinks is not None and (wants is None or wants[_OF_SINKS]):
+        grad_sinks = torch.empty_like(sinks)  # contiguous, as is every new vector
         gradients["grad_sinks"] = grad_sinks.data_ptr(), (0, 1)
     _cpu.attention_backward(
         DTYPES[query.dtype],
