@@ -127,7 +127,10 @@ def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Te
     """mask_mod of all combinations, [B, H, queries, keys]."""
 
     def checked(*index: Tensor) -> Tensor:
-        seen = mask_mod(*index)
+        try:
+            seen = mask_mod(*index)
+        except Exception as error:
+            raise RuntimeError(_why_not_called(error)) from error
         if not isinstance(seen, Tensor) or seen.dtype is not torch.bool or seen.dim():
             got = f"{list(seen.shape)} {seen.dtype}" if isinstance(seen, Tensor) else repr(seen)
             raise TypeError(f"mask_mod must return a boolean tensor without dimensions, got {got}")
@@ -137,13 +140,24 @@ def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Te
     for dim in (3, 2, 1, 0):
         function = torch.vmap(function, tuple(0 if n == dim else None for n in range(4)))
     indices = (torch.arange(n, device=queries.device) for n in (batch, heads))
-    try:
-        seen: Tensor = function(*indices, queries, keys)
-    except RuntimeError as error:
-        if not any(part in str(error) for part in ("data-dependent", ".item()", "dynamic shape")):
-            raise
-        raise RuntimeError(
+    seen: Tensor = function(*indices, queries, keys)
+    return seen
+
+
+# Parts of the messages of torch.vmap where a function reads a value.
+_READS_VALUES = (
+    "data-dependent",
+    ".item()",
+    "dynamic shape",
+    "differently shaped",
+    "Cannot access data pointer",
+)
+
+
+def _why_not_called(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and any(part in str(error) for part in _READS_VALUES):
+        return (
             "mask_mod must not depend on values in its control flow (if, while, int()) or shapes "
             "(x[x > 0]): it is evaluated for many pairs at once; use &, |, ~ or torch.where"
-        ) from error
-    return seen
+        )
+    return f"mask_mod raised {type(error).__name__}: {error}"
