@@ -24,15 +24,9 @@ FASTATTN_INLINE Vec<T> sink_weight(const ScoreRule<T>& rule, T sink, Vec<T> high
   return exponential(rule, sink - high - low) * inverse;
 }
 
-// Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the sink
-// is inf. Reads the mask only if the log-sum-exp leaves a doubt.
+// Whether all keys that a query may see by its position are excluded.
 template <class T>
-__attribute__((noinline)) bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule,
-                                              int64_t b, int64_t h, int64_t i) {
-  const double sink = static_cast<const T*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
-  const double lse = p.lse[(b * p.Hq + h) * p.lse_stride + i];
-  if (lse == kInf<double>) return true;
-  if (!rule.excludes || lse - sink > 1e-6 * __builtin_fabs(sink)) return false;
+__attribute__((noinline)) bool sees_no_key(const Sequence& p, int64_t b, int64_t h, int64_t i) {
   const Range seen = visible_to_any(p, i, i + 1);
   if (!has_bias(p)) return seen.begin >= seen.end;
   constexpr int64_t kPart = 64;
@@ -43,6 +37,18 @@ __attribute__((noinline)) bool sees_only_sink(const Sequence& p, const ScoreRule
     if (!all_excluded(bias, j1 - j)) return false;
   }
   return true;
+}
+
+// Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the sink
+// is inf. Reads the mask only if the log-sum-exp leaves a doubt.
+template <class T>
+FASTATTN_INLINE bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule, int64_t b,
+                                    int64_t h, int64_t i) {
+  const double lse = p.lse[(b * p.Hq + h) * p.lse_stride + i];
+  if (lse == kInf<double>) return true;
+  if (!rule.excludes) return false;
+  const double sink = static_cast<const T*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
+  return !(lse - sink > 1e-6 * __builtin_fabs(sink)) && sees_no_key<T>(p, b, h, i);
 }
 
 // What queries of a head add to d sink = sum_i w_i (0 - delta_i): the sink is a key whose value is 0,
