@@ -270,6 +270,8 @@ TABLES = {
     "options": tables.options_table,
     "serving": tables.serving_table,
     "masks": tables.serving_table,
+    "server": tables.server_table,
+    "steps": tables.family_table,
     BREAKDOWN: tables.breakdown_table,
     PEERS: tables.peers_table,
     MODELS: tables.models_table,

@@ -242,6 +242,39 @@ def serving_table(result: Result) -> Table:
     return Table(["cell", "pass", "dtype"], values, lines)
 
 
+def server_table(result: Result) -> Table:
+    """Tokens a second, and share of the read bandwidth, beside a bf16 cache of the same shape."""
+    rows = summary.summarise(result)
+    ours = [row for row in rows if row["provider"] == "fastattn" and row["ms"]]
+    theirs = {_step_of(row): row for row in rows if row["provider"] == "torch"}
+    of_bf16 = {_step_of(row)[:2]: row for row in ours if _step_of(row)[2] == "bf16"}
+    lines = {}
+    for row in ours:
+        bf16, bandwidth = of_bf16.get(_step_of(row)[:2]), row["percent_of_bandwidth"]
+        texts = [
+            *(_tokens(x) for x in (row, theirs.get(_step_of(row)))),
+            "–" if row["speedup"] is None else f"{row['speedup']:.2f}×",
+            "–" if bf16 is None else f"{bf16['ms'] / row['ms']:.2f}×",
+            f"{row['gbs']:.1f}",
+            "–" if bandwidth is None else f"{bandwidth:.0f} %",
+        ]
+        texts[2] += ", busy" if row["busy"] else ""
+        lines[_step_of(row)] = texts
+    values = ["tokens a second", "torch", "times as fast as torch", "as a bf16 cache", "GB/s"]
+    return Table(["step", "cell", "cache"], [*values, "of the bandwidth"], lines)
+
+
+def _step_of(row: Row) -> tuple[str, str, str]:
+    """What is computed, the shape, and the kind of cache."""
+    kind = row["option"] if row["option"] != "none" else row["dtype"]
+    return row["label"].removesuffix(f", {kind}"), f"`{row['shape']}`", kind
+
+
+def _tokens(row: Row | None) -> str:
+    rate = row["items_per_second"] if row and row["ms"] else None
+    return "–" if rate is None else display.milliseconds(rate)
+
+
 # Ways of PyTorch beside its function, in the words of a heading.
 _OTHERS = {"torch@loop": "as a loop in torch", "torch-flex": "as FlexAttention, compiled"}
 
@@ -256,16 +289,20 @@ def _name_of(row: Row) -> str:
 
 
 def breakdown_table(result: Result) -> Table:
-    """Microseconds of the items of each call; they add up to the call."""
+    """Microseconds of the items of each call, which add up to it, beside the same in PyTorch."""
     names = breakdown.columns(result)
+    ratios = {"times as fast as torch": "call", "at most": "floor"} if "torch" in names else {}
     lines = {}
     for found in result.cells:
         cell, times = found.cell, breakdown.microseconds(found)
         shape = f"`{cell.op} {cell.shape}`"
         label = f"{cell.label}<br>{shape}" if cell.label else shape
         texts = [f"{times[name]:.1f}" if name in times else "–" for name in names]
+        for of in ratios.values():
+            has_both = "torch" in times and times.get(of, 0.0) > 0
+            texts.append(f"{times['torch'] / times[of]:.2f}×" if has_both else "–")
         lines[label, PASSES[cell.passes]] = texts
-    return Table(["cell", "pass"], names, lines)
+    return Table(["cell", "pass"], [*names, *ratios], lines)
 
 
 def ranks_table(rows: Sequence[Row]) -> Table:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from bench_results import a_result, cell_of
 
-from fastattn.bench import environment, summary
+from fastattn.bench import breakdown, environment, summary
 from fastattn.bench.results import Outcome, Result, Round, save_json
 
 
@@ -274,6 +274,33 @@ def test_a_loop_in_torch_is_a_column_where_it_was_measured() -> None:
     of_one = [Round((1e3, 1e3), {"torch": 8.0, "fastattn": 2.0}) for _ in range(5)]
     result.cells[0] = dataclasses.replace(result.cells[0], rounds=of_one)
     assert "a loop" not in render.block_of("serving", {"a-processor": result})
+
+
+def test_a_quantised_cache_stands_beside_the_one_in_bf16() -> None:
+    render = load_render()
+    result, cells = a_result([]), []
+    for kind, option, ms in (("", "none", 4.0), (", int8", "int8", 2.0)):
+        shape, label = "B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8", f"A model, next token{kind}"
+        cell = cell_of("decode", shape, dtype="bf16", passes="fwd", label=label, option=option)
+        rounds = [Round((1e3, 1e3), {"torch": 8.0, "fastattn": ms}) for _ in range(5)]
+        outcomes = {name: Outcome() for name in ("torch", "fastattn")}
+        cells.append(
+            dataclasses.replace(result.cells[0], cell=cell, rounds=rounds, outcomes=outcomes)
+        )
+    block = render.block_of("server", {"a-processor": dataclasses.replace(result, cells=cells)})
+    step = "| A model, next token | `B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8` |"
+    assert f"{step} bf16 | 500 | 250 | 2.00× | 1.00× |" in block
+    assert f"{step} int8 | 1000 | 250 | 4.00× | 2.00× |" in block
+
+
+def test_the_budget_of_a_call_stands_beside_pytorch() -> None:
+    render = load_render()
+    ms = dict.fromkeys(breakdown.PARTS, 0.0) | {"call": 0.08, "floor": 0.03, "torch": 0.06}
+    result = a_result([Round((1e3, 1e3), ms)])
+    block = render.block_of("breakdown", {"a-processor": result})
+    assert "| 80.0 | 30.0 | 60.0 | 0.75× | 2.00× |" in block
+    del ms["torch"]  # as in older files
+    assert "at most" not in render.block_of("breakdown", {"a-processor": result})
 
 
 def test_what_ranks_receive_and_compute_is_what_was_planned() -> None:
