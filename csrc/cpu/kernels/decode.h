@@ -37,6 +37,9 @@ class Decode {
   static constexpr int64_t kMaxRows = 64;           // query rows per pass over the keys
   static constexpr int64_t kChunk = 512;            // keys per task
   static constexpr int64_t kBlock = 64;             // keys whose scores are held at once
+  // Bytes of a row up to which several rows are read at a time. With wider rows, the processor's
+  // prefetcher no longer sees one stream: 0.7 to 0.9 of the speed from the last cache (Zen 4).
+  static constexpr int64_t kNarrow = 128;
 
  public:
   // True for few rows per key head and no option that is rare in decoding. Only this kernel reads
@@ -194,6 +197,13 @@ class Decode {
   }
 
   void load_query(const Storage* q, Word* to) const {
+    if constexpr (kPerWord == 1 && kPerLane == 1) {
+      if (p.q.stride[3] == 1) {
+        for (int64_t d = 0; d < dim; d += W)
+          store(to + d, load_as<T>(q + d, static_cast<int>(min_of<int64_t>(W, p.D - d))));
+        return;
+      }
+    }
     for (int64_t d = 0; d < dim * kPerWord; ++d) {
       if constexpr (kPerWord == 1) {
         const int64_t lane = d / kPerLane % W, at = d / (kPerLane * W) * kPerLane * W;
@@ -223,9 +233,13 @@ class Decode {
   // The first `count` elements at p as pairs, zero beyond.
   static FASTATTN_INLINE Vec<T> raw_words(const Cached* p, int64_t count) {
     if (count >= 2 * W) return load(reinterpret_cast<const T*>(p));
+#if FASTATTN_AVX512
+    return (Vec<T>)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
+#else
     alignas(kVectorBytes) Cached lanes[2 * W] = {};
     __builtin_memcpy(lanes, p, static_cast<size_t>(count) * sizeof(Cached));
     return load(reinterpret_cast<const T*>(lanes));
+#endif
   }
 
   // Calls f(Width<R>(), r) for the rows of the group from r on, with R = 4, then 2, then 1.
@@ -239,21 +253,25 @@ class Decode {
     if (r < rows) f(Width<1>(), r);
   }
 
+  // The processor's prefetcher stops at the end of a 4 KiB page. So while row j is read, row j of those
+  // that are read next is prefetched into the L2 cache: 1.1 to 1.3 times the speed on Zen 3. Rows in
+  // order are not prefetched on processors with more registers, where that gained nothing (Zen 4) or
+  // is not measured (Arm).
+  static constexpr bool kPrefetchesInOrder = kRegisters == 16;
+
   // The addresses of the rows of a block.
   struct InOrder {
+    static constexpr bool kPrefetched = kPrefetchesInOrder;
     const Cached* first;
     int64_t stride;
     FASTATTN_INLINE const Cached* row(int64_t j) const { return first + j * stride; }
   };
   struct InPages {
+    static constexpr bool kPrefetched = true;
     const Cached* const* at;
     FASTATTN_INLINE const Cached* row(int64_t j) const { return at[j]; }
   };
-  // The rows of a block, and those that are read next. The processor's prefetcher stops at the end of
-  // a 4 KiB page. So while row j is read, row j of those is prefetched into the L2 cache: 1.1 to 1.3
-  // times the speed on Zen 3. Rows in order are not prefetched on processors with more registers,
-  // where that gained nothing (Zen 4) or is not measured (Arm).
-  static constexpr bool kPrefetchesInOrder = kRegisters == 16;
+  // The rows of a block, and those that are read next.
   template <class Rows>
   struct Stream {
     Rows now, next;
@@ -261,7 +279,7 @@ class Decode {
     FASTATTN_INLINE const Cached* row(int64_t j) const { return now.row(j); }
     // Of row j, the lines of `bytes` bytes from element d on.
     FASTATTN_INLINE void prefetch(int64_t j, int64_t d, int64_t bytes) const {
-      if (j >= next_count || (j & (turns - 1)) != turn) return;
+      if (!Rows::kPrefetched || j >= next_count || (j & (turns - 1)) != turn) return;
       const char* at = reinterpret_cast<const char*>(next.row(j) + d);
       for (int64_t n = 0; n < bytes; n += 64) __builtin_prefetch(at + n, 0, 2);
     }
@@ -287,9 +305,14 @@ class Decode {
   template <class Rows>
   void attend(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk, int64_t j0,
               int64_t j1, T* state) const {
+    const bool narrow = max_of(p.D, p.Dv) * static_cast<int64_t>(sizeof(Cached)) <= kNarrow;
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
-      products<decltype(width)::value>(buf.q + r * dim, k.in_pass(r, 4, rows), j1 - j0,
-                                       buf.s + r * kBlock);
+      constexpr int R = decltype(width)::value;
+      const Stream<Rows> keys = k.in_pass(r, 4, rows);
+      if (narrow)
+        products<R, min_of(4, W / R)>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
+      else
+        products<R, 1>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
     });
     if constexpr (kScaled) {
       scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
@@ -301,10 +324,18 @@ class Decode {
       softmax(buf, b, hk, r, j0, j1, state);
       if constexpr (kScaled) multiply_block(buf.v_scales, s);
     }
-    by_rows<2>([&](auto width, int64_t r) __attribute__((always_inline)) {
-      accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r, v.in_pass(r, 2, rows),
-                                         j1 - j0, state + r * dim_v);
-    });
+    const auto add_values = [&](auto most) __attribute__((always_inline)) {
+      constexpr int kMost = decltype(most)::value;
+      by_rows<kMost>([&](auto width, int64_t r) __attribute__((always_inline)) {
+        accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r,
+                                           v.in_pass(r, kMost, rows), j1 - j0, state + r * dim_v);
+      });
+    };
+    // Four rows share a value, if registers hold their sums of enough columns.
+    if (kRegisters == 32 && narrow)
+      add_values(Width<kRegisters == 32 ? 4 : 2>());
+    else
+      add_values(Width<2>());
   }
 
   // The scales of rows [j0, j1), and 1 beyond, where rows are not visible.
@@ -356,38 +387,52 @@ class Decode {
     return true;
   }
 
-  // s[r][j] = q_r . k_j for R rows. Keys are read in memory order, and lanes are summed as soon as
-  // there is a vector of sums. Past the last key, the last key is read again; the results stay
-  // within the block of scores.
-  template <int R, class Rows>
+  // s[r][j] = q_r . k_j for R rows. Keys are read in memory order, kTogether of them at a time, for
+  // which a vector of a query is loaded once. Lanes are summed as soon as there is a vector of sums.
+  // Past the last key, the last key is read again; the results stay within the block of scores.
+  template <int R, int kTogether, class Rows>
   __attribute__((noinline)) void products(const Word* q, Stream<Rows> k, int64_t nk, T* s) const {
     constexpr int kKeys = W / R;
-    constexpr int kWords = kPerLane / kPerWord;  // vectors of words in a vector of a row
-    const int64_t step = W * kPerLane, bytes = p.Dv * static_cast<int64_t>(sizeof(Cached));
+    const int64_t bytes = p.Dv * static_cast<int64_t>(sizeof(Cached));
     for (int64_t j0 = 0; j0 < nk; j0 += kKeys) {
       Vec<T> sum[W];
-      FASTATTN_UNROLL for (int t = 0; t < kKeys; ++t) {
-        const Cached* row = k.row(min_of(nk - 1, j0 + t));
-        k.prefetch(j0 + t, 0, bytes);
-        Vec<T> acc[R];
-        FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] = Vec<T>{};
-        const auto multiply = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-          Vec<T> x[kWords];
-          key_words(row + d, count, x);
-          FASTATTN_UNROLL for (int n = 0; n < kWords; ++n)
-              FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] =
-                  P::multiply_add(x[n], load(q + r * dim + d / kPerWord + n * W), acc[r]);
-        };
-        int64_t d = 0;
-        for (; d + step <= p.D; d += step) multiply(d, step);
-        if (d < p.D) multiply(d, p.D - d);
-        FASTATTN_UNROLL for (int r = 0; r < R; ++r) sum[r * kKeys + t] = acc[r];
+      FASTATTN_UNROLL for (int t = 0; t < kKeys; t += kTogether) {
+        const Cached* key[kTogether];
+        FASTATTN_UNROLL for (int n = 0; n < kTogether; ++n) {
+          key[n] = k.row(min_of(nk - 1, j0 + t + n));
+          k.prefetch(j0 + t + n, 0, bytes);
+        }
+        dot<R, kTogether>(q, key, sum + t, kKeys);
       }
       alignas(kVectorBytes) T sums[W];
       store(sums, sum_each<T>(sum));
       FASTATTN_UNROLL for (int r = 0; r < R; ++r)
           __builtin_memcpy(s + r * kBlock + j0, sums + r * kKeys, kKeys * sizeof(T));
     }
+  }
+
+  // sum[r * stride + n] = the products of query r and key n, not yet summed over the lanes
+  template <int R, int N>
+  FASTATTN_INLINE void dot(const Word* q, const Cached* const* key, Vec<T>* sum, int stride) const {
+    constexpr int kWords = kPerLane / kPerWord;  // vectors of words in a vector of a row
+    constexpr int64_t kStep = W * kPerLane;
+    Vec<T> acc[R][N];
+    FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int n = 0; n < N; ++n)
+        acc[r][n] = Vec<T>{};
+    const auto multiply = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+      Vec<T> x[N][kWords];
+      FASTATTN_UNROLL for (int n = 0; n < N; ++n) key_words(key[n] + d, count, x[n]);
+      FASTATTN_UNROLL for (int w = 0; w < kWords; ++w) FASTATTN_UNROLL for (int r = 0; r < R; ++r) {
+        const Vec<T> of_query = load(q + r * dim + d / kPerWord + w * W);
+        FASTATTN_UNROLL for (int n = 0; n < N; ++n) acc[r][n] =
+            P::multiply_add(x[n][w], of_query, acc[r][n]);
+      }
+    };
+    int64_t d = 0;
+    for (; d + kStep <= p.D; d += kStep) multiply(d, kStep);
+    if (d < p.D) multiply(d, p.D - d);
+    FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int n = 0; n < N; ++n)
+        sum[r * stride + n] = acc[r][n];
   }
 
   // Scores of one row, keys across lanes: applies the rule, updates the maximum, and replaces the

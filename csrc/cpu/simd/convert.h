@@ -112,19 +112,13 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
     if constexpr (kSame<S, F16>) return (VecF)_mm512_cvtph_ps(raw);
     return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
   }
-  if constexpr (sizeof(T) == 4 && kSame<S, Int8>) {
-    if (n >= 16) {
-      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-      return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
-    }
-  }
-  if constexpr (sizeof(T) == 4 && kSame<S, E4m3>) {
-    if (n >= 16) {
-      // Two copies of the sign come first; the second is no part of an f16.
-      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-      const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
-      return (VecF)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16(~0x4000)));
-    }
+  if constexpr (sizeof(T) == 4 && (kSame<S, Int8> || kSame<S, E4m3>)) {
+    const __m128i raw = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))
+                                : _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n) - 1), p);
+    if constexpr (kSame<S, Int8>) return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
+    // Two copies of the sign come first; the second is no part of an f16.
+    const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
+    return (VecF)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16(~0x4000)));
   }
   if constexpr (sizeof(T) == 4 && kSame<S, Bool>) {
     const __mmask16 first = static_cast<__mmask16>(n >= 16 ? 0xffff : (1u << n) - 1);
