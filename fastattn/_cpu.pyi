@@ -65,7 +65,9 @@ def attention_backward(
     lse: int,
     options: primitives.AttentionOptions | float,
     operands: Operands | int | None,
-    gradients: Operands,  # grad_out, grad_lse, grad_weights, grad_query, ..., grad_mask
+    # grad_out, grad_lse, grad_weights, grad_query, ..., grad_mask; or the addresses and strides of
+    # grad_out, grad_query, grad_key, grad_value alone
+    gradients: Operands | tuple[int | Ints, ...],
     /,
 ) -> None: ...
 def varlen_attention(

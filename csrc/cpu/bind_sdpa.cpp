@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "../relative_bias_arguments.h"
@@ -64,19 +65,41 @@ void attention_forward(int dtype, const py::object& may_reduce, int threads, con
   kernels(p.dtype).attention_forward(p);
 }
 
-// gradients: see read_gradients and SinkGradients; grad_mask; and partial, if it is.
+// Of a small call: the address and the strides of grad_out, grad_query, grad_key and grad_value, in
+// this order, in one tuple; nothing is then read by name.
+bool plain_gradients(const py::object& from, AttentionParams& p) {
+  if (!PyTuple_CheckExact(from.ptr())) return false;
+  constexpr int kOperands = 4;
+  if (PyTuple_GET_SIZE(from.ptr()) != 2 * kOperands)
+    throw py::value_error(
+        "fastattn: expected an address and strides for each of 4 gradients, got " +
+        std::to_string(PyTuple_GET_SIZE(from.ptr())) + " values");
+  Tensor4* const to[kOperands] = {&p.grad_out, &p.grad_q, &p.grad_k, &p.grad_v};
+  for (int n = 0; n < kOperands; ++n)
+    *to[n] = operand(static_cast<uintptr_t>(integer(PyTuple_GET_ITEM(from.ptr(), 2 * n))),
+                     py::reinterpret_borrow<py::tuple>(PyTuple_GET_ITEM(from.ptr(), 2 * n + 1)));
+  return true;
+}
+
+// gradients: see plain_gradients; or, by name, see read_gradients and SinkGradients; grad_mask; and
+// partial, if it is.
 void attention_backward(int dtype, const py::object& may_reduce, int threads,
                         const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride, uintptr_t k,
                         const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
                         uintptr_t out, const py::tuple& out_stride, uintptr_t lse,
                         const py::object& options, const py::object& operands,
-                        const py::dict& gradients) {
+                        const py::object& gradients) {
   static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
   static const auto partial = std::make_tuple(field("partial", &AttentionParams::partial));
   Arguments p =
       arguments(common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
                                  k_stride, v, v_stride, out, out_stride, lse),
                 options, operands);
+  if (plain_gradients(gradients, p)) {
+    py::gil_scoped_release release;
+    kernels(p.dtype).attention_backward(p);
+    return;
+  }
   read_gradients(named(gradients), p);
   named(gradients).read(p, mask);
   named(gradients).read_given(p, partial);

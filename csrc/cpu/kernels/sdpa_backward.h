@@ -35,14 +35,15 @@ FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_
   block(Width<1>());
 }
 
-template <class P>
+// A panel of queries is kVectors vectors wide.
+template <class P, int kVectors = kPanelVectors>
 class BackwardUnit {
   typedef typename P::Storage Storage;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
-  static constexpr int NV = kPanelVectors;
-  static constexpr int64_t L = kPanelLanes<P>;
+  static constexpr int NV = kVectors;
+  static constexpr int64_t L = kVectors * W;
 
  public:
   explicit BackwardUnit(const Sequence& params)
@@ -88,7 +89,7 @@ class BackwardUnit {
     Word* k_reduced;         // [words of Bk][D]
     T *dk, *dv;              // [chunk][dp | dvp]
     Word* temp;              // [lanes][words]
-    typename ScoreGradients<P>::Buffers gradients;
+    typename ScoreGradients<P, kVectors>::Buffers gradients;
     size_t bytes;
   };
 
@@ -150,7 +151,7 @@ class BackwardUnit {
   // from their sums.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
-    write_query_gradients<P>(p, b, h, dq, p.D);
+    write_query_gradients<P, kVectors>(p, b, h, dq, p.D);
     write_relative_gradient(p, b, h, dq + queries * p.D);
   }
 
@@ -159,7 +160,7 @@ class BackwardUnit {
   const ScoreRule<T> rule;
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
-  const ScoreGradients<P> gradients;
+  const ScoreGradients<P, kVectors> gradients;
 
   // Packs all data of one query head that does not depend on the keys.
   void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {

@@ -62,9 +62,9 @@ class Prepare {
   // The sum over d is the same chain of multiply-adds as in score_products. If a row can see only
   // one key, O is its value, and dP - delta is exactly 0.
   void from_output(T* o, T* g, int64_t b, int64_t h, int64_t i0, int64_t i1) const {
-    constexpr int64_t lanes = kLanesOfPanel;
     const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0,
-                  head = (b * p.Hq + h) * p.Lq, chain = longest_chain<T>(p);
+                  lanes = tiles.lanes_for(rows), head = (b * p.Hq + h) * p.Lq,
+                  chain = longest_chain<T>(p);
     const double* grad_lse =
         p.grad_lse == nullptr ? nullptr : p.grad_lse + (b * p.Hq + h) * p.lse_stride;
     const Storage* out =
@@ -73,7 +73,7 @@ class Prepare {
         static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1] + i0 * sg[2];
     pack_transposed<T>(out, so[2], so[3], rows, p.Dv, lanes, o, lanes);
     pack_transposed<T>(grad, sg[2], sg[3], rows, p.Dv, lanes, g, lanes);
-    alignas(kVectorBytes) T total[lanes] = {};
+    alignas(kVectorBytes) T total[kLanesOfPanel] = {};
     for (int64_t l = 0; l < lanes; l += W) {
       for (int64_t d0 = 0; d0 < p.Dv; d0 += chain) {
         Vec<T> acc{};
@@ -130,7 +130,7 @@ class Prepare {
       const Word* ks =
           stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
       tiles.template weights_tile<kPanelVectors>(buf, b, h, i0, i1, j0, j1, buf.q, ks, buf.rows);
-      pack_grad_weights<P>(p, b, h, i0, i1, j0, j1, grad);
+      pack_grad_weights<P, kPanelVectors>(p, b, h, i0, i1, j0, j1, grad);
       for (int64_t j = 0; j < j1 - j0; ++j)
         FASTATTN_UNROLL for (int n = 0; n < kPanelVectors; ++n) {
           const int64_t at = j * lanes + n * W;

@@ -78,12 +78,12 @@ __attribute__((noinline)) double sink_gradient(const Sequence& p, const ScoreRul
 
 // dst[key][lane] = the gradient of the weights of one head. Averaged weights share their gradient
 // among the heads.
-template <class P>
+template <class P, int kVectors>
 __attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64_t b, int64_t h,
                                                  int64_t i0, int64_t i1, int64_t j0, int64_t j1,
                                                  typename P::Acc* dst) {
   typedef typename P::Acc T;
-  constexpr int64_t lanes = kPanelLanes<P>;
+  constexpr int64_t lanes = kVectors * kLanes<T>;
   const int64_t* st = p.grad_weights.stride;
   const bool averaged = p.weights == Weights::averaged;
   const auto* g = static_cast<const typename P::Storage*>(p.grad_weights.data) + b * st[0] +
@@ -96,11 +96,11 @@ __attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64
 }
 
 // Writes dQ of one query head, scaled and rounded, from its sum [panels][channels][lanes].
-template <class P>
+template <class P, int kVectors = kPanelVectors>
 FASTATTN_INLINE void write_query_gradients(const AttentionParams& p, int64_t b, int64_t h,
                                            const typename P::Acc* dq, int64_t channels) {
   typedef typename P::Acc T;
-  constexpr int64_t lanes = kPanelLanes<P>;
+  constexpr int64_t lanes = kVectors * kLanes<T>;
   const int64_t* st = p.grad_q.stride;
   auto* out = static_cast<typename P::Storage*>(p.grad_q.data) + b * st[0] + h * st[1];
   T factor[lanes];
@@ -110,12 +110,12 @@ FASTATTN_INLINE void write_query_gradients(const AttentionParams& p, int64_t b, 
                          out + i * st[2], st[2]);
 }
 
-template <class P>
+template <class P, int kVectors = kPanelVectors>
 class ScoreGradients {
   typedef typename P::Acc T;
   static constexpr int W = kLanes<T>;
-  static constexpr int NV = kPanelVectors;
-  static constexpr int64_t L = kPanelLanes<P>;
+  static constexpr int NV = kVectors;
+  static constexpr int64_t L = kVectors * W;
 
  public:
   // `whole`: a tile has all keys. Then rows are normalised, and their delta is summed, here.
@@ -150,7 +150,7 @@ class ScoreGradients {
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
                         rule.softcap > 0 ? f.cap : nullptr, top);
     if (p.grad_weights.data != nullptr) {
-      pack_grad_weights<P>(p, b, h, i0, i1, r.begin, r.end, f.grad_w);
+      pack_grad_weights<P, kVectors>(p, b, h, i0, i1, r.begin, r.end, f.grad_w);
       for (int64_t x = 0; x < nk * L; x += W) store(f.ds + x, load(f.ds + x) + load(f.grad_w + x));
     }
     if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);

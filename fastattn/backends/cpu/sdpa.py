@@ -152,19 +152,29 @@ def plain_attention_backward(
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)
     grad_value = empty_output(value, value_width)
-    gradients: dict[str, Any] = {
-        "grad_out": operand(grad_out),
-        "grad_lse": 0,
-        "grad_weights": None,
-        "grad_query": operand(grad_query),
-        "grad_key": operand(grad_key),
-        "grad_value": operand(grad_value),
-        "grad_mask": None,
-    }
+    gradients: dict[str, Any] | tuple[int | Sequence[int], ...] = (
+        grad_out.data_ptr(),
+        grad_out.stride(),
+        grad_query.data_ptr(),
+        grad_query.stride(),
+        grad_key.data_ptr(),
+        grad_key.stride(),
+        grad_value.data_ptr(),
+        grad_value.stride(),
+    )
     grad_sinks = None
     if sinks is not None and (wants is None or wants[_OF_SINKS]):
         grad_sinks = torch.empty_like(sinks)  # contiguous, as is every new vector
-        gradients["grad_sinks"] = grad_sinks.data_ptr(), (0, 1)
+        gradients = {
+            "grad_out": operand(grad_out),
+            "grad_lse": 0,
+            "grad_weights": None,
+            "grad_query": operand(grad_query),
+            "grad_key": operand(grad_key),
+            "grad_value": operand(grad_value),
+            "grad_mask": None,
+            "grad_sinks": (grad_sinks.data_ptr(), (0, 1)),
+        }
     _cpu.attention_backward(
         DTYPES[query.dtype],
         allows_bf16_parts,
