@@ -1,6 +1,7 @@
 // Python's view of attention with a cache, and of appending to it.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -142,6 +143,23 @@ std::vector<CacheRow> rows_of(const SequencesParams& t, int64_t count) {
   return rows;
 }
 
+// Two sequences, or two places of one, must not append to the same page: rows would be written twice.
+void check_appended_pages(const SequencesParams& t, int64_t count) {
+  if (t.block_table == nullptr || count == 0) return;
+  std::vector<int32_t> pages;
+  for (int64_t b = 0; b < t.attention.B; ++b) {
+    const int64_t length = t.k_lengths[b];
+    for (int64_t n = (length - count) / t.page_size; n <= (length - 1) / t.page_size; ++n)
+      pages.push_back(t.block_table[b * t.block_table_stride + n]);
+  }
+  std::sort(pages.begin(), pages.end());
+  const auto twice = std::adjacent_find(pages.begin(), pages.end());
+  if (twice != pages.end())
+    throw std::invalid_argument(
+        "block_table must not name a page twice where rows are appended, got page " +
+        std::to_string(*twice));
+}
+
 // The positions of the new tokens; without given ones, those of their rows.
 void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64_t>& positions) {
   positions.resize(static_cast<size_t>(p.B * p.L));
@@ -187,6 +205,7 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
   for (const int64_t length : lengths)
     expect(length >= p.L,
            "cache_seqlens must not be negative, got " + std::to_string(length - p.L));
+  check_appended_pages(t, p.L);
   static const auto scales =
       std::make_tuple(field("key_scales", &P::key_scales), field("value_scales", &P::value_scales),
                       field("float8", &P::float8));
