@@ -3,10 +3,11 @@
     python benchmarks/render.py           writes them
     python benchmarks/render.py --check   exits with 1 if a text is out of date
 
-Results are in results/PROCESSOR/, and each table has a column per processor. The block of README.md
-comes from dropin.json (its picture: from the first processor), models.json, and, for its table, of
-dropin.json and figures.json the one that more processors have. results/README.md has all results.
-A page in docs has a table where it has the markers
+Results are in results/PROCESSOR/, and each table has a column per processor, or, of the budgets of
+small calls, there is a table for each. The block of README.md comes from dropin.json (its picture:
+from the first processor), models.json, and, for its table, of dropin.json and figures.json the one
+that more processors have. results/README.md has all results. A page in docs has a table where it
+has the markers
 
     <!-- RESULT: begin -->              <!-- RESULT: end -->
     <!-- RESULT OPERATOR: begin -->     <!-- RESULT OPERATOR: end -->
@@ -164,7 +165,10 @@ def block_of(name: str, found: dict[str, Result], op: str | None = None) -> str:
     """The table of a result, or of its rows of one operator, and its conditions."""
     made = {processor: TABLES[name](rows_of(result, op)) for processor, result in found.items()}
     versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
-    return f"{side_by_side(made)}\n\n{versions}{all_conditions(found)}"
+    table = side_by_side(made)
+    if name == BREAKDOWN and len(made) > 1:  # it has too many columns
+        table = "\n\n".join(f"{name}:\n\n{side_by_side({name: of})}" for name, of in made.items())
+    return f"{table}\n\n{versions}{all_conditions(found)}"
 
 
 def rows_of(result: Result, op: str | None) -> Result:

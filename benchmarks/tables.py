@@ -299,7 +299,7 @@ def breakdown_table(result: Result) -> Table:
         label = f"{cell.label}<br>{shape}" if cell.label else shape
         texts = [f"{times[name]:.1f}" if name in times else "–" for name in names]
         for of in ratios.values():
-            has_both = "torch" in times and times.get(of, 0.0) > 0
+            has_both = "torch" in times and (of != "floor" or cell.passes != "fwd")
             texts.append(f"{times['torch'] / times[of]:.2f}×" if has_both else "–")
         lines[label, PASSES[cell.passes]] = texts
     return Table(["cell", "pass"], [*names, *ratios], lines)

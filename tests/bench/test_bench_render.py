@@ -297,8 +297,14 @@ def test_the_budget_of_a_call_stands_beside_pytorch() -> None:
     render = load_render()
     ms = dict.fromkeys(breakdown.PARTS, 0.0) | {"call": 0.08, "floor": 0.03, "torch": 0.06}
     result = a_result([Round((1e3, 1e3), ms)])
+    cell = result.cells[0].cell
+    result.cells[0].cell = dataclasses.replace(cell, passes="fwd+bwd")
     block = render.block_of("breakdown", {"a-processor": result})
     assert "| 80.0 | 30.0 | 60.0 | 0.75× | 2.00× |" in block
+    assert render.block_of("breakdown", {"a": result, "b": result}).count("| times as fast") == 2
+    result.cells[0].cell = dataclasses.replace(cell, passes="fwd")
+    block = render.block_of("breakdown", {"a-processor": result})
+    assert "| 0.75× | – |" in block
     del ms["torch"]  # as in older files
     assert "at most" not in render.block_of("breakdown", {"a-processor": result})
 
