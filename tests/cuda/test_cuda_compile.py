@@ -5,7 +5,6 @@ Needs an nvcc; without one these say so. What the kernels compute is tested in t
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shutil
@@ -211,14 +210,8 @@ def test_no_kernel_spills(source: Path, element: str, arch: str, tmp_path: Path)
 @pytest.mark.slow
 def test_the_wrappers_assemble(tmp_path: Path) -> None:
     """Every instruction of csrc/cuda/ptx, by the kernels of the conformance tests."""
-    includes = [flag.replace("-isystem", "-I") for flag in emulator._python_flags()]
     for arch in ("80", "90a"):
-        command = [str(NVCC), "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-        command += [*includes, "-cubin", str(ROOT / "tests/emulator/conformance/module.cu")]
-        done = subprocess.run(
-            [*command, "-o", os.fspath(tmp_path / f"{arch}.cubin")],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = emulator.conformance_command(arch, tmp_path / f"{arch}.cubin", "-cubin")
+        command[0] = str(NVCC)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

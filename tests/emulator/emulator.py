@@ -49,9 +49,15 @@ Unit = tuple[Path, str, list[str]]
 
 
 def _python_flags() -> list[str]:
-    import pybind11
-
-    return [f"-isystem{sysconfig.get_paths()['include']}", f"-isystem{pybind11.get_include()}"]
+    """The headers of Python and of pybind11, which PyTorch brings along, too."""
+    try:
+        headers = importlib.import_module("pybind11").get_include()
+    except ImportError:
+        torch = importlib.util.find_spec("torch")
+        if torch is None or torch.origin is None:
+            raise CannotBuild("there is no pybind11 here") from None
+        headers = str(Path(torch.origin).parent / "include")
+    return [f"-isystem{sysconfig.get_paths()['include']}", f"-isystem{headers}"]
 
 
 def _emulator() -> Iterable[Unit]:
@@ -170,12 +176,23 @@ def build_conformance(cuda: bool = False) -> Path:
     if not cuda:
         unit = (source, "conformance", ["-O1", "-x", "c++", *_python_flags()])
         return _library("_conformance", [*_emulator(), unit], FOLDER, ())
+    import torch
+
     library = FOLDER / f"cuda/_conformance{SUFFIX}"
     library.parent.mkdir(parents=True, exist_ok=True)
-    options = ["-std=c++17", "-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC"]
-    includes = [flag.replace("-isystem", "-I") for flag in _python_flags()]
-    _run(["nvcc", *options, *includes, str(source), "-o", str(library)])
+    # nvcc's own -arch=native leaves out what sm_90a has beyond sm_90.
+    capability = torch.cuda.get_device_capability()
+    arch = "90a" if capability == (9, 0) else "{}{}".format(*capability)
+    _run(conformance_command(arch, library, "-shared", "-Xcompiler", "-fPIC"))
     return library
+
+
+def conformance_command(arch: str, target: Path, *options: str) -> list[str]:
+    """How nvcc compiles `_conformance` for an architecture."""
+    includes = [flag.replace("-isystem", "-I") for flag in _python_flags()]
+    command = ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    source = HERE / "conformance/module.cu"
+    return [*command, *includes, *options, str(source), "-o", str(target)]
 
 
 def load_conformance(library: Path) -> ModuleType:
