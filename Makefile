@@ -39,7 +39,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-gpu wheel sdist manylinux docs build lint lint-workflows lock format clean
+.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -122,16 +122,13 @@ test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promis
 	done
 	rm -rf $(OTHER_TRANSFORMERS)
 
-# The environment needs a PyTorch that sees the GPU: `make test-gpu TORCH_WHEELS=` takes the index's.
-# With FASTATTN_CUDA=1 the CUDA kernels are tested, too, and their PTX wrappers first.
-GPU_PROVIDERS := torch,torch@flash,torch@cudnn,torch@efficient,torch@math,torch-flex,fastattn@cuda,fastattn@sm_80,fastattn@triton
-test-gpu: build $(VENV)/.stamp-test ## on a GPU: correctness, races, speed; results to benchmarks/results
-	$(if $(filter-out 0,$(FASTATTN_CUDA)),$(BIN)/python -m pytest -k cuda tests/cuda/test_emulator.py $(ARGS))
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
-	$(BIN)/python -m fastattn bench run --device cuda --shapes @benchmarks/gpu.txt --time-budget 1200 \
-	  --providers $(GPU_PROVIDERS) --json 'benchmarks/results/{processor}/gpu.json'
-	$(BIN)/python -m fastattn bench run --preset dropin --device cuda --time-budget 300 \
-	  --json 'benchmarks/results/{processor}/dropin.json'
+# On a machine with a GPU, with its own PyTorch (PYTHON=python3): neither an environment nor a network is
+# needed. It goes on where it was stopped; REHEARSE=1 runs the same script without a GPU. Before, where a
+# network is: `make gpu-day PACK=1` strips the modules that are built, and counts what would be sent.
+#   GPU_DAY=DIR   the folder of results     ARGS="--minutes 9", ARGS="--only repeats-cuda", ARGS=--list
+GPU_DAY ?= build/gpu-day$(if $(REHEARSE),-rehearsed)
+gpu-day: ## on a GPU: right, free of races, fast? In steps, with a report; REHEARSE=1 without a GPU
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu/day.py $(if $(PACK),--pack,--out $(GPU_DAY) $(if $(REHEARSE),--rehearse)) $(ARGS)
 
 # A wheel for every Python that is found, built from what the sdist contains. It runs on glibc 2.28:
 # csrc/cpu/glibc.cpp defines what is newer there, and libstdc++ is linked statically. The OpenMP runtime

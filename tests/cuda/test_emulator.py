@@ -1,7 +1,7 @@
 """The emulator of tests/emulator against the PTX ISA manual, and its errors.
 
 Each PTX wrapper of csrc/cuda/ptx runs alone, on the emulator and, where there is one, on a real GPU
-(`make test-gpu` runs these first). The layouts below are typed from the manual's sections on
+(`make gpu-day` runs these first). The layouts below are typed from the manual's sections on
 "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k8", and on ldmatrix and stmatrix: not one
 helper of the kernels is used.
 """

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_device import DEVICE, needs_gpu, skip_without_gpu
 
 import fastattn
 from fastattn import dispatch
 
-if not torch.cuda.is_available():
-    pytest.skip("PyTorch sees no GPU here", allow_module_level=True)
+skip_without_gpu()
 pytestmark = pytest.mark.gpu
 
 BUILT = [name for name in ("cuda", "triton") if not isinstance(dispatch.load(name), str)]
@@ -30,7 +30,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def _tensors(*shape: int, count: int = 3, device: str = "cuda") -> list[torch.Tensor]:
+def _tensors(*shape: int, count: int = 3, device: str = DEVICE) -> list[torch.Tensor]:
     draw = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16)
@@ -40,9 +40,9 @@ def _tensors(*shape: int, count: int = 3, device: str = "cuda") -> list[torch.Te
 
 def _calls() -> dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]]:
     """Name -> function of the tensors that change, and these."""
-    ends = torch.tensor([0, 100, 100, 300], device="cuda")
-    lengths = torch.tensor([700, 13], device="cuda")
-    table = torch.randperm(22, device="cuda").view(2, 11).int()
+    ends = torch.tensor([0, 100, 100, 300], device=DEVICE)
+    lengths = torch.tensor([700, 13], device=DEVICE)
+    table = torch.randperm(22, device=DEVICE).view(2, 11).int()
 
     def decode(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return fastattn.decode_attention(query, keys, values, lengths, block_table=table)
@@ -63,6 +63,7 @@ def _calls() -> dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]
 calls = pytest.mark.parametrize("name", ["dense", "packed", "decode"])
 
 
+@needs_gpu
 @calls
 def test_a_call_runs_on_the_current_stream(name: str) -> None:
     run, tensors = _calls()[name]
@@ -79,6 +80,7 @@ def test_a_call_runs_on_the_current_stream(name: str) -> None:
     assert torch.equal(out, want)
 
 
+@needs_gpu
 @calls
 def test_a_graph_replays_a_call_on_new_numbers(name: str) -> None:
     run, tensors = _calls()[name]
@@ -101,6 +103,7 @@ def test_compiled_code_has_no_break_and_the_same_bits(name: str) -> None:
     assert torch.equal(torch.compile(run, fullgraph=True)(*tensors), want)
 
 
+@needs_gpu
 def test_gradients_within_a_graph() -> None:
     run, tensors = _calls()["dense"]
     leaves = [x.requires_grad_() for x in tensors]
@@ -132,6 +135,7 @@ def test_a_call_runs_on_the_device_of_its_tensors() -> None:
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
 
 
+@needs_gpu
 def test_more_than_two_to_the_31_elements() -> None:
     heads, length = 132, 2**17  # of 128 columns: 2.2e9 elements
     query = torch.randn(1, heads, length, 128, device="cuda", dtype=torch.bfloat16)
@@ -144,19 +148,20 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 def test_multihead_attention_has_the_contract_of_torch() -> None:
     torch.manual_seed(0)
-    theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True, device="cuda")
-    ours = fastattn.MultiheadAttention(64, 4, batch_first=True, device="cuda")
+    theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True, device=DEVICE)
+    ours = fastattn.MultiheadAttention(64, 4, batch_first=True, device=DEVICE)
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 50, 64, device="cuda")
-    padding = torch.arange(50, device="cuda").expand(2, 50) >= torch.tensor([[50], [31]]).cuda()
+    x = torch.randn(2, 50, 64, device=DEVICE)
+    padding = torch.arange(50, device=DEVICE).expand(2, 50) >= torch.tensor([[50], [31]]).to(DEVICE)
     want, want_weights = theirs(x, x, x, key_padding_mask=padding)
     got, weights = ours(x, x, x, key_padding_mask=padding)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weights, want_weights, rtol=1e-4, atol=1e-5)
 
 
+@needs_gpu
 def test_the_first_backend_that_is_there_is_chosen(backend: str) -> None:
-    query = torch.randn(1, 1, 8, 16, device="cuda")
+    query = torch.randn(1, 1, 8, 16, device=DEVICE)
     token = dispatch.forced.set("")
     explanation = fastattn.explain("scaled_dot_product_attention", query, query, query)
     dispatch.forced.reset(token)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_device import DEVICE, skip_without_gpu
 
 from fastattn import dispatch
 from fastattn.testing import Case, OnGpu, Proof, check
 from fastattn.testing.proofs import PROOFS
 
-if not torch.cuda.is_available():
-    pytest.skip("PyTorch sees no GPU here", allow_module_level=True)
+skip_without_gpu()
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ def target(request: pytest.FixtureRequest) -> OnGpu:
     backend = dispatch.load(request.param)
     if isinstance(backend, str):
         pytest.skip(f"{request.param}: {backend}")
-    return OnGpu(request.param)
+    return OnGpu(request.param, device=DEVICE)
 
 
 def _judge(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
@@ -57,4 +57,4 @@ def test_case(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", check.cases, ids=lambda case: case.name)
 def test_attention_by_pytorch(case: Case, dtype: torch.dtype) -> None:
-    _judge(check, case, dtype, OnGpu("torch"))
+    _judge(check, case, dtype, OnGpu("torch", device=DEVICE))

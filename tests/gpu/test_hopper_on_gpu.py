@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_device import DEVICE, REHEARSED, needs_gpu
 
 import fastattn
 from fastattn import dispatch
@@ -17,7 +18,9 @@ from fastattn.testing import CASES, OnGpu, check
 from fastattn.testing.decode import DECODE_CASES, check_decode
 from fastattn.testing.varlen import VARLEN_CASES, check_varlen
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+if not REHEARSED and (
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
+):
     pytest.skip("there is no GPU of compute capability 9.0 here", allow_module_level=True)
 if isinstance(reason := dispatch.load("cuda"), str):
     pytest.skip(f"cuda: {reason}", allow_module_level=True)
@@ -50,11 +53,13 @@ def _ran() -> list[str]:
     return [event.key for event in profile.key_averages() if "attention_forward" in event.key]
 
 
+@needs_gpu
 def test_the_kernels_for_hopper_run() -> None:
     ran = _ran()
     assert ["hopper" in kernel for kernel in ran] == [True], ran
 
 
+@needs_gpu
 def test_the_others_run_where_those_are_not_allowed(without_hopper: None) -> None:
     ran = _ran()
     assert ["hopper" in kernel for kernel in ran] == [False], ran
@@ -67,7 +72,7 @@ def test_the_others_are_right_there_too(
 ) -> None:
     if dtype not in case.dtypes:
         pytest.skip("not a case of this dtype")
-    verdict = judge(case, dtype, OnGpu("cuda"))
+    verdict = judge(case, dtype, OnGpu("cuda", device=DEVICE))
     if verdict.declined:
         pytest.skip("; ".join(verdict.declined))
     assert verdict.ok, "\n".join(verdict.faults)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_device import DEVICE, REHEARSED, skip_without_gpu, small
 from torch import Tensor
 
 import fastattn
 from fastattn import dispatch
 
-if not torch.cuda.is_available():
-    pytest.skip("PyTorch sees no GPU here", allow_module_level=True)
+skip_without_gpu()
 pytestmark = pytest.mark.gpu
 
-RUNS = 1000
+RUNS = 2 if REHEARSED else 1000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Call = Callable[..., Tensor]
 Draw = Callable[..., Tensor]  # of a shape; a leaf unless grad=False
@@ -36,7 +36,7 @@ def _masked(draw: Draw) -> tuple[Call, list[Tensor]]:
         bias.masked_fill_(bias > 1, -torch.inf)
 
     def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        same = torch.Generator("cuda").manual_seed(0)
+        same = torch.Generator(DEVICE).manual_seed(0)
         return fastattn.scaled_dot_product_attention(
             query, key, value, bias, dropout_p=0.1, generator=same
         )
@@ -45,7 +45,7 @@ def _masked(draw: Draw) -> tuple[Call, list[Tensor]]:
 
 
 def _packed(draw: Draw) -> tuple[Call, list[Tensor]]:
-    ends = torch.tensor([0, 300, 301, 301, 1001], device="cuda")
+    ends = torch.tensor([0, *map(small, (300, 301, 301, 1001))], device=DEVICE)
 
     def call(*tensors: Tensor) -> Tensor:
         return fastattn.varlen_attention(*tensors, ends, ends, is_causal=True)
@@ -54,8 +54,8 @@ def _packed(draw: Draw) -> tuple[Call, list[Tensor]]:
 
 
 def _decoding(draw: Draw) -> tuple[Call, list[Tensor]]:
-    lengths = torch.tensor([900, 40], device="cuda")
-    table = torch.randperm(32, device="cuda").view(2, 16).int()
+    lengths = torch.tensor([small(900), 40], device=DEVICE)
+    table = torch.randperm(32, device=DEVICE).view(2, 16).int()
 
     def call(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return fastattn.decode_attention(query, keys, values, lengths, block_table=table)
@@ -95,7 +95,7 @@ def _encoding(
     b: int, n: int, j: int, v: int, d: int
 ) -> Callable[[Draw], tuple[Call, list[Tensor]]]:
     def made(draw: Draw) -> tuple[Call, list[Tensor]]:
-        tokens = torch.randint(1, v, (b, n, j), device="cuda")
+        tokens = torch.randint(1, small(v), (small(b), small(n), j), device=DEVICE)
         return lambda weight: fastattn.encode_memory(tokens, weight), [draw(v, d)]
 
     return made
@@ -142,10 +142,10 @@ def test_a_race_would_show_in_some_of_many_runs(
 ) -> None:
     if isinstance(reason := dispatch.load(backend), str):
         pytest.skip(f"{backend}: {reason}")
-    drawn = torch.Generator("cuda").manual_seed(0)
+    drawn = torch.Generator(DEVICE).manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
-        x = torch.randn(shape, generator=drawn, device="cuda") * scale
+        x = torch.randn([*map(small, shape)], generator=drawn, device=DEVICE) * scale
         return x.to(dtype).requires_grad_(grad)
 
     call, leaves = CALLS[name](draw)

@@ -64,6 +64,8 @@ __all__ = [
     "why_not",
 ]
 
+INTERPRETED = DEVICE == "cpu"  # the kernels run in an emulator
+
 _OLDEST = (8, 0)  # the first compute capability with all instructions that the kernels need
 
 # What the kernels of an operator, forward and backward, have against a call:

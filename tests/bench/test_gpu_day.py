@@ -1,0 +1,298 @@
+"""`make gpu-day`: its steps, how it goes on after a stop, and its report."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import recorded
+from bench_results import parse
+from child_process import run_python
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
+from fastattn.bench.selection import cells_of
+from fastattn.testing.proofs import PROOFS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def day(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tests/gpu"), *sys.path])
+    import day
+
+    yield day
+    for name in ("day", "day_report"):
+        del sys.modules[name]
+
+
+def of_tests(day: ModuleType, folder: Path, source: str) -> Any:
+    """A day of one step: tests of this source."""
+    (folder / "test_it.py").write_text(source)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    arguments = (str(folder / "test_it.py"), "-c", str(folder / "pytest.ini"))
+    step = day.of_tests("step", "some tests", *arguments)
+    return day_of(day, folder, step)
+
+
+def day_of(day: ModuleType, folder: Path, *steps: Any) -> Any:
+    one = day.Day(folder / "out", True, time.monotonic() + 600)
+    one.steps = list(steps)
+    return one
+
+
+def status(one: Any) -> tuple[str, str]:
+    (found,) = one.state["steps"].values()
+    return found["status"], found["words"]
+
+
+def test_the_steps_are_those_of_the_makefile_and_below_ten_minutes(day: ModuleType) -> None:
+    for rehearse in (False, True):
+        steps = day.steps(rehearse)
+        names = [step.name for step in steps]
+        assert len(set(names)) == len(names)
+        assert all(step.limit < 600 for step in steps)
+    makefile = (ROOT / "Makefile").read_text()
+    assert "tests/gpu/day.py" in makefile
+
+
+def test_the_tree_is_small_enough_to_be_sent(day: ModuleType) -> None:
+    files = day.tree()
+    assert ROOT / "csrc/cuda/module.cpp" in files
+    # Of 64 MiB half is left for the modules that are built before.
+    assert day.size_of(files) < day.TREE_LIMIT / 2
+
+
+def test_each_line_of_the_benchmark_is_one_and_has_a_step(day: ModuleType) -> None:
+    lines = day.lines_of_speed()
+    assert len(lines) > 20
+    for line in lines:
+        for text in (line, day.tiny(line)):
+            assert cells_of(parse("run", "--shapes", text)), text
+        (tiny,) = {cell.dtype for cell in cells_of(parse("run", "--shapes", day.tiny(line)))}
+        assert tiny in ("bf16", "fp32")
+    for rehearse in (False, True):
+        commands = [step.command for step in day.steps(rehearse) if step.kind == "speed"]
+        taken = [word for command in commands for word in command]
+        ops = {line.split()[0] for line in lines}
+        assert {word.split()[0] for word in taken if word.split()[0] in ops} == ops
+        if not rehearse:
+            assert set(lines) <= set(taken)
+        for command in commands:
+            bench = parse(*command[command.index("run") :])
+            assert bench.resume
+
+
+def test_the_few_cases_are_some_of_every_operator(day: ModuleType) -> None:
+    words = [word for word in re.findall(r"[\w-]+", day.FEW_CASES) if len(word) > 3]
+    for name, proof in PROOFS.items():
+        if name not in ("luong_attention", "append_to_cache"):
+            assert any(word in case.name for case in proof.cases for word in words), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_each_step_of_tests_finds_its_tests(day: ModuleType, rehearse: bool) -> None:
+    """Each selects from what one process collects."""
+    source = (
+        "import sys, json, pytest\n"
+        "class Found:\n"
+        "    def pytest_collection_finish(self, session): print('FOUND', len(session.items))\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    pytest.main(['--collect-only', '-qq', *words], plugins=[Found()])\n"
+    )
+    commands = [step.command for step in day.steps(rehearse) if step.kind == "tests"]
+    wanted = [list(words[words.index("-p") :]) for words in commands]
+    # Without a GPU tests/gpu is there for a rehearsal alone.
+    given = {"FASTATTN_REHEARSAL": "none", "TRITON_INTERPRET": "1"}
+    done = run_python("-c", source, json.dumps(wanted), cwd=ROOT, **given)
+    found = [int(line.split()[1]) for line in done.stdout.splitlines() if "FOUND" in line]
+    assert len(found) == len(wanted), done.stdout[-2000:] + done.stderr[-2000:]
+    assert all(found), list(zip(found, wanted, strict=True))
+    few = [n for n, words in zip(found, wanted, strict=True) if day.FEW_CASES in words]
+    assert few
+    assert max(few) < 20
+
+
+def test_a_step_that_is_done_is_not_run_again(day: ModuleType, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    add = f"open({str(marks)!r}, 'a').write('x')"
+    step = day.Step("step", "a mark", day.python("-c", add))
+    for _ in range(2):
+        assert day_of(day, tmp_path, step).run([], []) == 0
+    assert marks.read_text() == "x"
+    assert day_of(day, tmp_path, step).run([], ["step"]) == 0
+    assert marks.read_text() == "xx"
+    assert "| step | **passed** |" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_failure_is_told_and_the_next_step_runs(day: ModuleType, tmp_path: Path) -> None:
+    steps = [day.Step("bad", "fails", day.python("-c", "raise SystemExit('no such thing')"))]
+    steps += [day.Step("absent", "is not there", ("no-such-command",))]
+    steps += [day.Step("good", "passes", day.python("-c", ""))]
+    one = day_of(day, tmp_path, *steps)
+    assert one.run([], []) == 1
+    statuses = {name: step["status"] for name, step in one.state["steps"].items()}
+    assert statuses == {"bad": "failed", "absent": "failed", "good": "passed"}
+    report = (tmp_path / "out/report.md").read_text()
+    assert "no such thing" in report
+    assert "No such file or directory" in report
+
+
+def test_a_step_beyond_its_time_is_stopped_and_goes_on(day: ModuleType, tmp_path: Path) -> None:
+    source = (
+        "import time, pathlib\n"
+        "def test_one(): pass\n"
+        f"now = pathlib.Path({str(tmp_path / 'now')!r})\n"
+        "def test_two(): time.sleep(0 if now.exists() else 60)\n"
+        "def test_three(): pass\n"
+    )
+    one = of_tests(day, tmp_path, source)
+    assert one.run_tests(one.steps[0], time.monotonic() + 4)[0] == "stopped"
+    (tmp_path / "now").touch()
+    assert one.run([], []) == 1
+    # The test that was running is not tried again: it may have been what hung.
+    assert status(one) == ("failed", "2 passed, 1 crashed")
+
+
+def test_a_run_goes_on_after_a_crash_and_a_broken_context(day: ModuleType, tmp_path: Path) -> None:
+    source = (
+        "import os\n"
+        "def test_one(): pass\n"
+        "def test_two(): os.abort()\n"
+        "def test_three(): raise RuntimeError('CUDA error: an illegal memory access')\n"
+        "def test_four(): assert os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD']\n"
+        "def test_five(): assert 1 == 2, 'not | equal'\n"
+    )
+    one = of_tests(day, tmp_path, source)
+    assert one.run([], []) == 1
+    assert status(one) == ("failed", "2 passed, 2 failed, 1 crashed")
+    report = (tmp_path / "out/report.md").read_text()
+    assert "test_two`: crashed" in report
+    assert "illegal memory access" in report
+
+
+def test_a_step_whose_tests_are_all_skipped_has_failed(day: ModuleType, tmp_path: Path) -> None:
+    one = of_tests(day, tmp_path, "import pytest\ndef test_it(): pytest.skip('there is no GPU')\n")
+    assert one.run([], []) == 1
+    assert status(one) == ("failed", "no test ran: Skipped: there is no GPU")
+
+
+def test_results_of_two_machines_do_not_mix(
+    day: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = day.Step("step", "nothing", day.python("-c", ""))
+    day_of(day, tmp_path, step).run([], [])
+    found = day.machine_of(True) | {"gpu": "another"}
+    monkeypatch.setattr(day, "machine_of", lambda rehearse: found)
+    with pytest.raises(SystemExit, match="this is another: name another folder by GPU_DAY"):
+        day_of(day, tmp_path, step).run([], [])
+
+
+def test_no_step_begins_without_time(day: ModuleType, tmp_path: Path) -> None:
+    step = day.Step("step", "nothing", day.python("-c", ""))
+    one = day_of(day, tmp_path, step)
+    one.until = time.monotonic() + 10
+    assert one.run([], []) == 3
+    assert not one.state["steps"]
+
+
+def test_the_record_keeps_the_last_outcome_of_a_test(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    lines = [{"test": "a", "outcome": "crashed"}, {"test": "a", "outcome": "passed"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"test": "b", "out')
+    assert recorded.results(path) == {"a": lines[1]}
+    assert recorded.parts_of("test_case[cuda-head_dim-64-bfloat16]") >= {"cuda", "bfloat16"}
+    assert recorded.parts_of("test_case") == {""}
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def cell(op: str, sizes: dict[str, int], passes: str, tflops: dict[str, float]) -> CellResult:
+    """A cell in which each provider has this speed."""
+    flops = 10**12
+    rounds = [
+        Round((9e5, 9e5), {name: flops / x / 1e9 for name, x in tflops.items()}) for _ in range(5)
+    ]
+    named = Cell(op, sizes, dtype="bf16", passes=passes, device="cuda")
+    outcomes = {name: Outcome() for name in tflops}
+    return CellResult(named, flops, 10**9, outcomes, rounds)
+
+
+def write(folder: Path, cells: list[CellResult]) -> None:
+    environment = {"cpu": "a processor", "cpu_flags": [], "isa": None, "last_cache": 1 << 20}
+    settings = {"baseline": "torch", "threads": 1, "cache": "warm", "seed": 0}
+    peaks = {"dot_bf16": Peak(9e5, "a product", [])}
+    result = Result(environment, settings, {}, cells, peaks)
+    journal = Journal(folder / "results.jsonl")
+    journal.write("header", result.header())
+    for one in cells:
+        journal.write("cell", one.to_json())
+    journal.write("end", result.end())
+    journal.close()
+
+
+def test_the_report_says_what_is_fast_and_what_contradicts_the_model(
+    day: ModuleType, tmp_path: Path
+) -> None:
+    sizes = {"B": 2, "H": 16, "Hkv": 16, "Lq": 8192, "Lk": 8192, "D": 128, "Dv": 128}
+    forward = {"torch": 400.0, "torch@cudnn": 600.0, "torch@flash": 370.0, "fastattn@cuda": 590.0}
+    backward = {"torch@cudnn": 594.0, "torch@flash": 320.0, "fastattn@cuda": 300.0}
+    bad = cell("sdpa", sizes | {"D": 64, "Dv": 64}, "fwd", {})
+    bad.outcomes["fastattn@triton"] = Outcome("WRONG", "out is off")
+    write(
+        tmp_path / "speed",
+        [cell("sdpa", sizes, "fwd", forward), cell("sdpa", sizes, "bwd", backward), bad],
+    )
+    steps = {"speed": {"status": "failed", "words": "", "seconds": 1.0}}
+    machine = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2", "commit": "abc"}
+    page = day.day_report.report(tmp_path, {"machine": machine, "steps": steps})
+    assert "rehearsal" not in page
+    shape = "sdpa B=2,H=16,L=8192,D=128 bf16"
+    assert f"| {shape} fwd | 590 |  |  | torch@cudnn 600 | 0.98 |" in page
+    # The numbers of docs/hopper.md: 598 and 382.
+    assert f"| {shape} fwd | 590 | 598 | 0.99 |  |" in page
+    assert f"| {shape} bwd | 300 | 382 | 0.79 | **contradicts** |" in page
+    assert "8k, full: TFLOP/s: at least 500, measured 590: met" in page
+    assert "8k, causal: TFLOP/s: at least 480: not measured" in page
+    assert "of cuDNN: at least 0.6, measured 0.505: **missed** by" in page
+    assert "of FlashAttention-2: at least 1, measured 0.938: **missed** by" in page
+    assert "- fastattn@triton: sdpa B=2,H=16,L=8192,D=64 bf16 fwd: WRONG: out is off" in page
+    assert day.day_report.judge_speed(tmp_path / "speed", 1) == (
+        "failed",
+        "7 rows measured, 1 failed, 1 of them ours",
+    )
+
+
+def test_a_run_of_the_benchmark_without_time_for_all_goes_on(
+    day: ModuleType, tmp_path: Path
+) -> None:
+    sizes = {"B": 2, "H": 16, "Hkv": 16, "Lq": 64, "Lk": 64, "D": 128, "Dv": 128}
+    found = cell("sdpa", sizes, "fwd", {"torch": 1.0, "fastattn@cuda": 2.0})
+    left = cell("sdpa", sizes, "bwd", {})
+    left.outcomes["torch"] = Outcome("SKIPPED", "the time budget was used up")
+    write(tmp_path / "speed", [found, left])
+    judged = day.day_report.judge_speed(tmp_path / "speed", 0)
+    assert judged == ("stopped", "its time was used up before 1 cells")
+    assert day.day_report.judge_speed(tmp_path / "none", 2)[0] == "failed"
+
+
+@pytest.mark.slow
+def test_the_rehearsal_passes(day: ModuleType, tmp_path: Path) -> None:
+    """The whole script, under the emulator and Triton's interpreter."""
+    done = run_python(
+        str(ROOT / "tests/gpu/day.py"), "--rehearse", "--out", str(tmp_path), cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert list(state["steps"]) == [step.name for step in day.steps(True)]
+    assert {step["status"] for step in state["steps"].values()} == {"passed"}

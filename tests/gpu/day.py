@@ -1,0 +1,408 @@
+"""The first hour on a GPU, as steps that can be stopped and go on: `make gpu-day`.
+
+Runs the steps in order of value, each below ten minutes. The folder of results keeps what is done
+(state.json), the log and the results of each step, and report.md, written again after each step. A
+step that is done is not run again; one that was stopped goes on where it was. `--rehearse` runs the
+same script without a GPU: the emulator and Triton's interpreter in its place, tiny shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("gpu", "support", "emulator"))]
+
+import day_report  # noqa: E402
+import recorded  # noqa: E402
+
+LIMIT = 540  # seconds of a step: a machine may end every command after ten minutes
+TREE_LIMIT = 64  # MiB: what may be copied to a machine
+EMULATED = ROOT / f"build/emulator/plain/_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+PROVIDERS = (
+    "torch,torch@flash,torch@cudnn,torch@efficient,torch@math,torch-flex,"
+    "fastattn@cuda,fastattn@sm_80,fastattn@triton"
+)
+OTHERS = ("sinusoidal", "additive", "memory_hops", "encode_memory", "hopfield", "mha")
+# Cases of every operator that take few tiles, for the sanitizers and the rehearsal.
+FEW_CASES = (
+    "plain or lengths-65x65-full or lengths-33x65-upper_left or interleaved-16 or 3x4x5x11x8-bow"
+)
+# The largest sizes of the rehearsal's benchmarks; others are at most 32.
+TINY = {"B": 1, "D": 16, "H": 2, "Hkv": 1, "K": 2, "S": 16, "P": 16}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, its limit in seconds, and how its end is judged."""
+
+    name: str
+    about: str
+    command: tuple[str, ...]
+    kind: str = "command"  # or "tests", which keeps each test's result, or "speed"
+    limit: int = LIMIT
+
+
+def python(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, *arguments)
+
+
+def of_tests(name: str, about: str, *arguments: str, before: Sequence[str] = ()) -> Step:
+    """A step of tests. What is recorded is not run again."""
+    pytest = python("-m", "pytest", "-p", "no:cacheprovider", "-p", "recorded", "-q", "--tb=short")
+    return Step(name, about, (*before, *pytest, *arguments), "tests")
+
+
+def steps(rehearse: bool) -> list[Step]:
+    """All steps, in order of value."""
+    few = ("-k", FEW_CASES)
+    some = few if rehearse else ()
+    cases, races = "tests/gpu/test_cases_on_gpu.py", "tests/gpu/test_races_on_gpu.py"
+    of_races = ("--with", "cuda"), ("--with", "triton")
+    if rehearse:  # the interpreter is slow
+        of_races = (
+            ("--with", "cuda", "-k", "attention-masked or packed or encoding-large"),
+            ("--with", "triton,bfloat16", "-k", "decoding"),
+        )
+    wrappers = ("tests/cuda/test_emulator.py", "--with", "emulator" if rehearse else "cuda")
+
+    def right(backend: str, dtype: str) -> Step:
+        about = f"the case tables of all operators, {backend}, {dtype}"
+        name = f"cases-{backend}-{dtype}"
+        return of_tests(name, about, cases, "--with", f"{backend},{dtype}", *some)
+
+    def sanitized(tool: str) -> Step:
+        # The rehearsal runs the same tests without the tool.
+        before = () if rehearse else ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86")
+        chosen = ("--with", "cuda,bfloat16", *few, "--test-limit", "400")
+        about = f"compute-sanitizer's {tool} on the small cases"
+        return of_tests(tool, about, cases, *chosen, before=before)
+
+    found = [
+        Step("build", "the native module", python(__file__, "--build")),
+        of_tests("wrappers", "every PTX wrapper against the manual's tables", *wrappers),
+        right("cuda", "bfloat16"),
+        right("cuda", "float32"),
+        of_tests("calls", "streams, graphs, compiled code", "tests/gpu/test_calls_on_gpu.py"),
+        of_tests("repeats-cuda", "1,000 bitwise repeats, cuda", races, *of_races[0]),
+        sanitized("memcheck"),
+        sanitized("racecheck"),
+        sanitized("synccheck"),
+        speed("attention", ("sdpa",), rehearse),
+        speed("decoding", ("decode", "varlen"), rehearse),
+        right("cuda", "float16"),
+        of_tests(
+            "without-hopper",
+            "the case tables of attention, on Hopper by the kernels for sm_80",
+            "tests/gpu/test_hopper_on_gpu.py",
+            *some,
+        ),
+        *(right("triton", dtype) for dtype in ("bfloat16", "float32", "float16")),
+        of_tests("repeats-triton", "the same repeats, triton", races, *of_races[1]),
+        speed("others", OTHERS, rehearse),
+    ]
+    # A rehearsal takes one type of each backend.
+    skipped = ("cases-cuda-float16", "cases-triton-float16", "cases-triton-float32", "synccheck")
+    return [step for step in found if not (rehearse and step.name in skipped)]
+
+
+def speed(name: str, ops: Sequence[str], rehearse: bool) -> Step:
+    """The lines of benchmarks/gpu.txt for these operators; to rehearse, a tiny one of each."""
+    lines = [line for line in lines_of_speed() if line.partition(" ")[0] in ops]
+    providers, device, budget, rounds = PROVIDERS, "cuda", LIMIT - 60, 15
+    if rehearse:
+        first = {line.partition(" ")[0]: tiny(line) for line in reversed(lines)}
+        lines, device, budget, rounds = [*first.values()], "cpu", 90, 1
+        providers = "torch,fastattn@cuda" + ",fastattn@sm_80,fastattn@triton" * ("sdpa" in ops)
+    command = python("-m", "fastattn", "bench", "run", "--device", device, "--quiet", "--resume")
+    command += ("--providers", providers, "--time-budget", str(budget), "--rounds", str(rounds))
+    for line in lines:
+        command += ("--shapes", line)
+    return Step(f"speed-{name}", f"speed: {', '.join(ops)}", command, "speed")
+
+
+def lines_of_speed() -> list[str]:
+    lines = (ROOT / "benchmarks/gpu.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def tiny(line: str) -> str:
+    """The same line in one dtype and with sizes that an emulator computes in a moment."""
+
+    def smaller(found: re.Match[str]) -> str:
+        key, sizes = found[1], found[2].split("|")
+        least = {str(min(int(n), TINY.get(key, 32))): None for n in sizes}
+        return f"{key}={'|'.join(least)}"
+
+    line = re.sub(r"\b([A-Z][a-z]*)=(\d+(?:\|\d+)*)", smaller, line)
+    return re.sub(r"dtype=(\w+)\S*", r"dtype=\1", line)
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+class Day:
+    """The folder of results, and what of the day is done."""
+
+    def __init__(self, folder: Path, rehearse: bool, until: float) -> None:
+        self.folder, self.rehearse, self.until = folder.resolve(), rehearse, until
+        self.steps = steps(rehearse)
+        self.file = self.folder / "state.json"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.state: dict[str, Any] = {"steps": {}}
+        if self.file.exists():
+            self.state = json.loads(self.file.read_text())
+
+    def begin(self) -> None:
+        """Notes the machine. Results of two machines do not go into one folder."""
+        machine = machine_of(self.rehearse)
+        before = self.state.setdefault("machine", machine)
+        for name in ("gpu", "torch", "commit"):
+            if before[name] != machine[name]:
+                raise SystemExit(
+                    f"{self.folder} has results of {name} {before[name]}, this is {machine[name]}: "
+                    "name another folder by GPU_DAY=FOLDER"
+                )
+        self.save()
+
+    def save(self) -> None:
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(self.state, indent=1) + "\n")
+        os.replace(new, self.file)
+        (self.folder / "report.md").write_text(day_report.report(self.folder, self.state))
+
+    def run(self, only: Sequence[str], again: Sequence[str]) -> int:
+        for name in again:
+            self.state["steps"].pop(name, None)
+            for path in self.folder.glob(f"{name}.*"):
+                path.unlink()
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        self.begin()
+        for step in self.steps:
+            done = self.state["steps"].get(step.name, {})
+            if (only and step.name not in only) or done.get("status") in ("passed", "failed"):
+                continue
+            left = self.until - time.monotonic()
+            if left < 30:
+                print(f"No time left for {step.name}: run this again to go on.")
+                return 3
+            print(f"-- {step.name}: {step.about}", flush=True)
+            start = time.monotonic()
+            status, words = self.run_step(step, start + min(step.limit, left))
+            seconds = done.get("seconds", 0) + time.monotonic() - start
+            self.state["steps"][step.name] = {
+                "status": status,
+                "words": words,
+                "seconds": round(seconds, 1),
+                "about": step.about,
+            }
+            self.save()
+            print(f"   {status} after {seconds:.0f} s{words and ': '}{words}", flush=True)
+        statuses = {found["status"] for found in self.state["steps"].values()}
+        print(f"Written: {self.folder / 'report.md'}")
+        return 3 if "stopped" in statuses else 1 if statuses - {"passed"} else 0
+
+    def run_step(self, step: Step, end: float) -> tuple[str, str]:
+        if step.kind == "tests":
+            return self.run_tests(step, end)
+        command = list(step.command)
+        if step.kind == "speed":
+            command += ["--out", str(self.folder / step.name)]
+        code = self.call(step, command, end)
+        if code is None:
+            return "stopped", "at its limit of time"
+        if step.kind == "speed":
+            return day_report.judge_speed(self.folder / step.name, code)
+        return ("passed", "") if code == 0 else ("failed", self.last_line(step))
+
+    def run_tests(self, step: Step, end: float) -> tuple[str, str]:
+        """Starts again after a crash, beyond the test that crashed."""
+        record = self.folder / f"{step.name}.jsonl"
+        while True:
+            before = len(recorded.results(record))
+            code = self.call(step, [*step.command, "--record", str(record)], end)
+            found = recorded.results(record)
+            counts = day_report.counts(found.values())
+            if code is None:
+                return "stopped", f"at its limit of time; {counts}"
+            if code in (0, 1, 5, 86):  # all tests have run; or none was left
+                break
+            if len(found) == before:
+                return "failed", f"it does not start: {self.last_line(step)}"
+        bad = [one for one in found.values() if one["outcome"] in ("failed", "crashed")]
+        ran = [one for one in found.values() if one["outcome"] != "skipped"]
+        if not ran:
+            return "failed", f"no test ran: {next(iter(found.values()), {}).get('reason', '')}"
+        return "failed" if bad or code == 86 else "passed", counts
+
+    def call(self, step: Step, command: Sequence[str], end: float) -> int | None:
+        """The exit code; None for a command that was stopped at the end of its time."""
+        with (self.folder / f"{step.name}.log").open("a") as log:
+            print("$", *command, file=log, flush=True)
+            try:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment(self.rehearse), stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                print(f"{command[0]}: {error.strerror}", file=log)
+                return 127
+            try:
+                return process.wait(max(end - time.monotonic(), 1))
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                stop(process)
+
+    def last_line(self, step: Step) -> str:
+        lines = (self.folder / f"{step.name}.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Lets a process write what it has, then ends it with its children."""
+    for sign, seconds in ((signal.SIGINT, 15), (signal.SIGKILL, 5)):
+        if process.poll() is None:
+            os.killpg(process.pid, sign)
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def environment(rehearse: bool) -> dict[str, str]:
+    folders = [ROOT, ROOT / "tests/support", ROOT / "tests/emulator"]
+    if rehearse:
+        folders.insert(0, ROOT / "tests/support/rehearsal")
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    given |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+    given["FASTATTN_REQUIRE_NATIVE"] = "0"  # the core of the CPU may be absent
+    given["PATH"] += f"{os.pathsep}/usr/local/cuda/bin"  # nvcc and compute-sanitizer
+    if rehearse:
+        given |= {"FASTATTN_REHEARSAL": str(EMULATED), "TRITON_INTERPRET": "1"}
+        given |= {"OMP_WAIT_POLICY": "passive", "FASTATTN_CACHE_DIR": "/nonexistent"}
+    return given
+
+
+def machine_of(rehearse: bool) -> dict[str, Any]:
+    import torch
+
+    from fastattn.bench.environment import describe_environment
+
+    facts = describe_environment("cpu")
+    found = {"commit": facts["commit"], "torch": torch.__version__, "python": facts["python"]}
+    if rehearse:
+        return {"gpu": "none: a rehearsal under the emulator", "capability": None, **found}
+    if not torch.cuda.is_available():
+        raise SystemExit("PyTorch sees no GPU here; REHEARSE=1 rehearses without one")
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return {"gpu": torch.cuda.get_device_name(), "capability": capability, **found}
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def build() -> int:
+    """Builds the module if there is none for this Python; in a rehearsal the emulated one."""
+    if "FASTATTN_REHEARSAL" in os.environ:
+        emulator = importlib.import_module("emulator")
+        for path in (emulator.build(), emulator.build_conformance()):
+            print(f"emulated: {path.relative_to(ROOT)}")
+        return 0
+    for module in built():
+        print(f"taken as it is: {module.relative_to(ROOT)}, {size_of([module]):.1f} MiB")
+        return _imports()
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    arch = "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
+    wanted = {
+        "FASTATTN_CUDA": "1",
+        "FASTATTN_CUDA_ARCHS": os.environ.get("FASTATTN_CUDA_ARCHS", arch),
+        "FASTATTN_CPU_ISAS": "native",
+        "FASTATTN_CPU_EMULATED": "0",
+        "FASTATTN_REQUIRE_NATIVE": "1",
+    }
+    command = python("setup.py", "build_ext", "--inplace")
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | wanted, check=False).returncode
+    return code or _imports()
+
+
+def _imports() -> int:
+    """Whether a new process can use the module."""
+    words = "from fastattn.backends import cuda; print(cuda.operands.INFO)"
+    return subprocess.run(python("-c", words), cwd=ROOT, check=False).returncode
+
+
+def built() -> list[Path]:
+    """The CUDA module for this Python."""
+    module = ROOT / f"fastattn/_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return [module] if module.exists() else []
+
+
+def pack() -> int:
+    """Strips the modules that are built here, and counts what a machine would be sent."""
+    modules = sorted((ROOT / "fastattn").glob("_c*.so"))
+    for module in modules:
+        subprocess.run(["strip", "--strip-unneeded", module], check=True)
+    print(*(f"{m.name}: {size_of([m]):.1f} MiB" for m in modules), sep="\n")
+    total = size_of([*tree(), *modules])
+    print(f"The tree has {total:.1f} MiB; at most {TREE_LIMIT} can be sent.")
+    return 1 if total > TREE_LIMIT else 0
+
+
+def tree() -> list[Path]:
+    """The files that Git has, or would take."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in names.split("\0") if name]
+
+
+def size_of(files: Iterable[Path]) -> float:
+    """In MiB."""
+    return sum(file.lstat().st_size for file in files if file.exists()) / 2**20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-day", metavar="DIR")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU, in minutes")
+    parser.add_argument("--minutes", type=float, default=60, help="begin no step after these")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these steps alone")
+    parser.add_argument("--again", nargs="+", default=[], metavar="STEP", help="repeat these")
+    parser.add_argument("--list", action="store_true", help="print the steps")
+    parser.add_argument("--pack", action="store_true", help="strip the modules, count the tree")
+    parser.add_argument("--build", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.build:
+        return build()
+    if given.pack:
+        return pack()
+    day = Day(given.out, given.rehearse, time.monotonic() + 60 * given.minutes)
+    names = [step.name for step in day.steps]
+    for name in (*given.only, *given.again):
+        if name not in names:
+            parser.error(f"there is no step {name!r}; there are {', '.join(names)}")
+    if given.list:
+        print(*(f"{step.name:<22}{step.about}" for step in day.steps), sep="\n")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running step, too
+    return day.run(given.only, given.again)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

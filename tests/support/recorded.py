@@ -1,0 +1,93 @@
+"""A plugin of pytest that keeps each result at once, so that a run that was killed can go on.
+
+    python -m pytest -p recorded --record FILE [--with PART,PART] ...
+
+FILE gets JSON objects, one a line. A test that has begun is not run again: one without an end
+crashed, or was killed. ``--with`` takes the tests whose parameters, the parts of the name in
+brackets, are all among them. After an error of CUDA nothing runs in the same process, so the run
+ends with the code BROKEN, and can go on in the next process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROKEN = 77
+UNUSABLE = re.compile(r"CUDA error|CUDA driver error|device-side assert|illegal memory access")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, help="the file of results")
+    parser.addoption("--with", default="", dest="parts", help="parameters, separated by commas")
+    parser.addoption("--test-limit", type=float, default=180.0, help="seconds of one test")
+
+
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    """The last that is known of each test; the last line of the file may have been cut off."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {one["test"]: one for one in found}
+
+
+def parts_of(name: str) -> set[str]:
+    """The parameters in the name of a test, as far as hyphens divide them."""
+    return set(re.sub(r"^[^\[]*\[?|\]$", "", name).split("-"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = {part for part in config.getoption("parts").split(",") if part}
+    record = config.getoption("record")
+    done = results(record) if record else {}
+    kept, left = [], []
+    for item in items:
+        is_next = wanted <= parts_of(item.name) and item.nodeid not in done
+        (kept if is_next else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
+class Recorder:
+    def __init__(self, path: Path, limit: float) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a")
+        self.limit = limit
+
+    def write(self, test: str, outcome: str, seconds: float = 0.0, reason: str = "") -> None:
+        line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3), "reason": reason}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.write(nodeid, "crashed", reason="it began and never ended")
+        with contextlib.suppress(RuntimeError):  # stderr may have no file
+            faulthandler.dump_traceback_later(self.limit, exit=True, file=sys.__stderr__)
+
+    def pytest_runtest_logfinish(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        reason = ""
+        if report.outcome == "failed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = str(getattr(crash, "message", report.longrepr))
+        elif isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2]
+        self.write(report.nodeid, report.outcome, report.duration, reason[:400])
+        if report.outcome == "failed" and UNUSABLE.search(reason):
+            pytest.exit("CUDA can run nothing more in this process", returncode=BROKEN)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if record := config.getoption("record"):
+        config.pluginmanager.register(Recorder(record, config.getoption("test_limit")))
