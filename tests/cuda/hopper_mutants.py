@@ -110,7 +110,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("half of an exchange", "softmax.h", "for (int bit = 1; bit < 4; bit *= 2)", "for (int bit = 1; bit < 2; bit *= 2)"),
     ("an exchange the other way", "softmax.h", "const bool upper = (lane & bit) != 0;", "const bool upper = (lane & bit) == 0;"),
     ("a row that sees nothing is NaN", "softmax.h", "max_of_row(most) * unit_log2);\n      // In a row without a visible key so far, -inf - m must not be NaN.\n      const float from = most == minus_infinity() ? 0.0f : most;", "max_of_row(most) * unit_log2); const float from = most;"),
-    ("lse in bits", "softmax.h", "m[r] * kLn2, l[r]", "m[r], l[r]"),
+    ("lse in bits", "softmax.h", "m[r] / exponents_per_score(unit), l[r]", "m[r], l[r]"),
     # tiles
     ("the way back is one off", SHARED, "blocks - 1 - block : block", "blocks - block : block"),
     ("tiles begin with one that is not there", SHARED, "tiles - 1 - rest / heads", "tiles - rest / heads"),
@@ -148,6 +148,7 @@ GRADIENTS: list[Case | VarlenCase] = [
         for n in range(10)  # a lane that is late with it is rare
     ),
     replace(EDGE, name="steep", scale=1e4),
+    replace(EDGE, name="steeper", scale=3e6),
     # Of few keys outputs are large, and so is delta beside the products that it is subtracted from.
     replace(EDGE, name="few-keys", q_len=150, k_len=3, mask="float", mask_grad=True, weights=1),
 ]
@@ -249,4 +250,6 @@ BACKWARD: list[tuple[str, ...]] = [
     # the units of the exponent
     ("lse's gradient is left out", SHARED, "row.delta + row.rest, 0.0f}", "row.delta, 0.0f}"),
     ("half of the lse is lost", SHARED, "static_cast<double>(row.hi) + static_cast<double>(row.lo)", "static_cast<double>(row.lo)"),
+    ("the low word of the lse is lost", SHARED, "fmaf(dot, unit, -row.hi) - row.lo", "fmaf(dot, unit, -row.hi)"),
+    ("a row of the low word alone", SHARED, "finite ? static_cast<float>(lse - hi) : 0.0f", "static_cast<float>(lse - hi)"),
 ]  # fmt: skip

@@ -250,6 +250,7 @@ MUTANTS = [
     Mutant("gradients of averaged weights", "sdpa_pairs.h", "g / static_cast<float>(p.Hq)", "g", sources=("sdpa_backward", "sdpa_weights"), element="F32"),
     Mutant("d lse has the wrong sign", "sdpa_rows.h", "-static_cast<float>(p.grad_lse", "static_cast<float>(p.grad_lse"),
     Mutant("large scores lose their sum", "sdpa_rows.h", "else if (fabs(lse) > kExact)", "else if (false)"),
+    Mutant("large scores are summed again", "sdpa_rows.h", "kWide ? 22 : 40", "22"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
     Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
     Mutant("splits keep their own maximum", "memory_hops_stream.h", "shrink_to(partial_of(hops, n)[width], m)", "shrink_to(m, m)", table="memory_hops"),
@@ -297,6 +298,7 @@ program-block_mask program-heads program-many program-dropout-weights-1 program-
 program-mask-finfo-min program-gap-1x700""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
+STEEP = Case("steep", q_len=100, k_len=90, scale=3e6)
 
 
 DTYPES = {"Bf16": torch.bfloat16, "F32": torch.float32}
@@ -328,7 +330,11 @@ def verdict_on(library: Path, table: str, element: str) -> str:
     if table == "attention":
         named = {case.name: case for case in CASES["scaled_dot_product_attention"]}
         judge: Callable[..., Verdict] = check
-        chosen = [*map(named.__getitem__, NAMES), NARROW, *(ONE_KEY if element == "F32" else ())]
+        chosen = [
+            *map(named.__getitem__, NAMES),
+            NARROW,
+            *(ONE_KEY if element == "F32" else (STEEP,)),
+        ]
         work = [(c, seed) for seed in (0, 5, 9) for c in chosen]
     elif table == "hopper":
         judge = _judge_on_hopper

@@ -78,6 +78,8 @@ def steps(rehearse: bool) -> list[Step]:
             ("--with", "cuda", "-k", "attention-masked or packed or encoding-large"),
             ("--with", "triton,bfloat16", "-k", "decoding"),
         )
+    large = ("-k", f"test_large_scores{' and mask' * rehearse}")
+    of_torch = ("-k", f"test_attention_by_pytorch{' and lengths-65x65' * rehearse}")
     wrappers = ("tests/cuda/test_emulator.py", "--with", "emulator" if rehearse else "cuda")
 
     def right(backend: str, dtype: str) -> Step:
@@ -97,6 +99,7 @@ def steps(rehearse: bool) -> list[Step]:
         of_tests("wrappers", "every PTX wrapper against the manual's tables", *wrappers),
         right("cuda", "bfloat16"),
         right("cuda", "float32"),
+        of_tests("large-scores", "attention with scores of 10^8", cases, *large),
         of_tests("calls", "streams, graphs, compiled code", "tests/gpu/test_calls_on_gpu.py"),
         of_tests("repeats-cuda", "1,000 bitwise repeats, cuda", races, *of_races[0]),
         sanitized("memcheck"),
@@ -112,6 +115,7 @@ def steps(rehearse: bool) -> list[Step]:
             *some,
         ),
         *(right("triton", dtype) for dtype in ("bfloat16", "float32", "float16")),
+        of_tests("cases-torch", "PyTorch's own kernels as a backend", cases, *of_torch),
         of_tests("repeats-triton", "the same repeats, triton", races, *of_races[1]),
         speed("others", OTHERS, rehearse),
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_device import DEVICE, skip_without_gpu
+from large_scores import LARGE_SCORES, NAMES_OF_LARGE_SCORES
 
 from fastattn import dispatch
 from fastattn.testing import Case, OnGpu, Proof, check
@@ -52,6 +53,14 @@ def _judge(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
 )
 def test_case(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
     _judge(proof, case, dtype, target)
+
+
+@pytest.mark.parametrize(("case", "dtype"), LARGE_SCORES, ids=NAMES_OF_LARGE_SCORES)
+def test_large_scores(case: Case, dtype: torch.dtype) -> None:
+    """Right where products are summed in one order, forward and backward: `cuda` promises it."""
+    if isinstance(reason := dispatch.load("cuda"), str):
+        pytest.skip(f"cuda: {reason}")
+    _judge(check, case, dtype, OnGpu("cuda", device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -33,7 +33,7 @@ struct BackwardShape {
 
 // The statistics of one query: p = exp((s - hi) - lo), ds = p ((dp - delta) - rest). hi is inf if
 // the row is fully masked or does not exist.
-struct RowStats {
+struct alignas(16) RowStats {
   float hi, lo, delta, rest;
 };
 

@@ -101,6 +101,13 @@ struct OnlineSoftmax {
   }
 };
 
+// What ScaledSoftmax multiplies a score by, to get the exponent of 2: log2 e, but for the rounding of
+// a float. A large score has to be multiplied and divided by the same number.
+FASTATTN_DEVICE double exponents_per_score(float unit) {
+  constexpr double kLog2eDouble = 1.4426950408889634;
+  return unit == 0.0f ? kLog2eDouble : static_cast<double>(unit * kLog2e) / unit;
+}
+
 // The same for dot products that are not yet multiplied by `unit`. It needs one operation less per
 // score, and is used only where no mask adds values near the largest float. m is scaled; the
 // rounding error of that product changes all weights of a row by the same factor.
@@ -131,9 +138,9 @@ struct ScaledSoftmax : OnlineSoftmax {
     }
   }
 
-  FASTATTN_DEVICE RowTotal total(int r, float, float sink) const {
-    constexpr double kLn2 = 0.69314718055994531;
-    return total_of_row(m[r] * kLn2, l[r], sink);
+  // In units of the score, as `update` has multiplied it: the product that it rounds is undone.
+  FASTATTN_DEVICE RowTotal total(int r, float unit, float sink) const {
+    return total_of_row(m[r] / exponents_per_score(unit), l[r], sink);
   }
 };
 

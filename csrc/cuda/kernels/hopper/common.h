@@ -330,21 +330,23 @@ FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKey
   barrier_sync(kClearBarrier, kConsumerThreads);
 }
 
-// Without options the stats of a query are kept in units of the exponent, so that p = 2^(unit q . k
-// - hi) and ds = p (dp - delta). `unit` is the one of the forward pass. A low word of the lse would
-// be no larger than the rounding error of q . k.
+// Without options the stats of a query are kept in units of the exponent, so that p = 2^((unit q . k
+// - hi) - lo) and ds = p (dp - delta). `unit` is the one of the forward pass. The low word counts
+// although the rounding error of q . k is as large: q . k has the same error in the forward pass.
 FASTATTN_DEVICE float exponent_unit(const AttentionArguments& p) { return p.scale_float * kLog2e; }
 
 template <bool kGeneral>
-FASTATTN_DEVICE RowStats prepared(const RowStats& row) {
+FASTATTN_DEVICE RowStats prepared(const AttentionArguments& p, const RowStats& row) {
   if (kGeneral) return row;
-  constexpr double kLog2eDouble = 1.4426950408889634;
-  const double lse = (static_cast<double>(row.hi) + static_cast<double>(row.lo)) * kLog2eDouble;
-  return {static_cast<float>(lse), 0.0f, row.delta + row.rest, 0.0f};
+  const double sum = static_cast<double>(row.hi) + static_cast<double>(row.lo);
+  const double lse = sum * exponents_per_score(p.scale_float);
+  const float hi = static_cast<float>(lse);
+  const bool finite = fabsf(hi) < float_of_bits(0x7f800000u);
+  return {hi, finite ? static_cast<float>(lse - hi) : 0.0f, row.delta + row.rest, 0.0f};
 }
 
 FASTATTN_DEVICE float weight_of(float dot, float unit, const RowStats& row) {
-  return exp2_approx(fmaf(dot, unit, -row.hi));
+  return exp2_approx(fmaf(dot, unit, -row.hi) - row.lo);
 }
 
 }  // namespace hopper

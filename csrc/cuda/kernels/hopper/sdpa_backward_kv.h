@@ -171,7 +171,7 @@ struct HopperBackwardKv {
         mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
         int blind = 0;
         for (int n = lane; n < kQueries; n += 32) {
-          of_stage[n] = hopper::prepared<kGeneral>(stats_of(work.p, work.b, h, i0 + n));
+          of_stage[n] = hopper::prepared<kGeneral>(work.p, stats_of(work.p, work.b, h, i0 + n));
           blind |= !sees(n);
         }
         FASTATTN_UNROLL

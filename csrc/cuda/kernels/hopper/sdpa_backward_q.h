@@ -153,7 +153,8 @@ struct HopperBackwardQ {
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
         i[r] = hopper::query_of_row(kernel.given, work, hopper::row_of_thread(r));
-        stats[r] = hopper::prepared<kGeneral>(stats_of(work.p, work.b, head(work, r), i[r]));
+        stats[r] =
+            hopper::prepared<kGeneral>(work.p, stats_of(work.p, work.b, head(work, r), i[r]));
         visible[r] = visible_keys(work.p, i[r]);
       }
       if (work.count > 0) {

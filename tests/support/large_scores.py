@@ -1,0 +1,38 @@
+"""Cases with scores of up to 10^8, which are much larger than the differences that a float keeps of
+them: the backward pass has to find the weights of the forward pass again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastattn.testing import Case
+
+_BASE = Case("scores", q_len=70, k_len=90, head_dim=64)
+_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal-128": {"causal": "bottom_right", "head_dim": 128},
+    "grouped-lse": {"heads": 4, "kv_heads": 2, "grads": ("out", "lse")},
+    "mask": {"mask": "float_inf", "mask_dims": "qk"},
+    "weights": {"weights": 1},
+    "sinks": {"sinks": "h"},
+}
+
+
+def _large_scores() -> Iterator[tuple[Case, torch.dtype]]:
+    for scale in (1e3, 1e5, 3e6):
+        for kind, options in _KINDS.items():
+            case = replace(_BASE, name=f"scores-{scale:.0e}-{kind}", scale=scale, **options)
+            # Weights are computed from rounded scores: to 10^7, docs/cuda-kernels.md.
+            if (scale, kind) != (3e6, "weights"):
+                yield case, torch.bfloat16
+            # A gradient has the factor `scale`, and float16 ends at 65504.
+            if scale == 1e3 or (scale == 1e5 and kind != "grouped-lse"):
+                yield case, torch.float16
+
+
+LARGE_SCORES = tuple(_large_scores())
+NAMES_OF_LARGE_SCORES = [f"{case.name}-{str(dtype)[6:]}" for case, dtype in LARGE_SCORES]
