@@ -48,7 +48,10 @@ def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]
     with compat.tensors_without_memory(), warnings.catch_warnings():
         # PyTorch's stacks copy their layers, and copying fake tensors makes PyTorch warn.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
+        # Not `to`, which a PyTorch that was built without this kind of device refuses.
+        inputs = {
+            name: torch.empty_like(x, device=device) for name, x in make_inputs(cell, 0).items()
+        }
         with Calls(lambda *call: found.append(dispatch.explanation(*call))):
             forward, leaves = ops.get(cell.op).ours(cell, inputs)
             for leaf in leaves:

@@ -19,17 +19,16 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from fastattn import builds, evidence
+from fastattn import builds, evidence, selftest
+from fastattn._warning import warn
 
 __all__ = ["Explanation", "FallbackWarning", "explain", "use_backend"]
 
@@ -139,7 +138,7 @@ def load(name: str) -> ModuleType | str:
         return importlib.import_module(f"fastattn.backends.{name}")
     except ImportError as error:
         if importlib.util.find_spec(f"fastattn._{name}") is not None:
-            _warn(f"the backend {name!r} is built but cannot be used: {error}")
+            warn(f"the backend {name!r} is built but cannot be used: {error}", FallbackWarning)
         return f"not built: {builds.backend(name)['reason']}"
 
 
@@ -224,7 +223,11 @@ def explanation(
     only = forced.get()
     order = _order(device, op, tensors)
     names = dict.fromkeys((*order, only) if only else order)
-    reasons = {name: why_not(name, op, device, tensors, options, obstacles) for name in names}
+    reasons = {
+        name: why_not(name, op, device, tensors, options, obstacles)
+        or selftest.known(name, op, tensors, load)
+        for name in names
+    }
     runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
     because = _because(device, op, tensors, options, order, runs)
     return Explanation(op, device, reasons, runs, because)
@@ -237,6 +240,8 @@ def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[st
     refused: dict[str, tuple[str, ...]] = {}
     for name in (only,) if only else _order(device, op, tensors):
         against = why_not(name, op, device, tensors, options, obstacles)
+        if not against and name in selftest.CHECKED:
+            against = selftest.why_not(name, op, tensors, load)
         if not against:
             break
         if name != "torch" and isinstance(load(name), ModuleType):  # of ours, that is
@@ -293,8 +298,10 @@ def _because(
     if forced.get():
         return f"{forced.get()} is forced"
     found = _evidence(device, op, tensors)
-    source = "not measured on this processor" if found is None else found.source
+    source = evidence.unmeasured(device) if found is None else found.source
     because = f"{', '.join(order)} ({source})"
+    if runs is not None and selftest.is_pending(runs, op, tensors, load):
+        because += f"; the first call checks {runs} against the reference"
     if runs != "cpu":
         return because
     dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
@@ -342,20 +349,7 @@ def _device(tensors: Sequence[Any]) -> str:
 @functools.cache
 def _warn_once(op: str, refused: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
     reasons = "; ".join(f"{name}: {', '.join(against)}" for name, against in refused)
-    _warn(f"{op} runs on the slow reference ({reasons})")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, FallbackWarning, stacklevel=_frames_inside() + 1)
-
-
-def _frames_inside() -> int:
-    """How many stack frames are in fastattn and torch, so that a warning names the user's line."""
-    frame: FrameType | None = sys._getframe(1)
-    depth = 1
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("fastattn", "torch"):
-        frame, depth = frame.f_back, depth + 1
-    return depth - 1
+    warn(f"{op} runs on the slow reference ({reasons})", FallbackWarning)
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -121,6 +121,24 @@ def fresh_build(facts: Facts) -> Finding | None:
     return Finding("problem", "csrc has changed since the kernels were built", "`make build`")
 
 
+def right_kernels(facts: Facts) -> Finding | None:
+    """Kernels of the GPU that gave wrong results in their first-use check."""
+    failed = [verdict for verdict in facts["selftests"] or () if verdict["faults"]]
+    if not failed:
+        return None
+    what = "; ".join(
+        f"the {v['backend']} kernels of {v['op']} in {v['dtype']} failed their first-use check"
+        for v in failed
+    )
+    reports = ", ".join(v["report"] for v in failed if v.get("report"))
+    return Finding(
+        "problem",
+        f"{what}, and are not used",
+        "update fastattn; if that is no help, send the reports with an issue"
+        + f": {reports}" * bool(reports),
+    )
+
+
 def complete_build(facts: Facts) -> Finding | None:
     """An instruction set that this processor supports and the build lacks."""
     left_out = facts["backends"]["cpu"].get("left_out") or {}
@@ -253,6 +271,7 @@ CHECKS = (
     native_core,
     cuda_kernels,
     fresh_build,
+    right_kernels,
     complete_build,
     instruction_set,
     tiles,

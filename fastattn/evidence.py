@@ -14,7 +14,8 @@ An entry has the fields
 - ``device``: ``"cpu"`` or ``"cuda"``; ``vendor``, ``name``: the processor's, as
   :func:`processor` says; ``has``, ``lacks``: its features;
 - ``op``, ``dtype``: the calls it applies to; ``least_queries``: their minimum number of queries;
-- ``source``: a file of this repository, or another source.
+- ``source``: a file of this repository, or another source; ``commit``: that of the kernels which
+  were measured.
 
 All fields except ``choice``, ``use`` and ``source`` are optional: a missing field matches anything.
 ``vendor``, ``name`` and ``dtype`` are lists.
@@ -52,7 +53,7 @@ __all__ = [
 FORMAT = 1
 _FIELDS = {
     "choice", "use", "source", "device", "vendor", "name", "has", "lacks", "op", "dtype",
-    "least_queries", "date",
+    "least_queries", "date", "commit",
 }  # fmt: skip
 _LISTS = ("vendor", "name", "has", "lacks", "dtype")
 _BACKENDS = ("torch", "cpu", "cuda", "triton")
@@ -72,6 +73,7 @@ class Choice(NamedTuple):
     source: str
     least_queries: int = 0
     is_own: bool = False  # from the user's `fastattn tune`
+    is_measured: bool = False  # the entry names the processor, so the choice was measured on it
 
 
 class Gemm(NamedTuple):
@@ -149,8 +151,16 @@ def _choose(
                 source = entry["source"]
                 if is_own:
                     source = f"your `fastattn tune` of {entry.get('date', 'unknown date')}"
-                return Choice(entry["use"], source, entry.get("least_queries", 0), is_own)
+                least, measured = entry.get("least_queries", 0), bool(entry.get("name"))
+                return Choice(entry["use"], source, least, is_own, measured)
     return None
+
+
+def unmeasured(device: str) -> str:
+    """What `info` and `explain` say of a choice that no entry makes."""
+    if device == "cuda":
+        return "unmeasured on this GPU: torch has no kernel for it, ours run; run `fastattn tune`"
+    return "not measured on this processor"
 
 
 def _fits(entry: dict[str, Any], on: Processor, op: str, dtype: str) -> bool:
@@ -197,10 +207,10 @@ def own_file() -> Path:
 
 
 def set_own(entries: Sequence[dict[str, Any]]) -> Path:
-    """Put entries into the user's file, replacing those for the same processors; return it."""
+    """Put entries into the user's file, replacing those for the same calls; return it."""
     path = own_file()
-    replaced = [_processor_of(entry) for entry in entries]
-    kept = [entry for entry in _own() if _processor_of(entry) not in replaced]
+    replaced = [_calls_of(entry) for entry in entries]
+    kept = [entry for entry in _own() if _calls_of(entry) not in replaced]
     table = {"format": FORMAT, "entries": [*entries, *kept]}
     _checked(table, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,8 +219,9 @@ def set_own(entries: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def _processor_of(entry: dict[str, Any]) -> list[Any]:
-    return [entry.get(field) for field in ("device", "vendor", "name", "has", "lacks")]
+def _calls_of(entry: dict[str, Any]) -> list[Any]:
+    fields = ("choice", "device", "vendor", "name", "has", "lacks", "op", "dtype")
+    return [entry.get(field) for field in fields]
 
 
 def remove_own() -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastattn import _cgroup, builds, compat, evidence
+from fastattn import _cgroup, builds, compat, dispatch, evidence, selftest
 from fastattn import _openmp as _openmp_runtimes
 from fastattn._version import __version__
 from fastattn.dispatch import BACKENDS, PRIORITY
@@ -45,6 +45,7 @@ def collect() -> dict[str, Any]:
         "openmp": _openmp(),
         "isa": native["build_info"],
         "choices": _choices(),
+        "selftests": selftest.current(dispatch.load) if evidence.processor("cuda").name else None,
         "backends": {name: builds.backend(name) for name in BACKENDS},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
     }
@@ -54,7 +55,7 @@ def _choices() -> list[dict[str, str]]:
     """The choices for this machine, and the evidence for them."""
     attention = "scaled_dot_product_attention"
     queries = [("cpu", "backends", attention), ("cpu", "isa", ""), ("cpu", "gemm", "")]
-    if torch.cuda.is_available():
+    if evidence.processor("cuda").name:
         queries.append(("cuda", "backends", attention))
     found = []
     for device, what, op in queries:
@@ -62,7 +63,7 @@ def _choices() -> list[dict[str, str]]:
             choice = evidence.choose(what, device, op, dtype)
             if choice is None:
                 use = ", ".join(PRIORITY[device]) if what == "backends" else "the strongest"
-                source = "not measured on this processor"
+                source = evidence.unmeasured(device)
             else:
                 use, source = _spelled(choice.use), choice.source
                 use += f" (from {choice.least_queries} queries on)" * (choice.least_queries > 0)
@@ -151,6 +152,7 @@ def format_text(facts: dict[str, Any]) -> str:
         ("OpenMP", _openmp_text(facts["openmp"])),
         *_isa_rows(facts),
         *_choice_rows(facts),
+        *_selftest_rows(facts["selftests"]),
         *((f"backend {name}", _backend_text(name, facts)) for name in facts["backends"]),
         *((name, value) for name, value in facts["environment"].items()),
     ]
@@ -203,6 +205,20 @@ def _choice_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         key = (f"{made['device']} {made['choice']}", made["use"], made["source"])
         rows.setdefault(key, []).append(made["dtype"])
     return [(what, f"{', '.join(d)}: {use} [{source}]") for (what, use, source), d in rows.items()]
+
+
+def _selftest_rows(verdicts: list[dict[str, Any]] | None) -> list[tuple[str, str]]:
+    """The first-use checks of the GPU's kernels; no row without a GPU."""
+    if verdicts is None:
+        return []
+    failed = [verdict for verdict in verdicts if verdict["faults"]]
+    rows = [
+        f"{verdict['backend']} {verdict['op']} {verdict['dtype']}: failed, see "
+        f"{verdict.get('report') or selftest.own_file()}"
+        for verdict in failed
+    ]
+    passed = f"{len(verdicts) - len(failed)} passed" + ", no check failed" * (not failed)
+    return [("first-use check", text) for text in (passed, *rows)]
 
 
 def _backend_text(name: str, facts: dict[str, Any]) -> str:

@@ -34,7 +34,8 @@ def why_not(
         return [f"a head dimension of {query.shape[3]} is no multiple of 8"]
     grouped = query.shape[1] != key.shape[1]
     parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
-    if not torch.backends.cuda.can_use_flash_attention(parameters):
+    # Without a GPU only `explain` has such tensors, and PyTorch cannot tell.
+    if torch.cuda.is_available() and not torch.backends.cuda.can_use_flash_attention(parameters):
         return ["PyTorch would not take its FlashAttention kernel for these tensors"]
     return []
 

@@ -23,7 +23,7 @@ from fastattn.testing.calls import double
 from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import numbers_of
 from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Proof, Results, Verdict, fresh_memory_is_nan
+from fastattn.testing.verdict import Proof, Results, Verdict
 
 __all__ = ["APPEND_CASES", "AppendCase", "AppendInputs", "check_append", "make_append"]
 
@@ -209,8 +209,8 @@ class _AppendProof(Proof):
         plain, largest = replace(case, quantised=None), QUANTISED[case.quantised]
         inputs, (_, exact, _) = self.make(case, dtype), self.expected(plain, dtype)
         verdict = Verdict()
-        with target.active() as backend, fresh_memory_is_nan():
-            results = _run(backend, inputs)
+        with target.active() as backend:
+            results = target.results(self, backend, inputs)
         if results["changed"].item():
             verdict.faults.append(f"{results['changed'].item()} bytes changed elsewhere")
         for name in ("key", "value"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -15,8 +16,9 @@ from unittest import mock
 import torch
 
 from fastattn import dispatch
+from fastattn.backends._precision import allows_tf32
 
-__all__ = ["OnGpu", "Target", "moved", "targets"]
+__all__ = ["OnGpu", "Target", "fresh_memory_is_nan", "moved", "on_device", "targets"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,17 @@ class Target:
         finally:
             native.set_isa(before)
 
+    def results(self, proof: Any, backend: Any, inputs: Any) -> dict[str, torch.Tensor]:
+        """Run a proof on a backend; memory that a kernel never writes is NaN."""
+        chosen = dispatch.use_backend(self.backend) if proof.public else contextlib.nullcontext()
+        with fresh_memory_is_nan(), chosen:
+            results: dict[str, torch.Tensor] = proof.run(backend, inputs)
+        return results
+
+    def dtype_of_products(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the factors of products may be rounded to."""
+        return dtype
+
 
 @dataclass(frozen=True)
 class OnGpu(Target):
@@ -71,10 +84,14 @@ class OnGpu(Target):
 
     @property
     def module(self) -> Any:
-        real = super().module
-        names = [name for name in real.__all__ if callable(getattr(real, name))]
-        functions = {name: self._on_device(getattr(real, name)) for name in (*names, "why_not")}
-        return SimpleNamespace(**functions)
+        return on_device(super().module, self.device)
+
+    def has_own_kernel(self, op: str, dtype: torch.dtype) -> bool:
+        return hasattr(super().module, op) and dtype != torch.float64
+
+    def dtype_of_products(self, dtype: torch.dtype) -> torch.dtype:
+        """The same; tf32 has the fraction of float16."""
+        return torch.float16 if dtype == torch.float32 and allows_tf32() else dtype
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
@@ -91,25 +108,46 @@ class OnGpu(Target):
         ):
             yield found
 
-    def _on_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+
+def on_device(module: Any, device: str) -> SimpleNamespace:
+    """Return the functions of a backend for CPU tensors, which are copied to a device and back."""
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        function = getattr(module, name)
+
         @functools.wraps(function)  # its parameters name the tensors that it takes
         def call(*args: Any, **options: Any) -> Any:
-            return moved(function(*moved(args, self.device), **options), "cpu")
+            sent = moved(args, device)
+            results = moved(function(*sent, **options), "cpu")
+            if name == "append_to_cache":  # in place
+                for x, y in zip(args, sent, strict=True):
+                    if isinstance(x, torch.Tensor):
+                        _whole(x).copy_(_whole(y))
+            return results
 
         return call
 
+    names = [name for name in module.__all__ if callable(getattr(module, name))]
+    return SimpleNamespace(**{name: wrapped(name) for name in {*names, "why_not"}})
+
 
 def moved(x: Any, device: str) -> Any:
-    """Copy a tensor, or a tuple or dict of them, to a device; strides stay, including 0."""
+    """Copy a tensor, or a tuple, dict or record of them, to a device; strides stay, also 0."""
     if isinstance(x, tuple):
         return tuple(moved(item, device) for item in x)
     if isinstance(x, dict):
         return {name: moved(item, device) for name, item in x.items()}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return dataclasses.replace(x, **moved(vars(x), device))
     if not isinstance(x, torch.Tensor):
         return x
-    size = x.untyped_storage().nbytes() // x.element_size()
-    memory = x.as_strided((size,), (1,), 0).to(device)
+    memory = _whole(x).to(device, copy=True)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """All elements of the memory that a tensor is a view of."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
 def targets(*, emulated: bool = False) -> list[Target]:
@@ -122,3 +160,17 @@ def targets(*, emulated: bool = False) -> list[Target]:
     info = importlib.import_module("fastattn._cpu").build_info()
     isas = [*(info["emulated"] if emulated else ()), *info["supported"]]
     return [Target("cpu", isa) for isa in isas]
+
+
+@contextlib.contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Make torch.empty return NaN within the block, to detect elements that are never written."""
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # filling is part of this mode
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastattn import dispatch, use_backend
+from fastattn import dispatch
 from fastattn.testing.compare import Deviation, deviations
 from fastattn.testing.draws import cached
 from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
-from fastattn.testing.targets import Target
+from fastattn.testing.targets import Target, fresh_memory_is_nan
 
 __all__ = ["AnyCase", "Proof", "Results", "Verdict", "fresh_memory_is_nan"]
 
@@ -120,12 +119,15 @@ class Proof:
                 if verdict.declined:
                     return verdict
             watch = Watch(**self.watched(inputs))
-            chosen = use_backend(target.backend) if self.public else contextlib.nullcontext()
-            with fresh_memory_is_nan(), chosen:
-                results = self.run(backend, inputs)
+            results = target.results(self, backend, inputs)
         verdict.faults += [f"{name} was written to" for name in watch.written()]
         dtypes = {**dict.fromkeys(exact, dtype), **self.dtypes(inputs)}
-        verdict.judge(results, exact, noise, dtypes, dict.fromkeys(self.coarse, dtype))
+        eps_of = dict.fromkeys(self.coarse, dtype)
+        products = target.dtype_of_products(dtype)
+        if products != dtype:
+            noise = Noise(lambda: self.definition(inputs), exact, products)
+            eps_of = dict.fromkeys(exact, products)
+        verdict.judge(results, exact, noise, dtypes, eps_of)
         return verdict
 
     def expected(self, case: Any, dtype: torch.dtype) -> tuple[Any, Results, Noise]:
@@ -143,17 +145,3 @@ def _expected(proof: Proof, case: Any, dtype: torch.dtype) -> tuple[Any, Results
     else:
         exact = proof.definition(inputs)
     return inputs, exact, Noise(lambda: proof.definition(inputs), exact, dtype)
-
-
-@contextlib.contextmanager
-def fresh_memory_is_nan() -> Iterator[None]:
-    """Make torch.empty return NaN within the block, to detect elements that are never written."""
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)  # filling is part of this mode
-    memory.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        memory.fill_uninitialized_memory = before[1]

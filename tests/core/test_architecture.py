@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest first. A module is on the floor of the longest name here that begins its own.
 FLOORS = (
-    "_version _cpu _cuda _table compat _cgroup _openmp builds bias",
+    "_version _cpu _cuda _table _warning compat _cgroup _openmp builds bias",
     "sinusoids eager backends.primitives backends._alloc backends._precision",
     "evidence backends",
+    "selftest",
     "dispatch batching",
     "fast_path library",
     "autograd",
@@ -23,7 +24,7 @@ FLOORS = (
     "fastattn",
     "testing",
     "bench info spelling",
-    "_explain _kernel doctor tune tune_cpu verify",
+    "_explain _kernel doctor tune tune_cpu tune_gpu verify",
     "cli __main__",
 )
 FLOOR = {name: n for n, names in enumerate(FLOORS) for name in names.split()}

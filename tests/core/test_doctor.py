@@ -34,6 +34,7 @@ def healthy() -> dict[str, Any]:
         "isa": ISA,
         "backends": built(left_out={}, stale=False),
         "environment": {},
+        "selftests": [],
         "flushes_subnormals": False,
         "subnormal_slowdown": 1.0,
     }
@@ -54,6 +55,23 @@ def refused(reason: str) -> dict[str, Any]:
 # The check, what differs from a healthy machine, the level, and words of the finding and its fix.
 FINDINGS = [
     ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
+    (
+        "right_kernels",
+        {
+            "selftests": [
+                {
+                    "backend": "cuda",
+                    "op": "decode_attention",
+                    "dtype": "float16",
+                    "faults": ["out is off"],
+                    "report": "/tmp/report.txt",
+                }
+            ]
+        },
+        "problem",
+        "cuda kernels of decode_attention in float16 failed",
+        "/tmp/report.txt",
+    ),
     (
         "native_core",
         without_kernels("no C++ compiler was found"),

@@ -1,11 +1,10 @@
 """The table of evidence: what each kind of processor gets, the user's own entries, and its reports.
 
-No test asks what this processor is: :func:`be` puts another one in its place.
+No test asks what this processor is: ``be`` puts another one in its place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from processors import be
 
 import fastattn
 from fastattn import dispatch, evidence, info
@@ -44,19 +44,6 @@ EVERY = {
     "ARM": ARM,
     "?": UNKNOWN,
 }
-
-
-@contextlib.contextmanager
-def be(processor: Processor) -> Iterator[None]:
-    """Within the block this machine has another processor, or another GPU."""
-
-    def said(device: str = "cpu") -> Processor:
-        return processor if device == processor.device else Processor(device)
-
-    with mock.patch.object(evidence, "processor", said):
-        evidence.forget()
-        yield
-    evidence.forget()
 
 
 def order(dtype: torch.dtype, queries: int = 64, op: str = ATTENTION) -> tuple[str, ...]:
@@ -149,7 +136,7 @@ def test_every_source_is_named_and_every_file_exists() -> None:
         named = [
             w.strip(":,;") for w in entry["source"].split() if w.startswith(("docs/", "bench"))
         ]
-        assert named or "not measured" in entry["source"] or "no speed" in entry["source"]
+        assert named or "not measured" in entry["source"] or "unmeasured" in entry["source"]
         if (root / "docs").exists():  # a source tree
             assert all((root / path).exists() for path in named), named
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from unittest import mock
 
 from fastattn import dispatch
+from fastattn.testing import Target
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class Emulated:
     adapter: ModuleType
     seed: int = 0
     backend: str = "cuda"
+
+    results = Target.results
+    dtype_of_products = Target.dtype_of_products
 
     @contextlib.contextmanager
     def active(self) -> Iterator[ModuleType]:

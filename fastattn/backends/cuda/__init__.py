@@ -98,7 +98,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
 
 
 def _why_not_this_device(device: torch.device) -> list[str]:
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():  # only `explain` has such tensors
         return []
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:

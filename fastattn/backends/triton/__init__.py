@@ -70,7 +70,8 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
     device = given[0].device
     if device.type == "cpu" and not INTERPRETED:
         return ["CPU tensors need the interpreter: set TRITON_INTERPRET=1 before Python starts"]
-    if device.type == "cuda" and not torch.version.hip:
+    # Without a GPU only `explain` has such tensors.
+    if device.type == "cuda" and torch.cuda.is_available() and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
         if capability < _OLDEST:
             return [f"the GPU has compute capability {capability[0]}.{capability[1]}, below 8.0"]

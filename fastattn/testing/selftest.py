@@ -1,0 +1,182 @@
+"""The cases of the first-use check of a GPU's kernels, see ``fastattn/selftest.py``.
+
+Few and small: for each operator a plain call on the sizes of models, whose kernels differ from the
+others', and one with all options, whose lengths and widths fit no tile. :func:`faults` judges them
+by the error bound of all tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastattn import dispatch
+from fastattn.selftest import Inconclusive
+from fastattn.testing.additive import AdditiveCase
+from fastattn.testing.append import AppendCase
+from fastattn.testing.cases import Case
+from fastattn.testing.decode import DecodeCase
+from fastattn.testing.encode_memory import EncodeCase
+from fastattn.testing.hopfield import HopfieldCase
+from fastattn.testing.memory_hops import HopCase
+from fastattn.testing.merge_states import MergeCase
+from fastattn.testing.proofs import PROOFS
+from fastattn.testing.sinusoidal import SinusoidalCase
+from fastattn.testing.targets import OnGpu, moved, on_device
+from fastattn.testing.varlen import VarlenCase
+from fastattn.testing.verdict import AnyCase, Proof, Results
+
+__all__ = ["SELFTESTS", "faults"]
+
+_TALL: dict[str, Any] = {"batch": 1, "q_len": 150, "k_len": 150}
+SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
+    "scaled_dot_product_attention": (
+        Case("first-use-64", head_dim=64, heads=2, kv_heads=1, **_TALL),
+        Case("first-use-128-causal", head_dim=128, heads=1, causal="upper_left", **_TALL),
+        Case(
+            "first-use-options",
+            heads=4,
+            kv_heads=2,
+            q_len=70,
+            k_len=85,
+            head_dim=24,
+            value_dim=40,
+            mask="float_inf",
+            mask_grad=True,
+            window=(60, 20),
+            causal="bottom_right",
+            softcap=8.0,
+            alibi="bh",
+            sinks="h",
+            relative_bias="h",
+            program="not_window",
+            dropout_p=0.25,
+            layouts=("blhd", "transposed", "unaligned"),
+            weights=1,
+            grads=("out", "lse", "weights"),
+        ),
+    ),
+    "varlen_attention": (
+        VarlenCase("first-use-64", head_dim=64, window=(-1, 0), q_lengths=(5, 130, 0, 17)),
+        VarlenCase(
+            "first-use-options",
+            q_lengths=(33, 0, 70, 1, 9),
+            k_lengths=(65, 4, 0, 90, 9),
+            after=(2, 3),
+            heads=4,
+            kv_heads=2,
+            head_dim=24,
+            value_dim=40,
+            bottom_right=True,
+            window=(40, 10),
+            softcap=8.0,
+            alibi="bh",
+            sinks=True,
+            relative_bias=True,
+            program="documents",
+            dropout_p=0.25,
+        ),
+    ),
+    "decode_attention": (
+        DecodeCase("first-use-128", lengths=(300, 0, 65), capacity=320, head_dim=128),
+        DecodeCase(
+            "first-use-options",
+            lengths=(70, 4, 129),
+            page=16,
+            shuffled=True,
+            heads=6,
+            kv_heads=2,
+            queries=3,
+            head_dim=40,
+            value_dim=24,
+            window=(50, 0),
+            softcap=8.0,
+            alibi="bh",
+            sinks=True,
+            relative_bias=True,
+            program="documents",
+        ),
+    ),
+    "append_to_cache": (
+        AppendCase("first-use", page=4, rows=11, rotary=32, queries=11, shuffled=True),
+    ),
+    "merge_states": (MergeCase("first-use", shape=(2, 3, 21, 40), empty=("a", "b", "both")),),
+    "additive_attention": (
+        AdditiveCase("first-use-64", width=64, value_dim=64),
+        AdditiveCase(
+            "first-use-options",
+            mask="float",
+            mask_dims="qk",
+            causal=True,
+            dropout_p=0.25,
+            weights=True,
+        ),
+    ),
+    "memory_hop_attention": (
+        HopCase(rows=50, width=20, hops=3, out_memory=None),
+        HopCase(
+            queries=3,
+            rows=40,
+            width=65,
+            in_memory="BKN",
+            out_memory="BKN",
+            hop_proj="K",
+            mask="BQN",
+            bias="BQKN",
+            activation="tanh",
+            weights=True,
+        ),
+    ),
+    "hopfield_retrieve": (
+        HopfieldCase(queries=9, rows=70, width=40, mask="BHLN", beta="heads", projection=True),
+        HopfieldCase(queries=3, rows=41, width=64, bias="BHLN", steps=2),
+    ),
+    "encode_memory": (
+        EncodeCase(2, 5, 7, 13, 20, None, "position"),
+        EncodeCase(2, 3, 5, 8, 67, 2, "own"),
+    ),
+    "sinusoidal_encoding": (
+        SinusoidalCase("first-use", shape=(2, 3, 20, 37), positions="bl", padding_idx=1, scale=8.0),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Here(OnGpu):
+    """A backend of the GPU as the library has it. Nothing that other threads use is replaced."""
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Any]:
+        yield on_device(dispatch.load(self.backend), self.device)
+
+    def results(self, proof: Proof, backend: Any, inputs: Any) -> Results:
+        if not proof.public:
+            return proof.run(backend, inputs)
+        with dispatch.use_backend(self.backend):
+            results: Results = moved(proof.run(None, moved(inputs, self.device)), "cpu")
+        return results
+
+
+def faults(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Compare this backend's kernels of an operator with the reference; return all mismatches.
+
+    What the kernels raise is a mismatch, too, but for a lack of memory: ``Inconclusive``.
+    """
+    found = []
+    target = _Here(backend, device=str(device))
+    with warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
+        warnings.simplefilter("ignore")
+        for case in SELFTESTS.get(op, ()):
+            try:
+                of_case = PROOFS[op](case, dtype, target).faults
+            except torch.OutOfMemoryError as error:
+                raise Inconclusive(f"not enough memory: {error}") from error
+            except Exception as error:  # what a kernel raises, a user's call would meet
+                of_case = [f"{type(error).__name__}: {error}".split("\n")[0]]
+            found += [f"{op}, case {case.name}, {fault}" for fault in of_case]
+    return found

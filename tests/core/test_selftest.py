@@ -1,0 +1,450 @@
+"""The first-use check of a GPU's kernels: when it runs, what it finds, and what it leaves alone.
+
+There is no GPU: ``on_a_gpu`` takes CPU tensors for those of one, and the backend "triton" is a
+recorder that computes with the reference. ``tests/cuda`` and ``tests/triton`` check real kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from processors import H200, be, on_a_gpu
+
+import fastattn
+from fastattn import cli, dispatch, evidence, explain, info, selftest, use_backend
+from fastattn.backends import reference
+from fastattn.selftest import SelfTestWarning
+from fastattn.testing.selftest import SELFTESTS
+
+OP = "sinusoidal_encoding"
+X = torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)
+
+
+class Kernels(ModuleType):
+    """A backend whose kernel of the sinusoids may be wrong; the calls of the user are counted."""
+
+    __all__ = (OP,)
+
+    def __init__(self) -> None:
+        super().__init__("kernels")
+        self.wrong = 0.0
+        self.error: Exception | None = None
+        self.threads: list[str] = []
+        self.modes: list[tuple[bool, bool]] = []
+
+    def why_not(self, *args: Any, **kwargs: Any) -> list[str]:
+        return []
+
+    def sinusoidal_encoding(self, x: Any, positions: Any, *, options: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        self.modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        if self.error is not None:
+            raise self.error
+        out = reference.sinusoidal_encoding(x, positions, options=options)
+        out[..., -1:, -1] += self.wrong
+        return out
+
+    @property
+    def checks(self) -> int:
+        return self.threads.count("fastattn-selftest")
+
+    @property
+    def calls(self) -> int:
+        return len(self.threads) - self.checks
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FASTATTN_SELFTEST", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def kernels(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    module = Kernels()
+    with on_a_gpu(module, monkeypatch, "triton"):
+        yield module
+
+
+def encode() -> torch.Tensor:
+    return fastattn.sinusoidal_encoding(X)
+
+
+def entries(cache: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((cache / "selftest.json").read_text())["entries"]
+    return found
+
+
+CASES = len(SELFTESTS[OP])
+
+
+# -- a right kernel -------------------------------------------------------------------------------
+
+
+def test_the_first_call_alone_checks(kernels: Kernels, cache: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = encode(), encode()
+    assert (kernels.checks, kernels.calls) == (CASES, 2)
+    (entry,) = entries(cache)
+    assert (entry["backend"], entry["op"], entry["dtype"]) == ("triton", OP, "float32")
+    assert (entry["device"], entry["faults"]) == ("NVIDIA NVIDIA H200", [])
+    assert entry["torch"] == torch.__version__
+    assert torch.equal(first, second)
+    assert [path.name for path in cache.iterdir()] == ["selftest.json"]
+
+
+def test_the_check_changes_no_bit_and_no_random_number(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    checked, drawn = encode(), torch.randn(3)
+    monkeypatch.setenv("FASTATTN_SELFTEST", "0")
+    selftest.forget()
+    torch.manual_seed(0)
+    assert torch.equal(encode(), checked)
+    assert torch.equal(torch.randn(3), drawn)
+    assert kernels.checks == CASES
+
+
+def test_another_process_takes_the_verdict_from_the_file(kernels: Kernels, cache: Path) -> None:
+    encode()
+    selftest.forget()  # as in another process
+    encode()
+    assert (kernels.checks, kernels.calls) == (CASES, 2)
+    torch_version = torch.__version__
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(torch, "__version__", "9.0")
+        selftest.forget()
+        encode()
+    assert kernels.checks == 2 * CASES
+    assert {entry["torch"] for entry in entries(cache)} == {torch_version, "9.0"}
+
+
+@pytest.mark.parametrize("other", ["device", "kernels", "dtype"])
+def test_another_gpu_build_or_dtype_has_a_check_of_its_own(
+    other: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    encode()
+    if other == "device":
+        with be(H200._replace(name="NVIDIA A100")):
+            encode()
+    elif other == "kernels":
+        kernels.__file__ = str(tmp_path / "kernels.py")
+        Path(kernels.__file__).touch()
+        selftest.forget()
+        encode()
+    else:
+        fastattn.sinusoidal_encoding(X.bfloat16())
+    assert kernels.checks == 2 * CASES
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", '{"format": 1, "entries": [3]}', '{"format": 7}'])
+def test_a_broken_file_only_means_a_check(broken: str, kernels: Kernels, cache: Path) -> None:
+    cache.mkdir()
+    (cache / "selftest.json").write_text(broken)
+    encode()
+    assert kernels.checks == CASES
+    assert len(entries(cache)) == 1
+
+
+def test_where_nothing_can_be_written_it_runs_once_for_each_process(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "file"))  # no folder can be there
+    encode()
+    encode()
+    assert (kernels.checks, kernels.calls) == (CASES, 2)
+    selftest.forget()
+    encode()
+    assert kernels.checks == 2 * CASES
+
+
+# -- where no check is needed ---------------------------------------------------------------------
+
+
+def test_it_can_be_switched_off(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_SELFTEST", "0")
+    kernels.wrong = 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not torch.equal(encode(), encode_by_reference())
+    assert (kernels.checks, kernels.calls) == (0, 1)
+
+
+def encode_by_reference() -> torch.Tensor:
+    with use_backend("reference"):
+        return encode()
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA A100"])
+def test_a_gpu_with_a_record_is_not_checked(name: str, kernels: Kernels) -> None:
+    evidence.set_own([
+        {"choice": "backends", "device": "cuda", "vendor": ["NVIDIA"], "name": [name], "op": OP,
+         "dtype": ["float32"], "use": ["triton"], "source": "of this test"}
+    ])  # fmt: skip
+    encode()
+    assert kernels.checks == (0 if name == H200.name else CASES)
+
+
+def test_cpu_tensors_are_not_checked(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert selftest.gpu(torch.device("cpu")) is None
+    load = dispatch.load.__wrapped__
+    monkeypatch.setattr(dispatch, "load", lambda n: kernels if n == "triton" else load(n))
+    monkeypatch.setitem(dispatch.PRIORITY, "cpu", ("triton", "reference"))
+    encode()
+    assert (kernels.checks, kernels.calls) == (0, 1)
+
+
+def test_the_gpu_of_a_tensor_is_that_of_the_record() -> None:
+    with be(H200):
+        assert selftest.gpu(torch.device("cuda:0")) == H200
+
+
+def test_explain_runs_no_check_and_says_that_one_is_due(kernels: Kernels) -> None:
+    found = explain(OP, X)
+    assert found.runs == "triton"
+    assert "the first call checks triton against the reference" in str(found)
+    assert kernels.threads == []
+    encode()
+    assert "the first call checks" not in str(explain(OP, X))
+
+
+# -- a wrong kernel -------------------------------------------------------------------------------
+
+
+def test_a_mismatch_disables_the_backend_and_is_reported(kernels: Kernels, cache: Path) -> None:
+    kernels.wrong = 0.5
+    with pytest.warns() as caught:
+        out = encode()
+    messages = {w.category: w for w in caught}
+    message = str(messages[SelfTestWarning].message)
+    assert f"the triton kernels of {OP} in float32 gave a wrong result on this GPU" in message
+    assert "case first-use, x" in message or "case first-use" in message
+    assert messages[SelfTestWarning].filename == __file__
+    assert "failed its check on this GPU" in str(messages[fastattn.FallbackWarning].message)
+    assert torch.equal(out, encode_by_reference())
+    assert kernels.calls == 0
+    report = cache / f"selftest-triton-{OP}-float32.txt"
+    assert str(report) in message
+    text = report.read_text()
+    for part in ("NVIDIA H200", torch.__version__, "max error", "fastattn verify --backend triton"):
+        assert part in text
+    assert "failed its check on this GPU" in explain(OP, X).reasons["triton"][0]
+
+
+def test_a_kept_mismatch_is_said_again_in_the_next_process(kernels: Kernels) -> None:
+    kernels.wrong = 0.5
+    with pytest.warns(SelfTestWarning):
+        encode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode()
+    checks = kernels.checks
+    selftest.forget()
+    dispatch._warn_once.cache_clear()
+    assert "failed its check" in explain(OP, X).reasons["triton"][0]
+    with pytest.warns(SelfTestWarning, match="are not used"):
+        encode()
+    assert (kernels.checks, kernels.calls) == (checks, 0)
+
+
+def test_a_mismatch_is_of_one_dtype(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.wrong = 0.5
+    with pytest.warns(SelfTestWarning):
+        encode()
+    kernels.wrong = 0.0
+    fastattn.sinusoidal_encoding(X.bfloat16())
+    assert kernels.calls == 1
+
+
+def test_a_forced_backend_raises(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.wrong = 0.5
+    with use_backend("triton"):
+        with pytest.warns(SelfTestWarning), pytest.raises(RuntimeError, match="failed its check"):
+            encode()
+        monkeypatch.setenv("FASTATTN_SELFTEST", "0")
+        selftest.forget()
+        encode()
+    assert kernels.calls == 1
+
+
+def test_what_a_kernel_raises_is_a_mismatch(kernels: Kernels, cache: Path) -> None:
+    kernels.error = ValueError("an illegal instruction\nand more")
+    with pytest.warns(SelfTestWarning, match="ValueError: an illegal instruction"):
+        encode()
+    assert "and more" not in entries(cache)[0]["faults"][0]
+
+
+def test_info_and_doctor_show_it(kernels: Kernels, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no check failed" in info.format_text(info.collect())
+    kernels.wrong = 0.5
+    with pytest.warns(SelfTestWarning):
+        encode()
+    text = info.format_text(info.collect())
+    assert f"triton {OP} float32: failed, see " in text
+    cli.main(["doctor"])
+    assert f"the triton kernels of {OP} in float32 failed" in capsys.readouterr().out
+
+
+# -- where a check cannot run ---------------------------------------------------------------------
+
+
+def test_a_graph_capture_has_no_check_and_no_unchecked_kernel(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturing = True
+    monkeypatch.setattr(selftest, "is_capturing", lambda device: capturing)
+    with pytest.warns(SelfTestWarning, match="graph is being captured. Call it once before"):
+        encode()
+    with use_backend("triton"), pytest.raises(RuntimeError, match="not checked yet on this GPU"):
+        encode()
+    assert kernels.threads == []
+    capturing = False
+    encode()
+    assert (kernels.checks, kernels.calls) == (CASES, 1)
+    capturing = True  # it has had its check
+    encode()
+    assert kernels.calls == 2
+
+
+def test_a_lack_of_memory_is_no_mismatch(kernels: Kernels, cache: Path) -> None:
+    kernels.error = torch.OutOfMemoryError("of the GPU")
+    with pytest.warns(SelfTestWarning, match="not enough memory: of the GPU"):
+        encode()
+    assert not cache.exists()
+    kernels.error = None
+    encode()
+    assert kernels.calls == 1
+
+
+def test_a_check_that_breaks_itself_keeps_the_program_running(
+    kernels: Kernels, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SELFTESTS, OP, None)  # type: ignore[arg-type]
+    with pytest.warns(SelfTestWarning, match="the check stopped: TypeError"):
+        encode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode()
+    assert kernels.calls == 0
+    assert not cache.exists()
+
+
+# -- modes, threads, processes, the compiler ------------------------------------------------------
+
+
+def test_no_mode_of_the_caller_reaches_the_check(kernels: Kernels) -> None:
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        encode()
+    assert kernels.modes[:CASES] == [(True, False)] * CASES
+
+
+def test_a_device_mode_and_a_default_dtype_of_the_caller(kernels: Kernels) -> None:
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode()
+    assert kernels.checks == CASES
+
+
+def test_threads_share_one_check(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Kernels.sinusoidal_encoding
+
+    def slow(self: Kernels, *args: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Kernels, "sinusoidal_encoding", slow)
+    threads = [threading.Thread(target=encode) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert (kernels.checks, kernels.calls) == (CASES, 8)
+
+
+def test_a_fork_while_another_thread_checks(kernels: Kernels) -> None:
+    """The child has no such thread, so nothing would ever release its lock."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def check() -> None:
+        with selftest._lock:
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=check)
+    thread.start()
+    assert inside.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in programs with threads
+        child = os.fork()
+    if child == 0:
+        free = selftest._lock.acquire(timeout=10)
+        os._exit(0 if free else 1)
+    leave.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_compiled_code_checks_when_it_runs(kernels: Kernels, fresh_compiler: None) -> None:
+    compiled = torch.compile(fastattn.sinusoidal_encoding, backend="eager", fullgraph=True)
+    out = compiled(X)
+    assert (kernels.checks, kernels.calls) == (CASES, 1)
+    assert torch.equal(out, encode())
+
+
+def test_fake_tensors_are_not_checked(kernels: Kernels) -> None:
+    with torch._subclasses.FakeTensorMode():
+        fastattn.sinusoidal_encoding(torch.empty(2, 5, 8))
+    assert kernels.threads == []
+
+
+def test_the_check_of_attention_does_not_check_itself(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators whose check calls the public function come through the dispatcher again."""
+    counted: list[str] = []
+
+    class Whole(ModuleType):
+        __all__ = ("encode_memory", "encode_memory_backward")
+
+        def why_not(self, *args: Any, **kwargs: Any) -> list[str]:
+            return []
+
+        def encode_memory(self, *args: Any, **options: Any) -> Any:
+            counted.append(threading.current_thread().name)
+            return reference.encode_memory(*args, **options)
+
+        def encode_memory_backward(self, *args: Any, **options: Any) -> Any:
+            counted.append(threading.current_thread().name)
+            return reference.encode_memory_backward(*args, **options)
+
+    tokens, weight = torch.tensor([[[1, 2, 0]]]), torch.ones(4, 5, requires_grad=True)
+    with on_a_gpu(Whole("whole"), monkeypatch, "triton"):
+        fastattn.encode_memory(tokens, weight).sum().backward()
+    cases = len(SELFTESTS["encode_memory"])
+    assert counted[: 2 * cases] == ["fastattn-selftest"] * 2 * cases
+    assert len(counted) == 2 * cases + 2
+
+
+def test_after_the_first_call_it_costs_a_look_up(kernels: Kernels) -> None:
+    encode()
+    tensors = (X, None)
+    rounds = 20_000
+    start = time.perf_counter()
+    for _ in range(rounds):
+        selftest.why_not("triton", OP, tensors, dispatch.load)
+    assert (time.perf_counter() - start) / rounds < 20e-6  # about 0.5 us

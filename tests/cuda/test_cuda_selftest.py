@@ -1,0 +1,101 @@
+"""The first-use check of the CUDA kernels, under the emulator: right ones pass, mutants do not."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import emulator
+import pytest
+import torch
+from emulated import Emulated
+from mutants import Mutant
+from processors import on_a_gpu
+
+import fastattn
+from fastattn import selftest
+from fastattn.selftest import SelfTestWarning
+from fastattn.testing.selftest import SELFTESTS, faults
+
+QUICK = ("append_to_cache", "encode_memory", "merge_states", "sinusoidal_encoding")
+
+
+@pytest.mark.parametrize(
+    "op", [op if op in QUICK else pytest.param(op, marks=pytest.mark.slow) for op in SELFTESTS]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_right_kernels_pass(op: str, dtype: torch.dtype, adapter: ModuleType) -> None:
+    with Emulated(adapter).active(), selftest.switched_off():
+        assert faults("cuda", op, dtype, torch.device("cpu")) == []
+
+
+def test_the_cases_are_those_of_every_operator(adapter: ModuleType) -> None:
+    forward = {op for op in adapter.__all__ if not op.endswith(("_backward", "why_not"))}
+    assert forward == set(SELFTESTS)
+
+
+X = torch.linspace(-2, 2, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_the_first_call_checks_and_gives_the_bits_of_any_call(
+    fresh: None, adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_a_gpu(adapter, monkeypatch, "cuda"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "first call checks cuda" in str(fastattn.explain("sinusoidal_encoding", X))
+        first = fastattn.sinusoidal_encoding(X)
+        assert fastattn.explain("sinusoidal_encoding", X).runs == "cuda"
+        monkeypatch.setenv("FASTATTN_SELFTEST", "0")
+        selftest.forget()
+        assert torch.equal(fastattn.sinusoidal_encoding(X), first)
+
+
+# Mistakes in an index or a barrier, of kernels that compile fast.
+MUTANTS = {
+    "sinusoidal": Mutant("wrong partner", "sinusoidal.h", "c0 / 2 + i", "c0 / 2 + i + 1"),
+    "merge_states": Mutant(
+        "half of the lanes",
+        "merge_states.h",
+        "for (int m = p.lanes / 2; m > 0; m /= 2) d +=",
+        "for (int m = p.lanes / 2; m > 1; m /= 2) d +=",
+    ),
+    "encode_memory": Mutant(
+        "the factor of another place",
+        "encode_memory.h",
+        "factors[j * p.factor_stride + c * kN + e] * x[e]",
+        "factors[(j + 1) % p.J * p.factor_stride + c * kN + e] * x[e]",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", MUTANTS)
+def test_a_mutant_is_found_and_not_used(
+    stem: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    csrc = tmp_path / "csrc"
+    shutil.copytree(emulator.ROOT / "csrc/cuda", csrc / "cuda")
+    for header in ("both.h", "mask_program.h", "params.h"):
+        shutil.copy2(emulator.ROOT / "csrc" / header, csrc)
+    MUTANTS[stem].put_into(csrc / "cuda/kernels")
+    library = emulator.build_changed(csrc, tmp_path / "build", [stem], "F32")
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "sinusoidal": lambda: fastattn.sinusoidal_encoding(X),
+        "merge_states": lambda: fastattn.merge_states(X, X[..., 0], X, X[..., 1])[0],
+        "encode_memory": lambda: fastattn.encode_memory(X[0].long().abs(), X[0, 0]),
+    }
+    with on_a_gpu(emulator.load_from(library), monkeypatch, "cuda"):
+        with pytest.warns(SelfTestWarning, match=f"cuda kernels of {stem}.* in float32 gave"):
+            out = calls[stem]()
+        with fastattn.use_backend("cuda"), pytest.raises(RuntimeError, match="failed its check"):
+            calls[stem]()
+        with fastattn.use_backend("reference"):
+            assert torch.equal(calls[stem](), out)

@@ -1,0 +1,41 @@
+"""Other processors and GPUs in the place of this machine's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fastattn import dispatch, evidence, selftest
+from fastattn.evidence import Processor
+
+H200 = Processor("cuda", "NVIDIA", "NVIDIA H200")
+
+
+@contextlib.contextmanager
+def be(processor: Processor) -> Iterator[None]:
+    """Within the block this machine has another processor, or another GPU."""
+
+    def said(device: str = "cpu") -> Processor:
+        return processor if device == processor.device else Processor(device)
+
+    with mock.patch.object(evidence, "processor", said):
+        evidence.forget()
+        yield
+    evidence.forget()
+
+
+@contextlib.contextmanager
+def on_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[None]:
+    """Within the block CPU tensors are those of a GPU with this backend."""
+    load = dispatch.load.__wrapped__
+    monkeypatch.setattr(dispatch, "load", lambda n: module if n == backend else load(n))
+    monkeypatch.setitem(dispatch.PRIORITY, "cpu", (backend, "reference"))
+    monkeypatch.setattr(selftest, "gpu", lambda device: evidence.processor("cuda"))
+    dispatch._warn_once.cache_clear()
+    with be(H200):
+        yield
+    monkeypatch.undo()
