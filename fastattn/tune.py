@@ -2,9 +2,10 @@
 
 On a CPU: the backend, instruction set and GEMM, see ``fastattn/tune_cpu.py``.
 
-On a GPU: the launch parameters of the Triton kernels. The search starts at the table's launch and
-moves to the fastest neighbour, with one number halved or doubled, until none is faster. It writes
-the result to a JSON file, for ``FASTATTN_TRITON_TABLE``.
+On a GPU: the order of the backends, see ``fastattn/tune_gpu.py``; with ``--launches`` the launch
+parameters of the Triton kernels instead. That search starts at the table's launch and moves to the
+fastest neighbour, with one number halved or doubled, until none is faster. It writes the result to
+a JSON file, for ``FASTATTN_TRITON_TABLE``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastattn import evidence, spelling, tune_cpu
+from fastattn import evidence, selftest, spelling, tune_cpu, tune_gpu
 from fastattn.backends.primitives import (
     AdditiveOptions,
     AttentionBackwardOptions,
@@ -45,12 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the device to measure (default: cuda if available)",
     )
     parser.add_argument(
-        "--reset", action="store_true", help="delete the measurements of processors, then exit"
+        "--reset",
+        action="store_true",
+        help="delete the measurements and the results of first-use checks, then exit",
+    )
+    parser.add_argument(
+        "--launches",
+        action="store_true",
+        help="cuda: search the launches of the Triton kernels instead of the order of the backends",
     )
     parser.add_argument(
         "--op",
         action="extend",
-        type=spelling.list_type(spelling.operators, sorted(_CALLS)),
+        type=spelling.list_type(spelling.operators, sorted(tune_gpu.MEASURED)),
         metavar="LIST",
         help="cuda: only these operators; may be repeated",
     )
@@ -59,19 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         type=spelling.list_type(spelling.dtypes, sorted(_DTYPES)),
         metavar="LIST",
-        help="only these dtypes; may be repeated (cuda: bfloat16 and float16 share their entries)",
+        help="only these dtypes; may be repeated (launches: those of 16 bits share their entries)",
     )
     parser.add_argument(
         "--width",
         action="append",
         type=int,
         choices=_WIDTHS,
-        help="cuda: only head dimensions up to this one, above the next smaller choice; repeatable",
+        help="launches: only head dimensions up to this one, above the next smaller choice; repeatable",
     )
     parser.add_argument(
         "--out",
         type=Path,
-        help="cuda: the file of the table; other entries of an existing one are kept "
+        help="launches: the file of the table; other entries of an existing one are kept "
         f"(default: {_TABLE})",
     )
 
@@ -79,13 +87,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.reset:
         removed = evidence.remove_own()
+        selftest.own_file().unlink(missing_ok=True)
+        selftest.forget()
         print(f"removed {removed}" if removed else f"nothing to remove at {evidence.own_file()}")
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
         return _run_on_gpu(args)
-    for name in ("op", "width", "out"):
-        if getattr(args, name) is not None:
+    for name in ("op", "width", "out", "launches"):
+        if getattr(args, name):
             raise ValueError(f"--{name} is for --device cuda, but this is --device cpu")
     return tune_cpu.run([_DTYPES[name] for name in args.dtype or _DTYPES])
 
@@ -94,6 +104,14 @@ def _run_on_gpu(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("fastattn tune: error: PyTorch sees no GPU here", file=sys.stderr)
         return 2
+    if not args.launches:
+        for name in ("width", "out"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} is for --launches")
+        dtypes = [_DTYPES[name] for name in args.dtype or _DTYPES]
+        return tune_gpu.run(args.op or list(tune_gpu.MEASURED), dtypes)
+    if unknown := sorted(set(args.op or ()) - set(_CALLS)):
+        raise ValueError(f"--op {unknown[0]}: with --launches allowed are {', '.join(_CALLS)}")
     import triton
 
     from fastattn.backends.triton import _launch, _table

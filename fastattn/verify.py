@@ -1,7 +1,9 @@
 """`fastattn verify`: check the results of this build on this machine.
 
 Runs the case table of ``fastattn.testing`` on every native backend, forward and backward, and
-compares with the reference by the error bound of ``docs/numerics.md``.
+compares with the reference by the error bound of ``docs/numerics.md``. On a GPU the verdict takes
+the place of the first-use check (``fastattn/selftest.py``): a failure disables the kernel for that
+operator and dtype, and a whole table without one enables it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from xml.etree import ElementTree
 
 import torch
 
-from fastattn import spelling
-from fastattn.testing import Target, Verdict, targets
+from fastattn import dispatch, evidence, selftest, spelling
+from fastattn.testing import OnGpu, Target, Verdict, targets
 from fastattn.testing.draws import draw
 from fastattn.testing.proofs import PROOFS
 from fastattn.testing.verdict import AnyCase
@@ -38,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     spelling.add_list(parser, "--op", f"only these operators: {', '.join(PROOFS)}")
     parser.add_argument(
-        "--backend", help="cpu or reference (default: every native backend that is built)"
+        "--backend",
+        help="cpu, cuda, triton or reference (default: every native backend that runs here)",
     )
     parser.add_argument(
         "--isa",
@@ -120,12 +123,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"all {len(results)} checks passed")
     if args.junit:
         _write_junit(args.junit, results)
+    _record(results, whole=not (args.case or args.quick))
     return 1 if failed else 0
 
 
 def _targets(backend: str | None, isa: str) -> list[Target]:
     """The targets that the arguments select. Raises ValueError if there is none."""
-    native = targets(emulated=True)
+    native = [*_on_gpu(), *targets(emulated=True)]
     if backend == "reference":
         return [Target("reference")]
     if not native and backend is None:
@@ -146,6 +150,30 @@ def _targets(backend: str | None, isa: str) -> list[Target]:
         allowed = ", ".join(target.isa or "" for target in found)
         raise ValueError(f"--isa {isa}: allowed here are all, current, {allowed}")
     return chosen
+
+
+def _on_gpu() -> list[Target]:
+    """The backends that run on the GPU of this machine."""
+    if not evidence.processor("cuda").name:
+        return []
+    return [OnGpu(name) for name in selftest.CHECKED if not isinstance(dispatch.load(name), str)]
+
+
+def _record(results: list[_Result], whole: bool) -> None:
+    """Keep what was found out about the kernels of the GPU."""
+    groups: dict[tuple[str, str, str], list[_Result]] = {}
+    for result in results:
+        if result.target.backend in selftest.CHECKED:
+            key = result.target.backend, result.op, result.dtype
+            groups.setdefault(key, []).append(result)
+    for (backend, op, dtype), group in groups.items():
+        faults = [f"{op}, case {r.case.name}, {f}" for r in group for f in r.verdict.faults]
+        if faults or whole:
+            processor, module = evidence.processor("cuda"), dispatch.load(backend)
+            about = selftest.identity(backend, op, _DTYPES[dtype], processor, module)
+            selftest.record(about, faults)
+    if groups:
+        print(f"kept for this GPU in {selftest.own_file()}; `fastattn tune` measures the speed")
 
 
 def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:

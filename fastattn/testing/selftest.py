@@ -105,7 +105,10 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
     "append_to_cache": (
         AppendCase("first-use", page=4, rows=11, rotary=32, queries=11, shuffled=True),
     ),
-    "merge_states": (MergeCase("first-use", shape=(2, 3, 21, 40), empty=("a", "b", "both")),),
+    "merge_states": (
+        MergeCase("first-use-64", shape=(2, 2, 9, 64)),
+        MergeCase("first-use", shape=(2, 3, 21, 41), empty=("a", "b", "both"), poison=True),
+    ),
     "additive_attention": (
         AdditiveCase("first-use-64", width=64, value_dim=64),
         AdditiveCase(
@@ -119,6 +122,15 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
     ),
     "memory_hop_attention": (
         HopCase(rows=50, width=20, hops=3, out_memory=None),
+        HopCase(
+            batch=20,
+            rows=20,
+            width=16,
+            in_memory="1N",
+            out_memory="1N",
+            hop_proj="",
+            activation="relu",
+        ),
         HopCase(
             queries=3,
             rows=40,
@@ -137,10 +149,13 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
         HopfieldCase(queries=3, rows=41, width=64, bias="BHLN", steps=2),
     ),
     "encode_memory": (
+        EncodeCase(2, 5, 6, 17, 64, None, "position"),
         EncodeCase(2, 5, 7, 13, 20, None, "position"),
         EncodeCase(2, 3, 5, 8, 67, 2, "own"),
     ),
     "sinusoidal_encoding": (
+        SinusoidalCase("first-use-64", offset=99_990),
+        SinusoidalCase("first-use-halves", shape=(2, 3, 20, 48), layout="marian"),
         SinusoidalCase("first-use", shape=(2, 3, 20, 37), positions="bl", padding_idx=1, scale=8.0),
     ),
 }
@@ -172,6 +187,7 @@ def faults(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> l
     with warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.simplefilter("ignore")
         for case in SELFTESTS.get(op, ()):
+            PROOFS[op].expected(case, dtype)  # kept; an error of the reference is not the kernel's
             try:
                 of_case = PROOFS[op](case, dtype, target).faults
             except torch.OutOfMemoryError as error:

@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from processors import be
+from processors import H200, be
 
 import fastattn
-from fastattn import dispatch, evidence, info
+from fastattn import cli, dispatch, evidence, info
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.evidence import Gemm, Processor
 from fastattn.nn import _linear, _small
@@ -125,6 +125,45 @@ def test_a_gpu_without_a_record_has_pytorch_first(name: str) -> None:
             assert dispatch._order("cuda", op, (tensor,)) == ("cuda", "triton", "reference")
 
 
+def test_a_gpu_with_a_record_has_ours_first_where_they_are_faster(own: Path) -> None:
+    half = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16)
+    record = {
+        "choice": "backends", "device": "cuda", "vendor": ["NVIDIA"], "name": [H200.name],
+        "op": ATTENTION, "dtype": ["bfloat16"], "use": ["cuda", "torch"], "source": "measured",
+        "commit": "ac7efaf",
+    }  # fmt: skip
+    with be(H200):
+        evidence.set_own([record, {**record, "dtype": ["float16"], "use": ["torch", "cuda"]}])
+        assert dispatch._order("cuda", ATTENTION, (half,))[0] == "cuda"
+        assert dispatch._order("cuda", ATTENTION, (half.half(),))[0] == "torch"
+        found = evidence.choose("backends", "cuda", ATTENTION, torch.bfloat16)
+        assert found is not None
+        assert found.is_measured
+        evidence.set_own([{**record, "use": ["torch", "cuda"]}])  # float16 stays
+        assert dispatch._order("cuda", ATTENTION, (half,))[0] == "torch"
+        assert len(json.loads(own.read_text())["entries"]) == 2
+    with be(H200._replace(name="NVIDIA A100")):
+        found = evidence.choose("backends", "cuda", ATTENTION, torch.bfloat16)
+        assert found is not None
+        assert not found.is_measured
+        assert dispatch._order("cuda", ATTENTION, (half,))[0] == "torch"
+
+
+def test_an_unmeasured_gpu_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with be(H200):
+        text = info.format_text(info.collect())
+        assert cli.main(["explain", "--device", "cuda", "--shapes", "sdpa dtype=bf16,fp32"]) == 0
+        assert cli.main(["explain", "--device", "cuda", "--shapes", "additive"]) == 0
+    unmeasured = "unmeasured on this GPU: torch is used; run `fastattn tune`"
+    assert f"bfloat16, float16: torch, cuda, triton [{unmeasured}]" in text
+    of_bf16, of_fp32, of_additive = capsys.readouterr().out.split("_attention on cuda\n")[1:]
+    assert "torch      runs" in of_bf16
+    assert f"order      torch, cuda, triton, reference ({unmeasured})" in of_bf16
+    for other in (of_fp32, of_additive):
+        assert "torch      runs" not in other
+        assert "unmeasured on this GPU: torch has no kernel for it, ours run; run" in other
+
+
 def test_a_device_whose_backends_were_replaced_is_left_alone() -> None:
     with be(AMX), mock.patch.dict(dispatch.PRIORITY, {"cpu": ("cuda", "reference")}):
         assert order(torch.bfloat16) == ("cuda", "reference")
@@ -137,6 +176,9 @@ def test_every_source_is_named_and_every_file_exists() -> None:
             w.strip(":,;") for w in entry["source"].split() if w.startswith(("docs/", "bench"))
         ]
         assert named or "not measured" in entry["source"] or "unmeasured" in entry["source"]
+        if entry.get("device") == "cuda" and entry.get("name"):  # a record
+            assert named[0].startswith("benchmarks/results/")
+            assert entry.get("commit")
         if (root / "docs").exists():  # a source tree
             assert all((root / path).exists() for path in named), named
 

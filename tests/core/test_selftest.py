@@ -24,7 +24,7 @@ import fastattn
 from fastattn import cli, dispatch, evidence, explain, info, selftest, use_backend
 from fastattn.backends import reference
 from fastattn.selftest import SelfTestWarning
-from fastattn.testing.selftest import SELFTESTS
+from fastattn.testing.selftest import SELFTESTS, faults
 
 OP = "sinusoidal_encoding"
 X = torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)
@@ -87,6 +87,12 @@ def entries(cache: Path) -> list[dict[str, Any]]:
 
 
 CASES = len(SELFTESTS[OP])
+
+
+@pytest.mark.parametrize("op", SELFTESTS)
+def test_the_cases_are_right(op: str) -> None:
+    with selftest.switched_off():
+        assert faults("reference", op, torch.float32, torch.device("cpu")) == []
 
 
 # -- a right kernel -------------------------------------------------------------------------------

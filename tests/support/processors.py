@@ -29,11 +29,14 @@ def be(processor: Processor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[None]:
-    """Within the block CPU tensors are those of a GPU with this backend."""
-    load = dispatch.load.__wrapped__
-    monkeypatch.setattr(dispatch, "load", lambda n: module if n == backend else load(n))
-    monkeypatch.setitem(dispatch.PRIORITY, "cpu", (backend, "reference"))
+def on_a_gpu(
+    module: Any, monkeypatch: pytest.MonkeyPatch, *names: str, **others: Any
+) -> Iterator[None]:
+    """Within the block CPU tensors are those of a GPU with these backends: ``module`` by each of
+    the names, and ``others`` by theirs."""
+    load, found = dispatch.load.__wrapped__, {**dict.fromkeys(names, module), **others}
+    monkeypatch.setattr(dispatch, "load", lambda n: found[n] if n in found else load(n))
+    monkeypatch.setitem(dispatch.PRIORITY, "cpu", (*found, "reference"))
     monkeypatch.setattr(selftest, "gpu", lambda device: evidence.processor("cuda"))
     dispatch._warn_once.cache_clear()
     with be(H200):

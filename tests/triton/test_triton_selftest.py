@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ from processors import on_a_gpu
 from test_triton_mutants import MUTANTS, PACKAGE, Mutant
 
 import fastattn
-from fastattn import backends, selftest
+from fastattn import backends, cli, selftest, verify
 from fastattn.selftest import SelfTestWarning
+from fastattn.testing import OnGpu
+from fastattn.testing.proofs import PROOFS
 from fastattn.testing.selftest import SELFTESTS, faults
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
-ENCODE = "encode_memory"
+ENCODE, SINUSOIDAL = "encode_memory", "sinusoidal_encoding"
+X = torch.linspace(-2, 2, 2 * 5 * 8).view(2, 5, 8)
 QUICK = ("append_to_cache", "encode_memory", "merge_states", "sinusoidal_encoding")
 CPU = torch.device("cpu")
 
@@ -68,15 +73,14 @@ def test_a_checked_call_has_the_bits_of_an_unchecked_one(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("fastattn.backends.triton")
-    x = torch.linspace(-2, 2, 2 * 5 * 8).view(2, 5, 8)
     with on_a_gpu(module, monkeypatch, "triton"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        checked = fastattn.sinusoidal_encoding(x)
-        assert fastattn.explain("sinusoidal_encoding", x).runs == "triton"
+        checked = fastattn.sinusoidal_encoding(X)
+        assert fastattn.explain(SINUSOIDAL, X).runs == "triton"
         assert len(selftest.stored()) == 1
         monkeypatch.setenv("FASTATTN_SELFTEST", "0")
         selftest.forget()
-        assert torch.equal(fastattn.sinusoidal_encoding(x), checked)
+        assert torch.equal(fastattn.sinusoidal_encoding(X), checked)
 
 
 def test_a_kernel_with_a_wrong_index_is_not_used(
@@ -98,6 +102,34 @@ def test_a_kernel_with_a_wrong_index_is_not_used(
 # Of the mutants of test_triton_mutants.py, those that the few cases of the check do not find: they
 # need NaN in hidden keys, sizes, layouts or options that only the whole table of cases has.
 NOT_FOUND: set[str] = set()
+
+
+def test_verify_keeps_its_verdict_in_place_of_the_checks(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module("fastattn.backends.triton")
+    command = ["verify", "--backend", "triton", "--op", SINUSOIDAL, "--dtype", "float32"]
+    monkeypatch.setattr(verify, "OnGpu", functools.partial(OnGpu, device="cpu"))
+    with on_a_gpu(module, monkeypatch, "triton", cuda="not built"):
+        assert cli.main([*command, "--case", "memory-transposed"]) == 0
+        assert selftest.stored() == []  # one case is not the whole table
+        right = module.sinusoidal_encoding
+
+        def wrong(*args: Any, **options: Any) -> Any:
+            return right(*args, **options) + 1
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, SINUSOIDAL, wrong)
+            assert cli.main([*command, "--case", "memory-transposed"]) == 1
+        (entry,) = selftest.stored()
+        assert "case memory-transposed" in entry["faults"][0]
+        assert "failed its check" in fastattn.explain(SINUSOIDAL, X).reasons["triton"][0]
+        few = replace(PROOFS[SINUSOIDAL], cases=PROOFS[SINUSOIDAL].cases[:3])
+        monkeypatch.setitem(PROOFS, SINUSOIDAL, few)
+        assert cli.main(command) == 0
+        assert [entry["faults"] for entry in selftest.stored()] == [[]]
+        assert fastattn.explain(SINUSOIDAL, X).runs == "triton"
+        assert "kept for this GPU in" in capsys.readouterr().out
 
 
 @pytest.mark.slow
