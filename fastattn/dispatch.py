@@ -226,6 +226,7 @@ def explanation(
     reasons = {
         name: why_not(name, op, device, tensors, options, obstacles)
         or selftest.known(name, op, tensors, load)
+        or []
         for name in names
     }
     runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
@@ -300,7 +301,7 @@ def _because(
     found = _evidence(device, op, tensors)
     source = evidence.unmeasured(device) if found is None else found.source
     because = f"{', '.join(order)} ({source})"
-    if runs is not None and selftest.is_pending(runs, op, tensors, load):
+    if runs is not None and selftest.known(runs, op, tensors, load) is None:
         because += f"; the first call checks {runs} against the reference"
     if runs != "cpu":
         return because

@@ -44,7 +44,6 @@ __all__ = [
     "gpu",
     "identity",
     "is_capturing",
-    "is_pending",
     "known",
     "own_file",
     "record",
@@ -83,23 +82,24 @@ _warned: set[str] = set()
 
 def why_not(backend: str, op: str, tensors: Sequence[Any], load: _Load) -> list[str]:
     """Return the reasons against this backend's kernels; run their check if they have had none."""
+    for first in tensors:  # as _judged(), without its call
+        if first is not None and first.dtype in _DTYPES:
+            key = backend, op, first.dtype, first.device
+            found = _verdicts.get(key)
+            return _first_use(key, load) if found is None else found
+    return []
+
+
+def known(backend: str, op: str, tensors: Sequence[Any], load: _Load) -> list[str] | None:
+    """Return the reasons that are known without a check; None if the next call runs it."""
     first = _judged(tensors)
-    if first is None:
+    if backend not in CHECKED or first is None:
         return []
     key = backend, op, first.dtype, first.device
-    found = _verdicts.get(key)
-    return _first_use(key, load) if found is None else found
-
-
-def is_pending(backend: str, op: str, tensors: Sequence[Any], load: _Load) -> bool:
-    """Whether the next call of this kernel runs its check."""
-    return backend in CHECKED and _known_of(backend, op, tensors, load) is None
-
-
-def known(backend: str, op: str, tensors: Sequence[Any], load: _Load) -> list[str]:
-    """Return the reasons that are known without a check."""
-    entry = _known_of(backend, op, tensors, load) if backend in CHECKED else None
-    return _reasons(entry) if entry else []
+    if key in _verdicts:
+        return _verdicts[key]
+    entry = _known(key, load)
+    return None if entry is None else _reasons(entry)
 
 
 def _judged(tensors: Sequence[Any]) -> Any:
@@ -133,11 +133,6 @@ def _first_use(key: _Key, load: _Load) -> list[str]:
     return reasons
 
 
-def _known_of(backend: str, op: str, tensors: Sequence[Any], load: _Load) -> dict[str, Any] | None:
-    first = _judged(tensors)
-    return _EXEMPT if first is None else _known((backend, op, first.dtype, first.device), load)
-
-
 _EXEMPT: dict[str, Any] = {"faults": []}
 
 
@@ -148,7 +143,7 @@ def _known(key: _Key, load: _Load) -> dict[str, Any] | None:
         return _EXEMPT
     about = _about_key(key, load)
     kept = next((entry for entry in stored() if _about(entry) == about), None)
-    if kept is None and _has_record(backend, about["op"], dtype):
+    if kept is None and _has_record(backend, about["op"], dtype, device):
         return _EXEMPT
     return kept
 
@@ -160,7 +155,9 @@ def _about_key(key: _Key, load: _Load) -> dict[str, Any]:
     return identity(backend, op.removesuffix("_backward"), dtype, processor, load(backend))
 
 
-def _has_record(backend: str, op: str, dtype: torch.dtype) -> bool:
+def _has_record(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> bool:
+    if gpu(device) != evidence.processor("cuda"):  # whose records are known
+        return False
     found = evidence.choose("backends", "cuda", op, dtype)
     return found is not None and found.is_measured and backend in found.use
 

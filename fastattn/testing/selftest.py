@@ -122,15 +122,7 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
     ),
     "memory_hop_attention": (
         HopCase(rows=50, width=20, hops=3, out_memory=None),
-        HopCase(
-            batch=20,
-            rows=20,
-            width=16,
-            in_memory="1N",
-            out_memory="1N",
-            hop_proj="",
-            activation="relu",
-        ),
+        HopCase(batch=20, rows=20, width=16, in_memory="1N", hop_proj="", activation="relu"),
         HopCase(
             queries=3,
             rows=40,

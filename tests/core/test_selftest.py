@@ -173,9 +173,13 @@ def test_where_nothing_can_be_written_it_runs_once_for_each_process(
     encode()
     encode()
     assert (kernels.checks, kernels.calls) == (CASES, 2)
+    assert "the first call checks" not in str(explain(OP, X))
     selftest.forget()
-    encode()
+    kernels.wrong = 0.5
+    with pytest.warns(SelfTestWarning, match="are not used"):
+        encode()
     assert kernels.checks == 2 * CASES
+    assert "failed its check" in explain(OP, X).reasons["triton"][0]
 
 
 # -- where no check is needed ---------------------------------------------------------------------

@@ -99,11 +99,6 @@ def test_a_kernel_with_a_wrong_index_is_not_used(
             assert torch.equal(fastattn.encode_memory(tokens, weight, encoding="position"), out)
 
 
-# Of the mutants of test_triton_mutants.py, those that the few cases of the check do not find: they
-# need NaN in hidden keys, sizes, layouts or options that only the whole table of cases has.
-NOT_FOUND: set[str] = set()
-
-
 def test_verify_keeps_its_verdict_in_place_of_the_checks(
     fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,11 +127,22 @@ def test_verify_keeps_its_verdict_in_place_of_the_checks(
         assert "kept for this GPU in" in capsys.readouterr().out
 
 
+# The cases of attention take long to interpret: a few of its mutants stand for the others.
+OF_ATTENTION = {
+    "the_wrong_value_head",
+    "a_diagonal_off_by_one",
+    "a_row_of_the_mask_is_shifted",
+    "dq_is_not_scaled",
+    "a_tile_of_the_sequence_before",
+}
+LONG = ("scaled_dot_product_attention", "varlen_attention")
+CHOSEN = [mutant for mutant in MUTANTS if mutant.op not in LONG or mutant.name in OF_ATTENTION]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize("mutant", CHOSEN, ids=str)
 def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = changed(mutant, tmp_path)
     monkeypatch.setattr("fastattn.dispatch.load", lambda name: module)
     with selftest.switched_off():
-        found = faults("triton", mutant.op, getattr(torch, mutant.dtype), CPU)
-    assert bool(found) == (mutant.name not in NOT_FOUND), found[:1]
+        assert faults("triton", mutant.op, getattr(torch, mutant.dtype), CPU)
