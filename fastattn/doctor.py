@@ -139,6 +139,15 @@ def right_kernels(facts: Facts) -> Finding | None:
     )
 
 
+def measured_gpu(facts: Facts) -> Finding | None:
+    """A GPU on which our kernels were not measured, so that PyTorch's run where they can."""
+    sources = [made["source"] for made in facts["choices"] if made["device"] == "cuda"]
+    if not any(source.startswith("unmeasured") for source in sources):
+        return None
+    what = "our kernels are unmeasured on this GPU, so PyTorch's run where they can"
+    return Finding("note", what, "run `fastattn tune`")
+
+
 def complete_build(facts: Facts) -> Finding | None:
     """An instruction set that this processor supports and the build lacks."""
     left_out = facts["backends"]["cpu"].get("left_out") or {}
@@ -272,6 +281,7 @@ CHECKS = (
     cuda_kernels,
     fresh_build,
     right_kernels,
+    measured_gpu,
     complete_build,
     instruction_set,
     tiles,

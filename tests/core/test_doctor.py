@@ -35,6 +35,7 @@ def healthy() -> dict[str, Any]:
         "backends": built(left_out={}, stale=False),
         "environment": {},
         "selftests": [],
+        "choices": [{"device": "cuda", "source": "your `fastattn tune` of 2026-11-22"}],
         "flushes_subnormals": False,
         "subnormal_slowdown": 1.0,
     }
@@ -55,6 +56,13 @@ def refused(reason: str) -> dict[str, Any]:
 # The check, what differs from a healthy machine, the level, and words of the finding and its fix.
 FINDINGS = [
     ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
+    (
+        "measured_gpu",
+        {"choices": [{"device": "cuda", "source": "unmeasured on this GPU: torch is used"}]},
+        "note",
+        "unmeasured on this GPU",
+        "fastattn tune",
+    ),
     (
         "right_kernels",
         {
