@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=int,
         choices=_WIDTHS,
-        help="launches: only head dimensions up to this one, above the next smaller choice; repeatable",
+        help="launches: only head dimensions up to this one, above the next smaller choice; "
+        "repeatable",
     )
     parser.add_argument(
         "--out",
