@@ -152,7 +152,7 @@ def plain_attention_backward(
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)
     grad_value = empty_output(value, value_width)
-    gradients: dict[str, Any] | tuple[int | Sequence[int], ...] = (
+    gradients: dict[str, Any] | tuple[int | tuple[int, ...], ...] = (
         grad_out.data_ptr(),
         grad_out.stride(),
         grad_query.data_ptr(),
