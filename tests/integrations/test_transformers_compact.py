@@ -77,22 +77,27 @@ def test_other_implementations_get_the_bias_of_all_pairs(name: str) -> None:
     assert [set(vars(module)) for module in model.modules()] == before
 
 
-def test_accelerate_and_restore() -> None:
-    entry = ENTRY[T5]
+@pytest.mark.parametrize(("name", "replaced"), [(T5, "compute_bias"), (SWIN, "forward")])
+def test_accelerate_and_restore(name: str, replaced: str) -> None:
+    entry = ENTRY[name]
     model, inputs = entry.build(), entry.example()
     before = [set(vars(module)) for module in model.modules()]
     want = outputs(model, inputs)
+    attend = _attention.scaled_dot_product_attention
     for _ in range(2):
         fastattn.accelerate(model)
-        changed = [m for m in model.modules() if "compute_bias" in vars(m)]
-        assert len(changed) == 2  # the first layers of encoder and decoder
-        assert_same(outputs(model, inputs), want)
+        changed = [m for m in model.modules() if replaced in vars(m)]
+        # The first layers of encoder and decoder of T5; all of Swin.
+        assert len(changed) == (2 if name == T5 else 4)
+        with mock.patch.object(_attention, "scaled_dot_product_attention", wraps=attend) as calls:
+            assert_same(outputs(model, inputs), want)
+        assert sum(bias is not None for bias in biases_of(calls)) == 4
     fastattn.restore(model)
     assert [set(vars(module)) for module in model.modules()] == before
     own = compact_relative_bias(model)
     fastattn.accelerate(model)
     fastattn.restore(model)
-    assert all("compute_bias" in vars(module) for module in changed)
+    assert all(replaced in vars(module) for module in changed)
     own.undo()
 
 
