@@ -51,6 +51,7 @@ def timed(**seconds: float) -> Any:
 @pytest.fixture(autouse=True)
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("FASTATTN_SELFTEST")
     monkeypatch.setitem(tune_gpu.MEASURED, OP, ("sinusoidal", "B=1,L=5,E=8", "none"))
     return tmp_path / "evidence.json"
 

@@ -42,6 +42,7 @@ X = torch.linspace(-2, 2, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FASTATTN_SELFTEST")
 
 
 def test_the_first_call_checks_and_gives_the_bits_of_any_call(

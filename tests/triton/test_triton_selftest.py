@@ -67,6 +67,7 @@ def test_right_kernels_pass(op: str, dtype: torch.dtype) -> None:
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FASTATTN_SELFTEST")
 
 
 def test_a_checked_call_has_the_bits_of_an_unchecked_one(

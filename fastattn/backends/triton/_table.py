@@ -6,7 +6,7 @@ registers and within the GPU's shared memory: ``tests/triton/test_triton_aot.py`
 common ones, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may
 name a JSON file that takes precedence, of the form
 ``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages, greedy]], ...]}}}``, where greedy
-is optional; ``python -m fastattn tune`` measures such a table.
+is optional; ``python -m fastattn tune --launches`` measures such a table.
 """
 
 from __future__ import annotations
