@@ -46,7 +46,7 @@ from fastattn.backends.primitives import (
 from fastattn.backends.triton import _launch
 from fastattn.backends.triton._table import Launch
 
-__all__ = ["CHIPS", "Chip", "Driver", "Usage", "Work", "compiled", "recorded", "work"]
+__all__ = ["CHIPS", "Chip", "Driver", "Usage", "Work", "binary", "compiled", "recorded", "work"]
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,16 @@ def recorded(work: Callable[[], Any], chip: str) -> list[_launch.Recording]:
     return launches
 
 
-def compiled(recording: _launch.Recording, chip: str) -> Usage:
-    """Compile one launch for a chip."""
+def binary(recording: _launch.Recording, chip: str) -> Any:
+    """Compile one launch for a chip; ``asm`` of the result has its binary."""
     options = _launch.options_of(recording.chosen)
     with _driver_of(CHIPS[chip]):
-        kernel = recording.kernel.warmup(**recording.arguments, grid=(1,), **options)
+        return recording.kernel.warmup(**recording.arguments, grid=(1,), **options)
+
+
+def compiled(recording: _launch.Recording, chip: str) -> Usage:
+    """Compile one launch for a chip, and read what it needs."""
+    kernel = binary(recording, chip)
     read = _read_amd if "amdgcn" in kernel.asm else _read_nvidia
     registers, spills, text = read(kernel)
     return Usage(

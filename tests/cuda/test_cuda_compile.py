@@ -9,9 +9,12 @@ import re
 import runpy
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import emulator
+import issue_slots
+import machine_code
 import pytest
 import sass
 
@@ -56,8 +59,97 @@ def check(source: Path, element: str, arch: str, folder: Path) -> None:
         if report["stack"] or report["stores"] or report["loads"]
     }
     assert not spilling
+    if element == "Bf16" and arch in CHIPS:
+        check_counts(folder / f"{source.stem}.{element}.{arch}.cubin", CHIPS[arch])
     if emulator.is_for_hopper(source):
         check_instructions(source, folder / f"{source.stem}.{element}.{arch}.cubin")
+
+
+# -- counts ----------------------------------------------------------------------------------------
+
+CHIPS = {"80": "sm_80", "90a": "sm_90"}  # of docs/machine-code.md
+
+
+def check_counts(cubin: Path, chip: str) -> None:
+    """No main kernel takes more instructions or registers than the counts that are kept."""
+    if sass.find_tool("nvdisasm") is None or sass.find_tool("cuobjdump") is None:
+        pytest.skip("there is no nvdisasm or no cuobjdump here")
+    kept = machine_code.kept()
+    assert NVCC is not None
+    if (version := machine_code.version_of_nvcc(NVCC)) != kept["versions"]["nvcc"]:
+        pytest.skip(f"the counts are of nvcc {kept['versions']['nvcc']}, this is {version}")
+    now = machine_code.main_kernels(cubin)
+    before = {label: one for label, one in kept["kernels"][chip].items() if label in now}
+    assert not machine_code.faults(before, now)
+
+
+def test_the_page_on_machine_code_is_that_of_the_counts() -> None:
+    kept = machine_code.kept()
+    assert machine_code.page(kept["kernels"], kept["shared"]) == machine_code.PAGE.read_text()
+    assert machine_code.shared_memory() == kept["shared"]
+    of_nvcc = [label for x in kept["kernels"].values() for label in x if label[:6] != "triton"]
+    # Three kernels and decoding in three widths; three for Hopper in six pairs of widths.
+    assert len(of_nvcc) == 4 * 3 + 3 * 6
+
+
+# A loop with a wait, a branch beside the way, and code that the loop is jumped out to.
+LOOP = """
+        .text._Z4loop:
+.L_x_0:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3 ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0030*/                   HGMMA.64x80x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0040*/               @P1 BRA `(.L_x_3) ;
+        /*0050*/                   FMNMX R4, R4, R5, !PT ;
+        /*0060*/                   FMNMX R4, R4, R6, !PT ;
+.L_x_3:
+        /*0070*/                   FFMA R4, R4, R5, R6 ;
+        /*0080*/                   MUFU.EX2 R4, R4 ;
+        /*0090*/               @P2 BRA `(.L_x_5) ;
+.L_x_4:
+        /*00a0*/                   HGMMA.64x128x16.F32.BF16 R24, R20, gdesc[UR8], R24 ;
+        /*00b0*/                   LDS.128 R4, [R2] ;
+        /*00c0*/               @P3 BRA `(.L_x_1) ;
+        /*00d0*/                   EXIT ;
+.L_x_5:
+        /*00e0*/                   FADD R4, R4, R5 ;
+        /*00f0*/                   BRA `(.L_x_4) ;
+"""
+
+
+def test_issue_slots_are_those_of_the_shortest_way_round() -> None:
+    found = issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100)
+    # 64 x 80 x 16 and 64 x 128 x 16, of which a warp has a quarter.
+    assert found.flops == 2 * 64 * (80 + 128) * 16 // 4
+    assert (found.tensor, found.fma, found.mufu, found.alu) == (2, 1, 1, 0)
+    assert (found.lsu, found.control, found.barriers, found.rolled) == (2, 4, 1, False)
+    # K and Q of 16 columns, V of 16 rows; and 16 bytes a lane.
+    assert found.shared_bytes == (2 * 16 * (80 + 64) + 2 * 16 * 128) // 4 + 512
+    assert found.clocks("sm_90")["tensor"] == (80 + 128) / 2
+    assert found.bound("sm_90") == ("tensor", 1.0)
+
+
+def test_a_loop_of_products_within_the_way_is_told() -> None:
+    rolled = LOOP.replace(
+        "/*0070*/                   FFMA R4, R4, R5, R6", "/*0070*/ @P4 BRA `(.L_x_2)"
+    )
+    assert issue_slots.slots(sass.parsed(rolled)["_Z4loop"], 100).rolled
+
+
+def test_counts_that_grow_are_refused() -> None:
+    before = issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100)
+    assert not machine_code.faults({"a": before}, {"a": before})
+    for change in ({"fma": before.fma + 4}, {"shared_bytes": before.shared_bytes * 2},
+                   {"registers": 110}, {"mufu": before.mufu + 4}, {"flops": 0}):  # fmt: skip
+        assert machine_code.faults({"a": before}, {"a": replace(before, **change)}), change
+    # Twice the steps in one round cost twice as much.
+    names = ("flops", "tensor", "fma", "alu", "mufu", "lsu", "control", "shared_bytes", "barriers")
+    twice = replace(before, **{name: 2 * getattr(before, name) for name in names})
+    assert not machine_code.faults({"a": before}, {"a": twice})
+    assert machine_code.faults({"a": before}, {})
 
 
 # -- Hopper ----------------------------------------------------------------------------------------

@@ -70,9 +70,14 @@ class Code:
 def disassembled(cubin: Path, nvdisasm: str) -> dict[str, Code]:
     """Every kernel by its name."""
     done = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
+    return parsed(done.stdout)
+
+
+def parsed(text: str) -> dict[str, Code]:
+    """Every kernel of what nvdisasm prints."""
     kernels: dict[str, Code] = {}
-    for line in done.stdout.splitlines():
-        if name := re.match(r"\.text\.(\w+):", line):
+    for line in text.splitlines():
+        if name := re.match(r"\s*\.text\.(\w+):", line):
             code = kernels[name[1]] = Code()
         elif label := re.match(r"(\.L_\w+):", line):
             code.labels[label[1]] = len(code.lines)

@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import machine_code
 import pytest
 from required import REQUIRE_NATIVE
 
@@ -47,6 +49,22 @@ def _faults(usages: list[dict[str, Any]]) -> list[str]:
         if usage["dtype"] == "bfloat16" and product and not usage["matrix_instructions"]:
             faults.append(f"{text}: no matrix instruction")
     return faults
+
+
+@pytest.mark.slow
+def test_no_kernel_costs_more_than_the_counts_that_are_kept() -> None:
+    """Instructions and registers of docs/machine-code.md, of the version of Triton that made it."""
+    if (kept := machine_code.kept()["versions"]["triton"]) != machine_code.version_of_triton():
+        pytest.skip(f"the counts are of Triton {kept}")
+    script = Path(machine_code.__file__)
+    child = subprocess.run(
+        [sys.executable, script, "--triton"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert json.loads(child.stdout) == {"sm_80": [], "sm_90": []}
 
 
 @pytest.mark.parametrize(

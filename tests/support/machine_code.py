@@ -1,0 +1,288 @@
+"""The table of what the main kernels cost by their machine code: docs/machine-code.md.
+
+    python tests/support/machine_code.py CUBIN...   # writes it, from nvcc's cubins in bfloat16
+    python tests/support/machine_code.py --triton   # prints what costs more of Triton's, as JSON
+
+The counts are kept in tests/cuda/machine_code.json, and tests/cuda/test_cuda_compile.py refuses
+kernels that cost more. Triton's kernels are compiled here. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/emulator")]
+
+import emulator  # noqa: E402
+import sass  # noqa: E402
+from issue_slots import MARGIN, MMA_SYNC, TENSOR_FLOPS, Slots, regressions, slots  # noqa: E402
+
+COUNTS = ROOT / "tests/cuda/machine_code.json"
+PAGE = ROOT / "docs/machine-code.md"
+Kernels = dict[str, Slots]
+
+# Of a multiprocessor: registers, threads, bytes of shared memory. CUDA programming guide.
+REGISTERS, THREADS = 65536, 2048
+SHARED = {"sm_80": 164 << 10, "sm_90": 228 << 10}
+RESERVED = 1024  # bytes of shared memory of a block that the system takes
+
+
+_NAME = re.compile(r"\d((?:attention|decode)_\w+?)_kernelINS0_4Bf16E((?:Li\d+E)+)(Lb[01]E)?E")
+
+
+def label_of(name: str) -> str | None:
+    """The name of a main kernel without options, in bfloat16, and its widths; None for another."""
+    found = _NAME.search(name)
+    if found is None or found[1] not in MAIN or found[3] == "Lb1E":
+        return None
+    widths = re.findall(r"Li(\d+)E", found[2])
+    return f"{found[1]} {'/'.join(widths)}"
+
+
+MAIN = (
+    *("attention_forward", "attention_backward_q", "attention_backward_kv", "decode_split"),
+    *(f"attention_{one}_hopper" for one in ("forward", "backward_q", "backward_kv")),
+)
+
+
+def resources(cubin: Path) -> dict[str, int]:
+    """The registers of a thread, by the name of the kernel."""
+    cuobjdump = sass.find_tool("cuobjdump")
+    assert cuobjdump is not None, "neither CUDA nor Triton brings cuobjdump along"
+    command = [cuobjdump, "-res-usage", str(cubin)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {n: int(r) for n, r in re.findall(r"Function (\S+):\s+REG:(\d+)", printed)}
+
+
+def all_of(cubin: Path) -> dict[str, Slots]:
+    """Every kernel of a cubin, by its name."""
+    nvdisasm = sass.find_tool("nvdisasm")
+    assert nvdisasm is not None, "neither CUDA nor Triton brings nvdisasm along"
+    registers = resources(cubin)
+    codes = sass.disassembled(cubin, nvdisasm)
+    return {name: slots(code, registers[name]) for name, code in codes.items()}
+
+
+def main_kernels(cubin: Path) -> Kernels:
+    """The main kernels of a cubin, by their labels."""
+    found = {label_of(name): one for name, one in all_of(cubin).items()}
+    return {label: one for label, one in found.items() if label is not None}
+
+
+def kept() -> dict[str, Any]:
+    """What is kept: "versions" of the compilers, "shared" bytes, and "kernels" of each chip."""
+    read: dict[str, Any] = json.loads(COUNTS.read_text())
+    for kernels in read["kernels"].values():
+        kernels.update({label: Slots(**one) for label, one in kernels.items()})
+    return read
+
+
+def version_of_nvcc(nvcc: str) -> str:
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"release ([\d.]+)", printed)[0]
+
+
+def version_of_triton() -> str:
+    return ".".join(metadata.version("triton").split(".")[:2])
+
+
+def faults(before: Kernels, now: Kernels) -> list[str]:
+    """What costs more than what is kept, and kernels that are on one side alone."""
+    apart = [f"{label}: only in one of them" for label in before.keys() ^ now.keys()]
+    return apart + [
+        f"{label}: {'; '.join(more)}"
+        for label in before.keys() & now.keys()
+        if (more := regressions(before[label], now[label]))
+    ]
+
+
+def shared_memory() -> dict[str, int]:
+    """The bytes of a block, as the C++ compiler computes them from the source."""
+    source = ROOT / "tests/cuda/shared_memory.cpp"
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "print"
+        command = [*emulator.compiler(), *emulator.COMMON, f"-I{ROOT / 'tests'}", str(source)]
+        subprocess.run([*command, "-o", str(program)], check=True)
+        printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    return {" ".join(words[:2]): int(words[2]) for words in map(str.split, printed.splitlines())}
+
+
+def triton_kernels(chip: str) -> Kernels:
+    """The kernels of Triton for attention and decoding in bfloat16 that a call launches."""
+    from fastattn.testing import triton_aot as aot
+
+    calls = {
+        "triton forward 64": aot.attention(aot.HALF, 64),
+        "triton forward 128": aot.attention(aot.HALF, 128),
+        "triton backward 128": aot.attention(aot.HALF, 128, backward=True),
+        "triton decode 128": aot.decode(aot.HALF, 128),
+    }
+    found = {}
+    for name, call in calls.items():
+        for recording in aot.recorded(call, chip):
+            kernel = aot.binary(recording, chip)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(kernel.asm["cubin"])
+                file.flush()
+                (one,) = all_of(Path(file.name)).values()
+            if one.flops:  # the others prepare or merge
+                found[f"{name}: {kernel.metadata.name.strip('_')}"] = one
+    return found
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def blocks(label: str, one: Slots, chip: str, shared: dict[str, int]) -> str:
+    """Blocks that registers and shared memory leave room for on a multiprocessor."""
+    if label.startswith("triton"):
+        return ""
+    threads = threads_of(label)
+    by_registers = REGISTERS // (8 * -(-one.registers // 8) * threads)
+    by_shared = SHARED[chip] // (shared[label] + RESERVED)
+    return str(min(by_registers, by_shared, THREADS // threads))
+
+
+def threads_of(label: str) -> int:
+    name, width = label.split()
+    if "hopper" in name:
+        return 384
+    two = (name == "decode_split" and width == "256") or (
+        name == "attention_backward_kv" and width != "64"
+    )
+    return 256 if two else 128
+
+
+def table(chip: str, kernels: Kernels, shared: dict[str, int]) -> Iterator[str]:
+    heads = "registers | shared, KiB | blocks | issue | tensor | FMA | ALU | MUFU | LSU | barriers"
+    heads += " | predicted clocks: tensor, issue, FMA, ALU, MUFU, shared | shared bytes a kFLOP"
+    yield f"| kernel | {heads} | predicted bound |"
+    yield "| --- |" + " --- |" * 13
+    for label, one in kernels.items():
+        clocks = one.clocks(chip)
+        cells = [one.registers, f"{shared[label] / 1024:.0f}" if label in shared else ""]
+        cells += [blocks(label, one, chip, shared), one.issue, one.tensor, one.fma, one.alu]
+        cells += [one.mufu, one.lsu, one.barriers]
+        order = ("tensor", "issue", "fma", "alu", "mufu", "shared")
+        cells += [", ".join(f"{clocks[pipe]:.0f}" for pipe in order)]
+        cells += [f"{1000 * one.shared_bytes / one.flops:.1f}"]
+        pipe, share = one.bound(chip)
+        bound = "a part alone" if one.rolled else f"{pipe}: {share:.0%}"
+        yield f"| {label} | {' | '.join(map(str, cells))} | {bound} |"
+
+
+def beside_model(kernels: Kernels) -> Iterator[str]:
+    """The Hopper kernels beside the model of docs/hopper.md: clocks of a step of both consumers."""
+    model = runpy.run_path(str(ROOT / "docs/make_hopper_picture.py"))
+    heads = "predicted for products: code, model | for exponentials: code, model | issue slots"
+    yield f"| kernel | {heads} |"
+    yield "| --- | --- | --- | --- |"
+    for label, one in kernels.items():
+        if "_hopper" not in label:
+            continue
+        name, widths = label.split()
+        q, v = map(int, widths.split("/"))
+        if "_kv_" in name and q > 128:  # the consumers have loops of their own
+            continue
+        if "forward" in name:
+            clocks = model["Shape"](q, v).clocks
+        else:
+            clocks = model["Backward"](q, v, "_kv_" in name).clocks
+        # A part of a multiprocessor has a warp of each consumer. The loop may have several steps.
+        found = one.clocks("sm_90")
+        steps = 2 * found["tensor"] / clocks["products"]
+        code = {pipe: 2 * found[pipe] / steps for pipe in ("tensor", "mufu", "issue")}
+        yield (
+            f"| {label} | {code['tensor']:.0f}, {clocks['products']:.0f} "
+            f"| {code['mufu']:.0f}, {clocks['exponentials']:.0f} | {code['issue']:.0f} |"
+        )
+
+
+INTRODUCTION = f"""# What the kernels cost by their machine code
+
+Written by `python tests/support/machine_code.py`. **Every figure on this page is counted in the
+machine code or predicted from it; none is measured.** `tests/cuda/machine_code.json` has the
+counts. The tests that compile the kernels (`tests/cuda/test_cuda_compile.py`, and of Triton
+`tests/triton/test_triton_aot.py`) refuse counts that are more than {MARGIN:.0%} larger.
+
+A row is one warp on the shortest way round the hottest loop of a kernel in bfloat16 without
+options: all keys visible, no barrier waited for. Columns up to "barriers" are instructions. Clocks
+are those in which a pipe of one of the four parts of a multiprocessor is busy, each as if it were
+alone, by the throughputs of the [CUDA programming
+guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#throughput-of-native-arithmetic-instructions):
+on sm_80 {TENSOR_FLOPS["sm_80"]} FLOP of 16 bits a clock and 16 lanes of FMA; on sm_90
+{TENSOR_FLOPS["sm_90"]} FLOP by wgmma, {MMA_SYNC} of it by mma.sync, and 32 lanes. "shared" is the
+shared memory that the instructions read and write, without what TMA and cp.async bring. "blocks"
+are those that registers and shared memory leave room for on a multiprocessor. For Hopper,
+"registers" are those of the launch; its consumers have 232.
+
+The predicted bound is the busiest pipe, and the share of the tensor cores' peak that it would allow
+if all other pipes were hidden and nothing else took time: no kernel is faster. "A part alone"
+stands where a loop with products within the way round stays rolled. Its body is counted once, so
+the row shows changes and no bound.
+"""
+
+
+BESIDE = """Predicted clocks of a step of both consumers, from the code and by
+[hopper.md](hopper.md). Without dK and dV beyond 128 columns, where the consumers have loops of their
+own.
+"""
+
+
+def page(found: dict[str, Kernels], shared: dict[str, int]) -> str:
+    lines = [INTRODUCTION]
+    for chip, kernels in found.items():
+        lines += [f"## {chip}", "", *table(chip, kernels, shared), ""]
+    lines += ["## Beside the model of hopper.md", ""]
+    lines += [BESIDE]
+    lines += [*beside_model(found["sm_90"]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write(cubins: list[Path]) -> None:
+    found: dict[str, Kernels] = {"sm_80": {}, "sm_90": {}}
+    for cubin in cubins:
+        for label, one in main_kernels(cubin).items():
+            found["sm_90" if "hopper" in label else "sm_80"][label] = one
+    for chip, kernels in found.items():
+        found[chip] = dict(sorted(kernels.items(), key=_order)) | triton_kernels(chip)
+    shared = shared_memory()
+    document: dict[str, Any] = {
+        "about": "counts of machine code, see docs/machine-code.md; nothing is measured",
+        "versions": {"nvcc": version_of_nvcc("nvcc"), "triton": version_of_triton()},
+        "shared": shared,
+        "kernels": {c: {k: one.to_json() for k, one in x.items()} for c, x in found.items()},
+    }
+    COUNTS.write_text(json.dumps(document, indent=1) + "\n")
+    PAGE.write_text(page(found, shared))
+
+
+def _order(item: tuple[str, Slots]) -> tuple[int, list[int]]:
+    name, widths = item[0].split()
+    return MAIN.index(name), [int(width) for width in widths.split("/")]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--triton"]:
+        before = kept()["kernels"]
+        found = {
+            chip: faults(
+                {k: one for k, one in before[chip].items() if k.startswith("triton")},
+                triton_kernels(chip),
+            )
+            for chip in before
+        }
+        print(json.dumps(found))
+    else:
+        write([Path(name) for name in sys.argv[1:]])
