@@ -143,21 +143,31 @@ std::vector<CacheRow> rows_of(const SequencesParams& t, int64_t count) {
   return rows;
 }
 
-// Two sequences, or two places of one, must not append to the same page: rows would be written twice.
-void check_appended_pages(const SequencesParams& t, int64_t count) {
+// Two sequences, or two places of one, must not append to the same row of a page: it would be written
+// twice.
+void check_appended_rows(const SequencesParams& t, int64_t count) {
   if (t.block_table == nullptr || count == 0) return;
-  std::vector<int32_t> pages;
+  struct Rows {
+    int64_t page, begin, end;
+  };
+  std::vector<Rows> written;
   for (int64_t b = 0; b < t.attention.B; ++b) {
-    const int64_t length = t.k_lengths[b];
-    for (int64_t n = (length - count) / t.page_size; n <= (length - 1) / t.page_size; ++n)
-      pages.push_back(t.block_table[b * t.block_table_stride + n]);
+    const int64_t end = t.k_lengths[b], begin = end - count;
+    for (int64_t n = begin / t.page_size; n * t.page_size < end; ++n) {
+      const int64_t first = n * t.page_size;
+      written.push_back({t.block_table[b * t.block_table_stride + n],
+                         std::max(begin - first, int64_t(0)), std::min(end - first, t.page_size)});
+    }
   }
-  std::sort(pages.begin(), pages.end());
-  const auto twice = std::adjacent_find(pages.begin(), pages.end());
-  if (twice != pages.end())
-    throw std::invalid_argument(
-        "block_table must not name a page twice where rows are appended, got page " +
-        std::to_string(*twice));
+  std::sort(written.begin(), written.end(), [](const Rows& a, const Rows& b) {
+    return a.page != b.page ? a.page < b.page : a.begin < b.begin;
+  });
+  const auto twice = std::adjacent_find(
+      written.begin(), written.end(),
+      [](const Rows& a, const Rows& b) { return a.page == b.page && b.begin < a.end; });
+  if (twice != written.end())
+    throw std::invalid_argument("block_table must not append twice to one row, got page " +
+                                std::to_string(twice->page) + " twice");
 }
 
 // The positions of the new tokens; without given ones, those of their rows.
@@ -205,7 +215,7 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
   for (const int64_t length : lengths)
     expect(length >= p.L,
            "cache_seqlens must not be negative, got " + std::to_string(length - p.L));
-  check_appended_pages(t, p.L);
+  check_appended_rows(t, p.L);
   static const auto scales =
       std::make_tuple(field("key_scales", &P::key_scales), field("value_scales", &P::value_scales),
                       field("float8", &P::float8));

@@ -278,7 +278,7 @@ def test_pages_and_entries_that_are_not_there(native: Any, append: bool) -> None
         with pytest.raises(ValueError, match="must not name an entry twice where rows are"):
             decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 1]))
         for table in ([[0], [2], [0]], [[1], [1], [2]]):
-            with pytest.raises(ValueError, match=r"must not name a page twice .*, got page [01]"):
+            with pytest.raises(ValueError, match=r"must not append twice .*, got page [01] twice"):
                 decode_attention(**given | {"cache_seqlens": 3}, block_table=torch.tensor(table))
     with pytest.raises(ValueError, match="cache_batch_idx must name one of the 3 entries"):
         decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 3]))
