@@ -130,7 +130,7 @@ def speed(name: str, ops: Sequence[str], rehearse: bool) -> Step:
     providers, device, budget, rounds = PROVIDERS, "cuda", LIMIT - 60, 15
     if rehearse:
         first = {line.partition(" ")[0]: tiny(line) for line in reversed(lines)}
-        lines, device, budget, rounds = [*first.values()], "cpu", 90, 1
+        lines, device, budget, rounds = [*first.values()], "cpu", 400, 1
         providers = "torch,fastattn@cuda" + ",fastattn@sm_80,fastattn@triton" * ("sdpa" in ops)
     command = python("-m", "fastattn", "bench", "run", "--device", device, "--quiet", "--resume")
     command += ("--providers", providers, "--time-budget", str(budget), "--rounds", str(rounds))

@@ -235,8 +235,8 @@ the row shows changes and no bound.
 
 
 BESIDE = """Predicted clocks of a step of both consumers, from the code and by
-[hopper.md](hopper.md). Without dK and dV beyond 128 columns, where the consumers have loops of their
-own.
+[hopper.md](hopper.md). Without dK and dV beyond 128 columns, where the consumers have loops of
+their own.
 """
 
 
