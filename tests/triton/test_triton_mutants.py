@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant("a_sink_alone_has_no_gradient", BACKWARD, "share += tl.load(p_gl", "share += 0.0 * tl.load(p_gl", "sinks-40x1-causal"),
     Mutant("offsets_of_queries_in_a_cache_are_off_by_one", "_decode_kernels.py", "k_len - o.q_len, i_b, i_b)", "k_len - o.q_len + 1, i_b, i_b)", "window", DECODE),
     Mutant("all_keys_are_in_the_first_page", "_decode_kernels.py", "p_table + o_n // cache.length", "p_table + o_n * 0", "page-7", DECODE),
-    Mutant("chunks_keep_their_own_maximum", "_decode_kernels.py", "tl.exp2(exponent(tops, m_safe[:, None], unit, o))", "tl.where(tops == -INF, 0.0, 1.0)", "long", DECODE),
+    Mutant("chunks_keep_their_own_maximum", "_decode_kernels.py", "m, _, share, shrink = update_softmax(m, l, tops, unit, o)", "m, _, share, shrink = update_softmax(m, l, tops, unit, o); share = tl.where(tops == -INF, 0.0, 1.0)", "long", DECODE),
     Mutant("heads_and_queries_are_swapped", "_decode_kernels.py", "i_hkv * o.group + o_r // o.q_len", "i_hkv * o.group + o_r % o.group", "softcap-alibi", DECODE),
     Mutant("a_tile_of_the_sequence_before", "_core.py", "(starts // BLOCK + o_b <= n)", "(starts // BLOCK + o_b < n)", "plain", VARLEN),
     Mutant("lse_of_the_first_sequence", "_core.py", "tl.cast(i_h, tl.int64) * o.q_len + at.q_at", "tl.cast(i_h, tl.int64) * o.q_len", "plain", VARLEN),

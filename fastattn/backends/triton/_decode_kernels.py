@@ -16,7 +16,6 @@ from fastattn.backends.triton._core import (
     INF,
     Sequence,
     distance,
-    exponent,
     exponent_unit,
     in_window,
     keys_seen,
@@ -195,14 +194,11 @@ def decode_combine(
         sums = tl.load(p_sum + o_part, mask=m_c, other=0.0)[None, :]
         p_part = p_acc + o_part[:, None] * DV + o_v[None, :]
         parts = tl.load(p_part, mask=m_c[:, None] & (o_v < DV)[None, :], other=0.0)
-        m_new = tl.maximum(m, tl.max(tops, axis=1))
-        m_safe = tl.where(m_new == -INF, 0.0, m_new)
-        share = tl.exp2(exponent(tops, m_safe[:, None], unit, o))  # [1, BN]
-        shrink = tl.exp2(exponent(m, m_safe, unit, o))
+        # A chunk is a key whose score is its maximum, with the chunk's sum for a weight of 1.
+        m, _, share, shrink = update_softmax(m, l, tops, unit, o)  # share [1, BN]
         l = l * shrink + tl.sum(share * sums, axis=1)
         parts = tl.where(tl.trans(share) == 0.0, 0.0, tl.trans(share) * parts)  # 0 * NaN
         acc = acc * shrink[:, None] + tl.sum(parts, axis=0)[None, :]
-        m = m_new
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     p_out = out.p + i_b * out.b + (i_bh % o.heads) * out.h + i_m * out.l
     p_out = p_out + o_v.to(tl.int64)[None, :] * out.d
