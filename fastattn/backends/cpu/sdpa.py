@@ -152,17 +152,8 @@ def plain_attention_backward(
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)
     grad_value = empty_output(value, value_width)
-    gradients: dict[str, Any] | tuple[int | tuple[int, ...], ...] = (
-        grad_out.data_ptr(),
-        grad_out.stride(),
-        grad_query.data_ptr(),
-        grad_query.stride(),
-        grad_key.data_ptr(),
-        grad_key.stride(),
-        grad_value.data_ptr(),
-        grad_value.stride(),
-    )
     grad_sinks = None
+    gradients: dict[str, Any] | tuple[int | tuple[int, ...], ...]
     if sinks is not None and (wants is None or wants[_OF_SINKS]):
         grad_sinks = torch.empty_like(sinks)  # contiguous, as is every new vector
         gradients = {
@@ -175,6 +166,17 @@ def plain_attention_backward(
             "grad_mask": None,
             "grad_sinks": (grad_sinks.data_ptr(), (0, 1)),
         }
+    else:
+        gradients = (
+            grad_out.data_ptr(),
+            grad_out.stride(),
+            grad_query.data_ptr(),
+            grad_query.stride(),
+            grad_key.data_ptr(),
+            grad_key.stride(),
+            grad_value.data_ptr(),
+            grad_value.stride(),
+        )
     _cpu.attention_backward(
         DTYPES[query.dtype],
         allows_bf16_parts,
