@@ -334,10 +334,12 @@ def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any], options: Any) -> 
     if not evidence.has_tiles(_instruction_set(native, dtype)):
         return ""
     backend = importlib.import_module("fastattn.backends.cpu")
-    against = backend.why_not_tiles(op, named(op, tensors), options)
+    given = named(op, tensors)
+    against = backend.why_not_tiles(op, given, options)
     if against:
         return f", on vectors: {against}"
-    return f", on tiles{backend.parts_on_tiles(op, dtype)}{backend.beside_tiles(op, options)}"
+    parts = backend.parts_on_tiles(op, dtype)
+    return f", on tiles{parts}{backend.beside_tiles(op, given, options)}"
 
 
 def _device(tensors: Sequence[Any]) -> str:

@@ -138,6 +138,7 @@ const char* const kDtypeNames[kDtypes] = {"float32", "float64", "bfloat16", "flo
 
 std::atomic<const KernelTable*> current[kDtypes];
 std::atomic<bool> was_set{false};  // by set_isa
+std::atomic<bool> all_sizes_on_tiles{false};
 
 const KernelTable* find(const std::string& name) {
   std::string reason = "this build has no such instruction set";
@@ -253,6 +254,17 @@ bool multiplies_on_tiles(DType dtype, bool emulated) {
   return dtype == DType::bf16 || dtype == DType::f32;
 }
 
+bool pays_on_tiles(DType dtype, int64_t queries, int64_t keys, int64_t columns) {
+  if (all_sizes_on_tiles.load(std::memory_order_relaxed)) return true;
+  // Packing is padded to 64 keys, and a product of few columns saves little.
+  if (dtype != DType::f32) return keys > 32 || columns > 64;
+  // Rows are split into three parts each, which many pairs must share.
+  const int64_t pairs = columns < 64 ? int64_t{1} << 18 : int64_t{1} << 16;
+  return queries >= 128 && keys >= 128 && queries * keys >= pairs;
+}
+
+bool set_all_sizes_on_tiles(bool all) { return all_sizes_on_tiles.exchange(all); }
+
 bool decodes_on_tiles(const AttentionParams& p) { return on_tiles(p.dtype) && fills_tiles(p); }
 
 bool on_tiles(DType dtype) {
@@ -265,6 +277,7 @@ const KernelTable& kernels(DType dtype) {
   const KernelTable* table = chosen.load(std::memory_order_relaxed);
   if (table == nullptr) {
     const char* name = forced();
+    if (name != nullptr) all_sizes_on_tiles.store(true);
     use(name != nullptr ? name : strongest_measured());
     table = chosen.load();
   }

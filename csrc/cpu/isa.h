@@ -27,4 +27,8 @@ void set_default_isa(const std::string& spelled);
 std::string current_isa();   // in the syntax of set_isa
 bool on_tiles(DType dtype);  // whether the one of this dtype has tiles that multiply it
 
+// Run attention of every size on tiles, as FASTATTN_CPU_ISA does, or leave small ones to vectors: for
+// tests of tiles. Returns what was set.
+bool set_all_sizes_on_tiles(bool all);
+
 }  // namespace fastattn

@@ -11,6 +11,11 @@ enum class Peak : int { fma_f32 = 0, fma_f64 = 1, dot_bf16 = 2, read_bandwidth =
 // instruction that few processors have; emulated tiles have it.
 bool multiplies_on_tiles(DType dtype, bool emulated);
 
+// Whether tiles are faster than vectors for attention of this size. Measured on Emerald Rapids, one
+// thread, both passes (docs/cpu-kernels.md). It depends on the lengths of one sequence alone, so that
+// its bits do not depend on what else is in the batch.
+bool pays_on_tiles(DType dtype, int64_t queries, int64_t keys, int64_t columns);
+
 // Whether attention with a cache fills tiles: at least a tile of query rows share a key head, and
 // those of one head are less than a panel. The rows of several heads are stacked there, and what a
 // mask program and a relative bias say of queries is for those of one head.

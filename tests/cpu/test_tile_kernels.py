@@ -3,16 +3,20 @@ emulation in tests/ops."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from tile_attention import EMULATED, assert_close, attention, grows, in_double, qkv
 
 import fastattn
-from fastattn import evidence
-from fastattn.testing import targets
+from fastattn import dispatch, evidence
+from fastattn.testing import Target, oracle, targets
+from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
 
 
 @pytest.mark.parametrize("keys", [500, 1300])  # of 512 channels, 512 keys are a piece
@@ -168,7 +172,7 @@ def test_what_explain_says_is_what_the_bits_show(
         if not evidence.has_tiles(str(target.isa)):
             with target.active():
                 on_vectors.append(run())
-    assert ("on vectors" in told) == any(torch.equal(x, found) for x in on_vectors), told
+    assert (", on vectors" in told) == any(torch.equal(x, found) for x in on_vectors), told
 
 
 def test_explain_says_which_part_runs_beside_the_tiles(chosen_tiles: str) -> None:
@@ -177,7 +181,74 @@ def test_explain_says_which_part_runs_beside_the_tiles(chosen_tiles: str) -> Non
     assert told.endswith("on tiles; the returned weights on vectors")
     packed, starts = torch.ones(40, 1, 8).bfloat16(), torch.tensor([0, 30, 40], dtype=torch.int32)
     told = fastattn.explain("varlen_attention", packed, packed, packed, starts, starts).because
-    assert told.endswith("on tiles; sequences of at most four queries on vectors")
+    assert told.endswith("on tiles; small sequences on vectors")
+
+
+@pytest.fixture
+def by_size(chosen_tiles: str, native: ModuleType) -> Iterator[str]:
+    """The instruction set of the tiles, where small calls stay on vectors: what users get."""
+    before = native.set_all_sizes_on_tiles(False)
+    try:
+        yield chosen_tiles
+    finally:
+        native.set_all_sizes_on_tiles(before)
+
+
+SIZES = [
+    # queries, keys, columns, dtype, on tiles
+    (16, 16, 64, torch.float32, False),
+    (127, 600, 64, torch.float32, False),
+    (600, 127, 64, torch.float32, False),
+    (128, 511, 64, torch.float32, False),
+    (128, 512, 64, torch.float32, True),
+    (256, 256, 63, torch.float32, False),
+    (512, 512, 63, torch.float32, True),
+    (16, 32, 64, torch.bfloat16, False),
+    (16, 33, 64, torch.bfloat16, True),
+    (16, 16, 65, torch.bfloat16, True),
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "columns", "dtype", "tiled"), SIZES)
+def test_small_calls_run_on_vectors(
+    by_size: str, queries: int, keys: int, columns: int, dtype: torch.dtype, tiled: bool
+) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(1, 1, queries, keys, columns))
+
+    def run() -> list[torch.Tensor]:
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = attention(q, k, v)
+        assert isinstance(out, torch.Tensor)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    found = run()
+    told = fastattn.explain("scaled_dot_product_attention", q, k, v).because
+    assert (", on tiles" in told) == tiled, told
+    with Target("cpu", by_size).active():
+        on_tiles = run()
+    others = []
+    for target in targets(emulated=True):
+        if not evidence.has_tiles(str(target.isa)):
+            with target.active():
+                others.append(run())
+    assert same(found, on_tiles) == tiled
+    assert any(same(found, x) for x in others) != tiled
+
+
+def same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_neighbours_in_a_batch_do_not_decide_what_runs(by_size: str, dtype: torch.dtype) -> None:
+    lengths = (0, 300, 3, 20, 520, 1)
+    case = VarlenCase("sizes", lengths, lengths, head_dim=64, kv_heads=1, bottom_right=True)
+    inputs = make_varlen(case, dtype)
+    backend: Any = dispatch.load("cpu")
+    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, backend))
+    for name, found in run_varlen(backend, inputs).items():
+        assert torch.equal(found, expected[name].to(found.dtype)), name
 
 
 def test_the_emulation_is_used_only_if_it_is_named(native: ModuleType) -> None:

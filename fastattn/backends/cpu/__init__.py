@@ -112,9 +112,17 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -
         return "the processor has no AMX with fp16"
     if op == "scaled_dot_product_attention" and _few_queries(query, tensors, options):
         return "so few queries do not fill a tile"
+    if op == "scaled_dot_product_attention" and not _pays(query, tensors["key"]):
+        return "a call of this size is faster there"
     if op == "decode_attention":
         return _why_not_decoded_on_tiles(query, tensors)
     return ""
+
+
+def _pays(query: Tensor, key: Tensor | None) -> bool:
+    assert key is not None
+    queries, columns = query.shape[-2:]
+    return _cpu.pays_on_tiles(DTYPES[query.dtype], queries, key.shape[-2], columns)
 
 
 def _few_queries(query: Tensor, tensors: Mapping[str, Tensor | None], options: Any) -> bool:
@@ -135,14 +143,18 @@ def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None
     assert cache is not None
     if cache.dtype in QUANTISED:
         return "the tiles do not multiply quantised rows"
-    queries, rows = query.shape[2], query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
-    of_queries = tensors.get("mask_program"), tensors.get("relative_bias")
-    stacks = all(x is None for x in of_queries)
-    if (rows >= 16 and stacks) or (queries > 4 and tensors.get("block_table") is None):
+    rows = _stacked_rows(query, cache)
+    of_one_head = tensors.get("mask_program"), tensors.get("relative_bias")
+    stacks = all(x is None for x in of_one_head)
+    if (rows >= 16 and stacks) or (query.shape[2] > 4 and tensors.get("block_table") is None):
         return ""
     if rows >= 16:
         return "a mask or a relative bias is for the queries of one head"
     return f"{rows} query rows share a key head, and tiles are for 16 or more"
+
+
+def _stacked_rows(query: Tensor, cache: Tensor) -> int:
+    return query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
 
 
 def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
@@ -154,10 +166,13 @@ def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
     return ", as six products of three bfloat16 parts each"
 
 
-def beside_tiles(op: str, options: Any) -> str:
+def beside_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> str:
     """Return which part of a call on tiles runs on vectors."""
-    if op == "varlen_attention" and options.dropout_p == 0:
-        return "; sequences of at most four queries on vectors"
+    query, cache = tensors.get("query"), tensors.get("key_cache")
+    stacked = op == "decode_attention" and query is not None and cache is not None
+    stacked = stacked and query.shape[2] < 32 and _stacked_rows(query, cache) >= 16
+    if op in ("varlen_attention", "decode_attention") and not stacked:
+        return "; small sequences on vectors"
     if op == "scaled_dot_product_attention" and options.weights:
         return "; the returned weights on vectors"
     return ""

@@ -1,6 +1,7 @@
 // What runs on tiles, and the instruction set below, whose kernels run the rest.
 #pragma once
 #include "../../kernel_table.h"
+#include "../varlen.h"
 #include "parts.h"
 
 namespace fastattn {
@@ -14,7 +15,28 @@ namespace {
 inline bool on_tiles(const AttentionParams& p) {
   // Of a few queries the sums on vectors are of short chains, and more exact (tile.h).
   const bool few = p.dtype == DType::f32 && p.Lq <= 4;
-  return multiplies_on_tiles(p.dtype, Tiles::kEmulated) && !few && p.Hkv > 0 && p.D > 0 && p.Dv > 0;
+  return multiplies_on_tiles(p.dtype, Tiles::kEmulated) && !few && p.Hkv > 0 && p.D > 0 &&
+         p.Dv > 0 && pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D);
+}
+
+// Runs the sequences of a call that belong on tiles by one function, then the others by another.
+template <class OnTiles, class OnVectors>
+inline void divide(const SequencesParams& p, OnTiles run_on_tiles, OnVectors run_on_vectors) {
+  const int64_t count = p.attention.B;
+  const Sequences sequences(p);
+  int64_t* const order = static_cast<int64_t*>(
+      __builtin_malloc(static_cast<size_t>(max_of<int64_t>(1, count)) * sizeof(int64_t)));
+  int64_t tiled = 0;
+  for (int64_t n = 0; n < count; ++n)
+    if (on_tiles(sequences.at(n))) order[tiled++] = p.order[n];
+  for (int64_t n = 0, at = tiled; n < count; ++n)
+    if (!on_tiles(sequences.at(n))) order[at++] = p.order[n];
+  SequencesParams part = p;
+  part.order = order, part.attention.B = tiled;
+  if (tiled > 0) run_on_tiles(part);
+  part.order = order + tiled, part.attention.B = count - tiled;
+  if (tiled < count) run_on_vectors(part);
+  __builtin_free(order);
 }
 
 // Calls f(P()) with the operands of a call that runs on tiles.

@@ -18,13 +18,15 @@ void attention_backward(const AttentionParams& p) {
 }
 
 void attention_sequences_backward(const SequencesParams& p) {
-  if (!on_tiles(p.attention)) return FASTATTN_BASE::table.attention_sequences_backward(p);
-  if (p.attention.B == 0 || p.attention.Hq == 0) return;
-  with_operands(p.attention, [&](auto operands) {
-    typedef decltype(operands) P;
-    const Sequences sequences(p);
-    Backward<P, TileBackwardUnit<P>>(sequences).run();
-  });
+  if (p.attention.Hq == 0) return;
+  const auto tiled = [](const SequencesParams& part) {
+    with_operands(part.attention, [&](auto operands) {
+      typedef decltype(operands) P;
+      const Sequences sequences(part);
+      Backward<P, TileBackwardUnit<P>>(sequences).run();
+    });
+  };
+  divide(p, tiled, FASTATTN_BASE::table.attention_sequences_backward);
 }
 
 }  // namespace FASTATTN_ISA

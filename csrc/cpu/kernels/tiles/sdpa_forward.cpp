@@ -40,13 +40,15 @@ void attention_sequences_forward(const SequencesParams& p) {
     if (all.dtype == DType::bf16) return decode<TileBf16>(p);
     return all.dtype == DType::f16 ? decode<TileF16>(p) : decode<TileFloat<3>>(p);
   }
-  if (!on_tiles(p.attention)) return FASTATTN_BASE::table.attention_sequences_forward(p);
-  if (p.attention.B == 0 || p.attention.Hq == 0) return;
-  with_operands(p.attention, [&](auto operands) {
-    typedef decltype(operands) P;
-    const Sequences sequences(p);
-    Schedule<typename P::OnVectors, TileForward<P>>(sequences).run();
-  });
+  if (all.Hq == 0) return;
+  const auto tiled = [](const SequencesParams& part) {
+    with_operands(part.attention, [&](auto operands) {
+      typedef decltype(operands) P;
+      const Sequences sequences(part);
+      Schedule<typename P::OnVectors, TileForward<P>>(sequences).run();
+    });
+  };
+  divide(p, tiled, FASTATTN_BASE::table.attention_sequences_forward);
 }
 
 }  // namespace FASTATTN_ISA
