@@ -91,8 +91,8 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
                       const py::dict& operands, const py::dict& cache, int64_t cache_entries) {
   SequencesParams t{};
   AttentionParams& all = t.attention;
-  all = common_arguments(dtype, false, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out,
-                         out_stride, lse);
+  all = common_arguments(dtype, py::none(), threads, sizes, q, q_stride, k, k_stride, v, v_stride,
+                         out, out_stride, lse);
   read_decode_options(named(options), all);
   optional_arguments(all, operands);
   t.bottom_right = true;

@@ -54,10 +54,9 @@ void attention_forward(int dtype, const py::object& may_reduce, int threads, con
                        const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
                        uintptr_t out, const py::tuple& out_stride, uintptr_t lse,
                        const py::object& options, const py::object& operands) {
-  Arguments p =
-      arguments(common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
-                                 k_stride, v, v_stride, out, out_stride, lse),
-                options, operands);
+  Arguments p = arguments(common_arguments(dtype, may_reduce, threads, sizes, q, q_stride, k,
+                                           k_stride, v, v_stride, out, out_stride, lse),
+                          options, operands);
   py::gil_scoped_release release;
   const int64_t weights =
       p.B * (p.weights == Weights::per_head ? p.Hq : 1) * p.Lq * p.Lk * element_bytes(p.dtype);
@@ -91,10 +90,9 @@ void attention_backward(int dtype, const py::object& may_reduce, int threads,
                         const py::object& gradients) {
   static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
   static const auto partial = std::make_tuple(field("partial", &AttentionParams::partial));
-  Arguments p =
-      arguments(common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
-                                 k_stride, v, v_stride, out, out_stride, lse),
-                options, operands);
+  Arguments p = arguments(common_arguments(dtype, may_reduce, threads, sizes, q, q_stride, k,
+                                           k_stride, v, v_stride, out, out_stride, lse),
+                          options, operands);
   if (plain_gradients(gradients, p)) {
     py::gil_scoped_release release;
     kernels(p.dtype).attention_backward(p);

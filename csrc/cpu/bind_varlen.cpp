@@ -33,8 +33,8 @@ void varlen_attention(int dtype, const py::object& may_reduce, int threads, cons
                       uintptr_t k_starts, const py::object& gradients) {
   SequencesParams t{};
   AttentionParams& all = t.attention;
-  all = common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
-                         k_stride, v, v_stride, out, out_stride, lse);
+  all = common_arguments(dtype, may_reduce, threads, sizes, q, q_stride, k, k_stride, v, v_stride,
+                         out, out_stride, lse);
   VarlenOptions asked;
   read_varlen_options(named(options), asked);
   static_cast<AttentionOptions&>(all) = asked;

@@ -6,6 +6,7 @@
 
 #include "../arguments.h"
 #include "isa.h"
+#include "kernel_table.h"
 #include "named.h"
 
 namespace fastattn {
@@ -13,13 +14,14 @@ namespace fastattn {
 namespace py = pybind11;
 
 // Whether products of float32 may round their factors to 16 bits. Only tiles do, so that the question
-// to PyTorch's settings, may_reduce() -> bool, costs other instruction sets nothing.
-inline bool reduces(int dtype, const py::object& may_reduce) {
-  return static_cast<DType>(dtype) == DType::f32 && on_tiles(DType::f32) &&
-         may_reduce().cast<bool>();
+// to PyTorch's settings, may_reduce() -> bool, costs calls on vectors nothing. None: they
+// may not.
+inline bool reduces(const AttentionParams& p, const py::object& may_reduce) {
+  return p.dtype == DType::f32 && pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D) && on_tiles(DType::f32) &&
+         !may_reduce.is_none() && may_reduce().cast<bool>();
 }
 
-inline AttentionParams common_arguments(int dtype, bool reduced, int threads,
+inline AttentionParams common_arguments(int dtype, const py::object& may_reduce, int threads,
                                         const py::tuple& sizes, uintptr_t q,
                                         const py::tuple& q_stride, uintptr_t k,
                                         const py::tuple& k_stride, uintptr_t v,
@@ -27,11 +29,11 @@ inline AttentionParams common_arguments(int dtype, bool reduced, int threads,
                                         const py::tuple& out_stride, uintptr_t lse) {
   AttentionParams p{};
   p.dtype = static_cast<DType>(dtype);
-  p.reduced = reduced;
   p.threads = threads;
   int64_t n[7];
   integers(sizes, n);
   p.B = n[0], p.Hq = n[1], p.Hkv = n[2], p.Lq = n[3], p.Lk = n[4], p.D = n[5], p.Dv = n[6];
+  p.reduced = reduces(p, may_reduce);
   p.q = operand(q, q_stride);
   p.k = operand(k, k_stride);
   p.v = operand(v, v_stride);

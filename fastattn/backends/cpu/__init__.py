@@ -169,9 +169,10 @@ def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
 def beside_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> str:
     """Return which part of a call on tiles runs on vectors."""
     query, cache = tensors.get("query"), tensors.get("key_cache")
-    stacked = op == "decode_attention" and query is not None and cache is not None
-    stacked = stacked and query.shape[2] < 32 and _stacked_rows(query, cache) >= 16
-    if op in ("varlen_attention", "decode_attention") and not stacked:
+    stacks = False
+    if query is not None and cache is not None:
+        stacks = query.shape[2] < 32 and _stacked_rows(query, cache) >= 16
+    if op in ("varlen_attention", "decode_attention") and not stacks:
         return "; small sequences on vectors"
     if op == "scaled_dot_product_attention" and options.weights:
         return "; the returned weights on vectors"
