@@ -22,8 +22,8 @@ MIN_KEPT = 3
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
 _CACHE_OF_OLD_FILES = 32 << 20
-# Features that the measured peak does not use; with them, a rate beyond it is possible: those of ARM,
-# and the tiles of AMX, whose products of bf16 parts are faster than multiply-adds of fp32.
+# Features that the measured peak does not use; with them, a rate beyond it is possible: those of
+# ARM, and the tiles of AMX, whose products of bf16 parts are faster than multiply-adds of fp32.
 _FASTER_UNITS = {"bf16": ("bf16", "sve"), "fp16": ("asimd",), "fp32": ("amx_bf16",)}
 
 

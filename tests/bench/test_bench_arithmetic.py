@@ -303,7 +303,7 @@ def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[st
     assert "ours ran at 125 % of the peak measured beside it, 95 % interval 125 to 125 %" in printed
     estimate = summary.summarise(a_result(rounds, method="torch.mm estimate"))[1]
     assert not estimate["impossible"]
-    result.environment["cpu_flags"] = ["avx512f", "amx_bf16"]  # six products of bf16 parts are faster
+    result.environment["cpu_flags"] = ["avx512f", "amx_bf16"]  # multiplies bf16 parts
     assert not summary.summarise(result)[1]["impossible"]
 
 
