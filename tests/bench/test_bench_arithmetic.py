@@ -305,6 +305,9 @@ def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[st
     assert not estimate["impossible"]
     result.environment["cpu_flags"] = ["avx512f", "amx_bf16"]  # multiplies bf16 parts
     assert not summary.summarise(result)[1]["impossible"]
+    faster = a_result([Round((400.0, 390.0), {"torch": 4.0, "ours": 0.2}) for _ in range(3)])
+    faster.environment["cpu_flags"] = ["avx512f", "amx_bf16"]
+    assert summary.summarise(faster)[1]["impossible"]
 
 
 def test_above_the_peak_within_the_interval_is_not_impossible() -> None:
