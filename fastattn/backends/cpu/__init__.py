@@ -143,7 +143,7 @@ def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None
     assert cache is not None
     if cache.dtype in QUANTISED:
         return "the tiles do not multiply quantised rows"
-    rows = _stacked_rows(query, cache)
+    rows = query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
     of_one_head = tensors.get("mask_program"), tensors.get("relative_bias")
     stacks = all(x is None for x in of_one_head)
     if (rows >= 16 and stacks) or (query.shape[2] > 4 and tensors.get("block_table") is None):
@@ -151,10 +151,6 @@ def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None
     if rows >= 16:
         return "a mask or a relative bias is for the queries of one head"
     return f"{rows} query rows share a key head, and tiles are for 16 or more"
-
-
-def _stacked_rows(query: Tensor, cache: Tensor) -> int:
-    return query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
 
 
 def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
@@ -171,7 +167,9 @@ def beside_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) ->
     query, cache = tensors.get("query"), tensors.get("key_cache")
     stacks = False
     if query is not None and cache is not None:
-        stacks = query.shape[2] < 32 and _stacked_rows(query, cache) >= 16
+        biased = any(tensors.get(x) is not None for x in ("mask_program", "relative_bias"))
+        heads, kv_heads, queries = query.shape[1], cache.shape[1], query.shape[2]
+        stacks = _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries, biased)
     if op in ("varlen_attention", "decode_attention") and not stacks:
         return "; small sequences on vectors"
     if op == "scaled_dot_product_attention" and options.weights:
