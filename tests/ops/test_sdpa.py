@@ -30,6 +30,8 @@ def _param(case: Case, dtype: torch.dtype, target: Target) -> object:
 
 EMULATED = [target for target in targets(emulated=True) if target not in targets()]
 TILES = [target for target in EMULATED if target.isa == "amx_bf16_emulated"]
+# The emulated tiles go through the table in the dtype of their instructions, unless real ones do.
+OF_TILES = None if "amx_bf16" in [target.isa for target in targets()] else torch.bfloat16
 
 # Targets innermost: the oracle's results are kept for as long as they are needed.
 WORK = [
@@ -39,7 +41,7 @@ WORK = [
     for k, target in enumerate([*targets(), *EMULATED])
     if not case.slow and target.has_own_kernel(OP, dtype)
     if target.is_current() or (n + k) % len(case.dtypes) == m or target in TILES
-    if target not in TILES or dtype is torch.bfloat16 or n % 24 == 0
+    if target not in TILES or dtype is OF_TILES or n % 24 == 0
     if target not in EMULATED or target in TILES or n % 3 == 0
 ]
 
