@@ -113,6 +113,7 @@ struct AttentionParams : AttentionOptions {
   // their row, and dtype is f32.
   Tensor4 k_scales, v_scales;
   int* wrong_scales;  // becomes 1 where one is not positive and finite
+  bool sixteen_bits;  // of a quantised cache: the caller's queries are, and it rounds out to them
 };
 
 // One sequence of a batch: B is 1 and every pointer is at its first row. A rectangular batch counts

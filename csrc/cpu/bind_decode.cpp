@@ -105,7 +105,7 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
   using P = AttentionParams;
   static const auto scales =
       std::make_tuple(field("key_scales", &P::k_scales), field("value_scales", &P::v_scales),
-                      field("float8", &P::float8));
+                      field("float8", &P::float8), field("sixteen_bits", &P::sixteen_bits));
   named(operands).read_given(all, scales);
   int wrong_scales = 0;
   all.wrong_scales = &wrong_scales;
@@ -253,6 +253,7 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
 void bind_decode(py::module_& m) {
   m.def("decode_attention", &decode_attention);
   m.def("decodes_on_tiles", &heads_decode_on_tiles);
+  m.def("multiplies_integers", [] { return kernels(DType::f32).multiplies_integers(); });
   m.def("append_to_cache", &append_to_cache);
 }
 

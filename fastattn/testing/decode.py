@@ -129,7 +129,15 @@ def _cases() -> Iterator[DecodeCase]:
 
 def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
     yield replace(case, name=label)
-    case = replace(case, dtypes=(torch.float32,))
+    # For queries of 16 bits, products with int8 can be those of integers.
+    integers = case.quantised is torch.int8
+    case = replace(case, dtypes=(torch.float32, torch.bfloat16)[: 1 + integers])
+    if integers:
+        zeros = replace(case, spread=0.0, dtypes=(torch.bfloat16,))
+        yield replace(zeros, name=f"{label}-queries-of-zero")
+        large = replace(case, spread=50.0, head_dim=128, dtypes=(torch.bfloat16, torch.float16))
+        large = replace(large, lengths=(600, 3), capacity=610)
+        yield replace(large, name=f"{label}-large-scores")
     for d, dv in ((1, 1), (5, 40), (100, 33), (128, 128), (600, 20), (576, 512)):
         yield replace(case, name=f"{label}-head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
     for heads, kv_heads in ((3, 1), (40, 2), (66, 1)):

@@ -22,6 +22,7 @@ KERNELS = ROOT / "csrc/cpu/kernels"
 BUILD = ROOT / "build/native/cpu"
 ATTENTION = "scaled_dot_product_attention"
 DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}  # in params.h
+DTYPES["int8"] = "f32"  # caches of it, of queries in bf16
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,20 @@ MUTANTS = (
     Mutant("e4m3_has_the_scale_of_int8", "append.cpp", "largest(params.float8 ? 448 : 127)", "largest(127)", "append_to_cache"),
     Mutant("e4m3_is_cut", "../simd/convert.h", "0x7ffff + ((magnitude >> 20) & 1)", "0", "append_to_cache", "append"),
     Mutant("a_subnormal_of_e4m3_is_a_normal_number", "../simd/convert.h", "magnitude < 0x3c800000u ?", "false ?", "append_to_cache", "append"),
+    *(
+        Mutant(name, "decode_integers.h", old, new, "decode_attention", FORWARD, "int8", "avx512_bf16")
+        for name, old, new in (
+            ("a_low_byte_is_unsigned", "upper = (x + 128) >> 8;", "upper = x >> 8;"),
+            ("low_bytes_of_queries_are_lost", "add_all(q.low(r0));", ""),
+            ("a_bias_is_that_of_the_first_row", "bias[l] = q.bias[r0 + l / kKeys];", "bias[l] = q.bias[r0];"),
+            ("a_key_keeps_its_sign", "load_bytes(key[n] + d, count) ^ static_cast<int32_t>(0x80808080)", "load_bytes(key[n] + d, count)"),
+            ("low_bytes_of_weights_are_lost", "(high[r][c] << 8) + low[r][c]", "high[r][c] << 8"),
+            ("a_unit_is_that_of_the_first_row", "w.unit[r0 + r] * sum", "w.unit[r0] * sum"),
+            ("columns_are_not_reordered", "from + d + 16 * i + 4 * n", "from + d + 16 * n + 4 * i"),
+            ("the_last_key_is_not_there", "row[n] = v.row(min_of(nk - 1, j + n));", "row[n] = v.row(min_of(max_of<int64_t>(0, nk - 2), j + n));"),
+            ("an_output_is_not_rescaled", "alpha[r] * load(to) + w.unit", "load(to) + w.unit"),
+        )
+    ),
     Mutant("an_e4m3_number_is_an_f16", "decode.h", "store(to + n, load(to + n) * kE4m3Unit);", ";", "decode_attention", FORWARD),
     Mutant("the_last_of_an_e4m3_row_have_no_sign", "../simd/convert.h", "(x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7", "(x.bits & 0x7f) << 7", "decode_attention", FORWARD),
     Mutant("a_sign_of_e4m3_is_in_the_exponent", "../simd/convert.h", "_mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16(~0x4000)))", "_mm256_cvtph_ps(half)", "decode_attention", FORWARD, isa="avx2"),
@@ -292,10 +307,12 @@ module = sys.modules["fastattn._cpu"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 from fastattn.testing import Target
 from fastattn.verify import PROOFS
-judge = PROOFS[sys.argv[2]]
-dtype = getattr(torch, sys.argv[3])
+judge, int8 = PROOFS[sys.argv[2]], sys.argv[3] == "int8"
+dtype = torch.bfloat16 if int8 else getattr(torch, sys.argv[3])
 target = Target("cpu", sys.argv[4])
 for case in judge.cases:
+    if int8 and case.quantised is not torch.int8:
+        continue
     if dtype in case.dtypes and not case.slow:
         verdict = judge(case, dtype, target)
         if verdict.severity >= 2:  # what is right has half a bound of its own

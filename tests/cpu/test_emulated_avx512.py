@@ -20,9 +20,10 @@ np = pytest.importorskip("numpy")
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FEATURES = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
 FLAGS = {
     "emulated": ["-march=x86-64-v3", "-DFASTATTN_EMULATED_AVX512=1"],
-    "real": ["-march=x86-64-v4", *(["-mavx512bf16"] if "avx512_bf16" in FEATURES else [])],
+    "real": ["-march=x86-64-v4", *(flag for name, flag in MORE.items() if name in FEATURES)],
 }
 NEEDED = {"emulated": "avx2", "real": "avx512bw"}
 
@@ -60,11 +61,11 @@ def shuffled(a: Any, b: Any, c: Any, m: int) -> Any:
     return np.where(bits(m, 64), moved, b).astype(U8)
 
 
-def unpacked(half: int) -> Callable[..., Any]:
-    def words(x: Any) -> Any:
-        return x.view(U16).reshape(4, 2, 4)[:, half]
+def unpacked(half: int, of: Any) -> Callable[..., Any]:
+    def elements(x: Any) -> Any:
+        return x.view(of).reshape(4, 2, -1)[:, half]
 
-    return lambda a, b, c, m: np.stack([words(a), words(b)], -1).ravel()
+    return lambda a, b, c, m: np.stack([elements(a), elements(b)], -1).ravel()
 
 
 def packed(of: Any) -> Any:
@@ -129,6 +130,7 @@ JUDGES: dict[str, Callable[..., Any]] = {
     "maskz_loadu_pd": chosen(F64),
     "maskz_loadu_epi16": chosen(U16),
     "256_maskz_loadu_epi16": lambda a, b, c, m: chosen(U16)(a[:32], b, c, m),
+    "maskz_loadu_epi8": chosen(U8),
     "128_maskz_loadu_epi8": lambda a, b, c, m: chosen(U8)(a[:16], b, c, m),
     "mask_storeu_ps": chosen(F32),
     "mask_storeu_pd": chosen(F64),
@@ -143,8 +145,10 @@ JUDGES: dict[str, Callable[..., Any]] = {
     "permutex2var_epi16": lambda a, b, c, m: np.r_[a.view(U16), b.view(U16)][c.view(U16) & 63],
     "permutexvar_epi16": lambda a, b, c, m: a.view(U16)[c.view(U16) & 31],
     "permutex2var_epi64": lambda a, b, c, m: np.r_[a.view(U64), b.view(U64)][c.view(U64) & U64(15)],
-    "unpacklo_epi16": unpacked(0),
-    "unpackhi_epi16": unpacked(1),
+    "unpacklo_epi8": unpacked(0, U8),
+    "unpackhi_epi8": unpacked(1, U8),
+    "unpacklo_epi16": unpacked(0, U16),
+    "unpackhi_epi16": unpacked(1, U16),
     "mask_shuffle_epi8": shuffled,
     "maskz_mov_ps": chosen(F32),
     "mask_blend_epi32": lambda a, b, c, m: np.where(bits(m, 16), b.view(U32), a.view(U32)),
@@ -175,6 +179,9 @@ JUDGES: dict[str, Callable[..., Any]] = {
     "roundscale_pd": lambda a, b, c, m: np.rint(a.view(F64)),
     "scalef_ps": scaled(F32),
     "scalef_pd": scaled(F64),
+    "dpbusd_epi32": lambda a, b, c, m: (
+        c.view(np.int32) + (a.astype(np.int32) * b.view(np.int8)).reshape(16, 4).sum(1, np.int32)
+    ),
     "dpbf16_ps": pair_products,
     "cvtne2ps_pbh": lambda a, b, c, m: np.r_[to_bf16(b.view(F32)), to_bf16(a.view(F32))],
 }

@@ -46,6 +46,7 @@ const Instruction kInstructions[] = {
     FASTATTN_RESULT("maskz_loadu_pd", _mm512_maskz_loadu_pd(x.m8(), x.a)),
     FASTATTN_RESULT("maskz_loadu_epi16", _mm512_maskz_loadu_epi16(x.m32(), x.a)),
     FASTATTN_RESULT("256_maskz_loadu_epi16", _mm256_maskz_loadu_epi16(x.m16(), x.a)),
+    FASTATTN_RESULT("maskz_loadu_epi8", _mm512_maskz_loadu_epi8(x.mask, x.a)),
     FASTATTN_RESULT("128_maskz_loadu_epi8", _mm_maskz_loadu_epi8(x.m16(), x.a)),
     {"mask_storeu_ps", [](const Call& x) { _mm512_mask_storeu_ps(x.out, x.m16(), x.f(x.a)); }},
     {"mask_storeu_pd", [](const Call& x) { _mm512_mask_storeu_pd(x.out, x.m8(), x.d(x.a)); }},
@@ -63,6 +64,8 @@ const Instruction kInstructions[] = {
     FASTATTN_RESULT("permutex2var_epi16", _mm512_permutex2var_epi16(x.i(x.a), x.i(x.c), x.i(x.b))),
     FASTATTN_RESULT("permutexvar_epi16", _mm512_permutexvar_epi16(x.i(x.c), x.i(x.a))),
     FASTATTN_RESULT("permutex2var_epi64", _mm512_permutex2var_epi64(x.i(x.a), x.i(x.c), x.i(x.b))),
+    FASTATTN_RESULT("unpacklo_epi8", _mm512_unpacklo_epi8(x.i(x.a), x.i(x.b))),
+    FASTATTN_RESULT("unpackhi_epi8", _mm512_unpackhi_epi8(x.i(x.a), x.i(x.b))),
     FASTATTN_RESULT("unpacklo_epi16", _mm512_unpacklo_epi16(x.i(x.a), x.i(x.b))),
     FASTATTN_RESULT("unpackhi_epi16", _mm512_unpackhi_epi16(x.i(x.a), x.i(x.b))),
     FASTATTN_RESULT("mask_shuffle_epi8",
@@ -98,6 +101,9 @@ const Instruction kInstructions[] = {
     FASTATTN_RESULT("roundscale_pd", _mm512_roundscale_pd(x.d(x.a), kNearest)),
     FASTATTN_RESULT("scalef_ps", _mm512_scalef_ps(x.f(x.a), x.f(x.b))),
     FASTATTN_RESULT("scalef_pd", _mm512_scalef_pd(x.d(x.a), x.d(x.b))),
+#if FASTATTN_EMULATED_AVX512 || defined(__AVX512VNNI__)
+    FASTATTN_RESULT("dpbusd_epi32", _mm512_dpbusd_epi32(x.i(x.c), x.i(x.a), x.i(x.b))),
+#endif
 #if FASTATTN_AVX512_BF16
     FASTATTN_RESULT("dpbf16_ps",
                     _mm512_dpbf16_ps(x.f(x.c), from<__m512bh>(x.a), from<__m512bh>(x.b))),

@@ -9,11 +9,13 @@
 // dot products run at once and are summed over their lanes together. Outputs stay in registers for
 // a block.
 //
-// Quantised rows are widened in registers. Their scales multiply one score and one weight a row, not
-// its columns: q . (c k) = c (q . k), and p (c v) = (p c) v.
+// Quantised rows are widened in registers, or multiplied as integers (decode_integers.h). Their scales
+// multiply one score and one weight a row, not its columns: q . (c k) = c (q . k), and
+// p (c v) = (p c) v.
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
+#include "decode_integers.h"
 #include "mask.h"
 #include "scales.h"
 #include "softmax_state.h"
@@ -27,6 +29,7 @@ template <class P, class Cached = typename P::Storage>
 class Decode {
   typedef typename P::Storage Storage;
   static constexpr bool kScaled = !kSame<Cached, Storage>;
+  static constexpr bool kIntegers = kHasIntegers && kSame<Cached, Int8>;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
@@ -36,7 +39,7 @@ class Decode {
   static constexpr int kPerLane = kPaired ? 2 : 1;  // elements of a row in a lane
   static constexpr int64_t kMaxRows = 64;           // query rows per pass over the keys
   static constexpr int64_t kChunk = 512;            // keys per task
-  static constexpr int64_t kBlock = 64;             // keys whose scores are held at once
+  static constexpr int64_t kBlock = kDecodeBlock;
   // Bytes of a row up to which several rows are read at a time. With wider rows, the processor's
   // prefetcher no longer sees one stream: 0.7 to 0.9 of the speed from the last cache (Zen 4).
   static constexpr int64_t kNarrow = 128;
@@ -59,8 +62,10 @@ class Decode {
         rule(make_rule<T>(params)),
         group(params.Hq / params.Hkv),
         rows(params.Lq * group),
-        dim(round_up(params.D, W * kPerLane) / kPerWord),
-        dim_v(round_up(params.Dv, W * kPerLane)),
+        integers(kIntegers && params.sixteen_bits && rows >= kFewestIntegerRows &&
+                 params.D <= kWidestInteger && multiplies_bytes()),
+        dim(integers ? round_up(params.D, kBytes) : round_up(params.D, W * kPerLane) / kPerWord),
+        dim_v(round_up(params.Dv, integers ? kBytes : W * kPerLane)),
         chunks_((params.Lk + kChunk - 1) / kChunk) {}
 
   int64_t chunks() const { return chunks_; }
@@ -94,11 +99,13 @@ class Decode {
  private:
   const Sequence& p;
   const ScoreRule<T> rule;
-  const int64_t group, rows, dim, dim_v, chunks_;
+  const int64_t group, rows;
+  const bool integers;  // multiplies rows as integers
+  const int64_t dim, dim_v, chunks_;
 
   // A state is {o [rows][dim_v], m [rows], l [rows]}: the output, the maximum, and the sum of
   // exponentials. Of pairs, the first of two vectors of o holds the even columns. So does that of q
-  // where words are not pairs.
+  // where words are not pairs. Of integers, columns of o are in the order of join_values().
   struct Buffers {
     Word* q;      // [rows][dim], zero beyond D
     T* s;         // [rows][kBlock]
@@ -107,6 +114,9 @@ class Decode {
     T* v_scales;  // [kBlock]
     T* total;     // a state
     T* part;      // a state
+    IntegerQueries queries;
+    IntegerWeights weights;
+    int8_t* joined;  // [kBlock][dim or dim_v], see join_keys() and join_values()
   };
   Buffers scratch() const {
     Arena measure(nullptr);
@@ -116,13 +126,20 @@ class Decode {
   }
   Buffers buffers(Arena& a) const {
     Buffers buf;
-    buf.q = a.take<Word>(rows * dim);
+    buf.q = a.take<Word>(integers ? 0 : rows * dim);
     buf.s = a.take<T>(rows * kBlock);
     buf.alpha = a.take<T>(rows);
     buf.k_scales = a.take<T>(kScaled ? kBlock : 0);
     buf.v_scales = a.take<T>(kScaled ? kBlock : 0);
     buf.total = a.take<T>(rows * (dim_v + 2));
     buf.part = a.take<T>(rows * (dim_v + 2));
+    if constexpr (kIntegers) {
+      const int64_t count = integers ? rows : 0;
+      buf.queries = {a.take<int8_t>(2 * count * dim), a.take<float>(count), a.take<int32_t>(count),
+                     dim};
+      buf.weights = {a.take<uint8_t>(2 * count * kBlock), a.take<float>(count)};
+      buf.joined = a.take<int8_t>(integers ? kBlock * max_of(dim, dim_v) : 0);
+    }
     return buf;
   }
   T* maxima(T* state) const { return state + rows * dim_v; }
@@ -166,6 +183,12 @@ class Decode {
       const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
       const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] +
                          h * p.q.stride[1] + i * p.q.stride[2];
+      if constexpr (kIntegers) {
+        if (integers) {
+          pack_integers(q, buf, r);
+          continue;
+        }
+      }
       load_query(q, buf.q + r * dim);
     }
     const Range seen = visible_to_any(p, 0, p.Lq);
@@ -176,14 +199,14 @@ class Decode {
       for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock)
         if (!excluded_for_all(b, hk, j0, end_of(j0))) {
           const int64_t j1 = end_of(j0), ahead = kPrefetchesInOrder ? kBlock : 0;
-          const InOrder k{row_of(p.k, b, hk, j0), p.k.stride[2]},
+          const InOrder<Cached> k{row_of(p.k, b, hk, j0), p.k.stride[2]},
               v{row_of(p.v, b, hk, j0), p.v.stride[2]}, next{row_of(p.k, b, hk, j1), p.k.stride[2]};
-          attend<InOrder>(buf, {k, v, min_of(ahead, j1 - j0)},
+          attend<InOrder<Cached>>(buf, {k, v, min_of(ahead, j1 - j0)},
                           {v, next, min_of(ahead, end_key - j1)}, b, hk, j0, j1, state);
         }
       return;
     }
-    PageRows k, v, next;
+    PageRows<Cached> k, v, next;
     locate(p.k, hk, begin_key, end_of(begin_key), next);
     for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock) {
       const int64_t j1 = end_of(j0);
@@ -191,9 +214,16 @@ class Decode {
       locate(p.v, hk, j0, j1, v);
       locate(p.k, hk, j1, end_of(j1), next);
       if (excluded_for_all(b, hk, j0, j1)) continue;
-      attend<InPages>(buf, {{k.at}, {v.at}, v.count}, {{v.at}, {next.at}, next.count}, b, hk, j0,
+      attend<InPages<Cached>>(buf, {{k.at}, {v.at}, v.count}, {{v.at}, {next.at}, next.count}, b, hk, j0,
                       j1, state);
     }
+  }
+
+  void pack_integers(const float* q, const Buffers& buf, int64_t r) const {
+    if (p.q.stride[3] == 1) return buf.queries.pack(r, q, p.D);
+    float dense[kWidestInteger];
+    for (int64_t d = 0; d < p.D; ++d) dense[d] = q[d * p.q.stride[3]];
+    buf.queries.pack(r, dense, p.D);
   }
 
   void load_query(const Storage* q, Word* to) const {
@@ -253,49 +283,6 @@ class Decode {
     if (r < rows) f(Width<1>(), r);
   }
 
-  // The processor's prefetcher stops at the end of a 4 KiB page. So while row j is read, row j of those
-  // that are read next is prefetched into the L2 cache: 1.1 to 1.3 times the speed on Zen 3, 1.3 to 1.6
-  // on an Intel Xeon (Emerald Rapids, caches of more than L2), the same on Zen 4. Not measured on Arm.
-  static constexpr bool kPrefetchesInOrder = kRegisters == 16 || kVectorBytes == 64;
-
-  // The addresses of the rows of a block.
-  struct InOrder {
-    static constexpr bool kPrefetched = kPrefetchesInOrder;
-    const Cached* first;
-    int64_t stride;
-    FASTATTN_INLINE const Cached* row(int64_t j) const { return first + j * stride; }
-  };
-  struct InPages {
-    static constexpr bool kPrefetched = true;
-    const Cached* const* at;
-    FASTATTN_INLINE const Cached* row(int64_t j) const { return at[j]; }
-  };
-  // The rows of a block, and those that are read next.
-  template <class Rows>
-  struct Stream {
-    Rows now, next;
-    int64_t next_count, turns = 1, turn = 0;
-    FASTATTN_INLINE const Cached* row(int64_t j) const { return now.row(j); }
-    // Of row j, the lines of `bytes` bytes from element d on.
-    FASTATTN_INLINE void prefetch(int64_t j, int64_t d, int64_t bytes) const {
-      if (!Rows::kPrefetched || j >= next_count || (j & (turns - 1)) != turn) return;
-      const char* at = reinterpret_cast<const char*>(next.row(j) + d);
-      for (int64_t n = 0; n < bytes; n += 64) __builtin_prefetch(at + n, 0, 2);
-    }
-    // The passes over a block, `most` rows of the group each, take turns, so that reading is spread
-    // over their time.
-    FASTATTN_INLINE Stream in_pass(int64_t r, int64_t most, int64_t rows) const {
-      int64_t turns = 1;
-      while (2 * turns * most <= rows) turns *= 2;
-      const int64_t turn = r / most;
-      return {now, next, turn < turns ? next_count : 0, turns, turn};
-    }
-  };
-  struct PageRows {
-    const Cached* at[kBlock];
-    int64_t count = 0;
-  };
-
   const Cached* row_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j) const {
     return static_cast<const Cached*>(x.data) + b * x.stride[0] + hk * x.stride[1] +
            j * x.stride[2];
@@ -305,6 +292,12 @@ class Decode {
   void attend(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk, int64_t j0,
               int64_t j1, T* state) const {
     const bool narrow = max_of(p.D, p.Dv) * static_cast<int64_t>(sizeof(Cached)) <= kNarrow;
+    if constexpr (kIntegers) {
+      if (integers) {
+        attend_integers(buf, k, v, b, hk, j0, j1, state);
+        return;
+      }
+    }
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
       constexpr int R = decltype(width)::value;
       const Stream<Rows> keys = k.in_pass(r, 4, rows);
@@ -337,6 +330,32 @@ class Decode {
       add_values(Width<2>());
   }
 
+  template <class Rows>
+  void attend_integers(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk,
+                       int64_t j0, int64_t j1, T* state) const {
+    const int64_t nk = j1 - j0;
+    join_keys(k.now, nk, p.D, buf.joined);
+    by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
+      integer_products<decltype(width)::value>(buf.queries, r, buf.joined, nk, p.D,
+                                               k.in_pass(r, 4, rows), p.Dv, buf.s + r * kBlock);
+    });
+    scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
+    scales_of(p.v_scales, b, hk, j0, j1, buf.v_scales);
+    for (int64_t r = 0; r < rows; ++r) {
+      T* const s = buf.s + r * kBlock;
+      multiply_block(buf.k_scales, s);
+      softmax(buf, b, hk, r, j0, j1, state);
+      multiply_block(buf.v_scales, s);
+      buf.weights.pack(r, s);
+    }
+    join_values(v.now, nk, p.Dv, buf.joined);
+    by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
+      integer_values<decltype(width)::value>(buf.weights, r, buf.alpha + r, buf.joined, nk,
+                                             dim_v / W, v.in_pass(r, 4, rows), p.D,
+                                             state + r * dim_v);
+    });
+  }
+
   // The scales of rows [j0, j1), and 1 beyond, where rows are not visible.
   void scales_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j0, int64_t j1, float* to) const {
     read_scales(scale_rows(x, b, hk, p.pages, p.page_size), j0, j1, to);
@@ -352,7 +371,7 @@ class Decode {
 
   // The addresses of keys [j0, j1), page by page. Paging changes only addresses, so the bits are
   // the same.
-  void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, PageRows& rows) const {
+  void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, PageRows<Cached>& rows) const {
     rows.count = max_of<int64_t>(0, j1 - j0);
     const Cached* base = static_cast<const Cached*>(x.data) + hk * x.stride[1];
     for (int64_t j = j0; j < j1;) {
@@ -445,7 +464,7 @@ class Decode {
     Vec<T> top = load(s);
     FASTATTN_UNROLL for (int64_t x = W; x < kBlock; x += W) top = max_of(top, load(s + x));
     T &m = maxima(state)[r], &l = sums(state)[r];
-    const T block_max = max_lanes<T>(top);
+    const T block_max = largest_lane<T>(top);
     const T after = m > block_max ? m : block_max;
     const T reference = after == -kInf<T> ? T(0) : after;
     const T alpha = decay(m, reference);
@@ -564,6 +583,13 @@ class Decode {
       Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
                      i * p.out.stride[2];
       const T* o = state + r * dim_v;
+      alignas(kVectorBytes) T ordered[kIntegers ? round_up(kWidestCached, kBytes) : 1];
+      if constexpr (kIntegers) {
+        if (integers) {
+          reorder_columns(o, dim_v, ordered);
+          o = ordered;
+        }
+      }
       for (int64_t d = 0; d < p.Dv; d += kPerLane * W) {
         Vec<T> x[2] = {load(o + d) * inverse};
         if constexpr (kPaired) {

@@ -42,13 +42,6 @@ FASTATTN_INLINE int last_lanes(int64_t D) {
   return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
 }
 
-// Like max_lanes, but by halves, which has half the latency.
-template <class T>
-FASTATTN_INLINE T largest_lane(Vec<T> v) {
-  return over_lanes<T>(
-      v, [](Vec<T> a, Vec<T> b) __attribute__((always_inline)) { return max_of(a, b); })[0];
-}
-
 // Lane r is row(r) . x, a dot product of D elements; kVectors is their number of vectors, or 0 for
 // any number. Every dot product is the same tree of additions, wherever its row is stored. Chains
 // start from 0: of a sum of two products, the compiler may fuse either.

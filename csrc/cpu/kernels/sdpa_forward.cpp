@@ -396,6 +396,8 @@ struct NoForward {
 };
 }  // namespace
 
+bool multiplies_integers() { return multiplies_bytes(); }
+
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
   if (all.B == 0 || all.Hq == 0) return;

@@ -20,6 +20,7 @@ void local_attention_backward(const LocalParams&);
 void merge_states_forward(const MergeStatesParams&);
 void merge_states_backward(const MergeStatesParams&);
 AppendFault append_to_cache(const AppendParams&);
+bool multiplies_integers();
 }  // namespace FASTATTN_REST
 
 namespace FASTATTN_ISA {
@@ -56,6 +57,7 @@ constexpr KernelTable table = {
     merge_states_forward,
     merge_states_backward,
     append_to_cache,
+    multiplies_integers,
 };
 
 }  // namespace FASTATTN_ISA

@@ -92,6 +92,9 @@ FASTATTN_INLINE __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* p) 
 FASTATTN_INLINE __m256i _mm256_maskz_loadu_epi16(__mmask16 mask, const void* p) {
   return (__m256i)masked_load<lanes::U16Of256>(mask, static_cast<const uint16_t*>(p));
 }
+FASTATTN_INLINE __m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* p) {
+  return (__m512i)masked_load<lanes::U8>(mask, static_cast<const uint8_t*>(p));
+}
 FASTATTN_INLINE __m128i _mm_maskz_loadu_epi8(__mmask16 mask, const void* p) {
   typedef uint8_t V __attribute__((vector_size(16)));
   return (__m128i)masked_load<V>(mask, static_cast<const uint8_t*>(p));
@@ -147,19 +150,27 @@ FASTATTN_INLINE __m512i _mm512_permutex2var_epi64(__m512i a, __m512i index, __m5
   return (__m512i)lanes::each<lanes::U64>(
       [&](unsigned i) { return at[i] & 8 ? y[at[i] & 7] : x[at[i] & 7]; });
 }
-// Words 0 to 3, or 4 to 7, of every 128 bits of a and b, in turn.
-FASTATTN_INLINE __m512i unpacked_epi16(__m512i a, __m512i b, unsigned first) {
-  const lanes::U16 x = (lanes::U16)a, y = (lanes::U16)b;
-  return (__m512i)lanes::each<lanes::U16>([&](unsigned i) {
-    const unsigned from = i / 8 * 8 + first + i % 8 / 2;
+// The elements of the lower or the upper half of every 128 bits of a and b, in turn.
+template <class V>
+FASTATTN_INLINE __m512i unpacked(__m512i a, __m512i b, bool upper) {
+  constexpr unsigned kCount = 16 / sizeof(V{}[0]);
+  const V x = (V)a, y = (V)b;
+  return (__m512i)lanes::each<V>([&](unsigned i) {
+    const unsigned from = i / kCount * kCount + (upper ? kCount / 2 : 0) + i % kCount / 2;
     return i % 2 ? y[from] : x[from];
   });
 }
+FASTATTN_INLINE __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) {
+  return unpacked<lanes::U8>(a, b, false);
+}
+FASTATTN_INLINE __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
+  return unpacked<lanes::U8>(a, b, true);
+}
 FASTATTN_INLINE __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
-  return unpacked_epi16(a, b, 0);
+  return unpacked<lanes::U16>(a, b, false);
 }
 FASTATTN_INLINE __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
-  return unpacked_epi16(a, b, 4);
+  return unpacked<lanes::U16>(a, b, true);
 }
 FASTATTN_INLINE __m512i _mm512_mask_shuffle_epi8(__m512i other, __mmask64 mask, __m512i a,
                                                  __m512i index) {
@@ -224,6 +235,16 @@ FASTATTN_INLINE __m512i _mm512_srli_epi64(__m512i a, unsigned by) {
 }
 FASTATTN_INLINE __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
   return (__m512i)(((lanes::U64)a & 0xffffffffu) * ((lanes::U64)b & 0xffffffffu));
+}
+// Each sum of four products of a byte of a, unsigned, and of b, signed, is added to a lane of c.
+FASTATTN_INLINE __m512i _mm512_dpbusd_epi32(__m512i c, __m512i a, __m512i b) {
+  const lanes::U8 x = (lanes::U8)a, y = (lanes::U8)b;
+  return (__m512i)lanes::each<lanes::U32>([&](unsigned i) {
+    uint32_t sum = ((lanes::U32)c)[i];
+    for (unsigned n = 4 * i; n < 4 * i + 4; ++n)
+      sum += static_cast<uint32_t>(x[n] * static_cast<int8_t>(y[n]));
+    return sum;
+  });
 }
 FASTATTN_INLINE int _mm512_reduce_max_epi32(__m512i a) {
   const lanes::I32 x = (lanes::I32)a;

@@ -243,6 +243,13 @@ FASTATTN_INLINE T max_lanes(Vec<T> v) {
   return m;
 }
 
+// The same by halves, which has half the latency; lanes that are NaN may hide others.
+template <class T>
+FASTATTN_INLINE T largest_lane(Vec<T> v) {
+  return over_lanes<T>(
+      v, [](Vec<T> a, Vec<T> b) __attribute__((always_inline)) { return max_of(a, b); })[0];
+}
+
 template <class T>
 FASTATTN_INLINE Vec<T> iota() {
   Vec<T> v{};

@@ -21,7 +21,10 @@ Sizes = tuple[int, ...]  # or strides, of four dimensions
 # gathering them, and the most elements of a row.
 _MOST_ROWS = 32
 _MOST_STREAMED_ROWS = 64  # of a contiguous cache, see csrc/cpu/kernels/decode.h
-_MOST_QUANTISED_ROWS = 64  # before widening the rows and the kernel for many rows are faster
+# Of quantised caches, before widening the rows and the kernel for many rows are faster.
+_MOST_QUANTISED_ROWS = 64
+_MOST_INTEGER_ROWS = 512  # of int8, multiplied as integers
+_WIDEST_INTEGER = 512  # columns
 WIDEST = 576
 
 
@@ -46,12 +49,17 @@ def decode_attention(
     dtype = query.dtype
     scales: dict[str, Any] = {}
     if key_scales is not None and value_scales is not None:
-        query = query.to(torch.promote_types(dtype, torch.float32))
-        if _reads_in_place(query, key_cache, value_cache, _MOST_QUANTISED_ROWS):
+        wide = torch.promote_types(dtype, torch.float32)
+        most_rows = _MOST_INTEGER_ROWS if _integers(query, key_cache) else _MOST_QUANTISED_ROWS
+        if _reads_in_place(query, key_cache, value_cache, most_rows):
+            query = query.to(wide)
             named_scales = (("key_scales", key_scales), ("value_scales", value_scales))
             scales = {name: operand(x[..., None]) for name, x in named_scales}
             scales["float8"] = key_cache.dtype == torch.float8_e4m3fn
+            scales["sixteen_bits"] = dtype.itemsize == 2
         else:
+            # bfloat16 has the range of the scales; its kernels are faster than those of float32.
+            query = query if dtype == torch.bfloat16 else query.to(wide)
             where = (cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
             key_cache = _widened(key_cache, key_scales, "key_scales", query, *where)
             value_cache = _widened(value_cache, value_scales, "value_scales", query, *where)
@@ -202,6 +210,12 @@ def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor, biased: 
     return _reads_in_place(query, key_cache, value_cache, _MOST_ROWS)
 
 
+def _integers(query: Tensor, key_cache: Tensor) -> bool:
+    """Whether the kernel multiplies the rows of this cache as integers."""
+    sixteen_bits = key_cache.dtype == torch.int8 and query.dtype.itemsize == 2
+    return sixteen_bits and query.shape[3] <= _WIDEST_INTEGER and bool(_cpu.multiplies_integers())
+
+
 def _reads_in_place(query: Tensor, key_cache: Tensor, value_cache: Tensor, most_rows: int) -> bool:
     """Whether the kernel on vectors is the fastest for these rows, however they are stored."""
     (_, heads, queries, width), (_, kv_heads, _, value_width) = query.shape, value_cache.shape
@@ -242,9 +256,14 @@ def _of_one_position(
     return replace(options, window_left=-1, window_right=-1), begins
 
 
+def _longest(lengths: Tensor) -> int:
+    return max(0, int(lengths.max())) if lengths.numel() else 0
+
+
 def _pages(block_table: Tensor, lengths: Tensor, cache: Tensor) -> Tensor:
-    """The pages of each sequence, [B, P], with any page beyond its length."""
+    """The pages of each sequence, [B, P] of the longest one, with any page beyond its length."""
     used = -(-lengths // max(cache.shape[2], 1))
+    block_table = block_table[:, : _longest(used)]
     inside = torch.arange(block_table.shape[1]) < used[:, None]
     pages = torch.where(inside, block_table.long(), 0)
     _check_pages(pages, cache.shape[0])
@@ -266,7 +285,7 @@ def _widened(
     entries: Tensor | None,
     begins: Tensor | None,
 ) -> Tensor:
-    """The rows of each sequence of a quantised cache in query's dtype, [B, Hkv, M, D]."""
+    """The rows of the sequences of a quantised cache in query's dtype, [B, Hkv, longest, D]."""
     scales = scales[..., None]
     if block_table is not None:
         pages = _pages(block_table, lengths, cache)
@@ -274,9 +293,10 @@ def _widened(
     else:
         chosen = torch.arange(query.shape[0]) if entries is None else entries
         _check_entries(chosen, cache.shape[0])
-        cache, scales = cache[chosen], scales[chosen]
+        cache, scales = (x[:, :, : _longest(lengths)][chosen] for x in (cache, scales))
     check_scales({name: scales}, lengths, begins)
-    return cache.to(query.dtype).mul_(scales.to(query.dtype))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return cache.to(wide).mul_(scales.to(wide)).to(query.dtype)
 
 
 def _rows(block_table: Tensor) -> Tensor:
