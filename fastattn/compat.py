@@ -274,6 +274,12 @@ else:
             return thread.submit(call).result()
 
 
+# DLPack's table of functions that read tensors in C. 2.13 to 2.13; PyTorch has it under this name
+# since December 2025, and other versions were not checked. Without: None, and plain calls read
+# addresses, sizes and strides in Python.
+_exchange = _find("torch.Tensor.__dlpack_c_exchange_api__")
+exchange_interface: Any = None if _exchange is _ABSENT else _exchange
+
 # Whether memory may be shared with another tensor. ``_base``: 2.6 to 2.15. Without: it may be.
 _base_of = _attribute_or("torch.Tensor()._base", lambda x: x)
 

@@ -18,19 +18,24 @@ from torch import Tensor
 from fastattn import compat, dispatch
 from fastattn.eager import has_plain_memory, nothing_watches
 
-__all__ = ["BACKENDS", "differentiable", "is_open"]
+__all__ = ["BACKENDS", "calls_are_open", "differentiable", "is_open"]
 
 BACKENDS = ("", "cpu")  # with no backend forced, or the one that the fast path leads to
 
 
+def calls_are_open() -> bool:
+    """Whether no mode, transform, autocast or other backend has to see the calls made now."""
+    return nothing_watches() and dispatch.forced.get() in BACKENDS and not compat.any_autocast()
+
+
 def is_open(*tensors: Any) -> bool:
-    """Whether these are plain tensors of the CPU (or None), and no mode or transform is active.
+    """Whether these are plain tensors of the CPU (or None), and calls are open.
 
     A tensor without memory (sparse, an undefined zero gradient, wrapped by a transform that has
     ended), a lazy negation and autocast need the general path, which handles them or raises the
     error.
     """
-    if not nothing_watches() or dispatch.forced.get() not in BACKENDS or compat.any_autocast():
+    if not calls_are_open():
         return False
     try:
         for t in tensors:

@@ -11,6 +11,7 @@
 #include "mask_program.h"
 #include "memory.h"
 #include "sdpa_arguments.h"
+#include "tensors.h"
 
 namespace py = pybind11;
 
@@ -107,11 +108,93 @@ void attention_backward(int dtype, const py::object& may_reduce, int threads,
   of_sinks.write();
 }
 
+// -- calls without a mask or other options, whose tensors are read here ---------------------------
+
+// Reads the operands and the sizes; false if the general path has to see them.
+bool read_plain_call(py::handle query, py::handle key, py::handle value, AttentionParams& p) {
+  TensorRecord q, k, v;
+  if (!read_plain(query, &q) || !read_plain(key, &k) || !read_plain(value, &v)) return false;
+  p.dtype = dtype_of(q);
+  if (dtype_of(k) != p.dtype || dtype_of(v) != p.dtype) return false;
+  p.B = q.shape[0], p.Hq = q.shape[1], p.Lq = q.shape[2], p.D = q.shape[3];
+  p.Hkv = k.shape[1], p.Lk = k.shape[2], p.Dv = v.shape[3];
+  p.q = operand_of(q), p.k = operand_of(k), p.v = operand_of(v);
+  return k.shape[0] == p.B && v.shape[0] == p.B && v.shape[1] == p.Hkv && v.shape[2] == p.Lk &&
+         k.shape[3] == p.D;
+}
+
+// 0 if the general path has to see a call; else a number that is the same for calls of the same dtype and
+// columns, and odd if a tensor requires a gradient.
+int64_t plain_call(py::handle query, py::handle key, py::handle value, bool grouped) {
+  constexpr int64_t kWidest = 1 << 24;
+  AttentionParams p{};
+  if (!read_plain_call(query, key, value, p)) return 0;
+  if (p.B == 0 || p.Hq == 0 || p.Hkv == 0 || p.Lq == 0 || p.Lk == 0) return 0;
+  if (p.D == 0 || p.Dv == 0 || p.D > kWidest || p.Dv > kWidest) return 0;
+  if (p.Hq != p.Hkv && !(grouped && p.Hq % p.Hkv == 0)) return 0;
+  const bool wants = requires_grad(query) || requires_grad(key) || requires_grad(value);
+  return ((p.D * kWidest + p.Dv) * 8 + static_cast<int>(p.dtype)) * 2 + (wants ? 1 : 0);
+}
+
+void plain_options(AttentionParams& p, double scale, bool causal, int threads,
+                   const py::object& may_reduce) {
+  p.scale = scale;
+  if (causal) p.window_right = 0;
+  p.threads = threads;
+  p.reduced = reduces(p, may_reduce);
+}
+
+// (out, lse or None), new; None if the general path has to see the call.
+py::object plain_attention(py::handle query, py::handle key, py::handle value, double scale,
+                           bool causal, bool needs_lse, int threads,
+                           const py::object& may_reduce) {
+  AttentionParams p{};
+  if (!read_plain_call(query, key, value, p) || p.D != p.Dv) return py::none();
+  plain_options(p, scale, causal, threads, may_reduce);
+  const py::object out = new_like(query, &p.out);
+  if (!out) return py::none();
+  py::object lse = py::none();
+  if (needs_lse) lse = new_doubles(p.B, p.Hq, p.Lq, &p.lse);
+  {
+    py::gil_scoped_release release;
+    kernels(p.dtype).attention_forward(p);
+  }
+  return py::make_tuple(out, lse);
+}
+
+// The gradients of query, key and value, new; None if the general path has to see the call.
+py::object plain_attention_backward(py::handle grad_out, py::handle query, py::handle key,
+                                    py::handle value, py::handle out, py::handle lse, double scale,
+                                    bool causal, int threads, const py::object& may_reduce) {
+  AttentionParams p{};
+  TensorRecord of_out, of_grad;
+  if (!read_plain_call(query, key, value, p) || !read_plain(out, &of_out) ||
+      !read_plain(grad_out, &of_grad) || dtype_of(of_grad) != p.dtype)
+    return py::none();
+  const int64_t sizes[4] = {p.B, p.Hq, p.Lq, p.Dv};
+  if (!std::equal(sizes, sizes + 4, of_out.shape) || !std::equal(sizes, sizes + 4, of_grad.shape))
+    return py::none();
+  if (!read_doubles(lse, p.B, p.Hq, p.Lq, &p.lse)) return py::none();
+  p.out = operand_of(of_out), p.grad_out = operand_of(of_grad);
+  plain_options(p, scale, causal, threads, may_reduce);
+  const py::object grad_query = new_like(query, &p.grad_q), grad_key = new_like(key, &p.grad_k),
+                   grad_value = new_like(value, &p.grad_v);
+  if (!grad_query || !grad_key || !grad_value) return py::none();
+  {
+    py::gil_scoped_release release;
+    kernels(p.dtype).attention_backward(p);
+  }
+  return py::make_tuple(grad_query, grad_key, grad_value);
+}
+
 }  // namespace
 
 void bind_sdpa(py::module_& m) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
+  m.def("plain_call", &plain_call);
+  m.def("plain_attention", &plain_attention);
+  m.def("plain_attention_backward", &plain_attention_backward);
 }
 
 }  // namespace fastattn

@@ -12,12 +12,12 @@ from fastattn.autograd.sdpa import attention, attention_backward, default_scale
 from fastattn.backends._alloc import unexpanded
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.checks import DTYPES
-from fastattn.fast_path import differentiable, is_open
+from fastattn.fast_path import calls_are_open, differentiable, is_open
 
-# (dtype, D, Dv) -> the name of the native backend, its module, the module preferred over it (or
+# (dtype, D, Dv), or a number from plain_call() that stands for them -> the name of the native backend, its module, the module preferred over it (or
 # None), and the number of queries from which that module is preferred. For these calls nothing else
 # affects whether a native backend can run; the preferred module is asked on each call.
-_native: dict[tuple[torch.dtype, int, int], tuple[str, Any, Any, int]] = {}
+_native: dict[tuple[torch.dtype, int, int] | int, tuple[str, Any, Any, int]] = {}
 evidence.on_change(_native.clear)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -43,8 +43,14 @@ def attend_plainly(
         (is_causal is not True and is_causal is not False)
         or (enable_gqa is not True and enable_gqa is not False)
         or (scale is not None and type(scale) is not float)
-        or not is_open(query, key, value, attn_mask)
     ):
+        return None
+    if attn_mask is None and sinks is None and mask is None:
+        if not calls_are_open():
+            return None
+        if call := _read_call(query, key, value, enable_gqa):
+            return _attend_as_read(call, query, key, value, is_causal, scale)
+    if not is_open(query, key, value, attn_mask):
         return None
     try:
         batch, heads, q_len, width = query.shape
@@ -123,6 +129,30 @@ def attend_plainly(
     return module.plain_attention(query, key, value, attn_mask, scale, is_causal, False, sinks)[0]
 
 
+def _attend_as_read(
+    call: int, query: Any, key: Any, value: Any, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """The rest of a call without a mask, whose tensors were checked by ``_read_call``."""
+    wants = call & 1 and torch.is_grad_enabled()
+    native = _native.get(call | 1) or _find_native(query, key, value, call | 1)
+    if native is None:
+        return None
+    backend, module, first, least = native
+    if scale is None:
+        scale = default_scale(query.shape[3])
+    if (
+        first is not None
+        and query.shape[2] >= least
+        and not dispatch.forced.get()
+        and first.serves_plainly(query, key, value, None, scale, is_causal)
+    ):
+        backend, module = "torch", first
+    if wants:
+        return _attend(query, key, value, None, scale, is_causal, backend, module)
+    out: Tensor = module.plain_attention(query, key, value, None, scale, is_causal, False)[0]
+    return out
+
+
 def _is_constant_mask(mask: Tensor, dtype: torch.dtype) -> bool:
     return (
         not mask.requires_grad
@@ -158,7 +188,15 @@ def _resume(
 _attend = differentiable("plain_attention", 0, _resume)
 
 
-def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
+def _read_call(query: Any, key: Any, value: Any, grouped: bool) -> int:
+    """plain_call() of the first backend, 0 without one; replaces itself."""
+    global _read_call
+    backend, *_ = dispatch.PRIORITY["cpu"]
+    _read_call = getattr(dispatch.load(backend), "plain_call", lambda *_: 0)
+    return _read_call(query, key, value, grouped)
+
+
+def _find_native(query: Tensor, key: Tensor, value: Tensor, number: int = 0) -> Any:
     if query.dtype not in DTYPES:
         return None
     name = attention.name
@@ -173,5 +211,5 @@ def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
     if not hasattr(module, "plain_attention") or attention.reasons(backend, call):
         return None
     native = backend, module, first, least
-    _native[query.dtype, query.shape[3], value.shape[3]] = native
+    _native[number or (query.dtype, query.shape[3], value.shape[3])] = native
     return native

@@ -42,6 +42,7 @@ from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.cpu.sdpa import (
     plain_attention,
     plain_attention_backward,
+    plain_call,
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "plain_additive_backward",
     "plain_attention",
     "plain_attention_backward",
+    "plain_call",
     "plain_hops",
     "plain_hops_backward",
     "plain_retrieval",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _cpu
+from fastattn import _cpu, compat
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import (
     address,
@@ -23,6 +23,8 @@ from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
+# Whether plain calls pass tensors rather than their addresses, sizes and strides.
+READS_TENSORS: bool = _cpu.use_exchange(compat.exchange_interface, torch)
 _OF_SINKS = 8  # their place in `wants`, after the eight arguments that all fast paths have
 
 
@@ -108,6 +110,13 @@ def plain_attention(
 
     At 16 rows of 64 in 8 heads this saves 4 of 17 us, and leaving out lse, 2.
     """
+    if READS_TENSORS and mask is None and sinks is None and program is None:
+        threads = torch.get_num_threads()
+        results: tuple[Tensor, Tensor | None] | None = _cpu.plain_attention(
+            query, key, value, scale, causal, needs_lse, threads, allows_bf16_parts
+        )
+        if results is not None:
+            return results
     batch, heads, queries, width = query.shape
     _, kv_heads, keys, value_width = value.shape
     out = empty_output(query, value_width)
@@ -132,6 +141,16 @@ def plain_attention(
     return out, lse
 
 
+def plain_call(query: Any, key: Any, value: Any, grouped: bool) -> int:
+    """Return a number that is the same for calls of one dtype and width, or 0: look at the tensors.
+
+    It is odd if a tensor requires a gradient. Not 0: exact tensors of the CPU with an address, [B, H,
+    L, D] of one dtype, no dimension empty, whose sizes agree.
+    """
+    call: int = _cpu.plain_call(query, key, value, grouped) if READS_TENSORS else 0
+    return call
+
+
 def plain_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -147,6 +166,13 @@ def plain_attention_backward(
     program: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of :func:`plain_attention`, that of sinks if wanted; none is empty."""
+    if READS_TENSORS and mask is None and sinks is None and program is None:
+        threads = torch.get_num_threads()
+        grads: tuple[Tensor, ...] | None = _cpu.plain_attention_backward(
+            grad_out, query, key, value, out, lse, scale, causal, threads, allows_bf16_parts
+        )
+        if grads is not None:
+            return grads
     batch, heads, queries, width = query.shape
     _, kv_heads, keys, value_width = value.shape
     grad_query = empty_output(query, width)

@@ -1,0 +1,185 @@
+"""Plain calls whose tensors the native core reads itself, by DLPack's exchange interface."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import compat
+from fastattn.backends.cpu import sdpa
+
+attention = fastattn.scaled_dot_product_attention
+pytestmark = pytest.mark.skipif(
+    compat.exchange_interface is None, reason="this PyTorch has no such interface"
+)
+
+
+def heads(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return [torch.randn(sizes, generator=generator).to(dtype) for _ in range(3)]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "blhd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sliced": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every_second": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+    "expanded": lambda x: x[:, :1].expand_as(x),
+    "reversed": lambda x: x.flip(0),
+}
+
+
+def with_gradients(layout: str, causal: bool, tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = attention(*map(LAYOUTS[layout], leaves), is_causal=causal)
+    grad_out = LAYOUTS[layout](torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
+    return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_they_have_the_bits_of_tensors_read_in_python(
+    dtype: torch.dtype, layout: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = heads(2, 4, 17, 16, dtype=dtype)
+    with fastattn.use_backend("cpu"):
+        read = with_gradients(layout, causal, tensors)
+        plain = attention(*map(LAYOUTS[layout], tensors), is_causal=causal)
+        monkeypatch.setattr(sdpa, "READS_TENSORS", False)
+        expected = with_gradients(layout, causal, tensors)
+    for got, want in zip([*read, plain], [*expected, expected[0]], strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
+
+
+def test_a_number_stands_for_a_dtype_and_widths(native: ModuleType) -> None:
+    q, k, v = heads(1, 4, 16, 16)
+    number = native.plain_call(q, k, v, False)
+    assert number % 2 == 0
+    assert number == native.plain_call(*heads(3, 2, 5, 16), False)
+    assert native.plain_call(q, k.clone().requires_grad_(), v, False) == number + 1
+    others = [
+        native.plain_call(q.double(), k.double(), v.double(), False),
+        native.plain_call(q, k, v[..., :8], False),
+        native.plain_call(q[..., :8], k[..., :8], v, False),
+        native.plain_call(q.bfloat16(), k.bfloat16(), v.bfloat16(), False),
+        native.plain_call(q.half(), k.half(), v.half(), False),
+    ]
+    assert all(others)
+    assert len({number, *others}) == 1 + len(others)
+
+
+class _Own(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda q: q[0], id="dimensions"),
+        pytest.param(lambda q: q.double(), id="dtype"),
+        pytest.param(lambda q: q.int(), id="integers"),
+        pytest.param(lambda q: q.to(torch.complex64), id="complex"),
+        pytest.param(lambda q: q[:, :3], id="heads"),
+        pytest.param(lambda q: torch.cat([q, q]), id="batch"),
+        pytest.param(lambda q: q[:, :, :0], id="no-queries"),
+        pytest.param(lambda q: q.to("meta"), id="device"),
+        pytest.param(lambda q: q.to_sparse(), id="sparse"),
+        pytest.param(lambda q: q.as_subclass(_Own), id="subclass"),
+        pytest.param(torch.nn.Parameter, id="parameter"),
+        pytest.param(lambda q: torch.complex(q, q).conj().imag, id="lazy-negation"),
+        pytest.param(lambda q: torch._efficientzerotensor(q.shape), id="without-memory"),
+        pytest.param(lambda q: None, id="none"),
+        pytest.param(lambda q: q.tolist(), id="list"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_general_path_sees_others(
+    place: int, wrong: Callable[[Tensor], Any], native: ModuleType
+) -> None:
+    tensors: list[Any] = list(heads(1, 4, 16, 16))
+    tensors[place] = wrong(tensors[place])
+    assert native.plain_call(*tensors, False) == 0
+
+
+def test_queries_and_keys_have_one_width(native: ModuleType) -> None:
+    q, k, v = heads(1, 4, 16, 16)
+    assert native.plain_call(q[..., :8], k, v, False) == 0
+    assert native.plain_call(q, k[..., :8], v, False) == 0
+
+
+def test_heads_share_a_key_head_only_if_asked(native: ModuleType) -> None:
+    (q, *_), (_, k, v) = heads(1, 4, 16, 16), heads(1, 2, 16, 16)
+    assert native.plain_call(q, k, v, False) == 0
+    assert native.plain_call(q, k, v, True) == native.plain_call(q, q, q, False)
+    assert native.plain_call(q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], True) == 0
+
+
+def test_only_saved_tensors_that_fit_are_used(native: ModuleType) -> None:
+    q, k, v = heads(1, 4, 16, 16)
+    out, lse = native.plain_attention(q, k, v, 0.25, False, True, 1, None)
+    assert lse.dtype is torch.float64
+    torch.testing.assert_close(lse.float(), (q @ k.mT * 0.25).logsumexp(-1))
+
+    def gradients(grad_out: Any = out, out: Any = out, lse: Any = lse) -> Any:
+        return native.plain_attention_backward(grad_out, q, k, v, out, lse, 0.25, False, 1, None)
+
+    assert len(gradients()) == 3
+    assert gradients(grad_out=out[:, :, :15]) is None
+    assert gradients(out=out[:, :3]) is None
+    assert gradients(lse=lse[:, :, :15]) is None
+    assert gradients(lse=lse.float()) is None
+    assert gradients(lse=lse.mT) is None
+    assert gradients(lse=None) is None
+
+
+# -- the interface ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exchange(native: ModuleType) -> Iterator[Callable[[Any], bool]]:
+    yield lambda interface: native.use_exchange(interface, torch)
+    assert native.use_exchange(compat.exchange_interface, torch)
+
+
+def capsule(name: bytes, *words: int) -> Any:
+    table = (ctypes.c_uint64 * 8)(*words)
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    made = make(ctypes.addressof(table), name, None)
+    capsule.kept = table, name  # type: ignore[attr-defined]
+    return made
+
+
+def test_without_an_interface_no_tensor_is_read(
+    exchange: Callable[[Any], bool], native: ModuleType
+) -> None:
+    tensors = heads(1, 4, 16, 16)
+    expected = attention(*tensors)
+    assert not exchange(None)
+    assert native.plain_call(*tensors, False) == 0
+    assert native.plain_attention(*tensors, 0.25, False, False, 1, None) is None
+    assert torch.equal(attention(*tensors), expected)
+
+
+def test_an_interface_of_another_version_is_not_used(
+    exchange: Callable[[Any], bool], native: ModuleType
+) -> None:
+    for words in ((2, 0, 1, 1, 1, 1), (1, 0, 1, 1, 1, 0)):  # the next major version; no reader
+        assert not exchange(capsule(b"dlpack_exchange_api", *words))
+        assert native.plain_call(*heads(1, 4, 16, 16), False) == 0
+
+
+def test_a_capsule_of_another_name_is_refused(exchange: Callable[[Any], bool]) -> None:
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
+        exchange(capsule(b"another", 1, 0, 1, 1, 1, 1))
