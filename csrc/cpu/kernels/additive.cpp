@@ -39,15 +39,22 @@ class Forward : AdditiveRows<P> {
   void run() {
     const int64_t blocks = (p.Lq + kQueries - 1) / kQueries, tasks = p.B * blocks;
     const int team = team_size(p.threads, tasks, 20.0 * p.B * p.Lq * p.Lk * (p.D + p.Dv));
-#pragma omp parallel num_threads(team) if (team > 1)
+    const auto run_task = [&](Buffers& f, int64_t t) __attribute__((noinline)) {
+      const int64_t i0 = t % blocks * kQueries;
+      forward_block(f, {t / blocks, i0, min_of(p.Lq, i0 + kQueries)});
+    };
+    if (team == 1) {  // without OpenMP, which a small call would notice
+      Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
+      prepare_vectors(f);
+      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
+      return;
+    }
+#pragma omp parallel num_threads(team)
     {
       Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
       prepare_vectors(f);
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t t = 0; t < tasks; ++t) {
-        const int64_t i0 = t % blocks * kQueries;
-        forward_block(f, {t / blocks, i0, min_of(p.Lq, i0 + kQueries)});
-      }
+      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
     }
   }
 
@@ -126,15 +133,25 @@ class Backward : AdditiveRows<P> {
     const int64_t tasks = p.B * x.chunks;
     const int team = team_size(p.threads, max_of(tasks, p.B * p.Lk / kKeys),
                                40.0 * p.B * p.Lq * p.Lk * (p.D + p.Dv));
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
+    const int64_t keys = x.direct ? 0 : p.B * p.Lk;
+    const auto run_task = [&](Buffers& f, int64_t t) __attribute__((noinline)) {
+      chunk(f, t / x.chunks, t % x.chunks);
+    };
+    if (team == 1) {  // without OpenMP, which a small call would notice
       Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
       prepare_vectors(f);
+      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
+      for (int64_t row = 0; row < keys; ++row) finish_key(row / p.Lk, row % p.Lk);
+    } else {
+#pragma omp parallel num_threads(team)
+      {
+        Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
+        prepare_vectors(f);
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t t = 0; t < tasks; ++t) chunk(f, t / x.chunks, t % x.chunks);
+        for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < (x.direct ? 0 : p.B * p.Lk); ++row)
-        finish_key(row / p.Lk, row % p.Lk);
+        for (int64_t row = 0; row < keys; ++row) finish_key(row / p.Lk, row % p.Lk);
+      }
     }
     finish_vectors();
     if (p.grad_mask.data != nullptr) sum_grad_mask();

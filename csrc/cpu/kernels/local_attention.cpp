@@ -86,12 +86,19 @@ class LocalAttention {
     Arena size(nullptr);
     Buffers(*this, size);
     const int team = team_size(p.threads, tasks, work);
-#pragma omp parallel num_threads(team) if (team > 1)
+    const auto run_task = [&](const Buffers& f, int64_t t) __attribute__((noinline)) { task(f, t); };
+    if (team == 1) {  // without OpenMP, which a small call would notice
+      Arena arena(thread_scratch(size.used()));
+      const Buffers f(*this, arena);
+      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
+      return;
+    }
+#pragma omp parallel num_threads(team)
     {
       Arena arena(thread_scratch(size.used()));
       const Buffers f(*this, arena);
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < tasks; ++t) task(f, t);
+      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
     }
   }
 

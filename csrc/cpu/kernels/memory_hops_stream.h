@@ -92,7 +92,18 @@ class StreamHops : HopSteps<S> {
       return;
     }
     const int team = team_size(p.threads, groups, flops);
-#pragma omp parallel num_threads(team) if (team > 1)
+    const auto run_group = [&](const Scratch& f, int64_t group) __attribute__((noinline)) {
+      of_group(f, group, [&](auto of_chunk) {
+        for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
+      });
+    };
+    if (team == 1) {  // without OpenMP, which a small call would notice
+      Arena arena(thread_scratch(size.used()));
+      const Scratch f = allocate(arena);
+      for (int64_t group = 0; group < groups; ++group) run_group(f, group);
+      return;
+    }
+#pragma omp parallel num_threads(team)
     {
       Arena arena(thread_scratch(size.used()));
       const Scratch f = allocate(arena);
@@ -100,10 +111,7 @@ class StreamHops : HopSteps<S> {
       // reuse the same allocation and are then still in that thread's cache. At bAbI's size this
       // saves a third of the time.
 #pragma omp for schedule(static)
-      for (int64_t group = 0; group < groups; ++group)
-        of_group(f, group, [&](auto of_chunk) {
-          for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
-        });
+      for (int64_t group = 0; group < groups; ++group) run_group(f, group);
     }
   }
 

@@ -180,24 +180,33 @@ class Backward {
     const Tasks tasks(count, [&](int64_t n) { return plan(n).tasks; });
     const Tasks sums(count, [&](int64_t n) { return plan(n).sums; });
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-#pragma omp parallel num_threads(team) if (team > 1)
-    for (int64_t m = 0; m < rounds; ++m) {
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t t = 0; t < tasks.total(); ++t) {
-        const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
-        const Sequence s = sequences_.at(n);
-        const Unit unit(s);
-        if (splits(s))
-          one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
-        else
-          all_chunks(s, unit, own, prepared(rows, n));
+    const auto run_task = [&](int64_t t, int64_t m) __attribute__((noinline)) {
+      const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
+      const Sequence s = sequences_.at(n);
+      const Unit unit(s);
+      if (splits(s))
+        one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
+      else
+        all_chunks(s, unit, own, prepared(rows, n));
+    };
+    const auto sum = [&](int64_t t, int64_t m) __attribute__((noinline)) {
+      const int64_t n = sums.sequence_of(t);
+      const Sequence s = sequences_.at(n);
+      sum_chunks(s, Unit(s), t - sums.before(n), m, partial + parts.before(n));
+    };
+    if (team == 1) {  // without OpenMP, which a small call would notice
+      for (int64_t m = 0; m < rounds; ++m) {
+        for (int64_t t = 0; t < tasks.total(); ++t) run_task(t, m);
+        for (int64_t t = 0; t < sums.total(); ++t) sum(t, m);
       }
-      if (sums.total() == 0) continue;
+    } else {
+#pragma omp parallel num_threads(team)
+      for (int64_t m = 0; m < rounds; ++m) {
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t t = 0; t < sums.total(); ++t) {
-        const int64_t n = sums.sequence_of(t);
-        const Sequence s = sequences_.at(n);
-        sum_chunks(s, Unit(s), t - sums.before(n), m, partial + parts.before(n));
+        for (int64_t t = 0; t < tasks.total(); ++t) run_task(t, m);
+        if (sums.total() == 0) continue;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t t = 0; t < sums.total(); ++t) sum(t, m);
       }
     }
     __builtin_free(allocated);
@@ -266,12 +275,17 @@ class Backward {
       return empty(s) ? 0 : of(s, n).tasks();
     });
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-#pragma omp parallel for num_threads(team) schedule(dynamic, 16) if (team > 1)
-    for (int64_t t = 0; t < tasks.total(); ++t) {
+    const auto run_task = [&](int64_t t) __attribute__((noinline)) {
       const int64_t n = tasks.sequence_of(t);
       const Sequence s = sequences_.at(n);
       of(s, n).run(t - tasks.before(n));
+    };
+    if (team == 1) {
+      for (int64_t t = 0; t < tasks.total(); ++t) run_task(t);
+      return;
     }
+#pragma omp parallel for num_threads(team) schedule(dynamic, 16)
+    for (int64_t t = 0; t < tasks.total(); ++t) run_task(t);
   }
 
   static void one_chunk(const Sequence& s, const Unit& unit, int64_t t, int64_t m,

@@ -45,29 +45,33 @@ class Schedule {
     const bool causal = sequences_.all().window_right >= 0;
     const int64_t blocks = count > 1 || causal ? 1 : of_first.neighbours;
     const int64_t chunk = max_of<int64_t>(1, min_of(blocks, tasks.total() / (team * 4)));
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
+    const auto run_task = [&](int64_t t) __attribute__((noinline)) {
+      if (count == 1 && !of_first.decoded) return whole.run(t);
+      const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
+      const Sequence s = sequences_.at(n);
+      if (!D::serves(s))
+        F(s).run(own);
+      else if (splits(s))
+        D(s).run_chunk(own, partial + states.before(n));
+      else
+        D(s).run_head(own);
+    };
+    const auto merge = [&](int64_t t) __attribute__((noinline)) {
+      const int64_t n = merges.sequence_of(t);
+      const Sequence s = sequences_.at(n);
+      D(s).merge_head(t - merges.before(n), partial + states.before(n));
+    };
+    if (team == 1) {  // without OpenMP, which a small call would notice
+      for (int64_t t = 0; t < tasks.total(); ++t) run_task(t);
+      for (int64_t t = 0; t < merges.total(); ++t) merge(t);
+    } else {
+#pragma omp parallel num_threads(team)
+      {
 #pragma omp for schedule(dynamic, chunk)
-      for (int64_t t = 0; t < tasks.total(); ++t) {
-        if (count == 1 && !of_first.decoded) {
-          whole.run(t);
-          continue;
-        }
-        const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
-        const Sequence s = sequences_.at(n);
-        if (!D::serves(s))
-          F(s).run(own);
-        else if (splits(s))
-          D(s).run_chunk(own, partial + states.before(n));
-        else
-          D(s).run_head(own);
-      }
-      if (merges.total() > 0) {
+        for (int64_t t = 0; t < tasks.total(); ++t) run_task(t);
+        if (merges.total() > 0) {
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < merges.total(); ++t) {
-          const int64_t n = merges.sequence_of(t);
-          const Sequence s = sequences_.at(n);
-          D(s).merge_head(t - merges.before(n), partial + states.before(n));
+          for (int64_t t = 0; t < merges.total(); ++t) merge(t);
         }
       }
     }

@@ -293,11 +293,16 @@ void run(const SinusoidalParams& p) {
   const int64_t batch = p.B * p.H, tasks = plan.blocks * plan.groups;
   const double flops = kFlopsPerElement * static_cast<double>(batch * p.L * p.D);
   const int team = team_size(p.threads, tasks, flops);
-#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
-  for (int64_t task = 0; task < tasks; ++task) {
+  const auto run_task = [&](int64_t task) __attribute__((noinline)) {
     const int64_t block = task / plan.groups, group = task % plan.groups;
     run_block<T, S>(p, plan, block, batch * group / plan.groups, batch * (group + 1) / plan.groups);
+  };
+  if (team == 1) {  // without OpenMP, which a small call would notice
+    for (int64_t task = 0; task < tasks; ++task) run_task(task);
+    return;
   }
+#pragma omp parallel for schedule(static) num_threads(team)
+  for (int64_t task = 0; task < tasks; ++task) run_task(task);
 }
 
 }  // namespace
