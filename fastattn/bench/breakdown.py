@@ -9,7 +9,8 @@ that bound it. The stopwatch replaces them for this sample alone; no other sampl
     ... adapter       the functions of the backend within that pass: tensors to addresses
     allocation        the results that Python allocates
     native            the functions of the native core
-    arguments         the same for a batch of 0: only their arguments are read
+    arguments         the same for a batch of 0: only their arguments are read, and the results
+                      allocated that the core allocates itself
     one thread        the same on one thread
     floor             an `autograd.Function` that does nothing, of as many tensors
     torch             the same pass in PyTorch
@@ -99,7 +100,7 @@ BUDGET = {
     "engine": "the engine of autograd",
     "adapter": "adapter",
     "allocation": "allocation",
-    "arguments": "reading the arguments",
+    "arguments": "reading the arguments, and results that the core allocates",
     "threads": "entering threads, less what they save",
     "kernel": "kernel",
 }
@@ -259,7 +260,8 @@ class _Samples:
             for _ in range(count):
                 call()
             total = time.perf_counter() - start
-        return (total if watch is None else watch.seconds) / count
+        # Where no function of a part is called, a nanosecond: rates divide by it.
+        return max(1e-9, (total if watch is None else watch.seconds) / count)
 
 
 @contextlib.contextmanager
@@ -302,8 +304,10 @@ def _own_seconds() -> float:
 
 
 def _emptied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a native function with a batch of 0: the first of its sizes."""
+    """The arguments of a native function with a batch of 0: the first of its sizes, or of tensors."""
     place = next((n for n, x in enumerate(args) if isinstance(x, tuple)), len(args))
+    if place == len(args):
+        return tuple(x[:0] if isinstance(x, Tensor) else x for x in args)
     return *args[:place], *((0, *x[1:]) for x in args[place : place + 1]), *args[place + 1 :]
 
 
