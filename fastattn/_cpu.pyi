@@ -3,7 +3,10 @@
 # read by name; a name that is missing is a TypeError, and so is a value of another type. Only the
 # operands that an attention call need not have may be missing.
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from fastattn.backends import primitives
 
@@ -70,6 +73,34 @@ def attention_backward(
     gradients: Operands | tuple[int | Ints, ...],
     /,
 ) -> None: ...
+
+# Calls without a mask or other options, whose tensors the core reads itself: csrc/cpu/tensors.h.
+def use_exchange(interface: Any, torch: ModuleType) -> bool: ...
+def plain_call(query: Any, key: Any, value: Any, grouped: bool, /) -> int: ...
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: bool,
+    needs_lse: bool,
+    threads: int,
+    may_reduce: Callable[[], bool],
+    /,
+) -> tuple[Tensor, Tensor | None] | None: ...
+def plain_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    threads: int,
+    may_reduce: Callable[[], bool],
+    /,
+) -> tuple[Tensor, Tensor, Tensor] | None: ...
 def varlen_attention(
     dtype: int,
     may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits
@@ -113,6 +144,7 @@ def decode_attention(
 def decodes_on_tiles(
     dtype: int, heads: int, kv_heads: int, queries: int, masked_or_biased: bool, /
 ) -> bool: ...
+def multiplies_integers() -> bool: ...  # whether decoding multiplies int8 rows as integers
 def append_to_cache(
     dtype: int,
     threads: int,

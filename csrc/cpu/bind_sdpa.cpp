@@ -146,8 +146,7 @@ void plain_options(AttentionParams& p, double scale, bool causal, int threads,
 
 // (out, lse or None), new; None if the general path has to see the call.
 py::object plain_attention(py::handle query, py::handle key, py::handle value, double scale,
-                           bool causal, bool needs_lse, int threads,
-                           const py::object& may_reduce) {
+                           bool causal, bool needs_lse, int threads, const py::object& may_reduce) {
   AttentionParams p{};
   if (!read_plain_call(query, key, value, p) || p.D != p.Dv) return py::none();
   plain_options(p, scale, causal, threads, may_reduce);

@@ -20,7 +20,7 @@ struct Exchange {
   int (*read)(void* tensor, TensorRecord* to);
 };
 
-constexpr int kCpu = 1;                              // DLPack's number of the device
+constexpr int kCpu = 1;                    // DLPack's number of the device
 constexpr uint8_t kFloat = 2, kBrain = 4;  // and of types
 
 // They live as long as the process: a module that Python unloads must not release them.
@@ -56,8 +56,8 @@ bool use_exchange(const py::object& interface, const py::module_& torch) {
   constexpr uint32_t kMajor = 1;
   found.exchange = nullptr;
   if (interface.is_none()) return false;
-  const auto* exchange = static_cast<const Exchange*>(
-      PyCapsule_GetPointer(interface.ptr(), "dlpack_exchange_api"));
+  const auto* exchange =
+      static_cast<const Exchange*>(PyCapsule_GetPointer(interface.ptr(), "dlpack_exchange_api"));
   if (exchange == nullptr) throw py::error_already_set();
   if (exchange->major != kMajor || exchange->read == nullptr) return false;
   found.tensor = reinterpret_cast<PyTypeObject*>(attribute(torch, "Tensor"));
@@ -77,8 +77,7 @@ bool read_plain(py::handle from, TensorRecord* to) {
   const int64_t* const n = to->shape;
   return to->device_type == kCpu && to->dimensions == 4 &&
          (to->data != nullptr || n[0] * n[1] * n[2] * n[3] == 0) && to->byte_offset == 0 &&
-         has_kernels_of(*to) &&
-         !is_true(PyObject_CallMethodNoArgs(from.ptr(), found.is_neg));
+         has_kernels_of(*to) && !is_true(PyObject_CallMethodNoArgs(from.ptr(), found.is_neg));
 }
 
 DType dtype_of(const TensorRecord& r) {
@@ -107,7 +106,8 @@ bool read_doubles(py::handle tensor, int64_t a, int64_t b, int64_t c, double** t
 }
 
 py::object new_like(py::handle tensor, Tensor4* to) {
-  auto made = py::reinterpret_steal<py::object>(PyObject_CallOneArg(found.empty_like, tensor.ptr()));
+  auto made =
+      py::reinterpret_steal<py::object>(PyObject_CallOneArg(found.empty_like, tensor.ptr()));
   if (!made) throw py::error_already_set();
   TensorRecord record;
   if (!read_plain(made, &record) || record.strides[3] != 1) return {};

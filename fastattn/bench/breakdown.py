@@ -304,7 +304,7 @@ def _own_seconds() -> float:
 
 
 def _emptied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a native function with a batch of 0: the first of its sizes, or of tensors."""
+    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors."""
     place = next((n for n, x in enumerate(args) if isinstance(x, tuple)), len(args))
     if place == len(args):
         return tuple(x[:0] if isinstance(x, Tensor) else x for x in args)

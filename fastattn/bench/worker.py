@@ -45,7 +45,7 @@ MAX_INNER = 10_000
 MAX_INNER_COLD = 10  # flushing the caches takes longer than most calls
 SETTLE_SECONDS = 0.25
 NEEDS_WARMING = 0.2  # seconds; longer calls spend only a small part of it on refilling caches
-# Seconds of calls before a sample. After waiting for its turn, a processor takes some milliseconds to
+# Seconds of calls before a sample. After waiting for its turn, a processor takes milliseconds to
 # reach its speed: on an EPYC of Zen 5 the first calls of 2 ms take 1.5, 1.3 and 1.1 times as long.
 WARMING = 0.01
 

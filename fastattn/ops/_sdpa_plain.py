@@ -14,9 +14,10 @@ from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOpti
 from fastattn.checks import DTYPES
 from fastattn.fast_path import calls_are_open, differentiable, is_open
 
-# (dtype, D, Dv), or a number from plain_call() that stands for them -> the name of the native backend, its module, the module preferred over it (or
-# None), and the number of queries from which that module is preferred. For these calls nothing else
-# affects whether a native backend can run; the preferred module is asked on each call.
+# (dtype, D, Dv), or the odd number of plain_call() that stands for them -> the name of the native
+# backend, its module, the module preferred over it (or None), and the number of queries from which
+# that module is preferred. For these calls nothing else affects whether a native backend can run;
+# the preferred module is asked on each call.
 _native: dict[tuple[torch.dtype, int, int] | int, tuple[str, Any, Any, int]] = {}
 evidence.on_change(_native.clear)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -134,9 +134,8 @@ class Backward : AdditiveRows<P> {
     const int team = team_size(p.threads, max_of(tasks, p.B * p.Lk / kKeys),
                                40.0 * p.B * p.Lq * p.Lk * (p.D + p.Dv));
     const int64_t keys = x.direct ? 0 : p.B * p.Lk;
-    const auto run_task = [&](Buffers& f, int64_t t) __attribute__((noinline)) {
-      chunk(f, t / x.chunks, t % x.chunks);
-    };
+    const auto run_task = [&](Buffers& f, int64_t t)
+                              __attribute__((noinline)) { chunk(f, t / x.chunks, t % x.chunks); };
     if (team == 1) {  // without OpenMP, which a small call would notice
       Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
       prepare_vectors(f);

@@ -202,7 +202,7 @@ class Decode {
           const InOrder<Cached> k{row_of(p.k, b, hk, j0), p.k.stride[2]},
               v{row_of(p.v, b, hk, j0), p.v.stride[2]}, next{row_of(p.k, b, hk, j1), p.k.stride[2]};
           attend<InOrder<Cached>>(buf, {k, v, min_of(ahead, j1 - j0)},
-                          {v, next, min_of(ahead, end_key - j1)}, b, hk, j0, j1, state);
+                                  {v, next, min_of(ahead, end_key - j1)}, b, hk, j0, j1, state);
         }
       return;
     }
@@ -214,8 +214,8 @@ class Decode {
       locate(p.v, hk, j0, j1, v);
       locate(p.k, hk, j1, end_of(j1), next);
       if (excluded_for_all(b, hk, j0, j1)) continue;
-      attend<InPages<Cached>>(buf, {{k.at}, {v.at}, v.count}, {{v.at}, {next.at}, next.count}, b, hk, j0,
-                      j1, state);
+      attend<InPages<Cached>>(buf, {{k.at}, {v.at}, v.count}, {{v.at}, {next.at}, next.count}, b,
+                              hk, j0, j1, state);
     }
   }
 

@@ -149,8 +149,8 @@ __attribute__((noinline)) void join_keys(Rows k, int64_t nk, int64_t D, int8_t* 
     FASTATTN_UNROLL for (int n = 0; n < kQuads; ++n) row[n] = k.row(min_of(nk - 1, j + n));
     for (int64_t d = 0; d < dim; d += kBytes) {
       VecF x[kQuads];
-      FASTATTN_UNROLL for (int n = 0; n < kQuads; ++n) x[n] = (VecF)(
-          load_bytes(row[n] + d, D - d) ^ static_cast<int32_t>(0x80808080));
+      FASTATTN_UNROLL for (int n = 0; n < kQuads; ++n) x[n] =
+          (VecF)(load_bytes(row[n] + d, D - d) ^ static_cast<int32_t>(0x80808080));
       transpose<float>(x);
       FASTATTN_UNROLL for (int n = 0; n < kQuads; ++n, to += kBytes)
           store(reinterpret_cast<float*>(to), x[n]);
@@ -193,8 +193,7 @@ __attribute__((noinline)) void integer_products(const IntegerQueries& q, int64_t
     }
     FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int c = 0; c < C; ++c) {
       const VecI sum = (high[r][c] << 8) + low[r][c] - q.bias[r0 + r];
-      store(s + r * kDecodeBlock + j + c * W,
-            __builtin_convertvector(sum, VecF) * q.unit[r0 + r]);
+      store(s + r * kDecodeBlock + j + c * W, __builtin_convertvector(sum, VecF) * q.unit[r0 + r]);
     }
   }
 }

@@ -86,7 +86,8 @@ class LocalAttention {
     Arena size(nullptr);
     Buffers(*this, size);
     const int team = team_size(p.threads, tasks, work);
-    const auto run_task = [&](const Buffers& f, int64_t t) __attribute__((noinline)) { task(f, t); };
+    const auto run_task = [&](const Buffers& f, int64_t t)
+                              __attribute__((noinline)) { task(f, t); };
     if (team == 1) {  // without OpenMP, which a small call would notice
       Arena arena(thread_scratch(size.used()));
       const Buffers f(*this, arena);

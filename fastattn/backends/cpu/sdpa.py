@@ -112,7 +112,7 @@ def plain_attention(
     """
     if READS_TENSORS and mask is None and sinks is None and program is None:
         threads = torch.get_num_threads()
-        results: tuple[Tensor, Tensor | None] | None = _cpu.plain_attention(
+        results = _cpu.plain_attention(
             query, key, value, scale, causal, needs_lse, threads, allows_bf16_parts
         )
         if results is not None:
@@ -144,11 +144,10 @@ def plain_attention(
 def plain_call(query: Any, key: Any, value: Any, grouped: bool) -> int:
     """Return a number that is the same for calls of one dtype and width, or 0: look at the tensors.
 
-    It is odd if a tensor requires a gradient. Not 0: exact tensors of the CPU with an address, [B, H,
-    L, D] of one dtype, no dimension empty, whose sizes agree.
+    It is odd if a tensor requires a gradient. If it is not 0, the tensors are exact ones of the CPU
+    with an address, [B, H, L, D] of one dtype, no dimension is empty, and their sizes agree.
     """
-    call: int = _cpu.plain_call(query, key, value, grouped) if READS_TENSORS else 0
-    return call
+    return _cpu.plain_call(query, key, value, grouped) if READS_TENSORS else 0
 
 
 def plain_attention_backward(
@@ -168,7 +167,7 @@ def plain_attention_backward(
     """Return the gradients of :func:`plain_attention`, that of sinks if wanted; none is empty."""
     if READS_TENSORS and mask is None and sinks is None and program is None:
         threads = torch.get_num_threads()
-        grads: tuple[Tensor, ...] | None = _cpu.plain_attention_backward(
+        grads = _cpu.plain_attention_backward(
             grad_out, query, key, value, out, lse, scale, causal, threads, allows_bf16_parts
         )
         if grads is not None:
