@@ -117,6 +117,33 @@ def test_a_wheel_installs_and_runs_without_a_compiler(wheels: list[Path], elsewh
     assert where.stdout.startswith(str(elsewhere)), where.stderr
 
 
+def promised_torch() -> list[str]:
+    """The oldest and the newest version that `make test-torch` takes."""
+    line = re.search(r"^TORCH_VERSIONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert line is not None
+    oldest, *_, newest = line[1].split()
+    return [oldest, newest]
+
+
+@pytest.mark.parametrize("version", promised_torch())
+def test_a_wheel_runs_with_this_torch(version: str, wheels: list[Path], tmp_path: Path) -> None:
+    """Into an environment that has nothing, by pip, with gigabytes where it finds no CPU build."""
+    environment = tmp_path / "environment"
+    made = run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
+    assert made.returncode == 0, made.stderr
+    pages = os.environ.get("TORCH_WHEELS", "https://download.pytorch.org/whl/cpu/torch/")
+    install = [sys.executable, "-m", "pip", "--python", environment / "bin/python", "install"]
+    links = [f"--find-links={page}" for page in pages.split()]
+    wanted = [f"torch=={version}", wheel_for(PYTHON, wheels)]
+    done = run([*install, *links, *wanted], tmp_path, timeout=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    bare = {"PATH": "/nowhere", "FASTATTN_CACHE_DIR": "/nonexistent"}
+    for command in (["verify", "--quick"], ["info"]):
+        shown = run([environment / "bin/fastattn", *command], tmp_path, **bare)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert re.search(rf"^torch +{re.escape(version)}", shown.stdout, re.MULTILINE), shown.stdout
+
+
 @pytest.mark.skipif(not OTHERS, reason="there is no other Python here")
 def test_the_wheel_of_another_python_loads_in_it(wheels: list[Path], tmp_path: Path) -> None:
     other = OTHERS[-1]
