@@ -481,6 +481,11 @@ class Decode {
 
   void score_row(T* s, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t j1) const {
     const Range seen = visible_to_any(p, i, i + 1);
+    if (!rule.natural && !has_bias(p)) {
+      for (int64_t j = j0; j < min_of(j1, seen.begin); ++j) s[j - j0] = -kInf<T>;
+      for (int64_t j = max_of(j0, seen.end); j < j1; ++j) s[j - j0] = -kInf<T>;
+      return;
+    }
     T bias[kBlock];
     if (has_bias(p)) read_bias_row(p, b, h, i, j0, j1, bias);
     const T slope = alibi_slope<T>(p, b, h);
