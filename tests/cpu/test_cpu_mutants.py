@@ -127,10 +127,10 @@ MUTANTS = (
         Mutant(name, "decode_integers.h", old, new, "decode_attention", FORWARD, "int8", "avx512_bf16")
         for name, old, new in (
             ("a_low_byte_is_unsigned", "upper = (x + 128) >> 8;", "upper = x >> 8;"),
-            ("low_bytes_of_queries_are_lost", "add_all(q.low(r0));", ""),
-            ("a_bias_is_that_of_the_first_row", "bias[l] = q.bias[r0 + l / kKeys];", "bias[l] = q.bias[r0];"),
-            ("a_key_keeps_its_sign", "load_bytes(key[n] + d, count) ^ static_cast<int32_t>(0x80808080)", "load_bytes(key[n] + d, count)"),
-            ("low_bytes_of_weights_are_lost", "(high[r][c] << 8) + low[r][c]", "high[r][c] << 8"),
+            ("low_bytes_of_queries_are_lost", "low[r][c] = add_bytes(low[r][c], x[c], lower);", ""),
+            ("a_bias_is_that_of_the_first_row", "low[r][c] - q.bias[r0 + r]", "low[r][c] - q.bias[r0]"),
+            ("a_key_keeps_its_sign", "load_bytes(row[n] + d, D - d) ^ static_cast<int32_t>(0x80808080)", "load_bytes(row[n] + d, D - d)"),
+            ("low_bytes_of_weights_are_lost", "(high[r][c] << 8) + low[r][c], VecF)", "high[r][c] << 8, VecF)"),
             ("a_unit_is_that_of_the_first_row", "w.unit[r0 + r] * sum", "w.unit[r0] * sum"),
             ("columns_are_not_reordered", "from + d + 16 * i + 4 * n", "from + d + 16 * n + 4 * i"),
             ("the_last_key_is_not_there", "row[n] = v.row(min_of(nk - 1, j + n));", "row[n] = v.row(min_of(max_of<int64_t>(0, nk - 2), j + n));"),

@@ -306,10 +306,7 @@ class Decode {
       else
         products<R, 1>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
     });
-    if constexpr (kScaled) {
-      scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
-      scales_of(p.v_scales, b, hk, j0, j1, buf.v_scales);
-    }
+    if constexpr (kScaled) read_block_scales(buf, b, hk, j0, j1);
     for (int64_t r = 0; r < rows; ++r) {
       T* const s = buf.s + r * kBlock;
       if constexpr (kScaled) multiply_block(buf.k_scales, s);
@@ -339,8 +336,7 @@ class Decode {
       integer_products<decltype(width)::value>(buf.queries, r, buf.joined, nk, p.D,
                                                k.in_pass(r, 4, rows), p.Dv, buf.s + r * kBlock);
     });
-    scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
-    scales_of(p.v_scales, b, hk, j0, j1, buf.v_scales);
+    read_block_scales(buf, b, hk, j0, j1);
     for (int64_t r = 0; r < rows; ++r) {
       T* const s = buf.s + r * kBlock;
       multiply_block(buf.k_scales, s);
@@ -356,6 +352,10 @@ class Decode {
     });
   }
 
+  void read_block_scales(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1) const {
+    scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
+    scales_of(p.v_scales, b, hk, j0, j1, buf.v_scales);
+  }
   // The scales of rows [j0, j1), and 1 beyond, where rows are not visible.
   void scales_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j0, int64_t j1, float* to) const {
     read_scales(scale_rows(x, b, hk, p.pages, p.page_size), j0, j1, to);
