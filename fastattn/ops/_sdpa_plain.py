@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -189,12 +190,12 @@ def _resume(
 _attend = differentiable("plain_attention", 0, _resume)
 
 
-def _read_call(query: Any, key: Any, value: Any, grouped: bool) -> int:
-    """plain_call() of the first backend, 0 without one; replaces itself."""
-    global _read_call
-    backend, *_ = dispatch.PRIORITY["cpu"]
-    _read_call = getattr(dispatch.load(backend), "plain_call", lambda *_: 0)
-    return _read_call(query, key, value, grouped)
+def _unread(query: Any, key: Any, value: Any, grouped: bool) -> int:
+    return 0
+
+
+# plain_call() of the native backend, once a call has found one: a bad call loads none.
+_read_call: Callable[[Any, Any, Any, bool], int] = _unread
 
 
 def _find_native(query: Tensor, key: Tensor, value: Tensor, number: int = 0) -> Any:
@@ -211,6 +212,8 @@ def _find_native(query: Tensor, key: Tensor, value: Tensor, number: int = 0) -> 
     call = (*tensors, AttentionOptions(scale=1.0))
     if not hasattr(module, "plain_attention") or attention.reasons(backend, call):
         return None
+    global _read_call
+    _read_call = getattr(module, "plain_call", _unread)
     native = backend, module, first, least
     _native[number or (query.dtype, query.shape[3], value.shape[3])] = native
     return native
