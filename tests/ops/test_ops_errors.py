@@ -133,7 +133,10 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
     cpu = dispatch.load("cpu")
     if not isinstance(cpu, str):
-        monkeypatch.setattr(cpu.sdpa, "_cpu", Forbidden())
+        forbidden: Any = Forbidden()
+        forbidden.plain_call = cpu.sdpa._cpu.plain_call  # it looks at the tensors, and runs nothing
+        monkeypatch.setattr(cpu.sdpa, "_cpu", forbidden)
+        monkeypatch.setattr(_sdpa_plain, "_read_call", cpu.sdpa.plain_call)
     monkeypatch.setattr(reference, "attend", Forbidden())
     monkeypatch.setattr(_sdpa_plain, "_native", {})  # nothing known from the calls of other tests
     state = torch.get_rng_state()
