@@ -27,6 +27,12 @@ from torch.testing._internal.common_modules import module_db
 import fastattn
 from fastattn.autograd.memory_hops import hop_attention_backward
 from fastattn.autograd.sdpa import attention_backward
+from fastattn.backends.primitives import (
+    AttentionBackwardOptions,
+    AttentionOptions,
+    MemoryHopBackwardOptions,
+    MemoryHopOptions,
+)
 from fastattn.nn._linear import linear
 
 CASES = {**OPERATORS, **MODULES}
@@ -375,3 +381,48 @@ def test_the_samples_of_modules(name: str) -> None:
         if number % 16 == 0:
             function = differentiable(call, inputs)
             assert gradcheck(function, inputs, fast_mode=True, check_batched_grad=True)
+
+
+def _shared(x: Tensor) -> Tensor:
+    """One entry for both of a batch, with stride 0; NaN lies beyond it."""
+    memory = torch.full((2, *x.shape), torch.nan, dtype=x.dtype)
+    memory[0] = x
+    return memory[0].expand(2, *x.shape[1:])
+
+
+def test_saved_rows_that_a_batch_shares_are_read_once() -> None:
+    """A batch of one call is folded without a copy, and kernels read what was saved in order."""
+    cpu: Any = pytest.importorskip("fastattn.backends.cpu")
+    q, k, v, grad = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
+    options = AttentionOptions(scale=0.5)
+    out, lse, _ = cpu.scaled_dot_product_attention(q, k, v, options=options)
+    backward = AttentionBackwardOptions(scale=0.5)
+
+    def gradients(both: Callable[[Tensor], Tensor]) -> Any:
+        given = (both(grad), None, None, *map(both, (q, k, v)), None, None, None)
+        return cpu.scaled_dot_product_attention_backward(
+            *given, both(out), both(lse), options=backward
+        )
+
+    for got, expected in zip(gradients(_shared)[:3], gradients(lambda x: x)[:3], strict=True):
+        assert torch.equal(got, expected.expand_as(got))
+
+
+def test_saved_hops_that_a_batch_shares_are_read_once() -> None:
+    cpu: Any = pytest.importorskip("fastattn.backends.cpu")
+    query, grad = (torch.randn(1, 4, dtype=torch.float64) for _ in range(2))
+    memory = torch.randn(1, 6, 4, dtype=torch.float64)
+    options = MemoryHopOptions(hops=2)
+    _, *saved, _ = cpu.memory_hop_attention(
+        query, memory, memory, None, None, None, options=options
+    )
+
+    def gradient(both: Callable[[Tensor], Tensor]) -> Tensor:
+        memories = [memory.expand_as(both(memory)).clone() for _ in range(2)]
+        given = (both(grad), None, both(query), *memories, None, None, None, *map(both, saved))
+        of_query = MemoryHopBackwardOptions(hops=2, needed=1)
+        found: Tensor = cpu.memory_hop_attention_backward(*given, options=of_query)[0]
+        return found
+
+    got = gradient(_shared)
+    assert torch.equal(got, gradient(lambda x: x).expand_as(got))

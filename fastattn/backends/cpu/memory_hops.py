@@ -66,6 +66,8 @@ def memory_hop_attention_backward(
     options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
+    # The gradients of a batch of calls share them, with stride 0; the kernels read them in order.
+    trace, stats = trace.contiguous(), stats.contiguous()
     *lead, width = query.shape
     batch, queries = lead[0], lead[1] if len(lead) == 2 else 1
     dtype = query.dtype

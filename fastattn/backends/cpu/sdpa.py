@@ -253,6 +253,8 @@ def scaled_dot_product_attention_backward(
         out = out.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float64).contiguous()
+    # The gradients of a batch of calls share it, with stride 0; the kernels read it in order.
+    lse = lse.contiguous()
     empty = min(queries, keys) == 0  # the kernel writes nothing then
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)

@@ -89,6 +89,8 @@ def memory_hop_attention_backward(
     options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
+    # The gradients of a batch of calls share them, with stride 0; the kernels read them in order.
+    trace, stats = trace.contiguous(), stats.contiguous()
     *lead, width = query.shape
     hops, needed = options.hops, options.needed
     batch, queries, _, rows, _ = sizes = _sizes(query, hops, in_memory.shape[-2])

@@ -132,6 +132,8 @@ def scaled_dot_product_attention_backward(
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float64).contiguous()
+    # The gradients of a batch of calls share it, with stride 0; the kernels read it in order.
+    lse = lse.contiguous()
     if grad_weights is not None and options.weights == 2:
         grad_weights = grad_weights.unsqueeze(1).expand(*query.shape[:3], key.shape[2])
     grad_query = empty_output(query, query.shape[-1])
