@@ -67,6 +67,10 @@ class RemoteCore(types.ModuleType):
             raise AttributeError(name)
         return functools.partial(self._call, name)
 
+    def use_exchange(self, interface: Any, torch: Any) -> bool:
+        """Tensors of this process are not those of the other."""
+        return False
+
     def _call(self, name: str, *args: Any) -> Any:
         regions: dict[tuple[int, int], int] = {}  # address and size of each storage: its number
         sent = tuple(self._portable(arg, regions) for arg in args)
