@@ -14,6 +14,7 @@
 #include "../threads.h"
 #include "additive_rows.h"
 #include "rows.h"
+#include "team.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -39,23 +40,15 @@ class Forward : AdditiveRows<P> {
   void run() {
     const int64_t blocks = (p.Lq + kQueries - 1) / kQueries, tasks = p.B * blocks;
     const int team = team_size(p.threads, tasks, 20.0 * p.B * p.Lq * p.Lk * (p.D + p.Dv));
-    const auto run_task = [&](Buffers& f, int64_t t) __attribute__((noinline)) {
+    const auto make = [&] {
+      Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
+      prepare_vectors(f);
+      return f;
+    };
+    each_task(team, tasks, 1, make, [&](Buffers& f, int64_t t) {
       const int64_t i0 = t % blocks * kQueries;
       forward_block(f, {t / blocks, i0, min_of(p.Lq, i0 + kQueries)});
-    };
-    if (team == 1) {  // without OpenMP, which a small call would notice
-      Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
-      prepare_vectors(f);
-      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
-      return;
-    }
-#pragma omp parallel num_threads(team)
-    {
-      Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
-      prepare_vectors(f);
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
-    }
+    });
   }
 
  private:

@@ -16,6 +16,7 @@
 #include "../threads.h"
 #include "blocks.h"
 #include "rows.h"
+#include "team.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -86,21 +87,11 @@ class LocalAttention {
     Arena size(nullptr);
     Buffers(*this, size);
     const int team = team_size(p.threads, tasks, work);
-    const auto run_task = [&](const Buffers& f, int64_t t)
-                              __attribute__((noinline)) { task(f, t); };
-    if (team == 1) {  // without OpenMP, which a small call would notice
+    const auto make = [&] {
       Arena arena(thread_scratch(size.used()));
-      const Buffers f(*this, arena);
-      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
-      return;
-    }
-#pragma omp parallel num_threads(team)
-    {
-      Arena arena(thread_scratch(size.used()));
-      const Buffers f(*this, arena);
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < tasks; ++t) run_task(f, t);
-    }
+      return Buffers(*this, arena);
+    };
+    each_task(team, tasks, kStatic, make, task);
   }
 
   const S* row_of(const Tensor4& t, int64_t b, int64_t i) const {

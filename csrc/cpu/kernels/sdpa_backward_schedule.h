@@ -4,6 +4,7 @@
 #include "../threads.h"
 #include "sdpa_gradients.h"
 #include "sdpa_weights.h"
+#include "team.h"
 #include "varlen.h"
 
 namespace fastattn {
@@ -275,17 +276,11 @@ class Backward {
       return empty(s) ? 0 : of(s, n).tasks();
     });
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-    const auto run_task = [&](int64_t t) __attribute__((noinline)) {
+    each_task(team, tasks.total(), 16, [&](int64_t t) {
       const int64_t n = tasks.sequence_of(t);
       const Sequence s = sequences_.at(n);
       of(s, n).run(t - tasks.before(n));
-    };
-    if (team == 1) {
-      for (int64_t t = 0; t < tasks.total(); ++t) run_task(t);
-      return;
-    }
-#pragma omp parallel for num_threads(team) schedule(dynamic, 16)
-    for (int64_t t = 0; t < tasks.total(); ++t) run_task(t);
+    });
   }
 
   static void one_chunk(const Sequence& s, const Unit& unit, int64_t t, int64_t m,

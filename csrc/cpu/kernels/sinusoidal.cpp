@@ -9,6 +9,7 @@
 #include "../simd/simd.h"
 #include "../simd/stream.h"
 #include "../threads.h"
+#include "team.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -293,16 +294,10 @@ void run(const SinusoidalParams& p) {
   const int64_t batch = p.B * p.H, tasks = plan.blocks * plan.groups;
   const double flops = kFlopsPerElement * static_cast<double>(batch * p.L * p.D);
   const int team = team_size(p.threads, tasks, flops);
-  const auto run_task = [&](int64_t task) __attribute__((noinline)) {
+  each_task(team, tasks, kStatic, [&](int64_t task) {
     const int64_t block = task / plan.groups, group = task % plan.groups;
     run_block<T, S>(p, plan, block, batch * group / plan.groups, batch * (group + 1) / plan.groups);
-  };
-  if (team == 1) {  // without OpenMP, which a small call would notice
-    for (int64_t task = 0; task < tasks; ++task) run_task(task);
-    return;
-  }
-#pragma omp parallel for schedule(static) num_threads(team)
-  for (int64_t task = 0; task < tasks; ++task) run_task(task);
+  });
 }
 
 }  // namespace
