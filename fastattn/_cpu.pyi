@@ -144,7 +144,7 @@ def decode_attention(
 def decodes_on_tiles(
     dtype: int, heads: int, kv_heads: int, queries: int, masked_or_biased: bool, /
 ) -> bool: ...
-def multiplies_integers() -> bool: ...  # whether decoding multiplies int8 rows as integers
+def multiplies_integers(columns: int, /) -> bool: ...  # whether decoding can, rows of int8
 def append_to_cache(
     dtype: int,
     threads: int,

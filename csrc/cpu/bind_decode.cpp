@@ -253,7 +253,8 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
 void bind_decode(py::module_& m) {
   m.def("decode_attention", &decode_attention);
   m.def("decodes_on_tiles", &heads_decode_on_tiles);
-  m.def("multiplies_integers", [] { return kernels(DType::f32).multiplies_integers(); });
+  m.def("multiplies_integers",
+        [](int64_t columns) { return kernels(DType::f32).multiplies_integers(columns); });
   m.def("append_to_cache", &append_to_cache);
 }
 

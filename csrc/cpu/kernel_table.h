@@ -45,7 +45,7 @@ struct KernelTable {
   void (*merge_states_forward)(const MergeStatesParams&);
   void (*merge_states_backward)(const MergeStatesParams&);
   AppendFault (*append_to_cache)(const AppendParams&);
-  bool (*multiplies_integers)();  // whether decoding multiplies rows of int8 as integers
+  bool (*multiplies_integers)(int64_t columns);  // whether decoding can, rows of int8
 };
 
 // The table in use for tensors of this dtype, chosen on first use (isa.cpp).

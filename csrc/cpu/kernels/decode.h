@@ -63,7 +63,7 @@ class Decode {
         group(params.Hq / params.Hkv),
         rows(params.Lq * group),
         integers(kIntegers && params.sixteen_bits && rows >= kFewestIntegerRows &&
-                 params.D <= kWidestInteger && multiplies_bytes()),
+                 multiplies_bytes(params.D)),
         dim(integers ? round_up(params.D, kBytes) : round_up(params.D, W * kPerLane) / kPerWord),
         dim_v(round_up(params.Dv, integers ? kBytes : W * kPerLane)),
         chunks_((params.Lk + kChunk - 1) / kChunk) {}
@@ -306,13 +306,7 @@ class Decode {
       else
         products<R, 1>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
     });
-    if constexpr (kScaled) read_block_scales(buf, b, hk, j0, j1);
-    for (int64_t r = 0; r < rows; ++r) {
-      T* const s = buf.s + r * kBlock;
-      if constexpr (kScaled) multiply_block(buf.k_scales, s);
-      softmax(buf, b, hk, r, j0, j1, state);
-      if constexpr (kScaled) multiply_block(buf.v_scales, s);
-    }
+    weigh(buf, b, hk, j0, j1, state);
     const auto add_values = [&](auto most) __attribute__((always_inline)) {
       constexpr int kMost = decltype(most)::value;
       by_rows<kMost>([&](auto width, int64_t r) __attribute__((always_inline)) {
@@ -336,14 +330,8 @@ class Decode {
       integer_products<decltype(width)::value>(buf.queries, r, buf.joined, nk, p.D,
                                                k.in_pass(r, 4, rows), p.Dv, buf.s + r * kBlock);
     });
-    read_block_scales(buf, b, hk, j0, j1);
-    for (int64_t r = 0; r < rows; ++r) {
-      T* const s = buf.s + r * kBlock;
-      multiply_block(buf.k_scales, s);
-      softmax(buf, b, hk, r, j0, j1, state);
-      multiply_block(buf.v_scales, s);
-      buf.weights.pack(r, s);
-    }
+    weigh(buf, b, hk, j0, j1, state);
+    for (int64_t r = 0; r < rows; ++r) buf.weights.pack(r, buf.s + r * kBlock);
     join_values(v.now, nk, p.Dv, buf.joined);
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
       integer_values<decltype(width)::value>(buf.weights, r, buf.alpha + r, buf.joined, nk,
@@ -352,10 +340,20 @@ class Decode {
     });
   }
 
-  void read_block_scales(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1) const {
-    scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
-    scales_of(p.v_scales, b, hk, j0, j1, buf.v_scales);
+  // The products of a block to the weights of its values, in place.
+  void weigh(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) const {
+    if constexpr (kScaled) {
+      scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
+      scales_of(p.v_scales, b, hk, j0, j1, buf.v_scales);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      T* const s = buf.s + r * kBlock;
+      if constexpr (kScaled) multiply_block(buf.k_scales, s);
+      softmax(buf, b, hk, r, j0, j1, state);
+      if constexpr (kScaled) multiply_block(buf.v_scales, s);
+    }
   }
+
   // The scales of rows [j0, j1), and 1 beyond, where rows are not visible.
   void scales_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j0, int64_t j1, float* to) const {
     read_scales(scale_rows(x, b, hk, p.pages, p.page_size), j0, j1, to);

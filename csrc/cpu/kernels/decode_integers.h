@@ -17,20 +17,22 @@ namespace {
 
 constexpr bool kHasIntegers = kVectorBytes == 64;
 
-// Whether this processor has the instruction. Tests run its emulation where AVX-512 is emulated.
-FASTATTN_INLINE bool multiplies_bytes() {
-#if FASTATTN_EMULATED_AVX512
-  return true;
-#else
-  static const bool found = has_feature("avx512_vnni");
-  return kHasIntegers && found;
-#endif
-}
-
 constexpr int64_t kBytes = kVectorBytes;  // elements of a vector of bytes
 constexpr int kQuads = kLanes<float>;     // of four bytes each in a vector
 // |q . k| <= 128 * 32639 * 512 < 2^31
 constexpr int64_t kWidestInteger = 512;
+
+// Whether this processor has the instruction, and rows of so many columns fit. Tests run its emulation
+// where AVX-512 is emulated.
+FASTATTN_INLINE bool multiplies_bytes(int64_t columns) {
+#if FASTATTN_EMULATED_AVX512
+  return columns <= kWidestInteger;
+#else
+  static const bool found = has_feature("avx512_vnni");
+  return kHasIntegers && found && columns <= kWidestInteger;
+#endif
+}
+
 // Fewer query rows do not repay putting rows into the order of the products: with one or two rows of
 // 128 columns 0.8 to 0.9 of the speed of widened rows, with four the same, with eight 1.2 to 1.3, with
 // sixteen and more 1.3 to 1.5 (Zen 5).

@@ -396,7 +396,7 @@ struct NoForward {
 };
 }  // namespace
 
-bool multiplies_integers() { return multiplies_bytes(); }
+bool multiplies_integers(int64_t columns) { return multiplies_bytes(columns); }
 
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;

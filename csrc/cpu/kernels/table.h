@@ -20,7 +20,7 @@ void local_attention_backward(const LocalParams&);
 void merge_states_forward(const MergeStatesParams&);
 void merge_states_backward(const MergeStatesParams&);
 AppendFault append_to_cache(const AppendParams&);
-bool multiplies_integers();
+bool multiplies_integers(int64_t columns);
 }  // namespace FASTATTN_REST
 
 namespace FASTATTN_ISA {

@@ -24,7 +24,6 @@ _MOST_STREAMED_ROWS = 64  # of a contiguous cache, see csrc/cpu/kernels/decode.h
 # Of quantised caches, before widening the rows and the kernel for many rows are faster.
 _MOST_QUANTISED_ROWS = 64
 _MOST_INTEGER_ROWS = 512  # of int8, multiplied as integers
-_WIDEST_INTEGER = 512  # columns
 WIDEST = 576
 
 
@@ -213,7 +212,7 @@ def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor, biased: 
 def _integers(query: Tensor, key_cache: Tensor) -> bool:
     """Whether the kernel multiplies the rows of this cache as integers."""
     sixteen_bits = key_cache.dtype == torch.int8 and query.dtype.itemsize == 2
-    return sixteen_bits and query.shape[3] <= _WIDEST_INTEGER and bool(_cpu.multiplies_integers())
+    return sixteen_bits and _cpu.multiplies_integers(query.shape[3])
 
 
 def _reads_in_place(query: Tensor, key_cache: Tensor, value_cache: Tensor, most_rows: int) -> bool:
