@@ -109,11 +109,14 @@ void attention_backward(int dtype, const py::object& may_reduce, int threads,
 }
 
 // -- calls without a mask or other options, whose tensors are read here ---------------------------
+//
+// plain_call() looks at the tensors of a call once; the caller has done so for the others, and for
+// grad_out.
 
 // Reads the operands and the sizes; false if the general path has to see them.
 bool read_plain_call(py::handle query, py::handle key, py::handle value, AttentionParams& p) {
   TensorRecord q, k, v;
-  if (!read_plain(query, &q) || !read_plain(key, &k) || !read_plain(value, &v)) return false;
+  if (!read_tensor(query, &q) || !read_tensor(key, &k) || !read_tensor(value, &v)) return false;
   p.dtype = dtype_of(q);
   if (dtype_of(k) != p.dtype || dtype_of(v) != p.dtype) return false;
   p.B = q.shape[0], p.Hq = q.shape[1], p.Lq = q.shape[2], p.D = q.shape[3];
@@ -129,6 +132,7 @@ int64_t plain_call(py::handle query, py::handle key, py::handle value, bool grou
   constexpr int64_t kWidest = 1 << 24;
   AttentionParams p{};
   if (!read_plain_call(query, key, value, p)) return 0;
+  if (!is_plain(query) || !is_plain(key) || !is_plain(value)) return 0;
   if (p.B == 0 || p.Hq == 0 || p.Hkv == 0 || p.Lq == 0 || p.Lk == 0) return 0;
   if (p.D == 0 || p.Dv == 0 || p.D > kWidest || p.Dv > kWidest) return 0;
   if (p.Hq != p.Hkv && !(grouped && p.Hq % p.Hkv == 0)) return 0;
@@ -167,8 +171,8 @@ py::object plain_attention_backward(py::handle grad_out, py::handle query, py::h
                                     bool causal, int threads, const py::object& may_reduce) {
   AttentionParams p{};
   TensorRecord of_out, of_grad;
-  if (!read_plain_call(query, key, value, p) || !read_plain(out, &of_out) ||
-      !read_plain(grad_out, &of_grad) || dtype_of(of_grad) != p.dtype)
+  if (!read_plain_call(query, key, value, p) || !read_tensor(out, &of_out) ||
+      !read_tensor(grad_out, &of_grad) || dtype_of(of_grad) != p.dtype)
     return py::none();
   const int64_t sizes[4] = {p.B, p.Hq, p.Lq, p.Dv};
   if (!std::equal(sizes, sizes + 4, of_out.shape) || !std::equal(sizes, sizes + 4, of_grad.shape))

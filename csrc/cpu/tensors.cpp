@@ -68,7 +68,7 @@ bool use_exchange(const py::object& interface, const py::module_& torch) {
   return true;
 }
 
-bool read_plain(py::handle from, TensorRecord* to) {
+bool read_tensor(py::handle from, TensorRecord* to) {
   if (found.exchange == nullptr || Py_TYPE(from.ptr()) != found.tensor) return false;
   if (found.exchange->read(from.ptr(), to) != 0) {
     PyErr_Clear();
@@ -77,7 +77,11 @@ bool read_plain(py::handle from, TensorRecord* to) {
   const int64_t* const n = to->shape;
   return to->device_type == kCpu && to->dimensions == 4 &&
          (to->data != nullptr || n[0] * n[1] * n[2] * n[3] == 0) && to->byte_offset == 0 &&
-         has_kernels_of(*to) && !is_true(PyObject_CallMethodNoArgs(from.ptr(), found.is_neg));
+         has_kernels_of(*to);
+}
+
+bool is_plain(py::handle tensor) {
+  return !is_true(PyObject_CallMethodNoArgs(tensor.ptr(), found.is_neg));
 }
 
 DType dtype_of(const TensorRecord& r) {
@@ -110,7 +114,7 @@ py::object new_like(py::handle tensor, Tensor4* to) {
       py::reinterpret_steal<py::object>(PyObject_CallOneArg(found.empty_like, tensor.ptr()));
   if (!made) throw py::error_already_set();
   TensorRecord record;
-  if (!read_plain(made, &record) || record.strides[3] != 1) return {};
+  if (!read_tensor(made, &record) || record.strides[3] != 1) return {};
   *to = operand_of(record);
   return made;
 }

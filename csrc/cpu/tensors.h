@@ -28,11 +28,12 @@ struct TensorRecord {
 // lacks what is needed.
 bool use_exchange(const pybind11::object& interface, const pybind11::module_& torch);
 
-// Whether `from` is a plain tensor of four dimensions in the memory of the CPU, of a dtype that the
-// kernels have: not a subclass, no lazy negation, none without an address, but it may be empty. Sets
-// no error.
-bool read_plain(pybind11::handle from, TensorRecord* to);
-// Of what read_plain() has read.
+// Whether `from` is an exact tensor of four dimensions in the memory of the CPU, of a dtype that the
+// kernels have. It may be empty; others have an address. Sets no error.
+bool read_tensor(pybind11::handle from, TensorRecord* to);
+// Whether its memory is what it says: it is no lazy negation, which DLPack does not tell.
+bool is_plain(pybind11::handle tensor);
+// Of what read_tensor() has read.
 DType dtype_of(const TensorRecord& record);
 Tensor4 operand_of(const TensorRecord& record);
 

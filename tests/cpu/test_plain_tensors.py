@@ -151,14 +151,16 @@ def exchange(native: ModuleType) -> Iterator[Callable[[Any], bool]]:
     assert native.use_exchange(compat.exchange_interface, torch)
 
 
+_kept: list[Any] = []  # what capsules point to, but do not own
+
+
 def capsule(name: bytes, *words: int) -> Any:
     table = (ctypes.c_uint64 * 8)(*words)
     make = ctypes.pythonapi.PyCapsule_New
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    made = make(ctypes.addressof(table), name, None)
-    capsule.kept = table, name  # type: ignore[attr-defined]
-    return made
+    _kept.append((table, name))
+    return make(ctypes.addressof(table), name, None)
 
 
 def test_without_an_interface_no_tensor_is_read(
