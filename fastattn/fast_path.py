@@ -18,7 +18,7 @@ from torch import Tensor
 from fastattn import compat, dispatch
 from fastattn.eager import has_plain_memory, nothing_watches
 
-__all__ = ["BACKENDS", "calls_are_open", "differentiable", "is_open"]
+__all__ = ["BACKENDS", "are_plain", "calls_are_open", "differentiable", "is_open"]
 
 BACKENDS = ("", "cpu")  # with no backend forced, or the one that the fast path leads to
 
@@ -29,14 +29,16 @@ def calls_are_open() -> bool:
 
 
 def is_open(*tensors: Any) -> bool:
-    """Whether these are plain tensors of the CPU (or None), and calls are open.
+    """Whether calls are open, and these are plain tensors of the CPU (or None)."""
+    return calls_are_open() and are_plain(*tensors)
+
+
+def are_plain(*tensors: Any) -> bool:
+    """Whether these are plain tensors of the CPU (or None).
 
     A tensor without memory (sparse, an undefined zero gradient, wrapped by a transform that has
-    ended), a lazy negation and autocast need the general path, which handles them or raises the
-    error.
+    ended) and a lazy negation need the general path, which handles them or raises the error.
     """
-    if not calls_are_open():
-        return False
     try:
         for t in tensors:
             if t is not None and (

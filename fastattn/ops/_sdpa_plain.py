@@ -13,7 +13,7 @@ from fastattn.autograd.sdpa import attention, attention_backward, default_scale
 from fastattn.backends._alloc import unexpanded
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.checks import DTYPES
-from fastattn.fast_path import calls_are_open, differentiable, is_open
+from fastattn.fast_path import are_plain, calls_are_open, differentiable
 
 # (dtype, D, Dv), or the odd number of plain_call() that stands for them -> the name of the native
 # backend, its module, the module preferred over it (or None), and the number of queries from which
@@ -47,74 +47,81 @@ def attend_plainly(
         or (scale is not None and type(scale) is not float)
     ):
         return None
+    if not calls_are_open():
+        return None
+    number = 0
     if attn_mask is None and sinks is None and mask is None:
-        if not calls_are_open():
-            return None
-        if call := _read_call(query, key, value, enable_gqa):
-            return _attend_as_read(call, query, key, value, is_causal, scale)
-    if not is_open(query, key, value, attn_mask):
-        return None
-    try:
-        batch, heads, q_len, width = query.shape
-        key_batch, key_heads, k_len, key_width = key.shape
-        value_batch, value_heads, v_len, value_width = value.shape
-    except (AttributeError, RuntimeError, ValueError):  # None, nested, or not 4-D
-        return None
-    dtype = query.dtype
-    if (
-        not (dtype is key.dtype is value.dtype)
-        or not (batch == key_batch == value_batch)
-        or key_heads != value_heads
-        or (heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0))
-        or k_len != v_len
-        or width != key_width
-        or not (batch and heads and q_len and k_len and width and value_width)
-    ):
-        return None
-    if attn_mask is not None:
-        if is_causal or not _is_constant_mask(attn_mask, dtype):
+        number = _read_call(query, key, value, enable_gqa)
+    known: tuple[torch.dtype, int, int] | int
+    if number:
+        known, requires_grad = number | 1, number & 1
+    else:
+        if not are_plain(query, key, value, attn_mask):
             return None
         try:
-            attn_mask = attn_mask.expand(batch, heads, q_len, k_len)
-        except RuntimeError:  # not broadcastable
+            batch, heads, q_len, width = query.shape
+            key_batch, key_heads, k_len, key_width = key.shape
+            value_batch, value_heads, v_len, value_width = value.shape
+        except (AttributeError, RuntimeError, ValueError):  # None, nested, or not 4-D
             return None
-    if sinks is not None:
-        # Written out: a function would take 0.1 us more.
-        try:
-            if (
-                type(sinks) not in _PLAIN_TYPES
-                or not sinks.is_cpu
-                or sinks.shape != (heads,)
-                or sinks.dtype is not (torch.float64 if dtype is torch.float64 else torch.float32)
-                or sinks.is_neg()
-                or not sinks.data_ptr()
-            ):
+        dtype = query.dtype
+        if (
+            not (dtype is key.dtype is value.dtype)
+            or not (batch == key_batch == value_batch)
+            or key_heads != value_heads
+            or (heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0))
+            or k_len != v_len
+            or width != key_width
+            or not (batch and heads and q_len and k_len and width and value_width)
+        ):
+            return None
+        if attn_mask is not None:
+            if is_causal or not _is_constant_mask(attn_mask, dtype):
                 return None
-        except RuntimeError:  # it has no address
-            return None
-    if scale is None:
-        scale = default_scale(width)
-    native = _native.get((dtype, width, value_width)) or _find_native(query, key, value)
+            try:
+                attn_mask = attn_mask.expand(batch, heads, q_len, k_len)
+            except RuntimeError:  # not broadcastable
+                return None
+        if sinks is not None:
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            # Written out: a function would take 0.1 us more.
+            try:
+                if (
+                    type(sinks) not in _PLAIN_TYPES
+                    or not sinks.is_cpu
+                    or sinks.shape != (heads,)
+                    or sinks.dtype is not wide
+                    or sinks.is_neg()
+                    or not sinks.data_ptr()
+                ):
+                    return None
+            except RuntimeError:  # it has no address
+                return None
+        known = dtype, width, value_width
+        requires_grad = (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+        )
+    native = _native.get(known) or _find_native(query, key, value, known)
     if native is None:
         return None
     backend, module, first, least = native
+    if scale is None:
+        scale = default_scale(query.shape[3])
     if (
         first is not None
         and sinks is None
         and mask is None
-        and q_len >= least
+        and query.shape[2] >= least
         and not dispatch.forced.get()
         and first.serves_plainly(query, key, value, attn_mask, scale, is_causal)
     ):
         backend, module = "torch", first
-    wants = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-    )
+    wants = requires_grad and torch.is_grad_enabled()
     if mask is not None:
-        program = masks.program(attention.name, mask, query, k_len, 0)
+        program = masks.program(attention.name, mask, query, key.shape[2], 0)
         more = sinks, program
         if wants:
             return _attend(query, key, value, attn_mask, scale, is_causal, backend, module, *more)
@@ -129,30 +136,6 @@ def attend_plainly(
     if wants:
         return _attend(query, key, value, attn_mask, scale, is_causal, backend, module, sinks)
     return module.plain_attention(query, key, value, attn_mask, scale, is_causal, False, sinks)[0]
-
-
-def _attend_as_read(
-    call: int, query: Any, key: Any, value: Any, is_causal: bool, scale: float | None
-) -> Tensor | None:
-    """The rest of a call without a mask, whose tensors were checked by ``_read_call``."""
-    wants = call & 1 and torch.is_grad_enabled()
-    native = _native.get(call | 1) or _find_native(query, key, value, call | 1)
-    if native is None:
-        return None
-    backend, module, first, least = native
-    if scale is None:
-        scale = default_scale(query.shape[3])
-    if (
-        first is not None
-        and query.shape[2] >= least
-        and not dispatch.forced.get()
-        and first.serves_plainly(query, key, value, None, scale, is_causal)
-    ):
-        backend, module = "torch", first
-    if wants:
-        return _attend(query, key, value, None, scale, is_causal, backend, module)
-    out: Tensor = module.plain_attention(query, key, value, None, scale, is_causal, False)[0]
-    return out
 
 
 def _is_constant_mask(mask: Tensor, dtype: torch.dtype) -> bool:
@@ -198,7 +181,9 @@ def _unread(query: Any, key: Any, value: Any, grouped: bool) -> int:
 _read_call: Callable[[Any, Any, Any, bool], int] = _unread
 
 
-def _find_native(query: Tensor, key: Tensor, value: Tensor, number: int = 0) -> Any:
+def _find_native(
+    query: Tensor, key: Tensor, value: Tensor, known: tuple[torch.dtype, int, int] | int
+) -> Any:
     if query.dtype not in DTYPES:
         return None
     name = attention.name
@@ -215,5 +200,5 @@ def _find_native(query: Tensor, key: Tensor, value: Tensor, number: int = 0) -> 
     global _read_call
     _read_call = getattr(module, "plain_call", _unread)
     native = backend, module, first, least
-    _native[number or (query.dtype, query.shape[3], value.shape[3])] = native
+    _native[known] = native
     return native
