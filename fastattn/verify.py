@@ -13,7 +13,7 @@ import importlib.util
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -86,15 +86,16 @@ def run(args: argparse.Namespace) -> int:
     dtypes = spelling.dtypes(args.dtype, _DTYPES) or list(_DTYPES)
     operators = spelling.operators(args.op, PROOFS) or list(PROOFS)
     chosen = _targets(args.backend, args.isa)
-    if "float64" in dtypes and importlib.util.find_spec("numpy") is None:
-        print("float64 is skipped: its check in extended precision needs NumPy (pip install numpy)")
-        dtypes.remove("float64")
+    skipped = set() if importlib.util.find_spec("numpy") else _need_numpy(operators, dtypes)
+    if skipped:
+        named = ", ".join(f"{op} in {dtype}" for op, dtype in sorted(skipped))
+        print(f"Skipped, since they need NumPy for extended precision (pip install numpy): {named}")
     work = [
         (op, case, dtype, target)
         for op in operators
         for case in _cases(op, args)
         for dtype in dtypes
-        if _DTYPES[dtype] in case.dtypes
+        if _DTYPES[dtype] in case.dtypes and (op, dtype) not in skipped
         for target in chosen
         if target.has_own_kernel(op, _DTYPES[dtype])
     ]
@@ -125,6 +126,16 @@ def run(args: argparse.Namespace) -> int:
         _write_junit(args.junit, results)
     _record(results, whole=not (args.case or args.quick))
     return 1 if failed else 0
+
+
+def _need_numpy(operators: Sequence[str], dtypes: Sequence[str]) -> set[tuple[str, str]]:
+    """The operators and dtypes whose exact results are computed in extended precision."""
+    return {
+        (op, dtype)
+        for op in operators
+        for dtype in dtypes
+        if PROOFS[op].extended is not None and _DTYPES[dtype] in PROOFS[op].extended_for
+    }
 
 
 def _targets(backend: str | None, isa: str) -> list[Target]:

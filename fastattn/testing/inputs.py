@@ -17,10 +17,10 @@ from fastattn.backends.primitives import (
     NoOptions,
     extended,
 )
+from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.testing.cases import Case
 from fastattn.testing.draws import dropout_seed, numbers_of
 from fastattn.testing.memory import place
-from fastattn.testing.naive._mask_program import visible_by_program
 
 __all__ = ["MASKS", "PROGRAMS", "Inputs", "make_inputs", "poison"]
 
@@ -252,7 +252,7 @@ def _visible(
     if mask is not None:
         pairs &= mask if mask.dtype == torch.bool else mask != -_INF
     if program is not None:
-        pairs &= torch.from_numpy(visible_by_program(program, shape).copy())
+        pairs &= visible_by_program(program, shape[0], *shape[2:])
     return pairs
 
 

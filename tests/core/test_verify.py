@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,29 @@ def test_passes_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all 4 checks passed" in printed
     for dtype in ("float32", "bfloat16", "float16", "float64"):
         assert dtype in printed
+
+
+WITHOUT_NUMPY = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "numpy" else found(name, *rest)
+sys.modules["numpy"] = None
+from fastattn import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_without_numpy_it_skips_what_needs_it_and_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY, *ONE],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "scaled_dot_product_attention in float64" in done.stdout
+    assert "hopfield_retrieve in float32" in done.stdout
+    assert "all 3 checks passed" in done.stdout
 
 
 def test_a_wrong_result_fails_it(
