@@ -252,7 +252,7 @@ def _visible(
     if mask is not None:
         pairs &= mask if mask.dtype == torch.bool else mask != -_INF
     if program is not None:
-        pairs &= visible_by_program(program, shape[0], *shape[2:])
+        pairs &= visible_by_program(program, shape[0], shape[2], shape[3])
     return pairs
 
 
