@@ -20,6 +20,9 @@ inline int64_t element_bytes(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }
 
+// The type that kernels compute in: "acc" in params.h.
+inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
 inline int64_t integer(PyObject* item) {
   const int64_t value = PyLong_AsLongLong(item);
   if (value == -1 && PyErr_Occurred()) throw pybind11::error_already_set();

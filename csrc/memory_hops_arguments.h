@@ -23,24 +23,8 @@ inline Tensor4 per_hop(const Strided& memory) {
   return {memory.data, {s[0], 0, s[1], 1}};
 }
 
-// sizes: B, Q, K, N, D. operands: those above, whose columns are contiguous except in query, and the
-// addresses of trace and stats.
-inline void read_hops(const Named& operands, int dtype, const pybind11::tuple& sizes,
-                      MemoryHopsParams& p) {
-  using O = HopOperands;
-  using P = MemoryHopsParams;
-  static const auto given =
-      std::make_tuple(field("query", &O::query), field("in_memory", &O::in_memory),
-                      field("out_memory", &O::out_memory), field("hop_proj", &O::hop_proj));
-  static const auto states = std::make_tuple(field("trace", &P::trace), field("stats", &P::stats));
-  O x;
-  operands.read(x, given);
-  operands.read(p, states);
-  p.dtype = static_cast<DType>(dtype);
-  int64_t n[5];
-  integers(sizes, n);
-  p.B = n[0], p.Q = n[1], p.K = n[2], p.N = n[3], p.D = n[4];
-
+// Their columns are contiguous, except in query; p has the sizes and the dtype.
+inline void place_hops(const HopOperands& x, MemoryHopsParams& p) {
   const auto& q = x.query.stride;
   p.query = {x.query.data, {q[0], x.query.rank == 3 ? q[1] : 0, 0, q[x.query.rank == 3 ? 2 : 1]}};
   p.in_memory = per_hop(x.in_memory);
@@ -64,6 +48,25 @@ inline void read_hops(const Named& operands, int dtype, const pybind11::tuple& s
     p.proj = {x.hop_proj.data, {0, h[0], h[1], 1}};
     p.proj_slots = p.K;
   }
+}
+
+// sizes: B, Q, K, N, D. operands: those above, and the addresses of trace and stats.
+inline void read_hops(const Named& operands, int dtype, const pybind11::tuple& sizes,
+                      MemoryHopsParams& p) {
+  using O = HopOperands;
+  using P = MemoryHopsParams;
+  static const auto given =
+      std::make_tuple(field("query", &O::query), field("in_memory", &O::in_memory),
+                      field("out_memory", &O::out_memory), field("hop_proj", &O::hop_proj));
+  static const auto states = std::make_tuple(field("trace", &P::trace), field("stats", &P::stats));
+  O x;
+  operands.read(x, given);
+  operands.read(p, states);
+  p.dtype = static_cast<DType>(dtype);
+  int64_t n[5];
+  integers(sizes, n);
+  p.B = n[0], p.Q = n[1], p.K = n[2], p.N = n[3], p.D = n[4];
+  place_hops(x, p);
 }
 
 inline void read_hop_biases(const Named& from, MemoryHopsParams& to) {

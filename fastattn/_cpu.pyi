@@ -74,9 +74,10 @@ def attention_backward(
     /,
 ) -> None: ...
 
-# Calls without a mask or other options, whose tensors the core reads itself: csrc/cpu/tensors.h.
-def use_exchange(interface: Any, torch: ModuleType) -> bool: ...
-def plain_call(query: Any, key: Any, value: Any, grouped: bool, /) -> int: ...
+# Plain calls, without other options: the core reads their tensors itself, and makes the results
+# (csrc/cpu/tensors.h). `plain_*_call` looks at the arguments: 0, the general path has to see them.
+def use_torch(torch: ModuleType, interface: Any) -> bool: ...
+def plain_attention_call(query: Any, key: Any, value: Any, grouped: bool, /) -> int: ...
 def plain_attention(
     query: Tensor,
     key: Tensor,
@@ -101,6 +102,56 @@ def plain_attention_backward(
     may_reduce: Callable[[], bool],
     /,
 ) -> tuple[Tensor, Tensor, Tensor] | None: ...
+def plain_hops_call(
+    query: Any, in_memory: Any, out_memory: Any, mask: Any, hops: int, /
+) -> int: ...
+def plain_hops(
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    mask: Tensor | None,
+    hops: int,
+    scale: float,
+    differentiable: bool,
+    threads: int,
+    /,
+) -> tuple[Tensor, Tensor]: ...
+def plain_hops_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    mask: Tensor | None,
+    kept: Tensor,
+    hops: int,
+    scale: float,
+    wants_in: bool,
+    wants_out: bool,
+    threads: int,
+    /,
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
+def plain_additive_call(query: Any, key: Any, value: Any, v: Any, bias: Any, /) -> int: ...
+def plain_additive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,  # v and bias in the accumulator's dtype, contiguous; so are their gradients
+    bias: Tensor | None,
+    causal: bool,
+    threads: int,
+    /,
+) -> Tensor: ...
+def plain_additive_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    threads: int,
+    /,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None: ...
 def varlen_attention(
     dtype: int,
     may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits

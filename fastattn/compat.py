@@ -275,8 +275,8 @@ else:
 
 
 # DLPack's table of functions that read tensors in C. 2.13 to 2.13; PyTorch has it under this name
-# since December 2025, and other versions were not checked. Without: None, and plain calls read
-# addresses, sizes and strides in Python.
+# since December 2025, and other versions were not checked. Without: None, and the core reads the
+# tensors of plain calls by their methods.
 _exchange = _find("torch.Tensor.__dlpack_c_exchange_api__")
 exchange_interface: Any = None if _exchange is _ABSENT else _exchange
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import compat, dispatch
+from fastattn import compat, dispatch, evidence
 from fastattn.eager import has_plain_memory, nothing_watches
 
-__all__ = ["BACKENDS", "are_plain", "calls_are_open", "differentiable", "is_open"]
+__all__ = ["BACKENDS", "Native", "are_plain", "calls_are_open", "differentiable", "is_open"]
 
 BACKENDS = ("", "cpu")  # with no backend forced, or the one that the fast path leads to
 
@@ -53,6 +53,37 @@ def are_plain(*tensors: Any) -> bool:
     return True
 
 
+class Native:
+    """The native backend of one operator's plain calls.
+
+    A backend with a fast path named ``kernel`` has ``<kernel>_call(*tensors, ...) -> int``, which
+    looks at the arguments of a call once: 0 if the general path has to see it, else a number that
+    is the same for calls that the same backend can run, and odd if a tensor requires a gradient.
+    """
+
+    def __init__(self, kernel: str, operator: Any) -> None:
+        self._kernel, self._operator = kernel, operator
+        self.found: dict[int, tuple[str, Any]] = {}  # odd number -> the backend and its module
+        self.call: Callable[..., int] = self._first_call
+        evidence.on_change(self.found.clear)
+
+    def _first_call(self, query: Any, *rest: Any) -> int:
+        if not isinstance(query, Tensor) or not query.is_cpu:  # loads nothing
+            return 0
+        name, *_ = dispatch.PRIORITY["cpu"]
+        self.call = getattr(dispatch.load(name), f"{self._kernel}_call", lambda *call: 0)
+        return self.call(query, *rest)
+
+    def find(self, number: int, *args: Any) -> tuple[str, Any] | None:
+        """The backend and its module for these arguments of the operator, None: no fast path."""
+        backend = self._operator.choose(args)
+        module: Any = dispatch.load(backend)
+        if not hasattr(module, self._kernel):
+            return None
+        self.found[number] = backend, module
+        return self.found[number]
+
+
 def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) -> Any:
     """Return the differentiable fast path ``f(x, y, z, mask, a, b, backend, module) -> output``.
 
@@ -60,9 +91,10 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
     the output first, and ``<kernel>_backward(grad_out, *saved, a, b, wants)``, the gradients of x,
     y and z; ``saved`` are the tensors and ``results[first_saved:]``, and ``wants`` tells for each
     argument of f whether its gradient is wanted. ``resume(ctx, grad_out, saved, a, b, backend)``
-    computes them on the general path: for a second derivative, or if a mode or transform has become
-    active since. All of them take more tensors at the end, or None for them, and the backward
-    functions return the gradients of the first ones, too, unless they are not wanted.
+    computes them on the general path: for a second derivative, if a mode or transform has become
+    active since, or if the kernel returns None. All of them take more tensors at the end, or None
+    for them, and the backward functions return the gradients of the first ones, too, unless they
+    are not wanted.
     """
     kernel_backward = f"{kernel}_backward"
 
@@ -91,6 +123,7 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
         a, b, backend, module = ctx.call
         tensors, count = ctx.saved_tensors, len(wants) - 8
         more, saved = tensors[:count], tensors[count:]
+        grads = None
         if (
             type(grad_out) is Tensor
             and not torch.is_grad_enabled()
@@ -98,7 +131,7 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
             and has_plain_memory(grad_out)
         ):
             grads = getattr(module, kernel_backward)(grad_out, *saved, a, b, wants, *more)
-        else:
+        if grads is None:
             ctx.eager = True
             grads = resume(ctx, grad_out, saved, a, b, backend, *more)
         x, y, z, *of_more = grads

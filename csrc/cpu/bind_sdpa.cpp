@@ -110,25 +110,25 @@ void attention_backward(int dtype, const py::object& may_reduce, int threads,
 
 // -- calls without a mask or other options, whose tensors are read here ---------------------------
 //
-// plain_call() looks at the tensors of a call once; the caller has done so for the others, and for
+// plain_attention_call() looks at the tensors of a call once; the caller has done so for the others, and for
 // grad_out.
 
 // Reads the operands and the sizes; false if the general path has to see them.
 bool read_plain_call(py::handle query, py::handle key, py::handle value, AttentionParams& p) {
-  TensorRecord q, k, v;
+  TensorView q, k, v;
   if (!read_tensor(query, &q) || !read_tensor(key, &k) || !read_tensor(value, &v)) return false;
-  p.dtype = dtype_of(q);
-  if (dtype_of(k) != p.dtype || dtype_of(v) != p.dtype) return false;
-  p.B = q.shape[0], p.Hq = q.shape[1], p.Lq = q.shape[2], p.D = q.shape[3];
-  p.Hkv = k.shape[1], p.Lk = k.shape[2], p.Dv = v.shape[3];
+  if (q.rank != 4 || k.rank != 4 || v.rank != 4) return false;
+  if (q.dtype == DType::boolean || k.dtype != q.dtype || v.dtype != q.dtype) return false;
+  p.dtype = q.dtype;
+  p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2], p.D = q.size[3];
+  p.Hkv = k.size[1], p.Lk = k.size[2], p.Dv = v.size[3];
   p.q = operand_of(q), p.k = operand_of(k), p.v = operand_of(v);
-  return k.shape[0] == p.B && v.shape[0] == p.B && v.shape[1] == p.Hkv && v.shape[2] == p.Lk &&
-         k.shape[3] == p.D;
+  return k.has_sizes({p.B, p.Hkv, p.Lk, p.D}) && v.has_sizes({p.B, p.Hkv, p.Lk, p.Dv});
 }
 
 // 0 if the general path has to see a call; else a number that is the same for calls of the same dtype and
 // columns, and odd if a tensor requires a gradient.
-int64_t plain_call(py::handle query, py::handle key, py::handle value, bool grouped) {
+int64_t plain_attention_call(py::handle query, py::handle key, py::handle value, bool grouped) {
   constexpr int64_t kWidest = 1 << 24;
   AttentionParams p{};
   if (!read_plain_call(query, key, value, p)) return 0;
@@ -148,16 +148,29 @@ void plain_options(AttentionParams& p, double scale, bool causal, int threads,
   p.reduced = reduces(p, may_reduce);
 }
 
+// torch.empty_like(tensor) and its operand; null if its columns are not contiguous.
+py::object new_rows_like(py::handle tensor, Tensor4* to) {
+  TensorView view;
+  py::object made = new_like(tensor, &view);
+  if (view.stride[3] != 1) return {};
+  *to = operand_of(view);
+  return made;
+}
+
 // (out, lse or None), new; None if the general path has to see the call.
 py::object plain_attention(py::handle query, py::handle key, py::handle value, double scale,
                            bool causal, bool needs_lse, int threads, const py::object& may_reduce) {
   AttentionParams p{};
   if (!read_plain_call(query, key, value, p) || p.D != p.Dv) return py::none();
   plain_options(p, scale, causal, threads, may_reduce);
-  const py::object out = new_like(query, &p.out);
+  const py::object out = new_rows_like(query, &p.out);
   if (!out) return py::none();
   py::object lse = py::none();
-  if (needs_lse) lse = new_doubles(p.B, p.Hq, p.Lq, &p.lse);
+  if (needs_lse) {
+    void* data;
+    lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &data);
+    p.lse = static_cast<double*>(data);
+  }
   {
     py::gil_scoped_release release;
     kernels(p.dtype).attention_forward(p);
@@ -170,18 +183,20 @@ py::object plain_attention_backward(py::handle grad_out, py::handle query, py::h
                                     py::handle value, py::handle out, py::handle lse, double scale,
                                     bool causal, int threads, const py::object& may_reduce) {
   AttentionParams p{};
-  TensorRecord of_out, of_grad;
+  TensorView of_out, of_grad, of_lse;
   if (!read_plain_call(query, key, value, p) || !read_tensor(out, &of_out) ||
-      !read_tensor(grad_out, &of_grad) || dtype_of(of_grad) != p.dtype)
+      !read_tensor(grad_out, &of_grad) || !read_tensor(lse, &of_lse))
     return py::none();
-  const int64_t sizes[4] = {p.B, p.Hq, p.Lq, p.Dv};
-  if (!std::equal(sizes, sizes + 4, of_out.shape) || !std::equal(sizes, sizes + 4, of_grad.shape))
+  for (const TensorView* x : {&of_out, &of_grad})
+    if (x->dtype != p.dtype || !x->has_sizes({p.B, p.Hq, p.Lq, p.Dv})) return py::none();
+  if (of_lse.dtype != DType::f64 || !of_lse.has_sizes({p.B, p.Hq, p.Lq}) || !of_lse.is_contiguous())
     return py::none();
-  if (!read_doubles(lse, p.B, p.Hq, p.Lq, &p.lse)) return py::none();
   p.out = operand_of(of_out), p.grad_out = operand_of(of_grad);
+  p.lse = static_cast<double*>(of_lse.data);
   plain_options(p, scale, causal, threads, may_reduce);
-  const py::object grad_query = new_like(query, &p.grad_q), grad_key = new_like(key, &p.grad_k),
-                   grad_value = new_like(value, &p.grad_v);
+  const py::object grad_query = new_rows_like(query, &p.grad_q),
+                   grad_key = new_rows_like(key, &p.grad_k),
+                   grad_value = new_rows_like(value, &p.grad_v);
   if (!grad_query || !grad_key || !grad_value) return py::none();
   {
     py::gil_scoped_release release;
@@ -195,7 +210,7 @@ py::object plain_attention_backward(py::handle grad_out, py::handle query, py::h
 void bind_sdpa(py::module_& m) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
-  m.def("plain_call", &plain_call);
+  m.def("plain_attention_call", &plain_attention_call);
   m.def("plain_attention", &plain_attention);
   m.def("plain_attention_backward", &plain_attention_backward);
 }

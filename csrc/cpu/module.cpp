@@ -115,7 +115,7 @@ PYBIND11_MODULE(_cpu, m) {
       },
       py::arg("type"), py::kw_only(), py::arg("leaf7_edx"), py::arg("leaf7_1_eax"), py::arg("xcr0"),
       py::arg("error"));
-  m.def("use_exchange", &fastattn::use_exchange, py::arg("interface"), py::arg("torch"));
+  m.def("use_torch", &fastattn::use_torch, py::arg("torch"), py::arg("interface"));
   m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
         py::arg("seconds") = 0.1);
 }

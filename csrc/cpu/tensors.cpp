@@ -1,5 +1,6 @@
 #include "tensors.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -8,38 +9,51 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
+// A tensor as DLPack describes it: https://dmlc.github.io/dlpack/latest/c_api.html. `shape` and
+// `strides` are those of the tensor itself, and live as long as it does.
+struct Record {
+  void* data;
+  int32_t device_type, device_index;
+  int32_t dimensions;
+  uint8_t type_code, type_bits;
+  uint16_t type_lanes;
+  const int64_t* shape;
+  const int64_t* strides;
+  uint64_t byte_offset;
+};
+
 // The parts of DLPack's table that are used here, in their places.
 struct Exchange {
   uint32_t major, minor;
   void* previous;
   // All return 0, or another number and an error: of Python, or for the first passed to `fail`.
-  int (*allocate)(const TensorRecord* like, void** managed, void* context,
+  int (*allocate)(const Record* like, void** managed, void* context,
                   void (*fail)(void* context, const char* kind, const char* message));
   int (*to_managed)(void* tensor, void** managed);
   int (*from_managed)(void* managed, void** tensor);
-  int (*read)(void* tensor, TensorRecord* to);
+  int (*read)(void* tensor, Record* to);
 };
 
-constexpr int kCpu = 1;                    // DLPack's number of the device
-constexpr uint8_t kFloat = 2, kBrain = 4;  // and of types
+constexpr int kMostDimensions = 4;
+constexpr int kDTypes = 5;
+constexpr int kCpu = 1;                               // DLPack's number of the device
+constexpr uint8_t kFloat = 2, kBrain = 4, kBool = 6;  // and of types
 
 // They live as long as the process: a module that Python unloads must not release them.
 struct Interface {
   const Exchange* exchange = nullptr;
-  PyTypeObject* tensor = nullptr;
-  PyObject* empty_like = nullptr;
-  PyObject *is_neg = nullptr, *requires_grad = nullptr;  // names
+  PyTypeObject *tensor = nullptr, *parameter = nullptr;
+  PyObject *empty = nullptr, *empty_like = nullptr;
+  PyObject* contiguous_format = nullptr;
+  PyObject* dtypes[kDTypes] = {};  // of torch, in the order of DType
+  // names
+  PyObject *is_neg, *requires_grad, *is_cpu, *dtype, *shape, *stride, *data_ptr;
+  PyObject *of_dtype, *of_format;  // tuples of one name: of an argument passed by it
 };
 Interface found;
 
 PyObject* attribute(const py::handle& of, const char* name) {
   return py::object(of.attr(name)).release().ptr();
-}
-
-bool has_kernels_of(const TensorRecord& r) {
-  if (r.type_lanes != 1) return false;
-  if (r.type_code == kFloat) return r.type_bits == 16 || r.type_bits == 32 || r.type_bits == 64;
-  return r.type_code == kBrain && r.type_bits == 16;
 }
 
 // Whether an attribute or a method without arguments of a tensor is true; an error counts as true.
@@ -50,80 +64,186 @@ bool is_true(PyObject* value) {
   return yes;
 }
 
+bool read_dtype(const Record& r, DType* to) {
+  if (r.type_lanes != 1) return false;
+  if (r.type_code == kBrain && r.type_bits == 16)
+    *to = DType::bf16;
+  else if (r.type_code == kBool && r.type_bits == 8)
+    *to = DType::boolean;
+  else if (r.type_code != kFloat)
+    return false;
+  else if (r.type_bits == 64)
+    *to = DType::f64;
+  else if (r.type_bits == 32)
+    *to = DType::f32;
+  else if (r.type_bits == 16)
+    *to = DType::f16;
+  else
+    return false;
+  return true;
+}
+
+bool read_by_interface(PyObject* from, TensorView* to) {
+  Record r;
+  if (found.exchange->read(from, &r) != 0) return false;
+  if (r.device_type != kCpu || r.byte_offset != 0 || r.dimensions > kMostDimensions) return false;
+  to->data = r.data, to->rank = r.dimensions;
+  std::copy_n(r.shape, to->rank, to->size);
+  std::copy_n(r.strides, to->rank, to->stride);
+  return read_dtype(r, &to->dtype);
+}
+
+// A tuple of integers; returns how many, or -1.
+int read_integers(const py::object& from, int64_t* to) {
+  if (!from || !PyTuple_Check(from.ptr())) return -1;
+  const auto count = static_cast<int>(PyTuple_GET_SIZE(from.ptr()));
+  if (count > kMostDimensions) return -1;
+  for (int n = 0; n < count; ++n) to[n] = PyLong_AsLongLong(PyTuple_GET_ITEM(from.ptr(), n));
+  return PyErr_Occurred() ? -1 : count;
+}
+
+py::object call(PyObject* of, PyObject* method) {
+  return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(of, method));
+}
+
+py::object get(PyObject* of, PyObject* name) {
+  return py::reinterpret_steal<py::object>(PyObject_GetAttr(of, name));
+}
+
+bool read_by_methods(PyObject* from, TensorView* to) {
+  const py::object dtype = get(from, found.dtype);
+  const auto* const at = std::find(found.dtypes, found.dtypes + kDTypes, dtype.ptr());
+  if (at == found.dtypes + kDTypes || get(from, found.is_cpu).ptr() != Py_True) return false;
+  to->dtype = static_cast<DType>(at - found.dtypes);
+  to->rank = read_integers(get(from, found.shape), to->size);
+  if (to->rank < 0 || read_integers(call(from, found.stride), to->stride) != to->rank) return false;
+  const py::object address = call(from, found.data_ptr);  // an error if it has none
+  if (!address) return false;
+  to->data = PyLong_AsVoidPtr(address.ptr());
+  return !PyErr_Occurred();
+}
+
+int64_t elements(const TensorView& x) {
+  int64_t count = 1;
+  for (int n = 0; n < x.rank; ++n) count *= x.size[n];
+  return count;
+}
+
+// f(arguments..., name=last), where `names` has the one name.
+template <int N>
+py::object call_named(PyObject* f, PyObject* const (&arguments)[N], PyObject* names) {
+  auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(f, arguments, N - 1, names));
+  if (!made) throw py::error_already_set();
+  return made;
+}
+
+PyObject* tuple_of(const char* name) {
+  return py::make_tuple(py::str(PyUnicode_InternFromString(name))).release().ptr();
+}
+
+void read_new(const py::object& made, TensorView* to) {
+  if (!read_tensor(made, to)) throw std::runtime_error("fastattn: a new tensor has no memory");
+}
+
 }  // namespace
 
-bool use_exchange(const py::object& interface, const py::module_& torch) {
+bool use_torch(const py::module_& torch, const py::object& interface) {
   constexpr uint32_t kMajor = 1;
+  found.tensor = reinterpret_cast<PyTypeObject*>(attribute(torch, "Tensor"));
+  found.parameter = reinterpret_cast<PyTypeObject*>(attribute(torch.attr("nn"), "Parameter"));
+  found.empty = attribute(torch, "empty");
+  found.empty_like = attribute(torch, "empty_like");
+  found.contiguous_format = attribute(torch, "contiguous_format");
+  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16", "bool"};
+  for (int n = 0; n < kDTypes; ++n) found.dtypes[n] = attribute(torch, names[n]);
+  const auto name = PyUnicode_InternFromString;
+  found.is_neg = name("is_neg"), found.requires_grad = name("requires_grad");
+  found.is_cpu = name("is_cpu"), found.dtype = name("dtype"), found.shape = name("shape");
+  found.stride = name("stride"), found.data_ptr = name("data_ptr");
+  found.of_dtype = tuple_of("dtype"), found.of_format = tuple_of("memory_format");
+
   found.exchange = nullptr;
   if (interface.is_none()) return false;
   const auto* exchange =
       static_cast<const Exchange*>(PyCapsule_GetPointer(interface.ptr(), "dlpack_exchange_api"));
   if (exchange == nullptr) throw py::error_already_set();
   if (exchange->major != kMajor || exchange->read == nullptr) return false;
-  found.tensor = reinterpret_cast<PyTypeObject*>(attribute(torch, "Tensor"));
-  found.empty_like = attribute(torch, "empty_like");
-  found.is_neg = PyUnicode_InternFromString("is_neg");
-  found.requires_grad = PyUnicode_InternFromString("requires_grad");
   found.exchange = exchange;
   return true;
 }
 
-bool read_tensor(py::handle from, TensorRecord* to) {
-  if (found.exchange == nullptr || Py_TYPE(from.ptr()) != found.tensor) return false;
-  if (found.exchange->read(from.ptr(), to) != 0) {
-    PyErr_Clear();
-    return false;
+bool TensorView::has_sizes(std::initializer_list<int64_t> sizes) const {
+  return static_cast<size_t>(rank) == sizes.size() && std::equal(sizes.begin(), sizes.end(), size);
+}
+
+bool TensorView::is_contiguous() const {
+  int64_t expected = 1;
+  for (int n = rank - 1; n >= 0; --n) {
+    if (size[n] != 1 && stride[n] != expected) return false;
+    expected *= size[n];
   }
-  const int64_t* const n = to->shape;
-  return to->device_type == kCpu && to->dimensions == 4 &&
-         (to->data != nullptr || n[0] * n[1] * n[2] * n[3] == 0) && to->byte_offset == 0 &&
-         has_kernels_of(*to);
+  return true;
+}
+
+bool read_tensor(py::handle from, TensorView* to) {
+  PyTypeObject* const type = Py_TYPE(from.ptr());
+  if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
+  const bool read = found.exchange != nullptr ? read_by_interface(from.ptr(), to)
+                                              : read_by_methods(from.ptr(), to);
+  if (!read) PyErr_Clear();
+  return read && (to->data != nullptr || elements(*to) == 0);
 }
 
 bool is_plain(py::handle tensor) {
   return !is_true(PyObject_CallMethodNoArgs(tensor.ptr(), found.is_neg));
 }
 
-DType dtype_of(const TensorRecord& r) {
-  if (r.type_code == kBrain) return DType::bf16;
-  return r.type_bits == 64 ? DType::f64 : r.type_bits == 32 ? DType::f32 : DType::f16;
-}
-
-Tensor4 operand_of(const TensorRecord& r) {
-  return {r.data, {r.strides[0], r.strides[1], r.strides[2], r.strides[3]}};
-}
-
 bool requires_grad(py::handle tensor) {
   return is_true(PyObject_GetAttr(tensor.ptr(), found.requires_grad));
 }
 
-bool read_doubles(py::handle tensor, int64_t a, int64_t b, int64_t c, double** to) {
-  TensorRecord r;
-  if (found.exchange == nullptr || found.exchange->read(tensor.ptr(), &r) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  *to = static_cast<double*>(r.data);
-  return r.dimensions == 3 && r.type_code == kFloat && r.type_bits == 64 && r.shape[0] == a &&
-         r.shape[1] == b && r.shape[2] == c && r.strides[0] == b * c && r.strides[1] == c &&
-         r.strides[2] == 1;
+Tensor4 operand_of(const TensorView& x) {
+  return {x.data, {x.stride[0], x.stride[1], x.stride[2], x.stride[3]}};
 }
 
-py::object new_like(py::handle tensor, Tensor4* to) {
+py::object new_like(py::handle tensor, TensorView* to) {
   auto made =
       py::reinterpret_steal<py::object>(PyObject_CallOneArg(found.empty_like, tensor.ptr()));
   if (!made) throw py::error_already_set();
-  TensorRecord record;
-  if (!read_tensor(made, &record) || record.strides[3] != 1) return {};
-  *to = operand_of(record);
+  read_new(made, to);
   return made;
 }
 
-py::object new_doubles(int64_t a, int64_t b, int64_t c, double** to) {
-  const int64_t shape[] = {a, b, c};
-  TensorRecord like{};
-  like.device_type = kCpu, like.dimensions = 3, like.shape = shape;
-  like.type_code = kFloat, like.type_bits = 64, like.type_lanes = 1;
+py::object new_contiguous_like(py::handle tensor, void** data) {
+  TensorView view;
+  py::object made = new_like(tensor, &view);
+  if (!view.is_contiguous()) {
+    PyObject* const arguments[] = {tensor.ptr(), found.contiguous_format};
+    made = call_named(found.empty_like, arguments, found.of_format);
+    read_new(made, &view);
+  }
+  *data = view.data;
+  return made;
+}
+
+py::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** data) {
+  py::tuple shape(sizes.size());
+  size_t place = 0;
+  for (const int64_t size : sizes) shape[place++] = size;
+  PyObject* const arguments[] = {shape.ptr(), found.dtypes[static_cast<int>(dtype)]};
+  py::object made = call_named(found.empty, arguments, found.of_dtype);
+  TensorView view;
+  read_new(made, &view);
+  *data = view.data;
+  return made;
+}
+
+py::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** data) {
+  if (found.exchange == nullptr) return new_result(dtype, sizes, data);
+  Record like{};
+  like.device_type = kCpu, like.dimensions = static_cast<int32_t>(sizes.size());
+  like.shape = sizes.begin();
+  like.type_code = kFloat, like.type_bits = dtype == DType::f64 ? 64 : 32, like.type_lanes = 1;
   void *managed = nullptr, *tensor = nullptr;
   const auto fail = [](void* said, const char*, const char* message) {
     *static_cast<std::string*>(said) = message;
@@ -131,9 +251,9 @@ py::object new_doubles(int64_t a, int64_t b, int64_t c, double** to) {
   std::string said;
   if (found.exchange->allocate(&like, &managed, &said, fail) != 0) throw std::runtime_error(said);
   if (found.exchange->from_managed(managed, &tensor) != 0) throw py::error_already_set();
-  TensorRecord record;
+  Record record;
   if (found.exchange->read(tensor, &record) != 0) throw py::error_already_set();
-  *to = static_cast<double*>(record.data);
+  *data = record.data;
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(tensor));
 }
 

@@ -304,10 +304,11 @@ def _own_seconds() -> float:
 
 
 def _emptied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors."""
+    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors but
+    vectors, which have no batch."""
     place = next((n for n, x in enumerate(args) if isinstance(x, tuple)), len(args))
     if place == len(args):
-        return tuple(x[:0] if isinstance(x, Tensor) else x for x in args)
+        return tuple(x[:0] if isinstance(x, Tensor) and x.dim() > 1 else x for x in args)
     return *args[:place], *((0, *x[1:]) for x in args[place : place + 1]), *args[place + 1 :]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +11,14 @@ from fastattn import dispatch, evidence, masks
 from fastattn.autograd.sdpa import attention, attention_backward, default_scale
 from fastattn.backends._alloc import unexpanded
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
-from fastattn.checks import DTYPES
-from fastattn.fast_path import are_plain, calls_are_open, differentiable
+from fastattn.fast_path import Native, are_plain, calls_are_open, differentiable
 
-# (dtype, D, Dv), or the odd number of plain_call() that stands for them -> the name of the native
-# backend, its module, the module preferred over it (or None), and the number of queries from which
-# that module is preferred. For these calls nothing else affects whether a native backend can run;
-# the preferred module is asked on each call.
-_native: dict[tuple[torch.dtype, int, int] | int, tuple[str, Any, Any, int]] = {}
-evidence.on_change(_native.clear)
+_native = Native("plain_attention", attention)
+# As `_native.found`, with the module preferred over the native one (or None), and the number of
+# queries from which it is preferred. For plain calls nothing else affects whether a native backend
+# can run; the preferred module is asked on each call.
+_found: dict[int, tuple[str, Any, Any, int]] = {}
+evidence.on_change(_found.clear)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -49,62 +47,34 @@ def attend_plainly(
         return None
     if not calls_are_open():
         return None
-    number = 0
-    if attn_mask is None and sinks is None and mask is None:
-        number = _read_call(query, key, value, enable_gqa)
-    known: tuple[torch.dtype, int, int] | int
-    if number:
-        known, requires_grad = number | 1, number & 1
-    else:
-        if not are_plain(query, key, value, attn_mask):
+    number = _native.call(query, key, value, enable_gqa)
+    if not number:
+        return None
+    requires_grad = number & 1
+    if attn_mask is not None:
+        if is_causal or not _is_constant_mask(attn_mask, query.dtype):
             return None
         try:
-            batch, heads, q_len, width = query.shape
-            key_batch, key_heads, k_len, key_width = key.shape
-            value_batch, value_heads, v_len, value_width = value.shape
-        except (AttributeError, RuntimeError, ValueError):  # None, nested, or not 4-D
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        except RuntimeError:  # not broadcastable
             return None
-        dtype = query.dtype
-        if (
-            not (dtype is key.dtype is value.dtype)
-            or not (batch == key_batch == value_batch)
-            or key_heads != value_heads
-            or (heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0))
-            or k_len != v_len
-            or width != key_width
-            or not (batch and heads and q_len and k_len and width and value_width)
-        ):
+    if sinks is not None:
+        wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+        # Written out: a function would take 0.1 us more.
+        try:
+            if (
+                type(sinks) not in _PLAIN_TYPES
+                or not sinks.is_cpu
+                or sinks.shape != query.shape[1:2]
+                or sinks.dtype is not wide
+                or sinks.is_neg()
+                or not sinks.data_ptr()
+            ):
+                return None
+        except RuntimeError:  # it has no address
             return None
-        if attn_mask is not None:
-            if is_causal or not _is_constant_mask(attn_mask, dtype):
-                return None
-            try:
-                attn_mask = attn_mask.expand(batch, heads, q_len, k_len)
-            except RuntimeError:  # not broadcastable
-                return None
-        if sinks is not None:
-            wide = torch.float64 if dtype is torch.float64 else torch.float32
-            # Written out: a function would take 0.1 us more.
-            try:
-                if (
-                    type(sinks) not in _PLAIN_TYPES
-                    or not sinks.is_cpu
-                    or sinks.shape != (heads,)
-                    or sinks.dtype is not wide
-                    or sinks.is_neg()
-                    or not sinks.data_ptr()
-                ):
-                    return None
-            except RuntimeError:  # it has no address
-                return None
-        known = dtype, width, value_width
-        requires_grad = (
-            query.requires_grad
-            or key.requires_grad
-            or value.requires_grad
-            or (sinks is not None and sinks.requires_grad)
-        )
-    native = _native.get(known) or _find_native(query, key, value, known)
+        requires_grad = requires_grad or sinks.requires_grad
+    native = _found.get(number | 1) or _find_native(query, key, value, number | 1)
     if native is None:
         return None
     backend, module, first, least = native
@@ -138,9 +108,10 @@ def attend_plainly(
     return module.plain_attention(query, key, value, attn_mask, scale, is_causal, False, sinks)[0]
 
 
-def _is_constant_mask(mask: Tensor, dtype: torch.dtype) -> bool:
+def _is_constant_mask(mask: Any, dtype: torch.dtype) -> bool:
     return (
-        not mask.requires_grad
+        are_plain(mask)
+        and not mask.requires_grad
         and mask.dtype in (torch.bool, dtype, torch.float32)
         and (mask.dtype is not torch.float32 or dtype is not torch.float64)
     )
@@ -173,21 +144,8 @@ def _resume(
 _attend = differentiable("plain_attention", 0, _resume)
 
 
-def _unread(query: Any, key: Any, value: Any, grouped: bool) -> int:
-    return 0
-
-
-# plain_call() of the native backend, once a call has found one: a bad call loads none.
-_read_call: Callable[[Any, Any, Any, bool], int] = _unread
-
-
-def _find_native(
-    query: Tensor, key: Tensor, value: Tensor, known: tuple[torch.dtype, int, int] | int
-) -> Any:
-    if query.dtype not in DTYPES:
-        return None
-    name = attention.name
-    found = evidence.choose("backends", "cpu", name, query.dtype)
+def _find_native(query: Tensor, key: Tensor, value: Tensor, number: int) -> Any:
+    found = evidence.choose("backends", "cpu", attention.name, query.dtype)
     first, least = None, 0
     if found is not None and found.use[0] == "torch":
         first, least = dispatch.load("torch"), found.least_queries
@@ -197,8 +155,5 @@ def _find_native(
     call = (*tensors, AttentionOptions(scale=1.0))
     if not hasattr(module, "plain_attention") or attention.reasons(backend, call):
         return None
-    global _read_call
-    _read_call = getattr(module, "plain_call", _unread)
-    native = backend, module, first, least
-    _native[known] = native
-    return native
+    _found[number] = backend, module, first, least
+    return _found[number]

@@ -56,7 +56,7 @@ def replace_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def replace(backend: ModuleType | str) -> Any:
         load = dispatch.load.__wrapped__
         monkeypatch.setattr(dispatch, "load", lambda n: backend if n == "cpu" else load(n))
-        monkeypatch.setattr(_sdpa_plain, "_native", {})
+        monkeypatch.setattr(_sdpa_plain, "_found", {})
         dispatch._warn_once.cache_clear()
         return backend
 

@@ -1,4 +1,6 @@
-"""Plain calls whose tensors the native core reads itself, by DLPack's exchange interface."""
+"""Plain calls, whose tensors the native core reads itself: by DLPack's exchange interface where
+PyTorch has it, else by the methods of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,31 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import compat
-from fastattn.backends.cpu import sdpa
+from fastattn import compat, fast_path
 
 attention = fastattn.scaled_dot_product_attention
-pytestmark = pytest.mark.skipif(
-    compat.exchange_interface is None, reason="this PyTorch has no such interface"
-)
+WAYS = {"interface": compat.exchange_interface, "methods": None}
+
+
+@pytest.fixture
+def exchange(native: ModuleType) -> Iterator[Callable[[Any], bool]]:
+    yield lambda interface: native.use_torch(torch, interface)
+    native.use_torch(torch, compat.exchange_interface)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, exchange: Callable[[Any], bool]) -> None:
+    """A way to read tensors."""
+    interface = WAYS[request.param]
+    if interface is None and request.param == "interface":
+        pytest.skip("this PyTorch has no such interface")
+    assert exchange(interface) == (interface is not None)
+
+
+def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
+    with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
+        patch.setattr(fast_path, "BACKENDS", ("",))
+        return run()
 
 
 def heads(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -47,32 +67,78 @@ def with_gradients(layout: str, causal: bool, tensors: list[Tensor]) -> list[Ten
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_they_have_the_bits_of_tensors_read_in_python(
-    dtype: torch.dtype, layout: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+def test_attention_has_the_bits_of_the_general_path(
+    dtype: torch.dtype, layout: str, causal: bool, way: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = heads(2, 4, 17, 16, dtype=dtype)
-    with fastattn.use_backend("cpu"):
-        read = with_gradients(layout, causal, tensors)
+
+    def run() -> list[Tensor]:
         plain = attention(*map(LAYOUTS[layout], tensors), is_causal=causal)
-        monkeypatch.setattr(sdpa, "READS_TENSORS", False)
-        expected = with_gradients(layout, causal, tensors)
-    for got, want in zip([*read, plain], [*expected, expected[0]], strict=True):
+        return [plain, *with_gradients(layout, causal, tensors)]
+
+    for got, want in zip(run(), by_the_general_path(monkeypatch, run), strict=True):
         assert torch.equal(got, want)
         assert got.stride() == want.stride()
 
 
-def test_a_number_stands_for_a_dtype_and_widths(native: ModuleType) -> None:
+def hopped(masked: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
+    query, memory = (
+        torch.randn(3, 20, dtype=dtype),
+        torch.randn(3, 4, 50, 40, dtype=dtype)[..., :20],
+    )
+    query, memory = (x.requires_grad_(differentiable) for x in (query, memory))
+    mask = torch.rand(50, 3).lt(0.7).T if masked else None
+    out = fastattn.memory_hop_attention(query, memory, hops=3, memory_mask=mask)
+    if not differentiable:
+        return [out]
+    return [out, *torch.autograd.grad(out, (query, memory), torch.randn_like(out))]
+
+
+def added(biased: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
+    query, key, value = (torch.randn(2, 12, n, dtype=dtype).mT for n in (5, 40, 40))
+    given = [query, key[..., ::2], value, torch.randn(6, dtype=dtype), torch.randn(6, dtype=dtype)]
+    given[0] = query[..., 1::2]
+    leaves = [x.requires_grad_(differentiable) for x in given[: 5 if biased else 4]]
+    out = fastattn.additive_attention(*leaves)
+    if not differentiable:
+        return [out]
+    return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out))]
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("option", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("run", [hopped, added])
+def test_others_have_the_bits_of_the_general_path(
+    run: Callable[[bool, bool, torch.dtype], list[Tensor]],
+    dtype: torch.dtype,
+    option: bool,
+    differentiable: bool,
+    way: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seeded() -> list[Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return run(option, differentiable, dtype)
+
+    for got, want in zip(seeded(), by_the_general_path(monkeypatch, seeded), strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
+
+
+def test_a_number_stands_for_a_dtype_and_widths(way: None, native: ModuleType) -> None:
     q, k, v = heads(1, 4, 16, 16)
-    number = native.plain_call(q, k, v, False)
+    number = native.plain_attention_call(q, k, v, False)
     assert number % 2 == 0
-    assert number == native.plain_call(*heads(3, 2, 5, 16), False)
-    assert native.plain_call(q, k.clone().requires_grad_(), v, False) == number + 1
+    assert number == native.plain_attention_call(*heads(3, 2, 5, 16), False)
+    assert native.plain_attention_call(q, k.clone().requires_grad_(), v, False) == number + 1
     others = [
-        native.plain_call(q.double(), k.double(), v.double(), False),
-        native.plain_call(q, k, v[..., :8], False),
-        native.plain_call(q[..., :8], k[..., :8], v, False),
-        native.plain_call(q.bfloat16(), k.bfloat16(), v.bfloat16(), False),
-        native.plain_call(q.half(), k.half(), v.half(), False),
+        native.plain_attention_call(q.double(), k.double(), v.double(), False),
+        native.plain_attention_call(q, k, v[..., :8], False),
+        native.plain_attention_call(q[..., :8], k[..., :8], v, False),
+        native.plain_attention_call(q.bfloat16(), k.bfloat16(), v.bfloat16(), False),
+        native.plain_attention_call(q.half(), k.half(), v.half(), False),
     ]
     assert all(others)
     assert len({number, *others}) == 1 + len(others)
@@ -95,7 +161,6 @@ class _Own(Tensor):
         pytest.param(lambda q: q.to("meta"), id="device"),
         pytest.param(lambda q: q.to_sparse(), id="sparse"),
         pytest.param(lambda q: q.as_subclass(_Own), id="subclass"),
-        pytest.param(torch.nn.Parameter, id="parameter"),
         pytest.param(lambda q: torch.complex(q, q).conj().imag, id="lazy-negation"),
         pytest.param(lambda q: torch._efficientzerotensor(q.shape), id="without-memory"),
         pytest.param(lambda q: None, id="none"),
@@ -104,27 +169,33 @@ class _Own(Tensor):
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_general_path_sees_others(
-    place: int, wrong: Callable[[Tensor], Any], native: ModuleType
+    place: int, wrong: Callable[[Tensor], Any], way: None, native: ModuleType
 ) -> None:
     tensors: list[Any] = list(heads(1, 4, 16, 16))
     tensors[place] = wrong(tensors[place])
-    assert native.plain_call(*tensors, False) == 0
+    assert native.plain_attention_call(*tensors, False) == 0
+
+
+def test_parameters_are_tensors(way: None, native: ModuleType) -> None:
+    q, k, v = heads(1, 4, 16, 16)
+    number = native.plain_attention_call(q, k, v, False)
+    assert native.plain_attention_call(q, torch.nn.Parameter(k), v, False) == number + 1
 
 
 def test_queries_and_keys_have_one_width(native: ModuleType) -> None:
     q, k, v = heads(1, 4, 16, 16)
-    assert native.plain_call(q[..., :8], k, v, False) == 0
-    assert native.plain_call(q, k[..., :8], v, False) == 0
+    assert native.plain_attention_call(q[..., :8], k, v, False) == 0
+    assert native.plain_attention_call(q, k[..., :8], v, False) == 0
 
 
 def test_heads_share_a_key_head_only_if_asked(native: ModuleType) -> None:
     (q, *_), (_, k, v) = heads(1, 4, 16, 16), heads(1, 2, 16, 16)
-    assert native.plain_call(q, k, v, False) == 0
-    assert native.plain_call(q, k, v, True) == native.plain_call(q, q, q, False)
-    assert native.plain_call(q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], True) == 0
+    assert native.plain_attention_call(q, k, v, False) == 0
+    assert native.plain_attention_call(q, k, v, True) == native.plain_attention_call(q, q, q, False)
+    assert native.plain_attention_call(q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], True) == 0
 
 
-def test_only_saved_tensors_that_fit_are_used(native: ModuleType) -> None:
+def test_only_saved_tensors_that_fit_are_used(way: None, native: ModuleType) -> None:
     q, k, v = heads(1, 4, 16, 16)
     out, lse = native.plain_attention(q, k, v, 0.25, False, True, 1, None)
     assert lse.dtype is torch.float64
@@ -144,13 +215,6 @@ def test_only_saved_tensors_that_fit_are_used(native: ModuleType) -> None:
 
 # -- the interface ---------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def exchange(native: ModuleType) -> Iterator[Callable[[Any], bool]]:
-    yield lambda interface: native.use_exchange(interface, torch)
-    assert native.use_exchange(compat.exchange_interface, torch)
-
-
 _kept: list[Any] = []  # what capsules point to, but do not own
 
 
@@ -163,23 +227,13 @@ def capsule(name: bytes, *words: int) -> Any:
     return make(ctypes.addressof(table), name, None)
 
 
-def test_without_an_interface_no_tensor_is_read(
-    exchange: Callable[[Any], bool], native: ModuleType
-) -> None:
-    tensors = heads(1, 4, 16, 16)
-    expected = attention(*tensors)
-    assert not exchange(None)
-    assert native.plain_call(*tensors, False) == 0
-    assert native.plain_attention(*tensors, 0.25, False, False, 1, None) is None
-    assert torch.equal(attention(*tensors), expected)
-
-
 def test_an_interface_of_another_version_is_not_used(
     exchange: Callable[[Any], bool], native: ModuleType
 ) -> None:
+    number = native.plain_attention_call(*heads(1, 4, 16, 16), False)
     for words in ((2, 0, 1, 1, 1, 1), (1, 0, 1, 1, 1, 0)):  # the next major version; no reader
         assert not exchange(capsule(b"dlpack_exchange_api", *words))
-        assert native.plain_call(*heads(1, 4, 16, 16), False) == 0
+        assert native.plain_attention_call(*heads(1, 4, 16, 16), False) == number
 
 
 def test_a_capsule_of_another_name_is_refused(exchange: Callable[[Any], bool]) -> None:

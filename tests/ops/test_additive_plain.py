@@ -68,6 +68,10 @@ def test_derivatives(biased: bool) -> None:
     assert torch.autograd.gradgradcheck(additive_attention, leaves, fast_mode=True)
 
 
+class _Own(Tensor):
+    pass
+
+
 def test_what_the_fast_path_cannot_do_is_left_to_the_general_one() -> None:
     q, k, u = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 6)
     v, bias = torch.nn.Parameter(torch.randn(4)), torch.randn(4)
@@ -79,7 +83,7 @@ def test_what_the_fast_path_cannot_do_is_left_to_the_general_one() -> None:
         (0, q.bfloat16()),
         (0, q.to("meta")),
         (0, q[:, :0]),
-        (0, torch.nn.Parameter(q)),
+        (0, q.as_subclass(_Own)),
         (1, k[:1]),
         (1, k[..., :3]),
         (1, k.to_sparse()),
@@ -97,6 +101,7 @@ def test_what_the_fast_path_cannot_do_is_left_to_the_general_one() -> None:
         args: list[Any] = list(given)
         args[place] = other
         assert attend_additively(*args) is None, (place, other)
+    assert attend_additively(q, k, u, None, None, False) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert attend_additively(*given) is None
     with fastattn.use_backend("reference"):

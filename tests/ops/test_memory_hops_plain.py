@@ -89,13 +89,17 @@ def test_a_second_derivative_passes(kind: str) -> None:
     torch.testing.assert_close(second(None), second("reference"), rtol=1e-12, atol=1e-12)
 
 
+class _Own(Tensor):
+    pass
+
+
 def test_what_the_fast_path_cannot_do_is_left_to_the_general_one() -> None:
     q, m = torch.randn(3, 4), torch.randn(3, 5, 4)
     given = (q, m, m, None, 2, 1.0)
     assert hop_plainly(*given) is not None
     for place, other in (
         (0, q.to("meta")),
-        (0, torch.nn.Parameter(q)),
+        (0, q.as_subclass(_Own)),
         (0, q[:, None].expand(3, 2, 4)),
         (0, q.bfloat16()),
         (1, m[:1].expand(3, 5, 4)),  # one memory for all

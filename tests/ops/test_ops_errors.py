@@ -134,11 +134,12 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
     cpu = dispatch.load("cpu")
     if not isinstance(cpu, str):
         forbidden: Any = Forbidden()
-        forbidden.plain_call = cpu.sdpa._cpu.plain_call  # it looks at the tensors, and runs nothing
+        # It looks at the tensors, and runs nothing.
+        forbidden.plain_attention_call = cpu.sdpa._cpu.plain_attention_call
         monkeypatch.setattr(cpu.sdpa, "_cpu", forbidden)
-        monkeypatch.setattr(_sdpa_plain, "_read_call", cpu.sdpa.plain_call)
+        monkeypatch.setattr(_sdpa_plain._native, "call", cpu.sdpa.plain_attention_call)
     monkeypatch.setattr(reference, "attend", Forbidden())
-    monkeypatch.setattr(_sdpa_plain, "_native", {})  # nothing known from the calls of other tests
+    monkeypatch.setattr(_sdpa_plain, "_found", {})  # nothing known from the calls of other tests
     state = torch.get_rng_state()
     with pytest.raises(Exception) as caught:
         attention(*args, **kwargs)

@@ -20,6 +20,7 @@ from fastattn.backends.cpu.additive import (
     additive_attention_backward,
     plain_additive,
     plain_additive_backward,
+    plain_additive_call,
 )
 from fastattn.backends.cpu.decode import WIDEST, append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
@@ -36,13 +37,14 @@ from fastattn.backends.cpu.memory_hops import (
     memory_hop_attention_backward,
     plain_hops,
     plain_hops_backward,
+    plain_hops_call,
 )
 from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
 from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.cpu.sdpa import (
     plain_attention,
     plain_attention_backward,
-    plain_call,
+    plain_attention_call,
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
@@ -68,11 +70,13 @@ __all__ = [
     "merge_states_backward",
     "plain_additive",
     "plain_additive_backward",
+    "plain_additive_call",
     "plain_attention",
     "plain_attention_backward",
-    "plain_call",
+    "plain_attention_call",
     "plain_hops",
     "plain_hops_backward",
+    "plain_hops_call",
     "plain_retrieval",
     "plain_retrieval_backward",
     "scaled_dot_product_attention",

@@ -42,13 +42,6 @@ def additive_attention(
     return out, applied
 
 
-# The gradients of keys are summed from parts, of at most this many chunks of queries.
-_MOST_CHUNKS = 8
-
-
-_CHUNK_ROWS = 128
-
-
 def additive_attention_backward(
     grad_out: Tensor | None,  # [B, Tq, Dv]
     grad_weights: Tensor | None,  # [B, Tq, Tk]
@@ -79,11 +72,6 @@ def additive_attention_backward(
         grad_scores = vector.new_empty((batch, queries, keys))
         if attn_mask.shape != grad_scores.shape:  # one element may sum thousands of terms
             grad_mask = torch.zeros(attn_mask.shape, dtype=torch.float64)
-    chunk = max(_CHUNK_ROWS, -(-queries // (_MOST_CHUNKS * _CHUNK_ROWS)) * _CHUNK_ROWS)
-    chunks = -(-queries // chunk)
-    direct = chunks == 1 and query.dtype == vector.dtype
-    part = 2 * width + (0 if direct else keys * (width + value_width))
-    parts = vector.new_empty(max(1, batch * chunks * part))  # not null: backward
     _cpu.additive_backward(
         DTYPES[query.dtype],
         torch.get_num_threads(),
@@ -100,10 +88,6 @@ def additive_attention_backward(
             "grad_vector": grad_v.data_ptr(),
             "grad_bias": address(grad_bias),
             "grad_scores": 0 if grad_scores is None else grad_scores.data_ptr(),
-            "parts": parts.data_ptr(),
-            "chunk_rows": chunk,
-            "chunks": chunks,
-            "direct": direct,
         },
     )
     if grad_mask is None:
@@ -118,19 +102,29 @@ def additive_attention_backward(
     )
 
 
+def plain_additive_call(query: Any, key: Any, value: Any, v: Any, bias: Any) -> int:
+    """Return a number that is the same for calls of one dtype, or 0: take the general path.
+
+    It is odd if a tensor requires a gradient. If it is not 0, all are plain tensors of the CPU:
+    query, key and value [B, L, A] of one dtype, not empty, v and bias [A], or None for bias.
+    """
+    return _cpu.plain_additive_call(query, key, value, v, bias)
+
+
 def plain_additive(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: None,
-    options: AdditiveBackwardOptions,
+    causal: bool,
     unused: None,
     differentiable: bool,
     v: Tensor,
     bias: Tensor | None,
 ) -> tuple[Tensor]:
     """Return the output of a call without masks, dropout and weights."""
-    return additive_attention(query, key, value, v, bias, None, None, options=options)[:1]
+    vectors = _wide(v), None if bias is None else _wide(bias)
+    return (_cpu.plain_additive(query, key, value, *vectors, causal, torch.get_num_threads()),)
 
 
 def plain_additive_backward(
@@ -139,15 +133,22 @@ def plain_additive_backward(
     key: Tensor,
     value: Tensor,
     mask: None,
-    options: AdditiveBackwardOptions,
+    causal: bool,
     unused: None,
     wants: Sequence[bool],  # all are computed anyway
     v: Tensor,
     bias: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value, v and bias of :func:`plain_additive`."""
-    operands = (query, key, value, v, bias, None, None)
-    return additive_attention_backward(grad_out, None, *operands, options=options)[:5]
+) -> tuple[Tensor | None, ...] | None:
+    """Return the gradients of query, key, value, v and bias of :func:`plain_additive`, or None: the
+    general path has to compute them.
+    """
+    vectors = _wide(v), None if bias is None else _wide(bias)
+    threads = torch.get_num_threads()
+    grads = _cpu.plain_additive_backward(grad_out, query, key, value, *vectors, causal, threads)
+    if grads is None or vectors[0].dtype is v.dtype:
+        return grads
+    *others, of_v, of_bias = grads
+    return *others, of_v.to(v.dtype), None if of_bias is None else of_bias.to(v.dtype)
 
 
 def _operands(

@@ -123,7 +123,14 @@ def memory_hop_attention_backward(
     return grad_query, grad_in, grad_out_memory, grad_proj, grad_bias
 
 
-_SHORT = 64  # rows of a memory that the kernel reads as one block
+def plain_hops_call(query: Any, in_memory: Any, out_memory: Any, mask: Any, hops: int) -> int:
+    """Return a number that is the same for calls of one dtype, or 0: take the general path.
+
+    It is odd if a tensor requires a gradient. If it is not 0, all are plain tensors of the CPU:
+    query [B, D], memories with contiguous rows and a batch dimension of their own, each [B, N, D]
+    or one a hop, [B, K, N, D], and a boolean mask [B, N] or None.
+    """
+    return _cpu.plain_hops_call(query, in_memory, out_memory, mask, hops)
 
 
 def plain_hops(
@@ -134,31 +141,12 @@ def plain_hops(
     hops: int,
     scale: float,
     differentiable: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return ``(out, trace, stats, weights)`` of a call without other options.
-
-    The weights are kept for the backward if the memory is short, so that it computes them once.
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, kept)`` of a call without other options: the result, and what the backward
+    reads: the trace of all examples, then their statistics and, of short memories, their weights.
     """
-    batch, width = query.shape
-    dtype = query.dtype
-    wide = accumulator(dtype)
-    out = torch.empty((batch, width), dtype=dtype)
-    trace = torch.empty((batch, 2 * hops + 1, width), dtype=wide)
-    stats = torch.empty((batch, hops, 2), dtype=wide)
-    rows, weights = in_memory.shape[-2], None
-    if differentiable and rows <= _SHORT and dtype is wide:
-        weights = torch.empty((batch, hops, rows), dtype=dtype)
-    m, c = operand(in_memory), None if out_memory is None else operand(out_memory)
-    _cpu.memory_hops_forward(
-        DTYPES[dtype],
-        torch.get_num_threads(),
-        (batch, 1, hops, rows, width),
-        scale,
-        hop_operands(query, m, c, None, trace, stats, False),
-        _plain_mask(mask),
-        {"out": out.data_ptr(), "weights": address(weights)},
-    )
-    return out, trace, stats, weights
+    threads = torch.get_num_threads()
+    return _cpu.plain_hops(query, in_memory, out_memory, mask, hops, scale, differentiable, threads)
 
 
 def plain_hops_backward(
@@ -167,49 +155,18 @@ def plain_hops_backward(
     in_memory: Tensor,
     out_memory: Tensor | None,
     mask: Tensor | None,
-    trace: Tensor,
-    stats: Tensor,
-    weights: Tensor | None,
+    kept: Tensor,
     hops: int,
     scale: float,
     wants: Sequence[bool],  # the gradients of query and of the memories
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of query, in_memory and out_memory of :func:`plain_hops`."""
-    batch, width = query.shape
-    dtype = query.dtype
-    grad_query = torch.empty((batch, width), dtype=dtype)
-    grad_in = torch.empty(in_memory.shape, dtype=dtype) if wants[1] else None
-    grad_out_memory = None
-    if out_memory is not None and wants[2]:
-        grad_out_memory = torch.empty(out_memory.shape, dtype=dtype)
-    m, c = operand(in_memory), None if out_memory is None else operand(out_memory)
-    _cpu.memory_hops_backward(
-        DTYPES[dtype],
-        torch.get_num_threads(),
-        (batch, 1, hops, in_memory.shape[-2], width),
-        scale,
-        hop_operands(query, m, c, None, trace, stats, False),
-        _plain_mask(mask),
-        {
-            "grad_out": vectors(grad_out),
-            "grad_weights": None,
-            "grad_query": grad_query.data_ptr(),
-            "grad_in": 0 if grad_in is None else grad_in.data_ptr(),
-            "grad_out_memory": 0 if grad_out_memory is None else grad_out_memory.data_ptr(),
-            "grad_proj": 0,
-            "grad_scores": 0,
-            "grad_states": 0,
-            "weights": address(weights),
-        },
-    )
-    return grad_query, grad_in, grad_out_memory
-
-
-def _plain_mask(mask: Tensor | None) -> dict[str, Any] | None:
-    if mask is None:
-        return None
-    batch, row = mask.stride()
-    return {"mask": (mask.data_ptr(), (batch, 0, 0, row)), "bias": None, "bias_dtype": 0}
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Return the gradients of query, in_memory and out_memory of :func:`plain_hops`, or None: the
+    general path has to compute them.
+    """
+    operands = query, in_memory, out_memory, mask, kept
+    _, wants_in, wants_out, *_ = wants
+    threads = torch.get_num_threads()
+    return _cpu.plain_hops_backward(grad_out, *operands, hops, scale, wants_in, wants_out, threads)
 
 
 def hop_operands(

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import _cpu, compat
 from fastattn.backends._operands import (
     broadcast_operand,
     operand,
     program_operands,
     table_operands,
 )
+
+_cpu.use_torch(torch, compat.exchange_interface)
 
 DTYPES = {
     torch.float32: 0,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _cpu, compat
+from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import (
     address,
@@ -23,8 +23,6 @@ from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
-# Whether plain calls pass tensors rather than their addresses, sizes and strides.
-READS_TENSORS: bool = _cpu.use_exchange(compat.exchange_interface, torch)
 _OF_SINKS = 8  # their place in `wants`, after the eight arguments that all fast paths have
 
 
@@ -110,7 +108,7 @@ def plain_attention(
 
     At 16 rows of 64 in 8 heads this saves 4 of 17 us, and leaving out lse, 2.
     """
-    if READS_TENSORS and mask is None and sinks is None and program is None:
+    if mask is None and sinks is None and program is None:
         threads = torch.get_num_threads()
         results = _cpu.plain_attention(
             query, key, value, scale, causal, needs_lse, threads, allows_bf16_parts
@@ -141,13 +139,13 @@ def plain_attention(
     return out, lse
 
 
-def plain_call(query: Any, key: Any, value: Any, grouped: bool) -> int:
-    """Return a number that is the same for calls of one dtype and width, or 0: look at the tensors.
+def plain_attention_call(query: Any, key: Any, value: Any, grouped: bool) -> int:
+    """Return a number that is the same for calls of one dtype and width, or 0: general path.
 
     It is odd if a tensor requires a gradient. If it is not 0, the tensors are exact ones of the CPU
     with an address, [B, H, L, D] of one dtype, no dimension is empty, and their sizes agree.
     """
-    return _cpu.plain_call(query, key, value, grouped) if READS_TENSORS else 0
+    return _cpu.plain_attention_call(query, key, value, grouped)
 
 
 def plain_attention_backward(
@@ -165,7 +163,7 @@ def plain_attention_backward(
     program: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of :func:`plain_attention`, that of sinks if wanted; none is empty."""
-    if READS_TENSORS and mask is None and sinks is None and program is None:
+    if mask is None and sinks is None and program is None:
         threads = torch.get_num_threads()
         grads = _cpu.plain_attention_backward(
             grad_out, query, key, value, out, lse, scale, causal, threads, allows_bf16_parts
