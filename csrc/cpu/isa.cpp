@@ -193,8 +193,8 @@ bool is_emulated(const std::string& isa) {
                      [&](const Entry& e) { return isa == e.table->isa; });
 }
 
-// Tiles run only where they are chosen by name: they were not measured.
-std::string strongest_measured() {
+// Without tiles: they run only where they are chosen by name, as fastattn/evidence.json does.
+std::string strongest_vectors() {
   std::string strongest;
   for (const std::string& isa : supported_isas())
     if (!has_tiles(isa)) strongest = isa;
@@ -278,7 +278,7 @@ const KernelTable& kernels(DType dtype) {
   if (table == nullptr) {
     const char* name = forced();
     if (name != nullptr) all_sizes_on_tiles.store(true);
-    use(name != nullptr ? name : strongest_measured());
+    use(name != nullptr ? name : strongest_vectors());
     table = chosen.load();
   }
   return *table;

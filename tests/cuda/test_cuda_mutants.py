@@ -1,7 +1,7 @@
 """Would the emulator see it? Each mutant is a bug put into the kernels on purpose.
 
-Slow: of every one a source is compiled, and cases run until one of them fails. 95 % of the mutants
-must be caught; the others are named, with the reason.
+Slow: of every one a source is compiled, and cases run until one of them fails. All must be
+caught but those that are named, with the reason: at most 5 %.
 """
 
 # ruff: noqa: E501  (source lines are quoted whole)

@@ -14,9 +14,6 @@
 // In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is one
 // for each product of parts. Rows that parts do not represent are zero there, and what they
 // contribute is computed pair by pair. In fp16 the sums of dS are those of two parts of bf16.
-//
-// The speed was measured with a prototype of the same main loop in bf16. This kernel has run on
-// emulated tiles only.
 #pragma once
 #include "operands.h"
 #include "sdpa_gradients.h"
