@@ -5,17 +5,19 @@
 
 Three quarters of the arithmetic of a typical layer is here, so the GEMM is chosen by measurement:
 ``fastattn/evidence.json`` has the rule of each processor, a :class:`fastattn.evidence.Gemm`. On an
-AMD EPYC with AVX-512 and BF16 (docs/multihead_attention.md has the table and the method; speeds are
-relative to ``torch.nn.functional.linear``):
+AMD EPYC with AVX-512 and BF16 (docs/evidence.md has the table; speeds are relative to
+``torch.nn.functional.linear``):
 
-- float32: from some size on, oneDNN's inner product has 1.1 to 2 times the speed of the MKL GEMM.
-  For dW of many rows it copies both transposed operands and is slower, so ``torch.mm`` is used.
-- bfloat16: our own GEMM reads the weight in place without packing and is 1.1 to 1.6 times as fast
-  for small y. For larger y a direct call of oneDNN is up to 1.1 times as fast, because it fuses the
-  bias. The gradients have no bias, and no gain.
+- float32: from some size on, oneDNN's inner product has 1.05 to 1.35 times the speed of the MKL
+  GEMM. For dW of many rows it copies both transposed operands and is slower, so ``torch.mm`` is
+  used.
+- bfloat16: our own GEMM reads the weight in place without packing and adds the bias on the way, so
+  small calls cost least. For larger y a direct call of oneDNN is as fast as PyTorch's, and fuses
+  the bias. The gradients have no bias, and no gain.
 - float16 and bfloat16 without native arithmetic: PyTorch's GEMM is partly scalar. Ours computes in
-  float32, rounds once at the end, and is 4 to 10 times as fast for y and dx. dW uses PyTorch in
-  float32. For a few rows PyTorch's matrix-vector product is faster, which converts no weight.
+  float32, rounds once at the end, and is 4.7 to 5.5 times as fast for y, 12 times and more for dx.
+  dW uses PyTorch in float32. For a few rows PyTorch's matrix-vector product is faster, which
+  converts no weight.
 - everything else: ``torch.nn.functional.linear``.
 
 On an Intel Xeon with AMX, MKL is the fastest in float32, and oneDNN in bfloat16 at any size. On an
