@@ -166,9 +166,36 @@ struct CacheRow {
   int64_t entry, row;  // of a paged cache: the page, and the row in it
 };
 
-// New rows of keys and values into a cache. With tables of angles the keys are rotated, and so are
+// Where the rows of sequences are in a cache.
+struct CachePlaces {
+  const int64_t* lengths;      // [B]
+  const int64_t* begins;       // [B] the first row of each, null = 0
+  const int64_t* entries;      // [B], null = b
+  const int32_t* block_table;  // [B, pages], null = the cache is not paged
+  int64_t block_table_stride;
+  int64_t page_size;
+};
+
+// The rows [begin, length) of each sequence, one after the other, times their scales.
+struct GatherParams : CachePlaces {
+  DType dtype;  // of keys and values; without scales, of the caches, too
+  int threads;
+
+  int64_t B, Hkv, D, Dv;
+  int64_t N;  // rows of keys and values, at least the length of each sequence
+
+  Tensor4 key_cache;                 // [entries, Hkv, rows, D]
+  Tensor4 value_cache;               // [entries, Hkv, rows, Dv]
+  Tensor4 key_scales, value_scales;  // f32 [entries, Hkv, rows] of int8 or e4m3, null = none
+  bool float8;                       // e4m3, not int8
+
+  void* keys;    // [B, Hkv, N, D], contiguous
+  void* values;  // [B, Hkv, N, Dv], contiguous
+};
+
+// New rows of keys and values into a cache; lengths are those with them. With tables of angles the keys are rotated, and so are
 // the queries of the last Lq of the L new tokens.
-struct AppendParams : AppendOptions {
+struct AppendParams : AppendOptions, CachePlaces {
   DType dtype;  // of all but the tables
   int threads;
 
@@ -183,14 +210,8 @@ struct AppendParams : AppendOptions {
   // Quantised caches are int8 or e4m3, times the scale of their row: f32 [entries, Hkv, rows],
   // null = the caches are of dtype.
   Tensor4 key_scales, value_scales;
-  bool float8;             // e4m3, not int8
-  float* new_scales;       // [2, B, L, Hkv] workspace: of keys, of values
-  const int64_t* lengths;  // [B] of the sequences, with the new rows; the rest is that of
-  const int64_t* begins;   // SequencesParams
-  const int64_t* entries;
-  const int32_t* block_table;
-  int64_t block_table_stride;
-  int64_t page_size;
+  bool float8;        // e4m3, not int8
+  float* new_scales;  // [2, B, L, Hkv] workspace: of keys, of values
 
   int64_t rotary_pairs;      // rotated columns / 2, 0 = no rotation: the rest is null
   Tensor4 query, rotated;    // [B, Hq, Lq, D]

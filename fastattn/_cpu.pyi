@@ -196,6 +196,14 @@ def decodes_on_tiles(
     dtype: int, heads: int, kv_heads: int, queries: int, masked_or_biased: bool, /
 ) -> bool: ...
 def multiplies_integers(columns: int, /) -> bool: ...  # whether decoding can, rows of int8
+def gather_rows(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Hkv, keys of the cache, D, Dv, entries of the cache, rows of the results
+    operands: Operands,  # key_cache, value_cache, keys, values, and the scales of quantised caches
+    cache: Operands,  # as above
+    /,
+) -> None: ...
 def append_to_cache(
     dtype: int,
     threads: int,

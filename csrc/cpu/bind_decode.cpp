@@ -10,6 +10,7 @@
 
 #include "kernel_table.h"
 #include "mask_program.h"
+#include "memory.h"
 #include "sdpa_arguments.h"
 #include "sequences.h"
 
@@ -63,9 +64,16 @@ void read_cache(const py::dict& cache, SequencesParams& t) {
   named(cache).read(t, fields);
 }
 
-// Names the first scale that is not positive and finite; lengths are those of the rows to look at.
+CachePlaces places_of(const SequencesParams& t) {
+  return {t.k_lengths, t.k_begins, t.k_batch, t.block_table, t.block_table_stride, t.page_size};
+}
+
+// Names the first scale that is not positive and finite, or with e4m3 times its unit; lengths are those of
+// the rows to look at.
 [[noreturn]] void complain_of_scales(const SequencesParams& t, int64_t heads,
-                                     const Tensor4& key_scales, const Tensor4& value_scales) {
+                                     const Tensor4& key_scales, const Tensor4& value_scales,
+                                     bool float8) {
+  const float most = std::numeric_limits<float>::max() / (float8 ? 256 : 1);
   for (const Tensor4* x : {&key_scales, &value_scales})
     for (int64_t b = 0; b < t.attention.B; ++b)
       for (int64_t j = t.k_begins == nullptr ? 0 : t.k_begins[b]; j < t.k_lengths[b]; ++j) {
@@ -73,7 +81,7 @@ void read_cache(const py::dict& cache, SequencesParams& t) {
         for (int64_t h = 0; h < heads; ++h) {
           const float scale = static_cast<const float*>(
               x->data)[row.entry * x->stride[0] + h * x->stride[1] + row.row * x->stride[2]];
-          expect(scale > 0 && scale <= std::numeric_limits<float>::max(),
+          expect(scale > 0 && scale <= most,
                  std::string(x == &key_scales ? "key_scales" : "value_scales") +
                      " must be positive and finite, got " + std::to_string(scale) + " for row " +
                      std::to_string(j) + " of sequence " + std::to_string(b));
@@ -119,7 +127,7 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
     py::gil_scoped_release release;
     kernels(all.dtype).attention_sequences_forward(t);
   }
-  if (wrong_scales != 0) complain_of_scales(t, all.Hkv, all.k_scales, all.v_scales);
+  if (wrong_scales != 0) complain_of_scales(t, all.Hkv, all.k_scales, all.v_scales, all.float8);
 }
 
 bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t queries,
@@ -230,9 +238,7 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
   }
   const std::vector<CacheRow> rows = rows_of(t, p.L);
   p.rows = rows.data();
-  p.lengths = t.k_lengths, p.begins = t.k_begins, p.entries = t.k_batch;
-  p.block_table = t.block_table;
-  p.block_table_stride = t.block_table_stride, p.page_size = t.page_size;
+  static_cast<CachePlaces&>(p) = places_of(t);
   std::vector<float> new_scales(
       p.key_scales.data == nullptr ? 0 : static_cast<size_t>(2 * p.B * p.L * p.Hkv));
   p.new_scales = new_scales.data();
@@ -245,7 +251,43 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
   expect(fault != AppendFault::value, "value must be finite to be quantised, got inf or NaN");
   if (fault != AppendFault::scale) return;
   for (int64_t& length : lengths) length -= p.L;
-  complain_of_scales(t, p.Hkv, p.key_scales, p.value_scales);
+  complain_of_scales(t, p.Hkv, p.key_scales, p.value_scales, p.float8);
+}
+
+// sizes: (B, Hkv, keys of the cache, D, Dv, entries of the cache, rows of the results); operands: the
+// caches, the scales and float8 of quantised ones, and the addresses of keys and values.
+void gather_rows(int dtype, int threads, const py::tuple& sizes, const py::dict& operands,
+                 const py::dict& cache) {
+  using P = GatherParams;
+  static const auto fields =
+      std::make_tuple(field("key_cache", &P::key_cache), field("value_cache", &P::value_cache),
+                      field("keys", &P::keys), field("values", &P::values));
+  static const auto scales =
+      std::make_tuple(field("key_scales", &P::key_scales), field("value_scales", &P::value_scales),
+                      field("float8", &P::float8));
+  int64_t n[7];
+  integers(sizes, n);
+  GatherParams p{};
+  p.dtype = static_cast<DType>(dtype), p.threads = threads;
+  p.B = n[0], p.Hkv = n[1], p.D = n[3], p.Dv = n[4], p.N = n[6];
+  SequencesParams t{};
+  t.attention.B = p.B, t.attention.Lk = n[2];
+  read_cache(cache, t);
+  check_cache(t, n[5]);
+  for (int64_t b = 0; b < p.B; ++b)
+    expect(t.k_lengths[b] <= p.N, "the result must have a row for each of a sequence");
+  static_cast<CachePlaces&>(p) = places_of(t);
+  named(operands).read(p, fields);
+  named(operands).read_given(p, scales);
+  const int64_t row_bytes = p.B * p.Hkv * p.N * element_bytes(p.dtype);
+  expect_to_fill(p.keys, static_cast<size_t>(row_bytes * p.D));
+  expect_to_fill(p.values, static_cast<size_t>(row_bytes * p.Dv));
+  bool right;
+  {
+    py::gil_scoped_release release;
+    right = kernels(p.dtype).gather_rows(p);
+  }
+  if (!right) complain_of_scales(t, p.Hkv, p.key_scales, p.value_scales, p.float8);
 }
 
 }  // namespace
@@ -256,6 +298,7 @@ void bind_decode(py::module_& m) {
   m.def("multiplies_integers",
         [](int64_t columns) { return kernels(DType::f32).multiplies_integers(columns); });
   m.def("append_to_cache", &append_to_cache);
+  m.def("gather_rows", &gather_rows);
 }
 
 }  // namespace fastattn

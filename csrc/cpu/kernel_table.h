@@ -45,6 +45,7 @@ struct KernelTable {
   void (*merge_states_forward)(const MergeStatesParams&);
   void (*merge_states_backward)(const MergeStatesParams&);
   AppendFault (*append_to_cache)(const AppendParams&);
+  bool (*gather_rows)(const GatherParams&);      // whether all scales are positive and finite
   bool (*multiplies_integers)(int64_t columns);  // whether decoding can, rows of int8
 };
 

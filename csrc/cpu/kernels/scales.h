@@ -1,4 +1,4 @@
-// The scales of the rows of a quantised cache, f32, of one key head of one sequence.
+// The rows of a cache of one key head of one sequence, and the scales of those of a quantised one.
 #pragma once
 #include "../../params.h"
 #include "../simd/simd.h"
@@ -7,24 +7,32 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-struct ScaleRows {
-  const float* head;     // of the entry, or of page 0
+template <class X>
+struct HeadRows {
+  const X* head;         // of the entry, or of page 0
   int64_t page_stride;   // between pages
   int64_t row_stride;    // between rows
   const int32_t* pages;  // null = not paged
   int64_t page_size;
 };
+typedef HeadRows<float> ScaleRows;
 
-FASTATTN_INLINE ScaleRows scale_rows(const Tensor4& x, int64_t entry, int64_t hk,
-                                     const int32_t* pages, int64_t page_size) {
-  const float* const head = static_cast<const float*>(x.data) + hk * x.stride[1];
+template <class X>
+FASTATTN_INLINE HeadRows<X> head_rows(const Tensor4& x, int64_t entry, int64_t hk,
+                                      const int32_t* pages, int64_t page_size) {
+  const X* const head = static_cast<const X*>(x.data) + hk * x.stride[1];
   return {head + (pages == nullptr ? entry * x.stride[0] : 0), x.stride[0], x.stride[2], pages,
           page_size};
 }
 
+FASTATTN_INLINE ScaleRows scale_rows(const Tensor4& x, int64_t entry, int64_t hk,
+                                     const int32_t* pages, int64_t page_size) {
+  return head_rows<float>(x, entry, hk, pages, page_size);
+}
+
 // Calls f(address of row j, j, count) for the rows [j0, j1), page by page.
-template <class F>
-FASTATTN_INLINE void each_run(const ScaleRows& x, int64_t j0, int64_t j1, F f) {
+template <class X, class F>
+FASTATTN_INLINE void each_run(const HeadRows<X>& x, int64_t j0, int64_t j1, F f) {
   for (int64_t j = j0; j < j1;) {
     const int64_t page = x.pages == nullptr ? 0 : j / x.page_size, begin = page * x.page_size;
     const int64_t end = x.pages == nullptr ? j1 : min_of(j1, begin + x.page_size);

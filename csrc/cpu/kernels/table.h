@@ -20,6 +20,7 @@ void local_attention_backward(const LocalParams&);
 void merge_states_forward(const MergeStatesParams&);
 void merge_states_backward(const MergeStatesParams&);
 AppendFault append_to_cache(const AppendParams&);
+bool gather_rows(const GatherParams&);
 bool multiplies_integers(int64_t columns);
 }  // namespace FASTATTN_REST
 
@@ -57,6 +58,7 @@ constexpr KernelTable table = {
     merge_states_forward,
     merge_states_backward,
     append_to_cache,
+    gather_rows,
     multiplies_integers,
 };
 

@@ -13,7 +13,6 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import address, operand, with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
-from fastattn.backends.reference.decode import check_scales
 
 Sizes = tuple[int, ...]  # or strides, of four dimensions
 
@@ -21,9 +20,10 @@ Sizes = tuple[int, ...]  # or strides, of four dimensions
 # gathering them, and the most elements of a row.
 _MOST_ROWS = 32
 _MOST_STREAMED_ROWS = 64  # of a contiguous cache, see csrc/cpu/kernels/decode.h
-# Of quantised caches, before widening the rows and the kernel for many rows are faster.
+# Of quantised caches, before widening the rows and the kernel for many queries are faster.
 _MOST_QUANTISED_ROWS = 64
 _MOST_INTEGER_ROWS = 512  # of int8, multiplied as integers
+_MOST_QUANTISED_QUERIES = 32
 WIDEST = 576
 
 
@@ -50,7 +50,8 @@ def decode_attention(
     if key_scales is not None and value_scales is not None:
         wide = torch.promote_types(dtype, torch.float32)
         most_rows = _MOST_INTEGER_ROWS if _integers(query, key_cache) else _MOST_QUANTISED_ROWS
-        if _reads_in_place(query, key_cache, value_cache, most_rows):
+        few = query.shape[2] <= _MOST_QUANTISED_QUERIES
+        if few and _reads_in_place(query, key_cache, value_cache, most_rows):
             query = query.to(wide)
             named_scales = (("key_scales", key_scales), ("value_scales", value_scales))
             scales = {name: operand(x[..., None]) for name, x in named_scales}
@@ -60,8 +61,8 @@ def decode_attention(
             # bfloat16 has the range of the scales; its kernels are faster than those of float32.
             query = query if dtype == torch.bfloat16 else query.to(wide)
             where = (cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
-            key_cache = _widened(key_cache, key_scales, "key_scales", query, *where)
-            value_cache = _widened(value_cache, value_scales, "value_scales", query, *where)
+            caches = key_cache, value_cache, key_scales, value_scales
+            key_cache, value_cache = _gathered(query.dtype, *caches, *where)
             block_table = cache_batch_idx = None
     batch, heads, queries, width = query.shape
     entries, kv_heads, keys, value_width = value_cache.shape
@@ -73,8 +74,8 @@ def decode_attention(
             query, key_cache, value_cache, mask_program is not None or relative_bias is not None
         )
     ):
-        pages = _pages(block_table, cache_seqlens, key_cache)
-        key_cache, value_cache = (_gathered(x, pages) for x in (key_cache, value_cache))
+        where = (cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
+        key_cache, value_cache = _gathered(dtype, key_cache, value_cache, None, None, *where)
         entries, keys, block_table = batch, key_cache.shape[2], None
     table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens.contiguous()
@@ -255,62 +256,49 @@ def _of_one_position(
     return replace(options, window_left=-1, window_right=-1), begins
 
 
-def _longest(lengths: Tensor) -> int:
-    return max(0, int(lengths.max())) if lengths.numel() else 0
-
-
-def _pages(block_table: Tensor, lengths: Tensor, cache: Tensor) -> Tensor:
-    """The pages of each sequence, [B, P] of the longest one, with any page beyond its length."""
-    used = -(-lengths // max(cache.shape[2], 1))
-    block_table = block_table[:, : _longest(used)]
-    inside = torch.arange(block_table.shape[1]) < used[:, None]
-    pages = torch.where(inside, block_table.long(), 0)
-    _check_pages(pages, cache.shape[0])
-    return pages
-
-
-def _gathered(cache: Tensor, pages: Tensor) -> Tensor:
-    """The rows of each sequence, in order."""
-    return cache[pages].transpose(1, 2).flatten(2, 3)
-
-
-def _widened(
-    cache: Tensor,  # [E, Hkv, N, D], quantised
-    scales: Tensor,  # [E, Hkv, N]
-    name: str,  # of the scales
-    query: Tensor,
-    lengths: Tensor,
+def _gathered(
+    dtype: torch.dtype,  # of the results; without scales, of the caches, too
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    key_scales: Tensor | None,  # [E, Hkv, N], of quantised caches
+    value_scales: Tensor | None,
+    lengths: Tensor,  # [B]
     block_table: Tensor | None,
     entries: Tensor | None,
     begins: Tensor | None,
-) -> Tensor:
-    """The rows of the sequences of a quantised cache in query's dtype, [B, Hkv, longest, D]."""
-    scales = scales[..., None]
-    if block_table is not None:
-        pages = _pages(block_table, lengths, cache)
-        cache, scales = _gathered(cache, pages), _gathered(scales, pages)
-    else:
-        chosen = torch.arange(query.shape[0]) if entries is None else entries
-        _check_entries(chosen, cache.shape[0])
-        cache, scales = (x[:, :, : _longest(lengths)][chosen] for x in (cache, scales))
-    check_scales({name: scales}, lengths, begins)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return cache.to(wide).mul_(scales.to(wide)).to(query.dtype)
+) -> tuple[Tensor, Tensor]:
+    """The rows of each sequence in order, times their scales, [B, Hkv, longest, D] and Dv.
+
+    Those outside the sequences are not written.
+    """
+    table = None if block_table is None else _rows(block_table)
+    lengths = lengths.contiguous()
+    begins = None if begins is None else begins.contiguous()
+    entries = None if entries is None else entries.contiguous()
+    batch, (count, heads, keys, width) = lengths.shape[0], key_cache.shape
+    capacity, value_width = _capacity(keys, table), value_cache.shape[3]
+    longest = min(max(0, int(lengths.max())) if batch else 0, capacity)
+    found_keys = torch.empty((batch, heads, longest, width), dtype=dtype)
+    found_values = torch.empty((batch, heads, longest, value_width), dtype=dtype)
+    operands: dict[str, Any] = {
+        "key_cache": operand(key_cache),
+        "value_cache": operand(value_cache),
+        "keys": found_keys.data_ptr(),
+        "values": found_values.data_ptr(),
+    }
+    if key_scales is not None and value_scales is not None:
+        operands["key_scales"] = operand(key_scales[..., None])
+        operands["value_scales"] = operand(value_scales[..., None])
+        operands["float8"] = key_cache.dtype == torch.float8_e4m3fn
+    _cpu.gather_rows(
+        DTYPES[dtype],
+        torch.get_num_threads(),
+        (batch, heads, capacity, width, value_width, count, longest),
+        operands,
+        _cache(lengths, entries, table, keys, begins),
+    )
+    return found_keys, found_values
 
 
 def _rows(block_table: Tensor) -> Tensor:
     return block_table if block_table.stride(1) == 1 else block_table.contiguous()
-
-
-def _check_entries(chosen: Tensor, entries: int) -> None:
-    wrong = chosen[(chosen < 0) | (chosen >= entries)]
-    if wrong.numel():
-        raise ValueError(
-            f"cache_batch_idx must name one of the {entries} entries, got {int(wrong[0])}"
-        )
-
-
-def _check_pages(pages: Tensor, entries: int) -> None:
-    wrong = pages[(pages < 0) | (pages >= entries)]
-    if wrong.numel():
-        raise ValueError(f"block_table must name one of the {entries} pages, got {int(wrong[0])}")
