@@ -469,6 +469,16 @@ def _long() -> Iterator[Case]:
             head_dim=d,
             value_dim=dv,
         )
+    # Up to eight queries on enough keys are decoded on some processors, and with what else they ask
+    # for they are a panel.
+    few = Case("few", heads=4, kv_heads=2, q_len=8, k_len=70, head_dim=64)
+    yield few
+    yield replace(few, name="few-causal", causal="bottom_right", q_len=6, k_len=130)
+    yield replace(few, name="few-window", window=(40, 2), heads=16, head_dim=72, sinks="h")
+    yield replace(few, name="few-keys", k_len=63)
+    yield replace(few, name="few-rows-65", q_len=5, heads=26, causal="bottom_right")
+    yield replace(few, name="few-padding", mask="padding", poison=True)
+    yield replace(few, name="few-softcap-weights", softcap=2.0, weights=1, alibi="h")
     square = Case("long-square", batch=1, q_len=1100, k_len=1100, head_dim=64, dtypes=float32)
     yield square
     yield replace(square, name="long-square-causal", causal="upper_left")

@@ -75,6 +75,9 @@ def _cases() -> Iterator[DecodeCase]:
         for queries in (0, 2, 4, 5, 40):
             some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
             yield replace(some, name=f"{label}queries-{queries}-causal")
+        for queries in (5, 8):
+            some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 8, 63, 129, 64))
+            yield replace(some, name=f"{label}few-{queries}", head_dim=64, capacity=140)
         # Sixteen rows of a key head are a tile; 32 are a panel.
         for heads in (15, 16, 33):
             yield replace(case, name=f"{label}rows-{heads}", heads=heads, kv_heads=1)
