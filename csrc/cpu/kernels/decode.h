@@ -55,9 +55,14 @@ class Decode {
   // Whether a panel of queries would be slower: up to an eighth of its lanes; up to a quarter where
   // rows are not narrow and not few, and nothing but a window is asked of a pair. 5 to 8 queries then
   // take 0.4 to 0.95 of the time (Zen 4). With 16 columns, 8 keys, a mask or a softcap they would take
-  // up to twice as long. Not measured with narrower vectors.
+  // up to twice as long. Not measured with narrower vectors, nor beside tiles.
   static bool has_few_queries(const Sequence& p) {
-    const bool measured = W == 16 && p.D >= 64 && p.Lk >= 64;
+#if defined(FASTATTN_BASE)
+    constexpr bool kTiles = true;
+#else
+    constexpr bool kTiles = false;
+#endif
+    const bool measured = !kTiles && W == 16 && p.D >= 64 && p.Lk >= 64;
     const bool plain =
         p.weights == Weights::none && p.softcap == 0 && p.alibi == nullptr && !has_bias(p);
     return p.Lq * (measured && plain ? 2 : 4) <= W;
