@@ -12,6 +12,7 @@ from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOpti
 from fastattn.fast_path import Native, calls_are_open, differentiable
 
 _native = Native("plain_hops", hop_attention)
+MOST_HOPS = 65536  # sizes in bytes must fit 64 bits
 
 
 def hop_plainly(
@@ -27,7 +28,9 @@ def hop_plainly(
     Returns None unless query is [B, D], each memory is [B, N, D] or [B, K, N, D] with contiguous
     rows and its own batch dimension, the mask is [B, N], and all arguments are valid.
     """
-    if type(hops) is not int or hops < 1 or type(scale) is not float or not calls_are_open():
+    if type(hops) is not int or not 0 < hops <= MOST_HOPS or type(scale) is not float:
+        return None
+    if not calls_are_open():
         return None
     number = _native.call(query, in_memory, out_memory, memory_mask, hops)
     if not number:
@@ -47,7 +50,7 @@ def _resume(ctx: Any, grad_out: Tensor, saved: Any, hops: int, scale: float, bac
     query, in_memory, out_memory, mask, kept = saved
     batch, width = query.shape
     sizes = batch * (2 * hops + 1) * width, batch * hops * 2
-    trace, stats = kept.view(-1)[: sum(sizes)].split(sizes)
+    trace, stats = kept.reshape(-1)[: sum(sizes)].split(sizes)
     states = trace.view(batch, 2 * hops + 1, width), stats.view(batch, hops, 2)
     if mask is not None:
         mask = mask[:, None, None, :]

@@ -12,7 +12,7 @@ from fastattn.autograd.memory_hops import hop_attention, share
 from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.checks import autocast, autocast_bias
 from fastattn.library import Operator
-from fastattn.ops._memory_hops_plain import hop_plainly
+from fastattn.ops._memory_hops_plain import MOST_HOPS, hop_plainly
 
 __all__ = ["memory_hop_attention"]
 
@@ -58,7 +58,7 @@ def memory_hop_attention(
             a stack of K + 1 memories in which each is the output of one hop and the input of the
             next, M_{k+1} = C_k (the paper's adjacent tying); a 3-D one is both input and output of
             every hop.
-        hops: K, at least 1.
+        hops: K, 1 to 65536.
         hop_proj: H, [D, D] for all hops or [K, D, D]. As with the weight of ``nn.Linear``, H u is
             ``u @ H.T``. None is the identity.
         memory_mask: bool, True takes part. [N], [B, N], [B, Q, N] (for a 3-D query), or, for each
@@ -184,6 +184,8 @@ def _check_options(
         raise TypeError(f"{_NAME}: hops must be an int, got {type(hops).__name__}")
     if hops < 1:
         raise ValueError(f"{_NAME}: hops must be at least 1, got {hops}")
+    if hops > MOST_HOPS:
+        raise ValueError(f"{_NAME}: hops must be at most {MOST_HOPS}, got {hops}")
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"{_NAME}: activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"

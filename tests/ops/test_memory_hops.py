@@ -302,6 +302,7 @@ BAD = [
     ((Q2, M, torch.zeros(2, 7, 4)), {}, ValueError, "must have the same number of rows"),
     ((Q2, M, 3), {}, TypeError, "out_memory must be a Tensor, got int"),
     ((Q2, M), {"hops": 0}, ValueError, "hops must be at least 1, got 0"),
+    ((Q2, M), {"hops": 2**62}, ValueError, "hops must be at most 65536, got 4611686018427387904"),
     ((Q2, M), {"hops": 1.0}, TypeError, "hops must be an int, got float"),
     ((Q2, M), {"hops": True}, TypeError, "hops must be an int, got bool"),
     ((Q2, M), {"hop_proj": torch.zeros(3, 4)}, ValueError, r"hop_proj must be \[D, D\] = \(4, 4\)"),
