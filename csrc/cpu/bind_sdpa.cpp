@@ -1,4 +1,4 @@
-// Python's view of attention: addresses, shapes and strides in, nothing out.
+// Python's view of attention: addresses, shapes and strides.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>

@@ -48,7 +48,8 @@ struct Interface {
   PyObject* dtypes[kDTypes] = {};  // of torch, in the order of DType
   // names
   PyObject *is_neg, *requires_grad, *is_cpu, *dtype, *shape, *stride, *data_ptr;
-  PyObject *of_dtype, *of_format;  // tuples of one name: of an argument passed by it
+  PyObject *of_dtype_and_device, *of_format;  // tuples of the names of arguments
+  PyObject* cpu;                              // the name of the device
 };
 Interface found;
 
@@ -98,8 +99,11 @@ int read_integers(const py::object& from, int64_t* to) {
   if (!from || !PyTuple_Check(from.ptr())) return -1;
   const auto count = static_cast<int>(PyTuple_GET_SIZE(from.ptr()));
   if (count > kMostDimensions) return -1;
-  for (int n = 0; n < count; ++n) to[n] = PyLong_AsLongLong(PyTuple_GET_ITEM(from.ptr(), n));
-  return PyErr_Occurred() ? -1 : count;
+  for (int n = 0; n < count; ++n) {
+    to[n] = PyLong_AsLongLong(PyTuple_GET_ITEM(from.ptr(), n));
+    if (to[n] == -1 && PyErr_Occurred()) return -1;
+  }
+  return count;
 }
 
 py::object call(PyObject* of, PyObject* method) {
@@ -129,16 +133,20 @@ int64_t elements(const TensorView& x) {
   return count;
 }
 
-// f(arguments..., name=last), where `names` has the one name.
+// f(first, others by their names).
 template <int N>
 py::object call_named(PyObject* f, PyObject* const (&arguments)[N], PyObject* names) {
-  auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(f, arguments, N - 1, names));
+  auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(f, arguments, 1, names));
   if (!made) throw py::error_already_set();
   return made;
 }
 
-PyObject* tuple_of(const char* name) {
-  return py::make_tuple(py::str(PyUnicode_InternFromString(name))).release().ptr();
+template <class... Names>
+PyObject* tuple_of(Names... names) {
+  const auto interned = [](const char* name) {
+    return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
+  };
+  return py::make_tuple(interned(names)...).release().ptr();
 }
 
 void read_new(const py::object& made, TensorView* to) {
@@ -160,7 +168,8 @@ bool use_torch(const py::module_& torch, const py::object& interface) {
   found.is_neg = name("is_neg"), found.requires_grad = name("requires_grad");
   found.is_cpu = name("is_cpu"), found.dtype = name("dtype"), found.shape = name("shape");
   found.stride = name("stride"), found.data_ptr = name("data_ptr");
-  found.of_dtype = tuple_of("dtype"), found.of_format = tuple_of("memory_format");
+  found.of_dtype_and_device = tuple_of("dtype", "device"), found.cpu = name("cpu");
+  found.of_format = tuple_of("memory_format");
 
   found.exchange = nullptr;
   if (interface.is_none()) return false;
@@ -230,8 +239,9 @@ py::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** 
   py::tuple shape(sizes.size());
   size_t place = 0;
   for (const int64_t size : sizes) shape[place++] = size;
-  PyObject* const arguments[] = {shape.ptr(), found.dtypes[static_cast<int>(dtype)]};
-  py::object made = call_named(found.empty, arguments, found.of_dtype);
+  // With the device: torch.set_default_device() may have made another one the default.
+  PyObject* const arguments[] = {shape.ptr(), found.dtypes[static_cast<int>(dtype)], found.cpu};
+  py::object made = call_named(found.empty, arguments, found.of_dtype_and_device);
   TensorView view;
   read_new(made, &view);
   *data = view.data;

@@ -17,16 +17,15 @@ struct TensorView {
   void* data;
   DType dtype;
   int rank;
-  int64_t size[4];
-  int64_t stride[4];  // in elements
+  int64_t size[4] = {};
+  int64_t stride[4] = {};  // in elements
 
   bool has_sizes(std::initializer_list<int64_t> sizes) const;
   bool is_contiguous() const;
 };
 
 // Reads tensors of this module, `torch`, from here on. `interface` is a capsule of the exchange
-// interface, or None; one of another major version, or without what is needed, is not used. Returns
-// whether one is.
+// interface, or None; one of another major version is not used. Returns whether one is.
 bool use_torch(const pybind11::module_& torch, const pybind11::object& interface);
 
 // Whether `from` is a tensor (no subclass but torch.nn.Parameter) in the memory of the CPU, of at most
@@ -42,7 +41,7 @@ Tensor4 operand_of(const TensorView& view);  // of four dimensions
 pybind11::object new_like(pybind11::handle tensor, TensorView* to);
 // The same, contiguous.
 pybind11::object new_contiguous_like(pybind11::handle tensor, void** data);
-// torch.empty(sizes, dtype=dtype), and its address.
+// torch.empty(sizes, dtype=dtype, device="cpu"), and its address.
 pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** data);
 // The same of torch.float32 or torch.float64, in two thirds of the time where there is the interface,
 // but PyTorch cannot resize it.

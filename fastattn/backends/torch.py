@@ -140,7 +140,8 @@ def _zeroes_masked_rows() -> bool:
     """Whether this PyTorch has output and gradients of 0 for a fully masked row; tried once."""
     assert _forward is not None
     assert _backward is not None
-    x, mask = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 2)
+    x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16, device="cpu")
+    mask = torch.zeros(1, 1, 2, 2, device="cpu")
     mask[0, 0, 1] = -math.inf
     mask = mask.to(x.dtype)
     with torch.no_grad():
@@ -256,7 +257,7 @@ def plain_attention_backward(
 
 def _added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
     """A boolean mask as PyTorch adds it: 0 where it is True, else -inf."""
-    added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
+    added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
     return added.expand(*mask.shape[:3], keys)
 
 

@@ -39,7 +39,7 @@ def is_causal_mask(mask: Tensor) -> bool:
     """
     if mask.dim() != 2 or mask.requires_grad or not is_plain(mask):
         return False
-    future = torch.ones(mask.shape, dtype=torch.bool).triu_(1)
+    future = torch.ones_like(mask, dtype=torch.bool).triu_(1)
     if mask.dtype == torch.bool:
         return torch.equal(mask, future)
     return torch.equal(mask, torch.zeros_like(mask).masked_fill_(future, float("-inf")))

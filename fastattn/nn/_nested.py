@@ -88,7 +88,7 @@ def _pack(nested: Tensor) -> tuple[Tensor, Tensor]:
         rows, starts = packed_rows(nested)
         return rows[None], starts
     sequences = nested.unbind()
-    lengths = torch.tensor([0, *(len(sequence) for sequence in sequences)])
+    lengths = torch.tensor([0, *map(len, sequences)], device=nested.device)
     return torch.cat(sequences)[None], lengths.cumsum(0)
 
 

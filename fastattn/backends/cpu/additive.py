@@ -71,7 +71,7 @@ def additive_attention_backward(
         assert attn_mask is not None
         grad_scores = vector.new_empty((batch, queries, keys))
         if attn_mask.shape != grad_scores.shape:  # one element may sum thousands of terms
-            grad_mask = torch.zeros(attn_mask.shape, dtype=torch.float64)
+            grad_mask = torch.zeros(attn_mask.shape, dtype=torch.float64, device="cpu")
     _cpu.additive_backward(
         DTYPES[query.dtype],
         torch.get_num_threads(),

@@ -67,7 +67,7 @@ def decode_attention(
     batch, heads, queries, width = query.shape
     entries, kv_heads, keys, value_width = value_cache.shape
     out = empty_output(query, value_width)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float64)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float64, device="cpu")
     if block_table is not None and not (
         scales
         or _reads_pages(
@@ -278,8 +278,8 @@ def _gathered(
     batch, (count, heads, keys, width) = lengths.shape[0], key_cache.shape
     capacity, value_width = _capacity(keys, table), value_cache.shape[3]
     longest = min(max(0, int(lengths.max())) if batch else 0, capacity)
-    found_keys = torch.empty((batch, heads, longest, width), dtype=dtype)
-    found_values = torch.empty((batch, heads, longest, value_width), dtype=dtype)
+    found_keys = torch.empty((batch, heads, longest, width), dtype=dtype, device="cpu")
+    found_values = torch.empty((batch, heads, longest, value_width), dtype=dtype, device="cpu")
     operands: dict[str, Any] = {
         "key_cache": operand(key_cache),
         "value_cache": operand(value_cache),

@@ -40,13 +40,13 @@ class _Memory(Patterns):
     def search(self, state: Tensor) -> Found:
         wide = accumulator(state.dtype)
         groups, queries, width = state.shape
-        out = torch.empty((groups, queries, width), dtype=state.dtype)
-        ends = torch.empty((groups, queries, 2, width), dtype=wide)
-        stats = torch.empty((groups, queries, 2), dtype=wide)
-        taken = torch.zeros((groups, queries), dtype=torch.int64)
+        out = torch.empty((groups, queries, width), dtype=state.dtype, device="cpu")
+        ends = torch.empty((groups, queries, 2, width), dtype=wide, device="cpu")
+        stats = torch.empty((groups, queries, 2), dtype=wide, device="cpu")
+        taken = torch.zeros((groups, queries), dtype=torch.int64, device="cpu")
         moved = None
         if self.options.together > 1:
-            moved = torch.empty((groups, queries, 2), dtype=torch.float64)
+            moved = torch.empty((groups, queries, 2), dtype=torch.float64, device="cpu")
         # Between two rounds Python can interrupt the search.
         for done, until in rounds(taken, self.options.steps_max, ROUND):
             _cpu.hopfield_forward(
@@ -62,7 +62,7 @@ class _Memory(Patterns):
 
     def search_once(self, state: Tensor) -> tuple[Tensor, Steps]:
         """The same as ``search`` in one round that keeps the steps; each query stops alone."""
-        taken = torch.zeros(state.shape[:2], dtype=torch.int64)
+        taken = torch.zeros(state.shape[:2], dtype=torch.int64, device="cpu")
         how = _steps(taken, search=True, keep=True)
         return self._trace(state, taken, self.options.steps_max, how)
 
@@ -72,9 +72,9 @@ class _Memory(Patterns):
         """The last state of each query, and its steps."""
         wide = accumulator(state.dtype)
         lead, width = state.shape[:-1], state.shape[-1]
-        out = torch.empty(state.shape, dtype=state.dtype)
-        trace = torch.empty((*lead, most + 1, width), dtype=wide)
-        stats = torch.empty((*lead, most, 2), dtype=wide)
+        out = torch.empty(state.shape, dtype=state.dtype, device="cpu")
+        trace = torch.empty((*lead, most + 1, width), dtype=wide, device="cpu")
+        stats = torch.empty((*lead, most, 2), dtype=wide, device="cpu")
         _cpu.hopfield_forward(
             *self._arguments(state, most, trace, stats),
             how,
@@ -84,15 +84,17 @@ class _Memory(Patterns):
 
     def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         state, taken, most, trace, stats = steps
-        grad_state = torch.empty(state.shape, dtype=state.dtype)
+        grad_state = torch.empty(state.shape, dtype=state.dtype, device="cpu")
         wanted = needed & (2 if self.keys is None else 6)
         grad_in, grad_stored = (
-            torch.empty(x.shape, dtype=x.dtype) if x is not None and wanted else None
+            torch.empty(x.shape, dtype=x.dtype, device="cpu") if x is not None and wanted else None
             for x in self.memories
         )
         scores = None
         if self.bias is not None and needed & 8:
-            scores = torch.zeros((*state.shape[:-1], most, self.stored.shape[1]), dtype=trace.dtype)
+            scores = torch.zeros(
+                (*state.shape[:-1], most, self.stored.shape[1]), dtype=trace.dtype, device="cpu"
+            )
         if state.shape[0] * state.shape[1] == 0:  # the kernel writes nothing then
             for result in (grad_state, grad_in, grad_stored, scores):
                 if result is not None:

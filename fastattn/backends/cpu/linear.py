@@ -13,7 +13,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias``: x [M, K], weight [N, K] with rows or columns dense, K > 0."""
     rows, width = x.shape
     transposed = weight.stride(1) != 1
-    out = torch.empty((rows, weight.shape[0]), dtype=x.dtype)
+    out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device="cpu")
     _cpu.linear(
         DTYPES[x.dtype],
         torch.get_num_threads(),

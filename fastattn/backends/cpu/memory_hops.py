@@ -35,10 +35,12 @@ def memory_hop_attention(
     m, c = _memory(in_memory), None if out_memory is None else _memory(out_memory)
     shared = one_memory(in_memory) and (out_memory is None or one_memory(out_memory))
     hops, rows = options.hops, in_memory.shape[-2]
-    out = torch.empty((*lead, width), dtype=dtype)  # contiguous, unlike empty_like's
-    trace = torch.empty((*lead, 2 * hops + 1, width), dtype=wide)
-    stats = torch.empty((*lead, hops, 2), dtype=wide)
-    applied = torch.empty((*lead, hops, rows), dtype=dtype) if options.weights else None
+    out = torch.empty((*lead, width), dtype=dtype, device="cpu")  # contiguous, unlike empty_like's
+    trace = torch.empty((*lead, 2 * hops + 1, width), dtype=wide, device="cpu")
+    stats = torch.empty((*lead, hops, 2), dtype=wide, device="cpu")
+    applied = (
+        torch.empty((*lead, hops, rows), dtype=dtype, device="cpu") if options.weights else None
+    )
     _cpu.memory_hops_forward(
         DTYPES[dtype],
         torch.get_num_threads(),
@@ -77,17 +79,17 @@ def memory_hop_attention_backward(
     shared = in_memory.shape[0] == 1 and (out_memory is None or out_memory.shape[0] == 1)
     memories = 1 if shared else batch
     hops, rows, needed = options.hops, in_memory.shape[-2], options.needed
-    grad_query = torch.empty((*lead, width), dtype=dtype)
+    grad_query = torch.empty((*lead, width), dtype=dtype, device="cpu")
     grad_in = grad_out_memory = grad_proj = grad_bias = scores = states = None
     if needed & 2:
-        grad_in = torch.empty((memories, *in_memory.shape[1:]), dtype=dtype)
+        grad_in = torch.empty((memories, *in_memory.shape[1:]), dtype=dtype, device="cpu")
     if needed & 4 and out_memory is not None:
-        grad_out_memory = torch.empty((memories, *out_memory.shape[1:]), dtype=dtype)
+        grad_out_memory = torch.empty((memories, *out_memory.shape[1:]), dtype=dtype, device="cpu")
     if needed & 8 and hop_proj is not None:
-        grad_proj = torch.empty(hop_proj.shape, dtype=dtype)
-        states = torch.empty((batch, queries, hops, width), dtype=trace.dtype)
+        grad_proj = torch.empty(hop_proj.shape, dtype=dtype, device="cpu")
+        states = torch.empty((batch, queries, hops, width), dtype=trace.dtype, device="cpu")
     if needed & 16 and memory_bias is not None:
-        scores = torch.empty((batch, queries, hops, rows), dtype=trace.dtype)
+        scores = torch.empty((batch, queries, hops, rows), dtype=trace.dtype, device="cpu")
     results = (grad_query, grad_in, grad_out_memory, grad_proj, scores, states)
     if batch * queries == 0:  # the kernel writes nothing then
         for result in results:

@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
     batch, heads, queries, width = query.shape
     keys, value_width = value.shape[2:]
     out = empty_output(query, value_width)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float64)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float64, device="cpu")
     if options.weights == 1:
         applied = query.new_empty((batch, heads, queries, keys))
     elif options.weights == 2:
@@ -118,7 +118,11 @@ def plain_attention(
     batch, heads, queries, width = query.shape
     _, kv_heads, keys, value_width = value.shape
     out = empty_output(query, value_width)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float64) if needs_lse else None
+    lse = (
+        torch.empty((batch, heads, queries), dtype=torch.float64, device="cpu")
+        if needs_lse
+        else None
+    )
     _cpu.attention_forward(
         DTYPES[query.dtype],
         allows_bf16_parts,
@@ -264,17 +268,17 @@ def scaled_dot_product_attention_backward(
     if options.needs_mask_grad:
         assert attn_mask is not None
         summed = 1 in attn_mask.shape[2:]  # one element may sum thousands of terms
-        grad_mask = torch.zeros(
-            attn_mask.shape, dtype=torch.float64 if summed else accumulator(query.dtype)
-        )
+        wide = torch.float64 if summed else accumulator(query.dtype)
+        grad_mask = torch.zeros(attn_mask.shape, dtype=wide, device="cpu")
     grad_sinks = None
     if sinks is not None:
-        grad_sinks = torch.zeros(sinks.shape, dtype=accumulator(query.dtype))
+        grad_sinks = torch.zeros(sinks.shape, dtype=accumulator(query.dtype), device="cpu")
     grad_table = None
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
         new = torch.zeros if empty else torch.empty
-        grad_table = new((batch, heads, relative_bias.shape[2]), dtype=relative_bias.dtype)
+        table = batch, heads, relative_bias.shape[2]
+        grad_table = new(table, dtype=relative_bias.dtype, device="cpu")
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     _cpu.attention_backward(
         DTYPES[query.dtype],

@@ -38,7 +38,7 @@ def varlen_attention(
     """Return ``(out, lse)``, see ``docs/design.md``."""
     rows, heads, _ = query.shape
     out = empty_output(query, value.shape[2])
-    lse = torch.empty((heads, rows), dtype=torch.float64)
+    lse = torch.empty((heads, rows), dtype=torch.float64, device="cpu")
     starts = _contiguous(cu_seqlens_q), _contiguous(cu_seqlens_k)
     if relative_bias is not None:
         relative_bias = with_columns_together(relative_bias)
@@ -87,7 +87,7 @@ def varlen_attention_backward(
             grad.zero_()
     batch, heads = len(starts[0]) - 1, query.shape[1]
     dtype = accumulator(query.dtype)
-    grad_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=dtype)
+    grad_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=dtype, device="cpu")
     parts = bias_starts = grad_table = None
     if relative_bias is not None:
         relative_bias = with_columns_together(relative_bias)
@@ -95,7 +95,7 @@ def varlen_attention_backward(
         sides = torch.maximum(starts[0].diff(), starts[1].diff()).clamp(min=1)
         sizes = heads * (2 * sides - 1)
         bias_starts = sizes.cumsum(0) - sizes
-        parts = torch.zeros(int(sizes.sum()), dtype=relative_bias.dtype)
+        parts = torch.zeros(int(sizes.sum()), dtype=relative_bias.dtype, device="cpu")
     biases = (alibi_slopes, seed, sinks, relative_bias, None, mask_program)
     _run(
         query,
@@ -130,7 +130,7 @@ def varlen_attention_backward(
 def _sum_of_tables(parts: Tensor, sides: list[int], table: Tensor) -> Tensor:
     """The gradient of a table [1, Hq, 2 M + 1] from those of its sequences, [Hq, 2 side - 1]."""
     heads, size = table.shape[1:]
-    grad = torch.zeros((heads, size), dtype=torch.float64)
+    grad = torch.zeros((heads, size), dtype=torch.float64, device="cpu")
     for side, part in zip(sides, parts.split([heads * (2 * n - 1) for n in sides]), strict=True):
         grad[:, size // 2 - side + 1 : size // 2 + side] += part.view(heads, -1)
     return grad.to(table.dtype)[None]
@@ -143,7 +143,7 @@ def _of_sequences_without_keys(
     q_starts, k_starts = starts
     empty = (k_starts.diff() == 0).nonzero().flatten().tolist()
     rows = [grad_lse[:, q_starts[b] : q_starts[b + 1]].sum(1) for b in empty]
-    of_heads = sum(rows, torch.zeros(sinks.shape[1], dtype=torch.float64))
+    of_heads = sum(rows, torch.zeros(sinks.shape[1], dtype=torch.float64, device="cpu"))
     return torch.where(sinks == -math.inf, 0.0, of_heads)
 
 

@@ -153,7 +153,7 @@ def check_scales(
     for name, x in scales.items():
         if not (x.is_cpu and runs_eagerly(x)):
             return
-        row = torch.arange(x.shape[2])
+        row = torch.arange(x.shape[2], device=x.device)
         inside = row < lengths[:, None]
         if begins is not None:
             inside &= row >= begins[:, None]
