@@ -4,7 +4,7 @@ With 8 heads, 16 rows and head dimension 64, half of the time of PyTorch's own a
 arithmetic, and the general path (``prepare``, ``library.Operator``) takes even longer to find that
 no option was given. At the size of the bAbI tasks, 32 queries on 50 rows of width 20, it doubles
 the time of memory hops. An operator with a fast path checks its own arguments first;
-:func:`is_open` is the guard that all of them share, and every line of it was measured.
+:func:`calls_are_open` is the guard that all of them share, and every line of it was measured.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ AMD EPYC with AVX-512 and BF16 (docs/evidence.md has the table; speeds are relat
   small calls cost least. For larger y a direct call of oneDNN is as fast as PyTorch's, and fuses
   the bias. The gradients have no bias, and no gain.
 - float16 and bfloat16 without native arithmetic: PyTorch's GEMM is partly scalar. Ours computes in
-  float32, rounds once at the end, and is 4.7 to 5.5 times as fast for y, 12 times and more for dx.
-  dW uses PyTorch in float32. For a few rows PyTorch's matrix-vector product is faster, which
+  float32, rounds once at the end, and is 4.7 to 5.5 times as fast for y in float16, 12 times and
+  more for dx. dW uses PyTorch in float32. For fewer than 8 rows PyTorch's matrix-vector product
   converts no weight.
 - everything else: ``torch.nn.functional.linear``.
 
