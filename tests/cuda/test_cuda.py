@@ -52,7 +52,8 @@ def _is_for_the_slow_run(n: int, case: Case) -> bool:
     return case.slow or many or (alike and n // 3 % 2 == 1)
 
 
-# Beyond scores of 4e6 the float32 kernels sum a row's maximum again, in another order.
+# Beyond scores of 4e6 the float32 kernels sum a row's maximum again, in another order. The case
+# keeps its bound in 16 bits.
 BEYOND = pytest.mark.xfail(reason="a limit of float32: Large scores in docs/cuda-kernels.md")
 
 WORK = [
@@ -61,7 +62,7 @@ WORK = [
         dtype,
         n,
         id=f"{case.name}-{str(dtype).removeprefix('torch.')}",
-        marks=BEYOND if case.name == "scale-1e+09" else (),
+        marks=BEYOND if (case.name, dtype) == ("scale-1e+09", torch.float32) else (),
     )
     for n, case in enumerate(TABLE)
     for m, dtype in enumerate(DTYPES)
