@@ -185,7 +185,8 @@ def _measured(cell: Cell, result: Result, rounds: int, order: random.Random) -> 
     parts = {name: part for name, part in PARTS.items() if part.within in samples.calls}
     measured = [name for name in parts if name not in same]
     for name in measured:
-        seconds = max(samples.seconds(name, 1) for _ in range(2))
+        # The least: the first calls of a part may take a hundred times as long as later ones.
+        seconds = min(samples.seconds(name, 1) for _ in range(5))
         count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-6))))
         found.outcomes[name] = Outcome(inner=count)
     checked = found.outcomes["call"]
