@@ -261,6 +261,16 @@ def merge_states_backward(
     operands: Operands,  # grad_out, grad_lse, the states, the gradients of the states
     /,
 ) -> None: ...
+def plain_sinusoidal_call(x: Any, /) -> int: ...
+def plain_sinusoidal(
+    x: Tensor,
+    out: Tensor | None,  # dense, of x's sizes and dtype; None: a new one
+    offset: int,
+    scale: float,
+    columns: Operands,  # as those of sinusoidal
+    threads: int,
+    /,
+) -> Tensor: ...
 def sinusoidal(
     dtype: int,
     threads: int,

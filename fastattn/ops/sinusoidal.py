@@ -12,6 +12,7 @@ from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.checks import expands_to
 from fastattn.library import Operator
+from fastattn.ops._sinusoidal_plain import encode_plainly
 from fastattn.sinusoids import LAYOUTS
 
 __all__ = ["sinusoidal_encoding", "sinusoidal_table"]
@@ -72,6 +73,10 @@ def sinusoidal_encoding(
         ValueError: an unknown layout, shapes that do not broadcast, ``max_timescale`` below 1, both
             ``offset`` and ``positions``, or tensors on different devices.
     """
+    if positions is None and padding_idx is None:
+        plain = encode_plainly(x, offset, layout, max_timescale, scale)
+        if plain is not None:
+            return plain
     operator, arguments = prepare(
         x,
         offset=offset,

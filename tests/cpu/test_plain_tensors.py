@@ -105,10 +105,16 @@ def added(biased: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor
     return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out))]
 
 
+def encoded(scaled: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
+    x = torch.randn(2, 40, 5, dtype=dtype).mT.requires_grad_(differentiable)
+    out = fastattn.sinusoidal_encoding(x[..., 1::2], scale=1.5 if scaled else None)
+    return [out, *torch.autograd.grad(out, x, torch.randn_like(out))] if differentiable else [out]
+
+
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("option", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("run", [hopped, added])
+@pytest.mark.parametrize("run", [hopped, added, encoded])
 def test_others_have_the_bits_of_the_general_path(
     run: Callable[[bool, bool, torch.dtype], list[Tensor]],
     dtype: torch.dtype,

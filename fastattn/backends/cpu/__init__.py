@@ -48,7 +48,11 @@ from fastattn.backends.cpu.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
-from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
+from fastattn.backends.cpu.sinusoidal import (
+    plain_sinusoidal,
+    plain_sinusoidal_call,
+    sinusoidal_encoding,
+)
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
@@ -79,6 +83,8 @@ __all__ = [
     "plain_hops_call",
     "plain_retrieval",
     "plain_retrieval_backward",
+    "plain_sinusoidal",
+    "plain_sinusoidal_call",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,3 +62,20 @@ def sinusoidal_encoding(
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
     return out
+
+
+def plain_sinusoidal_call(x: Any) -> int:
+    """Return a number that is the same for calls of one dtype, or 0: take the general path.
+
+    It is odd if x requires a gradient. If it is not 0, x is a plain tensor of the CPU, [..., L, D]
+    with two to four dimensions, and not empty.
+    """
+    return _cpu.plain_sinusoidal_call(x)
+
+
+def plain_sinusoidal(
+    x: Tensor, out: Tensor | None, offset: int, layout: str, max_timescale: float, scale: float
+) -> Tensor:
+    """Return ``x * scale + PE(offset + l)``, in ``out`` if given, which is dense."""
+    _, columns = _columns(x.shape[-1], layout, max_timescale)
+    return _cpu.plain_sinusoidal(x, out, offset, scale, columns, torch.get_num_threads())
