@@ -57,13 +57,28 @@ class ProjectionGradient : HopSteps<S> {
   }
 };
 
+// With more queries of a memory than this, queries across the lanes are faster than the width across
+// the lanes.
+constexpr int64_t kMostStreamed = 4;
+
+// Runs the kernel for as many queries of a memory as there are: StreamHops, or Panels. A panel of which
+// they fill no more than half is half as wide: 16 queries on 64 rows of 64 take 0.6 of the time forward
+// and 0.7 backward (Zen 4), with the same bits.
+template <template <class, int> class Panels, class S, class F>
+void with_kernel(const MemoryHopsParams& p, F run) {
+  typedef typename Accumulator<S>::type T;
+  const int64_t queries = p.shared ? p.B * p.Q : p.Q;
+  if (queries <= kMostStreamed && !p.crowded) return run(StreamHops<S>(p));
+  if (queries <= kLanes<T>) return run(Panels<S, 1>(p));
+  run(Panels<S, kPanelVectors>(p));
+}
+
 }  // namespace
 
 void memory_hops_forward(const MemoryHopsParams& p) {
   if (p.B == 0 || p.Q == 0) return;
   with_element(p.dtype, [&](auto element) {
-    typedef decltype(element) S;
-    PanelSteps<S>::serves(p) ? PanelForward<S>(p).forward() : StreamHops<S>(p).forward();
+    with_kernel<PanelForward, decltype(element)>(p, [](auto&& kernel) { kernel.forward(); });
   });
 }
 
@@ -71,7 +86,7 @@ void memory_hops_backward(const MemoryHopsParams& p) {
   if (p.B == 0 || p.Q == 0) return;
   with_element(p.dtype, [&](auto element) {
     typedef decltype(element) S;
-    PanelSteps<S>::serves(p) ? PanelBackward<S>(p).backward() : StreamHops<S>(p).backward();
+    with_kernel<PanelBackward, S>(p, [](auto&& kernel) { kernel.backward(); });
     if (p.grad_proj != nullptr) ProjectionGradient<S>(p).run();
   });
 }

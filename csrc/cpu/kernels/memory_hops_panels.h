@@ -25,24 +25,18 @@ struct HopPolicy<double> {
   typedef Double type;
 };
 
-// Shared by both passes: the assignment of queries to lanes, the visible rows, scores and weights.
-template <class S>
+// Shared by both passes: the assignment of queries to lanes, the visible rows, scores and weights. A
+// panel has kVectors vectors of queries.
+template <class S, int kVectors>
 class PanelSteps : protected HopSteps<S> {
   typedef HopSteps<S> Base;
-
- public:
-  // With more queries per memory than this, queries across the lanes are faster than the width
-  // across the lanes.
-  static bool serves(const MemoryHopsParams& p) {
-    return p.crowded || (p.shared ? p.B * p.Q : p.Q) > 4;
-  }
 
  protected:
   typedef typename Base::T T;
   typedef typename HopPolicy<S>::type P;
   using Base::batch_of, Base::dp, Base::groups, Base::p, Base::query_of, Base::R, Base::row_of,
       Base::stats, Base::trace, Base::W;
-  static constexpr int NV = kPanelVectors;
+  static constexpr int NV = kVectors;
   static constexpr int64_t L = NV * W;
   static constexpr int64_t kChain = 256;  // the longest chain of additions in a dot product
 

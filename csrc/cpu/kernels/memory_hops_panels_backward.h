@@ -7,9 +7,9 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S>
-class PanelBackward : public PanelSteps<S> {
-  typedef PanelSteps<S> Base;
+template <class S, int kVectors>
+class PanelBackward : public PanelSteps<S, kVectors> {
+  typedef PanelSteps<S, kVectors> Base;
   typedef typename Base::T T;
   typedef typename Base::P P;
   typedef typename Base::Group Group;
