@@ -130,6 +130,27 @@ def plain_hops_backward(
     threads: int,
     /,
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
+def plain_retrieval_call(state: Any, stored: Any, projection: Any, /) -> int: ...
+def plain_steps(
+    state: Tensor,  # [G, Q, D]
+    stored: Tensor,  # [G, N, D]
+    scale: float,
+    eps: float,
+    steps: int,
+    threads: int,
+    /,
+) -> tuple[Tensor, Tensor]: ...  # xi, and what the backward pass reads
+def plain_steps_backward(
+    grad_xi: Tensor,
+    state: Tensor,
+    stored: Tensor,
+    kept: Tensor,
+    scale: float,
+    steps: int,
+    wants_stored: bool,
+    threads: int,
+    /,
+) -> tuple[Tensor, Tensor | None] | None: ...
 def plain_additive_call(query: Any, key: Any, value: Any, v: Any, bias: Any, /) -> int: ...
 def plain_additive(
     query: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import dispatch, evidence
+from fastattn import evidence
 from fastattn.autograd.hopfield import hopfield_backward, hopfield_states
 from fastattn.autograd.sdpa import attention, attention_backward, default_scale
 from fastattn.backends.primitives import (
@@ -18,12 +18,9 @@ from fastattn.backends.primitives import (
     HopfieldOptions,
     extended,
 )
-from fastattn.checks import DTYPES
-from fastattn.fast_path import differentiable, is_open
+from fastattn.fast_path import Native, calls_are_open, differentiable
 
-# dtype -> the name of the native backend and its module.
-_native: dict[torch.dtype, tuple[str, Any]] = {}
-evidence.on_change(_native.clear)
+_native = Native("plain_retrieval", hopfield_states)
 
 
 def retrieve_plainly(
@@ -41,37 +38,19 @@ def retrieve_plainly(
         or (beta is not None and (type(beta) is not float or not 0.0 < beta < math.inf))
         or type(eps) is not float
         or not 0.0 <= eps < math.inf
-        or state is None
-        or stored is None
-        or not is_open(state, stored, projection)
+        or not calls_are_open()
     ):
         return None
-    value = stored if projection is None else projection
-    try:
-        batch, heads, queries, width = state.shape
-        rows = stored.shape[2]
-        fits = stored.shape == (batch, heads, rows, width)
-        fits = fits and value.shape == (batch, heads, rows, value.shape[3])
-    except (IndexError, RuntimeError, ValueError):  # nested, or not 4-D
+    number = _native.call(state, stored, projection)
+    if not number:
         return None
-    strides = stored.stride()
-    if (
-        not fits
-        or not (state.dtype is stored.dtype is value.dtype)
-        or not (batch and heads and queries and width and rows and value.shape[3])
-        or strides[3] != 1
-        or (strides[0] == 0 and batch > 1)  # patterns of all queries are read once for them
-    ):
-        return None
-    native = _native.get(state.dtype) or _find_native(state, stored)
+    native = _native.found.get(number | 1) or _find(number | 1, state, stored)
     if native is None:
         return None
-    scale = default_scale(width) if beta is None else beta
+    scale = default_scale(state.shape[3]) if beta is None else beta
     options = _options(scale, -1 if steps_max is None else steps_max, eps)
     call = state, stored, projection, None, options, None
-    if torch.is_grad_enabled() and (
-        state.requires_grad or stored.requires_grad or value.requires_grad
-    ):
+    if number & 1 and torch.is_grad_enabled():
         return _retrieve(*call, *native)
     return native[1].plain_retrieval(*call, False)[0]
 
@@ -112,15 +91,8 @@ def _resume(
 _retrieve = differentiable("plain_retrieval", 0, _resume)
 
 
-def _find_native(state: Tensor, stored: Tensor) -> Any:
-    if state.dtype not in DTYPES:
-        return None
+def _find(number: int, state: Tensor, stored: Tensor) -> Any:
     found = evidence.choose("backends", "cpu", attention.name, state.dtype)
     if found is not None and found.use[0] == "torch":  # the general path reads the states by it
         return None
-    backend = hopfield_states.choose((state, stored, None, None, None, HopfieldOptions()))
-    module: Any = dispatch.load(backend)
-    if not hasattr(module, "plain_retrieval"):
-        return None
-    _native[state.dtype] = backend, module
-    return backend, module
+    return _native.find(number, state, stored, None, None, None, HopfieldOptions())

@@ -105,6 +105,18 @@ def added(biased: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor
     return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out))]
 
 
+def retrieved(projected: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
+    state, stored, value = (
+        torch.randn(2, n, 3, 20, dtype=dtype).transpose(1, 2) for n in (7, 9, 9)
+    )
+    given = [state[..., 1::2], stored[..., :10], value[..., ::2]]
+    leaves = [x.requires_grad_(differentiable) for x in given[: 3 if projected else 2]]
+    out = fastattn.hopfield_retrieve(*leaves, update_steps_max=2)
+    if not differentiable:
+        return [out]
+    return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out))]
+
+
 def encoded(scaled: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
     x = torch.randn(2, 40, 5, dtype=dtype).mT.requires_grad_(differentiable)
     out = fastattn.sinusoidal_encoding(x[..., 1::2], scale=1.5 if scaled else None)
@@ -114,7 +126,7 @@ def encoded(scaled: bool, differentiable: bool, dtype: torch.dtype) -> list[Tens
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("option", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("run", [hopped, added, encoded])
+@pytest.mark.parametrize("run", [hopped, added, retrieved, encoded])
 def test_others_have_the_bits_of_the_general_path(
     run: Callable[[bool, bool, torch.dtype], list[Tensor]],
     dtype: torch.dtype,
@@ -217,6 +229,26 @@ def test_only_saved_tensors_that_fit_are_used(way: None, native: ModuleType) -> 
     assert gradients(lse=lse.float()) is None
     assert gradients(lse=lse.mT) is None
     assert gradients(lse=None) is None
+
+
+def test_only_kept_steps_that_fit_are_used(way: None, native: ModuleType) -> None:
+    state, stored = torch.randn(3, 7, 10), torch.randn(3, 9, 10)
+    xi, kept = native.plain_steps(state, stored, 0.5, 0.0, 2, 1)
+
+    def gradients(grad_xi: Any = xi, kept: Any = kept, steps: int = 2) -> Any:
+        return native.plain_steps_backward(grad_xi, state, stored, kept, 0.5, steps, True, 1)
+
+    assert len(gradients()) == 2
+    assert gradients(grad_xi=xi[:, :6]) is None
+    assert gradients(grad_xi=xi.double()) is None
+    assert gradients(kept=kept[1:]) is None
+    assert gradients(kept=kept.double()) is None
+    assert gradients(kept=kept.repeat_interleave(2)[::2]) is None
+    assert gradients(kept=None) is None
+    assert gradients(steps=3) is None
+    for wrong in (state[0], state[..., :9], state.double(), None):
+        with pytest.raises(TypeError, match="not a plain call"):
+            native.plain_steps(wrong, stored, 0.5, 0.0, 2, 1)
 
 
 # -- the interface ---------------------------------------------------------------------------------

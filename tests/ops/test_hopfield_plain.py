@@ -81,18 +81,24 @@ def test_derivatives(queries: int, projected: bool) -> None:
     assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
 
 
+class _Own(Tensor):
+    pass
+
+
 def test_what_the_fast_path_cannot_do_is_left_to_the_general_one() -> None:
     state, stored = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 6, 5)
     value = torch.randn(2, 3, 6, 7)
     given = (state, stored, value, 0.5, 2, 0.0)
     assert retrieve_plainly(*given) is not None
     assert retrieve_plainly(state, stored, None, None, None, 0.1) is not None
+    assert retrieve_plainly(torch.nn.Parameter(state), *given[1:]) is not None
     for place, other in (
         (0, state[0]),
         (0, state.bfloat16()),
         (0, state.to("meta")),
         (0, state[:, :, :0]),
-        (0, torch.nn.Parameter(state)),
+        (0, None),
+        (0, state.as_subclass(_Own)),
         (1, stored[:1]),
         (1, stored[:1].expand(2, 3, 6, 5)),  # patterns for all
         (1, stored.mT.contiguous().mT),  # rows apart

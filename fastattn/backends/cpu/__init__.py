@@ -29,6 +29,7 @@ from fastattn.backends.cpu.hopfield import (
     hopfield_retrieve_backward,
     plain_retrieval,
     plain_retrieval_backward,
+    plain_retrieval_call,
 )
 from fastattn.backends.cpu.linear import linear, self_attention
 from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
@@ -83,6 +84,7 @@ __all__ = [
     "plain_hops_call",
     "plain_retrieval",
     "plain_retrieval_backward",
+    "plain_retrieval_call",
     "plain_sinusoidal",
     "plain_sinusoidal_call",
     "scaled_dot_product_attention",

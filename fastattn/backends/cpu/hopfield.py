@@ -60,12 +60,6 @@ class _Memory(Patterns):
         """The trace is [G, Q, most + 1, D]."""
         return self._trace(state, taken, most, _steps(taken))[1]
 
-    def search_once(self, state: Tensor) -> tuple[Tensor, Steps]:
-        """The same as ``search`` in one round that keeps the steps; each query stops alone."""
-        taken = torch.zeros(state.shape[:2], dtype=torch.int64, device="cpu")
-        how = _steps(taken, search=True, keep=True)
-        return self._trace(state, taken, self.options.steps_max, how)
-
     def _trace(
         self, state: Tensor, taken: Tensor, most: int, how: dict[str, Any]
     ) -> tuple[Tensor, Steps]:
@@ -153,36 +147,43 @@ def _steps(
 
 hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)
 
-_FEW_STEPS = 4  # whose states are kept for the backward pass of a plain call
+_FEW_STEPS = 4  # whose states are kept, so that the backward pass need not take them again
+
+
+def plain_retrieval_call(state: Any, stored: Any, projection: Any) -> int:
+    """Return a number that is the same for calls of one dtype, or 0: take the general path.
+
+    It is odd if a tensor requires a gradient. If it is not 0, all are plain tensors of the CPU of
+    one dtype, not empty: state [B, H, L, D], stored [B, H, N, D] with contiguous rows, projection
+    [B, H, N, Dv] or None.
+    """
+    return _cpu.plain_retrieval_call(state, stored, projection)
 
 
 def plain_retrieval(
-    state: Tensor,  # [B, H, L, D]
-    stored: Tensor,  # [B, H, N, D], with contiguous rows
-    projection: Tensor | None,  # [B, H, N, Dv]
+    state: Tensor,
+    stored: Tensor,
+    projection: Tensor | None,
     mask: None,
     options: HopfieldOptions,
     unused: None,
     differentiable: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return ``(out, lse, xi, taken, trace, stats)`` of a call that unrolls its steps, without
-    other options. No tensor is empty.
-
-    The states of a few steps are kept for the backward, so that it need not repeat them.
+    """Return ``(out, lse, xi, kept, taken)`` of a call that unrolls its steps, without other
+    options: of a few steps, all that the backward pass reads is kept, else how many were taken.
     """
-    memory = _Memory(stored.flatten(0, 1), None, None, None, options)
-    start = state.flatten(0, 1)
-    trace: Tensor | None = None
-    stats: Tensor | None = None
-    if differentiable and 0 < options.steps_max <= _FEW_STEPS:
-        xi, steps = memory.search_once(start)
-        taken, trace, stats = steps.taken, steps.trace, steps.stats
+    start, rows = state.flatten(0, 1), stored.flatten(0, 1)
+    taken: Tensor | None = None
+    kept: Tensor | None = None
+    if 0 < options.steps_max <= _FEW_STEPS:
+        limits = options.scale, options.eps, options.steps_max
+        xi, kept = _cpu.plain_steps(start, rows, *limits, torch.get_num_threads())
     else:
-        xi, taken = memory.search(start)[:2]
+        xi, taken = _Memory(rows, None, None, None, options).search(start)[:2]
     xi = xi.view_as(state)  # view(shape) takes 2 us more
     value = stored if projection is None else projection
     out, lse = plain_attention(xi, stored, value, None, options.scale, False, differentiable)
-    return out, lse, xi, taken, trace, stats
+    return out, lse, xi, kept, taken
 
 
 def plain_retrieval_backward(
@@ -194,14 +195,15 @@ def plain_retrieval_backward(
     out: Tensor,
     lse: Tensor,
     xi: Tensor,
-    taken: Tensor,
-    trace: Tensor | None,
-    stats: Tensor | None,
+    kept: Tensor | None,
+    taken: Tensor | None,
     options: HopfieldOptions,
     unused: None,
     wants: Sequence[bool],  # the gradients of state, stored and projection
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return the gradients of state, stored and projection of :func:`plain_retrieval`."""
+) -> tuple[Tensor | None, ...] | None:
+    """Return the gradients of state, stored and projection of :func:`plain_retrieval`, or None: the
+    general path has to compute them.
+    """
     value = stored if projection is None else projection
     reading = (xi, stored, value, None, out, lse, options.scale, False)
     grad_xi, grad_stored, grad_value = plain_attention_backward(grad_out, *reading)
@@ -209,14 +211,18 @@ def plain_retrieval_backward(
         grad_stored += grad_value
     if not (wants[0] or wants[1]):
         return None, grad_stored, grad_value
-    memory = _Memory(stored.flatten(0, 1), None, None, None, options)
-    start, taken = state.flatten(0, 1), taken.abs()
-    if trace is None or stats is None:
-        steps = memory.repeat(start, taken, int(taken.max()))
+    grad_xi, start, rows = grad_xi.flatten(0, 1), state.flatten(0, 1), stored.flatten(0, 1)
+    if kept is not None:
+        how = options.scale, options.steps_max, wants[1], torch.get_num_threads()
+        grads = _cpu.plain_steps_backward(grad_xi, start, rows, kept, *how)
+        if grads is None:
+            return None
+        grad_state, of_steps = grads
     else:
-        steps = Steps(start, taken, options.steps_max, trace, stats)
-    needed = 3 if wants[1] else 1
-    grad_state, of_steps = memory.derive(grad_xi.flatten(0, 1), steps, needed)[:2]
+        assert taken is not None
+        memory, taken = _Memory(rows, None, None, None, options), taken.abs()
+        steps = memory.repeat(start, taken, int(taken.max()))
+        grad_state, of_steps = memory.derive(grad_xi, steps, 3 if wants[1] else 1)[:2]
     if of_steps is not None:
         grad_stored += of_steps.view_as(stored)
     return grad_state.view_as(state), grad_stored, grad_value
