@@ -361,6 +361,31 @@ def encode_memory_backward(
     gradients: Operands,  # grad, grad_stride, grad_weight, grad_temporal
     /,
 ) -> None: ...
+def plain_local_call(query: Any, key: Any, value: Any, positions: Any, padding: Any, /) -> int: ...
+def plain_local(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    padding: Tensor | None,
+    reach: int,
+    bell: bool,
+    threads: int,
+    /,
+) -> tuple[Tensor, Tensor]: ...  # out, weights
+def plain_local_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    padding: Tensor | None,
+    weights: Tensor,
+    reach: int,
+    bell: bool,
+    threads: int,
+    /,
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
 def local_attention(
     dtype: int,
     threads: int,

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattn.autograd.local_attention import local_attention
 from fastattn.backends.primitives import LocalOptions
 from fastattn.checks import autocast, check_dropout, check_dtypes, expands_to
+from fastattn.ops._local_plain import attend_locally
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -93,13 +94,18 @@ def luong_attention(
     p = positions.to(torch.promote_types(query.dtype, torch.float32)).expand(batch, queries)
     # No GPU kernel reads windows in place, so GPUs use attention over copies of them.
     if v is None and query.is_cpu:
+        center, has_bell = (p, True) if window == "local-p" else (p.detach(), False)
+        if not need_weights and type(dropout_p) is float and dropout_p == 0:
+            plain = attend_locally(query, key, value, center, key_padding_mask, D, has_bell)
+            if plain is not None:
+                return plain
         query, key, value = autocast(query, key, value)
         check_dtypes(_NAME, query, key, value)
-        options = LocalOptions(reach=D, bell=window == "local-p")
+        options = LocalOptions(reach=D, bell=has_bell)
         kept, dropped = None, check_dropout(_NAME, dropout_p)
         if dropped > 0:
             kept = torch.nn.functional.dropout(p.new_ones(batch, queries, 2 * D + 1), dropped)
-        of_window = (p if options.bell else p.detach(), key_padding_mask, kept)
+        of_window = (center, key_padding_mask, kept)
         out, near = local_attention(query, key, value, *of_window, options)
         if not need_weights:
             return out

@@ -117,6 +117,20 @@ def retrieved(projected: bool, differentiable: bool, dtype: torch.dtype) -> list
     return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out))]
 
 
+def near(padded: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
+    query, key, value = (torch.randn(2, n, 10, dtype=dtype)[..., :6] for n in (7, 9, 9))
+    positions = torch.rand(2, 7, dtype=torch.promote_types(dtype, torch.float32)) * 9
+    leaves = [x.requires_grad_(differentiable) for x in (query, key, value, positions)]
+    padding = torch.arange(18).view(2, 9) % 5 == 1 if padded else None
+    *rows, at = leaves
+    out = fastattn.luong_attention(
+        *rows, window="local-p", D=2, positions=at, key_padding_mask=padding
+    )
+    if not differentiable:
+        return [out]
+    return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out))]
+
+
 def encoded(scaled: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
     x = torch.randn(2, 40, 5, dtype=dtype).mT.requires_grad_(differentiable)
     out = fastattn.sinusoidal_encoding(x[..., 1::2], scale=1.5 if scaled else None)
@@ -126,7 +140,7 @@ def encoded(scaled: bool, differentiable: bool, dtype: torch.dtype) -> list[Tens
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("option", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("run", [hopped, added, retrieved, encoded])
+@pytest.mark.parametrize("run", [hopped, added, near, retrieved, encoded])
 def test_others_have_the_bits_of_the_general_path(
     run: Callable[[bool, bool, torch.dtype], list[Tensor]],
     dtype: torch.dtype,
@@ -249,6 +263,28 @@ def test_only_kept_steps_that_fit_are_used(way: None, native: ModuleType) -> Non
     for wrong in (state[0], state[..., :9], state.double(), None):
         with pytest.raises(TypeError, match="not a plain call"):
             native.plain_steps(wrong, stored, 0.5, 0.0, 2, 1)
+
+
+def test_only_weights_that_fit_are_used(way: None, native: ModuleType) -> None:
+    query, key, value = torch.randn(2, 7, 6), torch.randn(2, 9, 6), torch.randn(2, 9, 5)
+    given = query, key, value, torch.rand(2, 7), None
+    out, weights = native.plain_local(*given, 2, True, 1)
+    assert weights.shape == (2, 7, 5)
+
+    def gradients(grad_out: Any = out, weights: Any = weights, reach: int = 2) -> Any:
+        return native.plain_local_backward(grad_out, *given, weights, reach, True, 1)
+
+    assert len(gradients()) == 4
+    assert gradients(grad_out=out[:, :6]) is None
+    assert gradients(grad_out=out.double()) is None
+    assert gradients(grad_out=out.mT.contiguous().mT) is None
+    assert gradients(weights=weights[:, :, :4]) is None
+    assert gradients(weights=weights.double()) is None
+    assert gradients(weights=weights.mT) is None
+    assert gradients(weights=None) is None
+    assert gradients(reach=3) is None
+    with pytest.raises(TypeError, match="not a plain call"):
+        native.plain_local(query, key, value[:, :8], *given[3:], 2, True, 1)
 
 
 # -- the interface ---------------------------------------------------------------------------------

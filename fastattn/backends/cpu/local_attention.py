@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,49 @@ def local_attention_backward(
         },
     )
     return grads[0], grads[1], grads[2], grads[3].to(positions.dtype)
+
+
+def plain_local_call(query: Any, key: Any, value: Any, positions: Any, padding: Any) -> int:
+    """Return a number that is the same for calls of one dtype, or 0: take the general path.
+
+    It is odd if a tensor requires a gradient. If it is not 0, all are plain tensors of the CPU that
+    the kernel reads as they are, not empty, and their sizes agree; padding may be None.
+    """
+    return _cpu.plain_local_call(query, key, value, positions, padding)
+
+
+def plain_local(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padding: Tensor | None,
+    options: LocalOptions,
+    unused: None,
+    differentiable: bool,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, weights)`` of a call without a factor."""
+    how = options.reach, options.bell, torch.get_num_threads()
+    return _cpu.plain_local(query, key, value, positions, padding, *how)
+
+
+def plain_local_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padding: Tensor | None,
+    weights: Tensor,
+    options: LocalOptions,
+    unused: None,
+    wants: Sequence[bool],  # all are computed anyway
+    positions: Tensor,
+) -> tuple[Tensor, ...] | None:
+    """Return the gradients of query, key, value and positions of :func:`plain_local`, or None: the
+    general path has to compute them.
+    """
+    how = options.reach, options.bell, torch.get_num_threads()
+    return _cpu.plain_local_backward(grad_out, query, key, value, positions, padding, weights, *how)
 
 
 def _operands(
