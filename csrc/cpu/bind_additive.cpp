@@ -146,13 +146,7 @@ int64_t plain_additive_call(py::handle query, py::handle key, py::handle value, 
     return read_tensor(x, &view) && view.dtype == p.dtype && view.has_sizes({p.D});
   };
   if (!fits(v) || !(bias.is_none() || fits(bias))) return 0;
-  bool wants = false;
-  for (const py::handle x : {query, key, value, v, bias}) {
-    if (x.is_none()) continue;
-    if (!is_plain(x)) return 0;
-    wants = wants || requires_grad(x);
-  }
-  return 2 * (static_cast<int64_t>(p.dtype) + 1) + wants;
+  return number_of_call(p.dtype, {query, key, value, v, bias});
 }
 
 AdditiveParams plain_call(py::handle query, py::handle key, py::handle value, py::handle vector,

@@ -97,13 +97,7 @@ int64_t plain_local_call(py::handle query, py::handle key, py::handle value, py:
   LocalParams p{};
   if (!read_plain_call(query, key, value, positions, padding, p)) return 0;
   if (p.B == 0 || p.Lq == 0 || p.Lk == 0 || p.D == 0 || p.Dv == 0) return 0;
-  bool wants = false;
-  for (const py::handle x : {query, key, value, positions, padding}) {
-    if (x.is_none()) continue;
-    if (!is_plain(x)) return 0;
-    wants = wants || requires_grad(x);
-  }
-  return 2 * (static_cast<int64_t>(p.dtype) + 1) + wants;
+  return number_of_call(p.dtype, {query, key, value, positions, padding});
 }
 
 void place_window(LocalParams& p, int64_t reach, bool bell, int threads) {

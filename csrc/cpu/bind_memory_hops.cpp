@@ -154,13 +154,7 @@ int64_t plain_hops_call(py::handle query, py::handle in_memory, py::handle out_m
   if (!read_plain_hops(query, in_memory, out_memory, mask, hops, p)) return 0;
   // Another kernel handles a memory that all queries share.
   if (p.B <= 1 || p.in_memory.stride[0] == 0 || p.out_memory.stride[0] == 0) return 0;
-  bool wants = false;
-  for (const py::handle x : {query, in_memory, out_memory, mask}) {
-    if (x.is_none()) continue;
-    if (!is_plain(x)) return 0;
-    wants = wants || requires_grad(x);
-  }
-  return 2 * (static_cast<int64_t>(p.dtype) + 1) + wants;
+  return number_of_call(p.dtype, {query, in_memory, out_memory, mask});
 }
 
 // What the backward pass reads is one array [B, size]: the trace of all, the statistics of all and, of
@@ -242,13 +236,7 @@ int64_t plain_retrieval_call(py::handle state, py::handle stored, py::handle pro
     if (!read_tensor(projection, &v) || v.rank != 4 || v.dtype != s.dtype) return 0;
     if (!v.has_sizes({batch, heads, rows, v.size[3]}) || v.size[3] == 0) return 0;
   }
-  bool wants = false;
-  for (const py::handle tensor : {state, stored, projection}) {
-    if (tensor.is_none()) continue;
-    if (!is_plain(tensor)) return 0;
-    wants = wants || requires_grad(tensor);
-  }
-  return 2 * (static_cast<int64_t>(s.dtype) + 1) + wants;
+  return number_of_call(s.dtype, {state, stored, projection});
 }
 
 // Reads state [G, Q, D] and stored [G, N, D]; false if they are no such tensors.

@@ -132,12 +132,11 @@ int64_t plain_attention_call(py::handle query, py::handle key, py::handle value,
   constexpr int64_t kWidest = 1 << 24;
   AttentionParams p{};
   if (!read_plain_call(query, key, value, p)) return 0;
-  if (!is_plain(query) || !is_plain(key) || !is_plain(value)) return 0;
   if (p.B == 0 || p.Hq == 0 || p.Hkv == 0 || p.Lq == 0 || p.Lk == 0) return 0;
   if (p.D == 0 || p.Dv == 0 || p.D > kWidest || p.Dv > kWidest) return 0;
   if (p.Hq != p.Hkv && !(grouped && p.Hq % p.Hkv == 0)) return 0;
-  const bool wants = requires_grad(query) || requires_grad(key) || requires_grad(value);
-  return ((p.D * kWidest + p.Dv) * 8 + static_cast<int>(p.dtype)) * 2 + (wants ? 1 : 0);
+  const int64_t number = number_of_call(p.dtype, {query, key, value});
+  return number == 0 ? 0 : (p.D * kWidest + p.Dv) * 16 + number;
 }
 
 void plain_options(AttentionParams& p, double scale, bool causal, int threads,

@@ -62,8 +62,8 @@ bool read_x(py::handle from, TensorView* x, SinusoidalParams& p) {
 int64_t plain_sinusoidal_call(py::handle x) {
   SinusoidalParams p{};
   TensorView view;
-  if (!read_x(x, &view, p) || p.B * p.H * p.L * p.D == 0 || !is_plain(x)) return 0;
-  return 2 * (static_cast<int64_t>(p.dtype) + 1) + requires_grad(x);
+  if (!read_x(x, &view, p) || p.B * p.H * p.L * p.D == 0) return 0;
+  return number_of_call(p.dtype, {x});
 }
 
 // x * scale + PE(offset + l) in `out`, a dense tensor of x's sizes and dtype, or in a new one for None.

@@ -203,16 +203,18 @@ bool read_tensor(py::handle from, TensorView* to) {
   return read && (to->data != nullptr || elements(*to) == 0);
 }
 
-bool is_plain(py::handle tensor) {
-  return !is_true(PyObject_CallMethodNoArgs(tensor.ptr(), found.is_neg));
-}
-
-bool requires_grad(py::handle tensor) {
-  return is_true(PyObject_GetAttr(tensor.ptr(), found.requires_grad));
-}
-
 Tensor4 operand_of(const TensorView& x) {
   return {x.data, {x.stride[0], x.stride[1], x.stride[2], x.stride[3]}};
+}
+
+int64_t number_of_call(DType dtype, std::initializer_list<py::handle> tensors) {
+  bool wants = false;
+  for (const py::handle x : tensors) {
+    if (x.is_none()) continue;
+    if (is_true(PyObject_CallMethodNoArgs(x.ptr(), found.is_neg))) return 0;
+    wants = wants || is_true(PyObject_GetAttr(x.ptr(), found.requires_grad));
+  }
+  return 2 * (static_cast<int64_t>(dtype) + 1) + wants;
 }
 
 py::object new_like(py::handle tensor, TensorView* to) {

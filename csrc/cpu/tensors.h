@@ -32,10 +32,10 @@ bool use_torch(const pybind11::module_& torch, const pybind11::object& interface
 // four dimensions and a dtype that the kernels have. It may be empty; others have an address. Sets no
 // error.
 bool read_tensor(pybind11::handle from, TensorView* to);
-// Whether its memory is what it says: it is no lazy negation, which DLPack does not tell.
-bool is_plain(pybind11::handle tensor);
-bool requires_grad(pybind11::handle tensor);
 Tensor4 operand_of(const TensorView& view);  // of four dimensions
+// 0 if one of these tensors (or None) is a lazy negation, which DLPack does not tell; else a number of
+// the dtype, odd if one of them requires a gradient.
+int64_t number_of_call(DType dtype, std::initializer_list<pybind11::handle> tensors);
 
 // torch.empty_like(tensor), and where it is.
 pybind11::object new_like(pybind11::handle tensor, TensorView* to);
