@@ -71,15 +71,15 @@ void memory_hops_backward(int dtype, int threads, const py::tuple& sizes, const 
   run_backward(p);
 }
 
-// steps: the addresses of taken and moved, search, resume, keep. Without a search, each query repeats
+// steps: the addresses of taken and moved, search, resume. Without a search, each query repeats
 // its own number of steps.
 MemoryHopsParams retrieval(int dtype, int threads, const py::tuple& sizes,
                            const py::object& options, const py::dict& operands,
                            const py::object& biases, const py::dict& steps) {
   using P = MemoryHopsParams;
-  static const auto fields = std::make_tuple(field("taken", &P::taken), field("moved", &P::moved),
-                                             field("search", &P::search),
-                                             field("resume", &P::resume), field("keep", &P::keep));
+  static const auto fields =
+      std::make_tuple(field("taken", &P::taken), field("moved", &P::moved),
+                      field("search", &P::search), field("resume", &P::resume));
   MemoryHopsParams p = common(dtype, threads, sizes, operands, biases);
   HopfieldOptions asked;
   read_hopfield_options(named(options), asked);

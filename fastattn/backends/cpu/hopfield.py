@@ -58,12 +58,6 @@ class _Memory(Patterns):
 
     def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
         """The trace is [G, Q, most + 1, D]."""
-        return self._trace(state, taken, most, _steps(taken))[1]
-
-    def _trace(
-        self, state: Tensor, taken: Tensor, most: int, how: dict[str, Any]
-    ) -> tuple[Tensor, Steps]:
-        """The last state of each query, and its steps."""
         wide = accumulator(state.dtype)
         lead, width = state.shape[:-1], state.shape[-1]
         out = torch.empty(state.shape, dtype=state.dtype, device="cpu")
@@ -71,10 +65,10 @@ class _Memory(Patterns):
         stats = torch.empty((*lead, most, 2), dtype=wide, device="cpu")
         _cpu.hopfield_forward(
             *self._arguments(state, most, trace, stats),
-            how,
+            _steps(taken),
             {"out": out.data_ptr(), "weights": 0},
         )
-        return out, Steps(state, taken, most, trace, stats)
+        return Steps(state, taken, most, trace, stats)
 
     def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         state, taken, most, trace, stats = steps
@@ -133,7 +127,6 @@ def _steps(
     *,
     search: bool = False,
     resume: bool = False,
-    keep: bool = False,
 ) -> dict[str, Any]:
     """The native arguments of the steps. Without a search each query repeats its own number."""
     return {
@@ -141,7 +134,6 @@ def _steps(
         "moved": address(moved),
         "search": search,
         "resume": resume,
-        "keep": keep,
     }
 
 
