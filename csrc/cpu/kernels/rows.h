@@ -42,18 +42,18 @@ FASTATTN_INLINE int last_lanes(int64_t D) {
   return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
 }
 
-// Lane r is row(r) . x, a dot product of D elements; kVectors is their number of vectors, or 0 for
-// any number. Every dot product is the same tree of additions, wherever its row is stored. Chains
-// start from 0: of a sum of two products, the compiler may fuse either.
-template <class T, int kVectors, class Row>
+// Lane r < kRows is row(r) . x, a dot product of D elements; kVectors is their number of vectors, or 0
+// for any number. Every dot product is the same tree of additions, wherever its row is stored and
+// whatever kRows. Chains start from 0: of a sum of two products, the compiler may fuse either.
+template <class T, int kVectors, int kRows, class Row>
 FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, Row row) {
   constexpr int W = kLanes<T>;
   // Narrow vectors give long chains of additions, so the chain is split into several.
   constexpr int kWays = max_of(1, 8 / W);
-  Vec<T> acc[kWays][W] = {};
+  Vec<T> acc[kWays][kRows] = {};
   const auto add = [&](int a, int64_t at, int lanes) __attribute__((always_inline)) {
     const Vec<T> y = load(x + at);
-    FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[a][r] += load_as<T>(row(r) + at, lanes) * y;
+    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[a][r] += load_as<T>(row(r) + at, lanes) * y;
   };
   const int64_t end = ((kVectors > 0 ? kVectors : vectors_of<T>(D)) - 1) * W;
   int64_t d = 0;
@@ -70,33 +70,40 @@ FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, Row row) {
     add(way, end, W);
   else
     add(way, end, last);
-  FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) FASTATTN_UNROLL for (int r = 0; r < W; ++r)
+  FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) FASTATTN_UNROLL for (int r = 0; r < kRows; ++r)
       acc[0][r] += acc[a][r];
-  return sum_each<T>(acc[0]);
+  return sum_each<T, kRows>(acc[0]);
 }
 
 // s[i] = rows[i] . x for i < count, a vector of rows at a time; s has room for whole vectors.
 template <class T, int kVectors, class S>
 FASTATTN_INLINE void row_products_of(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
-  constexpr int W = kLanes<T>;
-  if (rows.at == nullptr && count >= W) {
-    for (int64_t i = 0;; i = min_of(i + W, count - W)) {  // the last vectors may overlap
+  constexpr int W = kLanes<T>, kFew = max_of(1, W / 4);
+  int64_t i = 0;
+  if (rows.at == nullptr) {
+    const auto next = [&](int64_t at) __attribute__((always_inline)) {
       // x86 addresses base + {1, 2} * stride, so one base register serves three rows.
       const S* base[(W + 2) / 3];
       FASTATTN_UNROLL for (int g = 0; g < (W + 2) / 3; ++g) base[g] =
-          rows.base + (i + 3 * g) * rows.stride;
-      store(s + i, dot_rows<T, kVectors>(D, x, [&](int r) __attribute__((always_inline)) {
+          rows.base + (at + 3 * g) * rows.stride;
+      store(s + at, dot_rows<T, kVectors, W>(D, x, [&](int r) __attribute__((always_inline)) {
               return base[r / 3] + r % 3 * rows.stride;
             }));
-      if (i + W >= count) return;
-    }
+    };
+    for (; i + W <= count; i += W) next(i);
+    if (i > 0 && i + kFew < count) next(count - W), i = count;
   }
-  for (int64_t i = 0; i < count; i += W) {
-    const S* row[W];
-    FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
-    store(s + i, dot_rows<T, kVectors>(
+  const auto some = [&](auto at_once) __attribute__((always_inline)) {
+    constexpr int kRows = decltype(at_once)::value;
+    const S* row[kRows];
+    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) row[r] =
+        rows[min_of<int64_t>(i + r, count - 1)];
+    store(s + i, dot_rows<T, kVectors, kRows>(
                      D, x, [&](int r) __attribute__((always_inline)) { return row[r]; }));
-  }
+    i += kRows;
+  };
+  while (i + kFew < count) some(Width<W>());
+  if (i < count) some(Width<kFew>());
 }
 template <class T, class S>
 FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {

@@ -328,20 +328,20 @@ FASTATTN_INLINE Vec<T> picked(Vec<T> a, Vec<T> b, Indices<I...>) {
 #endif
 }
 
-// Lane i of the result is the sum over the lanes of x[i], for as many vectors as there are lanes. x
-// is overwritten. Every sum has the same order of additions: neighbours first. Rounds within 128
-// bits come first, because these shuffles of x86 are the cheapest.
-template <class T, int kCount = kLanes<T>>
+// Lane i of the result is the sum over the lanes of x[i], for kRows vectors; other lanes repeat
+// these sums. x is overwritten. Every sum has the same order of additions: neighbours first. Rounds
+// within 128 bits come first, because these shuffles of x86 are the cheapest.
+template <class T, int kRows = kLanes<T>, int kCount = kLanes<T>>
 FASTATTN_INLINE Vec<T> sum_each(Vec<T>* x) {
-  constexpr int W = kLanes<T>, kLane = 16 / static_cast<int>(sizeof(T));
+  constexpr int W = kLanes<T>, kLane = 16 / static_cast<int>(sizeof(T)), kSums = (kRows + 1) / 2;
   constexpr bool kWithin = W / kCount * 2 <= kLane;
   constexpr int kSegment = kWithin ? kLane : W, kUnit = kWithin ? 1 : kLane;
   typedef typename CountTo<W>::type All;
-  FASTATTN_UNROLL for (int i = 0; i < kCount / 2; ++i) {
-    const Vec<T> a = x[2 * i], b = x[2 * i + 1];
+  FASTATTN_UNROLL for (int i = 0; i < kSums; ++i) {
+    const Vec<T> a = x[2 * i], b = x[2 * i + 1 < kRows ? 2 * i + 1 : 2 * i];
     x[i] = picked<T, kSegment, kUnit, 0>(a, b, All()) + picked<T, kSegment, kUnit, 1>(a, b, All());
   }
-  if constexpr (kCount > 2) return sum_each<T, kCount / 2>(x);
+  if constexpr (kCount > 2) return sum_each<T, kSums, kCount / 2>(x);
   return x[0];
 }
 
