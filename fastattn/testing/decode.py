@@ -156,6 +156,10 @@ def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
     yield replace(long, name=f"{label}-long")
     for layout in ("blhd", "unaligned", "sliced", "every_second"):
         yield replace(case, name=f"{label}-layout-{layout}", layouts=(layout, layout))
+    # Rows are widened up to the longest sequence; masks are those of the whole cache.
+    spare = replace(case, capacity=400, tree="b", program="many", dtypes=(torch.float32,))
+    yield replace(spare, name=f"{label}-spare-queries", queries=40)
+    yield replace(spare, name=f"{label}-spare-heads", heads=66, kv_heads=1, leftpad=(9, 0, 1, 128))
     if not case.page:
         yield replace(case, name=f"{label}-entries", shuffled=True)
         yield replace(case, name=f"{label}-no-sequences", lengths=())
@@ -186,6 +190,8 @@ def _biased(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
     both = replace(relative, program="many", sinks=True, softcap=3.0)
     yield replace(both, name=f"{label}relative-everything")
     yield replace(both, name=f"{label}relative-gathered", queries=40, lengths=(70, 3, 40, 129))
+    spare = replace(both, tree="b", queries=40, capacity=400, lengths=(70, 41, 129), dtypes=single)
+    yield replace(spare, name=f"{label}spare-gathered")
     yield replace(both, name=f"{label}relative-no-sequences", lengths=())
 
 

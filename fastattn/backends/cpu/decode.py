@@ -45,7 +45,7 @@ def decode_attention(
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
-    dtype = query.dtype
+    dtype, capacity = query.dtype, _capacity(key_cache.shape[2], block_table)
     scales: dict[str, Any] = {}
     if key_scales is not None and value_scales is not None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -94,7 +94,7 @@ def decode_attention(
     _cpu.decode_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
-        (*sizes, _capacity(keys, table), width, value_width),
+        (*sizes, capacity, width, value_width),  # a mask is that of the whole cache
         query.data_ptr(),
         q_stride,
         key_cache.data_ptr(),
