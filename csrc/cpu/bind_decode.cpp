@@ -249,8 +249,11 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
     py::gil_scoped_release release;
     fault = kernels(p.dtype).append_to_cache(p);
   }
-  expect(fault != AppendFault::key, "key must be finite to be quantised, got inf or NaN");
-  expect(fault != AppendFault::value, "value must be finite to be quantised, got inf or NaN");
+  const std::string range =
+      std::string(" must be finite to be quantised, and its elements at most ") +
+      (p.float8 ? "5.9e38" : "4.3e40") + ", got inf, NaN or more";
+  expect(fault != AppendFault::key, "key" + range);
+  expect(fault != AppendFault::value, "value" + range);
   if (fault != AppendFault::scale) return;
   for (int64_t& length : lengths) length -= p.L;
   complain_of_scales(t, p.Hkv, p.key_scales, p.value_scales, p.float8);

@@ -35,6 +35,7 @@ __all__ = [
     "VarlenOptions",
     "Weights",
     "extended",
+    "largest_scale",
     "schema",
     "served",
     "unserved",
@@ -104,6 +105,14 @@ class DecodeOptions:
 
 # The dtypes of quantised caches, and the largest number of each.
 QUANTISED = {torch.int8: 127, torch.float8_e4m3fn: 448}
+
+
+def largest_scale(dtype: torch.dtype) -> float:
+    """The largest scale of rows of a quantised dtype.
+
+    Kernels read e4m3 as numbers times 2^-8, and multiply its scales by 2^8.
+    """
+    return torch.finfo(torch.float32).max / (256 if dtype == torch.float8_e4m3fn else 1)
 
 
 @dataclass(frozen=True)

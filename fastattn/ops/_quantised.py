@@ -11,7 +11,7 @@ from fastattn import checks
 from fastattn.backends.primitives import QUANTISED
 from fastattn.eager import runs_eagerly
 
-__all__ = ["check_scales"]
+__all__ = ["check_memory", "check_scales"]
 
 _OP = "decode_attention"
 
@@ -57,23 +57,32 @@ def check_scales(
             )
         found.append(scales if layout == "bhnd" else scales.transpose(1, 2))
     if appends:
-        _check_written(key_cache, value_cache, *found)
+        check_memory(key_scales=found[0], value_scales=found[1])
+        _check_apart("cache", key_cache, value_cache)
+        _check_apart("scales", *found)
     return found[0], found[1]
 
 
-def _check_written(keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor) -> None:
-    """Appended rows have numbers and scales of their own, so all four tensors must."""
-    given = {"cache": (keys, values), "scales": (key_scales, value_scales)}
-    for kind, (of_keys, of_values) in given.items():
-        for name, x in ((f"key_{kind}", of_keys), (f"value_{kind}", of_values)):
-            if any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True)):
-                raise ValueError(
-                    f"{_OP}: {name} must have memory for each row where rows are appended, got an "
-                    f"expanded tensor with strides {x.stride()}"
-                )
-        written = runs_eagerly(of_keys, of_values) and of_keys.numel() > 0
-        if written and of_keys.data_ptr() == of_values.data_ptr():
+def check_memory(**written: Tensor) -> None:
+    """Appended rows must have memory of their own."""
+    for name, x in written.items():
+        if any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(
-                f"{_OP}: value_{kind} must not be key_{kind} or a view of it where rows are "
-                "appended, because rows of quantised caches have scales of their own"
+                f"{_OP}: {name} must have memory for each row where rows are appended, got an "
+                f"expanded tensor with strides {x.stride()}"
             )
+
+
+def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:
+    """Rows of quantised keys and values have scales of their own, so they must not share memory."""
+    if not (runs_eagerly(keys, values) and keys.numel() > 0 and keys.stride() == values.stride()):
+        return
+    # With equal strides, the rows of one begin within those of the other, or they are apart.
+    distance = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
+    first = keys if distance >= 0 else values
+    columns, stride = (first.shape[3], max(first.stride(3), 1)) if first.ndim == 4 else (1, 1)
+    if abs(distance) < columns * stride and distance % stride == 0:
+        raise ValueError(
+            f"{_OP}: value_{kind} must not be key_{kind} or a view of it where rows are "
+            "appended, because rows of quantised caches have scales of their own"
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks, masks
+from fastattn import checks, dispatch, masks
 from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
 from fastattn.autograd.sdpa import default_scale
@@ -15,7 +15,7 @@ from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._quantised import check_scales
+from fastattn.ops._quantised import check_memory, check_scales
 from fastattn.ops._relative_bias import fold_distances
 from fastattn.ops._rotary import check_rotary
 
@@ -173,6 +173,8 @@ def decode_attention(
         return_lse=return_lse,
     )
     if append is not None:
+        if not torch.compiler.is_compiling() and dispatch.forced.get():
+            operator.choose(args)  # or an error, before anything is written
         rotated = append_to_cache(*append)
         args = args if rotated is None else (rotated, *args[1:])
     out, lse = operator(*args)
@@ -227,6 +229,8 @@ def prepare(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
             )
     checks.check_dtypes(_OP, query, query, query)
+    if key is not None:
+        check_memory(key_cache=key_cache, value_cache=value_cache)
     scales = check_scales(key_scales, value_scales, key_cache, value_cache, layout, key is not None)
     checks.check_flag(_OP, "is_causal", is_causal)
     checks.check_flag(_OP, "return_lse", return_lse)
@@ -255,7 +259,10 @@ def prepare(
         table = checks.check_integers(_OP, "block_table", block_table, "[B, P]", 2, device)
         _check_batch("block_table", table, batch)
         capacity = capacity * table.shape[1]
-        table = block_table.to(torch.int32)
+        if block_table.dtype == torch.int32:
+            table = block_table
+        else:  # a page beyond int32 stays one that does not exist
+            table = table.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     elif cache_batch_idx is not None:
         name = "cache_batch_idx"
         entries = checks.check_integers(_OP, name, cache_batch_idx, "[B]", 1, device)
@@ -273,7 +280,8 @@ def prepare(
             f"cache_batch_idx assigns entries to them; got {key_cache.shape[0]} entries"
         )
     added = 0 if new is None else new[0].shape[2]
-    lengths = lengths_before(cache_seqlens, batch, capacity, added, device)
+    pages = None if table is None else (table.shape[1], key_cache.shape[2])
+    lengths = lengths_before(cache_seqlens, batch, capacity, added, device, pages)
     if cache_leftpad is not None:
         cache_leftpad = _padding_before(cache_leftpad, lengths)
     if alibi_slopes is not None:
@@ -350,21 +358,26 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
 
 
 def lengths_before(
-    given: Any, batch: int, capacity: int, added: int, device: torch.device
+    given: Any,
+    batch: int,
+    capacity: int,
+    added: int,
+    device: torch.device,
+    pages: tuple[int, int] | None = None,  # in a row of the block table, and keys in a page
 ) -> Tensor:
     """How many keys each sequence has before the call, [B] int64."""
     if given is None:
         given = capacity
     if isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool):
         if not 0 <= given <= capacity - added:
-            raise _wrong_length(given, capacity, added)
+            raise _wrong_length(given, capacity, added, pages)
         return torch.full((batch,), given, dtype=torch.int64, device=device)  # type: ignore[arg-type]
     lengths = checks.check_integers(_OP, "cache_seqlens", given, "[B] or an int", 1, device)
     _check_batch("cache_seqlens", lengths, batch)
     if lengths.is_cpu and runs_eagerly(lengths):
         for length in lengths.tolist():
             if not 0 <= length <= capacity - added:
-                raise _wrong_length(length, capacity, added)
+                raise _wrong_length(length, capacity, added, pages)
     return lengths
 
 
@@ -383,9 +396,14 @@ def _padding_before(given: Any, lengths: Tensor) -> Tensor:
     return padding
 
 
-def _wrong_length(length: Any, capacity: int, added: int) -> ValueError:
+def _wrong_length(
+    length: Any, capacity: int, added: int, pages: tuple[int, int] | None
+) -> ValueError:
     more = f", plus {added} to append," if added else ""
+    room = ""
+    if pages is not None:
+        room = f", those of the {pages[0]} pages of {pages[1]} in a row of block_table"
     return ValueError(
-        f"{_OP}: cache_seqlens must be at least 0, and{more} at most {capacity} keys per sequence, "
-        f"got {length}"
+        f"{_OP}: cache_seqlens must be at least 0, and{more} at most {capacity} keys per sequence"
+        f"{room}, got {length}"
     )

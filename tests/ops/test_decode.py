@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cache_calls import refused
 from torch import Tensor
 
-from fastattn import decode_attention, masks, scaled_dot_product_attention
+from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
 from fastattn.testing import Target, targets
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
 
@@ -193,16 +194,28 @@ def test_padding_before_a_sequence_changes_nothing_but_positions(backend: str, p
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("heads", [4, 70])
-def test_values_may_be_a_view_of_the_keys(backend: str, heads: int) -> None:
+@pytest.mark.parametrize("heads", [4, 70, 128])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("size", [(24, 16), (576, 512)])  # the larger is DeepSeek's
+def test_values_may_be_a_view_of_the_keys(
+    backend: str, heads: int, paged: bool, size: tuple[int, int]
+) -> None:
     """Latent heads: a new row is written once as a key, and its first columns again as a value."""
-    query, keys = torch.randn(2, heads, 1, 24), torch.randn(2, 1, 30, 24)
-    new, lengths = torch.randn(2, 1, 1, 24), torch.tensor([29, 5])
+    width, value_width = size
+    query, keys = torch.randn(2, heads, 1, width), torch.randn(2, 1, 30, width)
+    new, lengths = torch.randn(2, 1, 1, width), torch.tensor([29, 5])
     whole = keys.clone()
     for b, n in enumerate(lengths.tolist()):
         whole[b, :, n] = new[b, :, 0]
-    want = decode_attention(query, whole, whole[..., :16].clone(), lengths + 1)
-    got = decode_attention(query, keys, keys[..., :16], lengths, key=new, value=new[..., :16])
+    want = decode_attention(query, whole, whole[..., :value_width].clone(), lengths + 1)
+    table = torch.tensor([[3, 1, 5], [0, 4, 2]]) if paged else None
+    if table is not None:
+        pages = keys.unflatten(2, (3, 10)).transpose(1, 2).flatten(0, 1)
+        keys = torch.empty_like(pages).index_copy_(0, table.flatten(), pages)
+    append = {"key": new, "value": new[..., :value_width], "block_table": table}
+    got = decode_attention(query, keys, keys[..., :value_width], lengths, **append)
+    if table is not None:
+        keys = keys[table].transpose(1, 2).flatten(2, 3)
     assert torch.equal(keys, whole)
     torch.testing.assert_close(got, want)
 
@@ -243,6 +256,16 @@ def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"cache_leftpad": -n}, ValueError, "cache_leftpad must be at least 0 .* got -4"),
         ({"cache_leftpad": n.float()}, TypeError, "cache_leftpad must be int32 or int64"),
         ({"cache_leftpad": n[:2]}, ValueError, "a row for each of the 3 sequences, got 2"),
+        (
+            {"block_table": torch.zeros(3, 1).long(), "cache_seqlens": n + 2},
+            ValueError,
+            "12 keys per sequence, those of the 1 pages of 12 in a row of block_table, got 11",
+        ),
+        (
+            {"value_cache": x[:, :, :1].expand(3, 2, 12, 8)},
+            ValueError,
+            "value_cache must have memory for each row where rows are appended",
+        ),
         ({"layout": "nhd"}, ValueError, "layout must be 'bhnd' or 'bnhd', got 'nhd'"),
         ({"window": (1,)}, TypeError, "decode_attention: window must be None or a pair"),
         ({"is_causal": None}, TypeError, "argument 'is_causal' must be bool"),
@@ -252,37 +275,56 @@ def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
 
 @pytest.mark.parametrize(("given", "error", "match"), _bad(), ids=lambda x: str(x)[:40])
 def test_errors_say_what_is_wrong(given: Any, error: type[Exception], match: str) -> None:
-    before = caches()
-    with pytest.raises(error, match=match):
-        decode_attention(**{**before, **given})
-    after = caches()
-    assert torch.equal(before["key_cache"], after["key_cache"])  # nothing was appended
+    refused({**caches(), **given}, error, match)
+
+
+@pytest.fixture
+def checking(backend: str) -> str:
+    """The backends that look at numbers of pages and entries."""
+    if backend == "triton":
+        pytest.skip("it uses the nearest page for one that does not exist")
+    return backend
 
 
 @pytest.mark.parametrize("append", [False, True])
-def test_pages_and_entries_that_are_not_there(native: Any, append: bool) -> None:
+def test_pages_and_entries_that_are_not_there(checking: str, append: bool) -> None:
     given = caches()
     if not append:
         del given["key"], given["value"]
-    before = given["key_cache"].clone()
-    for table in ([[0], [3], [1]], [[-1], [0], [0]]):
-        with pytest.raises(ValueError, match="must name one of the 3 pages, got"):
-            decode_attention(**given | {"cache_seqlens": 3}, block_table=torch.tensor(table))
-    if not append:
+    short = given | {"cache_seqlens": 3}
+    for table in ([[0], [3], [1]], [[-1], [0], [1]], [[0], [1], [2**32 + 2]]):
+        wrong = short | {"block_table": torch.tensor(table)}
+        refused(wrong, ValueError, "must name one of the 3 pages, got")
+    if checking == "cpu" and not append:
         one = torch.tensor([1])
         caches_of = (x[:1] for x in (given["query"], given["key_cache"], given["value_cache"]))
         args = (*caches_of, one, *[None] * 6, 2 * one, None, None, 0.3, -1, -1, 0.0, "cpu")
         with pytest.raises(ValueError, match="cache_leftpad must be between 0 and the 1 keys"):
             torch.ops.fastattn.decode_attention(*args)
     if append:
-        with pytest.raises(ValueError, match="must not name an entry twice where rows are"):
-            decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 1]))
+        wrong = given | {"cache_batch_idx": torch.tensor([0, 1, 1])}
+        refused(wrong, ValueError, "must not name an entry twice where rows are")
         for table in ([[0], [2], [0]], [[1], [1], [2]]):
-            with pytest.raises(ValueError, match=r"must not append twice .*, got page [01] twice"):
-                decode_attention(**given | {"cache_seqlens": 3}, block_table=torch.tensor(table))
-    with pytest.raises(ValueError, match="cache_batch_idx must name one of the 3 entries"):
-        decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 3]))
-    assert torch.equal(before, given["key_cache"])
+            wrong = short | {"block_table": torch.tensor(table)}
+            refused(wrong, ValueError, r"must not append twice .*, got page [01] twice")
+    for entry in (3, -1):
+        wrong = given | {"cache_batch_idx": torch.tensor([0, 1, entry])}
+        refused(wrong, ValueError, "cache_batch_idx must name one of the 3 entries")
+
+
+def test_numbers_of_pages_beyond_a_sequence_are_not_read(checking: str) -> None:
+    given, table = caches(), torch.tensor([[1, 2**40], [0, -(2**40)], [2, -7]])
+    want = decode_attention(**caches() | {"block_table": table[:, :1]})
+    torch.testing.assert_close(decode_attention(**given, block_table=table), want)
+
+
+def test_a_forced_backend_that_cannot_attend_does_not_append() -> None:
+    pytest.importorskip("triton")
+    query, key, value = (torch.randn(3, 2, 2, 600) for _ in range(3))
+    wide = {name: torch.randn(3, 2, 12, 600) for name in ("key_cache", "value_cache")}
+    given = caches() | wide | {"query": query, "key": key, "value": value}
+    with use_backend("triton"):
+        refused(given, RuntimeError, "a head dimension of 600 is above")
 
 
 def test_without_gradients_a_parameter_may_come_in(backend: str) -> None:

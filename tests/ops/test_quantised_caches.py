@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_calls import refused
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -209,41 +210,78 @@ ROWS = torch.full((3, 2, 2, 8), torch.inf)
     ],
 )  # fmt: skip
 def test_errors(backend: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
-    _refused({**operands(), **given}, error, message)
+    refused({**operands(), **given}, error, message)
 
 
 def test_values_in_the_memory_of_keys_are_read_but_not_appended(backend: str) -> None:
     given = operands()
     shared = {"value_cache": given["key_cache"], "value_scales": given["key_scales"]}
-    _refused(given | shared, ValueError, "value_cache must not be key_cache or a view of it")
+    refused(given | shared, ValueError, "value_cache must not be key_cache or a view of it")
+    part = {"key_cache": torch.zeros(3, 2, 12, 20).to(torch.int8)[..., :8]}
+    part["value_cache"] = part["key_cache"].as_strided((3, 2, 12, 8), (480, 240, 20, 1), 7)
+    refused(given | part, ValueError, "value_cache must not be key_cache or a view of it")
     scales = {"value_scales": given["key_scales"]}
-    _refused(given | scales, ValueError, "value_scales must not be key_scales or a view of it")
+    refused(given | scales, ValueError, "value_scales must not be key_scales or a view of it")
     del given["key"], given["value"]
     alone = {name: x.clone() for name, x in shared.items()}
     assert torch.equal(decode_attention(**given | shared), decode_attention(**given | alone))
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("dim", [3, 4])
+def test_keys_and_values_may_alternate_in_memory(backend: str, dim: int) -> None:
+    """By rows, or by columns."""
+    given = operands()
+    names = ("key_cache", "value_cache")
+    both = torch.stack([given[name] for name in names], dim).unbind(dim)
+    alone, out = copied(given), decode_attention(**given | dict(zip(names, both, strict=True)))
+    assert_close(out, decode_attention(**alone))
+    for name, x in zip(names, both, strict=True):
+        assert torch.equal(x, alone[name])
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf"), 1.4e36])
 @pytest.mark.parametrize("append", [True, False])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+@of_each_dtype
 def test_scales_must_be_positive_and_finite(
-    backend: str, name: str, paged: bool, append: bool, wrong: float
+    backend: str, cached: torch.dtype, name: str, paged: bool, append: bool, wrong: float
 ) -> None:
-    given = operands(paged=paged)
-    if not append:
-        del given["key"], given["value"]
-    row = (0, 1, 0) if paged else (2, 1, 8)  # the last row of the last sequence
-    given[name][row] = wrong
-    _refused(
-        given, ValueError, f"{name} must be positive and finite, got .* for row 8 of sequence 2"
-    )
+    """Those of e4m3 times the unit of its codes."""
+    if cached == torch.int8 and wrong == 1.4e36:
+        wrong = float("nan")
+    for row, at in ((0, (2, 0, 0)), (8, (2, 1, 8))):  # of the last sequence
+        given = operands(paged=paged, cached=cached)
+        if not append:
+            del given["key"], given["value"]
+        if paged:
+            at = (2 - row // 4, at[1], row % 4)
+        given[name][at] = wrong
+        limit = "at most 1.3e36 for e4m3" if cached == FP8 else "finite"
+        message = f"{name} must be positive and {limit}, got .* for row {row} of sequence 2"
+        refused(given, ValueError, message)
 
 
-def _refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    before = copied(given)
-    with pytest.raises(error, match=message):
-        decode_attention(**given)
-    for name in ("key_cache", "value_cache", "key_scales", "value_scales"):
-        if before[name] is not None:  # nothing was written
-            assert_close(given[name], before[name], rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("name", ["key", "value"])
+@of_each_dtype
+def test_elements_must_fit_their_scale(backend: str, cached: torch.dtype, name: str) -> None:
+    """Those of float64, the only dtype that has such numbers."""
+    given = operands(cached=cached)
+    for double in ("query", "key", "value"):
+        given[double] = given[double].double()
+    given[name][1, 0, 1, 3] = 6e38 if cached == FP8 else 4.4e40
+    refused(given, ValueError, f"{name} must be finite to be quantised, and its elements at most")
+    given[name][1, 0, 1, 3] = 5.9e38 if cached == FP8 else 4.3e40
+    decode_attention(**given)
+    assert float(given[f"{name}_scales"].nan_to_num(0).max()) > 1e36
+
+
+@of_each_dtype
+def test_pages_that_do_not_exist(backend: str, cached: torch.dtype) -> None:
+    for page in (-1, 9, 2**32 + 2):
+        for append in (True, False):
+            given = operands(paged=True, cached=cached)
+            if not append:
+                del given["key"], given["value"]
+            given["block_table"][2, 2] = page
+            refused(given, ValueError, "block_table must name one of the 9 pages, got")

@@ -31,7 +31,8 @@ class Append {
       : p(params),
         pairs(params.rotary_pairs),
         quantises(params.key_scales.data != nullptr),
-        largest(params.float8 ? 448 : 127) {}
+        largest(params.float8 ? 448 : 127),
+        unit(params.float8 ? kE4m3Unit : 1.0f) {}
 
   AppendFault run() const {
     const double elements = static_cast<double>(p.B * p.L) * ((p.Hq + p.Hkv) * p.D + p.Hkv * p.Dv);
@@ -62,7 +63,8 @@ class Append {
   const AppendParams& p;
   const int64_t pairs;
   const bool quantises;
-  const T largest;  // number of a quantised cache
+  const T largest;   // number of a quantised cache
+  const float unit;  // of its codes; finite times a scale
 
   struct Scratch {
     T *cos, *sin;  // [pairs]
@@ -151,12 +153,13 @@ class Append {
         const int64_t end = min_of(length, j + kBlock);
         read_scales(scale_rows(scales, entry, h, pages, p.page_size), j, end, block);
         for (int64_t n = end - j; n < kBlock; ++n) block[n] = 1.0f;
+        for (int64_t n = 0; n < kBlock; ++n) block[n] *= unit;
         if (any_wrong(block, kBlock)) return AppendFault::scale;
       }
     return AppendFault::none;
   }
 
-  // Returns false if an element is not finite.
+  // Returns false if an element is not finite, or too large for the scale.
   bool scale_of(const T* x, int64_t count, float* scale) const {
     T most = 0, not_finite = 0;
     for (int64_t d = 0; d < count; ++d) {
@@ -165,7 +168,7 @@ class Append {
       not_finite += x[d] - x[d];
     }
     *scale = max_of(static_cast<float>(most / largest), __FLT_MIN__);
-    return not_finite == 0 && *scale <= __FLT_MAX__;
+    return not_finite == 0 && *scale <= __FLT_MAX__ / unit;
   }
 
   void quantise(const Tensor4& cache, const Tensor4& scales, float scale, CacheRow at, int64_t h,

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import QUANTISED, AppendOptions, AttentionOptions, DecodeOptions
+from fastattn.backends.primitives import (
+    QUANTISED,
+    AppendOptions,
+    AttentionOptions,
+    DecodeOptions,
+    largest_scale,
+)
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
 from fastattn.eager import runs_eagerly
@@ -38,6 +44,7 @@ def decode_attention(
     block table, without the first cache_leftpad[b]. Its last query is at the position of the last
     of these keys. A row of a quantised cache counts times its scale.
     """
+    _check_places(key_cache, cache_seqlens, block_table, cache_batch_idx)
     key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
         key_cache, value_cache))  # fmt: skip
     if key_scales is not None and value_scales is not None:
@@ -45,7 +52,7 @@ def decode_attention(
         scales = {"key_scales": key_scales, "value_scales": value_scales}
         where = (query, block_table, cache_batch_idx)
         found = {name: _of_sequences(x[..., None], *where) for name, x in scales.items()}
-        check_scales(found, cache_seqlens, cache_leftpad)
+        check_scales(found, key_cache.dtype, cache_seqlens, cache_leftpad)
         key = key.to(compute) * found["key_scales"].to(compute)
         value = value.to(compute) * found["value_scales"].to(compute)
     position = torch.arange(key.shape[2], device=query.device)
@@ -95,11 +102,12 @@ def append_to_cache(
     With tables of angles the keys are rotated before; return the rotated queries. Quantised caches
     get quantised rows and their scales.
     """
+    _check_places(key_cache, cache_seqlens, block_table, cache_batch_idx, key.shape[2])
     if key_scales is not None and value_scales is not None:
         scales = {"key_scales": key_scales, "value_scales": value_scales}
         where = (key, block_table, cache_batch_idx)
         found = {name: _of_sequences(x[..., None], *where) for name, x in scales.items()}
-        check_scales(found, cache_seqlens, cache_leftpad)
+        check_scales(found, key_cache.dtype, cache_seqlens, cache_leftpad)
         compute = compute_dtype(key.dtype)
         key, value = key.to(compute), value.to(compute)  # rounded once, when they are quantised
     at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
@@ -113,7 +121,7 @@ def append_to_cache(
     written = [(key_cache, key), (value_cache, value)]
     if key_scales is not None and value_scales is not None:  # all checks come before all writes
         (keys, of_keys), (values, of_values) = (quantise(x, key_cache.dtype) for x in (key, value))
-        _check_finite(key, value, of_keys, of_values)
+        _check_finite(key_cache.dtype, key, value, of_keys, of_values)
         written = [(key_cache, keys), (value_cache, values)]
         written += [(key_scales, of_keys), (value_scales, of_values)]
     if block_table is not None:
@@ -146,10 +154,13 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor
 
 def check_scales(
     scales: Mapping[str, Tensor],  # [B, Hkv, keys, 1]
+    dtype: torch.dtype,  # of the caches
     lengths: Tensor,  # [B]
     begins: Tensor | None,  # [B]
 ) -> None:
     """Raise an error for a scale that is not positive and finite, on the CPU in eager execution."""
+    most = largest_scale(dtype)
+    limit = "finite" if dtype == torch.int8 else f"at most {_short(most)} for e4m3"
     for name, x in scales.items():
         if not (x.is_cpu and runs_eagerly(x)):
             return
@@ -157,21 +168,67 @@ def check_scales(
         inside = row < lengths[:, None]
         if begins is not None:
             inside &= row >= begins[:, None]
-        right = (x[..., 0] > 0) & torch.isfinite(x[..., 0])
+        right = (x[..., 0] > 0) & (x[..., 0] <= most)
         wrong = (~right & inside[:, None]).nonzero()
         if wrong.numel():
             b, h, j = wrong[0].tolist()
             raise ValueError(
-                f"{name} must be positive and finite, got {float(x[b, h, j])} for row {j} of "
+                f"{name} must be positive and {limit}, got {float(x[b, h, j])} for row {j} of "
                 f"sequence {b}"
             )
 
 
-def _check_finite(key: Tensor, value: Tensor, of_keys: Tensor, of_values: Tensor) -> None:
+def _short(x: float) -> str:
+    return f"{x:.2g}".replace("e+", "e")
+
+
+def _check_finite(
+    dtype: torch.dtype, key: Tensor, value: Tensor, of_keys: Tensor, of_values: Tensor
+) -> None:
+    most = largest_scale(dtype)
     for name, x, scale in (("key", key, of_keys), ("value", value, of_values)):
-        finite = torch.isfinite(x).all() & torch.isfinite(scale).all()
-        if x.is_cpu and runs_eagerly(x) and not bool(finite):
-            raise ValueError(f"{name} must be finite to be quantised, got inf or NaN")
+        fits = torch.isfinite(x).all() & (scale <= most).all()
+        if x.is_cpu and runs_eagerly(x) and not bool(fits):
+            raise ValueError(
+                f"{name} must be finite to be quantised, and its elements at most "
+                f"{_short(most * QUANTISED[dtype])}, got inf, NaN or more"
+            )
+
+
+def _check_places(
+    cache: Tensor,  # [E, Hkv, N, D]
+    lengths: Tensor,  # [B], before the new rows
+    table: Tensor | None,  # [B, P]
+    entries: Tensor | None,  # [B]
+    new: int = 0,  # rows to append
+) -> None:
+    """Raise an error for a page or an entry that does not exist, or a row that would be written
+    twice, on the CPU in eager execution.
+    """
+    if not (lengths.is_cpu and runs_eagerly(lengths, table, entries)):
+        return
+    count, page = cache.shape[0], cache.shape[2]
+    if table is None:
+        chosen = torch.arange(lengths.shape[0]) if entries is None else entries
+        wrong = chosen[(chosen < 0) | (chosen >= count)]
+        if wrong.numel():
+            raise ValueError(
+                f"cache_batch_idx must name one of the {count} entries of the cache, got "
+                f"{int(wrong[0])}"
+            )
+        return
+    used = torch.arange(table.shape[1]) * page < (lengths + new)[:, None]
+    wrong = table[used & ((table < 0) | (table >= count))]
+    if wrong.numel():
+        raise ValueError(f"block_table must name one of the {count} pages, got {int(wrong[0])}")
+    at = lengths[:, None] + torch.arange(new)
+    rows = table.long().gather(1, at // max(page, 1)) * page + at % max(page, 1)
+    found, times = rows.unique(return_counts=True)
+    twice = found[times > 1]
+    if twice.numel():
+        raise ValueError(
+            f"block_table must not append twice to one row, got page {int(twice[0]) // page} twice"
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
