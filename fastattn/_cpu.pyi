@@ -217,6 +217,7 @@ def decodes_on_tiles(
     dtype: int, heads: int, kv_heads: int, queries: int, masked_or_biased: bool, /
 ) -> bool: ...
 def multiplies_integers(columns: int, /) -> bool: ...  # whether decoding can, rows of int8
+def most_streamed_rows(dtype: int, /) -> int: ...  # of a key head, one query each
 def gather_rows(
     dtype: int,
     threads: int,

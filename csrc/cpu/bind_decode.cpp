@@ -306,6 +306,10 @@ void bind_decode(py::module_& m) {
   m.def("decodes_on_tiles", &heads_decode_on_tiles);
   m.def("multiplies_integers",
         [](int64_t columns) { return kernels(DType::f32).multiplies_integers(columns); });
+  m.def("most_streamed_rows", [](int dtype) {
+    const DType type = static_cast<DType>(dtype);
+    return kernels(type).most_streamed_rows(type);
+  });
   m.def("append_to_cache", &append_to_cache);
   m.def("gather_rows", &gather_rows);
 }

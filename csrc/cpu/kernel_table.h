@@ -47,6 +47,7 @@ struct KernelTable {
   AppendFault (*append_to_cache)(const AppendParams&);
   bool (*gather_rows)(const GatherParams&);      // whether all scales are positive and finite
   bool (*multiplies_integers)(int64_t columns);  // whether decoding can, rows of int8
+  int64_t (*most_streamed_rows)(DType);          // of a key head, one query each (kernels/decode.h)
 };
 
 // The table in use for tensors of this dtype, chosen on first use (isa.cpp).

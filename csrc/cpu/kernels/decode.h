@@ -24,6 +24,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
+constexpr int64_t kMostDecodedRows = 64;  // of queries per pass over the keys
+
 // Cached: the elements of keys and values, those of queries, Int8 or E4m3.
 template <class P, class Cached = typename P::Storage>
 class Decode {
@@ -37,7 +39,6 @@ class Decode {
   // Lanes of 32 bits hold pairs of bf16. Widening them as (even, odd) takes a shift and a mask.
   static constexpr bool kPaired = kSame<Cached, Bf16>;
   static constexpr int kPerLane = kPaired ? 2 : 1;  // elements of a row in a lane
-  static constexpr int64_t kMaxRows = 64;           // query rows per pass over the keys
   static constexpr int64_t kChunk = 512;            // keys per task
   static constexpr int64_t kBlock = kDecodeBlock;
   // Bytes of a row up to which several rows are read at a time. With wider rows, the processor's
@@ -50,7 +51,7 @@ class Decode {
   static bool serves(const Sequence& p) {
     if (kScaled) return true;
     const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
-    return p.pages != nullptr || (rows <= kMaxRows && has_few_queries(p) && reads(p));
+    return p.pages != nullptr || (rows <= kMostDecodedRows && has_few_queries(p) && reads(p));
   }
   // Whether a panel of queries would be slower: up to an eighth of its lanes; up to a quarter where
   // rows are not narrow and not few, and nothing but a window is asked of a pair. 5 to 8 queries then

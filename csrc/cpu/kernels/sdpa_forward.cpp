@@ -398,6 +398,16 @@ struct NoForward {
 
 bool multiplies_integers(int64_t columns) { return multiplies_bytes(columns); }
 
+// Beyond, a panel of the heads is faster than reading the keys in order. On one thread of Zen 4 and 4096
+// keys it then takes 0.5 to 1.0 of the time in bf16 and 0.55 to 0.97 in fp32, for 64, 128, and 576 and
+// 512 columns. In fp16 and fp64 it is no faster; narrower vectors were not measured.
+int64_t most_streamed_rows(DType dtype) {
+  constexpr bool kMeasured = kLanes<float> == 16;
+  if (kMeasured && dtype == DType::bf16) return 24;
+  if (kMeasured && dtype == DType::f32) return 40;
+  return kMostDecodedRows;
+}
+
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
   if (all.B == 0 || all.Hq == 0) return;

@@ -22,6 +22,7 @@ void merge_states_backward(const MergeStatesParams&);
 AppendFault append_to_cache(const AppendParams&);
 bool gather_rows(const GatherParams&);
 bool multiplies_integers(int64_t columns);
+int64_t most_streamed_rows(DType);
 }  // namespace FASTATTN_REST
 
 namespace FASTATTN_ISA {
@@ -60,6 +61,7 @@ constexpr KernelTable table = {
     append_to_cache,
     gather_rows,
     multiplies_integers,
+    most_streamed_rows,
 };
 
 }  // namespace FASTATTN_ISA

@@ -19,7 +19,6 @@ Sizes = tuple[int, ...]  # or strides, of four dimensions
 # Of the kernel on vectors: the query rows per key head up to which reading pages is faster than
 # gathering them, and the most elements of a row.
 _MOST_ROWS = 32
-_MOST_STREAMED_ROWS = 64  # of a contiguous cache, see csrc/cpu/kernels/decode.h
 # Of quantised caches, before widening the rows and the kernel for many queries are faster.
 _MOST_QUANTISED_ROWS = 64
 _MOST_INTEGER_ROWS = 512  # of int8, multiplied as integers
@@ -68,11 +67,11 @@ def decode_attention(
     entries, kv_heads, keys, value_width = value_cache.shape
     out = empty_output(query, value_width)
     lse = torch.empty((batch, heads, queries), dtype=torch.float64, device="cpu")
+    of_one_head = mask_program is not None or relative_bias is not None
+    stacks = not (scales or of_one_head) and alibi_slopes is None and sinks is None
+    stacks = stacks and _stacks(query, kv_heads)
     if block_table is not None and not (
-        scales
-        or _reads_pages(
-            query, key_cache, value_cache, mask_program is not None or relative_bias is not None
-        )
+        scales or _reads_pages(query, key_cache, value_cache, of_one_head, stacks)
     ):
         where = (cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
         key_cache, value_cache = _gathered(dtype, key_cache, value_cache, None, None, *where)
@@ -86,8 +85,7 @@ def decode_attention(
     biases = (alibi_slopes, None, sinks, relative_bias, None, mask_program)
     sizes: Sizes = (batch, heads, kv_heads, queries)
     rows = sizes, query.stride(), out.stride()
-    plain = all(x is None for x in biases) and not scales
-    if plain and _stacks(query, kv_heads):
+    if stacks:
         rows = _stacked(rows)
         options, begins = _of_one_position(options, lengths, begins)
     sizes, q_stride, out_stride = rows
@@ -201,13 +199,18 @@ def _cache(
     }
 
 
-def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor, biased: bool) -> bool:
-    """Whether the kernel reads pages in place: dense rows, few of them on vectors."""
+def _reads_pages(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, biased: bool, stacks: bool
+) -> bool:
+    """Whether the kernel reads pages in place: dense rows, few of them on vectors.
+
+    Not if heads are stacked: pages are read by the kernel of few queries alone.
+    """
     heads, queries, kv_heads = *query.shape[1:3], key_cache.shape[1]
     dense = key_cache.stride(3) == 1 == value_cache.stride(3)
     if dense and _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries, biased):
         return True
-    return _reads_in_place(query, key_cache, value_cache, _MOST_ROWS)
+    return not stacks and _reads_in_place(query, key_cache, value_cache, _MOST_ROWS)
 
 
 def _integers(query: Tensor, key_cache: Tensor) -> bool:
@@ -230,12 +233,12 @@ def _reads_in_place(query: Tensor, key_cache: Tensor, value_cache: Tensor, most_
 def _stacks(query: Tensor, kv_heads: int) -> bool:
     """Whether the heads of a key head, one query each, are faster as the queries of one head.
 
-    The kernel for many rows would read the keys once for each head, and fill one lane in eight.
+    They then fill the lanes of a panel.
     """
     _, heads, queries, _ = query.shape
     if queries != 1 or _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries, False):
         return False
-    return heads > _MOST_STREAMED_ROWS * max(kv_heads, 1)
+    return heads > _cpu.most_streamed_rows(DTYPES[query.dtype]) * max(kv_heads, 1)
 
 
 def _stacked(rows: tuple[Sizes, Sizes, Sizes]) -> tuple[Sizes, Sizes, Sizes]:
