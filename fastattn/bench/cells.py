@@ -29,6 +29,7 @@ OPTIONS = (
     "t5",
     "int8",
     "fp8",
+    "latent",
     "dropout",
     "learnable",
     "stepwise",
@@ -55,9 +56,10 @@ class Cell:
     weights   which attention weights are returned: none, average (over the heads) or per-head
     option    none, window (keys at most Lk / 4 places away), softcap (2), alibi (the slopes of its
               paper), sinks (a logit per head), relative (a learned bias of every distance), t5
-              (one of 32 buckets of distances), int8 or fp8 (a quantised cache), dropout (of 0.1),
-              learnable (the bias of the mask has a gradient), stepwise (one position at a time, on
-              a cache) or layerwise (tying of a memory network)
+              (one of 32 buckets of distances), int8 or fp8 (a quantised cache), latent (values are
+              the first columns of the keys), dropout (of 0.1), learnable (the bias of the mask has
+              a gradient), stepwise (one position at a time, on a cache) or layerwise (tying of a
+              memory network)
     label     a description, such as the model that has this shape
     """
 

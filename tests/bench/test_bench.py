@@ -177,6 +177,8 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--op", "abacus"], "'abacus'"),
         (["--shapes", "decode", "--pass", "bwd"], "decode has fwd"),
         (["--shapes", "decode Lk=100,P=16"], "Lk=100 is not a multiple of P=16"),
+        (["--shapes", "decode D=8,Dv=9 option=latent"], "option=latent: Dv=9 is more than D=8"),
+        (["--shapes", "sdpa option=latent"], "allowed for sdpa are none"),
         (["--shapes", "attention_stats L=8,K=9"], "K=9 is more than the Lk=8 keys"),
         (["--shapes", "varlen L=8,S=9"], "S=9, the shortest, is more than L=8"),
         (["--shapes", "hopfield B=4,S=2"], "S=2 must be 1 or B=4"),

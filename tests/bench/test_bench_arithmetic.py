@@ -160,6 +160,38 @@ def test_a_quantised_cache_has_bytes_and_scales_of_what_torch_gets(kind: str) ->
     assert torch.equal(rows.transpose(1, 2).flatten(2, 3), drawn["key"].float())
 
 
+def test_a_value_may_have_another_width_than_its_key() -> None:
+    cell = cell_of("decode", "B=2,H=4,Hkv=2,Lq=3,Lk=12,D=8,Dv=6", dtype="fp32")
+    assert cell.name == "decode B=2,H=4,Hkv=2,Lq=3,Lk=12,D=8,Dv=6 fp32 fwd"
+    assert flops(cell) == 2 * 4 * 3 * 12 * (2 * 8 + 2 * 6)
+    assert bytes_touched(cell) == 4 * (2 * 4 * 3 * (8 + 6) + 2 * 2 * 12 * (8 + 6))
+    quantised = dataclasses.replace(cell, dtype="bf16", option="int8")
+    assert bytes_touched(quantised) == 2 * (2 * 4 * 3 * (8 + 6)) + 2 * 2 * 12 * (8 + 6 + 2 * 4)
+
+
+def test_a_latent_row_is_counted_once() -> None:
+    """DeepSeek V3: 128 heads on one key head, rows of 576 elements, 512 of which are the value."""
+    cell = cell_of("decode", "B=8,H=128,Hkv=1,Lk=4096,D=576,Dv=512", dtype="bf16", option="latent")
+    assert cell.name == "decode B=8,H=128,Hkv=1,Lq=1,Lk=4096,D=576,Dv=512 bf16 fwd latent"
+    assert flops(cell) == 8 * 128 * 4096 * (2 * 576 + 2 * 512)
+    assert bytes_touched(cell) == 2 * (8 * 4096 * 576 + 8 * 128 * 576 + 8 * 128 * 512)
+    # The newest token and the 4096 / 4 before it.
+    near = dataclasses.replace(cell, mask="window")
+    assert flops(near) == 8 * 128 * 1025 * (2 * 576 + 2 * 512)
+    assert bytes_touched(cell) - bytes_touched(near) == 2 * 8 * (4096 - 1025) * 576
+
+
+@pytest.mark.parametrize("pages", [0, 3])
+def test_the_value_of_a_latent_cache_is_a_view_of_its_key(pages: int) -> None:
+    cell = cell_of("decode", f"B=2,H=4,Hkv=1,Lk=12,D=8,Dv=6,P={pages}", option="latent")
+    drawn = inputs.make_inputs(cell, 0)
+    assert "value" not in drawn
+    (_, key, value), _ = ops.get("decode").arguments(cell, drawn)
+    assert value.data_ptr() == key.data_ptr()
+    assert value.stride() == key.stride()
+    assert value.shape == (*key.shape[:-1], 6)
+
+
 def test_steps_of_a_server_show_tokens_a_second() -> None:
     cells = preset_cells("serving")
     assert display.default_metrics(cells) == display.STEP_METRICS
@@ -180,6 +212,17 @@ def test_a_cell_of_a_result_may_be_older_than_a_size() -> None:
     assert Cell.from_json(data) == cell
     assert "S=" not in cell.name
     assert "P=0" not in cell_of("decode", SMALL["decode"]).name
+
+
+def test_a_cell_from_before_caches_had_a_width_of_values_keeps_its_name() -> None:
+    """Results are compared, resumed and rendered by the names and shapes of their cells."""
+    cell = cell_of("decode", "B=1,H=32,Hkv=8,Lk=4096,D=128,P=16", dtype="bf16", option="int8")
+    assert cell.name == "decode B=1,H=32,Hkv=8,Lq=1,Lk=4096,D=128,P=16 bf16 fwd int8"
+    data = cell.to_json()
+    del data["sizes"]["Dv"]
+    old = Cell.from_json(data)
+    assert (old, old.name, old["Dv"]) == (cell, cell.name, 128)
+    assert flops(old) == 32 * 4096 * 4 * 128
 
 
 def test_a_module_gets_a_mask_of_what_to_ignore() -> None:

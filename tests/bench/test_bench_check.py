@@ -74,6 +74,13 @@ def cells_to_check() -> list[Cell]:
             for option in ops.get("decode").OPTIONS[1:]
             for shape in (SMALL["decode"], "B=2,H=4,Hkv=2,Lk=150,D=8,P=25")
         ),
+        *(
+            cell_of("decode", f"B=2,H=4,Hkv={of},Lq=3,Lk=30,D=8,Dv=6", mask=mask, option=option)
+            for mask in ops.get("decode").MASKS
+            for of in ("1", "2,P=5")
+            for option in ("none", "latent")
+        ),
+        cell_of("decode", "B=2,H=4,Hkv=1,Lq=9,Lk=9,D=8,Dv=6", mask="causal", option="latent"),
     ]
 
 
@@ -126,6 +133,20 @@ def test_providers_agree_with_the_oracle(cell: Cell) -> None:
             assert found.ok, found.reason
     assert flops(cell, inputs.true_in_mask(cell, 1)) > 0
     assert bytes_touched(cell) > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_the_kernels_and_pytorch_agree_on_a_latent_cache(mask: str, dtype: str) -> None:
+    shape = "B=2,H=16,Hkv=1,Lq=4,Lk=70,D=72,Dv=64"
+    cell = cell_of("decode", shape, mask=mask, dtype=dtype, option="latent")
+    oracle = Oracle(cell, 1)
+    for provider in ("fastattn@cpu", "torch", "torch-eager"):
+        if not load(provider).why_not(cell):
+            outputs = answer(provider, cell)
+            assert outputs["out"].shape == (2, 16, 4, 64)
+            found = oracle.check(outputs)
+            assert found.ok, f"{provider}: {found.reason}"
 
 
 @pytest.mark.parametrize("option", ops.get("varlen").OPTIONS)

@@ -3,6 +3,9 @@
 A paged cache has its pages in random order. torch has no paged caches and reads a contiguous one.
 The newest tokens are at the last positions; torch gets masks and biases of all pairs. With the
 options int8 and fp8 the cache is quantised; its rows are exact in bf16, which torch gets.
+
+With the option latent (multi-head latent attention, https://arxiv.org/abs/2405.04434) there is one
+cache: the value of a row is a view of the first Dv columns of its key.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from fastattn.bench.ops._attention import (
     t5_biases,
     visible_to_last,
 )
-from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Sizes
+from fastattn.bench.ops._base import Forward, Inputs, Outputs, Prepared, Sizes
 from fastattn.bias import T5
 
 # The dtype and the scale of a quantised cache.
@@ -35,18 +38,30 @@ _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 class Decode(SampledHeads):
     FUNCTION = "decode_attention"
     ABOUT = (
-        "the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D]; with P, in "
-        "pages of P keys"
+        "the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D], "
+        "[B, Hkv, Lk, Dv]; with P, in pages of P keys"
     )
-    TORCH = "F.scaled_dot_product_attention on the contiguous cache"
-    SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "P": 0}
+    TORCH = (
+        "F.scaled_dot_product_attention on the contiguous cache; with option=latent, on the "
+        "complete keys as values, and the first Dv columns of its result"
+    )
+    SIZES: ClassVar[Sizes] = {
+        "B": 1,
+        "H": 32,
+        "Hkv": 8,
+        "Lq": 1,
+        "Lk": 4096,
+        "D": 128,
+        "Dv": "D",
+        "P": 0,
+    }
     MASKS = ("none", "causal", "documents", "prefix", "window")
-    OPTIONS = ("none", "t5", *_QUANTISED)
+    OPTIONS = ("none", "t5", *_QUANTISED, "latent")
     JOINT = ("t5",)
     PASSES = ("fwd",)
     TINY: ClassVar[Mapping[str, int]] = {**SampledHeads.TINY, "P": 1}
-    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk D"}
-    OUTPUT = "B H Lq D"
+    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
+    OUTPUT = "B H Lq Dv"
 
     def check(self, sizes: Mapping[str, int]) -> None:
         super().check(sizes)
@@ -56,17 +71,25 @@ class Decode(SampledHeads):
     def check_option(self, cell: Cell) -> None:
         if cell.mask != "none" and cell["Lq"] > cell["Lk"]:
             raise ValueError(f"mask={cell.mask}: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
+        if cell.option == "latent" and cell["Dv"] > cell["D"]:
+            raise ValueError(
+                f"option=latent: Dv={cell['Dv']} is more than D={cell['D']}, the columns of a key"
+            )
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        names = super().leaf_names(cell)
+        return [name for name in names if name != "value" or cell.option != "latent"]
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         pairs = cell["B"] * sum(map(len, _keys(cell)))
-        return 4 * pairs * cell["H"] * cell["D"], 0
+        return 2 * pairs * cell["H"] * (cell["D"] + cell["Dv"]), 0
 
     def items(self, cell: Cell) -> tuple[float, str]:
         return cell["B"] * cell["Lq"], "tokens"
 
     def elements(self, cell: Cell) -> tuple[int, int]:
-        queries = cell["B"] * cell["H"] * cell["Lq"] * cell["D"]
-        return queries + _cached(cell, cell["Lk"]), queries
+        rows = cell["B"] * cell["H"] * cell["Lq"]
+        return rows * cell["D"] + _cached(cell, cell["Lk"]), rows * cell["Dv"]
 
     def unread(self, cell: Cell) -> int:
         seen = _keys(cell)
@@ -74,6 +97,8 @@ class Decode(SampledHeads):
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
+        if cell.option == "latent":
+            del inputs["value"]
         if cell.option in _QUANTISED:
             for name in ("key", "value"):
                 numbers, scale = _numbers(cell, inputs[name]), _QUANTISED[cell.option][1]
@@ -87,15 +112,16 @@ class Decode(SampledHeads):
         return inputs
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        query, key, value = self.leaves(inputs)
+        query, *caches = self.tensors(cell, inputs)
         options: dict[str, Any] = {"mask": _mask(cell), "is_causal": cell.mask == "causal"}
         if cell.option == "t5":
             options["relative_bias"] = T5(inputs["buckets"], bidirectional=False)
         if cell.option in _QUANTISED:
-            key, value = (_numbers(cell, x) for x in (key, value))
+            caches = [_numbers(cell, x) for x in caches]
         if cell["P"]:
             table = options["block_table"] = inputs["block_table"]
-            key, value = (_in_pages(x, table, cell["P"]) for x in (key, value))
+            caches = [_in_pages(x, table, cell["P"]) for x in caches]
+        key, value = _key_and_value(cell, caches)
         if cell.option in _QUANTISED:
             for name in ("key_scales", "value_scales"):
                 scale = _QUANTISED[cell.option][1]
@@ -103,7 +129,10 @@ class Decode(SampledHeads):
         return [query, key, value], options
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        query, key, value = leaves = self.leaves(inputs)
+        query, *caches = leaves = self.tensors(cell, inputs)
+        if cell.option == "latent":
+            return _latent(cell, inputs), leaves
+        key, value = caches
         grouped = cell["H"] != cell["Hkv"]
         if cell.mask == "causal" and cell["Lq"] == cell["Lk"] and cell.option != "t5":
             return lambda: (
@@ -121,16 +150,49 @@ class Decode(SampledHeads):
         return ["F.scaled_dot_product_attention has one mask"] if both else []
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        query, key, value = self.leaves(inputs)
-        return attend(query, key, value, *_pairs(cell, inputs))[:1]
+        query, *caches = self.tensors(cell, inputs)
+        return attend(query, *_key_and_value(cell, caches), *_pairs(cell, inputs))[:1]
+
+    def tensors(self, cell: Cell, inputs: Inputs) -> list[Tensor]:
+        """The query, the key and, unless it is a view of the key, the value."""
+        return [inputs[name] for name in self.leaf_names(cell)]
+
+
+def _key_and_value(cell: Cell, caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Both caches. With option=latent there is one, [..., D], and the value is a view of it."""
+    key = caches[0]
+    return key, key[..., : cell["Dv"]] if cell.option == "latent" else caches[1]
+
+
+def _latent(cell: Cell, inputs: Inputs) -> Forward:
+    """The fastest form that PyTorch has for option=latent.
+
+    The query heads of a key head are rows of one head, because `enable_gqa` copies the keys for
+    every query head. The value is the complete key, because the fused kernel of the CPU needs
+    equal widths, and the columns beyond Dv of its result are dropped.
+    """
+    query, key = inputs["query"], inputs["key"]
+    group = cell["H"] // cell["Hkv"]
+    rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, H / Hkv Lq, D]
+    visible, _ = _pairs(cell, inputs)
+    mask = None if visible is None else visible.repeat(group, 1)
+
+    def forward() -> Outputs:
+        out = scaled_dot_product_attention(rows, key, key, mask)[..., : cell["Dv"]]
+        return (out.unflatten(2, (group, -1)).flatten(1, 2),)
+
+    return forward
 
 
 def _cached(cell: Cell, rows: int) -> int:
     """The elements of the cell's dtype in the memory of so many cached rows of each head."""
-    row = 2 * cell["D"]
+    rows *= cell["B"] * cell["Hkv"]
+    if cell.option == "latent":
+        return rows * cell["D"]
+    width = cell["D"] + cell["Dv"]
     if cell.option in _QUANTISED:
-        row = (row + 2 * 4) // DTYPE_BYTES[cell.dtype]  # with two scales
-    return cell["B"] * cell["Hkv"] * rows * row
+        return rows * (width + 2 * 4) // DTYPE_BYTES[cell.dtype]  # with two scales
+    return rows * width
 
 
 def _numbers(cell: Cell, rows: Tensor) -> Tensor:
