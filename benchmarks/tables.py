@@ -266,7 +266,7 @@ def server_table(result: Result) -> Table:
 
 def _step_of(row: Row) -> tuple[str, str, str]:
     """What is computed, the shape, and the kind of cache."""
-    kind = row["option"] if row["option"] != "none" else row["dtype"]
+    kind = row["option"] if row["option"] in ("int8", "fp8") else row["dtype"]
     return row["label"].removesuffix(f", {kind}"), f"`{row['shape']}`", kind
 
 

@@ -112,17 +112,41 @@ _DECODE_CACHE = Template(
 )
 
 
-def _serving(shape: str, mask: str = "none") -> list[Template]:
-    """A step of a server, on caches of fp32, bf16, int8 and fp8."""
-    label = f"Llama 3 8B, {'prompt' if mask == 'causal' else 'next token'}"
-    shape = f"{shape},H=32,Hkv=8,D=128"
+def _serving(
+    shape: str,
+    mask: str = "none",
+    model: str = "Llama 3 8B",
+    heads: str = "H=32,Hkv=8",
+    dtypes: Sequence[str] = ("fp32", "bf16"),
+) -> list[Template]:
+    """A step of a server, on caches of `dtypes`, int8 and fp8."""
+    label = f"{model}, {'prompt' if mask == 'causal' else 'next token'}"
+    shape = f"{shape},{heads},D=128"
     return [
-        Template(label, "decode", shape, mask),
+        Template(label, "decode", shape, mask, dtypes=dtypes),
         *(
             Template(f"{label}, {kind}", "decode", shape, mask, dtypes=("bf16",), option=kind)
             for kind in ("int8", "fp8")
         ),
     ]
+
+
+# One query head a key head: reading limits these steps, not arithmetic.
+_SERVING_UNSHARED = [
+    template
+    for shape in ("B=1,Lk=4096|32768", "B=8,Lk=4096")
+    for template in _serving(shape, "none", "Llama 2 7B", "H=32,Hkv=32", dtypes=("bf16",))
+]
+# DeepSeek V3 has 128 heads on one key head, whose rows have 576 elements; 512 of them are the value
+# (https://arxiv.org/abs/2412.19437, section 2.1.1). Each of 8 devices has 16 of the heads.
+_LATENT = "B=8,Hkv=1,Lk=4096,D=576,Dv=512"
+_ON_8 = "DeepSeek V3 on 8 devices"
+_SERVING_LATENT = [
+    Template("DeepSeek V3, next token", "decode", f"{_LATENT},H=128", option="latent"),
+    Template(f"{_ON_8}, next token", "decode", f"{_LATENT},H=16", option="latent"),
+    # Speculative decoding: the newest token and three drafts.
+    Template(f"{_ON_8}, 4 tokens", "decode", f"{_LATENT},H=16,Lq=4", "causal", option="latent"),
+]
 
 
 # The base model of Vaswani et al. 2017, width 512 and 8 heads; sentences are half as long as the
@@ -265,13 +289,16 @@ PRESETS: dict[str, Preset] = {
         [_DECODE_GQA, _DECODE, _DECODE_CACHE],
     ),
     "serving": Preset(
-        "the next token at batch 1 to 64 and prompts, caches of up to 32768 keys: Llama 3 8B",
+        "the next token at batch 1 to 64 and prompts, caches of up to 32768 keys: Llama 3 8B, "
+        "Llama 2 7B, DeepSeek V3",
         [
             *_serving("B=1,Lk=1024:32768:x32"),
             *_serving("B=8,Lk=4096"),
             *_serving("B=64,Lk=1024"),
             *_serving("B=1|8,Lq=512,Lk=512", "causal"),
             *_serving("B=1,Lq=128,Lk=32768", "causal"),
+            *_SERVING_UNSHARED,
+            *_SERVING_LATENT,
         ],
     ),
     "padded": Preset(

@@ -196,6 +196,7 @@ def test_steps_of_a_server_show_tokens_a_second() -> None:
     cells = preset_cells("serving")
     assert display.default_metrics(cells) == display.STEP_METRICS
     kinds = {("fp32", "none"), ("bf16", "none"), ("bf16", "int8"), ("bf16", "fp8")}
+    kinds |= {("fp32", "latent"), ("bf16", "latent")}
     assert {(c.dtype, c.option) for c in cells} == kinds
     assert {c["B"] for c in cells} == {1, 8, 64}
     assert max(c["Lk"] for c in cells) == 32768
@@ -203,6 +204,25 @@ def test_steps_of_a_server_show_tokens_a_second() -> None:
     mixed = [*cells, cell_of("sdpa", SMALL["sdpa"])]
     assert display.default_metrics(mixed) == display.DEFAULT_METRICS
     assert display.default_metrics(preset_cells("models")) == display.MODEL_METRICS
+
+
+def test_steps_of_models_that_share_no_keys_or_have_latent_ones() -> None:
+    cells = preset_cells("serving")
+    alone = [cell for cell in cells if cell["H"] == cell["Hkv"]]
+    assert {(c["B"], c["Lk"], c.dtype, c.option) for c in alone} == {
+        (*shape, "bf16", kind)
+        for shape in ((1, 4096), (1, 32768), (8, 4096))
+        for kind in ("none", "int8", "fp8")
+    }
+    latent = [cell for cell in cells if cell.option == "latent"]
+    assert {(c["D"], c["Dv"], c["Hkv"], c["B"], c["Lk"]) for c in latent} == {
+        (576, 512, 1, 8, 4096)
+    }
+    assert {(c["H"], c["Lq"], c.mask, c.dtype) for c in latent} == {
+        (*of, dtype)
+        for of in ((128, 1, "none"), (16, 1, "none"), (16, 4, "causal"))
+        for dtype in ("fp32", "bf16")
+    }
 
 
 def test_a_cell_of_a_result_may_be_older_than_a_size() -> None:

@@ -293,6 +293,23 @@ def test_a_quantised_cache_stands_beside_the_one_in_bf16() -> None:
     assert f"{step} int8 | 1000 | 250 | 4.00× | 2.00× |" in block
 
 
+def test_a_latent_cache_is_named_by_its_dtype() -> None:
+    render = load_render()
+    result, cells = a_result([]), []
+    for dtype, ms in (("fp32", 4.0), ("bf16", 2.0)):
+        shape, label = "B=2,H=4,Hkv=1,Lq=1,Lk=9,D=8,Dv=6", "A model, next token"
+        cell = cell_of("decode", shape, dtype=dtype, label=label, option="latent")
+        rounds = [Round((1e3, 1e3), {"torch": 8.0, "fastattn": ms}) for _ in range(5)]
+        outcomes = {name: Outcome() for name in ("torch", "fastattn")}
+        cells.append(
+            dataclasses.replace(result.cells[0], cell=cell, rounds=rounds, outcomes=outcomes)
+        )
+    block = render.block_of("server", {"a-processor": dataclasses.replace(result, cells=cells)})
+    step = "| A model, next token | `B=2,H=4,Hkv=1,Lq=1,Lk=9,D=8,Dv=6` |"
+    assert f"{step} fp32 | 500 | 250 | 2.00× | 0.50× |" in block
+    assert f"{step} bf16 | 1000 | 250 | 4.00× | 1.00× |" in block
+
+
 def test_the_budget_of_a_call_stands_beside_pytorch() -> None:
     render = load_render()
     ms = dict.fromkeys(breakdown.PARTS, 0.0) | {"call": 0.08, "floor": 0.03, "torch": 0.06}
