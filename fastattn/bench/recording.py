@@ -269,9 +269,10 @@ def _primitive_decode(
 ) -> str | None:
     if table is not None:  # paged: the shapes do not include the length of the cache
         return None
-    sizes = _attention_sizes(query, keys, values)
-    del sizes["Dv"]
-    return _line("decode", sizes, query, False)
+    narrower = values.shape[-1] < keys.shape[-1]
+    latent = narrower and values.data_ptr() == keys.data_ptr()  # the first columns of the keys
+    option = "latent" if latent else "none"
+    return _line("decode", _attention_sizes(query, keys, values), query, False, option=option)
 
 
 def _primitive_hopfield(

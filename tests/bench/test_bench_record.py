@@ -102,10 +102,14 @@ def test_packed_sequences_decoding_and_retrieval_are_recorded(tmp_path: Path) ->
     with record(path):
         fastattn.varlen_attention(packed, packed[:, :2], packed[:, :2], ends, ends, is_causal=True)
         fastattn.decode_attention(query, cache, cache)
+        fastattn.decode_attention(query, cache, cache[..., :6])
+        fastattn.decode_attention(query, cache, torch.randn(2, 2, 9, 6))
         fastattn.hopfield_retrieve(patterns, patterns, update_steps_max=2)
     assert list(recorded(path)) == [
         "varlen B=3,H=4,Hkv=2,L=8,D=8 fp32 fwd causal",
         "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8 fp32 fwd",
+        "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8,Dv=6 fp32 fwd latent",
+        "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8,Dv=6 fp32 fwd",
         "hopfield B=6,H=1,L=5,N=5,D=8,K=2 fp32 fwd",
         "sdpa B=2,H=3,L=5,D=8 fp32 fwd",  # the reading after the steps
     ]
