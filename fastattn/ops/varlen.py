@@ -188,8 +188,8 @@ def prepare(
             f"{_OP}: key and value must have the same number of rows, "
             f"got shapes {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    q_starts = _check_starts("cu_seqlens_q", cu_seqlens_q, query, max_seqlen_q, "max_seqlen_q")
-    k_starts = _check_starts("cu_seqlens_k", cu_seqlens_k, key, max_seqlen_k, "max_seqlen_k")
+    q_starts = check_starts("q", cu_seqlens_q, query.device, max_seqlen_q, query.shape[0])
+    k_starts = check_starts("k", cu_seqlens_k, query.device, max_seqlen_k, key.shape[0])
     if q_starts.shape != k_starts.shape:
         raise ValueError(
             f"{_OP}: cu_seqlens_q and cu_seqlens_k must have the same length, "
@@ -240,29 +240,34 @@ def _fold_relative_bias(
     return fold_distances(_OP, bias, query, max(*bounds, 1) - 1)
 
 
-def _check_starts(name: str, starts: Any, rows: Tensor, longest: Any, longest_name: str) -> Tensor:
-    starts = checks.check_integers(_OP, name, starts, "[B + 1]", 1, rows.device)
+def check_starts(
+    of: str, starts: Any, device: torch.device, longest: Any, rows: int | None = None
+) -> Tensor:
+    """Return ``cu_seqlens_q`` or ``cu_seqlens_k`` as int64; ``rows`` is None for paged keys."""
+    name = f"cu_seqlens_{of}"
+    starts = checks.check_integers(_OP, name, starts, "[B + 1]", 1, device)
     if starts.shape[0] == 0:
         raise ValueError(f"{_OP}: {name} must be [B + 1], got shape (0,)")
     if longest is not None and (
         isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))
     ):
-        raise checks.wrong_type(_OP, longest_name, longest, "int or None")
+        raise checks.wrong_type(_OP, f"max_seqlen_{of}", longest, "int or None")
     if starts.is_cpu and runs_eagerly(starts):
-        _check_values(name, starts.tolist(), rows.shape[0], longest, longest_name)
+        _check_values(of, starts.tolist(), longest, rows)
     return starts
 
 
-def _check_values(name: str, starts: list[int], rows: int, longest: Any, longest_name: str) -> None:
+def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) -> None:
+    name = f"cu_seqlens_{of}"
     if starts[0] != 0:
         raise ValueError(f"{_OP}: {name} must begin with 0, got {starts[0]}")
     lengths = [end - begin for begin, end in pairwise(starts)]
     if min(lengths, default=0) < 0:
         raise ValueError(f"{_OP}: {name} must not decrease, got {starts}")
-    if starts[-1] > rows:
+    if rows is not None and starts[-1] > rows:
         raise ValueError(f"{_OP}: {name} must not end beyond the {rows} rows, got {starts[-1]}")
     if longest is not None and max(lengths, default=0) > longest:
         raise ValueError(
-            f"{_OP}: {longest_name} must be at least the longest sequence, {max(lengths)}, "
+            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {max(lengths)}, "
             f"got {longest}"
         )
