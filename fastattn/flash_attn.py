@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastattn.bias import T5
 from fastattn.masks import Mask
+from fastattn.ops._pages import gather_pages
 from fastattn.ops.decode import decode_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.varlen import varlen_attention
@@ -125,14 +126,17 @@ def flash_attn_varlen_func(
     """:func:`fastattn.varlen_attention` of packed q, k, v [T, H, D].
 
     ``deterministic`` and ``return_attn_probs`` are as in :func:`flash_attn_func`, with
-    ``softmax_lse`` [H, Tq]. Raises NotImplementedError for a ``block_table``.
+    ``softmax_lse`` [H, Tq].
+
+    With a ``block_table`` [B, P], int32 or int64, k and v are caches of pages, [pages, page size,
+    Hkv, D]: the keys of sequence b are the first ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]`` rows of
+    the pages ``block_table[b]``. Entries beyond its length are never used. Each call copies these
+    rows into packed keys and values, which takes their memory again;
+    :func:`flash_attn_with_kvcache` reads the pages in place.
     """
     _refuse_probabilities("flash_attn_varlen_func", return_attn_probs, dropout_p)
     if block_table is not None:
-        raise NotImplementedError(
-            "flash_attn_varlen_func: block_table must be None, no kernel reads packed queries on a "
-            "paged cache"
-        )
+        k, v = gather_pages(q, k, v, cu_seqlens_k, max_seqlen_k, block_table)
     result = varlen_attention(
         q,
         k,

@@ -189,8 +189,3 @@ def test_what_is_not_there_says_so(qkv: list[Tensor]) -> None:
         flash_attn.flash_attn_func(*(x[0] for x in qkv))
     with pytest.raises(ValueError, match=r"\[B, L, 3, H, D\]"):
         flash_attn.flash_attn_qkvpacked_func(qkv[0])
-    ends = torch.tensor([0, 5])
-    with pytest.raises(NotImplementedError, match="block_table must be None"):
-        flash_attn.flash_attn_varlen_func(
-            *(x[0] for x in qkv), ends, ends, 5, 5, block_table=ends[None]
-        )

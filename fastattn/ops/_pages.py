@@ -1,0 +1,96 @@
+"""Packed keys and values from the pages of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import checks
+from fastattn.eager import runs_eagerly
+from fastattn.ops.varlen import check_starts
+from fastattn.selftest import is_capturing
+
+__all__ = ["gather_pages"]
+
+_OP = "flash_attn_varlen_func"
+
+
+def gather_pages(
+    q: Any, k: Any, v: Any, cu_seqlens_k: Any, max_seqlen_k: Any, block_table: Any
+) -> tuple[Tensor, Tensor]:
+    """Validate; copy the rows of all sequences, [Tk, Hkv, D] and [Tk, Hkv, Dv].
+
+    Where the host does not know the lengths, Tk is an upper bound, and the rows after the last
+    sequence are copies of row 0 of page 0, which :func:`varlen_attention` ignores.
+    """
+    if not isinstance(q, Tensor):
+        raise checks.wrong_type(_OP, "q", q, "Tensor")
+    for name, x in (("k", k), ("v", v)):
+        shape = "[pages, page size, Hkv, D] with a block_table"
+        checks.check_tensor(_OP, name, x, shape, 4, q.device)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"{_OP}: k and v must have the same pages and page size with a block_table, "
+            f"got shapes {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    starts = check_starts("k", cu_seqlens_k, q.device, max_seqlen_k)
+    table = checks.check_integers(_OP, "block_table", block_table, "[B, P]", 2, q.device)
+    batch = starts.shape[0] - 1
+    if table.shape[0] != batch:
+        raise ValueError(
+            f"{_OP}: block_table must have a row for each of the {batch} sequences of "
+            f"cu_seqlens_k, got {table.shape[0]}"
+        )
+    pages, page_size = k.shape[:2]
+    known = starts.is_cpu and runs_eagerly(starts, table)
+    if known:
+        _check_room(starts, table.shape[1], page_size)
+    page, row = _places(starts, table, page_size, _total(starts, table, k, max_seqlen_k))
+    if known:
+        _check_pages(page, pages)
+    return _take(k, page, row), _take(v, page, row)
+
+
+def _total(starts: Tensor, table: Tensor, k: Tensor, longest: int | None) -> int:
+    """The number of rows of all sequences; where the host cannot read it, an upper bound."""
+    if runs_eagerly(starts) and not is_capturing(starts.device):
+        return int(starts[-1])
+    if k.shape[0] == 0:
+        return 0
+    room = table.shape[1] * k.shape[1]
+    return table.shape[0] * (room if longest is None else min(room, longest))
+
+
+def _places(starts: Tensor, table: Tensor, page_size: int, total: int) -> tuple[Tensor, Tensor]:
+    """The page of each packed row, and its row there, both [Tk]; 0 after the last sequence."""
+    at = torch.arange(total, device=starts.device)
+    sequence = torch.searchsorted(starts[1:].contiguous(), at, right=True)
+    used = sequence < table.shape[0]
+    sequence = sequence.clamp(max=table.shape[0] - 1)
+    position = torch.where(used, at - starts[sequence], 0)
+    page = torch.where(used, table[sequence, position // page_size], 0)
+    return page, position % page_size
+
+
+def _take(x: Tensor, page: Tensor, row: Tensor) -> Tensor:
+    """Rows of a cache; gradients of pages that sequences share are added in a fixed order."""
+    if x.is_cpu and x.requires_grad:  # the backward of indexing adds with atomics on a CPU
+        return x.flatten(0, 1).index_select(0, page * x.shape[1] + row)
+    return x[page, row]  # any strides, without a copy of the other pages
+
+
+def _check_room(starts: Tensor, pages: int, page_size: int) -> None:
+    longest = max(starts.diff().tolist(), default=0)
+    if longest > pages * page_size:
+        raise ValueError(
+            f"{_OP}: block_table must have room for the {longest} keys of the longest sequence, "
+            f"got {pages} pages of {page_size} rows for each"
+        )
+
+
+def _check_pages(page: Tensor, pages: int) -> None:
+    wrong = page[(page < 0) | (page >= pages)].tolist()
+    if wrong:
+        raise ValueError(f"{_OP}: block_table must name one of the {pages} pages, got {wrong[0]}")
