@@ -76,7 +76,8 @@ CachePlaces places_of(const SequencesParams& t) {
   const float most = std::numeric_limits<float>::max() / (float8 ? 256 : 1);
   for (const Tensor4* x : {&key_scales, &value_scales})
     for (int64_t b = 0; b < t.attention.B; ++b)
-      for (int64_t j = t.k_begins == nullptr ? 0 : t.k_begins[b]; j < t.k_lengths[b]; ++j) {
+      for (int64_t j = t.k_begins == nullptr ? 0 : t.k_begins[b];
+           x->data != nullptr && j < t.k_lengths[b]; ++j) {
         const CacheRow row = row_of(t, b, j);
         for (int64_t h = 0; h < heads; ++h) {
           const float scale = static_cast<const float*>(
@@ -196,7 +197,8 @@ void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64
 }
 
 // sizes: (B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache); operands: key, value,
-// the caches, and key_scales, value_scales and float8 of quantised ones; rotary: empty, or the rest of AppendParams; lengths of the cache are those without
+// the caches, and key_scales, value_scales (unless values are columns of the keys) and float8 of quantised
+// ones; rotary: empty, or the rest of AppendParams; lengths of the cache are those without
 // the rows.
 void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::object& options,
                      const py::dict& operands, const py::dict& rotary, const py::dict& cache) {

@@ -36,6 +36,7 @@ __all__ = [
     "Weights",
     "extended",
     "largest_scale",
+    "same_memory",
     "schema",
     "served",
     "unserved",
@@ -113,6 +114,11 @@ def largest_scale(dtype: torch.dtype) -> float:
     Kernels read e4m3 as numbers times 2^-8, and multiply its scales by 2^8.
     """
     return torch.finfo(torch.float32).max / (256 if dtype == torch.float8_e4m3fn else 1)
+
+
+def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the elements of the smaller tensor are those of the other at the same indices."""
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.backends.primitives import QUANTISED
+from fastattn.backends.primitives import QUANTISED, same_memory
 from fastattn.eager import runs_eagerly
 
-__all__ = ["check_memory", "check_scales"]
+__all__ = ["check_memory", "check_rotated", "check_scales"]
 
 _OP = "decode_attention"
 
@@ -22,7 +22,8 @@ def check_scales(
     key_cache: Tensor,
     value_cache: Tensor,
     layout: str,
-    appends: bool,
+    key: Any,
+    value: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The scales [E, Hkv, N] of both caches, which are still in ``layout``; None without any."""
     given = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
@@ -56,10 +57,14 @@ def check_scales(
                 f"{name}_cache, got {tuple(scales.shape)}"
             )
         found.append(scales if layout == "bhnd" else scales.transpose(1, 2))
-    if appends:
+    if key is not None:
         check_memory(key_scales=found[0], value_scales=found[1])
-        _check_apart("cache", key_cache, value_cache)
-        _check_apart("scales", *found)
+        if runs_eagerly(key_cache, value_cache, *found, key, value):
+            if same_memory(*found):
+                _check_columns(key_cache, value_cache, key, value)
+            else:
+                _check_apart("cache", key_cache, value_cache)
+                _check_apart("scales", *found)
     return found[0], found[1]
 
 
@@ -75,7 +80,7 @@ def check_memory(**written: Tensor) -> None:
 
 def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:
     """Rows of quantised keys and values have scales of their own, so they must not share memory."""
-    if not (runs_eagerly(keys, values) and keys.numel() > 0 and keys.stride() == values.stride()):
+    if keys.numel() == 0 or keys.stride() != values.stride():
         return
     # With equal strides, the rows of one begin within those of the other, or they are apart.
     distance = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
@@ -84,5 +89,30 @@ def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:
     if abs(distance) < columns * stride and distance % stride == 0:
         raise ValueError(
             f"{_OP}: value_{kind} must not be key_{kind} or a view of it where rows are "
-            "appended, because rows of quantised caches have scales of their own"
+            "appended, unless values are the first columns of the keys and value_scales is "
+            "key_scales, because other rows of quantised caches have scales of their own"
+        )
+
+
+def _check_columns(key_cache: Tensor, value_cache: Tensor, key: Any, value: Any) -> None:
+    """Of rows whose keys and values have one scale, the values must be columns of the keys."""
+    for name, of_key, of_value in (
+        ("value_cache", key_cache, value_cache),
+        ("value", key, value),
+    ):
+        if not same_memory(of_key, of_value) or of_value.shape[3] > of_key.shape[3]:
+            raise ValueError(
+                f"{_OP}: {name} must be a view of the first columns of "
+                f"{name.replace('value', 'key')} where rows are appended and value_scales is "
+                "key_scales, because a key and its value then have one scale"
+            )
+
+
+def check_rotated(key_scales: Any, value_scales: Any) -> None:
+    """Values that are columns of rotated keys would be rotated, too."""
+    if runs_eagerly(key_scales, value_scales) and same_memory(key_scales, value_scales):
+        raise ValueError(
+            f"{_OP}: rotary_cos must be None where value_scales is key_scales, because values "
+            "would be rotated with the keys that they are columns of; rotate the other columns "
+            "before the call"
         )

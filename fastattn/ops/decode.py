@@ -15,7 +15,7 @@ from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._quantised import check_memory, check_scales
+from fastattn.ops._quantised import check_memory, check_rotated, check_scales
 from fastattn.ops._relative_bias import fold_distances
 from fastattn.ops._rotary import check_rotary
 
@@ -89,7 +89,8 @@ def decode_attention(
         key_scales, value_scales: [E, Hkv, N], float32, the scale of each row of quantised caches:
             a row counts as its numbers times its scale. Appended rows are quantised, after their
             rotation, with the scale max(abs(x)) / 127 (of float8_e4m3fn: / 448), which is
-            written here. Both or neither.
+            written here. Both or neither. Where the values are the first columns of the keys
+            (``value_cache`` and ``value`` are views), both are one tensor.
         block_table: [B, P], int32 or int64: the pages of each sequence, in order. Entries beyond
             its length are never read.
         cache_batch_idx: [B], int32 or int64: the entry of each sequence; None means entry b. Not
@@ -231,7 +232,7 @@ def prepare(
     checks.check_dtypes(_OP, query, query, query)
     if key is not None:
         check_memory(key_cache=key_cache, value_cache=value_cache)
-    scales = check_scales(key_scales, value_scales, key_cache, value_cache, layout, key is not None)
+    scales = check_scales(key_scales, value_scales, key_cache, value_cache, layout, key, value)
     checks.check_flag(_OP, "is_causal", is_causal)
     checks.check_flag(_OP, "return_lse", return_lse)
     if layout == "bnhd":
@@ -302,6 +303,8 @@ def prepare(
     )
     append = None
     if new is not None:
+        if rotary_cos is not None and scales[0] is not None:
+            check_rotated(*scales)
         where = (lengths, table, entries)
         tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, cache_leftpad)
         append = (tensors, AppendOptions(rotary_interleaved and rotary_cos is not None))

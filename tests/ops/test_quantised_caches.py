@@ -216,15 +216,50 @@ def test_errors(backend: str, given: dict[str, Any], error: type[Exception], mes
 def test_values_in_the_memory_of_keys_are_read_but_not_appended(backend: str) -> None:
     given = operands()
     shared = {"value_cache": given["key_cache"], "value_scales": given["key_scales"]}
-    refused(given | shared, ValueError, "value_cache must not be key_cache or a view of it")
+    refused(given | shared, ValueError, "value must be a view of the first columns of key")
+    given["value_cache"] = given["key_cache"]
+    refused(given, ValueError, "value_cache must not be key_cache or a view of it")
     part = {"key_cache": torch.zeros(3, 2, 12, 20).to(torch.int8)[..., :8]}
     part["value_cache"] = part["key_cache"].as_strided((3, 2, 12, 8), (480, 240, 20, 1), 7)
     refused(given | part, ValueError, "value_cache must not be key_cache or a view of it")
+    given = operands()
     scales = {"value_scales": given["key_scales"]}
-    refused(given | scales, ValueError, "value_scales must not be key_scales or a view of it")
+    refused(given | scales, ValueError, "value_cache must be a view of the first columns of key")
+    given["value_scales"] = given["key_scales"].view(3, 2, 12).as_strided((3, 2, 12), (24, 12, 1))
+    refused(given, ValueError, "value_cache must be a view of the first columns of key")
     del given["key"], given["value"]
     alone = {name: x.clone() for name, x in shared.items()}
     assert torch.equal(decode_attention(**given | shared), decode_attention(**given | alone))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@of_each_dtype
+def test_values_that_are_columns_of_the_keys_have_their_scales(
+    backend: str, paged: bool, cached: torch.dtype
+) -> None:
+    """Latent heads: a row is quantised once, and no byte elsewhere changes."""
+    given = operands(paged=paged, cached=cached)
+    rows = given["key"]
+    given["value"] = rows[..., :5]
+    given["value_cache"], given["value_scales"] = given["key_cache"][..., :5], given["key_scales"]
+    numbers, scales = quantise(rows.double(), cached)
+    table = given.get("block_table", torch.arange(3)[:, None])
+    page = given["key_cache"].shape[2]
+    want = copied({name: given[name] for name in ("key_cache", "key_scales")})
+    for b, n in enumerate(LENGTHS.tolist()):
+        for i in range(2):
+            at = table[b, (n + i) // page], slice(None), (n + i) % page
+            want["key_cache"].view(torch.uint8)[at] = numbers.view(torch.uint8)[b, :, i]
+            want["key_scales"][at] = scales[b, :, i]
+    out = decode_attention(**given)
+    assert torch.equal(given["key_cache"].view(torch.uint8), want["key_cache"].view(torch.uint8))
+    assert_close(given["key_scales"], want["key_scales"], rtol=1e-6, atol=0, equal_nan=True)
+    whole = given["key_cache"].float() * given["key_scales"].nan_to_num(1.0)[..., None]
+    where = {"block_table": given.get("block_table"), "is_causal": True}
+    alone = decode_attention(given["query"], whole, whole[..., :5], LENGTHS + 2, **where)
+    assert_close(out, alone)
+    given |= {"rotary_cos": torch.ones(12, 2), "rotary_sin": torch.zeros(12, 2)}
+    refused(given, ValueError, "rotary_cos must be None where value_scales is key_scales")
 
 
 @pytest.mark.parametrize("dim", [3, 4])

@@ -108,6 +108,7 @@ class Append {
       if (quantises) {
         rotate(key, Row<T>{buf.row, 1}, buf);
         quantise(p.key_cache, p.key_scales, *new_scale(0, b, i, h), to, h, p.D, buf);
+        if (p.value_scales.data == nullptr) continue;  // the value is part of the key
         copy(value, Row<T>{buf.row, 1}, 0, p.Dv);
         quantise(p.value_cache, p.value_scales, *new_scale(1, b, i, h), to, h, p.Dv, buf);
       } else {
@@ -134,6 +135,7 @@ class Append {
     for (int64_t h = 0; h < p.Hkv; ++h) {
       rotate(row_of(p.key, b, h, i), Row<T>{buf.row, 1}, buf);
       if (!scale_of(buf.row, p.D, new_scale(0, b, i, h))) fault = AppendFault::key;
+      if (p.value_scales.data == nullptr) continue;
       copy(row_of(p.value, b, h, i), Row<T>{buf.row, 1}, 0, p.Dv);
       if (!scale_of(buf.row, p.Dv, new_scale(1, b, i, h))) fault = AppendFault::value;
     }
@@ -148,7 +150,7 @@ class Append {
     constexpr int64_t kBlock = 64;
     const Tensor4 both[2] = {p.key_scales, p.value_scales};
     for (const Tensor4& scales : both)
-      for (int64_t j = begin; j < length; j += kBlock) {
+      for (int64_t j = begin; scales.data != nullptr && j < length; j += kBlock) {
         float block[kBlock];
         const int64_t end = min_of(length, j + kBlock);
         read_scales(scale_rows(scales, entry, h, pages, p.page_size), j, end, block);

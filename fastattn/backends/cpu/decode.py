@@ -12,7 +12,7 @@ from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import address, operand, with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
-from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
+from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions, same_memory
 
 Sizes = tuple[int, ...]  # or strides, of four dimensions
 
@@ -156,6 +156,8 @@ def append_to_cache(
         named_scales = (("key_scales", key_scales), ("value_scales", value_scales))
         scales = {name: operand(x[..., None]) for name, x in named_scales}
         scales["float8"] = key_cache.dtype == torch.float8_e4m3fn
+        if same_memory(key_scales, value_scales):  # values are columns of the keys
+            del scales["value_scales"]
     begins = None if cache_leftpad is None else cache_leftpad.contiguous()
     sizes = (batch, heads, kv_heads, queries, rows, _capacity(keys, table))
     _cpu.append_to_cache(

@@ -13,6 +13,7 @@ from fastattn.backends.primitives import (
     AttentionOptions,
     DecodeOptions,
     largest_scale,
+    same_memory,
 )
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
@@ -122,8 +123,9 @@ def append_to_cache(
     if key_scales is not None and value_scales is not None:  # all checks come before all writes
         (keys, of_keys), (values, of_values) = (quantise(x, key_cache.dtype) for x in (key, value))
         _check_finite(key_cache.dtype, key, value, of_keys, of_values)
-        written = [(key_cache, keys), (value_cache, values)]
-        written += [(key_scales, of_keys), (value_scales, of_values)]
+        written = [(key_cache, keys), (key_scales, of_keys)]
+        if not same_memory(key_scales, value_scales):  # else values are columns of the keys
+            written += [(value_cache, values), (value_scales, of_values)]
     if block_table is not None:
         page = key_cache.shape[2]
         entry = block_table.long().gather(1, at // page)
