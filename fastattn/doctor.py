@@ -20,7 +20,8 @@ from fastattn._version import __version__
 
 Facts = dict[str, Any]
 
-# An instruction set of this build, and the processor's feature without which it is of no use.
+# The instruction sets above the baseline, weakest first, and the processor's feature without which
+# each is of no use.
 NEEDED_FEATURE = {
     "avx2": "avx2",
     "avx512": "avx512f",
@@ -29,8 +30,14 @@ NEEDED_FEATURE = {
     "armv8_6": "bf16",
 }
 
-
 REINSTALL = "`pip install --force-reinstall --no-deps --no-cache-dir fastattn`, or `make build`"
+
+# What helps against a reason why the build lacks an instruction set, by words of the reason, which
+# csrc/plans/cpu.py writes.
+CURES = {
+    "not requested": "without FASTATTN_CPU_ISAS=native",
+    " rejects ": "with a newer compiler",
+}
 
 
 class Finding(NamedTuple):
@@ -149,19 +156,26 @@ def measured_gpu(facts: Facts) -> Finding | None:
 
 
 def complete_build(facts: Facts) -> Finding | None:
-    """An instruction set that this processor supports and the build lacks."""
+    """A build without an instruction set that would be the choice for this processor."""
     left_out = facts["backends"]["cpu"].get("left_out") or {}
-    lost = [
-        isa for isa, feature in NEEDED_FEATURE.items()
-        if isa in left_out and feature in facts["cpu"]["features"]
-    ]  # fmt: skip
-    if not lost:
+    if facts["isa"] is None:  # native_core says why
         return None
-    reasons = "; ".join(f"{isa}: {left_out[isa]}" for isa in lost)
+    usable = ["baseline"] + [
+        isa for isa, feature in NEEDED_FEATURE.items()
+        if isa in facts["isa"]["supported"]
+        or (isa in left_out and feature in facts["cpu"]["features"])
+    ]  # fmt: skip
+    # Such as "avx512,bfloat16=amx_bf16".
+    chosen = {part.rpartition("=")[2] for part in evidence.isa(usable).split(",")}
+    reasons = {isa: left_out[isa] for isa in usable if isa in chosen and isa in left_out}
+    if not reasons:
+        return None
+    cures = [cure for words, cure in CURES.items() if any(words in why for why in reasons.values())]
     return Finding(
         "problem",
-        f"this processor has instruction sets that the build lacks: {reasons}",
-        "build on this machine, with a newer compiler if it rejects one: " + REINSTALL,
+        "the build lacks instruction sets that are the choice for this processor: "
+        + "; ".join(f"{isa}: {why}" for isa, why in reasons.items()),
+        f"build again {' and '.join(cures) or 'on this machine'}: {REINSTALL}",
     )
 
 

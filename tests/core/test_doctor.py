@@ -16,6 +16,10 @@ from fastattn import _cgroup, cli, doctor, evidence
 pytestmark = pytest.mark.without_kernels
 
 ISA = {"isa": "avx512", "supported": ["baseline", "avx2", "avx512"], "unsupported": {}}
+UP_TO_AVX2 = {**ISA, "isa": "avx2", "supported": ["baseline", "avx2"]}
+# As csrc/plans/cpu.py says it.
+NOT_REQUESTED = "not requested (FASTATTN_CPU_ISAS=native)"
+REJECTED = "g++ rejects -march=x86-64-v4: error: bad value"
 
 
 def built(cuda: str = "no CUDA compiler was found", **cpu: Any) -> dict[str, Any]:
@@ -118,10 +122,17 @@ FINDINGS = [
     ),
     (
         "complete_build",
-        {"backends": built(left_out={"avx512": "not requested"})},
+        {"isa": UP_TO_AVX2, "backends": built(left_out={"avx512": NOT_REQUESTED})},
         "problem",
         "avx512: not requested",
-        "build on this machine",
+        "build again without FASTATTN_CPU_ISAS=native: `pip install",
+    ),
+    (
+        "complete_build",
+        {"isa": UP_TO_AVX2, "backends": built(left_out={"avx512": REJECTED})},
+        "problem",
+        "avx512: g++ rejects",
+        "build again with a newer compiler: `pip install",
     ),
     (
         "instruction_set",
@@ -216,13 +227,58 @@ def test_the_page_has_as_many_checks() -> None:
         {"threads": 2, "environment": {"OMP_NUM_THREADS": "2"}, **on_cpu(quota=2.0)},
         {"environment": {"FASTATTN_CPU_ISA": "avx512"}},
         refused("the processor has no AMX with bf16"),
-        {"backends": built(left_out={"avx512_bf16": "not requested"})},
+        # The processor lacks it.
+        {"backends": built(left_out={"avx512_bf16": REJECTED})},
+        # FASTATTN_CPU_ISAS=native.
+        {
+            "isa": {**ISA, "supported": ["baseline", "avx512"]},
+            "backends": built(left_out=dict.fromkeys(("avx2", "avx512_bf16"), NOT_REQUESTED)),
+        },
+        # The compiler is too old for one that is not the choice.
+        {
+            "isa": {**ISA, "supported": ["baseline", "avx512"]},
+            "backends": built(left_out={"avx2": REJECTED}),
+        },
     ],
 )
 def test_a_healthy_machine_is_told_so(changed: dict[str, Any]) -> None:
     found = doctor.examine({**healthy(), **changed})
     assert not any(found.values())
     assert doctor.format_text(found) == f"{len(found)} of {len(found)} checks found nothing"
+
+
+def with_tiles(left_out: dict[str, str]) -> dict[str, Any]:
+    """A processor with AMX, on which the build has all other instruction sets."""
+    isas = ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
+    return {
+        **healthy(),
+        **on_cpu(features=["avx2", "avx512f", "avx512_bf16", "amx_bf16"]),
+        "isa": {**ISA, "supported": [isa for isa in isas if isa not in left_out]},
+        "backends": built(left_out=left_out),
+    }
+
+
+def test_a_build_is_complete_if_it_has_what_each_dtype_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def choose(choice: str, device: str, *, dtype: torch.dtype) -> evidence.Choice | None:
+        return evidence.Choice("amx_bf16", "a test") if dtype == torch.bfloat16 else None
+
+    monkeypatch.setattr(evidence, "choose", choose)
+    assert doctor.complete_build(with_tiles({"avx512": NOT_REQUESTED})) is None
+    without_tiles = doctor.complete_build(
+        with_tiles({"avx512": NOT_REQUESTED, "amx_bf16": REJECTED})
+    )
+    assert without_tiles is not None
+    assert "amx_bf16: g++ rejects" in without_tiles.what
+    assert "avx512:" not in without_tiles.what
+    assert without_tiles.fix.startswith("build again with a newer compiler: ")
+    without_both = doctor.complete_build(
+        with_tiles({"avx512_bf16": NOT_REQUESTED, "amx_bf16": REJECTED})
+    )
+    assert without_both is not None
+    cure = "without FASTATTN_CPU_ISAS=native and with a newer compiler"
+    assert without_both.fix.startswith(f"build again {cure}: ")
 
 
 def test_the_status_is_1_for_problems_only(

@@ -123,6 +123,8 @@ def test_a_build_for_this_machine_has_its_strongest_instruction_set(small_source
     strongest = [isa for isa in supported if isa in ISAS][-1]
     assert list(record["isas"]) == list(dict.fromkeys(["baseline", strongest]))
     assert set(record["left_out"]) == set(ISAS) - set(record["isas"])
+    # `fastattn doctor` knows what to do by these words, and by "rejects" below.
+    assert all(reason.startswith("not requested") for reason in record["left_out"].values())
     assert compiled_in(small_source / "out") == list(record["isas"])
 
 
@@ -183,6 +185,7 @@ def test_an_instruction_set_that_the_compiler_refuses_is_left_out(small_source: 
     assert done.returncode == 0, done.stderr
     record = record_of(small_source / "out")
     assert list(record["left_out"]) == ["avx512_bf16"]
+    assert " rejects " in record["left_out"]["avx512_bf16"]
     assert "unknown -mavx512bf16" in record["left_out"]["avx512_bf16"]
     assert "built without avx512_bf16" in done.stderr
     assert compiled_in(small_source / "out") == ["baseline", "avx2", "avx512"]
