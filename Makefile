@@ -139,6 +139,8 @@ TOOLS := $(abspath $(WHEELS))/tools/bin
 WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14 python3.14t
 wheel sdist manylinux: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2> /dev/null || echo 315532800)
 wheel: export FASTATTN_CPU_EMULATED := 0
+# Who installs the wheel has not set FASTATTN_CUDA=0.
+wheel: override export FASTATTN_CUDA := $(FASTATTN_CUDA:0=separate)
 wheel: export LDFLAGS := -static-libstdc++ -Wl,--gc-sections -Wl,--strip-all
 
 wheel: sdist ## wheels for the Pythons found here, and the sdist, in dist/; FASTATTN_CUDA=1 for those of fastattn-cuda, too

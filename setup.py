@@ -14,6 +14,8 @@ Environment:
   FASTATTN_CPU_EMULATED=0     leave out the emulated instruction sets, which tests run where the
                               processor lacks the real ones; for packages
   FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
+  FASTATTN_CUDA=separate      the same, for wheels to distribute: they say that the CUDA kernels are
+                              a package of their own
   FASTATTN_CUDA_ARCHS=LIST    the architectures of _cuda, by default 80;90a; other GPUs from 8.0 on
                               run the PTX of the lowest one
   NVCC                        the CUDA compiler; default: nvcc in PATH or CUDA_HOME

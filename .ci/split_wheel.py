@@ -15,7 +15,11 @@ from pathlib import Path
 
 from auditwheel.wheeltools import InWheel
 
-NOT_INSTALLED = "the CUDA kernels are a package of their own, fastattn-cuda, which is not installed"
+sys.path.insert(0, str(Path(__file__).parents[1] / "csrc"))
+sys.dont_write_bytecode = True  # a new file in csrc would mean that the build is stale
+
+from plans.cuda import NOT_INSTALLED  # noqa: E402
+
 SUMMARY = "The CUDA kernels of fastattn"
 
 

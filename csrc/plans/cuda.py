@@ -33,9 +33,15 @@ CUDA_ARCHS = "80;90a"
 HOPPER_ARCH = "-gencode=arch=compute_90a,code=sm_90a"
 
 
+NOT_INSTALLED = "the CUDA kernels are a package of their own, fastattn-cuda, which is not installed"
+
+
 def find_nvcc() -> str:
-    if os.environ.get("FASTATTN_CUDA") == "0":
+    wanted = os.environ.get("FASTATTN_CUDA")
+    if wanted == "0":
         raise NotWanted("FASTATTN_CUDA=0 was set at installation")
+    if wanted == "separate":
+        raise NotWanted(NOT_INSTALLED)
     if name := os.environ.get("NVCC"):
         if found := shutil.which(name):
             return found

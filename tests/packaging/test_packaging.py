@@ -452,6 +452,44 @@ def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
     assert "no CUDA compiler was found" in str(modules["cuda"]["reason"])
 
 
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("0", "FASTATTN_CUDA=0 was set at installation"),
+        ("separate", "a package of their own, fastattn-cuda, which is not installed"),
+    ],
+)
+def test_who_leaves_cuda_out_is_told_apart(small_source: Path, value: str, reason: str) -> None:
+    done = build(small_source, FASTATTN_CUDA=value, FASTATTN_REQUIRE_NATIVE="1", NVCC="/nowhere")
+    assert done.returncode == 0, done.stderr
+    assert "CUDA" not in done.stderr
+    cuda = modules_of(small_source / "out")["cuda"]
+    assert cuda["built"] is False
+    assert reason in str(cuda["reason"])
+
+
+@pytest.mark.parametrize(("given", "passed"), [("0", "separate"), ("1", "1")])
+def test_a_wheel_to_distribute_is_told_that_cuda_is_separate(
+    given: str, passed: str, tmp_path: Path
+) -> None:
+    for tool in ("python", "auditwheel"):
+        (tmp_path / tool).write_text('#!/bin/sh\necho "FASTATTN_CUDA=$FASTATTN_CUDA"\n')
+        (tmp_path / tool).chmod(0o755)
+    settings = [f"TOOLS={tmp_path}", f"WHEELS={tmp_path}", "WHEEL_PYTHONS=python3"]
+    command = ["make", "wheel", "--silent", "--assume-old=sdist", *settings]
+    for done in (
+        run([*command, f"FASTATTN_CUDA={given}"], ROOT),
+        run(command, ROOT, FASTATTN_CUDA=given),
+    ):
+        assert done.returncode == 0, done.stderr
+        assert set(done.stdout.split()) == {f"FASTATTN_CUDA={passed}"}
+
+
+def test_a_wheel_of_a_release_is_told_that_cuda_is_separate() -> None:
+    table = (ROOT / "pyproject.toml").read_text().partition("[tool.cibuildwheel]")[2]
+    assert re.search(r'^environment = .* FASTATTN_CUDA = "separate",', table, re.MULTILINE)
+
+
 def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None:
     nvcc = small_source / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'nvcc fatal error: broken' >&2\nexit 1\n")

@@ -80,6 +80,8 @@ def test_a_wheel_has_the_package_and_the_kernels_alone(wheels: list[Path]) -> No
     # No bundled library: `auditwheel` would put one into fastattn.libs.
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fastattn"}
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+    record = json.loads(zipfile.ZipFile(wheel).read("fastattn/_build.json"))
+    assert "fastattn-cuda, which is not installed" in record["modules"]["cuda"]["reason"]
 
 
 def test_a_wheel_needs_nothing_but_libc_and_the_runtime_of_openmp(
