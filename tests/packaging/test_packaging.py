@@ -98,6 +98,22 @@ def test_the_sdist_has_every_source_and_nothing_built(tmp_path: Path) -> None:
     assert not [n for n in names if n.endswith((".so", ".o", ".pyc", "_build.json"))]
 
 
+# What runs elsewhere
+
+WITH_GITHUB = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="an sdist has no .github")
+
+
+@WITH_GITHUB
+def test_every_part_of_the_long_tests_runs_at_night() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    listed = re.search(r"^test-full: test (.*?) ##", makefile, re.MULTILINE)
+    assert listed is not None
+    in_matrix = re.findall(r"^ {10}- ([\w-]+)$", nightly, re.MULTILINE)
+    alone = re.findall(r"run: make ([\w-]+)$", nightly, re.MULTILINE)
+    assert {*listed[1].split()} <= {*in_matrix, *alone}
+
+
 # Building
 
 
