@@ -114,6 +114,17 @@ def test_every_part_of_the_long_tests_runs_at_night() -> None:
     assert {*listed[1].split()} <= {*in_matrix, *alone}
 
 
+@WITH_GITHUB
+def test_dependabot_knows_every_folder_of_pinned_tools() -> None:
+    known = (ROOT / ".github/dependabot.yml").read_text()
+    for ecosystem, folder, pinned in (
+        ("pip", ".ci/requirements", "*.txt"),
+        ("npm", ".ci", "package-lock.json"),
+    ):
+        assert list((ROOT / folder).glob(pinned))
+        assert f"package-ecosystem: {ecosystem}\n    directory: /{folder}\n" in known
+
+
 # Building
 
 
