@@ -270,6 +270,38 @@ def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewher
     assert used.stdout.startswith(out)
 
 
+# setuptools and sysconfig read files of this system, so they are loaded before its name changes.
+BUILD_ELSEWHERE = """if True:
+    import runpy, sys, sysconfig
+    import setuptools.command.bdist_wheel, setuptools.command.build_ext
+    sysconfig.get_config_vars()
+    sys.platform = sys.argv.pop(1)
+    sys.modules["fcntl"] = None  # Windows has none
+    runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_on_another_system_it_installs_and_says_so(small_source: Path, system: str) -> None:
+    command = [sys.executable, "-c", BUILD_ELSEWHERE, system, "build", "--build-lib", "out"]
+    # Without tools, but macOS always has a cc, which offers to install the real one.
+    there = {"PATH": "/nowhere", "CC": "cc", "NVCC": sys.executable, "FASTATTN_CUDA": "1"}
+    done = run(command, small_source, **there)
+    assert done.returncode == 0, done.stderr
+    reason = f"is built on Linux only; this is {system}"
+    for name, module in modules_of(small_source / "out").items():
+        assert module["built"] is False
+        assert reason in str(module["reason"])
+        assert f"fastattn._{name} was not built: {module['reason']}" in done.stderr
+    assert (small_source / "out/fastattn/__init__.py").exists()
+    assert not list(small_source.rglob("*.so"))
+
+    required = run(command, small_source, FASTATTN_REQUIRE_NATIVE="1", **there)
+    assert required.returncode != 0
+    assert reason in required.stderr
+    assert "Traceback" not in required.stderr
+
+
 @pytest.mark.parametrize("native", ["0", "1"])
 def test_a_wheel_has_a_bill_of_materials(small_source: Path, native: str) -> None:
     done = run(  # pip asks for the metadata before it builds
