@@ -130,7 +130,8 @@ GPU_DAY ?= build/gpu-day$(if $(REHEARSE),-rehearsed)
 gpu-day: ## on a GPU: right, free of races, fast? In steps, with a report; REHEARSE=1 without a GPU
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu/day.py $(if $(PACK),--pack,--out $(GPU_DAY) $(if $(REHEARSE),--rehearse)) $(ARGS)
 
-# A wheel for every Python that is found, built from what the sdist contains. It runs on glibc 2.28:
+# A wheel for every Python that is found, built from what the sdist contains. What pyenv puts on PATH runs
+# only the versions that it has selected, so the others are looked up. A wheel runs on glibc 2.28:
 # csrc/cpu/glibc.cpp defines what is newer there, and libstdc++ is linked statically. The OpenMP runtime
 # is not bundled, because it must be the one that torch brings. The same source and tools give the same
 # bytes: times come from the commit, orders and permissions are fixed.
@@ -145,8 +146,10 @@ wheel: export LDFLAGS := -static-libstdc++ -Wl,--gc-sections -Wl,--strip-all
 
 wheel: sdist ## wheels for the Pythons found here, and the sdist, in dist/; FASTATTN_CUDA=1 for those of fastattn-cuda, too
 	rm -rf $(WHEELS)/raw
-	for python in $(WHEEL_PYTHONS); do \
-	  $$python -c '' 2> /dev/null || { echo "no wheel for $$python: it is not here"; continue; }; \
+	for name in $(WHEEL_PYTHONS); do \
+	  for python in $$name $$(pyenv root 2> /dev/null)/versions/*/bin/$$name ""; do \
+	    $$python -c '' 2> /dev/null && break; done; \
+	  [ "$$python" ] || { echo "no wheel for $$name: it is not here"; continue; }; \
 	  $(TOOLS)/python -m pip --python "$$(command -v $$python)" --disable-pip-version-check wheel --no-deps \
 	    --wheel-dir $(WHEELS)/raw $(WHEELS)/source/fastattn-* || exit; \
 	done

@@ -23,15 +23,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.without_kernels]
 
 MANYLINUX = re.compile(r"manylinux_2_(?:1[0-9]|2[0-8])_(?:x86_64|aarch64)\.whl$")
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
-OTHERS = [f"python3.{minor}" for minor in range(10, 15) if minor != sys.version_info.minor]
 
 
-def works(python: str) -> bool:
-    done = subprocess.run([python, "-c", ""], capture_output=True, check=False)
-    return done.returncode == 0
+def interpreter(name: str) -> str | None:
+    """The Python of this name that `make wheel` takes: on PATH, or of any version of pyenv."""
+    candidates = [name] if shutil.which(name) else []
+    if shutil.which("pyenv"):
+        root = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=True).stdout
+        # What pyenv puts on PATH runs only the versions that it has selected.
+        found = sorted(Path(root.strip(), "versions").glob(f"*/bin/{name}"))
+        candidates += [str(path) for path in found]
+    for python in candidates:
+        if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    return None
 
 
-OTHERS = [name for name in OTHERS if shutil.which(name) and works(name)]
+NAMES = [f"python3.{minor}" for minor in range(10, 15) if minor != sys.version_info.minor]
+OTHERS = {name: python for name in NAMES if (python := interpreter(name))}
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +67,7 @@ def make_wheel(source: Path, tools: Path, *variables: str, **environment: str) -
 @pytest.fixture(scope="session")
 def wheels(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The sdist, the wheel for this Python and, if there is another Python, its wheel."""
-    pythons = " ".join([PYTHON, *OTHERS[-1:]])
+    pythons = " ".join([PYTHON, *list(OTHERS)[-1:]])
     source = copy_source(tmp_path_factory.mktemp("wheels") / "source")
     return make_wheel(source, tools, f"WHEEL_PYTHONS={pythons}")
 
@@ -148,13 +157,13 @@ def test_a_wheel_runs_with_this_torch(version: str, wheels: list[Path], tmp_path
 
 @pytest.mark.skipif(not OTHERS, reason="there is no other Python here")
 def test_the_wheel_of_another_python_loads_in_it(wheels: list[Path], tmp_path: Path) -> None:
-    other = OTHERS[-1]
+    other = list(OTHERS)[-1]
     zipfile.ZipFile(wheel_for(other, wheels)).extractall(tmp_path)
     library = next(tmp_path.glob("fastattn/_cpu*.so"))
     # The loader finds libgomp where torch is not: in the system.
     script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cpu', sys.argv[1]);"
     script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['isa'])"
-    used = run([other, "-c", script, library], tmp_path)
+    used = run([OTHERS[other], "-c", script, library], tmp_path)
     assert used.returncode == 0, used.stderr
 
 
