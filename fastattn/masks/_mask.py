@@ -217,7 +217,9 @@ class _Combined(Mask):
 
 def _is_interval(steps: list[Kind | Leaf]) -> bool:
     first, *others = steps
-    return not others and isinstance(first, Leaf) and first[:2] == (Kind.INTERVAL, False)
+    if others or not isinstance(first, Leaf):
+        return False
+    return first.kind == Kind.INTERVAL and not first.negated
 
 
 def _common(a: Any, b: Any) -> Leaf:
