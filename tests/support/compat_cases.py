@@ -28,6 +28,14 @@ def _keep() -> Tensor:
     return torch.ones(4, 5, dtype=torch.bool).tril(2)
 
 
+_DOCUMENTS = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 1, 1])  # of queries, and of keys
+
+
+def _pairs_of_mask() -> Tensor:
+    queries, keys = _DOCUMENTS
+    return (queries[:, None] == keys).tril()
+
+
 def _varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     parts = []
     for a, b in ((0, 2), (2, 5)):
@@ -80,6 +88,7 @@ def operators() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor],
     attention = [rand(2, 2, 4, 3), rand(2, 2, 5, 3), rand(2, 2, 5, 3, seed=1)]
     packed = [rand(5, 2, 3, seed=n) for n in range(3)]
     sequence = [rand(2, 4, 3, seed=n) for n in range(3)]
+    mask = fa.masks.causal() & fa.masks.document(*_DOCUMENTS)
     return {
         "sdpa": (
             lambda q, k, v: fa.scaled_dot_product_attention(q, k, v, _keep()),
@@ -89,6 +98,11 @@ def operators() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor],
         "sdpa-general": (
             lambda q, k, v: fa.scaled_dot_product_attention(q, k, v, softcap=2.0, scale=0.7),
             lambda q, k, v: softmax_over(2.0 * (0.35 * q @ k.mT).tanh(), v),
+            attention,
+        ),
+        "sdpa-mask": (
+            lambda q, k, v: fa.scaled_dot_product_attention(q, k, v, mask=mask),
+            lambda q, k, v: softmax_over(q @ k.mT / 3**0.5, v, _pairs_of_mask()),
             attention,
         ),
         "varlen": (

@@ -20,7 +20,8 @@ def visible_by_program(
     traced; its data can.
     """
     count = int(program[0])
-    steps = program[1 : 1 + FIELDS * count].view(count, FIELDS).tolist()
+    # One by one: `tolist` fails in a backward pass, within `torch.func.vjp`, of PyTorch 2.6 to 2.8.
+    steps = [[int(n) for n in step] for step in program[1 : 1 + FIELDS * count].view(count, FIELDS)]
     left = program[1 + FIELDS * count :]
     more = 0 if packed_keys is None else 1
     padded_q, padded_k = ((-(-n // PADDING) + more) * PADDING for n in (q_len, k_len))
