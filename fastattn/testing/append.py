@@ -17,6 +17,7 @@ from torch import Tensor
 from fastattn import dispatch
 from fastattn.backends import reference
 from fastattn.backends.primitives import QUANTISED, AppendOptions
+from fastattn.backends.reference.decode import elements
 from fastattn.testing import memory
 from fastattn.testing.caches import places_of
 from fastattn.testing.calls import double
@@ -159,8 +160,9 @@ def _run(backend: Any, inputs: AppendInputs) -> Results:
     for n, copy in copies.items():
         old = written[n]
         assert old is not None
-        rows[n] = copy[entry, :, row].transpose(1, 2).clone()
-        copy[entry, :, row] = old[entry, :, row]
+        of_copy, of_old = (elements(x, entry, slice(None), row) for x in (copy, old))
+        rows[n] = of_copy.transpose(1, 2).clone()
+        copy[entry, :, row] = of_old
         changed += int((_bytes(copy) != _bytes(old)).sum())
     results |= {"key": rows[0], "value": rows[1]}
     results["changed"] = torch.tensor([changed], dtype=torch.float64)

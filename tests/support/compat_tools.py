@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compat_cases import operators, rand
+from compat_cases import operators, rand, softmax_over
 from torch import nn
 from torch.testing import assert_close
 
@@ -149,6 +149,43 @@ def a_mask_for_transformers() -> None:
     assert_close(torch.cat([mask.detach(), mask]), torch.cat([expected, expected]))
 
 
+def a_step_on_a_cache_of_fp8() -> None:
+    """Of entries, and of pages of three rows: one more row of each of two sequences."""
+    import fastattn as fa
+
+    query, key, value = (rand(2, 2, 1, 4, seed=n).float() for n in range(3))
+    filled, lengths = rand(2, 2, 2, 6, 4).clamp(-2, 2).float(), torch.tensor([2, 4])
+    seen = torch.arange(6) <= lengths[:, None, None, None]
+    for name in ("cache_batch_idx", "block_table"):
+        rows = [x.to(torch.float8_e4m3fn) for x in filled]  # of both sequences in order
+        given: dict[str, Any] = {name: torch.tensor([1, 0])}
+        caches = [torch.stack([x[1], x[0]]) for x in rows]
+        if name == "block_table":
+            given[name] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+            caches = [x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1) for x in rows]
+        scales = [torch.ones(x.shape[:3]) for x in caches]
+        given |= {"key": key, "value": value, "key_scales": scales[0], "value_scales": scales[1]}
+        out = fa.decode_attention(query, *caches, lengths, **given)
+        found = []
+        for x, of_x, new in zip(caches, scales, (key, value), strict=True):
+            whole = x.float() * of_x[..., None]
+            if name == "block_table":
+                whole = whole.unflatten(0, (2, 2)).transpose(1, 2).flatten(2, 3)
+            else:
+                whole = torch.stack([whole[1], whole[0]])
+            written = torch.stack([whole[b, :, n, None] for b, n in enumerate(lengths.tolist())])
+            assert_close(written, new, rtol=1 / 16, atol=0.01)
+            found.append(whole)
+        assert_close(out, softmax_over(query @ found[0].mT / 2, found[1], seen))
+
+
+def a_step_of_the_reference_on_a_cache_of_fp8() -> None:
+    import fastattn as fa
+
+    with fa.use_backend("reference"):
+        a_step_on_a_cache_of_fp8()
+
+
 TOOLS: list[Callable[[], None]] = [
     a_layer_of_an_encoder,
     a_layer_of_a_decoder,
@@ -159,4 +196,6 @@ TOOLS: list[Callable[[], None]] = [
     recorded,
     captured,
     a_mask_for_transformers,
+    a_step_on_a_cache_of_fp8,
+    a_step_of_the_reference_on_a_cache_of_fp8,
 ]

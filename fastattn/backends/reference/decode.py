@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
 from fastattn.eager import runs_eagerly
 
-__all__ = ["append_to_cache", "decode_attention", "quantise", "rotate"]
+__all__ = ["append_to_cache", "decode_attention", "elements", "quantise", "rotate"]
 
 
 def decode_attention(
@@ -255,5 +256,12 @@ def _of_sequences(
     if block_table is not None:
         # Page numbers beyond a sequence's length may be invalid; no query can see those keys.
         pages = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))
-        return cache[pages].transpose(1, 2).flatten(2, 3)
-    return cache[: query.shape[0]] if entries is None else cache[entries]
+        return elements(cache, pages).transpose(1, 2).flatten(2, 3)
+    return cache[: query.shape[0]] if entries is None else elements(cache, entries)
+
+
+def elements(cache: Tensor, *index: Any) -> Tensor:
+    """``cache[index]``. On the CPU, PyTorch 2.6 to 2.8 read no fp8 by an index, only its bytes."""
+    if cache.dtype == torch.float8_e4m3fn:
+        return cache.view(torch.uint8)[index].view(cache.dtype)
+    return cache[index]
