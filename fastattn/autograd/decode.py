@@ -109,5 +109,5 @@ def append(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor |
                 torch.autograd.graph.increment_version(written)
         return rotated
     all_tensors = (*tensors, *[None] * (_TENSORS - len(tensors)))
-    result: Tensor = append_operator(*all_tensors, **vars(options))
+    result: Tensor = append_operator(*all_tensors, options.rotary_interleaved)
     return None if all_tensors[_QUERY] is None else result

@@ -20,7 +20,7 @@ import pytest
 import torch
 from child_process import run_python
 from compat_cases import operators
-from compat_tools import TOOLS
+from compat_tools import SLOW_TOOLS, TOOLS
 from compat_ways import QUICK, SLOW, check_operator
 
 import fastattn
@@ -140,7 +140,8 @@ def test_each_way_of_each_operator(operator: str, way: Callable[..., Any]) -> No
     check_operator(operator, way)
 
 
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("tool", TOOLS + SLOW_TOOLS, ids=lambda f: f.__name__)
+@pytest.mark.usefixtures("_quiet")
 @pytest.mark.filterwarnings("ignore")
 def test_each_tool(tool: Callable[[], None]) -> None:
     tool()

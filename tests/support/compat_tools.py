@@ -149,7 +149,7 @@ def a_mask_for_transformers() -> None:
     assert_close(torch.cat([mask.detach(), mask]), torch.cat([expected, expected]))
 
 
-def a_step_on_a_cache_of_fp8() -> None:
+def a_step_on_a_cache_of_fp8(step: Callable[..., Any] | None = None) -> None:
     """Of entries, and of pages of three rows: one more row of each of two sequences."""
     import fastattn as fa
 
@@ -165,7 +165,7 @@ def a_step_on_a_cache_of_fp8() -> None:
             caches = [x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1) for x in rows]
         scales = [torch.ones(x.shape[:3]) for x in caches]
         given |= {"key": key, "value": value, "key_scales": scales[0], "value_scales": scales[1]}
-        out = fa.decode_attention(query, *caches, lengths, **given)
+        out = (step or fa.decode_attention)(query, *caches, lengths, **given)
         found = []
         for x, of_x, new in zip(caches, scales, (key, value), strict=True):
             whole = x.float() * of_x[..., None]
@@ -186,6 +186,14 @@ def a_step_of_the_reference_on_a_cache_of_fp8() -> None:
         a_step_on_a_cache_of_fp8()
 
 
+def a_compiled_step_on_a_cache_of_fp8() -> None:
+    import fastattn as fa
+
+    torch.compiler.reset()
+    step = torch.compile(fa.decode_attention, backend="aot_eager", fullgraph=True)
+    a_step_on_a_cache_of_fp8(step)
+
+
 TOOLS: list[Callable[[], None]] = [
     a_layer_of_an_encoder,
     a_layer_of_a_decoder,
@@ -199,3 +207,4 @@ TOOLS: list[Callable[[], None]] = [
     a_step_on_a_cache_of_fp8,
     a_step_of_the_reference_on_a_cache_of_fp8,
 ]
+SLOW_TOOLS: list[Callable[[], None]] = [a_compiled_step_on_a_cache_of_fp8]
