@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from snippets import blocks, run
+from snippets import blocks, run, shown
 from torch import Tensor, nn
 
 import fastattn
 
 ROOT = Path(__file__).resolve().parents[2]
+TUTORIALS = ("memn2n", "translation")  # which take nothing as given
 OTHER_TESTS = {
+    *TUTORIALS,
     *("distributed", "long_context", "sharded", "design"),
     *("first_model", "vit_weights"),  # test_docs_snippets.py
 }
@@ -70,14 +72,14 @@ def transformer() -> dict[str, Any]:
     return {"source_tokens": tokens, "target_tokens": tokens}
 
 
-def memn2n() -> dict[str, Any]:
+def babi() -> dict[str, Any]:
     tokens = torch.randint(1, 175, (2, 10, 6), generator=torch.Generator().manual_seed(0))
     return {"stories": tokens, "questions": tokens[:, 0]}
 
 
 def seeing() -> dict[str, Any]:
     words = [f"w{n}" for n in range(5)]
-    given = memn2n() | {"network": fastattn.nn.MemN2N(175, 8, hops=3, memory_size=10)}
+    given = babi() | {"network": fastattn.nn.MemN2N(175, 8, hops=3, memory_size=10)}
     return given | {
         "model": nn.Transformer(16, 4, 6, 6, 32, batch_first=True).eval(),
         "source": normal(2, 5, 16),
@@ -121,7 +123,6 @@ PAGES: dict[str, Callable[..., dict[str, Any]]] = {
         "ids": torch.tensor([[0, 0, 1, 1, 1]]),
         **given("query key value", *3 * ((2, 4, 5, 8),)),
     },
-    "memn2n": memn2n,
     "memory_hops": lambda: given(
         "query in_memory out_memory stack memory", (2, 8), *2 * ((2, 6, 8),), (2, 4, 6, 8), (6, 8)
     ),
@@ -156,6 +157,16 @@ def test_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         run(page, block, names)
     if isinstance(out := names.get("out"), Tensor):
         assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_tutorial_prints_what_it_shows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page, names = ROOT / f"docs/{name}.md", dict[str, Any]()
+    for block in blocks(page):
+        run(page, block, names)
+    printed = capsys.readouterr().out
+    assert printed
+    assert printed == shown(page)
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:

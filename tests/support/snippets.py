@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # right after a block
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
@@ -17,6 +18,13 @@ def blocks(page: Path) -> list[tuple[int, str]]:
         (1 + text.count("\n", 0, match.start(2)), textwrap.dedent(match[2]))
         for match in BLOCK.finditer(text)
     ]
+
+
+def shown(page: Path) -> str:
+    """What a page shows as the output of its Python blocks."""
+    text = page.read_text()
+    after = (OUTPUT.match(text, match.end()) for match in BLOCK.finditer(text))
+    return "".join(match[1] for match in after if match)
 
 
 def run(page: Path, block: tuple[int, str], names: dict[str, Any]) -> None:
