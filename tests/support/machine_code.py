@@ -1,7 +1,7 @@
-"""The table of what the main kernels cost by their machine code: docs/machine-code.md.
+"""Counts the instructions of the main GPU kernels, and writes docs/machine-code.md.
 
     python tests/support/machine_code.py CUBIN...   # writes it, from nvcc's cubins in bfloat16
-    python tests/support/machine_code.py --triton   # prints what costs more of Triton's, as JSON
+    python tests/support/machine_code.py --triton   # prints which Triton kernels cost more, as JSON
 
 The counts are kept in tests/cuda/machine_code.json, and tests/cuda/test_cuda_compile.py refuses
 kernels that cost more. Triton's kernels are compiled here. Nothing is measured.
@@ -145,7 +145,7 @@ def triton_kernels(chip: str) -> Kernels:
 
 
 def blocks(label: str, one: Slots, chip: str, shared: dict[str, int]) -> str:
-    """Blocks that registers and shared memory leave room for on a multiprocessor."""
+    """How many blocks fit on a multiprocessor, by their registers and shared memory."""
     if label.startswith("triton"):
         return ""
     threads = threads_of(label)
@@ -178,12 +178,12 @@ def table(chip: str, kernels: Kernels, shared: dict[str, int]) -> Iterator[str]:
         cells += [", ".join(f"{clocks[pipe]:.0f}" for pipe in order)]
         cells += [f"{1000 * one.shared_bytes / one.flops:.1f}"]
         pipe, share = one.bound(chip)
-        bound = "a part alone" if one.rolled else f"{pipe}: {share:.0%}"
+        bound = "only a part" if one.rolled else f"{pipe}: {share:.0%}"
         yield f"| {label} | {' | '.join(map(str, cells))} | {bound} |"
 
 
 def beside_model(kernels: Kernels) -> Iterator[str]:
-    """The Hopper kernels beside the model of docs/hopper.md: clocks of a step of both consumers."""
+    """The clocks of a step of both consumers: counted, and by the model of docs/hopper.md."""
     model = runpy.run_path(str(ROOT / "docs/make_hopper_picture.py"))
     heads = "predicted for products: code, model | for exponentials: code, model | issue slots"
     yield f"| kernel | {heads} |"
@@ -209,34 +209,40 @@ def beside_model(kernels: Kernels) -> Iterator[str]:
         )
 
 
-INTRODUCTION = f"""# What the kernels cost by their machine code
+INTRODUCTION = f"""# The machine code of the GPU kernels
 
-Written by `python tests/support/machine_code.py`. **Every figure on this page is counted in the
-machine code or predicted from it; none is measured.** `tests/cuda/machine_code.json` has the
-counts. The tests that compile the kernels (`tests/cuda/test_cuda_compile.py`, and of Triton
-`tests/triton/test_triton_aot.py`) refuse counts that are more than {MARGIN:.0%} larger.
+**Every figure on this page is counted in the machine code or predicted from these counts. None is
+measured.** The page is written by `python tests/support/machine_code.py` from the counts in
+`tests/cuda/machine_code.json`. The tests that compile the kernels
+(`tests/cuda/test_cuda_compile.py` for CUDA, `tests/triton/test_triton_aot.py` for Triton) fail if a
+count grows by more than {MARGIN:.0%}.
 
-A row is one warp on the shortest way round the hottest loop of a kernel in bfloat16 without
-options: all keys visible, no barrier waited for. Columns up to "barriers" are instructions. Clocks
-are those in which a pipe of one of the four parts of a multiprocessor is busy, each as if it were
-alone, by the throughputs of the [CUDA programming
-guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#throughput-of-native-arithmetic-instructions):
-on sm_80 {TENSOR_FLOPS["sm_80"]} FLOP of 16 bits a clock and 16 lanes of FMA; on sm_90
-{TENSOR_FLOPS["sm_90"]} FLOP by wgmma, {MMA_SYNC} of it by mma.sync, and 32 lanes. "shared" is the
-shared memory that the instructions read and write, without what TMA and cp.async bring. "blocks"
-are those that registers and shared memory leave room for on a multiprocessor. For Hopper,
-"registers" are those of the launch; its consumers have 232.
+Each row is about the hottest loop of one kernel, in bfloat16 and without options. It counts what
+one warp executes in one iteration, on the shortest path through the loop: all keys are visible, and
+no barrier has to wait.
 
-The predicted bound is the busiest pipe, and the share of the tensor cores' peak that it would allow
-if all other pipes were hidden and nothing else took time: no kernel is faster. "A part alone"
-stands where a loop with products within the way round stays rolled. Its body is counted once, so
-the row shows changes and no bound.
+- **registers**: of a thread. For Hopper, those of the launch; its consumer warps have 232.
+- **shared, KiB**: the shared memory of a block.
+- **blocks**: how many fit on a multiprocessor at once, by their registers and shared memory.
+- **issue** to **barriers**: numbers of instructions. "issue" is all of them.
+- **predicted clocks**: how long each pipe is busy in one of the four parts of a multiprocessor, if
+  no other pipe delays it. The throughputs are those of the [CUDA programming
+  guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#throughput-of-native-arithmetic-instructions).
+  For each part of sm_80 they are {TENSOR_FLOPS["sm_80"]} FLOP a clock on 16-bit numbers
+  and 16 lanes of FMA; for sm_90 {TENSOR_FLOPS["sm_90"]} FLOP with wgmma,
+  {MMA_SYNC} of that with mma.sync, and 32 lanes. "shared" is the time of the next column.
+- **shared bytes a kFLOP**: the shared memory that the instructions read and write, without the
+  copies of TMA and cp.async.
+- **predicted bound**: the busiest pipe, and the share of the tensor cores' peak that it allows if
+  all other work overlaps with it. The kernel cannot be faster. "Only a part" means that the loop
+  contains another loop with matrix products that is not unrolled. The body of the inner loop is
+  counted once, so such a row shows changes of the code, but gives no bound.
 """
 
 
-BESIDE = """Predicted clocks of a step of both consumers, from the code and by
-[hopper.md](hopper.md). Without dK and dV beyond 128 columns, where the consumers have loops of
-their own.
+BESIDE = """The predicted clocks of one step of both consumer warpgroups, from the machine code and
+from the model of [hopper.md](hopper.md). The kernels of dK and dV with more than 128 columns are
+left out, because each of their consumers has a loop of its own.
 """
 
 
@@ -244,7 +250,7 @@ def page(found: dict[str, Kernels], shared: dict[str, int]) -> str:
     lines = [INTRODUCTION]
     for chip, kernels in found.items():
         lines += [f"## {chip}", "", *table(chip, kernels, shared), ""]
-    lines += ["## Beside the model of hopper.md", ""]
+    lines += ["## Compared with the model of hopper.md", ""]
     lines += [BESIDE]
     lines += [*beside_model(found["sm_90"]), ""]
     return "\n".join(lines).rstrip() + "\n"
