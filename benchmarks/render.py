@@ -56,7 +56,8 @@ def all_conditions(found: dict[str, Result]) -> str:
 
 def machine_of(processor: str, result: Result) -> str:
     env, threads = result.environment, result.settings["threads"]
-    return f"{env.get('gpu') or env['cpu']} (`{processor}`), {_threads(threads)}"
+    where = f"{env.get('gpu') or env['cpu']} (`{processor}`), {_threads(threads)}"
+    return f"{where}, with fastattn {env['fastattn']}"
 
 
 def _threads(number: int) -> str:

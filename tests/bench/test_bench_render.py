@@ -81,8 +81,8 @@ def test_a_table_has_a_column_for_each_processor() -> None:
     found["intel"].cells.append(other)  # not measured on the first processor
     block = render.readme_block(found)
     for line in (
-        "On amd (`amd`), 1 thread: ",
-        "On intel (`intel`), 1 thread: ",
+        "On amd (`amd`), 1 thread, with fastattn 0: ",
+        "On intel (`intel`), 1 thread, with fastattn 0: ",
         "| times as fast as torch | pass | fp32<br>amd | fp32<br>intel | bf16<br>amd | ",
         "| A model | forward | 2.00× | 0.50× | – | – |",
         "| Another | forward | – | 0.50× | – | – |",
