@@ -6,8 +6,10 @@ Slow: it needs a package index for Sphinx. Without Chromium the pages are read, 
 from __future__ import annotations
 
 import functools
+import html
 import http.server
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
@@ -36,6 +39,7 @@ class Page(HTMLParser):
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.loaded: list[str] = []
+        self.pictures = 0
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -43,6 +47,7 @@ class Page(HTMLParser):
         self.ids |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
+        self.pictures += tag == "img"
         if tag in LOADED and given.get(LOADED[tag]):
             self.loaded.append(given[LOADED[tag]])
 
@@ -99,28 +104,67 @@ def test_the_support_table_knows_every_backend(site: Path) -> None:
 # In a browser
 
 
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium"
+)
+
+# Opens each page of location.search in a frame, and writes what the browser has of it as JSON: its
+# background, and the width of each picture, which is 0 if it was not loaded or not decoded.
+INSPECTOR = """<!doctype html><pre id="found"></pre><script>
+(async () => {
+  const found = {};
+  for (const name of location.search.slice(1).split("&")) {
+    const frame = document.createElement("iframe");
+    frame.width = 1200;
+    frame.src = "/" + name;
+    await new Promise(resolve => { frame.onload = resolve; document.body.append(frame); });
+    const page = frame.contentDocument, pictures = {};
+    for (const image of page.images) pictures[image.currentSrc] = image.naturalWidth;
+    found[name] = {background: getComputedStyle(page.body).backgroundColor, pictures};
+    frame.remove();
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+})();
+</script>"""
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """The files of the site, and the inspector beside them: it may read pages of its own host."""
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/inspector?"):
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(INSPECTOR.encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
     """The site, served on this machine; a browser may refuse scripts of files."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
-    handler.log_message = lambda *args: None  # type: ignore[attr-defined]
+    handler = functools.partial(Handler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-def drawn(address: str) -> str:
+def drawn(address: str, *options: str) -> str:
     """A page as a browser has it when its scripts have run; every other host is out of reach."""
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
-    command += ["--virtual-time-budget=20000", address]
+    command += ["--virtual-time-budget=20000", *options, address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+@needs_chromium
 @pytest.mark.parametrize(
     ("question", "answer", "places"),
     [
@@ -137,8 +181,35 @@ def test_the_search_works_without_a_network(
     assert any(answer in link for link in found[:places]), found
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+@needs_chromium
 def test_the_first_page_is_drawn(address: str) -> None:
     page = drawn(f"{address}/docs/index.html")
     assert "fused C++ SIMD kernels" in page
     assert 'data-theme="' in page  # light, dark, or what the system has
+
+
+@needs_chromium
+def test_pictures_are_decoded_in_a_light_and_a_dark_theme(
+    address: str, site: Path, pages: dict[Path, Page]
+) -> None:
+    names = [
+        path.relative_to(site.resolve()).as_posix() for path, page in pages.items() if page.pictures
+    ]
+    assert "README.html" in names
+    backgrounds, shown = [], []
+    for scheme in (1, 0):  # light, dark
+        option = f"--blink-settings=preferredColorScheme={scheme}"
+        page = drawn(f"{address}/inspector?{'&'.join(names)}", option)
+        written = re.search(r'<pre id="found">(.*?)</pre>', page)
+        assert written
+        found = json.loads(html.unescape(written[1]))
+        assert found.keys() == set(names)
+        assert all(one["pictures"] for one in found.values())
+        widths = {source: w for one in found.values() for source, w in one["pictures"].items()}
+        assert not [source for source, width in widths.items() if not width]
+        backgrounds.append({one["background"] for one in found.values()})
+        shown.append({source.rpartition("/")[2] for source in widths})
+    assert len(backgrounds[0]) == len(backgrounds[1]) == 1
+    assert backgrounds[0] != backgrounds[1]
+    assert "dropin-light.png" in shown[0] - shown[1]
+    assert "dropin-dark.png" in shown[1] - shown[0]
