@@ -24,10 +24,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import bias, compat, dispatch, masks
-from fastattn.bench import ops
-from fastattn.bench.inputs import make_inputs
+from fastattn.backends.primitives import AppendOptions
 from fastattn.bench.recording import Calls
-from fastattn.bench.selection import preset_cells
 
 DTYPES = {
     "fp32": torch.float32,
@@ -67,6 +65,12 @@ def calls() -> dict[str, dict[str, Call]]:
         "scaled_dot_product_attention": dict(_dense()),
         "varlen_attention": dict(_packed()),
         "decode_attention": dict(_cached()),
+        "additive_attention": dict(_additive()),
+        "luong_attention": dict(_luong()),
+        "memory_hop_attention": dict(_hops()),
+        "hopfield_retrieve": dict(_hopfield()),
+        "encode_memory": dict(_encoded()),
+        "sinusoidal_encoding": dict(_positions()),
     }
 
 
@@ -153,18 +157,142 @@ def _cached() -> Iterator[tuple[str, Call]]:
     for name in _options(torch.float32):
         yield name, call(lambda dtype, name=name: _options(dtype)[name])
     yield "a paged cache", call(lambda dtype: {}, paged=True)
+    yield "padding before a sequence", call(lambda dtype: {"cache_leftpad": torch.ones(B).int()})
+    yield "entries of a larger cache", call(lambda dtype: {"cache_batch_idx": torch.arange(B)})
+    tree = masks.draft_tree(torch.ones(1, 1).bool())
+    yield "a draft tree", call(lambda dtype: {"mask": tree})
+    yield "new rows", _appending({}, None)
+    turns = torch.ones(L, D // 2)
+    rotation = {"rotary_cos": turns, "rotary_sin": turns}
+    yield "new rows, rotary embedding", _appending(rotation, None)
+    for name, quantised in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        yield f"new rows, a cache in {name}", _appending({}, quantised)
+
+
+def _appending(more: dict[str, Any], quantised: torch.dtype | None) -> Call:
+    def attend(dtype: torch.dtype) -> Any:
+        new = torch.ones(B, H, 1, D, dtype=dtype)
+        keys, values = (torch.ones(B, H, L, D).to(quantised or dtype) for _ in range(2))
+        options = dict(more)
+        if quantised is not None:
+            options |= {f"{name}_scales": torch.ones(B, H, L) for name in ("key", "value")}
+        return fastattn.decode_attention(new, keys, values, L - 1, key=new, value=new, **options)
+
+    return attend
 
 
 def _constant(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
+def _call(function: Any, shapes: dict[str, tuple[int, ...]], **options: Any) -> Call:
+    """A call whose operands have these shapes and require a gradient."""
+
+    def run(dtype: torch.dtype) -> Any:
+        ones = {n: torch.ones(s, dtype=dtype, requires_grad=True) for n, s in shapes.items()}
+        return function(**ones, **options)
+
+    return run
+
+
+def _additive() -> Iterator[tuple[str, Call]]:
+    rows, op = (B, L, D), fastattn.additive_attention
+    shapes: dict[str, tuple[int, ...]] = {"query": rows, "key": rows, "value": rows, "v": (D,)}
+    yield "no option", _call(op, shapes)
+    yield "a bias", _call(op, shapes | {"bias": (D,)})
+    yield "causal", _call(op, shapes, is_causal=True)
+    yield "a boolean mask", _call(op, shapes, attn_mask=torch.ones(L, L).bool())
+    yield "a learned mask", _call(op, shapes | {"attn_mask": (L, L)})
+    yield "padding of keys", _call(op, shapes, key_padding_mask=torch.zeros(B, L).bool())
+    yield "dropout", _call(op, shapes, dropout_p=0.1)
+    yield "the weights returned", _call(op, shapes, need_weights=True)
+
+
+def _luong() -> Iterator[tuple[str, Call]]:
+    rows, op = (B, L, D), fastattn.luong_attention
+    shapes: dict[str, tuple[int, ...]] = {"query": rows, "key": rows, "value": rows}
+    yield "dot, global", _call(op, shapes)
+    yield "general, global", _call(op, shapes | {"weight": (D, D)}, method="general")
+    for window in ("local-m", "local-p"):
+        yield f"dot, {window}", _call(op, shapes | {"positions": (B, L)}, window=window)
+    yield (
+        "concat, global",
+        lambda dtype: op(
+            *(torch.ones(rows, dtype=dtype, requires_grad=True) for _ in range(3)),
+            method="concat",
+            weight=(torch.ones(D, 2 * D, dtype=dtype), torch.ones(D, dtype=dtype)),
+        ),
+    )
+    weights = {"window": "local-p", "need_weights": True}
+    yield "local-p, the weights returned", _call(op, shapes | {"positions": (B, L)}, **weights)
+
+
+def _hops() -> Iterator[tuple[str, Call]]:
+    memory, op = (B, L, D), fastattn.memory_hop_attention
+    shapes: dict[str, tuple[int, ...]] = {"query": (B, D), "in_memory": memory}
+    both = shapes | {"out_memory": memory}
+    yield "three hops", _call(op, both, hops=3)
+    yield "one memory for both", _call(op, shapes, hops=3)
+    yield "a memory a hop", _call(op, shapes | {"in_memory": (B, 4, L, D)}, hops=3)
+    yield "a memory for all queries", _call(op, both | {"query": (B, H, D)}, hops=3)
+    yield "a projection", _call(op, both | {"hop_proj": (D, D)}, hops=3)
+    yield "a mask", _call(op, both, hops=3, memory_mask=torch.ones(B, L).bool())
+    yield "a learned bias", _call(op, both | {"memory_bias": (B, L)}, hops=3)
+    yield "an activation", _call(op, both, hops=3, activation="relu")
+    yield "without softmax", _call(op, both, hops=3, normalize="none")
+    yield "the weights returned", _call(op, both, hops=3, need_weights=True)
+
+
+def _hopfield() -> Iterator[tuple[str, Call]]:
+    rows, op = (B, H, L, D), fastattn.hopfield_retrieve
+    shapes: dict[str, tuple[int, ...]] = {"state": rows, "stored": rows}
+    yield "one step", _call(op, shapes, update_steps_max=1)
+    yield "three steps", _call(op, shapes, update_steps_max=3)
+    yield "until all rest", _call(op, shapes)
+    yield "heads that stop together", _call(op, shapes, stop="head")
+    yield "a projection", _call(op, shapes | {"projection": rows}, update_steps_max=3)
+    for grad in ("implicit", "one_step"):
+        yield f"the gradient `{grad}`", _call(op, shapes, update_steps_max=3, grad=grad)
+    mask = torch.ones(L, L).bool()
+    yield "a boolean mask", _call(op, shapes, update_steps_max=3, attn_mask=mask)
+    yield "a learned mask", _call(op, shapes | {"attn_mask": (L, L)}, update_steps_max=3)
+    yield "dropout", _call(op, shapes, update_steps_max=3, dropout_p=0.1)
+    yield "the weights returned", _call(op, shapes, update_steps_max=3, need_weights=True)
+
+
+def _encoded() -> Iterator[tuple[str, Call]]:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (L, D)}
+    given = {"tokens": torch.ones(B, L, 8).long()}
+    op = fastattn.encode_memory
+    yield "positions", _call(op, shapes, **given)
+    yield "a bag of words", _call(op, shapes, **given, encoding="bow")
+    yield "a temporal encoding", _call(op, shapes | {"temporal": (L, D)}, **given)
+    yield "a learned encoding", _call(op, shapes | {"encoding": (8, D)}, **given)
+    yield "a table a hop", _call(op, {"weight": (3, L, D)}, **given)
+
+
+def _positions() -> Iterator[tuple[str, Call]]:
+    shapes: dict[str, tuple[int, ...]] = {"x": (B, L, D)}
+    op = fastattn.sinusoidal_encoding
+    yield "no option", _call(op, shapes)
+    yield "an offset a sequence", _call(op, shapes, offset=torch.arange(B))
+    yield "positions", _call(op, shapes, positions=torch.arange(L))
+    yield "padding", _call(op, shapes, positions=torch.arange(L), padding_idx=0)
+    yield "a scale", _call(op, shapes, scale=8.0)
+
+
 def reasons(call: Call, dtype: torch.dtype, backends: dict[str, Any]) -> dict[str, list[str]]:
     """What each backend has against the kernel calls of a public call."""
     found: list[Any] = []
+
+    def note_append(function: Any, args: Any, kwargs: Any) -> None:
+        if function is torch.ops.fastattn.append_to_cache.default:
+            *tensors, interleaved = args
+            found.append(("append_to_cache", tensors, AppendOptions(interleaved)))
+
     with (
         compat.through_the_dispatcher(),
-        Calls(lambda *one: found.append(one)),
+        Calls(lambda *one: found.append(one), note_append),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -180,19 +308,18 @@ def reasons(call: Call, dtype: torch.dtype, backends: dict[str, Any]) -> dict[st
 
 
 def _others() -> dict[str, Callable[[torch.dtype], Any]]:
-    """One call of each other operator with kernels, at a size of the benchmark."""
+    """One call of each other operator with kernels."""
+    rows = (B, H, L, D)
+    states = {"out_a": rows, "out_b": rows, "lse_a": rows[:3], "lse_b": rows[:3]}
 
-    def call(op: str) -> Call:
-        def run(dtype: torch.dtype) -> Any:
-            name = next(name for name, d in DTYPES.items() if d is dtype)
-            cell = next(c for c in preset_cells("all", [name], ["fwd"]) if c.op == op)
-            forward, _ = ops.get(op).ours(cell, make_inputs(cell, 0))
-            forward()
+    def merge(dtype: torch.dtype) -> Any:
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        kinds = {name: dtype if name.startswith("out") else wide for name in states}
+        return fastattn.merge_states(
+            **{n: torch.ones(s, dtype=kinds[n], requires_grad=True) for n, s in states.items()}
+        )
 
-        return run
-
-    names = "additive hopfield memory_hops encode_memory merge_states sinusoidal luong".split()
-    return {ops.get(name).FUNCTION: call(name) for name in names}
+    return {"merge_states": merge}
 
 
 def tables() -> str:
