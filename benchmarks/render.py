@@ -4,10 +4,9 @@
     python benchmarks/render.py --check   exits with 1 if a text is out of date
 
 Results are in results/PROCESSOR/, and each table has a column per processor, or, of the budgets of
-small calls, there is a table for each. The block of README.md comes from dropin.json (its picture:
-from the first processor), models.json, and, for its table, of dropin.json and figures.json the one
-that more processors have. results/README.md has all results. A page in docs has a table where it
-has the markers
+small calls, there is a table for each. The block of README.md comes from dropin.json, models.json,
+and, for its picture and table, of dropin.json and figures.json the one that more processors have.
+results/README.md has all results. A page in docs has a table where it has the markers
 
     <!-- RESULT: begin -->              <!-- RESULT: end -->
     <!-- RESULT OPERATOR: begin -->     <!-- RESULT OPERATOR: end -->
@@ -38,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
+ACROSS = "processors"  # the picture of README.md
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
 FIGURES, PEERS, MODELS, BREAKDOWN = "figures", "peers", "models", "breakdown"
@@ -110,24 +110,35 @@ def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
     return reasons
 
 
+def on_most_processors(
+    main: dict[str, Result], figures: dict[str, Result]
+) -> tuple[str, dict[str, Result]]:
+    """The result of the first screen's picture and table; of two with as many, the first."""
+    return max(((MAIN, main), (FIGURES, figures)), key=lambda result: len(result[1]))
+
+
+def first_tables(shown: dict[str, Result]) -> dict[str, tables.Table]:
+    return {processor: tables.first_table(result) for processor, result in shown.items()}
+
+
 def readme_block(
     main: dict[str, Result],
     figures: dict[str, Result] | None = None,
     models: dict[str, Result] | None = None,
 ) -> str:
     """The sentences, picture and table of README.md, from the results by processor."""
-    # The first of two results with as many processors is `main`.
-    name, shown = max(((MAIN, main), (FIGURES, figures or {})), key=lambda result: len(result[1]))
+    name, shown = on_most_processors(main, figures or {})
     picture = (
         "<picture>\n"
-        f'  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{MAIN}-dark.png">\n'
-        f'  <img alt="How many times faster than torch, and how close to the processor\'s peak" '
-        f'src="docs/images/{MAIN}-light.png">\n'
+        f'  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{ACROSS}-dark.png">\n'
+        '  <img alt="How many times as fast as torch each call is, on each processor" '
+        f'src="docs/images/{ACROSS}-light.png">\n'
         "</picture>"
     )
-    commands = [f"`fastattn bench run --preset {MAIN}` (picture)"]
+    commands = [f"`fastattn bench run --preset {MAIN}` (first sentence)"]
     if name != MAIN:
-        commands.append(f"`fastattn bench run --shapes @benchmarks/{name}.txt` (table)")
+        command = f"`fastattn bench run --shapes @benchmarks/{name}.txt`"
+        commands.append(f"{command} (picture and table)")
     if models:
         commands.append("`fastattn bench model all`")
     conditions = [
@@ -146,7 +157,7 @@ def readme_block(
     )
     parts = [claim(processor, result) for processor, result in main.items()]
     parts += [gain_of_models(processor, result) for processor, result in (models or {}).items()]
-    table = side_by_side({n: tables.first_table(result) for n, result in shown.items()})
+    table = side_by_side(first_tables(shown))
     return "\n\n".join([*parts, picture, table, source])
 
 
@@ -332,8 +343,13 @@ def main() -> int:
         return 1 if old else 0
     for path, text in texts.items():
         path.write_text(text)
+    import pictures
+
     from fastattn.bench import charts, plots
 
+    across = first_tables(on_most_processors(main_results, named(FIGURES))[1])
+    for theme in plots.THEMES:
+        pictures.draw_across(across, IMAGES / f"{ACROSS}-{theme}.png", theme)
     for name, kind in ((MAIN, "speedup"), (BREAKDOWN, "breakdown")):
         for result in list(named(name).values())[:1]:
             for theme in plots.THEMES:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from bench_results import a_result, cell_of
@@ -90,6 +91,31 @@ def test_a_table_has_a_column_for_each_processor() -> None:
         "intel: 1 thread, fastattn",
     ):
         assert line in block
+
+
+def test_the_picture_of_the_readme_has_a_dot_for_each_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    pictures, tables = (importlib.import_module(name) for name in ("pictures", "tables"))
+    lines = ("attention", "forward"), ("attention", "backward")
+
+    def table(*texts: list[str]) -> Any:
+        return tables.Table(
+            ["cell", "pass"], ["fp32", "bf16"], dict(zip(lines, texts, strict=False))
+        )
+
+    found = {"amd": table(["2.00×", "3.00×"], ["–", "4.00×"]), "intel": table(["0.50×", "–"])}
+    panels = pictures.across(found, "dark").axes
+    dots = [
+        {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_marker()}
+        for axes in panels
+    ]
+    assert dots[0]["amd"] == [[2, 0]]
+    assert dots[0]["intel"] == [[0.5, 0]]
+    assert dots[1]["amd"] == [[3, 0], [4, 1]]
+    assert dots[1]["intel"] == []
 
 
 def test_the_table_of_the_readme_is_of_the_result_that_most_processors_have() -> None:
