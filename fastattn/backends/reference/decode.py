@@ -210,9 +210,9 @@ def _check_places(
     """
     if not (lengths.is_cpu and runs_eagerly(lengths, table, entries)):
         return
-    count, page = cache.shape[0], cache.shape[2]
+    count, page, device = cache.shape[0], cache.shape[2], lengths.device
     if table is None:
-        chosen = torch.arange(lengths.shape[0]) if entries is None else entries
+        chosen = torch.arange(lengths.shape[0], device=device) if entries is None else entries
         wrong = chosen[(chosen < 0) | (chosen >= count)]
         if wrong.numel():
             raise ValueError(
@@ -220,11 +220,11 @@ def _check_places(
                 f"{int(wrong[0])}"
             )
         return
-    used = torch.arange(table.shape[1]) * page < (lengths + new)[:, None]
+    used = torch.arange(table.shape[1], device=device) * page < (lengths + new)[:, None]
     wrong = table[used & ((table < 0) | (table >= count))]
     if wrong.numel():
         raise ValueError(f"block_table must name one of the {count} pages, got {int(wrong[0])}")
-    at = lengths[:, None] + torch.arange(new)
+    at = lengths[:, None] + torch.arange(new, device=device)
     rows = table.long().gather(1, at // max(page, 1)) * page + at % max(page, 1)
     found, times = rows.unique(return_counts=True)
     twice = found[times > 1]
