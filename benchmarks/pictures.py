@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from tables import Table
+from tables import DTYPES, Speeds
 
 from fastattn.bench import plots
 
@@ -16,35 +14,32 @@ _COLOURS = ("#7d8590", "#2f81f7", "#d1742f", "#3f9a6c", "#a371f7", "#c9a227")  #
 _MARKERS = "sD^ovP"
 
 
-def draw_across(found: dict[str, Table], path: Path, theme: str) -> None:
-    figure = across(found, theme)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160, facecolor=figure.get_facecolor())
-    plt.close(figure)
-
-
-def across(found: dict[str, Table], theme: str) -> Figure:
+def across(found: dict[str, Speeds], theme: str) -> Figure:
     """The speed-ups of all processors, on a logarithmic axis, a panel for each dtype."""
     look = plots.THEMES[theme]
-    first = next(iter(found.values()))
-    lines = list(dict.fromkeys(line for table in found.values() for line in table.lines))
+    lines = list(dict.fromkeys(line for speeds in found.values() for line in speeds))
     figure, panels = plt.subplots(
         1,
-        len(first.values),
+        len(DTYPES),
         figsize=(11, 0.42 * len(lines) + 1.5),
         sharey=True,
         facecolor=look.ground,
         layout="constrained",
     )
-    for number, (axes, dtype) in enumerate(zip(panels, first.values, strict=True)):
-        for colour, marker, (processor, table) in zip(
+    for axes, dtype in zip(panels, DTYPES, strict=True):
+        for colour, marker, (processor, speeds) in zip(
             _COLOURS, _MARKERS, found.items(), strict=False
         ):
-            speeds = {line: texts[number] for line, texts in table.lines.items()}
-            known = [line for line in lines if speeds.get(line, "–") != "–"]
-            x = [float(speeds[line].removesuffix("×")) for line in known]
-            y = [lines.index(line) for line in known]
-            axes.plot(x, y, marker, color=colour, label=processor, markersize=6, alpha=0.9)
+            x = {lines.index(line): of[dtype] for line, of in speeds.items() if dtype in of}
+            axes.plot(
+                list(x.values()),
+                list(x),
+                marker,
+                color=colour,
+                label=processor,
+                markersize=6,
+                alpha=0.9,
+            )
         _finish(axes, dtype, look)
     panels[0].set_yticks(range(len(lines)), [", ".join(line) for line in lines], fontsize=9)
     panels[0].set_ylim(len(lines) - 0.5, -0.5)

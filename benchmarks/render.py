@@ -117,8 +117,8 @@ def on_most_processors(
     return max(((MAIN, main), (FIGURES, figures)), key=lambda result: len(result[1]))
 
 
-def first_tables(shown: dict[str, Result]) -> dict[str, tables.Table]:
-    return {processor: tables.first_table(result) for processor, result in shown.items()}
+def first_speeds(shown: dict[str, Result]) -> dict[str, tables.Speeds]:
+    return {processor: tables.first_speeds(result) for processor, result in shown.items()}
 
 
 def readme_block(
@@ -157,7 +157,8 @@ def readme_block(
     )
     parts = [claim(processor, result) for processor, result in main.items()]
     parts += [gain_of_models(processor, result) for processor, result in (models or {}).items()]
-    table = side_by_side(first_tables(shown))
+    speeds = first_speeds(shown)
+    table = side_by_side({name: tables.first_table(of) for name, of in speeds.items()})
     return "\n\n".join([*parts, picture, table, source])
 
 
@@ -347,9 +348,9 @@ def main() -> int:
 
     from fastattn.bench import charts, plots
 
-    across = first_tables(on_most_processors(main_results, named(FIGURES))[1])
+    speeds = first_speeds(on_most_processors(main_results, named(FIGURES))[1])
     for theme in plots.THEMES:
-        pictures.draw_across(across, IMAGES / f"{ACROSS}-{theme}.png", theme)
+        charts.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
     for name, kind in ((MAIN, "speedup"), (BREAKDOWN, "breakdown")):
         for result in list(named(name).values())[:1]:
             for theme in plots.THEMES:

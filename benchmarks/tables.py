@@ -62,24 +62,29 @@ FIRST_CELLS = {
 }
 
 
-def first_table(result: Result) -> Table:
-    """Speed-ups on an idle machine, one line per cell and pass, one column per dtype.
+DTYPES = ("fp32", "bf16")
+Speeds = dict[tuple[str, ...], dict[str, float]]  # by cell and pass, by dtype
 
-    Of the cells that FIRST_CELLS names, or of all if it names none.
-    """
+
+def first_speeds(result: Result) -> Speeds:
+    """Speed-ups on an idle machine, of the cells that FIRST_CELLS names, or of all if none."""
     rows = [row for row in ours_compared(summary.summarise(result)) if not row["busy"]]
     named = {row["label"] for row in rows} & FIRST_CELLS.keys()
-    found = {
-        (FIRST_CELLS.get(row["label"], row["label"]), PASSES[row["pass"]], row["dtype"]): row
-        for row in rows
-        if row["label"] in named or not named
+    found: Speeds = {}
+    for row in rows:
+        if row["label"] in named or not named:
+            line = FIRST_CELLS.get(row["label"], row["label"]), PASSES[row["pass"]]
+            found.setdefault(line, {})[row["dtype"]] = row["speedup"]
+    return found
+
+
+def first_table(speeds: Speeds) -> Table:
+    """One line per cell and pass, one column per dtype."""
+    lines = {
+        line: [f"{of[dtype]:.2f}×" if dtype in of else "–" for dtype in DTYPES]
+        for line, of in speeds.items()
     }
-    dtypes = ["fp32", "bf16"]
-    lines = {}
-    for line in dict.fromkeys(key[:2] for key in found):
-        cells = [found.get((*line, dtype)) for dtype in dtypes]
-        lines[line] = [f"{row['speedup']:.2f}×" if row else "–" for row in cells]
-    return Table(["times as fast as torch", "pass"], dtypes, lines)
+    return Table(["times as fast as torch", "pass"], list(DTYPES), lines)
 
 
 def full_table(rows: Sequence[Row]) -> str:

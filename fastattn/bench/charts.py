@@ -25,7 +25,10 @@ _MARKERS = "osD^vPX*"
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
     """Writes one of KINDS; the suffix of the file selects the format."""
-    figure = make(result, kind, theme)
+    save(make(result, kind, theme), path)
+
+
+def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor=figure.get_facecolor())
     plt.close(figure)

@@ -98,15 +98,10 @@ def test_the_picture_of_the_readme_has_a_dot_for_each_number(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    pictures, tables = (importlib.import_module(name) for name in ("pictures", "tables"))
-    lines = ("attention", "forward"), ("attention", "backward")
-
-    def table(*texts: list[str]) -> Any:
-        return tables.Table(
-            ["cell", "pass"], ["fp32", "bf16"], dict(zip(lines, texts, strict=False))
-        )
-
-    found = {"amd": table(["2.00×", "3.00×"], ["–", "4.00×"]), "intel": table(["0.50×", "–"])}
+    pictures = importlib.import_module("pictures")
+    forward, backward = ("attention", "forward"), ("attention", "backward")
+    of_amd = {forward: {"fp32": 2.0, "bf16": 3.0}, backward: {"bf16": 4.0}}
+    found = {"amd": of_amd, "intel": {forward: {"fp32": 0.5}}}
     panels = pictures.across(found, "dark").axes
     dots = [
         {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_marker()}
@@ -302,36 +297,40 @@ def test_a_loop_in_torch_is_a_column_where_it_was_measured() -> None:
     assert "a loop" not in render.block_of("serving", {"a-processor": result})
 
 
-def test_a_quantised_cache_stands_beside_the_one_in_bf16() -> None:
-    render = load_render()
+def served(*steps: tuple[str, dict[str, Any], float]) -> str:
+    """The table of a server: steps of a label and the rest of a cell, and our milliseconds."""
     result, cells = a_result([]), []
-    for kind, option, ms in (("", "none", 4.0), (", int8", "int8", 2.0)):
-        shape, label = "B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8", f"A model, next token{kind}"
-        cell = cell_of("decode", shape, dtype="bf16", passes="fwd", label=label, option=option)
+    for label, of_cell, ms in steps:
         rounds = [Round((1e3, 1e3), {"torch": 8.0, "fastattn": ms}) for _ in range(5)]
         outcomes = {name: Outcome() for name in ("torch", "fastattn")}
+        cell = cell_of("decode", label=label, **of_cell)
         cells.append(
             dataclasses.replace(result.cells[0], cell=cell, rounds=rounds, outcomes=outcomes)
         )
-    block = render.block_of("server", {"a-processor": dataclasses.replace(result, cells=cells)})
-    step = "| A model, next token | `B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8` |"
+    result = dataclasses.replace(result, cells=cells)
+    return str(load_render().block_of("server", {"a-processor": result}))
+
+
+def test_a_quantised_cache_stands_beside_the_one_in_bf16() -> None:
+    shape = "B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8"
+    given = {"shape": shape, "dtype": "bf16", "passes": "fwd"}
+    block = served(
+        ("A model, next token", {**given, "option": "none"}, 4.0),
+        ("A model, next token, int8", {**given, "option": "int8"}, 2.0),
+    )
+    step = f"| A model, next token | `{shape}` |"
     assert f"{step} bf16 | 500 | 250 | 2.00× | 1.00× |" in block
     assert f"{step} int8 | 1000 | 250 | 4.00× | 2.00× |" in block
 
 
 def test_a_latent_cache_is_named_by_its_dtype() -> None:
-    render = load_render()
-    result, cells = a_result([]), []
-    for dtype, ms in (("fp32", 4.0), ("bf16", 2.0)):
-        shape, label = "B=2,H=4,Hkv=1,Lq=1,Lk=9,D=8,Dv=6", "A model, next token"
-        cell = cell_of("decode", shape, dtype=dtype, label=label, option="latent")
-        rounds = [Round((1e3, 1e3), {"torch": 8.0, "fastattn": ms}) for _ in range(5)]
-        outcomes = {name: Outcome() for name in ("torch", "fastattn")}
-        cells.append(
-            dataclasses.replace(result.cells[0], cell=cell, rounds=rounds, outcomes=outcomes)
-        )
-    block = render.block_of("server", {"a-processor": dataclasses.replace(result, cells=cells)})
-    step = "| A model, next token | `B=2,H=4,Hkv=1,Lq=1,Lk=9,D=8,Dv=6` |"
+    shape = "B=2,H=4,Hkv=1,Lq=1,Lk=9,D=8,Dv=6"
+    given = {"shape": shape, "option": "latent"}
+    block = served(
+        ("A model, next token", {**given, "dtype": "fp32"}, 4.0),
+        ("A model, next token", {**given, "dtype": "bf16"}, 2.0),
+    )
+    step = f"| A model, next token | `{shape}` |"
     assert f"{step} fp32 | 500 | 250 | 2.00× | 0.50× |" in block
     assert f"{step} bf16 | 1000 | 250 | 4.00× | 1.00× |" in block
 
