@@ -71,6 +71,7 @@ def calls() -> dict[str, dict[str, Call]]:
         "hopfield_retrieve": dict(_hopfield()),
         "encode_memory": dict(_encoded()),
         "sinusoidal_encoding": dict(_positions()),
+        "merge_states": {"no option": _merge},
     }
 
 
@@ -281,6 +282,14 @@ def _positions() -> Iterator[tuple[str, Call]]:
     yield "a scale", _call(op, shapes, scale=8.0)
 
 
+def _merge(dtype: torch.dtype) -> Any:
+    rows = (B, H, L, D)
+    outs = [torch.ones(rows, dtype=dtype, requires_grad=True) for _ in range(2)]
+    wide = torch.promote_types(dtype, torch.float32)
+    lses = [torch.ones(rows[:3], dtype=wide, requires_grad=True) for _ in range(2)]
+    return fastattn.merge_states(outs[0], lses[0], outs[1], lses[1])
+
+
 def reasons(call: Call, dtype: torch.dtype, backends: dict[str, Any]) -> dict[str, list[str]]:
     """What each backend has against the kernel calls of a public call."""
     found: list[Any] = []
@@ -307,26 +316,10 @@ def reasons(call: Call, dtype: torch.dtype, backends: dict[str, Any]) -> dict[st
     return against
 
 
-def _others() -> dict[str, Callable[[torch.dtype], Any]]:
-    """One call of each other operator with kernels."""
-    rows = (B, H, L, D)
-    states = {"out_a": rows, "out_b": rows, "lse_a": rows[:3], "lse_b": rows[:3]}
-
-    def merge(dtype: torch.dtype) -> Any:
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        kinds = {name: dtype if name.startswith("out") else wide for name in states}
-        return fastattn.merge_states(
-            **{n: torch.ones(s, dtype=kinds[n], requires_grad=True) for n, s in states.items()}
-        )
-
-    return {"merge_states": merge}
-
-
 def tables() -> str:
     """The tables in Markdown, with the reasons below each."""
     modules = backends()
-    every = {f"`{op}`": of_op for op, of_op in calls().items()} | {"The other operators": _others()}
-    return "\n\n".join(f"## {title}\n\n{_table(of_op, modules)}" for title, of_op in every.items())
+    return "\n\n".join(f"## `{op}`\n\n{_table(of_op, modules)}" for op, of_op in calls().items())
 
 
 def _table(calls: dict[str, Call], modules: dict[str, Any]) -> str:
