@@ -74,10 +74,10 @@ CachePlaces places_of(const SequencesParams& t) {
                                      const Tensor4& key_scales, const Tensor4& value_scales,
                                      bool float8) {
   const float most = std::numeric_limits<float>::max() / (float8 ? 256 : 1);
-  for (const Tensor4* x : {&key_scales, &value_scales})
+  for (const Tensor4* x : {&key_scales, &value_scales}) {
+    if (x->data == nullptr) continue;
     for (int64_t b = 0; b < t.attention.B; ++b)
-      for (int64_t j = t.k_begins == nullptr ? 0 : t.k_begins[b];
-           x->data != nullptr && j < t.k_lengths[b]; ++j) {
+      for (int64_t j = t.k_begins == nullptr ? 0 : t.k_begins[b]; j < t.k_lengths[b]; ++j) {
         const CacheRow row = row_of(t, b, j);
         for (int64_t h = 0; h < heads; ++h) {
           const float scale = static_cast<const float*>(
@@ -90,6 +90,7 @@ CachePlaces places_of(const SequencesParams& t) {
                      " of sequence " + std::to_string(b));
         }
       }
+  }
   throw std::logic_error("fastattn._cpu: a scale was wrong while it was read");
 }
 

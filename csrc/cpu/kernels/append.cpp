@@ -149,8 +149,9 @@ class Append {
     const int64_t begin = p.begins == nullptr ? 0 : p.begins[b];
     constexpr int64_t kBlock = 64;
     const Tensor4 both[2] = {p.key_scales, p.value_scales};
-    for (const Tensor4& scales : both)
-      for (int64_t j = begin; scales.data != nullptr && j < length; j += kBlock) {
+    for (const Tensor4& scales : both) {
+      if (scales.data == nullptr) continue;
+      for (int64_t j = begin; j < length; j += kBlock) {
         float block[kBlock];
         const int64_t end = min_of(length, j + kBlock);
         read_scales(scale_rows(scales, entry, h, pages, p.page_size), j, end, block);
@@ -158,6 +159,7 @@ class Append {
         for (int64_t n = 0; n < kBlock; ++n) block[n] *= unit;
         if (any_wrong(block, kBlock)) return AppendFault::scale;
       }
+    }
     return AppendFault::none;
   }
 
