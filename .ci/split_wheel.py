@@ -18,7 +18,7 @@ from auditwheel.wheeltools import InWheel
 sys.path.insert(0, str(Path(__file__).parents[1] / "csrc"))
 sys.dont_write_bytecode = True  # a new file in csrc would mean that the build is stale
 
-from plans.cuda import NOT_INSTALLED  # noqa: E402
+from plans.cuda import NOT_INSTALLED  # noqa: E402  (the lines above make it importable)
 
 SUMMARY = "The CUDA kernels of fastattn"
 
