@@ -539,17 +539,36 @@ class StreamHops : HopSteps<S> {
     const T* vector = f.vector + first * dp;
     const int64_t vectors = dp / W, terms = last - first;
     if (!finite) return write_nonzero(coef, vector, terms, dst, n0, n1);
-    const auto write = [&](int64_t n, int64_t rows, int lanes) __attribute__((always_inline)) {
+    const int rest = last_lanes<T>(p.D);
+    const auto write = [&](int64_t n, int64_t rows, auto end_row) __attribute__((always_inline)) {
       outer_products<T>(rows, coef + n, p.N, vector, dp, vectors, terms,
                         [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
-                          store_as<T>(dst + (n + i) * p.D + v * W, x, v == vectors - 1 ? lanes : W);
+                          S* const to = dst + (n + i) * p.D + v * W;
+                          if (v == vectors - 1)
+                            end_row(to, x);
+                          else
+                            store_as<T>(to, x, W);
                         });
     };
-    // A whole vector at the end of a row writes into the next rows, which are written after it. It
-    // would write past the end of the last ones.
-    const int64_t reached = (dp - 1) / p.D, whole = max_of(n0, n1 - reached);
-    write(n0, whole - n0, W);
-    for (int64_t n = whole; n < n1; ++n) write(n, 1, last_lanes<T>(p.D));
+    // The end of a row is a whole vector, or less if that is enough. It may reach into the next rows,
+    // which are written after it; those that would reach past the last row end where they should.
+    const auto write_all = [&](auto width) __attribute__((always_inline)) {
+      constexpr int kWidth = decltype(width)::value;
+      const int64_t reached = (dp - kLanes<T> + kWidth - 1) / p.D;
+      const int64_t whole = max_of(n0, n1 - reached);
+      write(n0, whole - n0,
+            [](S* to, Vec<T> x) __attribute__((always_inline)) { store_part<kWidth, T>(to, x); });
+      const auto exactly = [&](S* to, Vec<T> x)
+                               __attribute__((always_inline)) { store_as<T>(to, x, rest); };
+      for (int64_t n = whole; n < n1; ++n) write(n, 1, exactly);
+    };
+    constexpr int kQuarter = max_of(1, W / 4);
+    if (kSame<S, T> && rest <= kQuarter)
+      write_all(Width<kQuarter>());
+    else if (kSame<S, T> && rest <= W / 2)
+      write_all(Width<W / 2>());
+    else
+      write_all(Width<W>());
   }
 
   // The same without the zeros: an excluded row adds nothing, even where a query is not finite.

@@ -82,10 +82,14 @@ FASTATTN_INLINE void row_products_of(Rows<S> rows, int64_t count, int64_t D, con
   int64_t i = 0;
   if (rows.at == nullptr) {
     const auto next = [&](int64_t at) __attribute__((always_inline)) {
-      // x86 addresses base + {1, 2} * stride, so one base register serves three rows.
+      // x86 addresses base + {1, 2} * stride, so one base register serves three rows. The compiler would
+      // keep a pointer to each row instead, more than there are registers.
       const S* base[(W + 2) / 3];
-      FASTATTN_UNROLL for (int g = 0; g < (W + 2) / 3; ++g) base[g] =
-          rows.base + (at + 3 * g) * rows.stride;
+      base[0] = rows.base + at * rows.stride;
+      FASTATTN_UNROLL for (int g = 0; g < (W + 2) / 3; ++g) {
+        if (g > 0) base[g] = base[g - 1] + 3 * rows.stride;
+        asm("" : "+r"(base[g]));
+      }
       store(s + at, dot_rows<T, kVectors, W>(D, x, [&](int r) __attribute__((always_inline)) {
               return base[r / 3] + r % 3 * rows.stride;
             }));
