@@ -550,8 +550,8 @@ class StreamHops : HopSteps<S> {
                             store_as<T>(to, x, W);
                         });
     };
-    // The end of a row is a whole vector, or less if that is enough. It may reach into the next rows,
-    // which are written after it; those that would reach past the last row end where they should.
+    // The end of a row is a whole vector, or less if that is enough. It may reach into the next
+    // rows, which are written after it; rows that would reach past the last one end exactly.
     const auto write_all = [&](auto width) __attribute__((always_inline)) {
       constexpr int kWidth = decltype(width)::value;
       const int64_t reached = (dp - kLanes<T> + kWidth - 1) / p.D;

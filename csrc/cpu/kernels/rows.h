@@ -82,8 +82,8 @@ FASTATTN_INLINE void row_products_of(Rows<S> rows, int64_t count, int64_t D, con
   int64_t i = 0;
   if (rows.at == nullptr) {
     const auto next = [&](int64_t at) __attribute__((always_inline)) {
-      // x86 addresses base + {1, 2} * stride, so one base register serves three rows. The compiler would
-      // keep a pointer to each row instead, more than there are registers.
+      // x86 addresses base + {1, 2} * stride, so one base register serves three rows. Without the
+      // asm the compiler keeps a pointer to each row, more than there are registers.
       const S* base[(W + 2) / 3];
       base[0] = rows.base + at * rows.stride;
       FASTATTN_UNROLL for (int g = 0; g < (W + 2) / 3; ++g) {
