@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "MaskMod",
@@ -140,8 +141,32 @@ def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Te
     for dim in (3, 2, 1, 0):
         function = torch.vmap(function, tuple(0 if n == dim else None for n in range(4)))
     indices = (torch.arange(n, device=queries.device) for n in (batch, heads))
-    seen: Tensor = function(*indices, queries, keys)
+    with _IndexWithTensors():
+        seen: Tensor = function(*indices, queries, keys)
     return seen
+
+
+class _IndexWithTensors(TorchFunctionMode):
+    """Inside, ``x[i]`` gathers even if ``i`` is a tensor without dimensions.
+
+    PyTorch up to 2.8 reads the value of such an index, which ``torch.vmap`` refuses; yet functions
+    of indices begin with it, as in ``document[q] == document[k]``.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args
+            parts = index if isinstance(index, tuple) else (index,)
+            if all(type(i) is int or _is_integers(i) for i in parts):
+                places = [torch.as_tensor(i, device=x.device) for i in parts]
+                return torch.ops.aten.index.Tensor(x, places)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_integers(i: Any) -> bool:
+    return isinstance(i, Tensor) and i.dtype in (torch.int64, torch.int32)
 
 
 # Parts of the messages of torch.vmap where a function reads a value.

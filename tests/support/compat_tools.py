@@ -149,6 +149,24 @@ def a_mask_for_transformers() -> None:
     assert_close(torch.cat([mask.detach(), mask]), torch.cat([expected, expected]))
 
 
+def a_mask_of_a_function() -> None:
+    """One that indexes with scalar tensors, as functions for FlexAttention do."""
+    from fastattn import masks, scaled_dot_product_attention
+
+    document, seen = torch.arange(6) // 4, rand(2, 8, 6, 6) > 0
+    mask = masks.from_function(
+        lambda b, h, q, k: (document[q] == document[k - 1]) & seen[b, 7, q][k] | seen[0, 3, k, q],
+        2, None, 6, 6,
+    )  # fmt: skip
+    neighbours = document[:, None] == document[torch.arange(6) - 1]
+    pairs = neighbours & seen[:, 7] | seen[0, 3].mT
+    query = rand(2, 3, 6, 8)
+    assert_close(
+        scaled_dot_product_attention(query, query, query, mask=mask),
+        F.scaled_dot_product_attention(query, query, query, pairs[:, None]),
+    )
+
+
 def a_step_on_a_cache_of_fp8(step: Callable[..., Any] | None = None) -> None:
     """Of entries, and of pages of three rows: one more row of each of two sequences."""
     import fastattn as fa
@@ -204,6 +222,7 @@ TOOLS: list[Callable[[], None]] = [
     recorded,
     captured,
     a_mask_for_transformers,
+    a_mask_of_a_function,
     a_step_on_a_cache_of_fp8,
     a_step_of_the_reference_on_a_cache_of_fp8,
 ]
