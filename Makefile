@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
-test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
+test test-full test-slow test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` builds them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
@@ -39,7 +39,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
+.PHONY: help bench test test-full test-slow test-isas arm test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -51,7 +51,7 @@ test: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## run all tests but the s
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # Hours. Each part is a target of its own, so that one that failed can be run again alone.
-test-full: test test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-slow ## test and the seven below, one after the other
+test-full: test test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers test-slow ## test and the eight below, one after the other
 
 test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch compiled, packaging, long benchmarks
 	$(PYTEST) -m slow $(ARGS)
@@ -63,20 +63,35 @@ test-isas: build $(VENV)/.stamp-test ## every case on every instruction set of t
 	  FASTATTN_CPU_ISA=$$isa $(PYTEST) -m "$(WITH_KERNELS) and not every_isa" $(WITHOUT_KERNELS) $(ARGS) || exit; \
 	done
 
-# The kernels are compiled for arm64 and run under QEMU, in a Python of Debian without PyTorch. The
-# operators and their judges stay in the Python of this machine: tests/arm/remote_core.py.
-# ARGS="--op scaled_dot_product_attention --quick" checks a part.
+# The kernels are compiled for arm64 and run under QEMU, in a Python of Debian.
 ARM := build/arm
 ARM_CXX ?= aarch64-linux-gnu-g++
 QEMU_ARM ?= qemu-aarch64-static
-test-arm: build $(VENV)/.stamp-test ## every case on arm64, under QEMU; needs Debian's g++-aarch64-linux-gnu and qemu-user-static
+ARM_PYTHON := $(QEMU_ARM) -L $(ARM)/root $(ARM)/root/usr/bin/python3
+arm: $(VENV)/.stamp-test
 	@(for tool in $(ARM_CXX) $(QEMU_ARM) apt-get; do command -v $$tool > /dev/null || exit 1; done) \
-	  || { echo "make test-arm needs Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static"; exit 1; }
+	  || { echo "the tests on Arm need Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static"; exit 1; }
 	tests/arm/root.sh $(ARM)/root
 	CXX=$(ARM_CXX) CXXFLAGS="$$(tests/arm/root.sh $(ARM)/root --headers)" FASTATTN_CUDA=0 \
 	  $(BIN)/python setup.py --quiet build --build-base $(ARM) --build-lib $(ARM)/lib
-	cp $(ARM)/lib/fastattn/_cpu.*.so $(ARM)/_cpu.so
-	$(BIN)/python tests/arm/verify.py $(ARM) $(QEMU_ARM) -L $(ARM)/root $(ARM)/root/usr/bin/python3 -- $(ARGS)
+	for name in $(ARM)/_cpu.so $(ARM)/lib/fastattn/_cpu.so; do cp $(ARM)/lib/fastattn/_cpu.*.so $$name; done
+
+# Without PyTorch there: the operators and their judges stay in the Python of this machine
+# (tests/arm/remote_core.py). ARGS="--op scaled_dot_product_attention --quick" checks a part.
+test-arm: build arm ## every case on arm64, under QEMU; needs Debian's g++-aarch64-linux-gnu and qemu-user-static
+	$(BIN)/python tests/arm/verify.py $(ARM) $(ARM_PYTHON) -- $(ARGS)
+
+# With the last version of PyTorch whose wheel for arm64 is a build for the CPU. Its dependencies are
+# plain Python, so any machine's do. Minutes for some hundred small calls.
+ARM_TORCH := 2.8.0
+test-arm-torch: arm ## the operators and modules with PyTorch's wheel for arm64, under QEMU
+	[ -d $(ARM)/site/torch ] || $(PIP) install --quiet --target $(ARM)/site --no-deps --only-binary=:all: \
+	  --platform manylinux_2_28_aarch64 --implementation cp \
+	  --python-version $$(basename $(ARM)/root/usr/bin/python3.* | tr -d a-z) torch==$(ARM_TORCH)
+	[ -d $(ARM)/site/pytest ] || $(PIP) install --quiet --target $(ARM)/site \
+	  filelock fsspec jinja2 networkx sympy typing-extensions pytest
+	PYTHONPATH=$(ARM)/lib:$(ARM)/site FASTATTN_REQUIRE_NATIVE=1 $(ARM_PYTHON) -S -P -m pytest -p no:cacheprovider \
+	  -m "not slow" -k "each_way or each_tool" tests/core/test_compat.py $(ARGS)
 
 # In a folder of its own, so that the fast build stays. The runtime of ASan must come first in the
 # process, and libstdc++ with it, or exceptions cannot be intercepted; Python itself leaks. The
