@@ -16,7 +16,7 @@ import pytest
 import torch
 from emulated import Emulated
 from fenced import run_fenced
-from large_scores import LARGE_SCORES, NAMES_OF_LARGE_SCORES
+from large_scores import large_scores
 from new_option import assert_declined, assert_tensor_declined
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def _is_for_the_slow_run(n: int, case: Case) -> bool:
     return case.slow or many or (alike and n // 3 % 2 == 1)
 
 
-# Beyond scores of 4e6 the float32 kernels sum a row's maximum again, in another order. The case
+# Beyond scores of 4e9 the float32 kernels sum a row's maximum again, in another order. The case
 # keeps its bound in 16 bits.
 BEYOND = pytest.mark.xfail(reason="a limit of float32: Large scores in docs/cuda-kernels.md")
 
@@ -83,7 +83,7 @@ def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) ->
     assert verdict.ok, "\n".join(verdict.faults)
 
 
-@pytest.mark.parametrize(("case", "dtype"), LARGE_SCORES, ids=NAMES_OF_LARGE_SCORES)
+@pytest.mark.parametrize(("case", "dtype"), large_scores(*DTYPES))
 def test_large_scores(adapter: ModuleType, case: Case, dtype: torch.dtype) -> None:
     verdict = check(case, dtype, Emulated(adapter, 3))  # type: ignore[arg-type]
     assert not verdict.declined, verdict.declined

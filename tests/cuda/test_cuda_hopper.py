@@ -18,7 +18,7 @@ import pytest
 import torch
 from emulated import Emulated
 from fenced import run_fenced
-from large_scores import LARGE_SCORES, NAMES_OF_LARGE_SCORES
+from large_scores import large_scores
 from test_cuda import TABLE
 from test_cuda_sequences import FAR, WAYS, _far
 from torch import Tensor
@@ -111,7 +111,7 @@ def _faults(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> l
     return [*faults, *verdict.faults]
 
 
-@pytest.mark.parametrize(("case", "dtype"), LARGE_SCORES, ids=NAMES_OF_LARGE_SCORES)
+@pytest.mark.parametrize(("case", "dtype"), large_scores(*DTYPES))
 def test_large_scores(adapter: ModuleType, case: Case, dtype: torch.dtype) -> None:
     assert _is_for_hopper(make_inputs(case, dtype))
     faults = _faults(adapter, case, dtype, 3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_device import DEVICE, skip_without_gpu
-from large_scores import LARGE_SCORES, NAMES_OF_LARGE_SCORES
+from large_scores import large_scores
 
 from fastattn import dispatch
 from fastattn.testing import Case, OnGpu, Proof, check
@@ -55,7 +55,7 @@ def test_case(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> Non
     _judge(proof, case, dtype, target)
 
 
-@pytest.mark.parametrize(("case", "dtype"), LARGE_SCORES, ids=NAMES_OF_LARGE_SCORES)
+@pytest.mark.parametrize(("case", "dtype"), large_scores(*DTYPES))
 def test_large_scores(case: Case, dtype: torch.dtype) -> None:
     """Right where products are summed in one order, forward and backward: `cuda` promises it."""
     if isinstance(reason := dispatch.load("cuda"), str):

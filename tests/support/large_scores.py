@@ -1,5 +1,5 @@
-"""Cases with scores of up to 10^8, which are much larger than the differences that a float keeps of
-them: the backward pass has to find the weights of the forward pass again."""
+"""Cases with scores of up to 10^8, in float32 10^9. They are much larger than the differences that
+a float keeps of them: the backward pass has to find the weights of the forward pass again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from fastattn.testing import Case
@@ -23,10 +24,14 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def _large_scores() -> Iterator[tuple[Case, torch.dtype]]:
-    for scale in (1e3, 1e5, 3e6):
+    for scale in (1e3, 1e5, 3e6, 3e7):
         for kind, options in _KINDS.items():
             case = replace(_BASE, name=f"scores-{scale:.0e}-{kind}", scale=scale, **options)
-            # Weights are computed from rounded scores: to 10^7, docs/cuda-kernels.md.
+            # Weights are computed from rounded scores: "Large scores" in docs/cuda-kernels.md.
+            if kind != "weights" and (kind == "plain" or scale == 3e6):
+                yield case, torch.float32
+            if scale == 3e7:
+                continue
             if (scale, kind) != (3e6, "weights"):
                 yield case, torch.bfloat16
             # A gradient has the factor `scale`, and float16 ends at 65504.
@@ -34,5 +39,10 @@ def _large_scores() -> Iterator[tuple[Case, torch.dtype]]:
                 yield case, torch.float16
 
 
-LARGE_SCORES = tuple(_large_scores())
-NAMES_OF_LARGE_SCORES = [f"{case.name}-{str(dtype)[6:]}" for case, dtype in LARGE_SCORES]
+def large_scores(*dtypes: torch.dtype) -> list[Any]:
+    """The parameters `case` and `dtype` of a test, of these dtypes."""
+    return [
+        pytest.param(case, dtype, id=f"{case.name}-{str(dtype)[6:]}")
+        for case, dtype in _large_scores()
+        if dtype in dtypes
+    ]
