@@ -189,7 +189,7 @@ def save_outputs(cell: Cell, outputs: Any, path: Path) -> None:
     torch.save(tensors, path)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Asks Linux to kill this process when its parent dies, even during a call that hangs."""
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
@@ -197,7 +197,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    _end_with_parent()
+    end_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of a library must not break the protocol
     worker = Worker()

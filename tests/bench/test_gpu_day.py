@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,11 +158,80 @@ def test_a_step_beyond_its_time_is_stopped_and_goes_on(day: ModuleType, tmp_path
         "def test_three(): pass\n"
     )
     one = of_tests(day, tmp_path, source)
-    assert one.run_tests(one.steps[0], time.monotonic() + 4)[0] == "stopped"
+    stopped = one.run_tests(one.steps[0], time.monotonic() + 4)
+    assert stopped == ("stopped", "at its limit of time; 1 passed, 1 interrupted")
     (tmp_path / "now").touch()
+    assert one.run([], []) == 0
+    assert status(one) == ("passed", "3 passed")
+
+
+def test_a_test_that_was_interrupted_twice_is_not_run_again(
+    day: ModuleType, tmp_path: Path
+) -> None:
+    source = "import time\ndef test_one(): time.sleep(60)\ndef test_two(): pass\n"
+    one = of_tests(day, tmp_path, source)
+    for _ in range(2):
+        stopped = one.run_tests(one.steps[0], time.monotonic() + 4)
+        assert stopped == ("stopped", "at its limit of time; 1 interrupted")
     assert one.run([], []) == 1
-    # The test that was running is not tried again: it may have been what hung.
-    assert status(one) == ("failed", "2 passed, 1 crashed")
+    assert status(one) == ("failed", "1 passed, 1 interrupted")
+    assert "test_one`: interrupted: the step was" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_test_beyond_its_own_time_has_crashed_and_the_rest_runs(
+    day: ModuleType, tmp_path: Path
+) -> None:
+    source = "import time\ndef test_one(): time.sleep(60)\ndef test_two(): pass\n"
+    one = of_tests(day, tmp_path, source)
+    (step,) = one.steps
+    one.steps = [replace(step, command=(*step.command, "--test-limit", "1"))]
+    assert one.run([], []) == 1
+    assert status(one) == ("failed", "1 passed, 1 crashed")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a child ends with its parent on Linux alone")
+def test_what_a_killed_run_has_started_ends_and_its_test_was_interrupted(
+    day: ModuleType, tmp_path: Path
+) -> None:
+    source = (
+        "import os, pathlib, time\n"
+        f"mark = pathlib.Path({str(tmp_path / 'pid')!r})\n"
+        "def test_one():\n"
+        "    if not mark.exists():\n"
+        "        mark.with_suffix('.new').write_text(str(os.getpid()))\n"
+        "        mark.with_suffix('.new').rename(mark)\n"
+        "        time.sleep(60)\n"
+    )
+    one = of_tests(day, tmp_path, source)
+
+    def run() -> None:
+        with one.alone():
+            one.run([], [])
+
+    killed = multiprocessing.get_context("fork").Process(target=run)
+    killed.start()
+    one.lock.close()  # or this process would hold it, too
+    until(lambda: (tmp_path / "pid").exists())
+    again = day_of(day, tmp_path, *one.steps)
+    with pytest.raises(SystemExit, match="is in use"), again.alone():
+        pass
+    killed.kill()
+    killed.join()
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    record = tmp_path / "out/step.jsonl"
+    assert [x["outcome"] for x in recorded.results(record).values()] == ["begun"]
+    with again.alone():
+        assert again.run([], []) == 0
+    assert status(again) == ("passed", "1 passed")
+    assert '"interrupted"' in record.read_text()
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_run_goes_on_after_a_crash_and_a_broken_context(day: ModuleType, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ same script without a GPU: the emulator and Triton's interpreter in its place, t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("gpu", "sup
 
 import day_report  # noqa: E402
 import recorded  # noqa: E402
+
+from fastattn.bench.worker import end_with_parent  # noqa: E402
 
 LIMIT = 540  # seconds of a step: a machine may end every command after ten minutes
 TREE_LIMIT = 64  # MiB: what may be copied to a machine
@@ -159,6 +163,10 @@ def tiny(line: str) -> str:
 # -- running ---------------------------------------------------------------------------------------
 
 
+DONE = ("passed", "failed")
+ALL_HAVE_RUN = (0, 1, 5, 86)  # exit codes of pytest, and of a sanitizer that has found something
+
+
 class Day:
     """The folder of results, and what of the day is done."""
 
@@ -170,6 +178,22 @@ class Day:
         self.state: dict[str, Any] = {"steps": {}}
         if self.file.exists():
             self.state = json.loads(self.file.read_text())
+        self.lock = (self.folder / "lock").open("w")
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuses a second run in the folder. What a run starts holds the lock, too: nothing may be
+        left of an earlier run that was killed."""
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(
+                f"{self.folder} is in use: another run, or what it has started, has not ended"
+            ) from None
+        try:
+            yield
+        finally:
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
 
     def begin(self) -> None:
         """Notes the machine. Results of two machines do not go into one folder."""
@@ -198,7 +222,7 @@ class Day:
         self.begin()
         for step in self.steps:
             done = self.state["steps"].get(step.name, {})
-            if (only and step.name not in only) or done.get("status") in ("passed", "failed"):
+            if (only and step.name not in only) or done.get("status") in DONE:
                 continue
             left = self.until - time.monotonic()
             if left < 30:
@@ -234,20 +258,25 @@ class Day:
         return ("passed", "") if code == 0 else ("failed", self.last_line(step))
 
     def run_tests(self, step: Step, end: float) -> tuple[str, str]:
-        """Starts again after a crash, beyond the test that crashed."""
+        """Starts again after a crash, beyond the test that crashed. A test that ran when the step
+        was stopped, or this script killed, was interrupted."""
         record = self.folder / f"{step.name}.jsonl"
+        recorded.settle(record, "interrupted", "the run was killed")
         while True:
-            before = len(recorded.results(record))
+            before = recorded.results(record)
             code = self.call(step, [*step.command, "--record", str(record)], end)
-            found = recorded.results(record)
-            counts = day_report.counts(found.values())
             if code is None:
+                recorded.settle(record, "interrupted", "the step was at its limit of time")
+                counts = day_report.counts(recorded.results(record).values())
                 return "stopped", f"at its limit of time; {counts}"
-            if code in (0, 1, 5, 86):  # all tests have run; or none was left
+            crashed = recorded.settle(record, "crashed", f"it ended its process: exit code {code}")
+            found = recorded.results(record)
+            if code in ALL_HAVE_RUN and not crashed:
                 break
-            if len(found) == before:
+            if found == before:
                 return "failed", f"it does not start: {self.last_line(step)}"
-        bad = [one for one in found.values() if one["outcome"] in ("failed", "crashed")]
+        counts = day_report.counts(found.values())
+        bad = [one for one in found.values() if one["outcome"] in day_report.BAD]
         ran = [one for one in found.values() if one["outcome"] != "skipped"]
         if not ran:
             return "failed", f"no test ran: {next(iter(found.values()), {}).get('reason', '')}"
@@ -260,7 +289,8 @@ class Day:
             try:
                 process = subprocess.Popen(
                     command, cwd=ROOT, env=environment(self.rehearse), stdout=log, stderr=log,
-                    start_new_session=True,
+                    start_new_session=True, preexec_fn=end_with_parent,
+                    pass_fds=(self.lock.fileno(),),
                 )  # fmt: skip
             except OSError as error:
                 print(f"{command[0]}: {error.strerror}", file=log)
@@ -406,7 +436,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"{step.name:<22}{step.about}" for step in day.steps), sep="\n")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running step, too
-    return day.run(given.only, given.again)
+    with day.alone():
+        return day.run(given.only, given.again)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from fastattn.bench import results, summary
 ROOT = Path(__file__).resolve().parents[2]
 FAR = 0.15  # a measurement that differs from its prediction by more contradicts the model
 SHOWN = 5  # failures of a step
+BAD = ("failed", "crashed", "interrupted")  # outcomes of a test
 RIVALS = ("torch@cudnn", "torch@flash", "torch@efficient", "torch-flex", "torch@math", "torch")
 OURS = ("fastattn@cuda", "fastattn@sm_80", "fastattn@triton")
 Row = dict[str, Any]
@@ -23,7 +24,7 @@ Row = dict[str, Any]
 def counts(found: Iterable[Mapping[str, Any]]) -> str:
     """How many tests have which outcome."""
     outcomes = [one["outcome"] for one in found]
-    kinds = ("passed", "failed", "crashed", "skipped")
+    kinds = ("passed", *BAD, "skipped")
     return ", ".join(f"{outcomes.count(k)} {k}" for k in kinds if k in outcomes) or "no test"
 
 
@@ -77,7 +78,7 @@ def _failures(folder: Path, steps: Iterable[str]) -> Iterator[str]:
     """The first failures of each step, with the first line of the message."""
     for name in steps:
         found = recorded.results(folder / f"{name}.jsonl").values()
-        bad = [one for one in found if one["outcome"] in ("failed", "crashed")]
+        bad = [one for one in found if one["outcome"] in BAD]
         for one in bad[:SHOWN]:
             reason = (one["reason"].splitlines() or [""])[0][:160]
             yield f"- {name}: `{one['test'].rpartition('::')[2]}`: {one['outcome']}: {reason}"

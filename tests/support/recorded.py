@@ -2,10 +2,11 @@
 
     python -m pytest -p recorded --record FILE [--with PART,PART] ...
 
-FILE gets JSON objects, one a line. A test that has begun is not run again: one without an end
-crashed, or was killed. ``--with`` takes the tests whose parameters, the parts of the name in
-brackets, are all among them. After an error of CUDA nothing runs in the same process, so the run
-ends with the code BROKEN, and can go on in the next process.
+FILE gets JSON objects, one a line. A test that has an end is not run again. Whoever started the run
+says what became of one without an end (`settle`): it crashed, or was interrupted. A test that was
+interrupted is run again, once: it may have been what hung. ``--with`` takes the tests whose
+parameters, the parts of the name in brackets, are all among them. After an error of CUDA nothing
+runs in the same process, so the run ends with the code BROKEN, and can go on in the next process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import faulthandler
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--test-limit", type=float, default=180.0, help="seconds of one test")
 
 
-def results(path: Path) -> dict[str, dict[str, Any]]:
-    """The last that is known of each test; the last line of the file may have been cut off."""
+def _read(path: Path) -> list[dict[str, Any]]:
+    """All that was written; the last line of the file may have been cut off."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {one["test"]: one for one in found}
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    """The last that is known of each test."""
+    return {one["test"]: one for one in _read(path)}
+
+
+def settle(path: Path, outcome: str, reason: str) -> list[str]:
+    """Gives the tests without an end this outcome, and returns their names."""
+    open_ends = [test for test, one in results(path).items() if one["outcome"] == "begun"]
+    for test in open_ends:
+        _write(path, test, outcome, reason=reason)
+    return open_ends
+
+
+def _done(path: Path) -> set[str]:
+    """The tests that are not run again."""
+    times = Counter(one["test"] for one in _read(path) if one["outcome"] == "interrupted")
+    last = results(path).items()
+    return {test for test, one in last if one["outcome"] != "interrupted" or times[test] > 1}
+
+
+def _write(path: Path, test: str, outcome: str, seconds: float = 0.0, reason: str = "") -> None:
+    line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3), "reason": reason}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def parts_of(name: str) -> set[str]:
@@ -45,7 +72,7 @@ def parts_of(name: str) -> set[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = {part for part in config.getoption("parts").split(",") if part}
     record = config.getoption("record")
-    done = results(record) if record else {}
+    done = _done(record) if record else set()
     kept, left = [], []
     for item in items:
         is_next = wanted <= parts_of(item.name) and item.nodeid not in done
@@ -58,16 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Recorder:
     def __init__(self, path: Path, limit: float) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a")
-        self.limit = limit
-
-    def write(self, test: str, outcome: str, seconds: float = 0.0, reason: str = "") -> None:
-        line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3), "reason": reason}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        self.path, self.limit = path, limit
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.write(nodeid, "crashed", reason="it began and never ended")
+        _write(self.path, nodeid, "begun")
         with contextlib.suppress(RuntimeError):  # stderr may have no file
             faulthandler.dump_traceback_later(self.limit, exit=True, file=sys.__stderr__)
 
@@ -83,7 +104,7 @@ class Recorder:
             reason = str(getattr(crash, "message", report.longrepr))
         elif isinstance(report.longrepr, tuple):
             reason = report.longrepr[2]
-        self.write(report.nodeid, report.outcome, report.duration, reason[:400])
+        _write(self.path, report.nodeid, report.outcome, report.duration, reason[:400])
         if report.outcome == "failed" and UNUSABLE.search(reason):
             pytest.exit("CUDA can run nothing more in this process", returncode=BROKEN)
 
