@@ -234,6 +234,20 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def test_a_step_for_another_gpu_is_left_out_with_the_reason(
+    day: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = day.machine_of(True) | {"gpu": "NVIDIA A100", "capability": "8.0"}
+    monkeypatch.setattr(day, "machine_of", lambda rehearse: found)
+    (step,) = (step for step in day.steps(False) if step.name == "without-hopper")
+    one = day_of(day, tmp_path, step)
+    one.rehearse = False
+    assert one.run([], []) == 0
+    reason = "only for compute capability 9.0, this is 8.0"
+    assert status(one) == ("not applicable", reason)
+    assert reason in (tmp_path / "out/report.md").read_text()
+
+
 def test_a_run_goes_on_after_a_crash_and_a_broken_context(day: ModuleType, tmp_path: Path) -> None:
     source = (
         "import os\n"
