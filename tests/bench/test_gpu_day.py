@@ -133,7 +133,7 @@ def test_a_step_that_is_done_is_not_run_again(day: ModuleType, tmp_path: Path) -
     assert marks.read_text() == "x"
     assert day_of(day, tmp_path, step).run([], ["step"]) == 0
     assert marks.read_text() == "xx"
-    assert "| step | **passed** |" in (tmp_path / "out/report.md").read_text()
+    assert "Passed: step (" in (tmp_path / "out/report.md").read_text()
 
 
 def test_a_failure_is_told_and_the_next_step_runs(day: ModuleType, tmp_path: Path) -> None:
@@ -340,22 +340,52 @@ def test_the_report_says_what_is_fast_and_what_contradicts_the_model(
     )
     steps = {"speed": {"status": "failed", "words": "", "seconds": 1.0}}
     machine = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2", "commit": "abc"}
-    page = day.day_report.report(tmp_path, {"machine": machine, "steps": steps})
+    state = {"machine": machine, "steps": steps}
+    page, cells = day.day_report.report(tmp_path, state), day.day_report.cells(tmp_path, state)
     assert "rehearsal" not in page
     shape = "sdpa B=2,H=16,L=8192,D=128 bf16"
-    assert f"| {shape} fwd | 590 |  |  | torch@cudnn 600 | 0.98 |" in page
+    for text in (page, cells):
+        assert f"| {shape} fwd | 590 |  |  | torch@cudnn 600 | 0.98 |" in text
+    assert "| sdpa | 2 | 0.51 | 0.74 | 0.98 | 0 |" in page
     # The numbers of docs/hopper.md: 598 and 382.
-    assert f"| {shape} fwd | 590 | 598 | 0.99 |  |" in page
+    assert f"| {shape} fwd | 590 | 598 | 0.99 |  |" in cells
+    assert "1 of 2 predicted cells are more than 15% off" in page
     assert f"| {shape} bwd | 300 | 382 | 0.79 | **contradicts** |" in page
     assert "8k, full: TFLOP/s: at least 500, measured 590: met" in page
     assert "8k, causal: TFLOP/s: at least 480: not measured" in page
     assert "of cuDNN: at least 0.6, measured 0.505: **missed** by" in page
     assert "of FlashAttention-2: at least 1, measured 0.938: **missed** by" in page
-    assert "- fastattn@triton: sdpa B=2,H=16,L=8192,D=64 bf16 fwd: WRONG: out is off" in page
+    assert "- not timed: fastattn@triton: sdpa B=2,H=16,L=8192,D=64 bf16 fwd: WRONG: out is" in page
     assert day.day_report.judge_speed(tmp_path / "speed", 1) == (
         "failed",
         "7 rows measured, 1 failed, 1 of them ours",
     )
+
+
+def test_the_report_is_one_page_whatever_was_found(day: ModuleType, tmp_path: Path) -> None:
+    """Half of the steps failed, each in many tests, and every cell is far off its prediction."""
+    steps: dict[str, Any] = {}
+    for n, step in enumerate(day.steps(False)):
+        failed = n % 2 == 0
+        steps[step.name] = {"status": "failed" if failed else "passed", "words": "", "seconds": 1.0}
+        line = {"test": f"test_{n}", "outcome": "failed" if failed else "passed", "reason": "off"}
+        lines = (json.dumps(line | {"test": f"test_{n}[{m}]"}) + "\n" for m in range(50))
+        (tmp_path / f"{step.name}.jsonl").write_text("".join(lines))
+    sizes = {"B": 2, "H": 16, "Hkv": 16, "Lq": 8192, "Lk": 8192, "D": 128, "Dv": 128}
+    cells = []
+    for n in range(108):
+        speeds = {"torch": 400.0, "fastattn@cuda": 200.0 + n}
+        cells.append(cell("sdpa", sizes | {"B": n + 1}, "fwd", speeds))
+        cells[-1].outcomes["fastattn@triton"] = Outcome("WRONG", "out is off")
+    write(tmp_path / "speed-attention", cells)
+    machine = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2", "commit": "abc"}
+    state = {"machine": machine, "steps": steps}
+    page = day.day_report.report(tmp_path, state)
+    assert len(page.splitlines()) <= 75
+    for words in ("494 more: see", "105 more: see", "108 of 108 predicted", "cells.md"):
+        assert words in page, words
+    # Each cell with its speed, its prediction and what was not timed.
+    assert len(day.day_report.cells(tmp_path, state).splitlines()) > 3 * 108
 
 
 def test_a_run_of_the_benchmark_without_time_for_all_goes_on(

@@ -1,9 +1,10 @@
 """The first hour on a GPU, as steps that can be stopped and go on: `make gpu-day`.
 
 Runs the steps in order of value, each below ten minutes. The folder of results keeps what is done
-(state.json), the log and the results of each step, and report.md, written again after each step. A
-step that is done is not run again; one that was stopped goes on where it was. `--rehearse` runs the
-same script without a GPU: the emulator and Triton's interpreter in its place, tiny shapes.
+(state.json), the log and the results of each step, and two pages, written again after each step:
+report.md, which is short, and cells.md with all that was timed. A step that is done is not run
+again; one that was stopped goes on where it was. `--rehearse` runs the same script without a GPU:
+the emulator and Triton's interpreter in its place, tiny shapes.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ class Day:
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(self.state, indent=1) + "\n")
         os.replace(new, self.file)
-        (self.folder / "report.md").write_text(day_report.report(self.folder, self.state))
+        for name, page in (("report", day_report.report), ("cells", day_report.cells)):
+            (self.folder / f"{name}.md").write_text(page(self.folder, self.state))
 
     def run(self, only: Sequence[str], again: Sequence[str]) -> int:
         for name in again:

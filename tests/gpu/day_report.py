@@ -1,9 +1,13 @@
-"""The page that `make gpu-day` writes: what is right, what is fast, what contradicts the model."""
+"""The page that `make gpu-day` writes: what is right, what is fast, what contradicts the model.
+
+`report` has one page whatever was found: the worst of each. `cells` has everything that was timed.
+"""
 
 from __future__ import annotations
 
 import functools
 import runpy
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ from fastattn.bench import results, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 FAR = 0.15  # a measurement that differs from its prediction by more contradicts the model
-SHOWN = 5  # failures of a step
+FAILURES, SHOWN = 6, 3  # lines of the page for failed tests, and for cells of a kind
+NOT_TIMED = ("WRONG", "ERROR", "CRASHED", "HUNG")
 BAD = ("failed", "crashed", "interrupted")  # outcomes of a test
 RIVALS = ("torch@cudnn", "torch@flash", "torch@efficient", "torch-flex", "torch@math", "torch")
 OURS = ("fastattn@cuda", "fastattn@sm_80", "fastattn@triton")
@@ -38,7 +43,7 @@ def judge_speed(folder: Path, code: int) -> tuple[str, str]:
     if "SKIPPED" in by_status:
         left = len({_name(row) for row in rows if row["status"] == "SKIPPED"})
         return "stopped", f"its time was used up before {left} cells"
-    bad = [row for row in rows if row["status"] in ("WRONG", "ERROR", "CRASHED", "HUNG")]
+    bad = [row for row in rows if row["status"] in NOT_TIMED]
     ours = [row for row in bad if row["provider"] in OURS]
     words = f"{sum(row['ms'] is not None for row in rows)} rows measured"
     if bad:
@@ -54,38 +59,85 @@ def rows_of(folder: Path) -> list[Row]:
 
 def report(folder: Path, state: Mapping[str, Any]) -> str:
     machine, steps = state.get("machine", {}), state["steps"]
-    lines = [f"# A day on {machine.get('gpu', 'an unknown GPU')}", ""]
-    lines += [f"torch {machine.get('torch')}, commit {machine.get('commit')}.", ""]
-    if machine.get("capability") is None:
-        lines += ["**A rehearsal. No time in it is one of a GPU.**", ""]
-    lines += ["## What is right", "", "| step | | seconds | |", "| --- | --- | --- | --- |"]
-    for name, step in steps.items():
-        words = step["words"].replace("|", "\\|")
-        lines.append(f"| {name} | **{step['status']}** | {step['seconds']:.0f} | {words} |")
-    lines += ["", *_failures(folder, steps)]
-    rows = []
-    for name in steps:
-        if (folder / name / "results.jsonl").exists():
-            rows += rows_of(folder / name)
+    rows = _all_rows(folder, steps)
     measured = [row for row in rows if row["ms"] is not None]
-    lines += ["## What is fast", "", *_speeds(measured), ""]
+    lines = [*_title("A day", machine), "## What is right", "", *_steps(steps)]
+    lines += [*_failures(folder, steps), "## What is fast", "", *_fast(measured), ""]
     lines += ["## What contradicts the model", ""]
-    lines += [*_contradictions(measured, machine.get("capability")), "", *_wrong(rows)]
+    lines += [*_contradictions(measured, machine.get("capability")), ""]
+    lines += _short(_not_timed(rows), "cells.md")
     return "\n".join(lines).rstrip() + "\n"
 
 
+def cells(folder: Path, state: Mapping[str, Any]) -> str:
+    """Every cell, with its prediction, and all that was not timed."""
+    machine = state.get("machine", {})
+    rows = _all_rows(folder, state["steps"])
+    measured = [row for row in rows if row["ms"] is not None]
+    lines = [*_title("All cells of a day", machine), UNITS, "", *TABLE]
+    lines += [line for _, _, line in _compared(measured)]
+    if machine.get("capability") == MODELLED:
+        lines += ["", *MODEL_TABLE, *(line for _, line in _modelled(measured))]
+    lines += ["", *_not_timed(rows)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _title(words: str, machine: Mapping[str, Any]) -> Iterator[str]:
+    yield f"# {words} on {machine.get('gpu', 'an unknown GPU')}"
+    yield ""
+    yield f"torch {machine.get('torch')}, commit {machine.get('commit')}."
+    yield ""
+    if machine.get("capability") is None:
+        yield "**A rehearsal. No time in it is one of a GPU.**"
+        yield ""
+
+
+def _all_rows(folder: Path, steps: Iterable[str]) -> list[Row]:
+    with_results = [name for name in steps if (folder / name / "results.jsonl").exists()]
+    return [row for name in with_results for row in rows_of(folder / name)]
+
+
+def _steps(steps: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for the steps that passed, a row for each of the others."""
+    passed = [
+        f"{name} ({step['words']}{step['words'] and ', '}{step['seconds']:.0f} s)"
+        for name, step in steps.items()
+        if step["status"] == "passed"
+    ]
+    yield f"Passed: {'; '.join(passed) or 'nothing'}."
+    yield ""
+    if len(passed) == len(steps):
+        return
+    yield "| step | | seconds | |"
+    yield "| --- | --- | --- | --- |"
+    for name, step in steps.items():
+        if step["status"] != "passed":
+            words = step["words"].replace("|", "\\|")
+            yield f"| {name} | **{step['status']}** | {step['seconds']:.0f} | {words} |"
+    yield ""
+
+
 def _failures(folder: Path, steps: Iterable[str]) -> Iterator[str]:
-    """The first failures of each step, with the first line of the message."""
+    """The first failures, one of each step before the second of any, with their messages."""
+    found = []
     for name in steps:
-        found = recorded.results(folder / f"{name}.jsonl").values()
-        bad = [one for one in found if one["outcome"] in BAD]
-        for one in bad[:SHOWN]:
+        tests = recorded.results(folder / f"{name}.jsonl").values()
+        for n, one in enumerate(test for test in tests if test["outcome"] in BAD):
             reason = (one["reason"].splitlines() or [""])[0][:160]
-            yield f"- {name}: `{one['test'].rpartition('::')[2]}`: {one['outcome']}: {reason}"
-        if len(bad) > SHOWN:
-            yield f"- {name}: {len(bad) - SHOWN} more, see {name}.jsonl"
-        if bad:
-            yield ""
+            test = one["test"].rpartition("::")[2]
+            found.append((n, f"- {name}: `{test}`: {one['outcome']}: {reason}"))
+    found.sort(key=lambda failure: failure[0])
+    yield from _short([line for _, line in found], "the .jsonl of each step", FAILURES)
+    if found:
+        yield ""
+
+
+def _short(lines: Iterable[str], where: str, limit: int = SHOWN) -> Iterator[str]:
+    """The first items of a list, and where the others are."""
+    lines = list(lines)
+    yield from lines[:limit]
+    if len(lines) > limit:
+        yield f"- {len(lines) - limit} more: see {where}"
 
 
 def _name(row: Row) -> str:
@@ -101,22 +153,47 @@ def _cells(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     return found
 
 
-def _speeds(rows: list[Row]) -> Iterator[str]:
-    """A line for each cell: our kernels beside the fastest of the others."""
-    yield "TFLOP/s of visible pairs; for decoding GB/s. The rival is the fastest of PyTorch's."
-    yield ""
-    yield f"| cell | {' | '.join(OURS)} | rival | ours / rival |"
-    yield "| --- |" + " --- |" * (len(OURS) + 2)
+UNITS = "TFLOP/s of visible pairs; for decoding GB/s. The rival is the fastest of PyTorch's."
+TABLE = (
+    f"| cell | {' | '.join(OURS)} | rival | ours / rival |",
+    "| --- |" + " --- |" * (len(OURS) + 2),
+)
+
+
+def _compared(rows: list[Row]) -> Iterator[tuple[str, float | None, str]]:
+    """Of each cell its operator, our speed as a multiple of the fastest rival's, and its row."""
     for name, cell in _cells(rows).items():
         rivals = [cell[rival] for rival in RIVALS if rival in cell]
         ours = [cell[our] for our in OURS if our in cell]
         best = min(rivals, key=lambda row: row["ms"], default=None)
-        ratio = ""
-        if best and ours:
-            ratio = f"{best['ms'] / min(row['ms'] for row in ours):.2f}"
+        ratio = best["ms"] / min(row["ms"] for row in ours) if best and ours else None
         numbers = [_rate(cell.get(our)) for our in OURS]
         rival = f"{best['provider']} {_rate(best)}" if best else "none"
-        yield f"| {name} | {' | '.join(numbers)} | {rival} | {ratio} |"
+        words = "" if ratio is None else f"{ratio:.2f}"
+        line = f"| {name} | {' | '.join(numbers)} | {rival} | {words} |"
+        yield next(iter(cell.values()))["op"], ratio, line
+
+
+def _fast(rows: list[Row]) -> Iterator[str]:
+    """Each operator beside the fastest rival, then the best and the worst cells."""
+    compared = list(_compared(rows))
+    found = [(op, ratio, line) for op, ratio, line in compared if ratio is not None]
+    yield f"Ours / rival, in {len(found)} of {len(compared)} cells, all of which are in cells.md:"
+    yield ""
+    yield "| operator | cells | least | median | greatest | ours is faster in |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for op in dict.fromkeys(op for op, _, _ in found):
+        ratios = [ratio for other, ratio, _ in found if other == op]
+        numbers = (min(ratios), statistics.median(ratios), max(ratios))
+        words = " | ".join(f"{x:.2f}" for x in numbers)
+        yield f"| {op} | {len(ratios)} | {words} | {sum(ratio > 1 for ratio in ratios)} |"
+    yield ""
+    yield f"The worst and the best cells. {UNITS}"
+    yield ""
+    yield from TABLE
+    found.sort(key=lambda cell: cell[1])
+    ends = found if len(found) <= 2 * SHOWN else found[:SHOWN] + found[-SHOWN:]
+    yield from (line for _, _, line in ends)
 
 
 def _rate(row: Row | None) -> str:
@@ -150,20 +227,39 @@ def predicted(row: Row) -> float | None:
     return None
 
 
-def _contradictions(rows: list[Row], capability: str | None) -> Iterator[str]:
-    """Each measured cell of the model, marked where it is far off; then the floors."""
-    if capability != "9.0":
-        yield "The model of docs/hopper.md is one of compute capability 9.0 alone."
-        return
-    yield "| cell | measured | predicted | measured / predicted | |"
-    yield "| --- | --- | --- | --- | --- |"
+MODELLED = "9.0"  # the compute capability of the model
+MODEL_TABLE = (
+    "| cell | measured | predicted | measured / predicted | |",
+    "| --- | --- | --- | --- | --- |",
+)
+
+
+def _modelled(rows: list[Row]) -> Iterator[tuple[float, str]]:
+    """Of each measured cell of the model: measured / predicted, and its row."""
     for row in rows:
         expected = predicted(row) if row["provider"] == "fastattn@cuda" else None
         if expected is not None:
             tflops = row["gflops"] / 1e3
             ratio = tflops / expected
-            verdict = "" if abs(ratio - 1) <= FAR else "**contradicts**"
-            yield f"| {_name(row)} | {tflops:.0f} | {expected:.0f} | {ratio:.2f} | {verdict} |"
+            verdict = "**contradicts**" if _is_far(ratio) else ""
+            numbers = f"{tflops:.0f} | {expected:.0f} | {ratio:.2f} | {verdict}"
+            yield ratio, f"| {_name(row)} | {numbers} |"
+
+
+def _is_far(ratio: float) -> bool:
+    return abs(ratio - 1) > FAR
+
+
+def _contradictions(rows: list[Row], capability: str | None) -> Iterator[str]:
+    """The cells that are farthest off the model; then the floors."""
+    if capability != MODELLED:
+        yield f"The model of docs/hopper.md is one of compute capability {MODELLED} alone."
+        return
+    found = list(_modelled(rows))
+    far = sorted((x for x in found if _is_far(x[0])), key=lambda x: -abs(x[0] - 1))
+    yield f"{len(far)} of {len(found)} predicted cells are more than {FAR:.0%} off. The farthest:"
+    yield ""
+    yield from (*MODEL_TABLE, *(line for _, line in far[: 2 * SHOWN]))
     yield ""
     yield "Floors:"
     yield ""
@@ -228,11 +324,9 @@ def _floors(cells: dict[str, dict[str, Row]]) -> Iterator[str]:
         yield f"- {words}: at least {least:g}, measured {value:.3g}: {verdict}"
 
 
-def _wrong(rows: list[Row]) -> Iterator[str]:
+def _not_timed(rows: list[Row]) -> Iterator[str]:
     """What the benchmark refused to time: its results exceed the bound, or it failed."""
-    bad = [row for row in rows if row["status"] in ("WRONG", "ERROR", "CRASHED", "HUNG")]
-    if bad:
-        yield "Not timed:"
-        yield ""
-    for row in bad[: 4 * SHOWN]:
-        yield f"- {row['provider']}: {_name(row)}: {row['status']}: {row['reason'][:160]}"
+    for row in rows:
+        if row["status"] in NOT_TIMED:
+            words = f"{row['status']}: {row['reason'][:160]}"
+            yield f"- not timed: {row['provider']}: {_name(row)}: {words}"
