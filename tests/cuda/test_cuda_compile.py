@@ -17,16 +17,17 @@ import issue_slots
 import machine_code
 import pytest
 import sass
+from required import REQUIRE_COUNTS, no_counts
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
+needs_nvcc = pytest.mark.skipif(NVCC is None and not REQUIRE_COUNTS, reason="there is no nvcc here")
 
 
 def compiled(source: Path, element: str, arch: str, folder: Path) -> dict[str, dict[str, int]]:
     """What ptxas says of every kernel: registers, and bytes of stack and spills."""
-    assert NVCC is not None
+    assert NVCC is not None, "there is no nvcc here"
     ptx = "90a" if emulator.is_for_hopper(source) else "80"  # as setup.py
     command = [NVCC, "-std=c++17", "-O3", f"-gencode=arch=compute_{ptx},code=sm_{arch}", "-cubin"]
     command += [f"-DFASTATTN_ELEMENT={element}", "-Xptxas=-v", "-Werror=all-warnings"]
@@ -59,10 +60,11 @@ def check(source: Path, element: str, arch: str, folder: Path) -> None:
         if report["stack"] or report["stores"] or report["loads"]
     }
     assert not spilling
-    if element == "Bf16" and arch in CHIPS:
-        check_counts(folder / f"{source.stem}.{element}.{arch}.cubin", CHIPS[arch])
+    cubin = folder / f"{source.stem}.{element}.{arch}.cubin"
     if emulator.is_for_hopper(source):
-        check_instructions(source, folder / f"{source.stem}.{element}.{arch}.cubin")
+        check_instructions(source, cubin)
+    if element == "Bf16" and arch in CHIPS:  # last, because it may skip
+        check_counts(cubin, CHIPS[arch])
 
 
 # -- counts ----------------------------------------------------------------------------------------
@@ -73,14 +75,27 @@ CHIPS = {"80": "sm_80", "90a": "sm_90"}  # of docs/machine-code.md
 def check_counts(cubin: Path, chip: str) -> None:
     """No main kernel takes more instructions or registers than the counts that are kept."""
     if sass.find_tool("nvdisasm") is None or sass.find_tool("cuobjdump") is None:
-        pytest.skip("there is no nvdisasm or no cuobjdump here")
+        no_counts("there is no nvdisasm or no cuobjdump here")
     kept = machine_code.kept()
-    assert NVCC is not None
+    assert NVCC is not None, "there is no nvcc here"
     if (version := machine_code.version_of_nvcc(NVCC)) != kept["versions"]["nvcc"]:
-        pytest.skip(f"the counts are of nvcc {kept['versions']['nvcc']}, this is {version}")
+        no_counts(f"those that are kept are of nvcc {kept['versions']['nvcc']}, this is {version}")
     now = machine_code.main_kernels(cubin)
     before = {label: one for label, one in kept["kernels"][chip].items() if label in now}
     assert not machine_code.faults(before, now)
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_another_compiler_is_told_and_fails_where_counts_are_required(
+    required: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine_code, "version_of_nvcc", lambda nvcc: "1.0")
+    monkeypatch.setattr(sass, "find_tool", lambda name: name)
+    monkeypatch.setattr("required.REQUIRE_COUNTS", required)
+    monkeypatch.setattr("test_cuda_compile.NVCC", "nvcc")
+    outcome = pytest.fail.Exception if required else pytest.skip.Exception
+    with pytest.raises(outcome, match=r"not counted: those .* of nvcc [\d.]+, this is 1.0"):
+        check_counts(tmp_path / "none.cubin", "sm_80")
 
 
 def test_the_page_on_machine_code_is_that_of_the_counts() -> None:
@@ -278,7 +293,6 @@ def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
     check(sass.FOLDER / "hopper/sdpa_forward.cu", "Bf16", "90a", tmp_path)
 
