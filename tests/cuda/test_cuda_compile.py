@@ -100,11 +100,15 @@ def test_another_compiler_is_told_and_fails_where_counts_are_required(
 
 def test_the_page_on_machine_code_is_that_of_the_counts() -> None:
     kept = machine_code.kept()
-    assert machine_code.page(kept["kernels"], kept["shared"]) == machine_code.PAGE.read_text()
-    assert machine_code.shared_memory() == kept["shared"]
-    of_nvcc = [label for x in kept["kernels"].values() for label in x if label[:6] != "triton"]
+    assert machine_code.page(kept["kernels"]) == machine_code.PAGE.read_text()
+    kernels = [(label, one) for x in kept["kernels"].values() for label, one in x.items()]
+    of_nvcc = {label: one.shared for label, one in kernels if not label.startswith("triton")}
+    assert machine_code.shared_memory() == of_nvcc
     # Three kernels and decoding in three widths; three for Hopper in six pairs of widths.
     assert len(of_nvcc) == 4 * 3 + 3 * 6
+    for label, one in kernels:
+        assert one.shared > 0, label
+        assert one.threads > 0, label
 
 
 # A loop with a wait, a branch beside the way, and code that the loop is jumped out to.
@@ -158,7 +162,8 @@ def test_counts_that_grow_are_refused() -> None:
     before = issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100)
     assert not machine_code.faults({"a": before}, {"a": before})
     for change in ({"fma": before.fma + 4}, {"shared_bytes": before.shared_bytes * 2},
-                   {"registers": 110}, {"mufu": before.mufu + 4}, {"flops": 0}):  # fmt: skip
+                   {"registers": 110}, {"mufu": before.mufu + 4}, {"flops": 0},
+                   {"shared": 1}):  # fmt: skip
         assert machine_code.faults({"a": before}, {"a": replace(before, **change)}), change
     # Twice the steps in one round cost twice as much.
     names = ("flops", "tensor", "fma", "alu", "mufu", "lsu", "control", "shared_bytes", "barriers")

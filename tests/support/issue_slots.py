@@ -249,6 +249,8 @@ class Slots:
     registers: int
     wgmma: bool
     rolled: bool  # a loop with products within the way round is counted once
+    threads: int = 0  # of a block; 0 in what a cubin alone tells
+    shared: int = 0  # bytes of a block, likewise
 
     @property
     def issue(self) -> int:
@@ -314,4 +316,6 @@ def regressions(before: Slots, now: Slots) -> list[str]:
             faults.append(f"{name} {was} -> {is_now:.0f}")
     if now.registers > before.registers + 8:
         faults.append(f"registers {before.registers} -> {now.registers}")
+    if now.shared > before.shared:
+        faults.append(f"shared {before.shared} -> {now.shared}")
     return faults
