@@ -145,10 +145,20 @@ def test_issue_slots_are_those_of_the_shortest_way_round() -> None:
     assert found.flops == 2 * 64 * (80 + 128) * 16 // 4
     assert (found.tensor, found.fma, found.mufu, found.alu) == (2, 1, 1, 0)
     assert (found.lsu, found.control, found.barriers, found.rolled) == (2, 4, 1, False)
+    assert (found.between_waits, found.without_wait) == (found.issue - 1, found.issue - 1)
     # K and Q of 16 columns, V of 16 rows; and 16 bytes a lane.
     assert found.shared_bytes == (2 * 16 * (80 + 64) + 2 * 16 * 128) // 4 + 512
     assert found.clocks("sm_90")["tensor"] == (80 + 128) / 2
     assert found.bound("sm_90") == ("tensor", 1.0)
+
+
+def test_instructions_between_waits_are_counted_round_the_loop() -> None:
+    way = ["BAR.ARV", "BAR.SYNC", "FADD", "@P0 LDGDEPBAR", "DEPBAR.LE SB0", "FADD", "FADD", "FADD"]
+    assert issue_slots.between_waits(way) == [2, 4]
+    assert issue_slots.between_waits(["FADD", "BAR.ARV"]) == [2]
+    # The same number of waits, one of them in the middle.
+    before = issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100)
+    assert machine_code.faults({"a": before}, {"a": replace(before, without_wait=4)})
 
 
 def test_a_loop_of_products_within_the_way_is_told() -> None:

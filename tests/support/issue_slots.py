@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,6 +39,8 @@ PIPES = {
 }
 PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
 BARRIERS = re.compile(r"BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|LDGDEPBAR")
+# Of the barriers those that a warp waits at. Others only arrive.
+WAITS = re.compile(r"BAR\.(SYNC|RED)|SYNCS\.PHASECHK|(WARPGROUP\.)?DEPBAR")
 WORD_BYTES = {"8": 1, "U8": 1, "S8": 1, "16": 2, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
@@ -228,6 +231,15 @@ def hottest(code: Code) -> tuple[list[str], bool]:
     return [line for n in way for line in blocks.lines[n]], rolled
 
 
+def between_waits(way: list[str]) -> list[int]:
+    """The numbers of instructions from each wait to the next, round the loop; one if none waits."""
+    waits = [n for n, line in enumerate(way) if WAITS.match(opcode(line))]
+    if not waits:
+        return [len(way)]
+    following = (*waits[1:], waits[0] + len(way))
+    return [then - n - 1 for n, then in zip(waits, following, strict=True)]
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 
@@ -246,6 +258,8 @@ class Slots:
     shared_bytes: int
     global_bytes: int
     barriers: int
+    between_waits: float  # instructions from a wait to the next: the median
+    without_wait: int  # and the most
     registers: int
     wgmma: bool
     rolled: bool  # a loop with products within the way round is counted once
@@ -285,6 +299,7 @@ def _kind(name: str) -> str:
 
 def slots(code: Code, registers: int) -> Slots:
     way, rolled = hottest(code)
+    apart = between_waits(way)
     pipes = [_kind(opcode(line)) for line in way]
     counted = {name: pipes.count(name) for name in ("tensor", *CLOCKS["sm_80"])}
     return Slots(
@@ -293,6 +308,8 @@ def slots(code: Code, registers: int) -> Slots:
         shared_bytes=sum(map(shared_bytes, way)),
         global_bytes=sum(map(global_bytes, way)),
         barriers=sum(bool(BARRIERS.match(opcode(line))) for line in way),
+        between_waits=statistics.median(apart),
+        without_wait=max(apart),
         registers=registers,
         wgmma=any("GMMA" in line for line in way),
         rolled=rolled,
@@ -314,6 +331,10 @@ def regressions(before: Slots, now: Slots) -> list[str]:
         was, is_now = getattr(before, name), getattr(now, name) / scale
         if is_now > was * (1 + MARGIN) + 2:
             faults.append(f"{name} {was} -> {is_now:.0f}")
+    # A share: an instruction less elsewhere is no wait more.
+    was, is_now = before.without_wait / before.issue, now.without_wait / now.issue * scale
+    if is_now < was * (1 - 2 * MARGIN):
+        faults.append(f"instructions without a wait {was:.0%} -> {is_now:.0%}")
     if now.registers > before.registers + 8:
         faults.append(f"registers {before.registers} -> {now.registers}")
     if now.shared > before.shared:

@@ -167,14 +167,16 @@ def threads_of(label: str) -> int:
 
 def table(chip: str, kernels: Kernels) -> Iterator[str]:
     heads = "registers | shared, KiB | blocks | issue | tensor | FMA | ALU | MUFU | LSU | barriers"
+    heads += " | between waits: median, most"
     heads += " | predicted clocks: tensor, issue, FMA, ALU, MUFU, shared | shared bytes a kFLOP"
     yield f"| kernel | {heads} | predicted bound |"
-    yield "| --- |" + " --- |" * 13
+    yield "| --- |" + " --- |" * 14
     for label, one in kernels.items():
         clocks = one.clocks(chip)
         cells = [one.registers, f"{one.shared / 1024:.0f}", blocks(one, chip)]
         cells += [one.issue, one.tensor, one.fma, one.alu]
         cells += [one.mufu, one.lsu, one.barriers]
+        cells += [f"{one.between_waits:.0f}, {one.without_wait}"]
         order = ("tensor", "issue", "fma", "alu", "mufu", "shared")
         cells += [", ".join(f"{clocks[pipe]:.0f}" for pipe in order)]
         cells += [f"{1000 * one.shared_bytes / one.flops:.1f}"]
@@ -227,6 +229,8 @@ no barrier has to wait.
 - **shared, KiB**: the shared memory of a block.
 - **blocks**: how many fit on a multiprocessor at once, by their registers and shared memory.
 - **issue** to **barriers**: numbers of instructions. "issue" is all of them.
+- **between waits**: the numbers of instructions from one barrier at which a warp waits to the next.
+  Those where it only arrives are left out. In between a warp runs independently of the others.
 - **predicted clocks**: how long each pipe is busy in one of the four parts of a multiprocessor, if
   no other pipe delays it. The throughputs are those of the [CUDA programming
   guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#throughput-of-native-arithmetic-instructions).
