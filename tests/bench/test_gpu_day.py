@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import emulator
 import pytest
 import recorded
 from bench_results import parse
@@ -113,9 +114,9 @@ def test_each_step_of_tests_finds_its_tests(day: ModuleType, rehearse: bool) -> 
     )
     commands = [step.command for step in day.steps(rehearse) if step.kind == "tests"]
     wanted = [list(words[words.index("-p") :]) for words in commands]
-    # Without a GPU tests/gpu is there for a rehearsal alone.
-    given = {"FASTATTN_REHEARSAL": "none", "TRITON_INTERPRET": "1"}
-    done = run_python("-c", source, json.dumps(wanted), cwd=ROOT, **given)
+    # Without a GPU tests/gpu is there for a rehearsal alone, with the emulated module.
+    emulator.build()
+    done = run_python("-c", source, json.dumps(wanted), cwd=ROOT, **day.environment(True))
     found = [int(line.split()[1]) for line in done.stdout.splitlines() if "FOUND" in line]
     assert len(found) == len(wanted), done.stdout[-2000:] + done.stderr[-2000:]
     assert all(found), list(zip(found, wanted, strict=True))
