@@ -282,6 +282,7 @@ def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
 
 TABLES = {
     FIGURES: tables.figures_table,
+    "isas": tables.isas_table,
     "family": tables.family_table,
     "operators": tables.family_table,
     "options": tables.options_table,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastattn.bench import breakdown, display, summary
@@ -146,17 +146,28 @@ def models_table(result: Result) -> Table:
 
 def figures_table(result: Result) -> Table:
     """Share of the peak and speed-up over torch, one line per shape, one column per dtype."""
-    dtypes = ["fp32", "bf16", "fp16"]
-    cells = {
-        (_name_of(row), PASSES[row["pass"]], row["dtype"]): row
-        for row in summary.summarise(result)
-        if row["provider"] == "fastattn"
-    }
+    rows = [row for row in summary.summarise(result) if row["provider"] == "fastattn"]
+    return _shares(rows, ["fp32", "bf16", "fp16"], lambda row: row["dtype"])
+
+
+def isas_table(result: Result) -> Table:
+    """The same with a column per dtype and instruction set."""
+
+    def column(row: Row) -> str:
+        isa = row["provider"].partition("@")[2] or result.environment["isa"].partition(",")[0]
+        return f"{row['dtype']}, {isa}"
+
+    rows = [row for row in summary.summarise(result) if row["provider"] != "torch"]
+    return _shares(rows, list(dict.fromkeys(map(column, rows))), column)
+
+
+def _shares(rows: Sequence[Row], columns: list[str], column: Callable[[Row], str]) -> Table:
+    cells = {(_name_of(row), PASSES[row["pass"]], column(row)): row for row in rows}
     lines = {}
     for line in dict.fromkeys(key[:2] for key in cells):
         texts = []
-        for dtype in dtypes:
-            row = cells.get((*line, dtype))
+        for name in columns:
+            row = cells.get((*line, name))
             text = "" if row is None else row["status"]
             if row is not None and row["ms"] is not None:
                 text = f"{row['percent_of_peak']:.0f} %"
@@ -164,7 +175,7 @@ def figures_table(result: Result) -> Table:
                 text += ", busy" if row["busy"] else ""
             texts.append(text)
         lines[line] = texts
-    return Table(["cell", "pass"], dtypes, lines)
+    return Table(["cell", "pass"], columns, lines)
 
 
 def family_table(result: Result) -> Table:
