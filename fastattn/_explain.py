@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fastattn import compat, dispatch
 from fastattn.bench import ops
@@ -42,19 +46,51 @@ def run(args: argparse.Namespace) -> int:
 def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]:
     """Return one explanation per kernel that the cell calls; a module may call several, or none.
 
-    The library runs on tensors without memory, as under the compiler: nothing is computed.
+    The library runs on tensors without memory, as under the compiler: nothing is computed. They are
+    on the CPU, because PyTorch's autograd aborts on tensors of a device that it was built without.
+    Only the tensors that the backends judge are on ``device``.
     """
     found: list[dispatch.Explanation] = []
+
+    def explain(op: str, tensors: Sequence[Any], options: Any) -> None:
+        with torch.no_grad():
+            found.append(dispatch.explanation(op, [_on(device, x) for x in tensors], options))
+
     with compat.tensors_without_memory(), warnings.catch_warnings():
         # PyTorch's stacks copy their layers, and copying fake tensors makes PyTorch warn.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        # Not `to`, which a PyTorch that was built without this kind of device refuses.
-        inputs = {
-            name: torch.empty_like(x, device=device) for name, x in make_inputs(cell, 0).items()
-        }
-        with Calls(lambda *call: found.append(dispatch.explanation(*call))):
+        inputs = make_inputs(cell, 0)
+        with _Pretend(device), Calls(explain):
             forward, leaves = ops.get(cell.op).ours(cell, inputs)
             for leaf in leaves:
                 leaf.requires_grad_(cell.passes != "fwd")
             forward()
     return found
+
+
+def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
+    """A tensor on this device with everything of ``x`` that a backend looks at."""
+    if x is None or x.device == device:
+        return x
+    # Not `to`, which a PyTorch that was built without this kind of device refuses.
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return like.requires_grad_(x.requires_grad)
+
+
+_IS_CPU: Any = Tensor.is_cpu
+
+
+class _Pretend(TorchFunctionMode):
+    """Within the block, ``is_cpu`` of every tensor is as on this device.
+
+    Some functions choose their operators by it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.is_cpu = device.type == "cpu"
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.is_cpu if func == _IS_CPU.__get__ else func(*args, **(kwargs or {}))

@@ -281,14 +281,36 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
     assert "reference" in done.stdout
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("op", ops.OPS)
-def test_explain_takes_every_operator(op: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name = ops.get(op).FUNCTION
-    passes = [p for p in ("fwd", "fwd+bwd") if p in ops.get(op).PASSES]
-    assert cli.main(["explain", "--op", name, "--pass", ",".join(passes), "--dtype", "fp64"]) == 0
+def test_explain_takes_every_operator(
+    op: str, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a device that PyTorch was built without, too."""
+    name, passes = ops.get(op).FUNCTION, ops.get(op).PASSES
+    arguments = ["--op", name, "--pass", ",".join(passes), "--dtype", "fp64,bf16"]
+    assert cli.main(["explain", "--device", device, *arguments]) == 0
     printed = capsys.readouterr().out
     assert op in printed
-    assert printed.count("runs") >= len(passes) or "calls no kernel" in printed
+    found = printed.count(f" on {device}\n") + printed.count("calls no kernel")
+    assert found >= 2 * len(passes)
+    assert printed.count(" runs\n") == printed.count(f" on {device}\n")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "operator"),
+    [
+        ("sdpa mask=documents", "scaled_dot_product_attention"),
+        ("varlen mask=documents", "varlen_attention"),
+        ("decode P=64", "decode_attention"),
+        ("luong W=4,P=1", "scaled_dot_product_attention"),  # on the CPU it is local_attention
+    ],
+)
+def test_explain_takes_options_on_any_device(
+    shapes: str, operator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", "--device", "cuda", "--shapes", shapes, "--dtype", "bf16"]) == 0
+    assert f"{operator} on cuda\n" in capsys.readouterr().out
 
 
 def test_explain_agrees_with_the_library(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,8 @@ def why_not(
     **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    # Not [None], which fails for `explain` if PyTorch was built without this kind of device.
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     return sdpa.why_not(query, key, value, alibi_slopes=alibi_slopes, relative_bias=relative_bias)
 
 

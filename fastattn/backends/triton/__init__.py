@@ -123,7 +123,8 @@ def _why_not_packed(
     relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    # Not [None], which fails for `explain` if PyTorch was built without this kind of device.
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     return _why_not_attend(
         query, key, value, alibi_slopes=alibi_slopes, relative_bias=relative_bias
     )
