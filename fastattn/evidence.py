@@ -15,7 +15,7 @@ An entry has the fields
   :func:`processor` says; ``has``, ``lacks``: its features;
 - ``op``, ``dtype``: the calls it applies to; ``least_queries``: their minimum number of queries;
 - ``source``: a file of this repository, or another source; ``commit``: that of the kernels which
-  were measured.
+  were measured; ``version``: that of fastattn, in the user's entries.
 
 All fields except ``choice``, ``use`` and ``source`` are optional: a missing field matches anything.
 ``vendor``, ``name`` and ``dtype`` are lists.
@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from fastattn._version import __version__
 
 __all__ = [
     "Choice",
@@ -53,7 +55,7 @@ __all__ = [
 FORMAT = 1
 _FIELDS = {
     "choice", "use", "source", "device", "vendor", "name", "has", "lacks", "op", "dtype",
-    "least_queries", "date", "commit",
+    "least_queries", "date", "commit", "version",
 }  # fmt: skip
 _LISTS = ("vendor", "name", "has", "lacks", "dtype")
 _BACKENDS = ("torch", "cpu", "cuda", "triton")
@@ -150,7 +152,9 @@ def _choose(
             if entry["choice"] == choice and _fits(entry, on, op, kind):
                 source = entry["source"]
                 if is_own:
-                    source = f"your `fastattn tune` of {entry.get('date', 'unknown date')}"
+                    date = entry.get("date", "unknown date")
+                    version = entry.get("version", "unknown")
+                    source = f"your `fastattn tune` of {date}, measured with version {version}"
                 least, measured = entry.get("least_queries", 0), bool(entry.get("name"))
                 return Choice(entry["use"], source, least, is_own, measured)
     return None
@@ -207,11 +211,13 @@ def own_file() -> Path:
 
 
 def set_own(entries: Sequence[dict[str, Any]]) -> Path:
-    """Put entries into the user's file, replacing those for the same calls; return it."""
+    """Put entries, with this version, into the user's file, replacing those for the same calls;
+    return it."""
     path = own_file()
     replaced = [_calls_of(entry) for entry in entries]
     kept = [entry for entry in _own() if _calls_of(entry) not in replaced]
-    table = {"format": FORMAT, "entries": [*entries, *kept]}
+    new = [{"version": __version__, **entry} for entry in entries]
+    table = {"format": FORMAT, "entries": [*new, *kept]}
     _checked(table, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")

@@ -7,8 +7,9 @@ The first call of an operator, on a backend of :data:`CHECKED`, in a dtype and o
 process, and in ``selftest.json`` in the user's cache folder for this GPU, driver and build. A
 mismatch disables the backend for that operator and dtype, with a warning and a report.
 
-Not checked are a GPU that a record of ``fastattn.evidence`` names, tensors that are not on a GPU
-(Triton's interpreter), and everything if ``FASTATTN_SELFTEST=0``. See ``docs/selftest.md``.
+Not checked are a GPU that a record of the shipped table of ``fastattn.evidence`` names, tensors
+that are not on a GPU (Triton's interpreter), and everything if ``FASTATTN_SELFTEST=0``. See
+``docs/selftest.md``.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def _about_key(key: _Key, load: _Load) -> dict[str, Any]:
 def _has_record(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> bool:
     if gpu(device) != evidence.processor("cuda"):  # whose records are known
         return False
-    found = evidence.choose("backends", "cuda", op, dtype)
+    # The user's own entries may be of other kernels, before an update.
+    found = evidence.choose("backends", "cuda", op, dtype, own=False)
     return found is not None and found.is_measured and backend in found.use
 
 

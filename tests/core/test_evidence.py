@@ -17,7 +17,7 @@ import torch
 from processors import H200, be
 
 import fastattn
-from fastattn import cli, dispatch, evidence, info
+from fastattn import __version__, cli, dispatch, evidence, info
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.evidence import Gemm, Processor
 from fastattn.nn import _linear, _small
@@ -240,7 +240,8 @@ def test_the_users_own_entries_come_first(own: Path) -> None:
             ATTENTION, (torch.empty(1, 1, 4, 8).half(),) * 3 + (None,) * 3,
             AttentionOptions(scale=1.0),
         )  # fmt: skip
-        assert "your `fastattn tune` of 2026-11-22" in str(choice)
+        measured = f"your `fastattn tune` of 2026-11-22, measured with version {__version__}"
+        assert measured in str(choice)
     with be(AMX):  # another processor: a home folder may be shared
         assert order(torch.float16) == ("cpu", "reference")
         evidence.set_own([{**OWN, "name": ["Xeon"]}])

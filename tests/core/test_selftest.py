@@ -199,12 +199,29 @@ def encode_by_reference() -> torch.Tensor:
         return encode()
 
 
+RECORD = {"choice": "backends", "device": "cuda", "op": OP, "use": ["triton"], "source": "here"}
+
+
 @pytest.mark.parametrize("name", [["NVIDIA H200"], ["NVIDIA A100"], None])
-def test_a_gpu_with_a_record_is_not_checked(name: list[str] | None, kernels: Kernels) -> None:
-    entry = {"choice": "backends", "device": "cuda", "op": OP, "use": ["triton"], "source": "here"}
-    evidence.set_own([entry if name is None else {**entry, "name": name}])
+def test_a_gpu_with_a_record_is_not_checked(
+    name: list[str] | None, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = RECORD if name is None else {**RECORD, "name": name}
+    monkeypatch.setattr(evidence, "_shipped", lambda: [entry])
+    evidence.forget()
     encode()
     assert kernels.checks == (0 if name == [H200.name] else CASES)
+
+
+def test_the_users_own_record_does_not_replace_the_check(kernels: Kernels) -> None:
+    """It may be of another version, whose kernels were others."""
+    evidence.set_own([{**RECORD, "name": [H200.name], "version": "0.1.0"}])
+    found = evidence.choose("backends", "cuda", OP, X.dtype)
+    assert found is not None
+    assert found.source.endswith("of unknown date, measured with version 0.1.0")
+    assert "the first call checks triton" in str(explain(OP, X))
+    encode()
+    assert kernels.checks == CASES
 
 
 def test_cpu_tensors_are_not_checked(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_a_wrong_backend_is_not_measured_and_the_verdict_is_kept(
         assert "failed its check" in fastattn.explain(OP, X).reasons["cuda"][0]
 
 
-def test_a_record_spares_the_check_but_not_a_failure_found_since(
+def test_the_verdict_spares_the_check_but_not_a_failure_found_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = Backend()
@@ -107,7 +107,6 @@ def test_a_record_spares_the_check_but_not_a_failure_found_since(
         entry = order(cuda=1.0)
         assert entry is not None
         evidence.set_own([entry])
-        selftest.own_file().unlink()
         calls = module.calls
         fastattn.sinusoidal_encoding(X)
         assert module.calls == calls + 1
