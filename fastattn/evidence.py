@@ -27,7 +27,6 @@ import functools
 import importlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn._version import __version__
+from fastattn._warning import warn
 
 __all__ = [
     "Choice",
@@ -53,11 +53,9 @@ __all__ = [
 ]
 
 FORMAT = 1
-_FIELDS = {
-    "choice", "use", "source", "device", "vendor", "name", "has", "lacks", "op", "dtype",
-    "least_queries", "date", "commit", "version",
-}  # fmt: skip
-_LISTS = ("vendor", "name", "has", "lacks", "dtype")
+_STRINGS = ("choice", "source", "device", "op", "date", "commit", "version")
+_LISTS = ("vendor", "name", "has", "lacks", "dtype")  # of strings
+_FIELDS = {"use", "least_queries", *_STRINGS, *_LISTS}
 _BACKENDS = ("torch", "cpu", "cuda", "triton")
 _GEMMS = ("torch", "onednn")
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -254,14 +252,12 @@ def _own() -> list[dict[str, Any]]:
             return []
         try:
             table = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
         return _checked(table, str(path))
     except (OSError, ValueError, RuntimeError) as error:
-        warnings.warn(
-            f"your measurements are not used: {error}; `fastattn tune --reset` removes them",
-            stacklevel=2,
-        )
+        reset = "`fastattn tune --reset` removes them"
+        warn(f"your measurements are not used: {error}; {reset}", UserWarning)
         return []
 
 
@@ -270,6 +266,8 @@ def _checked(table: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise ValueError(f"{where} is no table of evidence of format {FORMAT}")
     entries: list[dict[str, Any]] = table.get("entries", [])
+    if not isinstance(entries, list):
+        raise ValueError(f"{where}: entries must be a list, got {entries!r}")
     for n, entry in enumerate(entries):
         wrong = _wrong(entry)
         if wrong:
@@ -282,12 +280,17 @@ def _wrong(entry: Any) -> str | None:
         return "it needs choice, use and source"
     if unknown := sorted(set(entry) - _FIELDS):
         return f"unknown field {unknown[0]!r}; allowed are {', '.join(sorted(_FIELDS))}"
+    for name in _STRINGS:
+        if not isinstance(entry.get(name, ""), str):
+            return f"{name} must be a string, got {entry[name]!r}"
     for name in _LISTS:
-        if not isinstance(entry.get(name, []), list):
-            return f"{name} must be a list, got {entry[name]!r}"
+        if not _are_strings(entry.get(name, [])):
+            return f"{name} must be a list of strings, got {entry[name]!r}"
+    if not isinstance(entry.get("least_queries", 0), int):
+        return f"least_queries must be an integer, got {entry['least_queries']!r}"
     use, choice = entry["use"], entry["choice"]
     if choice == "backends":
-        ok = isinstance(use, list) and bool(use) and set(use) <= set(_BACKENDS)
+        ok = _are_strings(use) and bool(use) and set(use) <= set(_BACKENDS)
         return None if ok else f"use must be a list of {', '.join(_BACKENDS)}, got {use!r}"
     if choice == "isa":
         return None if isinstance(use, str) else f"use must be an instruction set, got {use!r}"
@@ -300,6 +303,10 @@ def _wrong(entry: Any) -> str | None:
             ok = False
         return None if ok else f"use must be the fields of a Gemm, got {use!r}"
     return f"choice must be backends, isa or gemm, got {choice!r}"
+
+
+def _are_strings(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(x, str) for x in found)
 
 
 # -- caches ---------------------------------------------------------------------------------------

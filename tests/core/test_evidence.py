@@ -6,7 +6,9 @@ No test asks what this processor is: ``be`` puts another one in its place.
 from __future__ import annotations
 
 import json
+import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,14 +260,24 @@ def test_the_users_own_entries_come_first(own: Path) -> None:
         ("{", r"evidence\.json: Expecting"),
         ("[]", "no table of evidence of format 1"),
         ('{"format": 2, "entries": []}', "no table of evidence of format 1"),
+        ("[" * 100_000, r"evidence\.json: maximum recursion depth"),
+        ('{"format": 1, "entries": null}', r"evidence\.json: entries must be a list, got None"),
+        ('{"format": 1, "entries": [[]]}', "entry 0: it needs choice, use"),
         ('{"format": 1, "entries": [{"choice": "isa"}]}', "entry 0: it needs choice, use"),
     ],
 )
 def test_a_broken_user_file_is_reported_and_skipped(own: Path, text: str, message: str) -> None:
     own.parent.mkdir(parents=True)
-    own.write_text(text)
-    with pytest.warns(UserWarning, match=f"not used: .*{message}.*tune --reset"), be(AMX_FP16):
-        assert order(torch.float16) == ("torch", "cpu", "reference")
+    with be(AMX_FP16):
+        own.write_text(text)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            evidence.forget()
+            assert {order(torch.float16), order(torch.float16)} == {("torch", "cpu", "reference")}
+        own.unlink()
+    (warning,) = caught
+    assert re.search(f"not used: .*{message}.*tune --reset", str(warning.message))
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -277,6 +289,10 @@ def test_a_broken_user_file_is_reported_and_skipped(own: Path, text: str, messag
         ({"choice": "gemm", "use": {"forward": "ours"}}, "use must be the fields of a Gemm"),
         ({"choice": "colour"}, "choice must be backends, isa or gemm, got 'colour'"),
         ({"dtype": "float16"}, "dtype must be a list"),
+        ({"has": [["avx2"]]}, "has must be a list of strings"),
+        ({"use": [["cpu"]]}, "use must be a list of torch, cpu"),
+        ({"op": ["merge_states"]}, "op must be a string"),
+        ({"least_queries": "1"}, "least_queries must be an integer, got '1'"),
         ({"speed": 3}, "unknown field 'speed'"),
     ],
 )
