@@ -161,7 +161,7 @@ def _choose(
 def unmeasured(device: str) -> str:
     """What `info` and `explain` say of a choice that no entry makes."""
     if device == "cuda":
-        return "unmeasured on this GPU: torch has no kernel for it, ours run; run `fastattn tune`"
+        return "unmeasured on this GPU; run `fastattn tune`"
     return "not measured on this processor"
 
 

@@ -62,7 +62,7 @@ FINDINGS = [
     ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
     (
         "measured_gpu",
-        {"choices": [{"device": "cuda", "source": "unmeasured on this GPU: torch is used"}]},
+        {"choices": [{"device": "cuda", "source": "unmeasured on this GPU; run `fastattn tune`"}]},
         "note",
         "unmeasured on this GPU",
         "fastattn tune",

@@ -152,18 +152,22 @@ def test_a_gpu_with_a_record_has_ours_first_where_they_are_faster(own: Path) -> 
 
 
 def test_an_unmeasured_gpu_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    masked = "sdpa dtype=bf16 mask=bool"  # PyTorch's kernel declines it
     with be(H200):
         text = info.format_text(info.collect())
-        assert cli.main(["explain", "--device", "cuda", "--shapes", "sdpa dtype=bf16,fp32"]) == 0
-        assert cli.main(["explain", "--device", "cuda", "--shapes", "additive"]) == 0
-    unmeasured = "unmeasured on this GPU: torch is used; run `fastattn tune`"
+        for shapes in ("sdpa dtype=bf16,fp32", masked, "additive"):
+            assert cli.main(["explain", "--device", "cuda", "--shapes", shapes]) == 0
+    unmeasured = "unmeasured on this GPU; run `fastattn tune`"
     assert f"bfloat16, float16: torch, cuda, triton [{unmeasured}]" in text
-    of_bf16, of_fp32, of_additive = capsys.readouterr().out.split("_attention on cuda\n")[1:]
+    printed = capsys.readouterr().out.split("_attention on cuda\n")[1:]
+    of_bf16, of_fp32, of_masked, of_additive = printed
     assert "torch      runs" in of_bf16
-    assert f"order      torch, cuda, triton, reference ({unmeasured})" in of_bf16
-    for other in (of_fp32, of_additive):
-        assert "torch      runs" not in other
-        assert "unmeasured on this GPU: torch has no kernel for it, ours run; run" in other
+    for text in (of_bf16, of_masked):
+        assert f"order      torch, cuda, triton, reference ({unmeasured})" in text
+    for text in (of_fp32, of_additive):
+        assert f"order      cuda, triton, reference ({unmeasured})" in text
+    for text in (of_fp32, of_masked, of_additive):
+        assert "torch      runs" not in text
 
 
 def test_a_device_whose_backends_were_replaced_is_left_alone() -> None:
