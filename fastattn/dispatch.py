@@ -234,12 +234,25 @@ def explanation(
     return Explanation(op, device, reasons, runs, because)
 
 
-def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()) -> str:
-    """Return the name of the first backend without a reason; raise or warn if necessary."""
+def choose(
+    op: str,
+    tensors: Sequence[Any],
+    options: Any,
+    obstacles: Sequence[str] = (),
+    without: str = "",
+) -> str:
+    """Return the name of the first backend without a reason; raise or warn if necessary.
+
+    ``without`` names one that is left out, even if it is forced.
+    """
     device = _device(tensors)
     only = forced.get()
+    if only == without:
+        only = ""
     refused: dict[str, tuple[str, ...]] = {}
     for name in (only,) if only else _order(device, op, tensors):
+        if name == without:
+            continue
         against = why_not(name, op, device, tensors, options, obstacles)
         if not against and name in selftest.CHECKED:
             against = selftest.why_not(name, op, tensors, load)

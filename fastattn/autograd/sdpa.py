@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import compat, dispatch
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
@@ -160,7 +161,23 @@ def _vmap_backward(
 
 
 # Indices in the tensors of the backward, after three gradients.
-_QUERY, _MASK, _SINKS, _TABLE = 3, 6, 11, 12
+_QUERY, _MASK, _OUT, _SINKS, _TABLE = 3, 6, 9, 11, 12
+
+
+class _Backward(Operator):
+    def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
+        grad_lse = tensors[1]
+        if backend != "torch" or grad_lse is None:
+            return super()._run(backend, tensors, options)
+        return compat.run_outside(self._by_ours, tensors, options)
+
+    def _by_ours(self, tensors: Sequence[Any], options: Any) -> Any:
+        """PyTorch's kernel takes no gradient of lse. Ours do, with the lse of their own forward."""
+        seen, last = tensors[_QUERY:_OUT], tensors[_SINKS:]
+        backend = dispatch.choose(attention.name, (*seen, *last), options, without="torch")
+        out, lse, _ = attention.run(*seen, *last, options, backend)
+        return super()._run(backend, (*tensors[:_QUERY], *seen, out, lse, *last), options)
+
 
 attention = Operator(
     f"scaled_dot_product_attention({_TENSORS}, {_LAST})",
@@ -174,7 +191,7 @@ attention = Operator(
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
-attention_backward = Operator(
+attention_backward = _Backward(
     "scaled_dot_product_attention_backward(Tensor? grad_out, Tensor? grad_lse, "
     f"Tensor? grad_weights, {_TENSORS}, Tensor out, Tensor lse, {_LAST})",
     options=AttentionBackwardOptions,

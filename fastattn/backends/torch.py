@@ -7,10 +7,10 @@ error bound there. On the CPU it also declines NaN and inf under a mask, for whi
 summed. On a GPU this would mean to wait, so there a NaN in a key that some queries see and others
 do not may reach all of them.
 
-Some gradients are known only when the backward pass begins: of ``lse``, a ``grad_out`` with NaN or
-inf under a mask, scores so large that a float32 ``lse`` cannot give the weights back. These take
-the forward and the backward of our own kernels (:func:`_ours`), the reference without a native
-core.
+Some obstacles are known only when the backward pass begins. A gradient of ``lse`` sends the call to
+the next backend (``fastattn/autograd/sdpa.py``). On the CPU, a ``grad_out`` with NaN or inf under a
+mask, and scores so large that a float32 ``lse`` cannot give the weights back, take the forward and
+the backward of our own kernels (:func:`_ours`), the reference without a native core.
 """
 
 from __future__ import annotations
@@ -191,10 +191,10 @@ def scaled_dot_product_attention_backward(
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value; that of the mask is never wanted here."""
+    assert grad_out is not None  # with a gradient of lse, another backend runs
+    assert grad_lse is None
     scale, causal = options.scale, options.window_right == 0
     seen = (query, key, value, attn_mask)
-    if grad_lse is not None or grad_out is None:
-        return *_ours(grad_out, grad_lse, *seen, scale, causal), None
     return *plain_attention_backward(grad_out, *seen, out, lse, scale, causal), None
 
 
@@ -247,7 +247,7 @@ def plain_attention_backward(
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is 0
     masked = causal or mask is not None
     if (masked and not _is_finite(grad_out)) or not lse.abs().max() <= _LARGEST_LSE:
-        return _ours(grad_out, None, query, key, value, mask, scale, causal)
+        return _ours(grad_out, query, key, value, mask, scale, causal)
     if grad_out.stride(3) != 1:
         grad_out = grad_out.contiguous()
     given = (grad_out, query, key, value, out, lse.float())
@@ -284,8 +284,7 @@ def _native() -> Any:
 
 
 def _ours(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
+    grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -294,12 +293,11 @@ def _ours(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by our own kernels, which need their own, more exact, ``lse``."""
-    kernels = _native() if query.is_cpu else reference
+    kernels = _native()
     tensors = (query, key, value, mask, None, None)
     options = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
     out, lse, _ = kernels.scaled_dot_product_attention(*tensors, options=options)
-    given = (grad_out, grad_lse, None)
     grads = kernels.scaled_dot_product_attention_backward(
-        *given, *tensors, out, lse, options=options
+        grad_out, None, None, *tensors, out, lse, options=options
     )
     return _all_as_promised(grads[:3], query, key, value)

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processors import on_a_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -77,6 +79,7 @@ def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
     for case in CASES[OP][part::4]:
         if dtype not in case.dtypes or case.slow or case.partial:
             continue
+        case = replace(case, grads=("out",))  # with a gradient of lse, another backend runs
         inputs = make_inputs(case, dtype)
         if not dispatch.reasons_of(backend, OP, inputs.forward_args(), inputs.options):
             taken += 1
@@ -302,6 +305,43 @@ def gradients_agree(
 
 def test_a_gradient_of_lse() -> None:
     gradients_agree(qkv(requires_grad=True), torch.randn(2, 4, 20, 16).bfloat16(), True)
+
+
+def test_a_gradient_of_lse_takes_the_next_backend_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, too: the reference would keep a matrix of all scores."""
+    ran: list[str] = []
+
+    class Kernels(ModuleType):
+        def why_not(self, *args: Any) -> list[str]:
+            return []
+
+        def __getattr__(self, name: str) -> Any:
+            def run(*args: Any, **options: Any) -> Any:
+                ran.append(name)
+                return getattr(reference, name)(*args, **options)
+
+            if not name.startswith(OP):
+                raise AttributeError(name)
+            return run
+
+    def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+        out, lse = attention(*inputs, return_lse=True)
+        return torch.autograd.grad(out.sum() + lse.sum(), inputs)
+
+    inputs = qkv(requires_grad=True)
+    with use_backend("reference"):
+        want = gradients(*inputs)
+    with on_a_gpu(Kernels("kernels"), monkeypatch, "triton", torch=backend):
+        monkeypatch.setitem(dispatch.PRIORITY, "cpu", ("torch", "triton", "reference"))
+        found = [gradients(*inputs)]
+        with use_backend("torch"):
+            found.append(gradients(*inputs))
+    assert ran == 2 * [OP, f"{OP}_backward"]
+    for got in found:
+        for x, y in zip(got, want, strict=True):
+            assert torch.allclose(x.float(), y.float(), atol=0.05, rtol=0.05)
 
 
 def test_a_nan_in_the_gradient_stays_with_the_keys_of_its_query() -> None:
