@@ -194,6 +194,24 @@ def test_it_can_be_switched_off(kernels: Kernels, monkeypatch: pytest.MonkeyPatc
     assert (kernels.checks, kernels.calls) == (0, 1)
 
 
+@pytest.mark.parametrize("value", ["", "1"])
+def test_it_stays_on(value: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_SELFTEST", value)
+    encode()
+    assert kernels.checks == CASES
+
+
+@pytest.mark.parametrize("value", ["off", "false", "00", "2"])
+def test_another_value_is_an_error(
+    value: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would check although the user may have meant to switch it off."""
+    monkeypatch.setenv("FASTATTN_SELFTEST", value)
+    with pytest.raises(ValueError, match=f"FASTATTN_SELFTEST must be 0 .*or 1 .*got '{value}'"):
+        encode()
+    assert (kernels.checks, kernels.calls) == (0, 0)
+
+
 def encode_by_reference() -> torch.Tensor:
     with use_backend("reference"):
         return encode()
