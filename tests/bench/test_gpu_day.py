@@ -74,6 +74,27 @@ def test_the_tree_is_small_enough_to_be_sent(day: ModuleType) -> None:
     assert day.size_of(files) < day.TREE_LIMIT / 2
 
 
+def test_a_pack_needs_the_cuda_module(
+    day: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(day, "ROOT", tmp_path)
+    monkeypatch.setattr(day, "tree", list)
+    monkeypatch.setattr(day.subprocess, "run", lambda *_, **__: None)  # strip
+    (tmp_path / "fastattn").mkdir()
+    (tmp_path / "fastattn/_cpu.cpython-312-x86_64-linux-gnu.so").write_bytes(bytes(2**20))
+    with pytest.raises(SystemExit, match="no CUDA module is built here: FASTATTN_CUDA=1 python"):
+        day.main(["--pack"])
+    (tmp_path / "fastattn/_cuda.cpython-311-x86_64-linux-gnu.so").write_bytes(bytes(2**21))
+    assert day.main(["--pack"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "_cpu for cpython-312-x86_64-linux-gnu: 1.0 MiB",
+        "_cuda for cpython-311-x86_64-linux-gnu: 2.0 MiB",
+    ]
+
+
 def test_each_line_of_the_benchmark_is_one_and_has_a_step(day: ModuleType) -> None:
     lines = day.lines_of_speed()
     assert len(lines) > 20

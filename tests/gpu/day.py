@@ -406,9 +406,16 @@ def built() -> list[Path]:
 def pack() -> int:
     """Strips the modules that are built here, and counts what a machine would be sent."""
     modules = sorted((ROOT / "fastattn").glob("_c*.so"))
+    if not any(module.name.startswith("_cuda.") for module in modules):
+        raise SystemExit(
+            "no CUDA module is built here: FASTATTN_CUDA=1 python setup.py build_ext --inplace, by "
+            "the version of Python that the machine has"
+        )
     for module in modules:
         subprocess.run(["strip", "--strip-unneeded", module], check=True)
-    print(*(f"{m.name}: {size_of([m]):.1f} MiB" for m in modules), sep="\n")
+    for module in modules:
+        name, tag, _ = module.name.split(".")
+        print(f"{name} for {tag}: {size_of([module]):.1f} MiB")
     total = size_of([*tree(), *modules])
     print(f"The tree has {total:.1f} MiB; at most {TREE_LIMIT} can be sent.")
     return 1 if total > TREE_LIMIT else 0
