@@ -103,7 +103,8 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
         ),
     ),
     "append_to_cache": (
-        AppendCase("first-use", page=4, rows=11, rotary=32, queries=11, shuffled=True),
+        AppendCase("first-use-pages", page=4, rows=11),
+        AppendCase("first-use-entries", shuffled=True, head_dim=37, value_dim=20),
     ),
     "merge_states": (
         MergeCase("first-use-64", shape=(2, 2, 9, 64)),

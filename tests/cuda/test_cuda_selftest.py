@@ -1,15 +1,18 @@
 """The first-use check of the CUDA kernels, under the emulator: right ones pass, mutants do not."""
 
+# ruff: noqa: E501  (source lines are quoted whole)
 from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import emulator
 import pytest
 import torch
+from check_cases import declined
 from child_process import run_python
 from emulated import Emulated
 from mutants import Mutant
@@ -29,6 +32,12 @@ QUICK = ("append_to_cache", "encode_memory", "merge_states", "sinusoidal_encodin
 def test_right_kernels_pass(op: str, dtype: torch.dtype, adapter: ModuleType) -> None:
     with Emulated(adapter).active(), selftest.switched_off():
         assert faults("cuda", op, dtype, torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize("op", SELFTESTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_case_is_declined(op: str, dtype: torch.dtype, adapter: ModuleType) -> None:
+    assert declined(adapter, op, dtype) == []
 
 
 def test_the_cases_are_those_of_every_operator(adapter: ModuleType) -> None:
@@ -100,14 +109,61 @@ with on_a_gpu(emulator.load_from(Path(sys.argv[1])), pytest.MonkeyPatch(), "cuda
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", MUTANTS)
-def test_a_mutant_is_found_and_not_used(stem: str, fresh: None, tmp_path: Path) -> None:
-    csrc = tmp_path / "csrc"
+def built_with(mutant: Mutant, source: str, element: str, folder: Path) -> Path:
+    """The emulated module, with the mutant in the kernels of one source and element type."""
+    csrc = folder / "csrc"
     shutil.copytree(emulator.ROOT / "csrc/cuda", csrc / "cuda")
     for header in ("both.h", "mask_program.h", "params.h"):
         shutil.copy2(emulator.ROOT / "csrc" / header, csrc)
-    MUTANTS[stem].put_into(csrc / "cuda/kernels")
-    library = emulator.build_changed(csrc, tmp_path / "build", [stem], "F32")
+    mutant.put_into(csrc / "cuda/kernels")
+    return emulator.build_changed(csrc, folder / "build", [source], element)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", MUTANTS)
+def test_a_mutant_is_found_and_not_used(stem: str, fresh: None, tmp_path: Path) -> None:
+    library = built_with(MUTANTS[stem], stem, "F32", tmp_path)
     done = run_python("-c", USE, str(library), stem, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@dataclass(frozen=True)
+class Found(Mutant):
+    """A mistake that one case of the check finds and no other."""
+
+    op: str
+    case: str
+    source: str  # that is compiled with it
+    element: str = "F32"
+
+
+FOUND = (
+    Found("one entry", "decode.h", "int64_t entry = p.entries == nullptr ? b : p.entries[b]; if", "int64_t entry = b; if", "append_to_cache", "first-use-entries", "decode"),
+    Found("one page", "decode.h", "b * p.block_table_stride + at / p.page_size]; at", "b * p.block_table_stride]; at", "append_to_cache", "first-use-pages", "decode"),
+)  # fmt: skip
+
+FIND = """
+import sys
+from pathlib import Path
+import emulator, torch
+from emulated import Emulated
+from fastattn import selftest
+from fastattn.testing.selftest import faults
+library, op, element = sys.argv[1:]
+adapter = emulator.load_from(Path(library))
+dtype = {"F32": torch.float32, "Bf16": torch.bfloat16}[element]
+with Emulated(adapter).active(), selftest.switched_off():
+    for fault in faults("cuda", op, dtype, torch.device("cpu")):
+        print(fault)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", FOUND, ids=lambda mutant: f"{mutant.op}: {mutant.name}")
+def test_one_case_finds_a_mutant(mutant: Found, tmp_path: Path) -> None:
+    library = built_with(mutant, mutant.source, mutant.element, tmp_path)
+    done = run_python("-c", FIND, str(library), mutant.op, mutant.element, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    start = f"{mutant.op}, case {mutant.case}, "
+    assert done.stdout.startswith(start), done.stdout
+    assert all(line.startswith(start) for line in done.stdout.splitlines()), done.stdout

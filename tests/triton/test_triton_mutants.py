@@ -24,6 +24,7 @@ PACKAGE = ROOT / "fastattn"
 ATTENTION = "scaled_dot_product_attention"
 ADDITIVE, DECODE, VARLEN = "additive_attention", "decode_attention", "varlen_attention"
 ENCODE, SINUSOIDAL = "encode_memory", "sinusoidal_encoding"
+APPEND = "append_to_cache"
 HOPS, HOPFIELD = "memory_hop_attention", "hopfield_retrieve"
 MERGE = "merge_states"
 
@@ -109,6 +110,7 @@ MUTANTS = (
     Mutant("tiles_of_a_cache_are_asked_about_the_first_query", "_decode_kernels.py", "tile_seen_by(at, i_hkv, o_m,", "tile_seen_by(at, i_hkv, o_m * 0,", "program-causal program-many relative-gathered", DECODE),
     Mutant("a_table_of_the_first_head_of_a_group", "_decode_kernels.py", "tl.minimum(i_h, o.heads - 1)[:, None]", "(i_hkv * o.group + 0 * i_h)[:, None]", "relative", DECODE),
     Mutant("a_bias_of_a_cache_has_a_sign", "_decode_kernels.py", "s = s + bias", "s = s - bias", "relative", DECODE),
+    Mutant("new_rows_are_one_row", "_decode_kernels.py", "tl.load(cache.p_lengths + i_b) + o_l", "tl.load(cache.p_lengths + i_b) + 0 * o_l", "plain", APPEND),
     Mutant("no_bias", "_additive_kernels.py", "x if p_bias is None else x + tl.load(p_bias + a)", "x", "plain", ADDITIVE),
     Mutant("a_derivative_of_tanh", "_additive_kernels.py", "de * (1.0 - t * t)", "de * (1.0 - t)", "plain", ADDITIVE),
     Mutant("delta_of_additive_is_0", "_additive_kernels.py", "delta += rest", "delta += 0.0 * rest", "plain", ADDITIVE),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from check_cases import declined
 from processors import on_a_gpu
 from test_triton_mutants import MUTANTS, PACKAGE, Mutant
 
@@ -62,6 +63,13 @@ def changed(mutant: Mutant, folder: Path) -> Any:
 def test_right_kernels_pass(op: str, dtype: torch.dtype) -> None:
     with selftest.switched_off():
         assert faults("triton", op, dtype, CPU) == []
+
+
+@pytest.mark.parametrize("op", SELFTESTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_case_is_declined(op: str, dtype: torch.dtype) -> None:
+    module = importlib.import_module("fastattn.backends.triton")
+    assert declined(module, op, dtype) == []
 
 
 @pytest.fixture
