@@ -39,6 +39,17 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
         Case("first-use-64", head_dim=64, heads=2, kv_heads=1, **_TALL),
         Case("first-use-128-causal", head_dim=128, heads=1, causal="upper_left", **_TALL),
         Case(
+            "first-use-mask",
+            heads=4,
+            kv_heads=2,
+            q_len=150,
+            k_len=85,
+            head_dim=8,
+            mask="bool_rows",
+            weights=2,
+            grads=("out", "lse", "weights"),
+        ),
+        Case(
             "first-use-options",
             heads=4,
             kv_heads=2,

@@ -137,9 +137,13 @@ class Found(Mutant):
     element: str = "F32"
 
 
+ATTENTION = "scaled_dot_product_attention"
 FOUND = (
     Found("one entry", "decode.h", "int64_t entry = p.entries == nullptr ? b : p.entries[b]; if", "int64_t entry = b; if", "append_to_cache", "first-use-entries", "decode"),
     Found("one page", "decode.h", "b * p.block_table_stride + at / p.page_size]; at", "b * p.block_table_stride]; at", "append_to_cache", "first-use-pages", "decode"),
+    Found("the next row of a boolean mask", "scores.h", "static_cast<const uint8_t*>(p.mask.data)[n]", "static_cast<const uint8_t*>(p.mask.data)[n + (i + 1 < p.Lq ? p.mask.stride[2] : 0)]", ATTENTION, "first-use-mask", "sdpa_forward"),
+    Found("gradients of averaged weights", "sdpa_pairs.h", "g / static_cast<float>(p.Hq)", "g", ATTENTION, "first-use-mask", "sdpa_backward"),
+    Found("a sum of weights", "sdpa_weights.h", "static_cast<float>(total) * p.factor", "static_cast<float>(total)", ATTENTION, "first-use-mask", "sdpa_weights"),
 )  # fmt: skip
 
 FIND = """
