@@ -144,6 +144,10 @@ FOUND = (
     Found("the next row of a boolean mask", "scores.h", "static_cast<const uint8_t*>(p.mask.data)[n]", "static_cast<const uint8_t*>(p.mask.data)[n + (i + 1 < p.Lq ? p.mask.stride[2] : 0)]", ATTENTION, "first-use-mask", "sdpa_forward"),
     Found("gradients of averaged weights", "sdpa_pairs.h", "g / static_cast<float>(p.Hq)", "g", ATTENTION, "first-use-mask", "sdpa_backward"),
     Found("a sum of weights", "sdpa_weights.h", "static_cast<float>(total) * p.factor", "static_cast<float>(total)", ATTENTION, "first-use-mask", "sdpa_weights"),
+    Found("any operand is needed", "mask_program.h", "stack = stack >> width | (stack & ~below);", "stack = stack >> width & (stack | below);", ATTENTION, "first-use-options", "sdpa_forward"),
+    Found("the blocks of the first head", "mask_program.h", "repeated(h, step.heads)", "repeated(0, step.heads)", ATTENTION, "first-use-options", "sdpa_forward"),
+    Found("the bits of one key", "mask_program.h", "++m, bits += words", "++m", ATTENTION, "first-use-options", "sdpa_forward"),
+    Found("ids of queries alone", "mask_program.h", "ids[k] == own", "data[j + k] == own", ATTENTION, "first-use-options", "sdpa_forward"),
 )  # fmt: skip
 
 FIND = """
