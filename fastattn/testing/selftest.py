@@ -147,6 +147,9 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
             activation="tanh",
             weights=True,
         ),
+        HopCase(batch=2, rows=520, width=20, activation="sigmoid", weights=True),
+        HopCase(rows=50, width=20, mask="BN", normalize="none", scale=0.05, weights=True),
+        HopCase(batch=2, rows=520, width=20, mask="BN", normalize="none", scale=0.02),
     ),
     "hopfield_retrieve": (
         HopfieldCase(queries=9, rows=70, width=40, mask="BHLN", beta="heads", projection=True),

@@ -132,12 +132,14 @@ class Found(Mutant):
     """A mistake that one case of the check finds and no other."""
 
     op: str
-    case: str
+    case: str  # the start of its name
     source: str  # that is compiled with it
     element: str = "F32"
 
 
-ATTENTION = "scaled_dot_product_attention"
+ATTENTION, HOPS = "scaled_dot_product_attention", "memory_hop_attention"
+LONG_HOPS = "batch=2-rows=520-width=20-activation=sigmoid"
+LONG_LINEAR_HOPS = "batch=2-rows=520-width=20-mask=BN-normalize=none"
 FOUND = (
     Found("one entry", "decode.h", "int64_t entry = p.entries == nullptr ? b : p.entries[b]; if", "int64_t entry = b; if", "append_to_cache", "first-use-entries", "decode"),
     Found("one page", "decode.h", "b * p.block_table_stride + at / p.page_size]; at", "b * p.block_table_stride]; at", "append_to_cache", "first-use-pages", "decode"),
@@ -148,6 +150,11 @@ FOUND = (
     Found("the blocks of the first head", "mask_program.h", "repeated(h, step.heads)", "repeated(0, step.heads)", ATTENTION, "first-use-options", "sdpa_forward"),
     Found("the bits of one key", "mask_program.h", "++m, bits += words", "++m", ATTENTION, "first-use-options", "sdpa_forward"),
     Found("ids of queries alone", "mask_program.h", "ids[k] == own", "data[j + k] == own", ATTENTION, "first-use-options", "sdpa_forward"),
+    Found("splits keep their own maximum", "memory_hops_stream.h", "shrink_to(partial_of(hops, n)[width], m)", "shrink_to(m, m)", HOPS, LONG_HOPS, "memory_hops"),
+    Found("weights of a split", "memory_hops_stream.h", "takes_part(w) ? w * inverse", "takes_part(w) ? w", HOPS, LONG_HOPS, "memory_hops"),
+    Found("the delta of one split", "memory_hops_stream.h", "delta += partial_of(hops, n)[width]", "delta = partial_of(hops, n)[width]", HOPS, LONG_HOPS, "memory_hops"),
+    Found("the slope of a sigmoid", "memory_hops.h", "y * (1.0f - y)", "y", HOPS, LONG_HOPS, "memory_hops"),
+    Found("linear splits have factors", "memory_hops_stream.h", "p.normalize ? shrink_to(partial_of(hops, n)[width], m) : 1.0f", "shrink_to(partial_of(hops, n)[width], m)", HOPS, LONG_LINEAR_HOPS, "memory_hops"),
 )  # fmt: skip
 
 FIND = """
@@ -172,6 +179,6 @@ def test_one_case_finds_a_mutant(mutant: Found, tmp_path: Path) -> None:
     library = built_with(mutant, mutant.source, mutant.element, tmp_path)
     done = run_python("-c", FIND, str(library), mutant.op, mutant.element, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    start = f"{mutant.op}, case {mutant.case}, "
+    start = f"{mutant.op}, case {mutant.case}"
     assert done.stdout.startswith(start), done.stdout
     assert all(line.startswith(start) for line in done.stdout.splitlines()), done.stdout

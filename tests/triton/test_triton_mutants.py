@@ -119,6 +119,8 @@ MUTANTS = (
     Mutant("dropped_weights_are_not_rescaled", "_additive_kernels.py", "w * o.kept_scale", "w", "dropout-mask", ADDITIVE),
     Mutant("delta_of_hops_is_0", HOP_KERNELS, "delta += tl.sum(tl.where(visible, p * dp, 0.0), axis=1)", "delta += 0.0 * tl.sum(p, axis=1)", "plain", HOPS),
     Mutant("relu_passes_all_gradients", HOP_KERNELS, "tl.where(b_y > 0.0, b_g, 0.0)", "tl.where(b_y >= 0.0, b_g, 0.0)", "rows=17-width=15-in_memory=BKN-hop_proj=-activation=relu", HOPS),
+    Mutant("a_sigmoid_has_slope_y", HOP_KERNELS, "b_g * b_y * (1.0 - b_y)", "b_g * b_y", "rows=17-width=31-activation=sigmoid-weights=True", HOPS),
+    Mutant("linear_scores_have_the_gradient_of_a_softmax", HOP_KERNELS, "tl.where(visible, dp, 0.0)", "tl.where(visible, p * dp, 0.0)", "normalize=none-scale=0.2", HOPS),
     Mutant("a_common_memory_has_the_gradient_of_one_group", HOP_KERNELS, "end = begin + groups", "end = begin + 1", "batch=5-rows=20-width=12-in_memory=1N", HOPS),
     Mutant("a_slot_has_the_gradient_of_the_next_hop", HOP_KERNELS, "tl.maximum(slot - out_first, 0)", "tl.maximum(slot - out_first - 1, 0)", "rows=64-width=16-hops=3-in_memory=BKN-out_memory=BKN", HOPS),
     Mutant("a_step_is_not_rescaled", HOP_KERNELS, "tl.dot(p.to(b_c.dtype), b_c, acc * shrink[:, None]", "tl.dot(p.to(b_c.dtype), b_c, acc", "queries=4-rows=40-width=65-steps=2-bias=BHLN", HOPFIELD),

@@ -151,6 +151,7 @@ ONLY = {
     "gradients_of_averaged_weights_are_a_sum": "first-use-mask",
     "the_bits_of_a_block_are_those_of_the_next_query": "first-use-options",
     "both_operands_are_needed": "first-use-options",
+    "a_sigmoid_has_slope_y": "batch=2-rows=520-width=20-activation=sigmoid-weights=True",
 }
 LONG = ("scaled_dot_product_attention", "varlen_attention")
 CHOSEN = [m for m in MUTANTS if m.op not in LONG or m.name in OF_ATTENTION or m.name in ONLY]
