@@ -124,6 +124,9 @@ def _cases() -> Iterator[DecodeCase]:
     # So many key heads that a thread takes all chunks of one, up to four threads.
     yield replace(base, name="stacked-long-heads", heads=64, kv_heads=4, head_dim=16, capacity=1030,
                   lengths=(1030, 900, 1024, 700), dtypes=(torch.bfloat16,))  # fmt: skip
+    # More chunks than are merged at once, and a window that begins after the first one.
+    yield replace(base, name="many-chunks", kv_heads=1, head_dim=16, capacity=9000, lengths=(9000,),
+                  window=(6500, 0), dtypes=(torch.float32, torch.bfloat16))  # fmt: skip
     yield replace(base, name="no-sequences", lengths=())
     yield replace(paged, name="paged-no-sequences", lengths=())
     for case in (base, paged):

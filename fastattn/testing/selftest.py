@@ -96,6 +96,14 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
     "decode_attention": (
         DecodeCase("first-use-128", lengths=(300, 0, 65), capacity=320, head_dim=128),
         DecodeCase(
+            "first-use-long",
+            lengths=(9000,),
+            capacity=9000,
+            kv_heads=1,
+            head_dim=16,
+            window=(6500, 0),
+        ),
+        DecodeCase(
             "first-use-options",
             lengths=(70, 4, 129),
             page=16,

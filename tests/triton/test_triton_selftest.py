@@ -151,6 +151,9 @@ ONLY = {
     "gradients_of_averaged_weights_are_a_sum": "first-use-mask",
     "the_bits_of_a_block_are_those_of_the_next_query": "first-use-options",
     "both_operands_are_needed": "first-use-options",
+    "chunks_are_not_rescaled": "first-use-long",
+    "all_tiles_have_the_first_chunks": "first-use-long",
+    "chunks_before_a_window_count": "first-use-long",
     "a_sigmoid_has_slope_y": "batch=2-rows=520-width=20-activation=sigmoid-weights=True",
 }
 LONG = ("scaled_dot_product_attention", "varlen_attention")
