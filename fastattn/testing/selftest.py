@@ -31,11 +31,12 @@ from fastattn.testing.targets import OnGpu, moved, on_device
 from fastattn.testing.varlen import VarlenCase
 from fastattn.testing.verdict import AnyCase, Proof, Results
 
-__all__ = ["SELFTESTS", "faults"]
+__all__ = ["SELFTESTS", "cases_of", "faults"]
 
+_ATTENTION = "scaled_dot_product_attention"
 _TALL: dict[str, Any] = {"batch": 1, "q_len": 150, "k_len": 150}
 SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
-    "scaled_dot_product_attention": (
+    _ATTENTION: (
         Case("first-use-64", head_dim=64, heads=2, kv_heads=1, **_TALL),
         Case("first-use-128-causal", head_dim=128, heads=1, causal="upper_left", **_TALL),
         Case(
@@ -174,6 +175,24 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
         SinusoidalCase("first-use", shape=(2, 3, 20, 37), positions="bl", padding_idx=1, scale=8.0),
     ),
 }
+# The CUDA kernels of attention are compiled once for each of some widths, and those for Hopper have
+# other tiles at each. Triton compiles the width of the call.
+_WIDTHS = (
+    *(
+        Case(f"first-use-width-{d}-{dv}", head_dim=d, value_dim=dv, heads=1, **_TALL)
+        for d, dv in ((96, 96), (192, 128), (192, 192), (256, 256))
+    ),
+    *(
+        Case(f"first-use-width-{d}-alibi", head_dim=d, heads=1, alibi="h", **_TALL)
+        for d in (128, 192, 256)
+    ),
+)
+
+
+def cases_of(backend: str, op: str) -> tuple[AnyCase, ...]:
+    """The cases of an operator on a backend."""
+    cases = SELFTESTS.get(op, ())
+    return cases + _WIDTHS if (backend, op) == ("cuda", _ATTENTION) else cases
 
 
 @dataclass(frozen=True)
@@ -201,7 +220,7 @@ def faults(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> l
     target = _Here(backend, device=str(device))
     with warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.simplefilter("ignore")
-        for case in SELFTESTS.get(op, ()):
+        for case in cases_of(backend, op):
             PROOFS[op].expected(case, dtype)  # kept; an error of the reference is not the kernel's
             try:
                 of_case = PROOFS[op](case, dtype, target).faults

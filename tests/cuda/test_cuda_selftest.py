@@ -37,7 +37,19 @@ def test_right_kernels_pass(op: str, dtype: torch.dtype, adapter: ModuleType) ->
 @pytest.mark.parametrize("op", SELFTESTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_case_is_declined(op: str, dtype: torch.dtype, adapter: ModuleType) -> None:
-    assert declined(adapter, op, dtype) == []
+    assert declined("cuda", adapter, op, dtype) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["scaled_dot_product_attention", "varlen_attention"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_right_kernels_for_hopper_pass(op: str, dtype: torch.dtype, adapter: ModuleType) -> None:
+    adapter._cuda.allow_hopper(True)
+    try:
+        test_right_kernels_pass(op, dtype, adapter)
+        assert "attention_backward_q_hopper" in adapter._cuda.take_launches()
+    finally:
+        adapter._cuda.allow_hopper(False)
 
 
 def test_the_cases_are_those_of_every_operator(adapter: ModuleType) -> None:
@@ -155,6 +167,10 @@ FOUND = (
     Found("the delta of one split", "memory_hops_stream.h", "delta += partial_of(hops, n)[width]", "delta = partial_of(hops, n)[width]", HOPS, LONG_HOPS, "memory_hops"),
     Found("the slope of a sigmoid", "memory_hops.h", "y * (1.0f - y)", "y", HOPS, LONG_HOPS, "memory_hops"),
     Found("linear splits have factors", "memory_hops_stream.h", "p.normalize ? shrink_to(partial_of(hops, n)[width], m) : 1.0f", "shrink_to(partial_of(hops, n)[width], m)", HOPS, LONG_LINEAR_HOPS, "memory_hops"),
+    Found("96 columns are 64", "hopper/host.h", "f(Width<96>(), Width<96>())", "f(Width<96>(), Width<64>())", ATTENTION, "first-use-width-96-96", "hopper/sdpa_forward", "Bf16"),
+    Found("192 columns are 128", "hopper/host.h", "p.D <= 192 && p.Dv <= 128", "p.D <= 192", ATTENTION, "first-use-width-192-192", "hopper/sdpa_forward", "Bf16"),
+    Found("256 columns are 192", "hopper/host.h", "f(Width<256>(), Width<256>())", "f(Width<256>(), Width<192>())", ATTENTION, "first-use-width-256", "hopper/sdpa_forward", "Bf16"),
+    Found("keys of two consumers", "hopper/sdpa_backward_kv.h", "return Shape::kDivided ? 0 : 64 * consumer;", "return 64 * consumer;", ATTENTION, "first-use-width", "hopper/sdpa_backward", "Bf16"),
 )  # fmt: skip
 
 FIND = """
@@ -164,8 +180,9 @@ import emulator, torch
 from emulated import Emulated
 from fastattn import selftest
 from fastattn.testing.selftest import faults
-library, op, element = sys.argv[1:]
+library, op, element, source = sys.argv[1:]
 adapter = emulator.load_from(Path(library))
+adapter._cuda.allow_hopper(source.startswith("hopper/"))
 dtype = {"F32": torch.float32, "Bf16": torch.bfloat16}[element]
 with Emulated(adapter).active(), selftest.switched_off():
     for fault in faults("cuda", op, dtype, torch.device("cpu")):
@@ -177,7 +194,8 @@ with Emulated(adapter).active(), selftest.switched_off():
 @pytest.mark.parametrize("mutant", FOUND, ids=lambda mutant: f"{mutant.op}: {mutant.name}")
 def test_one_case_finds_a_mutant(mutant: Found, tmp_path: Path) -> None:
     library = built_with(mutant, mutant.source, mutant.element, tmp_path)
-    done = run_python("-c", FIND, str(library), mutant.op, mutant.element, timeout=600)
+    call = (str(library), mutant.op, mutant.element, mutant.source)
+    done = run_python("-c", FIND, *call, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     start = f"{mutant.op}, case {mutant.case}"
     assert done.stdout.startswith(start), done.stdout

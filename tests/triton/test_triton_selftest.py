@@ -69,7 +69,7 @@ def test_right_kernels_pass(op: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_case_is_declined(op: str, dtype: torch.dtype) -> None:
     module = importlib.import_module("fastattn.backends.triton")
-    assert declined(module, op, dtype) == []
+    assert declined("triton", module, op, dtype) == []
 
 
 @pytest.fixture
