@@ -159,8 +159,11 @@ class _IndexWithTensors(TorchFunctionMode):
         if func is Tensor.__getitem__:
             x, index = args
             parts = index if isinstance(index, tuple) else (index,)
-            if all(type(i) is int or _is_integers(i) for i in parts):
-                places = [torch.as_tensor(i, device=x.device) for i in parts]
+            are_tensors = [_is_integers(i) for i in parts]
+            if any(are_tensors) and all(
+                t or type(i) is int for t, i in zip(are_tensors, parts, strict=True)
+            ):
+                places = [torch.tensor(i, device=x.device) if type(i) is int else i for i in parts]
                 return torch.ops.aten.index.Tensor(x, places)
         return func(*args, **(kwargs or {}))
 

@@ -16,11 +16,13 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import vmap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import explain, masks, scaled_dot_product_attention, use_backend
 from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._mask_program import visible_by_program
+from fastattn.masks._blocks import _IndexWithTensors
 
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
@@ -153,6 +155,32 @@ def test_functions(batch: int | None, heads: int | None, q_len: int, k_len: int)
     want = create_mask(striped, batch, heads, q_len, k_len, device="cpu")
     assert torch.equal(dense(mask, q_len, k_len), want.expand(2, 4, q_len, k_len))
     assert torch.equal(dense(~mask, q_len, k_len), ~want.expand(2, 4, q_len, k_len))
+
+
+def test_functions_gather_with_scalar_tensors() -> None:
+    """On every version of PyTorch, also those that would read the value of such an index."""
+    calls: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    table, i = torch.arange(24).view(4, 6), torch.tensor(-3)
+    with Recorder(), _IndexWithTensors():
+        found = [table[i], table[2, i], table[i][i], table[i.int(), 5]]
+    assert [x.tolist() for x in found] == [[6, 7, 8, 9, 10, 11], 15, 9, 11]
+    assert calls.count("aten.index.Tensor") == 5
+    calls.clear()
+    with Recorder(), _IndexWithTensors():
+        assert table[3, -1] == 23
+        assert table[()].shape == (4, 6)
+        assert table[i, :].tolist() == table[1].tolist()
+        with pytest.raises(IndexError, match="out of bounds"):
+            table[4]
+    assert "aten.index.Tensor" not in calls
 
 
 @pytest.mark.parametrize("block", [128, (64, 32), (40, 100)])
