@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRowsThreads, kExcludes ? 5 : 8)
     attention_rows_kernel(const __grid_constant__ AttentionArguments given) {
   AttentionArguments p = given;
   if (!kExcludes) p.mask.data = nullptr, p.relative_bias = nullptr, p.mask_table = nullptr;
-  // Up to here a double keeps enough bits of a sum's logarithm: 20 for float32, 12 for 16 bits. What
+  // Up to here two floats keep enough bits of a sum's logarithm: 16 for float32, 8 for 16 bits. What
   // the forward pass has computed is better than exact_stats where scores are large products: that
   // sums them in another order, and a weight is wrong by e to the difference.
   constexpr bool kWide = sizeof(typename T::Storage) == 4;
