@@ -185,8 +185,6 @@ class Day:
         self.file = self.folder / "state.json"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.state: dict[str, Any] = {"steps": {}}
-        if self.file.exists():
-            self.state = json.loads(self.file.read_text())
         self.lock = (self.folder / "lock").open("w")
 
     @contextlib.contextmanager
@@ -224,6 +222,8 @@ class Day:
             (self.folder / f"{name}.md").write_text(page(self.folder, self.state))
 
     def run(self, only: Sequence[str], again: Sequence[str]) -> int:
+        if self.file.exists():
+            self.state = json.loads(self.file.read_text())
         for name in again:
             self.state["steps"].pop(name, None)
             for path in self.folder.glob(f"{name}.*"):
@@ -266,7 +266,7 @@ class Day:
             command += ["--out", str(self.folder / step.name)]
         code = self.call(step, command, end)
         if code is None:
-            return "stopped", "at its limit of time"
+            return "stopped", "reached its time limit"
         if step.kind == "speed":
             return day_report.judge_speed(self.folder / step.name, code)
         return ("passed", "") if code == 0 else ("failed", self.last_line(step))
@@ -280,9 +280,9 @@ class Day:
             before = recorded.results(record)
             code = self.call(step, [*step.command, "--record", str(record)], end)
             if code is None:
-                recorded.settle(record, "interrupted", "the step was at its limit of time")
+                recorded.settle(record, "interrupted", "the step reached its time limit")
                 counts = day_report.counts(recorded.results(record).values())
-                return "stopped", f"at its limit of time; {counts}"
+                return "stopped", f"reached its time limit; {counts}"
             crashed = recorded.settle(record, "crashed", f"it ended its process: exit code {code}")
             found = recorded.results(record)
             if code in ALL_HAVE_RUN and not crashed:
@@ -408,14 +408,14 @@ def pack() -> int:
     modules = sorted((ROOT / "fastattn").glob("_c*.so"))
     if not any(module.name.startswith("_cuda.") for module in modules):
         raise SystemExit(
-            "no CUDA module is built here: FASTATTN_CUDA=1 python setup.py build_ext --inplace, by "
-            "the version of Python that the machine has"
+            "no CUDA module is built here; build it with the target's version of Python: "
+            "FASTATTN_CUDA=1 python setup.py build_ext --inplace"
         )
     for module in modules:
         subprocess.run(["strip", "--strip-unneeded", module], check=True)
     for module in modules:
-        name, tag, _ = module.name.split(".")
-        print(f"{name} for {tag}: {size_of([module]):.1f} MiB")
+        name, *tag, _ = module.name.split(".")
+        print(f"{name} for {''.join(tag) or 'any Python'}: {size_of([module]):.1f} MiB")
     total = size_of([*tree(), *modules])
     print(f"The tree has {total:.1f} MiB; at most {TREE_LIMIT} can be sent.")
     return 1 if total > TREE_LIMIT else 0

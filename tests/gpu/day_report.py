@@ -161,7 +161,7 @@ TABLE = (
 
 
 def _compared(rows: list[Row]) -> Iterator[tuple[str, float | None, str]]:
-    """Of each cell its operator, our speed as a multiple of the fastest rival's, and its row."""
+    """The operator of each cell, our speed as a multiple of the fastest rival's, and its row."""
     for name, cell in _cells(rows).items():
         rivals = [cell[rival] for rival in RIVALS if rival in cell]
         ours = [cell[our] for our in OURS if our in cell]
@@ -235,7 +235,7 @@ MODEL_TABLE = (
 
 
 def _modelled(rows: list[Row]) -> Iterator[tuple[float, str]]:
-    """Of each measured cell of the model: measured / predicted, and its row."""
+    """Measured / predicted of each measured cell of the model, and its row."""
     for row in rows:
         expected = predicted(row) if row["provider"] == "fastattn@cuda" else None
         if expected is not None:

@@ -155,7 +155,7 @@ def blocks(one: Slots, chip: str) -> int:
 
 
 def threads_of(label: str) -> int:
-    """Of a block of a kernel in C++."""
+    """The threads of a block, for a kernel in C++."""
     name, width = label.split()
     if "hopper" in name:
         return 384
@@ -218,8 +218,8 @@ INTRODUCTION = f"""# The machine code of the GPU kernels
 measured.** The page is written by `python tests/support/machine_code.py` from the counts in
 `tests/cuda/machine_code.json`. The tests that compile the kernels
 (`tests/cuda/test_cuda_compile.py` for CUDA, `tests/triton/test_triton_aot.py` for Triton) fail if a
-count grows by more than {MARGIN:.0%}. With another version of nvcc or Triton than that of the
-counts they say that nothing was counted, and in CI they fail: `.ci/run`.
+count grows by more than {MARGIN:.0%}. With other versions of nvcc or Triton they are skipped; in CI
+(`.ci/run`) they fail.
 
 Each row is about the hottest loop of one kernel, in bfloat16 and without options. It counts what
 one warp executes in one iteration, on the shortest path through the loop: all keys are visible, and
@@ -296,5 +296,7 @@ if __name__ == "__main__":
             for chip in before
         }
         print(json.dumps(found))
+    elif len(sys.argv) == 1:
+        raise SystemExit(__doc__)
     else:
         write([Path(name) for name in sys.argv[1:]])
