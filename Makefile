@@ -74,6 +74,7 @@ arm: $(VENV)/.stamp-test
 	tests/arm/root.sh $(ARM)/root
 	CXX=$(ARM_CXX) CXXFLAGS="$$(tests/arm/root.sh $(ARM)/root --headers)" FASTATTN_CUDA=0 \
 	  $(BIN)/python setup.py --quiet build --build-base $(ARM) --build-lib $(ARM)/lib
+	# Without the tag, which is that of this machine's Python.
 	for name in $(ARM)/_cpu.so $(ARM)/lib/fastattn/_cpu.so; do cp $(ARM)/lib/fastattn/_cpu.*.so $$name; done
 
 # Without PyTorch there: the operators and their judges stay in the Python of this machine
@@ -81,11 +82,11 @@ arm: $(VENV)/.stamp-test
 test-arm: build arm ## every case on arm64, under QEMU; needs Debian's g++-aarch64-linux-gnu and qemu-user-static
 	$(BIN)/python tests/arm/verify.py $(ARM) $(ARM_PYTHON) -- $(ARGS)
 
-# With the last version of PyTorch whose wheel for arm64 is a build for the CPU. Its dependencies are
-# plain Python, so any machine's do. Minutes for some hundred small calls.
+# With the last version of PyTorch whose wheel for arm64 is a build for the CPU, and any version of what
+# it imports, which is plain Python. Some hundred small calls take minutes.
 ARM_TORCH := 2.8.0
 test-arm-torch: arm ## the operators and modules with PyTorch's wheel for arm64, under QEMU
-	[ -d $(ARM)/site/torch ] || $(PIP) install --quiet --target $(ARM)/site --no-deps --only-binary=:all: \
+	[ -d $(ARM)/site/torch-$(ARM_TORCH)*.dist-info ] || $(PIP) install --quiet --upgrade --target $(ARM)/site --no-deps --only-binary=:all: \
 	  --platform manylinux_2_28_aarch64 --implementation cp \
 	  --python-version $$(basename $(ARM)/root/usr/bin/python3.* | tr -d a-z) torch==$(ARM_TORCH)
 	[ -d $(ARM)/site/pytest ] || $(PIP) install --quiet --target $(ARM)/site \
