@@ -5,6 +5,7 @@ The inputs are those of the CPU's tests, copied to the GPU before each call; so 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,4 +67,5 @@ def test_large_scores(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", check.cases, ids=lambda case: case.name)
 def test_attention_by_pytorch(case: Case, dtype: torch.dtype) -> None:
+    case = replace(case, grads=("out",))  # with a gradient of lse, another backend runs
     _judge(check, case, dtype, OnGpu("torch", device=DEVICE))
