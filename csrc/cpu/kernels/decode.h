@@ -597,7 +597,9 @@ class Decode {
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
       const T m = maxima(state)[r], l = sums(state)[r];
-      if (p.lse != nullptr) p.lse[(b * p.Hq + h) * p.lse_stride + i] = log_sum_exp(rule, m, l);
+      if (p.lse != nullptr)
+        p.lse[(b * p.Hq + h) * p.lse_stride + i] =
+            log_sum_exp(rule, splat<double>(m), splat<double>(l))[0];
       const T inverse = sees_nothing(m, l) ? T(0) : T(1) / l;
       Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
                      i * p.out.stride[2];

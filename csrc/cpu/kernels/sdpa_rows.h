@@ -29,18 +29,27 @@ __attribute__((noinline)) void add_visible_only(const T* P, int64_t lanes, int64
   }
 }
 
-// out = O / l, lse = m + ln l for queries from i on; a fully masked row gives 0 and -inf. l is
-// overwritten.
+// out = O / l, lse = m + ln l for queries from i on; a fully masked row gives 0 and -inf. m and l
+// have all lanes; l is overwritten.
 template <class T, class S>
 FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
                                  const DropoutRule& dropout, int64_t b, int64_t h, int64_t i,
                                  int64_t rows, int64_t lanes, const T* m, T* l, const T* O) {
   S* out = static_cast<S*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
-  double* const lse = p.lse == nullptr ? nullptr : p.lse + (b * p.Hq + h) * p.lse_stride + i;
+  if (p.lse != nullptr) {
+    double* const lse = p.lse + (b * p.Hq + h) * p.lse_stride + i;
+    constexpr int64_t kStep = kLanes<double>;
+    for (int64_t r = 0; r < rows; r += kStep)
+      store_first(
+          lse + r,
+          log_sum_exp(rule, load_as<double>(m + r, kStep), load_as<double>(l + r, kStep)),
+          static_cast<int>(min_of(kStep, rows - r)));
+  }
   const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
-  for (int64_t r = 0; r < rows; ++r) {
-    if (lse != nullptr) lse[r] = log_sum_exp(rule, m[r], l[r]);
-    l[r] = sees_nothing(m[r], l[r]) ? T(0) : kept / l[r];
+  for (int64_t r = 0; r < lanes; r += kLanes<T>) {
+    const Vec<T> sum = load(l + r), none = Vec<T>{};
+    const Mask<T> nothing = (load(m + r) == -kInf<T>)&(sum == sum);
+    store(l + r, select<T>(nothing, none, kept / sum));
   }
   unpack_transposed<T>(O, lanes, l, rows, p.Dv, out + i * p.out.stride[2], p.out.stride[2]);
 }

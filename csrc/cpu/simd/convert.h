@@ -169,6 +169,10 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
       return (VecF)(__builtin_convertvector(raw, VecU) << 16);
     }
   }
+  if constexpr (kSame<T, double> && kSame<S, float>) {
+    typedef float Floats __attribute__((vector_size(kVectorBytes / 2), aligned(4), may_alias));
+    if (n >= kLanes<T>) return __builtin_convertvector(*reinterpret_cast<const Floats*>(p), VecD);
+  }
   alignas(kVectorBytes) T lanes[kLanes<T>] = {};
   const int count = min_of(n, kLanes<T>);
   for (int i = 0; i < count; ++i) lanes[i] = static_cast<T>(widen(p[i]));

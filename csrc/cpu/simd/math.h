@@ -167,6 +167,15 @@ FASTATTN_INLINE VecD log1p_of(VecD x) {
   return 2.0 * z * p;
 }
 
+// log(x) of x >= 1, or NaN. x = 2^n (1 + f) with 0 <= f < 1, so both terms are >= 0 and nothing
+// cancels. Relative error 5e-16.
+FASTATTN_INLINE VecD log_of(VecD x) {
+  constexpr int64_t kFraction = (1LL << 52) - 1, kOne = 1023LL << 52, kTwoTo52 = 1075LL << 52;
+  const VecD n = (VecD)((VecL)x >> 52 | kTwoTo52) - (0x1p52 + 1023);
+  const VecD f = (VecD)(((VecL)x & kFraction) | kOne) - 1.0;
+  return select<double>(x - x == 0.0, n * kLn2<double> + log1p_of(f), x);  // inf and NaN stay
+}
+
 // 32 x 32 -> 64 bit products of all lanes, as their high and low words.
 FASTATTN_INLINE void multiply_wide(VecU a, uint32_t m, VecU* high, VecU* low) {
 #if FASTATTN_AVX512
