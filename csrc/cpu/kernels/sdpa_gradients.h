@@ -154,7 +154,10 @@ class ScoreGradients {
       for (int64_t x = 0; x < nk * L; x += W) store(f.ds + x, load(f.ds + x) + load(f.grad_w + x));
     }
     if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
-    gradients(f, b, h, nk, rows);
+    if (p.dropout_p > 0)
+      gradients<true>(f, b, h, nk, rows);
+    else
+      gradients<false>(f, b, h, nk, rows);
     if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
     if (p.grad_relative_bias != nullptr)
       add_relative_gradient<T, NV>(p, i0, i1, r.begin, r.end, f.ds, f.relative);
@@ -173,6 +176,7 @@ class ScoreGradients {
   const bool whole;
 
   // s = W = dropout(P), P = exp(S - lse); ds = dS = P o (dropout(dP) - delta).
+  template <bool kDrop>
   void gradients(const Buffers& f, int64_t b, int64_t h, int64_t nk,
                  const PreparedRows<T>& prepared) const {
     // Copies, because a store to a tile could change the members.
@@ -186,7 +190,6 @@ class ScoreGradients {
       center[n] = load(prepared.center + n * W);
       delta[n] = load(prepared.delta + n * W);
     }
-    const bool drop = p.dropout_p > 0;
     const T kept = static_cast<T>(dropout.factor);
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
       const Vec<T> e =
@@ -195,7 +198,8 @@ class ScoreGradients {
       return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };
     const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
-      return drop ? keep_lanes(x, f.keep + at) * kept : x;
+      if constexpr (kDrop) x = keep_lanes(x, f.keep + at) * kept;
+      return x;
     };
     const auto finish = [&](Vec<T> e, Vec<T> d, int64_t at, int n) __attribute__((always_inline)) {
       d = e * (d - delta[n]);
