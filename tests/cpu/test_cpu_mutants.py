@@ -55,6 +55,7 @@ MUTANTS = (
     Mutant("alibi_has_a_sign", "scores.h", "s -= lanes.slope(n) * select<T>(d < T(0), -d, d);", "s -= lanes.slope(n) * d;", source=FORWARD),
     Mutant("a_row_of_nothing_has_lse_0", "scores.h", "splat(-kInf<double>), lse)", "VecD{}, lse)", source=FORWARD),
     Mutant("a_logarithm_of_half_the_sum", "../simd/math.h", "(0x1p52 + 1023)", "(0x1p52 + 1024)", source=FORWARD),
+    Mutant("a_row_after_eight_is_skipped", "tile.h", "r0 += 8;", "r0 += 9;", source=FORWARD),
     Mutant("a_capped_maximum_is_stale", "scores.h", "FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf; }", "}", source=FORWARD),
     Mutant("dropout_keeps_one_more", "scores.h", "draw < static_cast<int32_t>(d.threshold)", "draw <= static_cast<int32_t>(d.threshold)", source=FORWARD),
     Mutant("a_round_of_philox_less", "scores.h", "round = 3; round < 10", "round = 3; round < 9", source=FORWARD),

@@ -37,7 +37,7 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
       finish(r, n, acc[r][n]);
 }
 
-// A tile over any number of rows: full tiles, then four rows, then single rows. start and finish
+// A tile over any number of rows: full tiles, then eight, four and single rows. start and finish
 // get the row within `rows`. Every row is the same chain of additions over k, so results do not
 // depend on the tiling.
 //
@@ -55,6 +55,12 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   const int64_t fours = kRows == 6 && rows >= 8 && (rows % 6 == 2 || rows % 6 == 3) ? 8 : 0;
   for (; r0 + kRows <= rows - fours; r0 += kRows)
     tile<P, kRows, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
+  if constexpr (kRows > 8) {
+    if (r0 + 8 <= rows) {
+      tile<P, 8, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
+      r0 += 8;
+    }
+  }
   if constexpr (kRows > 4) {
     for (; r0 + 4 <= rows; r0 += 4)
       tile<P, 4, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
