@@ -215,6 +215,17 @@ FASTATTN_INLINE const typename P::Word* stage_reduced(const typename P::Storage*
   }
 }
 
+// Has the processor read rows into its L2 cache, before their first use. Only where they are
+// contiguous: others are staged row by row, and the staging waits for each.
+template <class S>
+FASTATTN_INLINE void prefetch_rows(const S* src, int64_t row_stride, int64_t col_stride,
+                                   int64_t rows, int64_t cols) {
+  constexpr int64_t kLine = 64 / sizeof(S);
+  if (col_stride != 1) return;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; c += kLine) __builtin_prefetch(src + r * row_stride + c, 0, 2);
+}
+
 }  // namespace
 }  // namespace FASTATTN_ISA
 }  // namespace fastattn

@@ -150,7 +150,7 @@ class Forward {
       if (key_mask && all_excluded(buf.keys + block.begin, block.end - block.begin)) continue;
       const Range left = visible_by_program(p, b, h, q0, q1, block);
       if (left.begin >= left.end) continue;
-      block_of_keys(buf, b, h, q0, q1, block, k, v);
+      block_of_keys(buf, b, h, q0, q1, block, min_of(range.end - block.end, Bk), k, v);
       seen = true;
     }
     if (weights == Weights::per_head && !seen) hide(b, h, q0, q1, {0, p.Lk});
@@ -159,8 +159,9 @@ class Forward {
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
 
+  // `next` keys follow this block.
   void block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
-                     const Storage* k, const Storage* v) const {
+                     int64_t next, const Storage* k, const Storage* v) const {
     const int64_t nk = block.end - block.begin;
     const Storage* k_rows = k + block.begin * p.k.stride[2];
     const Storage* v_rows = v + block.begin * p.v.stride[2];
@@ -172,8 +173,14 @@ class Forward {
     // Values in words of two keys need an even first key in a panel.
     const Word* vs =
         leaky ? nullptr : stage_reduced<P>(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv, buf.v);
+    const int64_t share = (next * kLanesOfPanel + q1 - q0 - 1) / (q1 - q0);
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
       const int64_t i1 = min_of(q1, i + kLanesOfPanel);
+      // Each panel has a share of the next keys and values read while it is computed.
+      const int64_t at = min_of(next, (i - q0) / kLanesOfPanel * share);
+      const int64_t ahead = min_of(share, next - at), first = block.end + at;
+      prefetch_rows(k + first * p.k.stride[2], p.k.stride[2], p.k.stride[3], ahead, p.D);
+      prefetch_rows(v + first * p.v.stride[2], p.v.stride[2], p.v.stride[3], ahead, p.Dv);
       const Range seen = visible_to_any(p, i, i1);
       Range r{max_of(block.begin, seen.begin), min_of(block.end, seen.end)};
       r = visible_by_program(p, b, h, i, i1, r);
