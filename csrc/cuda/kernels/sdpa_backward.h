@@ -161,14 +161,15 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
       FASTATTN_UNROLL
       for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const int i = i0 + place.row(r);
+        // With options no register is free to keep them throughout the loop.
+        const int i = kGeneral ? anew(i0 + place.row(r)) : i0 + place.row(r);
+        const Range sees = kGeneral ? visible_keys(p, i) : visible[r];
         Words words{};
         if (kGeneral && options.drops()) words = options.words(i, j0 + 8 * n);
         FASTATTN_UNROLL
         for (int e = 0; e < 2; ++e) {
           const int j = j0 + place.column(n, e), at = 4 * n + 2 * r + e;
-          Pair pair =
-              pair_of<T, kGeneral>(options, s[at], dp[at], i, j, visible[r], stats[r], words);
+          Pair pair = pair_of<T, kGeneral>(options, s[at], dp[at], i, j, sees, stats[r], words);
           if (kGeneral && (hidden >> at & 1) != 0) pair = {0.0f, 0.0f, 0.0f};
           if (exact) sums[r] += pair.gradient;
           if (masked) any[2 * n + e] |= pair.slope != 0.0f;
@@ -296,7 +297,8 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
         }
       }
       if (partly) {
-        const uint32_t hidden = hidden_pairs<kTiles, true>(bits, place);
+        // Rows from `anew`: otherwise the places of their bits stay in registers, and others spill.
+        const uint32_t hidden = hidden_pairs<kTiles, true>(bits, Place4{anew(place.warp_row)});
         FASTATTN_UNROLL
         for (int n = 0; n < kTiles * 4; ++n)
           if ((hidden >> n & 1) != 0) s[n] = dp[n] = 0.0f;

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads,
   };
   const Range all_b = kPacked ? Range{batch, batch + 1} : extent(0, p.B, batch, 1);
   const Range all_h = extent(1, p.Hq, head, 1);
-  const Range all_i = extent(2, p.Lq, q_block, kQueries), all_j = extent(3, p.Lk, k_block, kKeys);
+  const Range all_i = extent(2, p.Lq, q_block, kQueries);
 
   char* shared = dynamic_shared();
   const typename Shape::Staying q_tile{reinterpret_cast<Storage*>(shared)};
@@ -71,7 +71,9 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads,
       for (int i0 = all_i.begin; i0 < all_i.end; i0 += kQueries) {
         const int last_row = rows < i0 + kQueries ? rows : i0 + kQueries;
         const Range visible_to_block = keys_of_queries(p, i0, last_row);
-        const Range here = by_distance ? keys_of_diagonal<kQueries>(p, diagonal, i0) : all_j;
+        // Computed here: kept in a register throughout the loops, the end would spill.
+        const Range here = by_distance ? keys_of_diagonal<kQueries>(p, diagonal, i0)
+                                       : extent(3, p.Lk, anew(k_block), kKeys);
         for (int j0 = here.begin; j0 < here.end; j0 += kKeys) {
           if (j0 + kKeys <= visible_to_block.begin || j0 >= visible_to_block.end) continue;
           const Seen visible_here = MaskTiles(p, b, h).at(i0, j0);
