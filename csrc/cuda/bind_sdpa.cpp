@@ -58,6 +58,8 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
   const int64_t bytes = element_bytes(p.dtype);
   p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes) &&
               is_aligned(p.out, bytes);
+  p.plain = p.aligned && p.scale_float > 0 && p.softcap_float == 0 && !excludes_pairs(p) &&
+            p.alibi == nullptr && p.seed_address == nullptr;
   return p;
 }
 

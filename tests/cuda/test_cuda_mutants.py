@@ -246,6 +246,7 @@ MUTANTS = [
     Mutant("one head of a group", BACKWARD, "h < (h_kv + 1) * group", "h < h_kv * group + 1"),
     Mutant("draws of the pair transposed", BACKWARD, "words = options.words(i, j);", "words = options.words(j, i);"),
     Mutant("the score is rounded first", "sdpa_pairs.h", "fmaf(dot, p.scale_float, -row.hi)", "dot * p.scale_float - row.hi", sources=("sdpa_backward",), element="F32"),
+    Mutant("weights of rounded scores", "sdpa_pairs.h", "p.plain ? plain_score(p, dot, row) : s.value - row.hi", "s.value - row.hi", sources=("sdpa_weights",), element="F32"),
     Mutant("dropped pairs have no gradient", "sdpa_pairs.h", "weight * (-row.delta - row.rest)", "0.0f", sources=("sdpa_backward",)),
     Mutant("gradients of averaged weights", "sdpa_pairs.h", "g / static_cast<float>(p.Hq)", "g", sources=("sdpa_backward", "sdpa_weights"), element="F32"),
     Mutant("d lse has the wrong sign", "sdpa_rows.h", "-static_cast<float>(p.grad_lse", "static_cast<float>(p.grad_lse"),
@@ -299,7 +300,7 @@ program-block_mask program-heads program-many program-dropout-weights-1 program-
 program-mask-finfo-min program-gap-1x700""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
-STEEP = Case("steep", q_len=100, k_len=90, scale=3e6)
+STEEP = Case("steep", q_len=100, k_len=90, scale=3e6, weights=1)
 
 
 DTYPES = {"Bf16": torch.bfloat16, "F32": torch.float32}

@@ -19,7 +19,11 @@ _KINDS: dict[str, dict[str, Any]] = {
     "grouped-lse": {"heads": 4, "kv_heads": 2, "grads": ("out", "lse")},
     "mask": {"mask": "float_inf", "mask_dims": "qk"},
     "weights": {"weights": 1},
+    "weights-mask": {"weights": 1, "mask": "float_inf", "mask_dims": "qk"},
     "sinks": {"sinks": "h"},
+    # Their backward passes run on the kernels with options, although the forward pass has none.
+    "weights-grad": {"weights": 2, "heads": 4, "kv_heads": 2, "grads": ("out", "weights")},
+    "strided-grad": {"grad_layout": "every_second"},
 }
 
 
@@ -27,13 +31,11 @@ def _large_scores() -> Iterator[tuple[Case, torch.dtype]]:
     for scale in (1e3, 1e5, 3e6, 6e7):
         for kind, options in _KINDS.items():
             case = replace(_BASE, name=f"scores-{scale:.0e}-{kind}", scale=scale, **options)
-            # Weights are computed from rounded scores: "Large scores" in docs/cuda-kernels.md.
-            if kind != "weights" and (kind == "plain" or scale == 3e6):
+            if kind in ("plain", "weights") or scale == 3e6:
                 yield case, torch.float32
             if scale == 6e7:
                 continue
-            if (scale, kind) != (3e6, "weights"):
-                yield case, torch.bfloat16
+            yield case, torch.bfloat16
             # A gradient has the factor `scale`, and float16 ends at 65504.
             if scale == 1e3 or (scale == 1e5 and kind != "grouped-lse"):
                 yield case, torch.float16

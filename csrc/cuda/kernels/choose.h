@@ -25,8 +25,7 @@ void with_width(const AttentionArguments& p, F f) {
 
 // No options but a window, in memory that can be copied 16 bytes at a time.
 inline bool is_plain(const AttentionArguments& p) {
-  return p.aligned && p.scale_float > 0 && p.softcap_float == 0 && !excludes_pairs(p) &&
-         p.alibi == nullptr && p.seed_address == nullptr && p.grad_weights.data == nullptr;
+  return p.plain && p.aligned && p.grad_weights.data == nullptr;
 }
 
 inline std::string shapes(const AttentionArguments& p) {

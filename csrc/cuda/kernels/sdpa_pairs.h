@@ -63,6 +63,12 @@ FASTATTN_DEVICE float element_at(const void* data, int64_t n) {
   return T::widen(static_cast<const typename T::Storage*>(data)[n]);
 }
 
+// The score of a call without options, less hi. It is not rounded before hi is subtracted, as it
+// was not when lse was computed.
+FASTATTN_DEVICE float plain_score(const AttentionArguments& p, float dot, const RowStats& row) {
+  return fmaf(dot, p.scale_float, -row.hi);
+}
+
 // dp is dO_i . V_j; `words` holds the dropout draws of (i, j / 8).
 template <class T, bool kGeneral>
 FASTATTN_DEVICE Pair pair_of(const Options& options, float dot, float dp, int i, int j,
@@ -71,15 +77,13 @@ FASTATTN_DEVICE Pair pair_of(const Options& options, float dot, float dp, int i,
   // Excluded pairs are selected, not multiplied by 0, so that NaN or inf in them has no effect.
   if (!kGeneral) {
     if (!visible.has(j)) return {0.0f, 0.0f, 0.0f};
-    // The score is not rounded before hi is subtracted, as it was not rounded when lse was
-    // computed.
-    const float s = fmaf(dot, p.scale_float, -row.hi);
-    const float weight = exp2_approx((s - row.lo) * kLog2e);
+    const float weight = exp2_approx((plain_score(p, dot, row) - row.lo) * kLog2e);
     return {weight, weight * ((dp - row.delta) - row.rest), 1.0f};
   }
   const Score s = options.score(dot, i, j, visible);
   if (s.value == minus_infinity()) return {0.0f, 0.0f, 0.0f};
-  const float weight = exp2_approx(((s.value - row.hi) - row.lo) * kLog2e);
+  const float above = p.plain ? plain_score(p, dot, row) : s.value - row.hi;
+  const float weight = exp2_approx((above - row.lo) * kLog2e);
   if (p.grad_weights.data != nullptr)
     dp += weight_gradient(p, options.b, options.h, i, j, element_at<T>);
   const float kept = options.drops() ? options.kept(words, j) : 1.0f;
