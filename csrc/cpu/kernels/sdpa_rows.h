@@ -40,10 +40,9 @@ FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
     double* const lse = p.lse + (b * p.Hq + h) * p.lse_stride + i;
     constexpr int64_t kStep = kLanes<double>;
     for (int64_t r = 0; r < rows; r += kStep)
-      store_first(
-          lse + r,
-          log_sum_exp(rule, load_as<double>(m + r, kStep), load_as<double>(l + r, kStep)),
-          static_cast<int>(min_of(kStep, rows - r)));
+      store_first(lse + r,
+                  log_sum_exp(rule, load_as<double>(m + r, kStep), load_as<double>(l + r, kStep)),
+                  static_cast<int>(min_of(kStep, rows - r)));
   }
   const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
   for (int64_t r = 0; r < lanes; r += kLanes<T>) {
