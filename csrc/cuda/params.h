@@ -44,8 +44,8 @@ struct AttentionArguments : AttentionParams {
   // clamped to +-kMaxLength, which no distance reaches.
   int window_begin, window_end;
   bool aligned;  // q, k, v and out: 16-byte rows, contiguous columns
-  // The forward pass has no options but a window, and they are aligned. It subtracts the maximum of
-  // a row from scores that are not rounded.
+  // The forward pass has no options but a window, and its tensors are aligned. It subtracts the
+  // maximum of a row from scores that are not rounded.
   bool plain;
   bool tf32;  // float32 only: products may round their factors to tf32
   // A mask program, and what a kernel finds in it, because the host would have to wait for it.

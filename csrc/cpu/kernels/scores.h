@@ -93,13 +93,18 @@ template <class T>
 FASTATTN_INLINE bool sees_nothing(T maximum, T sum) {
   return maximum == -kInf<T> && sum == sum;
 }
+// The same of a row in each lane.
+template <class T>
+FASTATTN_INLINE Mask<T> see_nothing(Vec<T> maximum, Vec<T> sum) {
+  return (maximum == -kInf<T>)&(sum == sum);
+}
 
 // The natural logarithm of the sum of exponentials of some rows, from the row's maximum and the sum
 // relative to it, which is at least 1.
 template <class T>
 FASTATTN_INLINE VecD log_sum_exp(const ScoreRule<T>& rule, VecD maximum, VecD sum) {
   const VecD lse = static_cast<double>(rule.unit) * maximum + log_of(sum);
-  return select<double>((maximum == -kInf<double>)&(sum == sum), splat(-kInf<double>), lse);
+  return select<double>(see_nothing<double>(maximum, sum), splat(-kInf<double>), lse);
 }
 
 // Maximum and sum of the rows of a query head before their first key: -inf and 0, or those of the

@@ -153,11 +153,12 @@ class ScoreGradients {
       pack_grad_weights<P, kVectors>(p, b, h, i0, i1, r.begin, r.end, f.grad_w);
       for (int64_t x = 0; x < nk * L; x += W) store(f.ds + x, load(f.ds + x) + load(f.grad_w + x));
     }
-    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
-    if (p.dropout_p > 0)
+    if (p.dropout_p > 0) {
+      dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
       gradients<true>(f, b, h, nk, rows);
-    else
+    } else {
       gradients<false>(f, b, h, nk, rows);
+    }
     if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
     if (p.grad_relative_bias != nullptr)
       add_relative_gradient<T, NV>(p, i0, i1, r.begin, r.end, f.ds, f.relative);

@@ -46,9 +46,8 @@ FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
   }
   const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
   for (int64_t r = 0; r < lanes; r += kLanes<T>) {
-    const Vec<T> sum = load(l + r), none = Vec<T>{};
-    const Mask<T> nothing = (load(m + r) == -kInf<T>)&(sum == sum);
-    store(l + r, select<T>(nothing, none, kept / sum));
+    const Vec<T> sum = load(l + r);
+    store(l + r, select<T>(see_nothing<T>(load(m + r), sum), Vec<T>{}, kept / sum));
   }
   unpack_transposed<T>(O, lanes, l, rows, p.Dv, out + i * p.out.stride[2], p.out.stride[2]);
 }

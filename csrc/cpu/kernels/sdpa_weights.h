@@ -188,7 +188,7 @@ class WeightsPass {
       }
     }
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      const Mask<T> nothing = (m[n] == -kInf<T>)&(l[n] == l[n]);  // see sees_nothing
+      const Mask<T> nothing = see_nothing<T>(m[n], l[n]);
       store(rows.high + n * W, select<T>(nothing, splat<T>(kInf<T>), m[n]));
       store(rows.low + n * W, Vec<T>{});
       store(rows.inverse + n * W, select<T>(nothing, splat<T>(T(1)), T(1) / l[n]));

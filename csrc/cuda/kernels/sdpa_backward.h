@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
         }
       }
       if (partly) {
-        // Rows from `anew`: otherwise the places of their bits stay in registers, and others spill.
+        // Computed again here: kept in registers across the loop, the positions of the bits spill.
         const uint32_t hidden = hidden_pairs<kTiles, true>(bits, Place4{anew(place.warp_row)});
         FASTATTN_UNROLL
         for (int n = 0; n < kTiles * 4; ++n)

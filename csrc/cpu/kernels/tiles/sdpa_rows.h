@@ -270,7 +270,7 @@ class TileRows {
     const VecF sink = splat(first.maximum), exponent = splat(rule.exponent);
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       const VecF before = load(state.m + n * W), l = load(state.l + n * W);
-      const VecI alone = (before == -kInf<float>)&(l == l);  // see sees_nothing
+      const VecI alone = see_nothing<float>(before, l);
       const VecF m = select<float>(alone, sink, before);
       const VecF minus_m = select<float>(alone, minus_reference(m), load(state.minus_m + n * W));
       const VecI exact = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
