@@ -1,6 +1,7 @@
 // Memory hops, forward and backward: the choice of the kernel, and the gradient of the projection.
 #include "memory_hops_panels_backward.h"
 #include "memory_hops_panels_forward.h"
+#include "memory_hops_short.h"
 #include "memory_hops_stream.h"
 
 namespace fastattn {
@@ -61,14 +62,15 @@ class ProjectionGradient : HopSteps<S> {
 // the lanes.
 constexpr int64_t kMostStreamed = 4;
 
-// Runs the kernel for as many queries of a memory as there are: StreamHops, or Panels. A panel of which
+// Runs the kernel for as many queries of a memory as there are: ShortHops, StreamHops, or Panels. A panel of which
 // they fill no more than half is half as wide: 16 queries on 64 rows of 64 take 0.6 of the time forward
 // and 0.7 backward (Zen 4), with the same bits.
 template <template <class, int> class Panels, class S, class F>
 void with_kernel(const MemoryHopsParams& p, F run) {
   typedef typename Accumulator<S>::type T;
   const int64_t queries = p.shared ? p.B * p.Q : p.Q;
-  if (queries <= kMostStreamed && !p.crowded) return run(StreamHops<S>(p));
+  if (queries <= kMostStreamed && !p.crowded)
+    return ShortHops<S>::serves(p) ? run(ShortHops<S>(p)) : run(StreamHops<S>(p));
   if (queries <= kLanes<T>) return run(Panels<S, 1>(p));
   run(Panels<S, kPanelVectors>(p));
 }

@@ -124,7 +124,7 @@ class HopSteps {
 
   // x[dp] = the D elements at src, then zeros.
   template <class From>
-  void read_vector(const From* src, int64_t stride, T* x) const {
+  FASTATTN_INLINE void read_vector(const From* src, int64_t stride, T* x) const {
     if (stride == 1) return read_row(src, p.D, x);
     for (int64_t d = 0; d < p.D; ++d) x[d] = static_cast<T>(widen(src[d * stride]));
     for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
@@ -202,14 +202,24 @@ class HopSteps {
   }
 
   // u <- phi(H u + o); both are kept in the trace. `next` is scratch [dp, and D in whole vectors].
-  void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
+  FASTATTN_INLINE void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
     if (p.settles) return settle(row, k, u, o);
     const T* before = u;
-    if (p.proj.data != nullptr) row_products<T>(proj_rows(k), p.D, p.D, u, next), before = next;
-    for (int64_t d = 0; d < dp; d += W) store(u + d, activate(load(before + d) + load(o + d)));
-    for (int64_t d = p.D; d < dp; ++d) u[d] = T(0);  // sigmoid(0) is not 0
-    write_row(o, p.D, trace(row, 2 * k + 1));
-    write_row(u, p.D, trace(row, 2 * k + 2));
+    if (p.proj.data != nullptr) project(k, u, next), before = next;
+    T *const trace_o = trace(row, 2 * k + 1), *const trace_u = trace(row, 2 * k + 2);
+    for (int64_t d = 0; d < p.D; d += W) {
+      const int lanes = static_cast<int>(min_of<int64_t>(W, p.D - d));
+      const Vec<T> y = load(o + d);
+      Vec<T> x = load(before + d) + y;
+      if (p.activation != Activation::none) x = activate(x);
+      if (lanes < W) x = select<T>(first_lanes<T>(lanes), x, Vec<T>{});  // sigmoid(0) is not 0
+      store(u + d, x);
+      store_first(trace_o + d, y, lanes);
+      store_first(trace_u + d, x, lanes);
+    }
+  }
+  void project(int64_t k, const T* u, T* to) const {
+    row_products<T>(proj_rows(k), p.D, p.D, u, to);
   }
 
   Vec<T> activate(Vec<T> x) const {

@@ -42,127 +42,172 @@ FASTATTN_INLINE int last_lanes(int64_t D) {
   return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
 }
 
-// Lane r < kRows is row(r) . x, a dot product of D elements; kVectors is their number of vectors, or 0
-// for any number. Every dot product is the same tree of additions, wherever its row is stored and
-// whatever kRows. Chains start from 0: of a sum of two products, the compiler may fuse either.
-template <class T, int kVectors, int kRows, class Row>
-FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, Row row) {
+// How the end of a row is read: as a vector, as a part of one, or as a piece or a part of that.
+enum class End { vector, part, piece };
+template <End kEnd>
+struct EndIs {
+  static constexpr End value = kEnd;
+};
+
+// Calls f(EndIs) for rows of D elements, outside all loops: the branches of a loop would share the
+// addresses of its rows, which are more than there are registers.
+template <class T, class S, class F>
+FASTATTN_INLINE void with_end(int64_t D, F f) {
+  const int last = last_lanes<T>(D);
+  if constexpr (kSame<T, S> && kPiece<T> < kLanes<T>) {
+    if (last <= kPiece<T>) return f(EndIs<End::piece>());
+  }
+  if (last >= kLanes<T>) return f(EndIs<End::vector>());
+  f(EndIs<End::part>());
+}
+
+// kRows rows with one stride, from one column on. x86 addresses base + {1, 2} * stride, so one base
+// register serves three rows. The asm hides that columns have addresses in common: the compiler would
+// keep a pointer to each row, more than there are registers.
+template <class S, int kRows>
+struct Column {
+  const S* base[(kRows + 2) / 3];
+  int64_t stride;
+  FASTATTN_INLINE Column(const S* first, int64_t step) : base{first}, stride(step) {
+    FASTATTN_UNROLL for (int g = 0; g < (kRows + 2) / 3; ++g) {
+      if (g > 0) base[g] = base[g - 1] + 3 * stride;
+      asm("" : "+r"(base[g]));
+    }
+  }
+  FASTATTN_INLINE const S* operator[](int r) const { return base[r / 3] + r % 3 * stride; }
+};
+
+// Lane r < kRows is the dot product of x and row r, of D elements; from(d)[r] is the address of its
+// element d. Every dot product is the same tree of additions, wherever its row is stored and whatever
+// kRows. Chains start from 0: of a sum of two products, the compiler may fuse either.
+template <class T, int kRows, End kEnd, class From>
+FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, From from) {
   constexpr int W = kLanes<T>;
   // Narrow vectors give long chains of additions, so the chain is split into several.
   constexpr int kWays = max_of(1, 8 / W);
   Vec<T> acc[kWays][kRows] = {};
-  const auto add = [&](int a, int64_t at, int lanes) __attribute__((always_inline)) {
-    const Vec<T> y = load(x + at);
-    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[a][r] += load_as<T>(row(r) + at, lanes) * y;
+  const auto add = [&](int a, int64_t d, int lanes) __attribute__((always_inline)) {
+    const Vec<T> y = load(x + d);
+    const auto column = from(d);
+    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[a][r] += load_as<T>(column[r], lanes) * y;
   };
-  const int64_t end = ((kVectors > 0 ? kVectors : vectors_of<T>(D)) - 1) * W;
-  int64_t d = 0;
-  if constexpr (kVectors > 0) {
-    FASTATTN_UNROLL for (; d < (kVectors - 1) * W; d += W) add(d / W % kWays, d, W);
-  } else {
-    for (; d + (kWays - 1) * W < end; d += kWays * W)
-      FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, d + a * W, W);
-    for (; d < end; d += W) add(0, d, W);
-  }
-  constexpr int way = kVectors > 0 ? (kVectors - 1) % kWays : 0;
   const int last = last_lanes<T>(D);
-  if (last >= W)  // in both branches the compiler knows whether the vector is whole
-    add(way, end, W);
-  else
-    add(way, end, last);
+  const int64_t end = D - last;
+  if constexpr (kEnd == End::piece) {  // first: a sum is then a multiply-add of vectors
+    const Piece<T> y = load_piece(x + end, kPiece<T>);
+    const auto column = from(end);
+    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[0][r] =
+        whole<T>(load_piece(column[r], last) * y);
+  }
+  int64_t d = 0;
+  for (; d + (kWays - 1) * W < end; d += kWays * W)
+    FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, d + a * W, W);
+  for (; d < end; d += W) add(0, d, W);
+  if constexpr (kEnd != End::piece) add(0, end, kEnd == End::vector ? W : last);
   FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) FASTATTN_UNROLL for (int r = 0; r < kRows; ++r)
       acc[0][r] += acc[a][r];
   return sum_each<T, kRows>(acc[0]);
 }
 
-// s[i] = rows[i] . x for i < count, a vector of rows at a time; s has room for whole vectors.
-template <class T, int kVectors, class S>
-FASTATTN_INLINE void row_products_of(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
+// s[i] = rows[i] . x for the kRows rows from i on, and again for the last of `count` after it.
+template <class T, int kRows, End kEnd, class S>
+FASTATTN_INLINE void some_products(Rows<S> rows, int64_t i, int64_t count, int64_t D, const T* x,
+                                   T* s) {
+  struct {
+    const S* row[kRows];
+    int64_t d;
+    FASTATTN_INLINE const S* operator[](int r) const { return row[r] + d; }
+  } column;
+  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) column.row[r] =
+      rows[min_of<int64_t>(i + r, count - 1)];
+  const auto from = [&](int64_t d) __attribute__((always_inline)) {
+    column.d = d;
+    return column;
+  };
+  store(s + i, dot_rows<T, kRows, kEnd>(D, x, from));
+}
+// s[i] = rows[i] . x for i < count, for a list of rows, or fewer than a vector has lanes.
+template <class T, End kEnd, class S>
+__attribute__((noinline)) void any_products(Rows<S> rows, int64_t count, int64_t D, const T* x,
+                                            T* s) {
   constexpr int W = kLanes<T>, kFew = max_of(1, W / 4);
   int64_t i = 0;
-  if (rows.at == nullptr) {
-    const auto next = [&](int64_t at) __attribute__((always_inline)) {
-      // x86 addresses base + {1, 2} * stride, so one base register serves three rows. Without the
-      // asm the compiler keeps a pointer to each row, more than there are registers.
-      const S* base[(W + 2) / 3];
-      base[0] = rows.base + at * rows.stride;
-      FASTATTN_UNROLL for (int g = 0; g < (W + 2) / 3; ++g) {
-        if (g > 0) base[g] = base[g - 1] + 3 * rows.stride;
-        asm("" : "+r"(base[g]));
-      }
-      store(s + at, dot_rows<T, kVectors, W>(D, x, [&](int r) __attribute__((always_inline)) {
-              return base[r / 3] + r % 3 * rows.stride;
-            }));
-    };
-    for (; i + W <= count; i += W) next(i);
-    if (i > 0 && i + kFew < count) next(count - W), i = count;
-  }
-  const auto some = [&](auto at_once) __attribute__((always_inline)) {
-    constexpr int kRows = decltype(at_once)::value;
-    const S* row[kRows];
-    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) row[r] =
-        rows[min_of<int64_t>(i + r, count - 1)];
-    store(s + i, dot_rows<T, kVectors, kRows>(
-                     D, x, [&](int r) __attribute__((always_inline)) { return row[r]; }));
-    i += kRows;
-  };
-  while (i + kFew < count) some(Width<W>());
-  if (i < count) some(Width<kFew>());
+  for (; i + kFew < count; i += W) some_products<T, W, kEnd>(rows, i, count, D, x, s);
+  if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
 }
+// The same for any rows, a vector of them at a time. Both write whole vectors.
 template <class T, class S>
 FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
-  switch (vectors_of<T>(D)) {
-    case 1:
-      return row_products_of<T, 1>(rows, count, D, x, s);
-    case 2:
-      return row_products_of<T, 2>(rows, count, D, x, s);
-    case 3:
-      return row_products_of<T, 3>(rows, count, D, x, s);
-    case 4:
-      return row_products_of<T, 4>(rows, count, D, x, s);
-    default:
-      return row_products_of<T, 0>(rows, count, D, x, s);
-  }
+  constexpr int W = kLanes<T>, kFew = max_of(1, W / 4);
+  with_end<T, S>(D, [&](auto how) __attribute__((always_inline)) {
+    constexpr End kEnd = decltype(how)::value;
+    if (rows.at != nullptr || count < W) return any_products<T, kEnd>(rows, count, D, x, s);
+    int64_t i = 0;
+    for (; i + kFew < count; i += W) {
+      const int64_t at = min_of(i, count - W);
+      const auto from = [&](int64_t d) __attribute__((always_inline)) {
+        return Column<S, W>(rows.base + at * rows.stride + d, rows.stride);
+      };
+      store(s + at, dot_rows<T, W, kEnd>(D, x, from));
+    }
+    if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
+  });
+}
+// The product of one row, the same bits.
+template <class T, class S>
+FASTATTN_INLINE T row_product(const S* row, int64_t D, const T* x) {
+  T product;
+  with_end<T, S>(D, [&](auto how) __attribute__((always_inline)) {
+    const auto from = [&](int64_t d)
+                          __attribute__((always_inline)) { return Rows<S>{row + d, 0, nullptr}; };
+    product = dot_rows<T, 1, decltype(how)::value>(D, x, from)[0];
+  });
+  return product;
 }
 
-// y = alpha y + sum_i w[i] rows[i], D across the lanes; y is padded to whole vectors.
-template <bool kList, class T, class S>
-FASTATTN_INLINE void add_rows_of(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha,
-                                 T* y) {
+// finish(d, x): x = lanes d, d + 1, ... of sum_i w[i] rows[i], zeros past D.
+template <class T, bool kList, End kEnd, class S, class F>
+FASTATTN_INLINE void sum_rows_of(Rows<S> rows, int64_t count, int64_t D, const T* w, F finish) {
   constexpr int W = kLanes<T>;
-  const int64_t vectors = vectors_of<T>(D);
+  constexpr int kPieces = kEnd == End::piece;
+  const int last = last_lanes<T>(D), last_of_vectors = kEnd == End::part ? last : W;
+  const int64_t vectors = vectors_of<T>(D) - kPieces;
   int64_t v = 0;
+  // The columns of kVectors vectors, of which the last has `lanes`, and of a piece after them.
+  const auto sweep = [&](auto width, int lanes, auto pieces) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(width)::value, kPiecesHere = decltype(pieces)::value;
+    constexpr int kSums = kVectors + kPiecesHere;
+    constexpr int kWays = (7 + kSums) / kSums;  // independent sums, to hide the latency
+    Vec<T> acc[kWays][max_of(1, kVectors)] = {};
+    Piece<T> rest[kWays] = {};
+    const S* next = rows.base + v * W;
+    const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
+      const S* row = kList ? rows.base + rows.at[i] * rows.stride + v * W : next;
+      next += rows.stride;
+      const Vec<T> weight = splat<T>(w[i]);
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
+          weight * load_as<T>(row + n * W, n == kVectors - 1 ? lanes : W);
+      if constexpr (kPiecesHere > 0)
+        rest[a] += piece_of<T>(weight) * load_piece(row + kVectors * W, last);
+    };
+    int64_t i = 0;
+    for (; i + kWays <= count; i += kWays)
+      FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, i + a);
+    for (; i < count; ++i) add(0, i);
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) acc[0][n] += acc[a][n];
+      finish((v + n) * W, acc[0][n]);
+    }
+    FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) rest[0] += rest[a];
+    if constexpr (kPiecesHere > 0) finish((v + kVectors) * W, whole<T>(rest[0]));
+  };
   const auto block = [&](auto width) __attribute__((always_inline)) {
     constexpr int kVectors = decltype(width)::value;
-    constexpr int kWays = (7 + kVectors) / kVectors;  // independent sums, to hide the latency
     for (; v + kVectors <= vectors; v += kVectors) {
-      const int last = v + kVectors == vectors ? last_lanes<T>(D) : W;
-      Vec<T> acc[kWays][kVectors];
-      FASTATTN_UNROLL for (int a = 0; a < kWays; ++a)
-          FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] = Vec<T>{};
-      const auto sweep = [&](int lanes) __attribute__((always_inline)) {
-        const S* next = rows.base + v * W;
-        const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
-          const S* row = kList ? rows.base + rows.at[i] * rows.stride + v * W : next;
-          next += rows.stride;
-          const Vec<T> weight = splat<T>(w[i]);
-          FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
-              weight * load_as<T>(row + n * W, n == kVectors - 1 ? lanes : W);
-        };
-        int64_t i = 0;
-        for (; i + kWays <= count; i += kWays)
-          FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, i + a);
-        for (; i < count; ++i) add(0, i);
-      };
-      if (last >= W)  // as in dot_rows
-        sweep(W);
+      if (v + kVectors < vectors)
+        sweep(width, W, Width<0>());
       else
-        sweep(last);
-      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-        FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) acc[0][n] += acc[a][n];
-        T* to = y + (v + n) * W;
-        store(to, load(to) * alpha + acc[0][n]);
-      }
+        sweep(width, last_of_vectors, Width<kPieces>());
     }
   };
   if constexpr (kRegisters == 32) block(Width<8>());
@@ -170,13 +215,44 @@ FASTATTN_INLINE void add_rows_of(Rows<S> rows, int64_t count, int64_t D, const T
   block(Width<3>());
   block(Width<2>());
   block(Width<1>());
+  if constexpr (kPieces > 0) {
+    if (vectors == 0) sweep(Width<0>(), W, Width<1>());
+  }
 }
+// y = factor sum_i w[i] rows[i], or with kAdd factor y + sum_i w[i] rows[i]; y is padded to whole
+// vectors.
+template <class T, bool kAdd, bool kList, End kEnd, class S>
+FASTATTN_INLINE void write_sum(Rows<S> rows, int64_t count, int64_t D, const T* w, T factor, T* y) {
+  sum_rows_of<T, kList, kEnd>(rows, count, D, w,
+                              [&](int64_t d, Vec<T> x) __attribute__((always_inline)) {
+                                store(y + d, kAdd ? load(y + d) * factor + x : x * factor);
+                              });
+}
+template <class T, bool kAdd, End kEnd, class S>
+__attribute__((noinline)) void write_sum_of_list(Rows<S> rows, int64_t count, int64_t D, const T* w,
+                                                 T factor, T* y) {
+  write_sum<T, kAdd, true, kEnd>(rows, count, D, w, factor, y);
+}
+template <class T, bool kAdd, class S>
+FASTATTN_INLINE void write_any_sum(Rows<S> rows, int64_t count, int64_t D, const T* w, T factor,
+                                   T* y) {
+  with_end<T, S>(D, [&](auto how) __attribute__((always_inline)) {
+    constexpr End kEnd = decltype(how)::value;
+    if (rows.at == nullptr)
+      write_sum<T, kAdd, false, kEnd>(rows, count, D, w, factor, y);
+    else
+      write_sum_of_list<T, kAdd, kEnd>(rows, count, D, w, factor, y);
+  });
+}
+// y = alpha y + sum_i w[i] rows[i]
 template <class T, class S>
 FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha, T* y) {
-  if (rows.at == nullptr)
-    add_rows_of<false>(rows, count, D, w, alpha, y);
-  else
-    add_rows_of<true>(rows, count, D, w, alpha, y);
+  write_any_sum<T, true>(rows, count, D, w, alpha, y);
+}
+// y = factor sum_i w[i] rows[i]
+template <class T, class S>
+FASTATTN_INLINE void sum_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T factor, T* y) {
+  write_any_sum<T, false>(rows, count, D, w, factor, y);
 }
 
 // read_row: x = the row, then zeros up to a whole vector. write_row is the inverse.

@@ -181,6 +181,57 @@ FASTATTN_INLINE void store_first(T* p, Vec<T> v, int n) {
   }
 }
 
+// The first 128 bits of a vector: the end of a row that needs no more takes a half or a quarter of the
+// work of a vector. Without AVX2 they are a vector.
+template <class T>
+struct PieceOf {
+  typedef T type __attribute__((vector_size(16), may_alias));
+};
+template <class T>
+using Piece = typename PieceOf<T>::type;
+template <class T>
+constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+
+// As load_first, for 1 <= n <= kPiece.
+template <class T>
+FASTATTN_INLINE Piece<T> load_piece(const T* p, int n) {
+  typedef T Unaligned __attribute__((vector_size(16), aligned(1), may_alias));
+  if (n >= kPiece<T>) return *reinterpret_cast<const Unaligned*>(p);
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) == 8) return (Piece<T>)_mm_load_sd(p);
+#endif
+#if FASTATTN_AVX512
+  if constexpr (sizeof(T) == 4) return (Piece<T>)_mm_maskz_loadu_ps((1u << n) - 1, p);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) {
+    const __m128i lane = _mm_setr_epi32(0, 1, 2, 3);
+    return (Piece<T>)_mm_maskload_ps(p, _mm_cmpgt_epi32(_mm_set1_epi32(n), lane));
+  }
+#endif
+  Piece<T> lanes{};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return lanes;
+}
+// A piece, then zeros.
+template <class T>
+FASTATTN_INLINE Vec<T> whole(Piece<T> x) {
+#if FASTATTN_AVX512
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_zextps128_ps512((__m128)x);
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm512_zextpd128_pd512((__m128d)x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm256_zextps128_ps256((__m128)x);
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm256_zextpd128_pd256((__m128d)x);
+#else
+  return (Vec<T>)x;
+#endif
+}
+template <class T>
+FASTATTN_INLINE Piece<T> piece_of(Vec<T> x) {
+  Piece<T> first;
+  __builtin_memcpy(&first, &x, sizeof(first));
+  return first;
+}
+
 template <class T>
 FASTATTN_INLINE Vec<T> select(Mask<T> m, Vec<T> yes, Vec<T> no) {
   return m ? yes : no;

@@ -1,0 +1,410 @@
+// Memory hops of a few queries on a memory of their own, with the width of a row across the lanes:
+// what is the same for short memories (memory_hops_short.h) and long ones (memory_hops_stream.h).
+//
+// All hops of a query run one after the other, so a memory that fits in the caches comes from main
+// memory once. Backward keeps p and ds of all hops (2 K numbers per row), and writes the gradient of
+// each memory once, at the end: dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
+#pragma once
+#include "../threads.h"
+#include "memory_hops.h"
+#include "team.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class S>
+class RowHops : protected HopSteps<S> {
+  typedef HopSteps<S> Base;
+
+ protected:
+  typedef typename Base::T T;
+  using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::p, Base::query_of,
+      Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
+  static constexpr int64_t kCached = 1 << 20;  // elements that fit in the caches
+  static constexpr double kForward = 16;       // operations per element of a memory, query and
+  static constexpr double kBackward = 56;      // hop, as many as a full register has in that time
+  const int64_t np = vectors_of<T>(this->p.N) * W;  // N in whole vectors
+
+  explicit RowHops(const MemoryHopsParams& params) : Base(params) {}
+
+  // Scratch of one group; indexed by chunk where the shape says so.
+  struct Scratch {
+    T* u;       // [dp]
+    T* o;       // [dp]
+    T* g;       // [dp]
+    T* next;    // [dp]
+    T* part;    // [chunks][dp + W]: a vector, then m and l
+    T* kept;    // [N] scores of a hop
+    T* coef;    // [2K R][np]: ds and p of every hop and query
+    T* vector;  // [2K R][dp]: scale u and g of every hop and query
+  };
+
+  Scratch allocate(Arena& a) const {
+    const bool back = p.grad_query != nullptr;
+    Scratch f;
+    f.u = a.take<T>(dp + W), f.o = a.take<T>(dp + W);
+    f.g = a.take<T>(dp + W), f.next = a.take<T>(dp + W);
+    f.part = a.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
+    f.kept = a.take<T>(p.weights != nullptr && !back ? p.N : 0);
+    f.coef = a.take<T>(back ? 2 * p.K * R * np : 0);
+    f.vector = a.take<T>(back ? 2 * p.K * R * dp : 0);
+    return f;
+  }
+  size_t scratch_bytes() const {
+    Arena size(nullptr);
+    allocate(size);
+    return size.used();
+  }
+
+  // of_group(scratch, group) for every group, shared among the threads. A static schedule gives a
+  // thread the same memories in every call. Their gradients often reuse the same allocation and are
+  // then still in that thread's cache. At bAbI's size this saves a third of the time.
+  template <class F>
+  void each_group(double flops, F of_group) const {
+    const int team = team_size(p.threads, groups, flops);
+    const auto make = [&] {
+      Arena arena(thread_scratch(scratch_bytes()));
+      return allocate(arena);
+    };
+    each_task(team, groups, kStatic, make, of_group);
+  }
+
+  // ---- rows
+
+  // The rows of a block that a query can see in a hop: their positions in the memory, from n0 on.
+  struct Block {
+    int64_t count;
+    bool all;  // at[i] = i
+    bool biased;
+    int64_t at[kHopBlock];
+    T bias[kHopBlock];
+    FASTATTN_INLINE Rows<S> of(Rows<S> rows) const {
+      return {rows.base, rows.stride, all ? nullptr : at};
+    }
+  };
+
+  FASTATTN_INLINE void see(int64_t row, int64_t k, int64_t n0, int64_t n1, Block* block) const {
+    block->all = true;
+    block->biased = p.bias.data != nullptr;
+    block->count = n1 - n0;
+    if (p.mask.data != nullptr || p.bias.data != nullptr) select_rows(row, k, n0, n1, block);
+  }
+  void select_rows(int64_t row, int64_t k, int64_t n0, int64_t n1, Block* block) const {
+    const int64_t b = batch_of(row), q = query_of(row);
+    const int64_t *sm = p.mask.stride, *sb = p.bias.stride;
+    const Bool* mask =
+        static_cast<const Bool*>(p.mask.data) + b * sm[0] + q * sm[1] + k * sm[2] + n0 * sm[3];
+    T bias[kHopBlock] = {};
+    if (block->biased)
+      with_storage(p.bias.data, p.bias_dtype, [&](const auto* data) {
+        const auto* from = data + b * sb[0] + q * sb[1] + k * sb[2] + n0 * sb[3];
+        for (int64_t i = 0; i < n1 - n0; ++i) bias[i] = static_cast<T>(widen(from[i * sb[3]]));
+      });
+    int64_t count = 0;
+    for (int64_t i = 0; i < n1 - n0; ++i) {
+      const bool seen = (p.mask.data == nullptr || mask[i * sm[3]].bits) && bias[i] != -kInf<T>;
+      block->at[count] = i;
+      block->bias[count] = bias[i];
+      count += seen;
+    }
+    block->all = count == n1 - n0;
+    block->count = count;
+  }
+
+  // Whether a query, in its last hop, prefetches the next group's rows: one memory fits in the caches,
+  // all of them do not, and no row is masked. Its own rows then come from the cache, and main memory
+  // is idle.
+  FASTATTN_INLINE bool reads_ahead(int64_t group, int64_t row, int64_t k) const {
+    return k == p.K - 1 && group + 1 < groups && row + 1 == row_of(group + 1, 0) &&
+           groups * p.N * p.D > kCached && p.N * p.D <= kCached / 2 && p.mask.data == nullptr;
+  }
+  // Inline, because the compiler removes calls of a function that only prefetches.
+  FASTATTN_INLINE void fetch_next(int64_t group, int64_t n0, int64_t n1) const {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(S));
+    const Rows<S> in = this->in_rows(group + 1, 0, n0), out = this->out_rows(group + 1, 0, n0);
+    for (int64_t n = 0; n < n1 - n0; ++n)
+      for (int64_t d = 0; d < p.D; d += kLine) {
+        __builtin_prefetch(in.base + n * in.stride + d, 0, 2);
+        __builtin_prefetch(out.base + n * out.stride + d, 0, 2);
+      }
+  }
+
+  // The scores of a block, in whole vectors.
+  FASTATTN_INLINE void scores(Rows<S> rows, const Block& block, const T* u, T* s) const {
+    row_products<T>(block.of(rows), block.count, p.D, u, s);
+    const T scale = static_cast<T>(p.scale);
+    if (scale == T(1) && !block.biased) return;
+    for (int64_t i = 0; i < block.count; i += W) {
+      Vec<T> x = load(s + i) * scale;
+      if (block.biased) x += load(block.bias + i);
+      store(s + i, x);
+    }
+  }
+
+  // s <- e^(s - m) with the new maximum m, and zeros up to a whole vector; returns the factor for the
+  // sums so far.
+  static FASTATTN_INLINE T soften(T* s, int64_t count, T* m, T* l) {
+    if (const int rest = static_cast<int>(count % W)) {
+      T* const end = s + count - rest;
+      store(end, select<T>(first_lanes<T>(rest), load(end), splat<T>(-kInf<T>)));
+    }
+    Vec<T> top = load(s);
+    for (int64_t i = W; i < count; i += W) top = max_of(top, load(s + i));
+    const T of_block = largest_lane<T>(top), after = *m > of_block ? *m : of_block;
+    const T reference = after == -kInf<T> ? T(0) : after;
+    const T alpha = *m == -kInf<T> ? T(0) : weight_of(splat<T>(*m - reference))[0];
+    Vec<T> sum{};
+    for (int64_t i = 0; i < count; i += W) {
+      const Vec<T> e = weight_of(load(s + i) - reference);
+      sum += e;
+      store(s + i, e);
+    }
+    *l = *l * alpha + sum_lanes<T>(sum);
+    *m = after;
+    return alpha;
+  }
+
+  // What e^(s - m) is multiplied by to be p.
+  FASTATTN_INLINE T normalizer(T m, T l) const {
+    return !p.normalize ? T(1) : m == -kInf<T> ? T(0) : T(1) / l;
+  }
+
+  // ---- forward
+
+  // hop(row, k) for all queries of a group: each to its end, or hop by hop if they stop together.
+  template <class F>
+  FASTATTN_INLINE void forward_group(const Scratch& f, int64_t group, F hop) const {
+    if (p.search && p.together > 1) return forward_together(f, group, hop);
+    for (int64_t row = row_of(group, 0); row < row_of(group + 1, 0); ++row) {
+      if (p.resume && !this->moves(row, 0)) continue;
+      begin(f, row);
+      for (int64_t k = 0; k < p.K && this->moves(row, k); ++k) hop(row, k);
+      this->write_vector(p.out, row, f.u);
+    }
+  }
+  template <class F>
+  void forward_together(const Scratch& f, int64_t group, F hop) const {
+    for (int64_t r = 0; r < R; ++r) begin(f, row_of(group, r));
+    bool moving = true;
+    for (int64_t k = 0; k < p.K && moving; ++k) {
+      moving = false;
+      for (int64_t r = 0; r < R; ++r) {
+        const int64_t row = row_of(group, r);
+        if (!this->moves(row, k)) continue;
+        this->read_vector(trace(row, 2 * k), 1, f.u);
+        hop(row, k);
+        moving = true;
+      }
+      this->rest_together(group);
+    }
+    for (int64_t r = 0; r < R; ++r) {
+      this->read_vector(trace(row_of(group, r), 0), 1, f.u);
+      this->write_vector(p.out, row_of(group, r), f.u);
+    }
+  }
+
+  // f.u = u_1; also written to the trace.
+  FASTATTN_INLINE void begin(const Scratch& f, int64_t row) const {
+    if (p.resume) return this->read_vector(trace(row, 0), 1, f.u);
+    this->read_query(row, f.u);
+    write_row(f.u, p.D, trace(row, 0));
+  }
+
+  // ---- backward
+
+  struct Hop {
+    int64_t row, k, r;
+    T m, inverse;  // p = e^(s - m) inverse
+  };
+
+  // The rows of ds and p of hop k, and of their vectors. Rows that contribute to one gradient are
+  // adjacent.
+  int64_t ds_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k : k) * R + r; }
+  int64_t p_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k + 1 : p.K + k) * R + r; }
+
+  void forget(const Scratch& f, int64_t at) const {
+    __builtin_memset(f.coef + at * np, 0, static_cast<size_t>(p.N) * sizeof(T));
+    __builtin_memset(f.vector + at * dp, 0, static_cast<size_t>(dp) * sizeof(T));
+  }
+
+  // derive(hop) leaves p and ds of a hop in f.coef, and M^T ds in f.o.
+  template <class F>
+  FASTATTN_INLINE void backward_query(const Scratch& f, int64_t group, int64_t r, F derive) const {
+    const int64_t row = row_of(group, r);
+    const T scale = static_cast<T>(p.scale);
+    const int64_t* st = p.grad_out.stride;
+    if (p.grad_out.data != nullptr) {
+      this->read_vector(
+          static_cast<const S*>(p.grad_out.data) + batch_of(row) * st[0] + query_of(row) * st[1],
+          st[3], f.g);
+    } else {
+      for (int64_t d = 0; d < dp; d += W) store(f.g + d, Vec<T>{});
+    }
+    for (int64_t k = p.K - 1; k >= 0; --k) {
+      if (!this->moves(row, k)) {
+        forget(f, ds_row(k, r)), forget(f, p_row(k, r));
+        continue;
+      }
+      this->through_activation(trace(row, 2 * k + 2), f.g);
+      this->keep_state(row, k, f.g);
+      this->read_vector(trace(row, 2 * k), 1, f.u);
+      const T m = stats(row, k)[0], l = stats(row, k)[1];
+      const bool nothing = p.normalize && m == -kInf<T>;
+      T* u = f.vector + ds_row(k, r) * dp;
+      T* g = f.vector + p_row(k, r) * dp;
+      for (int64_t d = 0; d < dp; d += W) {
+        store(u + d, nothing ? Vec<T>{} : load(f.u + d) * scale);
+        store(g + d, load(f.g + d));
+      }
+      derive(Hop{row, k, r, m == -kInf<T> ? T(0) : m, p.normalize && !nothing ? T(1) / l : T(1)});
+      // g <- H^T g + scale M^T ds
+      const T* through = f.g;
+      if (p.proj.data != nullptr)
+        sum_rows<T>(this->proj_rows(k), p.D, p.D, f.g, T(1), f.next), through = f.next;
+      for (int64_t d = 0; d < dp; d += W) {
+        const Vec<T> before =
+            p.settles ? Vec<T>{} : load(through + d);  // a settling query has H = 0
+        store(f.g + d, before + load(f.o + d) * scale);
+      }
+    }
+    this->write_vector(p.grad_query, row, f.g);
+  }
+
+  // o . g, an estimate of delta = sum_i p_i dp_i, dp = C g + dweights.
+  //
+  // If one row has all the weight, o is that row, and p (dp - delta) must be exactly 0 rather than
+  // a rounding residue times the scale. So o . g is summed in the same order as dp.
+  FASTATTN_INLINE T estimated_delta(const Scratch& f, const Hop& hop) const {
+    if (!p.normalize || stats(hop.row, hop.k)[0] == -kInf<T>) return T(0);
+    return row_product<T>(trace(hop.row, 2 * hop.k + 1), p.D, f.g);
+  }
+  // Whether p (dp - delta) must be added to the estimate. If one row has most of the weight, dp -
+  // delta is small but the rounding error of o is not. Then the missing part is summed from the same
+  // p and dp that it must cancel. The gradient of the weights enters there too.
+  FASTATTN_INLINE bool corrects_delta(const Hop& hop) const {
+    return p.normalize && stats(hop.row, hop.k)[0] != -kInf<T> &&
+           (p.grad_weights.data != nullptr || hop.inverse > T(kSharp));
+  }
+
+  // dp of a block, C g + dweights.
+  FASTATTN_INLINE void derive_weights(const Scratch& f, int64_t group, const Hop& hop, int64_t n0,
+                                      const Block& block, T* dp_of) const {
+    row_products<T>(block.of(this->out_rows(group, hop.k, n0)), block.count, p.D, f.g, dp_of);
+    if (p.grad_weights.data == nullptr) return;
+    const int64_t* st = p.grad_weights.stride;
+    const S* from = static_cast<const S*>(p.grad_weights.data) + batch_of(hop.row) * st[0] +
+                    query_of(hop.row) * st[1] + hop.k * st[2] + n0 * st[3];
+    for (int64_t i = 0; i < block.count; ++i)
+      dp_of[i] += static_cast<T>(widen(from[(block.all ? i : block.at[i]) * st[3]]));
+  }
+  // s = p of a block, from the scores.
+  FASTATTN_INLINE void weigh(const Scratch& f, int64_t group, const Hop& hop, int64_t n0,
+                             const Block& block, T* s) const {
+    scores(this->in_rows(group, hop.k, n0), block, f.u, s);
+    for (int64_t i = 0; p.normalize && i < block.count; i += W)
+      store(s + i, weight_of(load(s + i) - hop.m) * hop.inverse);
+  }
+  // sum_i p_i (dp_i - delta)
+  static FASTATTN_INLINE Vec<T> missing(const T* s, const T* dp_of, int64_t count, T delta) {
+    Vec<T> sum{};
+    for (int64_t i = 0; i < count; i += W) {
+      const int lanes = static_cast<int>(min_of<int64_t>(W, count - i));
+      sum += load_first(s + i, lanes) * (load_first(dp_of + i, lanes) - delta);
+    }
+    return sum;
+  }
+
+  // The gradients of the memories of a group, each written once.
+  template <class Each>
+  void write_gradients(const Scratch& f, int64_t group, Each each_chunk) const {
+    if (p.grad_in == nullptr && p.grad_out_memory == nullptr) return;
+    Vec<T> rest{};  // 0, or NaN in a lane with a non-finite element
+    for (int64_t x = 0; x < 2 * p.K * R * dp; x += W) {
+      const Vec<T> v = load(f.vector + x);
+      rest += v - v;
+    }
+    const bool finite = sum_lanes<T>(rest) == T(0);
+    each_chunk([&](int64_t c) {
+      const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
+      const auto write = [&](void* to, int64_t slots, int64_t slot, int64_t first, int64_t last) {
+        S* dst = static_cast<S*>(to) + (group * slots + slot) * p.N * p.D;
+        write_rows(f, dst, n0, n1, first * R, last * R, finite);
+      };
+      const int64_t K = p.K;
+      for (int64_t slot = 0; p.grad_in != nullptr && slot < p.in_slots; ++slot) {
+        if (p.stack)
+          write(p.grad_in, K + 1, slot, max_of<int64_t>(0, 2 * slot - 1),
+                min_of<int64_t>(2 * K, 2 * slot + 1));
+        else if (p.same_rows)
+          write(p.grad_in, 1, 0, 0, 2 * K);
+        else if (p.in_slots == 1)
+          write(p.grad_in, 1, 0, 0, K);
+        else
+          write(p.grad_in, K, slot, slot, slot + 1);
+      }
+      for (int64_t slot = 0; p.grad_out_memory != nullptr && slot < p.out_slots; ++slot) {
+        if (p.out_slots == 1)
+          write(p.grad_out_memory, 1, 0, K, 2 * K);
+        else
+          write(p.grad_out_memory, K, slot, K + slot, K + slot + 1);
+      }
+    });
+  }
+
+ private:
+  // dst[n] = sum_t coef[t][n] vector[t] for t in [first, last)
+  void write_rows(const Scratch& f, S* dst, int64_t n0, int64_t n1, int64_t first, int64_t last,
+                  bool finite) const {
+    const T* coef = f.coef + first * np;
+    const T* vector = f.vector + first * dp;
+    const int64_t vectors = dp / W, terms = last - first;
+    if (!finite) return write_nonzero(coef, vector, terms, dst, n0, n1);
+    const int rest = last_lanes<T>(p.D);
+    const auto write = [&](int64_t n, int64_t rows, auto end_row) __attribute__((always_inline)) {
+      outer_products<T>(rows, coef + n, np, vector, dp, vectors, terms,
+                        [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                          S* const to = dst + (n + i) * p.D + v * W;
+                          if (v == vectors - 1)
+                            end_row(to, x);
+                          else
+                            store_as<T>(to, x, W);
+                        });
+    };
+    // The end of a row is a whole vector, or less if that is enough. It may reach into the next
+    // rows, which are written after it; rows that would reach past the last one end exactly.
+    const auto write_all = [&](auto width) __attribute__((always_inline)) {
+      constexpr int kWidth = decltype(width)::value;
+      const int64_t reached = (dp - kLanes<T> + kWidth - 1) / p.D;
+      const int64_t whole = max_of(n0, n1 - reached);
+      write(n0, whole - n0,
+            [](S* to, Vec<T> x) __attribute__((always_inline)) { store_part<kWidth, T>(to, x); });
+      const auto exactly = [&](S* to, Vec<T> x)
+                               __attribute__((always_inline)) { store_as<T>(to, x, rest); };
+      for (int64_t n = whole; n < n1; ++n) write(n, 1, exactly);
+    };
+    constexpr int kQuarter = max_of(1, W / 4);
+    if (kSame<S, T> && rest <= kQuarter)
+      write_all(Width<kQuarter>());
+    else if (kSame<S, T> && rest <= W / 2)
+      write_all(Width<W / 2>());
+    else
+      write_all(Width<W>());
+  }
+
+  // The same without the zeros: an excluded row adds nothing, even where a query is not finite.
+  __attribute__((noinline)) void write_nonzero(const T* coef, const T* vector, int64_t terms,
+                                               S* dst, int64_t n0, int64_t n1) const {
+    for (int64_t n = n0; n < n1; ++n)
+      for (int64_t d = 0; d < p.D; ++d) {
+        T x = T(0);
+        for (int64_t t = 0; t < terms; ++t)
+          if (coef[t * np + n] != T(0)) x += coef[t * np + n] * vector[t * dp + d];
+        narrow(x, dst + n * p.D + d);
+      }
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
