@@ -292,7 +292,13 @@ def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice |
     first = tensors[0]
     if first is None:
         first = next(tensor for tensor in tensors if tensor is not None)
-    found = evidence.choose("backends", device, op.removesuffix("_backward"), first.dtype)
+    found = evidence.choose(
+        "backends",
+        device,
+        op.removesuffix("_backward"),
+        first.dtype,
+        index=first.device.index or 0,  # GPUs of one machine may differ
+    )
     if found is not None and found.least_queries > 0 and first.shape[-2] < found.least_queries:
         return None
     return found

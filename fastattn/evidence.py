@@ -86,11 +86,11 @@ class Gemm(NamedTuple):
 
 
 @functools.cache
-def processor(device: str = "cpu") -> Processor:
-    """Describe this processor, or the first GPU. No other code does; tests replace it."""
+def processor(device: str = "cpu", index: int = 0) -> Processor:
+    """Describe this processor, or a GPU. No other code does; tests replace it."""
     if device == "cuda" and torch.cuda.is_available():
         vendor = "AMD" if torch.version.hip else "NVIDIA"
-        return Processor(device, vendor, torch.cuda.get_device_name())
+        return Processor(device, vendor, torch.cuda.get_device_name(index))
     if device != "cpu":
         return Processor(device)
     try:
@@ -131,13 +131,19 @@ def _processor_by_linux() -> dict[str, Any]:
 
 
 def choose(
-    choice: str, device: str, op: str = "", dtype: torch.dtype | None = None, *, own: bool = True
+    choice: str,
+    device: str,
+    op: str = "",
+    dtype: torch.dtype | None = None,
+    *,
+    index: int = 0,
+    own: bool = True,
 ) -> Choice | None:
     """Return the choice of the first matching entry, None if there is none.
 
-    ``own=False`` ignores the user's entries.
+    ``index`` says which GPU; ``own=False`` ignores the user's entries.
     """
-    return _choose(choice, processor(device), op, dtype, own)
+    return _choose(choice, processor(device, index), op, dtype, own)
 
 
 @functools.cache

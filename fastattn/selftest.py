@@ -167,21 +167,14 @@ def _about_key(key: _Key, load: _Load) -> dict[str, Any]:
 
 
 def _has_record(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> bool:
-    if gpu(device) != evidence.processor("cuda"):  # whose records are known
-        return False
     # The user's own entries may be of other kernels, before an update.
-    found = evidence.choose("backends", "cuda", op, dtype, own=False)
+    found = evidence.choose("backends", "cuda", op, dtype, index=device.index or 0, own=False)
     return found is not None and found.is_measured and backend in found.use
 
 
 def gpu(device: torch.device) -> evidence.Processor | None:
     """The GPU of this device, None for another kind of device. Tests replace it."""
-    if device.type != "cuda":
-        return None
-    processor = evidence.processor("cuda")
-    if device.index and torch.cuda.is_available():  # the record is of the first one
-        return processor._replace(name=torch.cuda.get_device_name(device))
-    return processor
+    return evidence.processor("cuda", device.index or 0) if device.type == "cuda" else None
 
 
 # -- running the check ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ as on a CPU. The result is written as the user's own entries for this GPU, see
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,13 +44,16 @@ _Measure = Callable[[str, dict[str, _Call]], dict[str, float]]
 
 
 def run(operators: Sequence[str], dtypes: Sequence[torch.dtype]) -> int:
-    print(f"{evidence.processor('cuda').name}; some minutes, of which Triton compiles the most")
-    entries = []
-    for op in operators:
-        for dtype in dtypes:
-            entry = order(op, dtype, measure, torch.device("cuda", torch.cuda.current_device()))
-            entries += [] if entry is None else [entry]
-    path = evidence.set_own(entries)
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(f"{_gpu(device).name}; some minutes, of which Triton compiles the most")
+    path = None
+    for op, dtype in itertools.product(operators, dtypes):
+        entry = order(op, dtype, measure, device)
+        if entry is not None:  # written at once: a later operator may end the process
+            path = evidence.set_own([entry])
+    if path is None:
+        print("nothing was measured, so nothing is written")
+        return 1
     print(
         f"written to {path}\n"
         "New Python processes will use it on this GPU. To undo this: fastattn tune --reset"
@@ -69,22 +73,26 @@ def order(
     right = [name for name in _BACKENDS if _is_right(name, op, dtype, device)]
     with selftest.switched_off():
         passes = _passes(op, dtype, device, right)
-        measured = {name: measure(f"{what}, {name}", calls) for name, calls in passes.items()}
+        names = [name for name in right if all(name in calls for calls in passes.values())]
+        if not names:
+            print(f"{what}: none of {', '.join(_BACKENDS)} runs it here")
+            return None
+        measured = {
+            of_pass: measure(f"{what}, {of_pass}", {name: calls[name] for name in names})
+            for of_pass, calls in passes.items()
+        }
     for name, seconds in measured.items():
         print(f"{what}, {name}: {_milliseconds(seconds)}")
-    if not all(measured.values()):
-        print(f"{what}: none of {', '.join(_BACKENDS)} runs it here")
-        return None
     means = {
         name: math.prod(seconds[name] for seconds in measured.values()) ** (1 / len(measured))
-        for name in measured["forward"]
+        for name in names
     }
-    usual = evidence.choose("backends", "cuda", op, dtype, own=False)
+    usual = evidence.choose("backends", "cuda", op, dtype, index=device.index or 0, own=False)
     before = usual.use if usual else selftest.CHECKED
     first = clearly_fastest(means, before[0])
     use = sorted(means, key=lambda name: (name != first, means[name]))
     print(f"  -> {', '.join(use)}" + " (as before)" * (first == before[0]))
-    on = evidence.processor("cuda")
+    on = _gpu(device)
     return {
         "choice": "backends",
         "device": "cuda",
@@ -98,6 +106,10 @@ def order(
     }
 
 
+def _gpu(device: torch.device) -> evidence.Processor:
+    return evidence.processor("cuda", device.index or 0)
+
+
 def _is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a backend is built and, if it is ours, passes its check; keeps the verdict."""
     module = dispatch.load(name)
@@ -105,9 +117,13 @@ def _is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> b
         return False
     if name == "torch":
         return True
-    with selftest.switched_off():
-        found = faults(name, op, dtype, device)
-    about = selftest.identity(name, op, dtype, evidence.processor("cuda"), module)
+    try:
+        with selftest.switched_off():
+            found = faults(name, op, dtype, device)
+    except selftest.Inconclusive as why:
+        print(f"{name} is not measured, its check could not run: {why}")
+        return False
+    about = selftest.identity(name, op, dtype, _gpu(device), module)
     selftest.record(about, found)
     for fault in found:
         print(f"FAIL {name}: {fault}")
@@ -161,8 +177,8 @@ def _call(
 def _runs(name: str, call: _Call) -> bool:
     try:
         call()
-    except RuntimeError as error:
-        print(f"{name} does not run: {error}".split("\n")[0])
+    except Exception as error:  # compilers and launchers have exceptions of their own
+        print(f"{name} does not run: {type(error).__name__}: {error}".split("\n")[0])
         return False
     return True
 

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ import torch
 from processors import H200, be
 
 import fastattn
-from fastattn import __version__, cli, dispatch, evidence, info
+from fastattn import __version__, cli, dispatch, evidence, info, selftest
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.evidence import Gemm, Processor
 from fastattn.nn import _linear, _small
@@ -149,6 +150,28 @@ def test_a_gpu_with_a_record_has_ours_first_where_they_are_faster(own: Path) -> 
         assert found is not None
         assert not found.is_measured
         assert dispatch._order("cuda", ATTENTION, (half,))[0] == "torch"
+
+
+def test_every_gpu_of_a_machine_has_its_own_record(own: Path) -> None:
+    record = {
+        "choice": "backends", "device": "cuda", "vendor": ["NVIDIA"], "name": [H200.name],
+        "op": ATTENTION, "dtype": ["bfloat16"], "use": ["cuda", "torch"], "source": "measured",
+    }  # fmt: skip
+    names = {0: "NVIDIA T4", 1: H200.name}
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_name", names.__getitem__),
+    ):
+        evidence.forget()
+        evidence.set_own([record])
+        for index, first in enumerate(("torch", "cuda")):
+            device = torch.device("cuda", index)
+            tensor = SimpleNamespace(dtype=torch.bfloat16, device=device, shape=(1, 1, 4, 8))
+            assert dispatch._order("cuda", ATTENTION, (tensor,))[0] == first
+            processor = selftest.gpu(device)
+            assert processor is not None
+            assert processor.name == names[index]
+    evidence.forget()
 
 
 def test_an_unmeasured_gpu_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,103 @@ def test_the_verdict_spares_the_check_but_not_a_failure_found_since(
         assert module.calls == calls + 1
 
 
+SMALL = "merge_states", "B=1,H=1,L=4,D=8", "none"
+
+
+class Halves(ModuleType):
+    """A backend of merge_states whose derivative raises an error, if it is given one."""
+
+    __all__ = ("merge_states", "merge_states_backward")
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("backend")
+        self.error = error
+
+    def why_not(self, *args: Any, **options: Any) -> list[str]:
+        return []
+
+    def merge_states(self, *args: Any, **options: Any) -> Any:
+        return reference.merge_states(*args, **options)
+
+    def merge_states_backward(self, *args: Any, **options: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return reference.merge_states_backward(*args, **options)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("too much shared memory"), KeyError("num_warps")])
+def test_a_backend_whose_derivative_fails_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    monkeypatch.setitem(tune_gpu.MEASURED, "merge_states", SMALL)
+    monkeypatch.setattr(tune_gpu, "_is_right", lambda name, *_: name != "torch")
+    measure = timed(cuda=2.0, triton=1.0)
+    call = "merge_states", torch.float32, measure, torch.device("cpu")
+    with on_a_gpu(Halves(), monkeypatch, "cuda", triton=Halves(error)):
+        entry = tune_gpu.order(*call)
+    assert entry is not None
+    assert entry["use"] == ["cuda"]
+    assert f"triton does not run: {type(error).__name__}" in capsys.readouterr().out
+
+
+def test_no_backend_with_a_derivative_is_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tune_gpu.MEASURED, "merge_states", SMALL)
+    monkeypatch.setattr(tune_gpu, "_is_right", lambda name, *_: name == "cuda")
+    with on_a_gpu(Halves(RuntimeError("no")), monkeypatch, "cuda"):
+        # The real measurement, which needs at least one call.
+        call = "merge_states", torch.float32, tune_gpu.measure, torch.device("cpu")
+        assert tune_gpu.order(*call) is None
+
+
+def test_a_check_that_cannot_run_says_nothing_of_the_backend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def faults(*_: Any) -> list[str]:
+        raise selftest.Inconclusive("out of memory")
+
+    monkeypatch.setattr(tune_gpu, "faults", faults)
+    with on_a_gpu(Backend(), monkeypatch, "cuda"):
+        assert order(cuda=1.0) is None
+        assert selftest.stored() == []
+    assert "its check could not run: out of memory" in capsys.readouterr().out
+
+
+def test_what_was_measured_stays_if_a_later_operator_fails(
+    monkeypatch: pytest.MonkeyPatch, own: Path
+) -> None:
+    entry = {
+        "choice": "backends",
+        "device": "cuda",
+        "name": ["NVIDIA H200"],
+        "op": OP,
+        "dtype": ["float32"],
+        "use": ["cuda"],
+        "source": "1 ms",
+    }
+
+    def orders(op: str, *_: Any) -> dict[str, Any]:
+        if op != OP:
+            raise KeyboardInterrupt
+        return entry
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune_gpu, "order", orders)
+    with be(H200), pytest.raises(KeyboardInterrupt):
+        tune_gpu.run([OP, "merge_states"], [torch.float32])
+    assert "NVIDIA H200" in own.read_text()
+
+
+def test_nothing_measured_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune_gpu, "order", lambda *_: None)
+    with be(H200):
+        assert tune_gpu.run([OP], [torch.float32]) == 1
+    assert not own.exists()
+    assert "nothing is written" in capsys.readouterr().out
+
+
 def test_without_any_backend_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ H200 = Processor("cuda", "NVIDIA", "NVIDIA H200")
 def be(processor: Processor) -> Iterator[None]:
     """Within the block this machine has another processor, or another GPU."""
 
-    def said(device: str = "cpu") -> Processor:
+    def said(device: str = "cpu", _index: int = 0) -> Processor:
         return processor if device == processor.device else Processor(device)
 
     with mock.patch.object(evidence, "processor", said):
