@@ -99,6 +99,10 @@ FASTATTN_INLINE __m128i _mm_maskz_loadu_epi8(__mmask16 mask, const void* p) {
   typedef uint8_t V __attribute__((vector_size(16)));
   return (__m128i)masked_load<V>(mask, static_cast<const uint8_t*>(p));
 }
+FASTATTN_INLINE __m128 _mm_maskz_loadu_ps(__mmask8 mask, const void* p) {
+  typedef float V __attribute__((vector_size(16)));
+  return (__m128)masked_load<V>(mask, static_cast<const float*>(p));
+}
 FASTATTN_INLINE void _mm512_mask_storeu_ps(void* p, __mmask16 mask, __m512 v) {
   masked_store(mask, static_cast<float*>(p), (lanes::F32)v);
 }
@@ -180,6 +184,16 @@ FASTATTN_INLINE __m512i _mm512_mask_shuffle_epi8(__m512i other, __mmask64 mask, 
     return lanes::has(mask, i) ? moved : kept[i];
   });
 }
+
+// The first lanes of 512 bits, then zeros.
+template <class V, class Part>
+FASTATTN_INLINE V extended(Part x) {
+  V v{};
+  __builtin_memcpy(&v, &x, sizeof x);
+  return v;
+}
+FASTATTN_INLINE __m512 _mm512_zextps128_ps512(__m128 x) { return extended<__m512>(x); }
+FASTATTN_INLINE __m512d _mm512_zextpd128_pd512(__m128d x) { return extended<__m512d>(x); }
 
 // -- masks ----------------------------------------------------------------------------------------
 FASTATTN_INLINE __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 a) {
