@@ -58,13 +58,14 @@ class ProjectionGradient : HopSteps<S> {
   }
 };
 
-// With more queries of a memory than this, queries across the lanes are faster than the width across
-// the lanes.
+// With more queries of a memory than this, queries across the lanes are faster than the width
+// across the lanes.
 constexpr int64_t kMostStreamed = 4;
 
-// Runs the kernel for as many queries of a memory as there are: ShortHops, StreamHops, or Panels. A panel of which
-// they fill no more than half is half as wide: 16 queries on 64 rows of 64 take 0.6 of the time forward
-// and 0.7 backward (Zen 4), with the same bits.
+// Runs the kernel for as many queries of a memory as there are: Panels, or for few of them
+// StreamHops or, of a short memory, ShortHops. A panel of which they fill no more than half is half
+// as wide: 16 queries on 64 rows of 64 take 0.6 of the time forward and 0.7 backward (Zen 4), with
+// the same bits.
 template <template <class, int> class Panels, class S, class F>
 void with_kernel(const MemoryHopsParams& p, F run) {
   typedef typename Accumulator<S>::type T;

@@ -2,8 +2,8 @@
 // what is the same for short memories (memory_hops_short.h) and long ones (memory_hops_stream.h).
 //
 // All hops of a query run one after the other, so a memory that fits in the caches comes from main
-// memory once. Backward keeps p and ds of all hops (2 K numbers per row), and writes the gradient of
-// each memory once, at the end: dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
+// memory once. Backward keeps p and ds of all hops (2 K numbers per row), and writes the gradient
+// of each memory once, at the end: dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
 #pragma once
 #include "../threads.h"
 #include "memory_hops.h"
@@ -22,8 +22,8 @@ class RowHops : protected HopSteps<S> {
   using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::p, Base::query_of,
       Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
   static constexpr int64_t kCached = 1 << 20;  // elements that fit in the caches
-  static constexpr double kForward = 16;       // operations per element of a memory, query and
-  static constexpr double kBackward = 56;      // hop, as many as a full register has in that time
+  // The time per element of a memory, query and hop, in operations at the peak rate.
+  static constexpr double kForward = 16, kBackward = 56;
   const int64_t np = vectors_of<T>(this->p.N) * W;  // N in whole vectors
 
   explicit RowHops(const MemoryHopsParams& params) : Base(params) {}
@@ -112,9 +112,9 @@ class RowHops : protected HopSteps<S> {
     block->count = count;
   }
 
-  // Whether a query, in its last hop, prefetches the next group's rows: one memory fits in the caches,
-  // all of them do not, and no row is masked. Its own rows then come from the cache, and main memory
-  // is idle.
+  // Whether a query, in its last hop, prefetches the next group's rows: one memory fits in the
+  // caches, all of them do not, and no row is masked. Its own rows then come from the cache, and
+  // main memory is idle.
   FASTATTN_INLINE bool reads_ahead(int64_t group, int64_t row, int64_t k) const {
     return k == p.K - 1 && group + 1 < groups && row + 1 == row_of(group + 1, 0) &&
            groups * p.N * p.D > kCached && p.N * p.D <= kCached / 2 && p.mask.data == nullptr;
@@ -142,8 +142,8 @@ class RowHops : protected HopSteps<S> {
     }
   }
 
-  // s <- e^(s - m) with the new maximum m, and zeros up to a whole vector; returns the factor for the
-  // sums so far.
+  // s <- e^(s - m) with the new maximum m, and zeros up to a whole vector; returns the factor for
+  // the sums so far.
   static FASTATTN_INLINE T soften(T* s, int64_t count, T* m, T* l) {
     if (const int rest = static_cast<int>(count % W)) {
       T* const end = s + count - rest;
@@ -277,11 +277,11 @@ class RowHops : protected HopSteps<S> {
   // a rounding residue times the scale. So o . g is summed in the same order as dp.
   FASTATTN_INLINE T estimated_delta(const Scratch& f, const Hop& hop) const {
     if (!p.normalize || stats(hop.row, hop.k)[0] == -kInf<T>) return T(0);
-    return row_product<T>(trace(hop.row, 2 * hop.k + 1), p.D, f.g);
+    return row_product<T, S>(trace(hop.row, 2 * hop.k + 1), p.D, f.g);
   }
   // Whether p (dp - delta) must be added to the estimate. If one row has most of the weight, dp -
-  // delta is small but the rounding error of o is not. Then the missing part is summed from the same
-  // p and dp that it must cancel. The gradient of the weights enters there too.
+  // delta is small but the rounding error of o is not. Then the missing part is summed from the
+  // same p and dp that it must cancel. The gradient of the weights enters there too.
   FASTATTN_INLINE bool corrects_delta(const Hop& hop) const {
     return p.normalize && stats(hop.row, hop.k)[0] != -kInf<T> &&
            (p.grad_weights.data != nullptr || hop.inverse > T(kSharp));

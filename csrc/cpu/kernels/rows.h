@@ -42,7 +42,7 @@ FASTATTN_INLINE int last_lanes(int64_t D) {
   return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
 }
 
-// How the end of a row is read: as a vector, as a part of one, or as a piece or a part of that.
+// How the end of a row is read: as a vector, as a part of one, or as a piece or a part of one.
 enum class End { vector, part, piece };
 template <End kEnd>
 struct EndIs {
@@ -62,8 +62,8 @@ FASTATTN_INLINE void with_end(int64_t D, F f) {
 }
 
 // kRows rows with one stride, from one column on. x86 addresses base + {1, 2} * stride, so one base
-// register serves three rows. The asm hides that columns have addresses in common: the compiler would
-// keep a pointer to each row, more than there are registers.
+// register serves three rows. The asm hides that columns have addresses in common: the compiler
+// would keep a pointer to each row, more than there are registers.
 template <class S, int kRows>
 struct Column {
   const S* base[(kRows + 2) / 3];
@@ -78,8 +78,9 @@ struct Column {
 };
 
 // Lane r < kRows is the dot product of x and row r, of D elements; from(d)[r] is the address of its
-// element d. Every dot product is the same tree of additions, wherever its row is stored and whatever
-// kRows. Chains start from 0: of a sum of two products, the compiler may fuse either.
+// element d. For one kEnd every dot product is the same tree of additions, wherever its row is
+// stored and whatever kRows. Chains start from 0: of a sum of two products, the compiler may fuse
+// either.
 template <class T, int kRows, End kEnd, class From>
 FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, From from) {
   constexpr int W = kLanes<T>;
@@ -97,7 +98,7 @@ FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, From from) {
     const Piece<T> y = load_piece(x + end, kPiece<T>);
     const auto column = from(end);
     FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[0][r] =
-        whole<T>(load_piece(column[r], last) * y);
+        padded<T>(load_piece(column[r], last) * y);
   }
   int64_t d = 0;
   for (; d + (kWays - 1) * W < end; d += kWays * W)
@@ -109,7 +110,8 @@ FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, From from) {
   return sum_each<T, kRows>(acc[0]);
 }
 
-// s[i] = rows[i] . x for the kRows rows from i on, and again for the last of `count` after it.
+// s[i] = rows[i] . x for the kRows rows from i on; those past the last of `count` are the last.
+// Stores a whole vector.
 template <class T, int kRows, End kEnd, class S>
 FASTATTN_INLINE void some_products(Rows<S> rows, int64_t i, int64_t count, int64_t D, const T* x,
                                    T* s) {
@@ -135,7 +137,7 @@ __attribute__((noinline)) void any_products(Rows<S> rows, int64_t count, int64_t
   for (; i + kFew < count; i += W) some_products<T, W, kEnd>(rows, i, count, D, x, s);
   if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
 }
-// The same for any rows, a vector of them at a time. Both write whole vectors.
+// The same for any rows, a vector of them at a time. Both write whole vectors of s.
 template <class T, class S>
 FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
   constexpr int W = kLanes<T>, kFew = max_of(1, W / 4);
@@ -153,19 +155,20 @@ FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const 
     if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
   });
 }
-// The product of one row, the same bits.
+// The product of one row of T, in the order of those of rows of S.
 template <class T, class S>
-FASTATTN_INLINE T row_product(const S* row, int64_t D, const T* x) {
+FASTATTN_INLINE T row_product(const T* row, int64_t D, const T* x) {
   T product;
   with_end<T, S>(D, [&](auto how) __attribute__((always_inline)) {
     const auto from = [&](int64_t d)
-                          __attribute__((always_inline)) { return Rows<S>{row + d, 0, nullptr}; };
+                          __attribute__((always_inline)) { return Rows<T>{row + d, 0, nullptr}; };
     product = dot_rows<T, 1, decltype(how)::value>(D, x, from)[0];
   });
   return product;
 }
 
-// finish(d, x): x = lanes d, d + 1, ... of sum_i w[i] rows[i], zeros past D.
+// finish(d, x): x = lanes d, d + 1, ... of sum_i w[i] rows[i]; past D zeros, or NaN if a weight is
+// not finite.
 template <class T, bool kList, End kEnd, class S, class F>
 FASTATTN_INLINE void sum_rows_of(Rows<S> rows, int64_t count, int64_t D, const T* w, F finish) {
   constexpr int W = kLanes<T>;
@@ -199,7 +202,7 @@ FASTATTN_INLINE void sum_rows_of(Rows<S> rows, int64_t count, int64_t D, const T
       finish((v + n) * W, acc[0][n]);
     }
     FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) rest[0] += rest[a];
-    if constexpr (kPiecesHere > 0) finish((v + kVectors) * W, whole<T>(rest[0]));
+    if constexpr (kPiecesHere > 0) finish((v + kVectors) * W, padded<T>(rest[0]));
   };
   const auto block = [&](auto width) __attribute__((always_inline)) {
     constexpr int kVectors = decltype(width)::value;

@@ -181,8 +181,8 @@ FASTATTN_INLINE void store_first(T* p, Vec<T> v, int n) {
   }
 }
 
-// The first 128 bits of a vector: the end of a row that needs no more takes a half or a quarter of the
-// work of a vector. Without AVX2 they are a vector.
+// The first 128 bits of a vector: the end of a row that needs no more takes a half or a quarter of
+// the work of a vector. Without AVX2 they are a vector.
 template <class T>
 struct PieceOf {
   typedef T type __attribute__((vector_size(16), may_alias));
@@ -214,7 +214,7 @@ FASTATTN_INLINE Piece<T> load_piece(const T* p, int n) {
 }
 // A piece, then zeros.
 template <class T>
-FASTATTN_INLINE Vec<T> whole(Piece<T> x) {
+FASTATTN_INLINE Vec<T> padded(Piece<T> x) {
 #if FASTATTN_AVX512
   if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_zextps128_ps512((__m128)x);
   if constexpr (sizeof(T) == 8) return (Vec<T>)_mm512_zextpd128_pd512((__m128d)x);
