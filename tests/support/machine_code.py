@@ -219,7 +219,8 @@ measured.** The page is written by `python tests/support/machine_code.py` from t
 `tests/cuda/machine_code.json`. The tests that compile the kernels
 (`tests/cuda/test_cuda_compile.py` for CUDA, `tests/triton/test_triton_aot.py` for Triton) fail if a
 count grows by more than {MARGIN:.0%}. With other versions of nvcc or Triton they are skipped; in CI
-(`.ci/run`) they fail.
+(`.ci/run`) they fail. CI counts the forward kernels of attention and those of Triton; the other
+sources, which take minutes to compile, are counted by `make test-full` where this nvcc is.
 
 Each row is about the hottest loop of one kernel, in bfloat16 and without options. It counts what
 one warp executes in one iteration, on the shortest path through the loop: all keys are visible, and
