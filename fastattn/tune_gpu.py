@@ -107,7 +107,9 @@ def order(
 
 
 def _gpu(device: torch.device) -> evidence.Processor:
-    return evidence.processor("cuda", device.index or 0)
+    processor = selftest.gpu(device)
+    assert processor is not None
+    return processor
 
 
 def _is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> bool:
