@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from processors import be
 
 from fastattn import cli, evidence, info, tune_cpu
 from fastattn.evidence import Processor
@@ -27,11 +28,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     evidence.forget()
     yield tmp_path / "evidence.json"
     monkeypatch.undo()
-    evidence.forget()
-
-
-def as_if(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "processor", lambda device="cpu": processor)
     evidence.forget()
 
 
@@ -67,29 +63,27 @@ def test_it_measures_the_processor_and_can_be_undone(
     assert "nothing to remove" in capsys.readouterr().out
 
 
-def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+def test_a_small_gain_changes_nothing(native: Any) -> None:
     for processor, usual in ((AMD, ["cpu"]), (AMX_FP16, ["torch", "cpu"])):
-        as_if(processor, monkeypatch)
-        for times in ({"torch": 0.98}, {"torch": 1.02}):
-            order, isa = tune_cpu.attention(torch.float16, timed(**times))
-            assert order["use"] == usual
-            assert isa["use"] in native.build_info()["supported"]
-    monkeypatch.undo()
-    evidence.forget()
+        with be(processor):
+            for times in ({"torch": 0.98}, {"torch": 1.02}):
+                order, isa = tune_cpu.attention(torch.float16, timed(**times))
+                assert order["use"] == usual
+                assert isa["use"] in native.build_info()["supported"]
 
 
-def test_what_is_clearly_faster_is_taken(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_if(AMD, monkeypatch)
-    order, _ = tune_cpu.attention(torch.bfloat16, timed(torch=0.9))
-    assert (order["use"], order["least_queries"]) == (["torch", "cpu"], 16)
-    as_if(AMX_FP16, monkeypatch)
-    order, _ = tune_cpu.attention(torch.float16, timed(torch=1.1))
-    assert order["use"] == ["cpu"]
-    assert "least_queries" not in order
-    evidence.set_own([order])
-    found = evidence.choose("backends", "cpu", order["op"], torch.float16)
-    assert found is not None
-    assert (found.use, found.is_own) == (["cpu"], True)
+def test_what_is_clearly_faster_is_taken(own: Path) -> None:
+    with be(AMD):
+        order, _ = tune_cpu.attention(torch.bfloat16, timed(torch=0.9))
+        assert (order["use"], order["least_queries"]) == (["torch", "cpu"], 16)
+    with be(AMX_FP16):
+        order, _ = tune_cpu.attention(torch.float16, timed(torch=1.1))
+        assert order["use"] == ["cpu"]
+        assert "least_queries" not in order
+        evidence.set_own([order])
+        found = evidence.choose("backends", "cpu", order["op"], torch.float16)
+        assert found is not None
+        assert (found.use, found.is_own) == (["cpu"], True)
 
 
 def test_the_instruction_set_that_is_clearly_faster(
@@ -106,18 +100,16 @@ def test_the_instruction_set_that_is_clearly_faster(
 def test_the_gemm_that_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_linear, "_ONEDNN_LINEAR", lambda *_: None)
     monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", {torch.float32, torch.bfloat16})
-    as_if(AMD, monkeypatch)
-    (usual,) = tune_cpu.gemm(torch.bfloat16, timed())
-    assert evidence.Gemm(**usual["use"]) == evidence.Gemm("onednn", "torch", 2**24 - 1, 2**25)
-    (slow,) = tune_cpu.gemm(torch.bfloat16, timed(ours=2.0))
-    assert slow["use"]["ours_up_to"] == 0
-    (mkl,) = tune_cpu.gemm(torch.float32, timed(torch=0.5))
-    assert (mkl["use"]["forward"], mkl["use"]["weight_grad"]) == ("torch", "torch")
-    as_if(AMX, monkeypatch)
-    (ours,) = tune_cpu.gemm(torch.bfloat16, timed(ours=0.5))
-    assert ours["use"]["ours_up_to"] == 2**24 - 1
-    monkeypatch.undo()
-    evidence.forget()
+    with be(AMD):
+        (usual,) = tune_cpu.gemm(torch.bfloat16, timed())
+        assert evidence.Gemm(**usual["use"]) == evidence.Gemm("onednn", "torch", 2**24 - 1, 2**25)
+        (slow,) = tune_cpu.gemm(torch.bfloat16, timed(ours=2.0))
+        assert slow["use"]["ours_up_to"] == 0
+        (mkl,) = tune_cpu.gemm(torch.float32, timed(torch=0.5))
+        assert (mkl["use"]["forward"], mkl["use"]["weight_grad"]) == ("torch", "torch")
+    with be(AMX):
+        (ours,) = tune_cpu.gemm(torch.bfloat16, timed(ours=0.5))
+        assert ours["use"]["ours_up_to"] == 2**24 - 1
 
 
 def test_medians_of_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

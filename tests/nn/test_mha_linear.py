@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processors import be
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastattn import evidence
 from fastattn.evidence import Processor
 from fastattn.nn import _linear
 from fastattn.nn._linear import linear
@@ -27,13 +27,10 @@ def onednn_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the GEMMs for large products at the small sizes of these tests, and those of the
     processor that has the most on every processor."""
     most = Processor("cpu", "AMD", features=frozenset({"avx512f"}))
-    monkeypatch.setattr(evidence, "processor", lambda device="cpu": most)
-    evidence.forget()
     for name in ("_MIN_WORK", "_MIN_WORK_WEIGHT_GRAD"):
         monkeypatch.setattr(_linear, name, 0)
-    yield
-    monkeypatch.undo()
-    evidence.forget()
+    with be(most):
+        yield
 
 
 # Memory layouts, each made from a contiguous [2M, 2K]: all are [M, K].
@@ -97,15 +94,13 @@ def test_any_size(m: int, with_bias: bool, dtype: torch.dtype, generator: torch.
 def test_without_native_arithmetic(
     m: int, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = Processor("cpu", "AMD", features=frozenset({"avx2"}))
-    monkeypatch.setattr(evidence, "processor", lambda device="cpu": old)
-    evidence.forget()
     monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", {torch.float32})
     monkeypatch.setattr(_linear, "_WIDE_DTYPES", {torch.bfloat16, torch.float16})
     x = torch.randn(m, 32, generator=generator).to(dtype)
     weight = torch.randn(24, 32, generator=generator).to(dtype)
-    assert _linear._is_for_our_gemm(x, weight, None) == (m >= 8)
-    compare(x, weight, None, torch.randn(m, 24, generator=generator))
+    with be(Processor("cpu", "AMD", features=frozenset({"avx2"}))):
+        assert _linear._is_for_our_gemm(x, weight, None) == (m >= 8)
+        compare(x, weight, None, torch.randn(m, 24, generator=generator))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

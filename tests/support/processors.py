@@ -22,10 +22,12 @@ def be(processor: Processor) -> Iterator[None]:
     def said(device: str = "cpu", _index: int = 0) -> Processor:
         return processor if device == processor.device else Processor(device)
 
-    with mock.patch.object(evidence, "processor", said):
+    try:
+        with mock.patch.object(evidence, "processor", said):
+            evidence.forget()
+            yield
+    finally:
         evidence.forget()
-        yield
-    evidence.forget()
 
 
 @contextlib.contextmanager
