@@ -34,8 +34,6 @@ class RowHops : protected HopSteps<S> {
     T* o;       // [dp]
     T* g;       // [dp]
     T* next;    // [dp]
-    T* part;    // [chunks][dp + W]: a vector, then m and l
-    T* kept;    // [N] scores of a hop
     T* coef;    // [2K R][np]: ds and p of every hop and query
     T* vector;  // [2K R][dp]: scale u and g of every hop and query
   };
@@ -45,26 +43,26 @@ class RowHops : protected HopSteps<S> {
     Scratch f;
     f.u = a.take<T>(dp + W), f.o = a.take<T>(dp + W);
     f.g = a.take<T>(dp + W), f.next = a.take<T>(dp + W);
-    f.part = a.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
-    f.kept = a.take<T>(p.weights != nullptr && !back ? p.N : 0);
     f.coef = a.take<T>(back ? 2 * p.K * R * np : 0);
     f.vector = a.take<T>(back ? 2 * p.K * R * dp : 0);
     return f;
   }
-  size_t scratch_bytes() const {
+  template <class Allocate>
+  static size_t bytes_of(Allocate allocate) {
     Arena size(nullptr);
     allocate(size);
     return size.used();
   }
 
-  // of_group(scratch, group) for every group, shared among the threads. A static schedule gives a
-  // thread the same memories in every call. Their gradients often reuse the same allocation and are
-  // then still in that thread's cache. At bAbI's size this saves a third of the time.
-  template <class F>
-  void each_group(double flops, F of_group) const {
+  // of_group(scratch, group) for every group, shared among the threads; scratch = allocate(arena).
+  // A static schedule gives a thread the same memories in every call. Their gradients often reuse
+  // the same allocation and are then still in that thread's cache. At bAbI's size this saves a
+  // third of the time.
+  template <class Allocate, class F>
+  void each_group(double flops, Allocate allocate, F of_group) const {
     const int team = team_size(p.threads, groups, flops);
     const auto make = [&] {
-      Arena arena(thread_scratch(scratch_bytes()));
+      Arena arena(thread_scratch(bytes_of(allocate)));
       return allocate(arena);
     };
     each_task(team, groups, kStatic, make, of_group);
@@ -313,6 +311,20 @@ class RowHops : protected HopSteps<S> {
       sum += load_first(s + i, lanes) * (load_first(dp_of + i, lanes) - delta);
     }
     return sum;
+  }
+
+  // ds = p (dp - delta) in the place of dp, from s = p.
+  FASTATTN_INLINE void differentiate(const T* s, T* ds, int64_t count, T delta) const {
+    for (int64_t i = 0; i < count; i += W) {
+      const Vec<T> rest = load(ds + i) - delta;
+      store(ds + i, p.normalize ? load(s + i) * rest : rest);
+    }
+  }
+  // to[rows] = what is computed of the rows that a block sees, zeros at the others.
+  static void spread(const Block& block, int64_t rows, const T* from, T* to) {
+    if (block.all) return write_row(from, rows, to);
+    for (int64_t n = 0; n < rows; ++n) to[n] = T(0);
+    for (int64_t i = 0; i < block.count; ++i) to[block.at[i]] = from[i];
   }
 
   // The gradients of the memories of a group, each written once.

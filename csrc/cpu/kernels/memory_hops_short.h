@@ -28,7 +28,7 @@ class ShortHops : RowHops<S> {
 
   void forward() const {
     const double flops = Base::kForward * groups * R * p.K * p.N * p.D;
-    this->each_group(flops, [&](const Scratch& f, int64_t group) {
+    run(flops, [&](const Scratch& f, int64_t group) {
       this->forward_group(f, group, [&](int64_t row, int64_t k) __attribute__((always_inline)) {
         take_hop(f, group, row, k);
       });
@@ -37,7 +37,7 @@ class ShortHops : RowHops<S> {
 
   void backward() const {
     const double flops = Base::kBackward * groups * R * p.K * p.N * p.D;
-    this->each_group(flops, [&](const Scratch& f, int64_t group) {
+    run(flops, [&](const Scratch& f, int64_t group) {
       for (int64_t r = 0; r < R; ++r)
         this->backward_query(f, group, r, [&](const Hop& hop) __attribute__((always_inline)) {
           derive(f, group, hop);
@@ -47,6 +47,11 @@ class ShortHops : RowHops<S> {
   }
 
  private:
+  template <class F>
+  void run(double flops, F of_group) const {
+    this->each_group(flops, [&](Arena& arena) { return this->allocate(arena); }, of_group);
+  }
+
   FASTATTN_INLINE void take_hop(const Scratch& f, int64_t group, int64_t row, int64_t k) const {
     alignas(64) T s[kHopBlock];
     Block block;
@@ -104,16 +109,9 @@ class ShortHops : RowHops<S> {
     if (block.count > 0) this->derive_weights(f, group, hop, 0, block, ds);
     T delta = this->estimated_delta(f, hop);
     if (this->corrects_delta(hop)) delta += sum_lanes<T>(this->missing(s, ds, block.count, delta));
-    for (int64_t i = 0; i < block.count; i += W) {
-      const Vec<T> rest = load(ds + i) - delta;
-      store(ds + i, p.normalize ? load(s + i) * rest : rest);
-    }
+    this->differentiate(s, ds, block.count, delta);
     sum_rows<T>(block.of(this->in_rows(group, hop.k, 0)), block.count, p.D, ds, T(1), f.o);
-    if (!block.all) {
-      for (int64_t n = 0; n < p.N; ++n) ds_to[n] = p_to[n] = T(0);
-      for (int64_t i = 0; i < block.count; ++i)
-        ds_to[block.at[i]] = ds[i], p_to[block.at[i]] = s[i];
-    }
+    if (!block.all) this->spread(block, p.N, ds, ds_to), this->spread(block, p.N, s, p_to);
     if (p.grad_scores != nullptr)
       write_row(ds_to, p.N, static_cast<T*>(p.grad_scores) + (hop.row * p.K + hop.k) * p.N);
   }

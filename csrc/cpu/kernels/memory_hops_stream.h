@@ -18,9 +18,13 @@ class StreamHops : RowHops<S> {
   typedef typename Base::T T;
   typedef typename Base::Block Block;
   typedef typename Base::Hop Hop;
-  typedef typename Base::Scratch Scratch;
   using Base::chunk, Base::chunks, Base::dp, Base::ds_row, Base::groups, Base::np, Base::p,
       Base::p_row, Base::R, Base::stats, Base::W;
+
+  struct Scratch : RowHops<S>::Scratch {
+    T* part;  // [chunks][dp + W]: a vector, then m and l
+    T* kept;  // [N] scores of a hop
+  };
 
  public:
   explicit StreamHops(const MemoryHopsParams& params) : Base(params) {}
@@ -44,21 +48,29 @@ class StreamHops : RowHops<S> {
   }
 
  private:
+  Scratch allocate(Arena& arena) const {
+    Scratch f{Base::allocate(arena), nullptr, nullptr};
+    f.part = arena.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
+    f.kept = arena.take<T>(p.weights != nullptr && p.grad_query == nullptr ? p.N : 0);
+    return f;
+  }
+
   // of_group(scratch, group, each_chunk) for every group. Many groups are shared among the threads;
   // otherwise the chunks of each group are.
   template <class F>
   void run(double flops, F of_group) const {
+    const auto make = [&](Arena& arena) { return allocate(arena); };
     if (chunks == 1 || groups >= 4 * p.threads)
-      return this->each_group(flops, [&](const Scratch& f, int64_t group) {
+      return this->each_group(flops, make, [&](const Scratch& f, int64_t group) {
         of_group(f, group, [&](auto of_chunk) {
           for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
         });
       });
     const int team = team_size(p.threads, chunks, flops / groups);
-    void* memory = __builtin_malloc(this->scratch_bytes() + 64);
+    void* memory = __builtin_malloc(Base::bytes_of(make) + 64);
     const auto aligned = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
     Arena arena(reinterpret_cast<void*>(aligned));
-    const Scratch f = this->allocate(arena);
+    const Scratch f = allocate(arena);
     for (int64_t group = 0; group < groups; ++group)
       of_group(f, group, [&](auto of_chunk) {
 #pragma omp parallel for num_threads(team) if (team > 1) schedule(dynamic, 1)
@@ -181,23 +193,14 @@ class StreamHops : RowHops<S> {
     for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
       const int64_t n1 = min_of(end, n0 + kHopBlock);
       this->see(hop.row, hop.k, n0, n1, &block);
-      if (!block.all)
-        for (int64_t n = n0; n < n1; ++n) ds_to[n] = p_to[n] = T(0);
-      if (block.count == 0) continue;
-      this->weigh(f, group, hop, n0, block, s);
-      this->derive_weights(f, group, hop, n0, block, ds);
-      for (int64_t i = 0; i < block.count; i += W) {
-        const Vec<T> rest = load(ds + i) - delta;
-        store(ds + i, p.normalize ? load(s + i) * rest : rest);
+      if (block.count > 0) {
+        this->weigh(f, group, hop, n0, block, s);
+        this->derive_weights(f, group, hop, n0, block, ds);
+        this->differentiate(s, ds, block.count, delta);
+        add_rows<T>(block.of(this->in_rows(group, hop.k, n0)), block.count, p.D, ds, T(1), part);
       }
-      add_rows<T>(block.of(this->in_rows(group, hop.k, n0)), block.count, p.D, ds, T(1), part);
-      if (block.all) {
-        write_row(ds, block.count, ds_to + n0);
-        write_row(s, block.count, p_to + n0);
-        continue;
-      }
-      for (int64_t i = 0; i < block.count; ++i)
-        ds_to[n0 + block.at[i]] = ds[i], p_to[n0 + block.at[i]] = s[i];
+      this->spread(block, n1 - n0, ds, ds_to + n0);
+      this->spread(block, n1 - n0, s, p_to + n0);
     }
     if (p.grad_scores != nullptr) {
       T* to = static_cast<T*>(p.grad_scores) + (hop.row * p.K + hop.k) * p.N;
