@@ -44,6 +44,7 @@ class MergeCase:
     given: tuple[str, ...] = ("out", "lse")  # the results with a gradient
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the outputs
     lse_layout: str = "contiguous"
+    grad_layout: str = "every_second"  # of the gradient of the output
     dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
 
@@ -95,6 +96,9 @@ def _cases() -> Iterator[MergeCase]:
     yield replace(mixed, lse_layout="sliced", poison=True, empty=("a", "both"))
     flattened = replace(base, name="memory-flattened", shape=(2, 2, 3, 5, 9), poison=True)
     yield replace(flattened, layouts=("packed", "transposed"), empty=("b",))
+    contiguous = replace(base, grad_layout="contiguous")
+    for width in (20, 24, 33):
+        yield replace(contiguous, name=f"gradient-{width}", shape=(2, 3, 21, width))
     yield replace(base, name="long", shape=(1, 4, 700, 64), layouts=("blhd", "contiguous"))
 
 
@@ -147,7 +151,7 @@ def make_merge(case: MergeCase, dtype: torch.dtype, *, fence: bool = False) -> M
         held = placed(torch.where(is_empty, column, out) if case.poison else out, layout)
         states += [held, placed_lse]
         clean += [torch.where(is_empty, 0.0, held), placed_lse]
-    grads = placed(normal(*shape).to(dtype), "every_second"), normal(*rows).to(wide)
+    grads = placed(normal(*shape).to(dtype), case.grad_layout), normal(*rows).to(wide)
     given = tuple(
         g if n in case.given else None for g, n in zip(grads, ("out", "lse"), strict=True)
     )
