@@ -3,9 +3,10 @@
     reasons = why_not("triton", "varlen_attention", tensors, load)  # empty: it may run
 
 The first call of an operator, on a backend of :data:`CHECKED`, in a dtype and on a device, runs
-``fastattn.testing.selftest``: a few small cases, forward and backward. The verdict is kept for the
-process, and in ``selftest.json`` in the user's cache folder for this GPU, driver and build. A
-mismatch disables the backend for that operator and dtype, with a warning and a report.
+``fastattn.testing.selftest``: a few small cases, forward and backward. float32 with tf32 allowed
+counts as a dtype of its own. The verdict is kept for the process, and in ``selftest.json`` in the
+user's cache folder for this GPU, driver and build. A mismatch disables the backend for that
+operator and dtype, with a warning and a report.
 
 Not checked are a GPU that a record of the shipped table of ``fastattn.evidence`` names, tensors
 that are not on a GPU (Triton's interpreter), and everything if ``FASTATTN_SELFTEST=0``. See
@@ -74,7 +75,7 @@ class Inconclusive(Exception):
         self.lasts = lasts
 
 
-_Key = tuple[str, str, torch.dtype, torch.device]  # backend, operator, dtype, device
+_Key = tuple[str, str, torch.dtype, torch.device, bool]  # backend, operator, dtype, device, tf32
 _verdicts: dict[_Key, list[str]] = {}  # reasons against the kernel; empty: it may run
 _lock = threading.Lock()
 _this_thread = threading.local()  # .checks: it runs a check
@@ -85,7 +86,7 @@ def why_not(backend: str, op: str, tensors: Sequence[Any], load: _Load) -> list[
     """Return the reasons against this backend's kernels; run their check if they have had none."""
     for first in tensors:  # as _judged(), without its call
         if first is not None and first.dtype in _DTYPES:
-            key = backend, op, first.dtype, first.device
+            key = backend, op, first.dtype, first.device, _rounds_to_tf32(first.dtype)
             found = _verdicts.get(key)
             return _first_use(key, load) if found is None else found
     return []
@@ -96,7 +97,7 @@ def known(backend: str, op: str, tensors: Sequence[Any], load: _Load) -> list[st
     first = _judged(tensors)
     if backend not in CHECKED or first is None:
         return []
-    key = backend, op, first.dtype, first.device
+    key = backend, op, first.dtype, first.device, _rounds_to_tf32(first.dtype)
     if key in _verdicts:
         return _verdicts[key]
     entry = _known(key, load)
@@ -111,15 +112,20 @@ def _judged(tensors: Sequence[Any]) -> Any:
     return None
 
 
+def _rounds_to_tf32(dtype: torch.dtype) -> bool:
+    """Whether the kernels of this dtype are those of products that are rounded to tf32."""
+    return dtype == torch.float32 and allows_tf32()
+
+
 def _first_use(key: _Key, load: _Load) -> list[str]:
     if getattr(_this_thread, "checks", False):  # the check itself calls the kernel
         return []
-    backend, op, dtype, _ = key
+    backend, op, dtype, *_ = key
     with _lock:  # the first of several threads checks, the others wait for it
         if key in _verdicts:
             return _verdicts[key]
         try:
-            entry = _known(key, load) or _kept(_about_key(key, load), _checked(*key))
+            entry = _known(key, load) or _kept(_about_key(key, load), _checked(*key[:-1]))
         except Inconclusive as why:
             reasons = [f"not checked yet on this GPU: {why}"]
             message = f"the {backend} kernels of {op} in {_name(dtype)} are {reasons[0]}"
@@ -139,7 +145,7 @@ _EXEMPT: dict[str, Any] = {"faults": []}
 
 def _known(key: _Key, load: _Load) -> dict[str, Any] | None:
     """The verdict that is in the file, :data:`_EXEMPT` without need of one, else None."""
-    backend, _, dtype, device = key
+    backend, _, dtype, device, _ = key
     if gpu(device) is None or not _is_wanted():
         return _EXEMPT
     about = _about_key(key, load)
@@ -160,7 +166,7 @@ def _is_wanted() -> bool:
 
 
 def _about_key(key: _Key, load: _Load) -> dict[str, Any]:
-    backend, op, dtype, device = key
+    backend, op, dtype, device, _ = key
     processor = gpu(device)
     assert processor is not None
     return identity(backend, op.removesuffix("_backward"), dtype, processor, load(backend))
@@ -234,7 +240,7 @@ def identity(
         "backend": backend,
         "op": op,
         "dtype": _name(dtype),
-        "tf32": dtype == torch.float32 and allows_tf32(),
+        "tf32": _rounds_to_tf32(dtype),
         "device": f"{processor.vendor} {processor.name}".strip(),
         "driver": _driver(),
         "torch": torch.__version__,

@@ -156,6 +156,25 @@ def test_another_gpu_build_or_dtype_has_a_check_of_its_own(
     assert kernels.checks == 2 * CASES
 
 
+def test_kernels_that_round_to_tf32_have_a_check_of_their_own(
+    kernels: Kernels, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are other kernels than those of float32, and the setting may change at any time."""
+    allowed = False
+    monkeypatch.setattr(selftest, "allows_tf32", lambda: allowed)
+    encode()
+    fastattn.sinusoidal_encoding(X.bfloat16())
+    allowed = True
+    assert "the first call checks triton" in str(explain(OP, X))
+    assert "the first call checks" not in str(explain(OP, X.bfloat16()))
+    for _ in range(2):
+        encode()
+    allowed = False
+    encode()
+    assert (kernels.checks, kernels.calls) == (3 * CASES, 5)
+    assert [entry["tf32"] for entry in entries(cache)] == [True, False, False]
+
+
 @pytest.mark.parametrize("broken", ["{", "[]", '{"format": 1, "entries": [3]}', '{"format": 7}'])
 def test_a_broken_file_only_means_a_check(broken: str, kernels: Kernels, cache: Path) -> None:
     cache.mkdir()
