@@ -35,6 +35,8 @@ __all__ = ["SELFTESTS", "cases_of", "faults"]
 
 _ATTENTION = "scaled_dot_product_attention"
 _TALL: dict[str, Any] = {"batch": 1, "q_len": 150, "k_len": 150}
+_SHORT: dict[str, Any] = {"batch": 1, "heads": 1, "q_len": 70, "k_len": 70}
+_PACKED: dict[str, Any] = {"q_lengths": (3, 70), "heads": 1}
 SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
     _ATTENTION: (
         Case("first-use-64", head_dim=64, heads=2, kv_heads=1, **_TALL),
@@ -104,6 +106,7 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
             head_dim=16,
             window=(6500, 0),
         ),
+        DecodeCase("first-use-rows", lengths=(70, 9), heads=20, kv_heads=1, queries=4),
         DecodeCase(
             "first-use-options",
             lengths=(70, 4, 129),
@@ -127,7 +130,7 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
         AppendCase("first-use-entries", shuffled=True, head_dim=37, value_dim=20),
     ),
     "merge_states": (
-        MergeCase("first-use-64", shape=(2, 2, 9, 64)),
+        MergeCase("first-use-64", shape=(2, 2, 9, 64), grad_layout="contiguous"),
         MergeCase("first-use", shape=(2, 3, 21, 41), empty=("a", "b", "both"), poison=True),
     ),
     "additive_attention": (
@@ -156,13 +159,15 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
             activation="tanh",
             weights=True,
         ),
-        HopCase(batch=2, rows=520, width=20, activation="sigmoid", weights=True),
+        HopCase(batch=2, rows=520, width=21, activation="sigmoid", weights=True),
         HopCase(rows=50, width=20, mask="BN", normalize="none", scale=0.05, weights=True),
-        HopCase(batch=2, rows=520, width=20, mask="BN", normalize="none", scale=0.02),
+        HopCase(batch=2, rows=520, width=24, mask="BN", normalize="none", scale=0.02),
     ),
     "hopfield_retrieve": (
         HopfieldCase(queries=9, rows=70, width=40, mask="BHLN", beta="heads", projection=True),
-        HopfieldCase(queries=3, rows=41, width=64, bias="BHLN", steps=2),
+        HopfieldCase(queries=3, rows=41, width=37, bias="BHLN", steps=2),
+        HopfieldCase(queries=2, rows=30, width=12, mask="BHLN", grad="one_step"),
+        HopfieldCase(queries=2, rows=30, width=9, bias="N", grad="one_step"),
     ),
     "encode_memory": (
         EncodeCase(2, 5, 6, 17, 64, None, "position"),
@@ -175,24 +180,79 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
         SinusoidalCase("first-use", shape=(2, 3, 20, 37), positions="bl", padding_idx=1, scale=8.0),
     ),
 }
-# The CUDA kernels of attention are compiled once for each of some widths, and those for Hopper have
-# other tiles at each. Triton compiles the width of the call.
-_WIDTHS = (
-    *(
-        Case(f"first-use-width-{d}-{dv}", head_dim=d, value_dim=dv, heads=1, **_TALL)
-        for d, dv in ((96, 96), (192, 128), (192, 192), (256, 256))
+# The CUDA kernels of attention are compiled once for each of some widths, without options and with
+# them, and those for Hopper have other tiles at each. A mask program and queries that are expanded
+# take the kernels of other GPUs on Hopper, too. Triton compiles the width of the call.
+_PLAIN_WIDTHS = ((96, 96), (192, 128), (192, 192), (256, 256))
+_WIDTHS: dict[str, tuple[AnyCase, ...]] = {
+    _ATTENTION: (
+        *(
+            Case(f"first-use-width-{d}-{dv}", head_dim=d, value_dim=dv, heads=1, **_TALL)
+            for d, dv in _PLAIN_WIDTHS
+        ),
+        *(
+            Case(
+                f"first-use-width-{d}-biases",
+                head_dim=d,
+                heads=1,
+                alibi="h",
+                relative_bias="h",
+                **_TALL,
+            )
+            for d in (128, 192, 256)
+        ),
+        *(
+            Case(f"first-use-width-{d}-program", head_dim=d, program="causal", **_SHORT)
+            for d in (128, 256)
+        ),
+        *(
+            Case(
+                f"first-use-width-{d}-expanded",
+                head_dim=d,
+                layouts=("expanded_rows", "contiguous", "contiguous"),
+                **_SHORT,
+            )
+            for d in (64, 128, 256)
+        ),
     ),
-    *(
-        Case(f"first-use-width-{d}-alibi", head_dim=d, heads=1, alibi="h", **_TALL)
-        for d in (128, 192, 256)
+    "varlen_attention": (
+        *(
+            VarlenCase(f"first-use-width-{d}-{dv}", head_dim=d, value_dim=dv, **_PACKED)
+            for d, dv in ((128, 128), *_PLAIN_WIDTHS)
+        ),
+        *(
+            VarlenCase(
+                f"first-use-width-{d}-biases",
+                head_dim=d,
+                alibi="h",
+                relative_bias=True,
+                **_PACKED,
+            )
+            for d in (64, 128, 192, 256)
+        ),
+        *(
+            VarlenCase(f"first-use-width-{d}-program", head_dim=d, program="causal", **_PACKED)
+            for d in (128, 256)
+        ),
+        *(
+            VarlenCase(
+                f"first-use-width-{d}-expanded",
+                head_dim=d,
+                layouts=("expanded_rows", "blhd", "blhd"),
+                **_PACKED,
+            )
+            for d in (64, 128, 256)
+        ),
     ),
-)
+    "decode_attention": (
+        DecodeCase("first-use-width-256", lengths=(70, 3), capacity=70, head_dim=256),
+    ),
+}
 
 
 def cases_of(backend: str, op: str) -> tuple[AnyCase, ...]:
     """The cases of an operator on a backend."""
-    cases = SELFTESTS.get(op, ())
-    return cases + _WIDTHS if (backend, op) == ("cuda", _ATTENTION) else cases
+    return SELFTESTS.get(op, ()) + (_WIDTHS.get(op, ()) if backend == "cuda" else ())
 
 
 @dataclass(frozen=True)

@@ -121,18 +121,26 @@ with on_a_gpu(emulator.load_from(Path(sys.argv[1])), pytest.MonkeyPatch(), "cuda
 """
 
 
-def built_with(mutant: Mutant, source: str, element: str, folder: Path) -> Path:
-    """The emulated module, with the mutant in the kernels of one source and element type."""
+def copied_sources(folder: Path) -> Path:
+    """A copy of csrc/ with all that the kernels include, to change it."""
     csrc = folder / "csrc"
     shutil.copytree(emulator.ROOT / "csrc/cuda", csrc / "cuda")
     for header in ("both.h", "mask_program.h", "params.h"):
         shutil.copy2(emulator.ROOT / "csrc" / header, csrc)
+    return csrc
+
+
+def built_with(mutant: Mutant, source: str, element: str, folder: Path) -> Path:
+    """The emulated module, with the mutant in the kernels of one source and element type."""
+    csrc = copied_sources(folder)
     mutant.put_into(csrc / "cuda/kernels")
     return emulator.build_changed(csrc, folder / "build", [source], element)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", MUTANTS)
+@pytest.mark.parametrize(
+    "stem",
+    [x if x == "merge_states" else pytest.param(x, marks=pytest.mark.slow) for x in MUTANTS],
+)
 def test_a_mutant_is_found_and_not_used(stem: str, fresh: None, tmp_path: Path) -> None:
     library = built_with(MUTANTS[stem], stem, "F32", tmp_path)
     done = run_python("-c", USE, str(library), stem, timeout=600)
@@ -150,8 +158,9 @@ class Found(Mutant):
 
 
 ATTENTION, HOPS = "scaled_dot_product_attention", "memory_hop_attention"
-LONG_HOPS = "batch=2-rows=520-width=20-activation=sigmoid"
-LONG_LINEAR_HOPS = "batch=2-rows=520-width=20-mask=BN-normalize=none"
+DECODE, VARLEN = "decode_attention", "varlen_attention"
+LONG_HOPS = "batch=2-rows=520-width=21-activation=sigmoid"
+LONG_LINEAR_HOPS = "batch=2-rows=520-width=24-mask=BN-normalize=none"
 FOUND = (
     Found("one entry", "decode.h", "int64_t entry = p.entries == nullptr ? b : p.entries[b]; if", "int64_t entry = b; if", "append_to_cache", "first-use-entries", "decode"),
     Found("one page", "decode.h", "b * p.block_table_stride + at / p.page_size]; at", "b * p.block_table_stride]; at", "append_to_cache", "first-use-pages", "decode"),
@@ -171,6 +180,11 @@ FOUND = (
     Found("192 columns are 128", "hopper/host.h", "p.D <= 192 && p.Dv <= 128", "p.D <= 192", ATTENTION, "first-use-width-192-192", "hopper/sdpa_forward", "Bf16"),
     Found("256 columns are 192", "hopper/host.h", "f(Width<256>(), Width<256>())", "f(Width<256>(), Width<192>())", ATTENTION, "first-use-width-256", "hopper/sdpa_forward", "Bf16"),
     Found("keys of two consumers", "hopper/sdpa_backward_kv.h", "return Shape::kDivided ? 0 : 64 * consumer;", "return 64 * consumer;", ATTENTION, "first-use-width", "hopper/sdpa_backward", "Bf16"),
+    Found("the columns of the first warps", "decode.h", "warp / Shape::kKeyWarps * kColumns", "0", DECODE, "first-use-width-256", "decode"),
+    Found("256 packed columns are 128", "choose.h", "return f(Width<256>())", "return f(Width<128>())", VARLEN, "first-use-width", "sdpa_forward"),
+    Found("pairs of 128 columns have 64", "choose.h", "return f(Width<128>())", "return f(Width<64>())", ATTENTION, "first-use-width-128-biases", "sdpa_weights"),
+    Found("packed pairs of 128 columns have 64", "choose.h", "return f(Width<128>())", "return f(Width<64>())", VARLEN, "first-use-width-128-biases", "sdpa_weights"),
+    Found("the first element of a chunk", "merge_states.h", "if (both) d +=", "if (both && n == 0) d +=", "merge_states", "first-use-64", "merge_states"),
 )  # fmt: skip
 
 FIND = """
