@@ -32,6 +32,7 @@ CASES: list[Case | VarlenCase] = [
     ),
     replace(PACKED[0], grads=()),
     replace(PACKED[1], grads=(), after=(90, 40)),
+    replace(EDGE, name="steepest", scale=1e12, grads=()),
 ]
 
 FORWARD, SHARED, HOST = "hopper/sdpa_forward.h", "hopper/common.h", "hopper/host.h"
@@ -109,8 +110,12 @@ MUTANTS: list[tuple[str, ...]] = [
     ("draws of the first step", FORWARD, "options.words(i[r], work.key(j) + 8 * n)", "options.words(i[r], 8 * n)"),
     ("half of an exchange", "softmax.h", "for (int bit = 1; bit < 4; bit *= 2)", "for (int bit = 1; bit < 2; bit *= 2)"),
     ("an exchange the other way", "softmax.h", "const bool upper = (lane & bit) != 0;", "const bool upper = (lane & bit) == 0;"),
-    ("a row that sees nothing is NaN", "softmax.h", "max_of_row(most) * unit_log2);\n      // In a row without a visible key so far, -inf - m must not be NaN.\n      const float from = most == minus_infinity() ? 0.0f : most;", "max_of_row(most) * unit_log2); const float from = most;"),
-    ("lse in bits", "softmax.h", "m[r] / exponents_per_score(unit), l[r]", "m[r], l[r]"),
+    ("a row that sees nothing is NaN", "softmax.h", "from[r] = now[r] == minus_infinity() ? 0.0f : now[r];", "from[r] = now[r];"),
+    ("lse in bits", "softmax.h", "most / exponents_per_score(unit), l[r]", "most, l[r]"),
+    # large scores
+    ("the rounding error of a maximum is lost", "softmax.h", "fabsf(m) >= kExact && m", "false && m"),
+    ("that of a smaller maximum is taken", "softmax.h", "m[r] == from ? before : minus_infinity()", "minus_infinity()"),
+    ("it is not kept", "softmax.h", "low = after;", ""),
     # tiles
     ("the way back is one off", SHARED, "blocks - 1 - block : block", "blocks - block : block"),
     ("tiles begin with one that is not there", SHARED, "tiles - 1 - rest / heads", "tiles - rest / heads"),

@@ -7,6 +7,7 @@ takes several.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from torch import Tensor
 from fastattn.backends._alloc import empty_output
 from fastattn.testing import Case, check
 from fastattn.testing.inputs import Inputs, make_inputs
-from fastattn.testing.oracle import run
+from fastattn.testing.oracle import definition, run
 from fastattn.testing.varlen import (
     VARLEN_CASES,
     VarlenCase,
@@ -116,6 +117,46 @@ def test_large_scores(adapter: ModuleType, case: Case, dtype: torch.dtype) -> No
     assert _is_for_hopper(make_inputs(case, dtype))
     faults = _faults(adapter, case, dtype, 3)
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("unit", "middle"), [(1.37, 12246144), (45.6, 367922), (1e18, 8123457)])
+@pytest.mark.parametrize("width", [64, 192])
+def test_maxima_that_grow_through_large_numbers(
+    adapter: ModuleType,
+    dtype: torch.dtype,
+    unit: float,
+    middle: int,
+    width: int,
+    generator: torch.Generator,
+) -> None:
+    """The exponents of 2 are ``unit`` (a middle + b + c): a of the 16 rows of a warp, b of the row
+    and a step of keys, c of the key. Maxima grow by little and by much, or stay, on both sides of
+    2^24 and of -2^24."""
+    keys = 8 * 96
+    case = Case("maxima", batch=1, heads=1, q_len=80, k_len=keys, head_dim=width,
+                scale=unit * math.log(2), grads=())  # fmt: skip
+    inputs = make_inputs(case, dtype)
+    query, key = torch.zeros_like(inputs.query), torch.zeros_like(inputs.key)
+    a = torch.arange(80) // 16 % 3 - 1
+    for n, byte in enumerate(middle.to_bytes(3, "little")):
+        query[..., n] = a * (1, 256, 256)[n]
+        key[..., n] = byte * (1, 1, 256)[n]
+    query[..., 3:5] = torch.randint(-1, 2, (80, 2), generator=generator)
+    query[..., 5] = 1
+    little, much = (
+        [-13, -13, -40, -50, -20, -30, -40, -50],
+        [0, 0, -600, -600, 300, 300, 4096, 4096],
+    )
+    for n, b in ((3, little), (4, much)):
+        key[..., n] = (torch.tensor(b) / min(unit / 1.37, 100)).round().repeat_interleave(96)
+    c = torch.tensor([14, 16, 14, 16, 14, 16, 16, 14]).repeat_interleave(96)
+    key[..., 5] = (c * torch.rand(keys, generator=generator)).floor()
+    inputs = replace(inputs, query=query, key=key, clean_query=query, clean_key=key)
+    found, exact = _forward(adapter, inputs), definition(inputs)
+    # Dot products are exact here, which the usual bound does not know; weights and out are rounded.
+    torch.testing.assert_close(found["out"].double(), exact["out"], rtol=0.0, atol=0.02)
+    torch.testing.assert_close(found["lse"].double(), exact["lse"].double(), rtol=1e-7, atol=0.02)
 
 
 # -- the case table, and what it does not ask ------------------------------------------------------

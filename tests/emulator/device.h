@@ -41,7 +41,7 @@ T shuffle(const char* operation, T value, Place place, F source) {
 }
 
 inline void whole_warp(unsigned mask, Place place) {
-  if (mask != 0xffffffffu) fail("only shuffles of whole warps are modelled", place);
+  if (mask != 0xffffffffu) fail("only collectives of whole warps are modelled", place);
 }
 
 }  // namespace emulator
@@ -72,6 +72,19 @@ template <class T>
 T __shfl_sync(unsigned mask, T value, int from, emulator::Place place = emulator::Place::here()) {
   emulator::whole_warp(mask, place);
   return emulator::shuffle("__shfl_sync", value, place, [=](int) { return from & 31; });
+}
+
+inline int __any_sync(unsigned mask, int mine, emulator::Place place = emulator::Place::here()) {
+  emulator::whole_warp(mask, place);
+  struct Argument {
+    bool mine, any;
+  } argument{mine != 0, false};
+  emulator::warp_together("__any_sync", &argument, place, [](void** arguments) {
+    bool any = false;
+    for (int n = 0; n < 32; ++n) any |= static_cast<Argument*>(arguments[n])->mine;
+    for (int n = 0; n < 32; ++n) static_cast<Argument*>(arguments[n])->any = any;
+  });
+  return argument.any;
 }
 
 // One fiber runs at a time, so plain operations are atomic.

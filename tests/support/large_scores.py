@@ -1,5 +1,6 @@
 """Cases with scores of up to 10^8, in float32 4 10^9: much larger than the differences that
-a float keeps of them: the backward pass has to find the weights of the forward pass again."""
+a float keeps of them: the backward pass has to find the weights of the forward pass again.
+A forward pass alone has scores of up to 10^31."""
 
 from __future__ import annotations
 
@@ -39,6 +40,13 @@ def _large_scores() -> Iterator[tuple[Case, torch.dtype]]:
             # A gradient has the factor `scale`, and float16 ends at 65504.
             if scale == 1e3 or (scale == 1e5 and kind != "grouped-lse"):
                 yield case, torch.float16
+
+    for scale in (5e5, 6e7, 1e12, 1e30):
+        for kind in ("plain", "causal-128", "sinks"):
+            case = replace(_BASE, k_len=300, scale=scale, **_KINDS[kind])
+            case = replace(case, name=f"forward-{scale:.0e}-{kind}", grads=())
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                yield case, dtype
 
 
 def large_scores(*dtypes: torch.dtype) -> list[Any]:

@@ -111,36 +111,88 @@ FASTATTN_DEVICE double exponents_per_score(float unit) {
 // The same for dot products that are not yet multiplied by `unit`. It needs one operation less per
 // score, and is used only where no mask adds values near the largest float. m is scaled; the
 // rounding error of that product changes all weights of a row by the same factor.
+//
+// The factor is at most 2 up to |m| = kExact. Beyond, it would soon be more than a weight in 16 bits
+// can hold, so the maximum is m + low there, and both are subtracted. That is rare, and the loop has
+// no register to spare: so `low` is in shared memory, and |m| says whether it is used. Steps look at
+// it from kRounded on, 512 before: a maximum that leaves it unread follows one that has it only where
+// the earlier sums shrink to 0.
 struct ScaledSoftmax : OnlineSoftmax {
+  static constexpr float kRounded = 1 << 24, kExact = kRounded + 512;
+
+  static FASTATTN_DEVICE bool has_low(float m) {
+    return fabsf(m) >= kExact && m != minus_infinity();
+  }
+
+  // `low`, of this thread's rows, needs no initial value.
   template <int kTiles>
-  FASTATTN_DEVICE void update(float (&s)[kTiles * 4], float unit, float (&shrink)[2]) {
+  FASTATTN_DEVICE void update(float (&s)[kTiles * 4], float unit, float (&shrink)[2],
+                              float (&low)[2]) {
     const float unit_log2 = unit * kLog2e;
+    float now[2], from[2];
     FASTATTN_UNROLL
     for (int r = 0; r < 2; ++r) {
       float most = minus_infinity();
       FASTATTN_UNROLL
       for (int n = 0; n < kTiles; ++n)
         most = fmaxf(most, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-      most = fmaxf(m[r], max_of_row(most) * unit_log2);
+      now[r] = fmaxf(m[r], max_of_row(most) * unit_log2);
       // In a row without a visible key so far, -inf - m must not be NaN.
-      const float from = most == minus_infinity() ? 0.0f : most;
-      shrink[r] = exp2_approx(m[r] - from);
-      m[r] = most;
+      from[r] = now[r] == minus_infinity() ? 0.0f : now[r];
+      shrink[r] = exp2_approx(m[r] - from[r]);
+    }
+    if (__any_sync(0xffffffffu, fabsf(from[0]) >= kRounded || fabsf(from[1]) >= kRounded)) {
+      FASTATTN_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        shrink[r] = subtract_first<kTiles>(s, r, from[r], unit_log2, low[r]);
+        from[r] = 0.0f;
+      }
+    }
+    FASTATTN_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      m[r] = now[r];
       float sum = 0.0f;
       FASTATTN_UNROLL
       for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
       for (int e = 0; e < 2; ++e) {
         float& x = s[4 * n + 2 * r + e];
-        x = exp2_approx(fmaf(x, unit_log2, -from));
+        x = exp2_approx(fmaf(x, unit_log2, -from[r]));
         sum += x;
       }
       l[r] = l[r] * shrink[r] + sum;
     }
   }
 
+  // Subtracts the new maximum, from + low, from the scores. Returns the factor of earlier sums.
+  template <int kTiles>
+  FASTATTN_DEVICE float subtract_first(float (&s)[kTiles * 4], int r, float from, float unit_log2,
+                                       float& low) const {
+    const float before = has_low(m[r]) ? low : 0.0f;
+    float after = m[r] == from ? before : minus_infinity();
+    FASTATTN_UNROLL
+    for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      float& x = s[4 * n + 2 * r + e];
+      x = fmaf(x, unit_log2, -from);
+      after = fmaxf(after, x);
+    }
+    after = max_of_row(after);
+    if (!has_low(from)) after = 0.0f;
+    low = after;
+    const float back = 1.0f / unit_log2;
+    FASTATTN_UNROLL
+    for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      float& x = s[4 * n + 2 * r + e];
+      x = (x - after) * back;
+    }
+    return exp2_approx((m[r] - from) + (before - after));
+  }
+
   // In units of the score, as `update` has multiplied it: the product that it rounds is undone.
-  FASTATTN_DEVICE RowTotal total(int r, float unit, float sink) const {
-    return total_of_row(m[r] / exponents_per_score(unit), l[r], sink);
+  FASTATTN_DEVICE RowTotal total(int r, float unit, float sink, const float (&low)[2]) const {
+    const double most = static_cast<double>(m[r]) + (has_low(m[r]) ? low[r] : 0.0f);
+    return total_of_row(most / exponents_per_score(unit), l[r], sink);
   }
 };
 

@@ -43,6 +43,7 @@ struct HopperForwardShape {
     uint64_t q_full, q_empty;
     uint64_t k_full[kKStages], k_empty[kKStages];
     uint64_t v_full[kVStages], v_empty[kVStages], v_landed[kVStages];
+    float low[hopper::kConsumerThreads][2];
     int seen[2 * kKeys];  // [2, kKeys], for two steps: can a query see the key?
   };
   static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
@@ -164,6 +165,8 @@ struct HopperForward {
     FASTATTN_DEVICE int head(const Work& work, int r) const {
       return hopper::head_of_row(kernel.given, work, hopper::row_of_thread(r));
     }
+
+    FASTATTN_DEVICE float (&low() const)[2] { return kernel.shared.low[threadIdx.x - 128]; }
 
     FASTATTN_DEVICE void await_turn() const {
       barrier_sync(hopper::kTurnBarrier + consumer, hopper::kConsumerThreads);
@@ -305,7 +308,10 @@ struct HopperForward {
     FASTATTN_DEVICE void weigh(const Work& work, int j, Scores& s, float (&shrink)[2]) {
       apply_options(work, j, s);
       if (kGeneral && excludes_pairs(work.p)) clear_unseen_values(s);
-      softmax.template update<kKeyTiles>(s, unit, shrink);
+      if constexpr (kGeneral)
+        softmax.template update<kKeyTiles>(s, unit, shrink);
+      else
+        softmax.template update<kKeyTiles>(s, unit, shrink, low());
       if (kGeneral) drop(work, j, s);
     }
 
@@ -386,7 +392,12 @@ struct HopperForward {
       for (int r = 0; r < 2; ++r) {
         const bool there = i[r] < work.last_query;
         const int h = head(work, r);
-        const RowTotal total = softmax.total(r, unit, sink_of(kernel.given, work.b, h));
+        const float sink = sink_of(kernel.given, work.b, h);
+        RowTotal total;
+        if constexpr (kGeneral)
+          total = softmax.total(r, unit, sink);
+        else
+          total = softmax.total(r, unit, sink, low());
         hopper::store_row<T, Shape::kV>(o + 2 * r, total.factor, work.p.out, work.b, h,
                                         work.p.q_row + int64_t(i[r]), work.p.Dv, there);
         if (there && (lane & 3) == 0) work.p.lse[stats_row(work.p, work.b, h, i[r])] = total.lse();
