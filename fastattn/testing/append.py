@@ -54,6 +54,9 @@ class AppendCase:
     slow: bool = False
 
 
+_LAYOUTS = ("blhd", "unaligned", "sliced", "every_second", "transposed")
+
+
 def _cases() -> Iterator[AppendCase]:
     base = AppendCase("plain")
     half = replace(base, rotary=32)
@@ -61,6 +64,13 @@ def _cases() -> Iterator[AppendCase]:
     yield base
     yield replace(base, name="entries", shuffled=True)
     yield replace(base, name="more-than-a-page", page=4, rows=11)
+    for width in (7, 33, 100, 576):
+        yield replace(base, name=f"width-{width}", head_dim=width, value_dim=20)
+    for layout in _LAYOUTS:
+        yield replace(base, name=f"layout-{layout}", layouts=(layout, layout))
+    yield replace(base, name="layout-mixed", layouts=("every_second", "contiguous"))
+    yield replace(base, name="nothing", rows=0, queries=0)
+    yield replace(base, name="no-sequences", lengths=())
     for case, label in ((half, "half"), (pairs, "pairs")):
         yield replace(case, name=label)
         yield replace(case, name=f"{label}-entries", shuffled=True, queries=1)
@@ -70,7 +80,7 @@ def _cases() -> Iterator[AppendCase]:
             some = replace(case, head_dim=width, rotary=rotary, value_dim=20)
             some = replace(some, dtypes=FLOATS if rotary == 6 else (torch.float32,))
             yield replace(some, name=f"{label}-{rotary}-of-{width}")
-        for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
+        for layout in _LAYOUTS:
             some = replace(case, layouts=(layout, layout), dtypes=(torch.float32,))
             yield replace(some, name=f"{label}-layout-{layout}")
         mixed = replace(case, layouts=("every_second", "contiguous"))
@@ -202,6 +212,10 @@ def _watched(inputs: AppendInputs) -> dict[str, Tensor | None]:
     return {**dict(tensors), **dict(caches)}
 
 
+def _primitive(inputs: AppendInputs) -> tuple[tuple[Tensor | None, ...], AppendOptions]:
+    return inputs.args, inputs.options
+
+
 class _AppendProof(Proof):
     """Judges quantised rows by the rows that they stand for."""
 
@@ -212,6 +226,10 @@ class _AppendProof(Proof):
         inputs, (_, exact, _) = self.make(case, dtype), self.expected(plain, dtype)
         verdict = Verdict()
         with target.active() as backend:
+            tensors, options = _primitive(inputs)
+            verdict.declined = dispatch.reasons_of(backend, self.operator, tensors, options)
+            if verdict.declined:
+                return verdict
             results = target.results(self, backend, inputs)
         if results["changed"].item():
             verdict.faults.append(f"{results['changed'].item()} bytes changed elsewhere")
@@ -238,7 +256,7 @@ check_append = _AppendProof(
     APPEND_CASES,
     make=make_append,
     watched=_watched,
-    primitive=lambda inputs: (inputs.args, inputs.options),
+    primitive=_primitive,
     run=_run,
     definition=lambda inputs: _define(reference, inputs),
     extended=_define,

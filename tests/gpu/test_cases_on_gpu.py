@@ -16,6 +16,7 @@ from large_scores import large_scores
 from fastattn import dispatch
 from fastattn.testing import Case, OnGpu, Proof, check
 from fastattn.testing.proofs import PROOFS
+from fastattn.testing.selftest import SELFTESTS
 
 skip_without_gpu()
 pytestmark = pytest.mark.gpu
@@ -45,11 +46,9 @@ def _judge(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
 @pytest.mark.parametrize(
     ("proof", "case"),
     [
-        pytest.param(proof, case, id=f"{name}-{case.name}")
-        for name, proof in PROOFS.items()
-        # The windows of one have no kernel on a GPU; the other one writes to its arguments.
-        if name not in ("luong_attention", "append_to_cache")
-        for case in proof.cases
+        pytest.param(PROOFS[op], case, id=f"{op}-{case.name}")
+        for op in SELFTESTS  # those with a kernel for GPUs
+        for case in PROOFS[op].cases
     ],
 )
 def test_case(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
