@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import re
@@ -25,6 +26,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
 from fastattn.bench.selection import cells_of
 from fastattn.testing.proofs import PROOFS
+from fastattn.testing.selftest import SELFTESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +37,7 @@ def day(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import day
 
     yield day
-    for name in ("day", "day_report"):
+    for name in ("day", "day_build", "day_report"):
         del sys.modules[name]
 
 
@@ -69,34 +71,6 @@ def test_the_steps_are_those_of_the_makefile_and_below_ten_minutes(day: ModuleTy
     assert "tests/gpu/day.py" in makefile
 
 
-def test_the_tree_is_small_enough_to_be_sent(day: ModuleType) -> None:
-    files = day.tree()
-    assert ROOT / "csrc/cuda/module.cpp" in files
-    # Of 64 MiB half is left for the modules that are built before.
-    assert day.size_of(files) < day.TREE_LIMIT / 2
-
-
-def test_a_pack_needs_the_cuda_module(
-    day: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(day, "ROOT", tmp_path)
-    monkeypatch.setattr(day, "tree", list)
-    monkeypatch.setattr(day.subprocess, "run", lambda *_, **__: None)  # strip
-    (tmp_path / "fastattn").mkdir()
-    (tmp_path / "fastattn/_cpu.cpython-312-x86_64-linux-gnu.so").write_bytes(bytes(2**20))
-    with pytest.raises(SystemExit, match="no CUDA module is built here; build it"):
-        day.main(["--pack"])
-    (tmp_path / "fastattn/_cuda.cpython-311-x86_64-linux-gnu.so").write_bytes(bytes(2**21))
-    assert day.main(["--pack"]) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == [
-        "_cpu for cpython-312-x86_64-linux-gnu: 1.0 MiB",
-        "_cuda for cpython-311-x86_64-linux-gnu: 2.0 MiB",
-    ]
-
-
 def test_each_line_of_the_benchmark_is_one_and_has_a_step(day: ModuleType) -> None:
     lines = day.lines_of_speed()
     assert len(lines) > 20
@@ -120,26 +94,27 @@ def test_each_line_of_the_benchmark_is_one_and_has_a_step(day: ModuleType) -> No
 def test_the_few_cases_are_some_of_every_operator(day: ModuleType) -> None:
     words = [word for word in re.findall(r"[\w-]+", day.FEW_CASES) if len(word) > 3]
     for name, proof in PROOFS.items():
-        if name not in ("luong_attention", "append_to_cache"):
+        if name in SELFTESTS:  # those with a kernel for GPUs
             assert any(word in case.name for case in proof.cases for word in words), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rehearse", [False, True])
-def test_each_step_of_tests_finds_its_tests(day: ModuleType, rehearse: bool) -> None:
-    """Each selects from what one process collects."""
+def test_each_step_of_tests_finds_its_tests(day: ModuleType) -> None:
+    """Each selects from what one process collects, without most cases of the tables."""
     source = (
-        "import sys, json, pytest\n"
+        "import sys, json, pytest, day_skeleton\n"
+        "day_skeleton.keep_few_cases()\n"
         "class Found:\n"
         "    def pytest_collection_finish(self, session): print('FOUND', len(session.items))\n"
         "for words in json.loads(sys.argv[1]):\n"
         "    pytest.main(['--collect-only', '-qq', *words], plugins=[Found()])\n"
     )
-    commands = [step.command for step in day.steps(rehearse) if step.kind == "tests"]
+    commands = [step.command for step in day.steps(False) if step.kind == "tests"]
     wanted = [list(words[words.index("-p") :]) for words in commands]
     # Without a GPU tests/gpu is there for a rehearsal alone, with the emulated module.
     emulator.build()
-    done = run_python("-c", source, json.dumps(wanted), cwd=ROOT, **day.environment(True))
+    environment = day.environment(True)
+    environment["PYTHONPATH"] += f":{ROOT / 'tests/gpu'}"
+    done = run_python("-c", source, json.dumps(wanted), cwd=ROOT, **environment)
     found = [int(line.split()[1]) for line in done.stdout.splitlines() if "FOUND" in line]
     assert len(found) == len(wanted), done.stdout[-2000:] + done.stderr[-2000:]
     assert all(found), list(zip(found, wanted, strict=True))
@@ -336,6 +311,46 @@ def test_results_of_two_machines_do_not_mix(
         day_of(day, tmp_path, step).run([], [])
 
 
+def test_after_a_failed_build_only_steps_without_the_module_run(
+    day: ModuleType, tmp_path: Path
+) -> None:
+    """What is there may be of other sources."""
+    mended = tmp_path / "mended"
+    source = f"import os, sys; sys.exit(not os.path.exists({str(mended)!r}))"
+    steps = [day.Step("build", "the module", day.python("-c", source))]
+    steps += [day.Step("cuda", "needs it", day.python("-c", ""))]
+    steps += [day.Step("triton", "does not", day.python("-c", ""), needs_module=False)]
+    one = day_of(day, tmp_path, *steps)
+
+    def statuses() -> list[str]:
+        return [step["status"] for step in one.state["steps"].values()]
+
+    assert one.run([], []) == 1
+    assert statuses() == ["failed", "waiting", "passed"]
+    assert "| cuda | **waiting** |" in (tmp_path / "out/report.md").read_text()
+    mended.touch()
+    assert one.run([], ["build"]) == 0
+    assert sorted(statuses()) == ["passed"] * 3
+
+
+def test_only_what_runs_a_cuda_kernel_needs_the_module(day: ModuleType) -> None:
+    steps = day.steps(False)
+    without = {step.name for step in steps if not step.needs_module}
+    of_triton = {step.name for step in steps if "triton" in step.name}
+    assert without == {"wrappers", "cases-torch"} | of_triton
+
+
+@pytest.mark.parametrize("arguments", [["--list"], ["--only", "no-such-step"]])
+def test_what_runs_nothing_leaves_no_folder(
+    day: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        day.main([*arguments, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert "first-use" in said.out + said.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_step_begins_without_time(day: ModuleType, tmp_path: Path) -> None:
     step = day.Step("step", "nothing", day.python("-c", ""))
     one = day_of(day, tmp_path, step)
@@ -416,6 +431,40 @@ def test_the_report_says_what_is_fast_and_what_contradicts_the_model(
     )
 
 
+def verdict(op: str, *faults: str) -> dict[str, Any]:
+    return {"backend": "cuda", "op": op, "dtype": "float16", "faults": [*faults]}
+
+
+def order(op: str, *use: str) -> dict[str, Any]:
+    return {"op": op, "dtype": ["float16"], "use": [*use], "source": f"{use[0]} 1 ms"}
+
+
+def keep(folder: Path, verdicts: list[dict[str, Any]], orders: list[dict[str, Any]]) -> None:
+    """What the steps of the library's commands leave."""
+    for name, entries in (("first-use/selftest", verdicts), ("tune/evidence", orders)):
+        (folder / name).parent.mkdir()
+        (folder / f"{name}.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    (folder / "verify-cuda").mkdir()
+    for n in range(2):
+        suite = '<testsuite tests="20" failures="1" skipped="3" />'
+        (folder / f"verify-cuda/{n}.xml").write_text(suite)
+
+
+def test_the_report_says_what_is_kept_for_the_gpu(day: ModuleType, tmp_path: Path) -> None:
+    verdicts = [verdict("merge_states"), verdict("encode_memory", "out is 2")]
+    keep(tmp_path, verdicts, [order("b", "torch", "cuda"), order("c", "cuda"), order("a", "cuda")])
+    state = {"machine": {}, "steps": {}}
+    page, cells = day.day_report.report(tmp_path, state), day.day_report.cells(tmp_path, state)
+    assert (
+        "Kept for this GPU: first use: 2 kernels checked, 1 wrong (cuda encode_memory float16); "
+        "verify-cuda: 40 checks, 2 failed, 6 declined.\n"
+    ) in page
+    assert "cells.md: torch > cuda: b float16; cuda: a float16, c float16.\n" in page
+    assert "- tune: b float16: torch > cuda: torch 1 ms" in cells
+    (tmp_path / "tune/evidence.json").write_text('{"format": 1, "entr')  # killed while it wrote
+    assert "order of backends" not in day.day_report.report(tmp_path, state)
+
+
 def test_the_report_is_one_page_whatever_was_found(day: ModuleType, tmp_path: Path) -> None:
     """Half of the steps failed, each in many tests, and every cell is far off its prediction."""
     steps: dict[str, Any] = {}
@@ -432,11 +481,14 @@ def test_the_report_is_one_page_whatever_was_found(day: ModuleType, tmp_path: Pa
         cells.append(cell("sdpa", sizes | {"B": n + 1}, "fwd", speeds))
         cells[-1].outcomes["fastattn@triton"] = Outcome("WRONG", "out is off")
     write(tmp_path / "speed-attention", cells)
+    uses = itertools.permutations(("torch", "cuda", "triton"))
+    orders = [order(f"op{n}", *use) for n, use in enumerate(uses)]
+    keep(tmp_path, [verdict(f"op{n}", "off") for n in range(50)], orders)
     machine = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2", "commit": "abc"}
     state = {"machine": machine, "steps": steps}
     page = day.day_report.report(tmp_path, state)
-    assert len(page.splitlines()) <= 75
-    for words in ("494 more: see", "105 more: see", "108 of 108 predicted", "cells.md"):
+    assert len(page.splitlines()) <= 82
+    for words in ("594 more: see", "105 more: see", "108 of 108 predicted", "cells.md"):
         assert words in page, words
     # Each cell with its speed, its prediction and what was not timed.
     assert len(day.day_report.cells(tmp_path, state).splitlines()) > 3 * 108
@@ -453,6 +505,30 @@ def test_a_run_of_the_benchmark_without_time_for_all_goes_on(
     judged = day.day_report.judge_speed(tmp_path / "speed", 0)
     assert judged == ("stopped", "its time was used up before 1 cells")
     assert day.day_report.judge_speed(tmp_path / "none", 2)[0] == "failed"
+
+
+def test_the_skeleton_of_the_rehearsal_passes(
+    day: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All commands of all steps, with a test of each; then there is nothing left to do."""
+    names = [step.name for step in day.steps(True)]
+    arguments = (str(ROOT / "tests/gpu/day_skeleton.py"), "--out", str(tmp_path))
+    done = run_python(*arguments, cwd=ROOT, **day.environment(True))
+    state = json.loads((tmp_path / "state.json").read_text())
+    statuses = {name: step["status"] for name, step in state["steps"].items()}
+    assert statuses == dict.fromkeys(names, "passed"), done.stdout[-3000:] + done.stderr[-3000:]
+    for step in day.steps(True):
+        assert (tmp_path / f"{step.name}.log").stat().st_size > 0
+        if step.kind == "tests":
+            found = recorded.results(tmp_path / f"{step.name}.jsonl").values()
+            assert [one["outcome"] for one in found] == ["passed"], step.name
+        elif step.kind == "speed":
+            assert (tmp_path / step.name / "results.jsonl").exists()
+    for name in ("tune/evidence.json", "tune/said.txt", "verify-triton/selftest.json", "cells.md"):
+        assert (tmp_path / name).exists(), name
+    capsys.readouterr()
+    assert day.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"Written: {tmp_path / 'report.md'}\n"
 
 
 @pytest.mark.slow

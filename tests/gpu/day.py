@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import importlib
 import json
 import os
 import re
@@ -20,9 +19,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("gpu", "support", "emulator"))]
 
+import day_build  # noqa: E402
 import day_report  # noqa: E402
 import recorded  # noqa: E402
 
 from fastattn.bench.worker import end_with_parent  # noqa: E402
 
 LIMIT = 540  # seconds of a step: a machine may end every command after ten minutes
-TREE_LIMIT = 64  # MiB: what may be copied to a machine
-EMULATED = ROOT / f"build/emulator/plain/_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+EMULATED = ROOT / f"build/emulator/plain/_cuda{day_build.SUFFIX}"
 PROVIDERS = (
     "torch,torch@flash,torch@cudnn,torch@efficient,torch@math,torch-flex,"
     "fastattn@cuda,fastattn@sm_80,fastattn@triton"
@@ -61,6 +59,7 @@ class Step:
     kind: str = "command"  # or "tests", which keeps each test's result, or "speed"
     limit: int = LIMIT
     capability: str | None = None  # of the only GPUs that it is for
+    needs_module: bool = True  # the CUDA module, from the step `build`
 
 
 def python(*arguments: str) -> tuple[str, ...]:
@@ -72,11 +71,11 @@ def of_tests(
     about: str,
     *arguments: str,
     before: Sequence[str] = (),
-    capability: str | None = None,
+    **others: Any,
 ) -> Step:
     """A step of tests. What is recorded is not run again."""
     pytest = python("-m", "pytest", "-p", "no:cacheprovider", "-p", "recorded", "-q", "--tb=short")
-    return Step(name, about, (*before, *pytest, *arguments), "tests", capability=capability)
+    return Step(name, about, (*before, *pytest, *arguments), "tests", **others)
 
 
 def steps(rehearse: bool) -> list[Step]:
@@ -84,20 +83,25 @@ def steps(rehearse: bool) -> list[Step]:
     few = ("-k", FEW_CASES)
     some = few if rehearse else ()
     cases, races = "tests/gpu/test_cases_on_gpu.py", "tests/gpu/test_races_on_gpu.py"
+    again = "the same repeats, triton"
     of_races = ("--with", "cuda"), ("--with", "triton")
     if rehearse:  # the interpreter is slow
         of_races = (
-            ("--with", "cuda", "-k", "attention-masked or packed or encoding-large"),
-            ("--with", "triton,bfloat16", "-k", "decoding"),
+            ("--with", "cuda", "-k", "attention-masked or packed or encoding-large or appending"),
+            ("--with", "triton,bfloat16", "-k", "decoding or merging"),
         )
+    commands = "tests/gpu/test_commands_on_gpu.py"
+    quick = " and bfloat16 and (merge_states or sinusoidal)" if rehearse else ""
     large = ("-k", f"test_large_scores{' and mask' * rehearse}")
     of_torch = ("-k", f"test_attention_by_pytorch{' and lengths-65x65' * rehearse}")
+    wrapped = "every PTX wrapper against the manual's tables"
     wrappers = ("tests/cuda/test_emulator.py", "--with", "emulator" if rehearse else "cuda")
 
     def right(backend: str, dtype: str) -> Step:
         about = f"the case tables of all operators, {backend}, {dtype}"
         name = f"cases-{backend}-{dtype}"
-        return of_tests(name, about, cases, "--with", f"{backend},{dtype}", *some)
+        chosen = ("--with", f"{backend},{dtype}", *some)
+        return of_tests(name, about, cases, *chosen, needs_module=backend == "cuda")
 
     def sanitized(tool: str) -> Step:
         # The rehearsal runs the same tests without the tool.
@@ -106,9 +110,18 @@ def steps(rehearse: bool) -> list[Step]:
         about = f"compute-sanitizer's {tool} on the small cases"
         return of_tests(tool, about, cases, *chosen, before=before)
 
+    def verified(backend: str) -> Step:
+        about = f"fastattn verify --backend {backend}, which keeps its verdicts"
+        chosen = ("--with", backend, "-k", f"test_verify{quick}", "--test-limit", "500")
+        needs = backend == "cuda"
+        return of_tests(f"verify-{backend}", about, commands, *chosen, needs_module=needs)
+
+    first_use = ("-k", f"test_first_use{quick} or test_first_call")
+    tuned = ("-k", f"test_tune{quick}", "--test-limit", "400")
     found = [
         Step("build", "the native module", python(__file__, "--build")),
-        of_tests("wrappers", "every PTX wrapper against the manual's tables", *wrappers),
+        of_tests("first-use", "the check before the first call of a user", commands, *first_use),
+        of_tests("wrappers", wrapped, *wrappers, needs_module=False),
         right("cuda", "bfloat16"),
         right("cuda", "float32"),
         of_tests("large-scores", "attention with scores of 10^8", cases, *large),
@@ -119,6 +132,7 @@ def steps(rehearse: bool) -> list[Step]:
         sanitized("synccheck"),
         speed("attention", ("sdpa",), rehearse),
         speed("decoding", ("decode", "varlen"), rehearse),
+        of_tests("tune", "fastattn tune --device cuda: the order of backends", commands, *tuned),
         right("cuda", "float16"),
         of_tests(
             "without-hopper",
@@ -127,9 +141,17 @@ def steps(rehearse: bool) -> list[Step]:
             *some,
             capability="9.0",
         ),
+        verified("cuda"),
         *(right("triton", dtype) for dtype in ("bfloat16", "float32", "float16")),
-        of_tests("cases-torch", "PyTorch's own kernels as a backend", cases, *of_torch),
-        of_tests("repeats-triton", "the same repeats, triton", races, *of_races[1]),
+        of_tests(
+            "cases-torch",
+            "PyTorch's own kernels as a backend",
+            cases,
+            *of_torch,
+            needs_module=False,
+        ),
+        of_tests("repeats-triton", again, races, *of_races[1], needs_module=False),
+        verified("triton"),
         speed("others", OTHERS, rehearse),
     ]
     # A rehearsal takes one type of each backend.
@@ -252,9 +274,12 @@ class Day:
             print(f"   {status} after {seconds:.0f} s{words and ': '}{words}", flush=True)
         statuses = {found["status"] for found in self.state["steps"].values()}
         print(f"Written: {self.folder / 'report.md'}")
-        return 3 if "stopped" in statuses else 1 if "failed" in statuses else 0
+        return 3 if "stopped" in statuses else 1 if statuses & {"failed", "waiting"} else 0
 
     def run_step(self, step: Step, end: float) -> tuple[str, str]:
+        build = self.state["steps"].get("build", {})
+        if step.needs_module and build.get("status") == "failed" and step.name != "build":
+            return "waiting", "for the CUDA module: --again build"
         here = self.state["machine"]["capability"]
         if not self.rehearse and step.capability not in (None, here):
             words = f"only for compute capability {step.capability}, this is {here}"
@@ -362,77 +387,6 @@ def machine_of(rehearse: bool) -> dict[str, Any]:
     return {"gpu": torch.cuda.get_device_name(), "capability": capability, **found}
 
 
-# -- building --------------------------------------------------------------------------------------
-
-
-def build() -> int:
-    """Builds the module if there is none for this Python; in a rehearsal the emulated one."""
-    if "FASTATTN_REHEARSAL" in os.environ:
-        emulator = importlib.import_module("emulator")
-        for path in (emulator.build(), emulator.build_conformance()):
-            print(f"emulated: {path.relative_to(ROOT)}")
-        return 0
-    for module in built():
-        print(f"taken as it is: {module.relative_to(ROOT)}, {size_of([module]):.1f} MiB")
-        return _imports()
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    arch = "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
-    wanted = {
-        "FASTATTN_CUDA": "1",
-        "FASTATTN_CUDA_ARCHS": os.environ.get("FASTATTN_CUDA_ARCHS", arch),
-        "FASTATTN_CPU_ISAS": "native",
-        "FASTATTN_CPU_EMULATED": "0",
-        "FASTATTN_REQUIRE_NATIVE": "1",
-    }
-    command = python("setup.py", "build_ext", "--inplace")
-    code = subprocess.run(command, cwd=ROOT, env=os.environ | wanted, check=False).returncode
-    return code or _imports()
-
-
-def _imports() -> int:
-    """Whether a new process can use the module."""
-    words = "from fastattn.backends import cuda; print(cuda.operands.INFO)"
-    return subprocess.run(python("-c", words), cwd=ROOT, check=False).returncode
-
-
-def built() -> list[Path]:
-    """The CUDA module for this Python."""
-    module = ROOT / f"fastattn/_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return [module] if module.exists() else []
-
-
-def pack() -> int:
-    """Strips the modules that are built here, and counts what a machine would be sent."""
-    modules = sorted((ROOT / "fastattn").glob("_c*.so"))
-    if not any(module.name.startswith("_cuda.") for module in modules):
-        raise SystemExit(
-            "no CUDA module is built here; build it with the target's version of Python: "
-            "FASTATTN_CUDA=1 python setup.py build_ext --inplace"
-        )
-    for module in modules:
-        subprocess.run(["strip", "--strip-unneeded", module], check=True)
-    for module in modules:
-        name, *tag, _ = module.name.split(".")
-        print(f"{name} for {''.join(tag) or 'any Python'}: {size_of([module]):.1f} MiB")
-    total = size_of([*tree(), *modules])
-    print(f"The tree has {total:.1f} MiB; at most {TREE_LIMIT} can be sent.")
-    return 1 if total > TREE_LIMIT else 0
-
-
-def tree() -> list[Path]:
-    """The files that Git has, or would take."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT / name for name in names.split("\0") if name]
-
-
-def size_of(files: Iterable[Path]) -> float:
-    """In MiB."""
-    return sum(file.lstat().st_size for file in files if file.exists()) / 2**20
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-day", metavar="DIR")
@@ -445,17 +399,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--build", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.build:
-        return build()
+        return day_build.build()
     if given.pack:
-        return pack()
-    day = Day(given.out, given.rehearse, time.monotonic() + 60 * given.minutes)
-    names = [step.name for step in day.steps]
+        return day_build.pack()
+    names = {step.name: step.about for step in steps(given.rehearse)}
     for name in (*given.only, *given.again):
         if name not in names:
             parser.error(f"there is no step {name!r}; there are {', '.join(names)}")
     if given.list:
-        print(*(f"{step.name:<22}{step.about}" for step in day.steps), sep="\n")
+        print(*(f"{name:<22}{about}" for name, about in names.items()), sep="\n")
         return 0
+    day = Day(given.out, given.rehearse, time.monotonic() + 60 * given.minutes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running step, too
     with day.alone():
         return day.run(given.only, given.again)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import runpy
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import recorded
 
@@ -62,7 +64,8 @@ def report(folder: Path, state: Mapping[str, Any]) -> str:
     rows = _all_rows(folder, steps)
     measured = [row for row in rows if row["ms"] is not None]
     lines = [*_title("A day", machine), "## What is right", "", *_steps(steps)]
-    lines += [*_failures(folder, steps), "## What is fast", "", *_fast(measured), ""]
+    lines += [*_failures(folder, steps), *_verdicts(folder)]
+    lines += ["## What is fast", "", *_fast(measured), "", *_orders(folder)]
     lines += ["## What contradicts the model", ""]
     lines += [*_contradictions(measured, machine.get("capability")), ""]
     lines += _short(_not_timed(rows), "cells.md")
@@ -78,7 +81,7 @@ def cells(folder: Path, state: Mapping[str, Any]) -> str:
     lines += [line for _, _, line in _compared(measured)]
     if machine.get("capability") == MODELLED:
         lines += ["", *MODEL_TABLE, *(line for _, line in _modelled(measured))]
-    lines += ["", *_not_timed(rows)]
+    lines += ["", *_not_timed(rows), "", *_measured_orders(folder)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -130,6 +133,52 @@ def _failures(folder: Path, steps: Iterable[str]) -> Iterator[str]:
     yield from _short([line for _, line in found], "the .jsonl of each step", FAILURES)
     if found:
         yield ""
+
+
+def _verdicts(folder: Path) -> Iterator[str]:
+    """What is kept for this GPU: the verdicts of the first-use check, and those of verify."""
+    found = []
+    if entries := _entries(folder / "first-use/selftest.json"):
+        wrong = [" ".join(e[k] for k in ("backend", "op", "dtype")) for e in entries if e["faults"]]
+        names = f" ({', '.join(wrong[:SHOWN])}{', ...' * (len(wrong) > SHOWN)})" if wrong else ""
+        found.append(f"first use: {len(entries)} kernels checked, {len(wrong)} wrong{names}")
+    for step in sorted(folder.glob("verify-*/")):
+        suites = [ElementTree.parse(path).getroot() for path in step.glob("*.xml")]
+        tests, failures, skipped = (
+            sum(int(suite.get(kind, 0)) for suite in suites)
+            for kind in ("tests", "failures", "skipped")
+        )
+        found.append(f"{step.name}: {tests} checks, {failures} failed, {skipped} declined")
+    if found:
+        yield f"Kept for this GPU: {'; '.join(found)}."
+        yield ""
+
+
+def _orders(folder: Path) -> Iterator[str]:
+    """The orders of backends that tune has measured, and the operators of each."""
+    found: dict[str, list[str]] = {}
+    for entry in _entries(folder / "tune/evidence.json"):
+        words = f"{entry['op']} {'/'.join(entry['dtype'])}"
+        found.setdefault(" > ".join(entry["use"]), []).append(words)
+    if found:
+        orders = (f"{order}: {', '.join(sorted(words))}" for order, words in found.items())
+        yield f"The order of backends by tune, whose times are in cells.md: {'; '.join(orders)}."
+        yield ""
+
+
+def _measured_orders(folder: Path) -> Iterator[str]:
+    for entry in _entries(folder / "tune/evidence.json"):
+        about = f"{entry['op']} {'/'.join(entry['dtype'])}"
+        yield f"- tune: {about}: {' > '.join(entry['use'])}: {entry['source']}"
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file that the library keeps for a GPU; none where there is no file."""
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text())["entries"]
+    except (OSError, ValueError):  # there is none, or its process was killed while it wrote
+        return []
+    return found
 
 
 def _short(lines: Iterable[str], where: str, limit: int = SHOWN) -> Iterator[str]:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 RUNS = 2 if REHEARSED else 1000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Call = Callable[..., Tensor]
+Call = Callable[..., Tensor | tuple[Tensor, ...]]
 Draw = Callable[..., Tensor]  # of a shape; a leaf unless grad=False
 
 
@@ -62,6 +62,32 @@ def _decoding(draw: Draw) -> tuple[Call, list[Tensor]]:
 
     tensors = [draw(2, 8, 1, 128, grad=False)]
     return call, [*tensors, *(draw(32, 2, 64, 128, grad=False) for _ in range(2))]
+
+
+def _appending(draw: Draw) -> tuple[Call, list[Tensor]]:
+    """Two sequences get new rows, in pages, and then read all of theirs."""
+    lengths = torch.tensor([small(700), 40], device=DEVICE)
+    table = torch.randperm(32, device=DEVICE).view(2, 16).int()
+
+    def call(
+        query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, ...]:
+        caches = keys.clone(), values.clone()
+        out = fastattn.decode_attention(
+            query, *caches, lengths, key=key, value=value, block_table=table
+        )
+        return out, *caches
+
+    caches = [draw(32, 2, 64, 128, grad=False) for _ in range(2)]
+    new = [draw(2, 2, 200, 128, grad=False) for _ in range(2)]
+    return call, [draw(2, 8, 1, 128, grad=False), *caches, *new]
+
+
+def _merging(draw: Draw) -> tuple[Call, list[Tensor]]:
+    def state() -> list[Tensor]:
+        return [draw(1, 8, 2000, 128), draw(1, 8, 2000).detach().float().requires_grad_()]
+
+    return fastattn.merge_states, [*state(), *state()]
 
 
 def _sinusoidal(layout: str) -> Callable[[Draw], tuple[Call, list[Tensor]]]:
@@ -118,6 +144,8 @@ CALLS: dict[str, Callable[[Draw], tuple[Call, list[Tensor]]]] = {
     "attention-masked": _masked,
     "packed": _packed,
     "decoding": _decoding,
+    "appending": _appending,
+    "merging": _merging,
     "sinusoidal-interleaved": _sinusoidal("interleaved"),
     "sinusoidal-marian": _sinusoidal("marian"),
     "additive": _additive(8, 256, 256, 256),
@@ -151,9 +179,12 @@ def test_a_race_would_show_in_some_of_many_runs(
     call, leaves = CALLS[name](draw)
 
     def results() -> list[Any]:
-        out = call(*leaves)
-        grads = torch.autograd.grad(out, leaves, torch.ones_like(out)) if out.requires_grad else ()
-        return [out.detach(), *grads]
+        found = call(*leaves)
+        outs = found if isinstance(found, tuple) else (found,)
+        if not outs[0].requires_grad:
+            return [*outs]
+        grads = torch.autograd.grad(outs, leaves, [*map(torch.ones_like, outs)])
+        return [*(out.detach() for out in outs), *grads]
 
     with fastattn.use_backend(backend):
         first = results()
