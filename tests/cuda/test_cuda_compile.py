@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import runpy
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import emulator
 import issue_slots
@@ -20,18 +20,14 @@ import sass
 from required import REQUIRE_COUNTS, no_counts
 
 ROOT = Path(__file__).resolve().parents[2]
-NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+NVCC = sass.find_tool("nvcc")
 
 needs_nvcc = pytest.mark.skipif(NVCC is None and not REQUIRE_COUNTS, reason="there is no nvcc here")
 
 
-def compiled(source: Path, element: str, arch: str, folder: Path) -> dict[str, dict[str, int]]:
+def compiled(source: Path, element: str, arch: str, cubin: Path) -> dict[str, dict[str, int]]:
     """What ptxas says of every kernel: registers, and bytes of stack and spills."""
-    assert NVCC is not None, "there is no nvcc here"
-    ptx = "90a" if emulator.is_for_hopper(source) else "80"  # as setup.py
-    command = [NVCC, "-std=c++17", "-O3", f"-gencode=arch=compute_{ptx},code=sm_{arch}", "-cubin"]
-    command += [f"-DFASTATTN_ELEMENT={element}", "-Xptxas=-v", "-Werror=all-warnings"]
-    command += [str(source), "-o", str(folder / f"{source.stem}.{element}.{arch}.cubin")]
+    command = machine_code.compile_command(source, element, arch, cubin)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     # C7510 and others: it waits for each product of wgmma before it begins the next one.
@@ -51,48 +47,44 @@ def compiled(source: Path, element: str, arch: str, folder: Path) -> dict[str, d
     return kernels
 
 
-def check(source: Path, element: str, arch: str, folder: Path) -> None:
-    kernels = compiled(source, element, arch, folder)
-    assert len(kernels) == sass.KERNELS[sass.name_of(source)], list(kernels)
+def check(source: Path, element: str, arch: str, folder: Path, count: int) -> Path:
+    """Compiles a source and checks all but the counts of its `count` kernels."""
+    cubin = folder / f"{source.stem}.{element}.{arch}.cubin"
+    kernels = compiled(source, element, arch, cubin)
+    assert len(kernels) == count, list(kernels)
     spilling = {
         name: report
         for name, report in kernels.items()
         if report["stack"] or report["stores"] or report["loads"]
     }
     assert not spilling
-    cubin = folder / f"{source.stem}.{element}.{arch}.cubin"
     if emulator.is_for_hopper(source):
         check_instructions(source, cubin)
-    if element == "Bf16" and arch in CHIPS:  # last, because it may skip
-        check_counts(cubin, CHIPS[arch])
+    return cubin
 
 
 # -- counts ----------------------------------------------------------------------------------------
 
-CHIPS = {"80": "sm_80", "90a": "sm_90"}  # of docs/machine-code.md
-
 
 def check_counts(cubin: Path, chip: str) -> None:
-    """No main kernel takes more instructions or registers than the counts that are kept."""
+    """No kernel takes more instructions or registers than the counts that are kept."""
     if sass.find_tool("nvdisasm") is None or sass.find_tool("cuobjdump") is None:
         no_counts("there is no nvdisasm or no cuobjdump here")
     kept = machine_code.kept()
-    assert NVCC is not None, "there is no nvcc here"
-    if (version := machine_code.version_of_nvcc(NVCC)) != kept["versions"]["nvcc"]:
+    if (version := machine_code.version_of_nvcc()) != kept["versions"]["nvcc"]:
         no_counts(f"those that are kept are of nvcc {kept['versions']['nvcc']}, this is {version}")
-    now = machine_code.main_kernels(cubin)
-    before = {label: one for label, one in kept["kernels"][chip].items() if label in now}
-    assert not machine_code.faults(before, now)
+    now = machine_code.kernels_of(cubin)
+    before = {name: one for name, one in kept["kernels"][chip].items() if name in now}
+    assert not machine_code.faults(before, now, chip)
 
 
 @pytest.mark.parametrize("required", [False, True])
 def test_another_compiler_is_told_and_fails_where_counts_are_required(
     required: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine_code, "version_of_nvcc", lambda nvcc: "1.0")
+    monkeypatch.setattr(machine_code, "version_of_nvcc", lambda: "1.0")
     monkeypatch.setattr(sass, "find_tool", lambda name: name)
     monkeypatch.setattr("required.REQUIRE_COUNTS", required)
-    monkeypatch.setattr("test_cuda_compile.NVCC", "nvcc")
     outcome = pytest.fail.Exception if required else pytest.skip.Exception
     with pytest.raises(outcome, match=r"not counted: those .* of nvcc [\d.]+, this is 1.0"):
         check_counts(tmp_path / "none.cubin", "sm_80")
@@ -101,14 +93,23 @@ def test_another_compiler_is_told_and_fails_where_counts_are_required(
 def test_the_page_on_machine_code_is_that_of_the_counts() -> None:
     kept = machine_code.kept()
     assert machine_code.page(kept["kernels"]) == machine_code.PAGE.read_text()
-    kernels = [(label, one) for x in kept["kernels"].values() for label, one in x.items()]
-    of_nvcc = {label: one.shared for label, one in kernels if not label.startswith("triton")}
-    assert machine_code.shared_memory() == of_nvcc
-    # Three kernels and decoding in three widths; three for Hopper in six pairs of widths.
-    assert len(of_nvcc) == 4 * 3 + 3 * 6
-    for label, one in kernels:
-        assert one.shared > 0, label
-        assert one.threads > 0, label
+    kernels = [(name, one) for x in kept["kernels"].values() for name, one in x.items()]
+    for name, one in kernels:
+        assert one.threads > 0, name
+        assert one.shared > 0 or not machine_code.has_loop(name), name
+    of_nvcc = [(name, one) for name, one in kernels if not name.startswith("triton")]
+    assert len(of_nvcc) == sum(sass.KERNELS[source] for source, _, _ in machine_code.COUNTED)
+    shared = machine_code.shared_memory({name for name, _ in of_nvcc})
+    for name, one in of_nvcc:
+        assert one.shared == shared.get(name, 0), name
+
+
+@pytest.mark.skipif(not (ROOT / ".github").exists(), reason="an sdist has no .github")
+def test_ci_requires_the_counts_that_the_page_promises() -> None:
+    assert "\nmake test COUNTS=1\n" in (ROOT / ".ci/run").read_text()
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert '- run: make "$TARGET" COUNTS=1\n' in nightly
+    assert "          - test-slow\n" in nightly
 
 
 # A loop with a wait, a branch beside the way, and code that the loop is jumped out to.
@@ -139,6 +140,10 @@ LOOP = """
 """
 
 
+def loop_of_128_threads() -> issue_slots.Slots:
+    return replace(issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100), threads=128)
+
+
 def test_issue_slots_are_those_of_the_shortest_way_round() -> None:
     found = issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100)
     # 64 x 80 x 16 and 64 x 128 x 16, of which a warp has a quarter.
@@ -157,8 +162,20 @@ def test_instructions_between_waits_are_counted_round_the_loop() -> None:
     assert issue_slots.between_waits(way) == [2, 4]
     assert issue_slots.between_waits(["FADD", "BAR.ARV"]) == [2]
     # The same number of waits, one of them in the middle.
-    before = issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100)
-    assert machine_code.faults({"a": before}, {"a": replace(before, without_wait=4)})
+    before = loop_of_128_threads()
+    assert machine_code.faults({"a": before}, {"a": replace(before, without_wait=4)}, "sm_90")
+
+
+def test_kernels_with_options_are_counted_as_a_whole() -> None:
+    code = sass.parsed(LOOP)["_Z4loop"]
+    loop, wide, whole = (
+        machine_code.slots_of(f"attention_forward<{arguments}>", code, 100)
+        for arguments in ("Bf16, 64, false", "F32, 64, false", "Bf16, 64, true")
+    )
+    assert loop == issue_slots.slots(code, 100)
+    assert wide == replace(loop, flops=2 * loop.flops)
+    assert loop.issue < whole.issue == len(code.lines)
+    assert whole.alu == loop.alu + 3  # a move and two maxima beside the way
 
 
 def test_a_loop_of_products_within_the_way_is_told() -> None:
@@ -169,17 +186,23 @@ def test_a_loop_of_products_within_the_way_is_told() -> None:
 
 
 def test_counts_that_grow_are_refused() -> None:
-    before = issue_slots.slots(sass.parsed(LOOP)["_Z4loop"], 100)
-    assert not machine_code.faults({"a": before}, {"a": before})
+    before = loop_of_128_threads()
+    assert not machine_code.faults({"a": before}, {"a": before}, "sm_90")
     for change in ({"fma": before.fma + 4}, {"shared_bytes": before.shared_bytes * 2},
                    {"registers": 110}, {"mufu": before.mufu + 4}, {"flops": 0},
                    {"shared": 1}):  # fmt: skip
-        assert machine_code.faults({"a": before}, {"a": replace(before, **change)}), change
+        assert machine_code.faults({"a": before}, {"a": replace(before, **change)}, "sm_90"), change
     # Twice the steps in one round cost twice as much.
     names = ("flops", "tensor", "fma", "alu", "mufu", "lsu", "control", "shared_bytes", "barriers")
     twice = replace(before, **{name: 2 * getattr(before, name) for name in names})
-    assert not machine_code.faults({"a": before}, {"a": twice})
-    assert machine_code.faults({"a": before}, {})
+    assert not machine_code.faults({"a": before}, {"a": twice}, "sm_90")
+    assert machine_code.faults({"a": before}, {}, "sm_90")
+    # 128 threads with 168 registers fit three times, with 170 only twice.
+    before = replace(before, registers=168)
+    assert not machine_code.faults({"a": before}, {"a": replace(before, registers=167)}, "sm_90")
+    assert machine_code.faults({"a": before}, {"a": replace(before, registers=170)}, "sm_90") == [
+        "a: blocks 3 -> 2"
+    ]
 
 
 # -- Hopper ----------------------------------------------------------------------------------------
@@ -302,14 +325,41 @@ def test_the_page_on_hopper_has_the_numbers_of_the_source() -> None:
         assert table in page
 
 
-@needs_nvcc
-def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
-    check(sass.FOLDER / "sdpa_forward.cu", "Bf16", "80", tmp_path)
+def counted(when: str) -> list[Any]:
+    return [
+        pytest.param(*which, id="-".join(which))
+        for which, then in machine_code.COUNTED.items()
+        if then == when
+    ]
 
 
 @needs_nvcc
-def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
-    check(sass.FOLDER / "hopper/sdpa_forward.cu", "Bf16", "90a", tmp_path)
+@pytest.mark.parametrize(("name", "element", "arch"), counted(machine_code.EACH))
+def test_kernels_neither_spill_nor_cost_more(
+    name: str, element: str, arch: str, tmp_path: Path
+) -> None:
+    source = sass.FOLDER / f"{name}.cu"
+    cubin = check(source, element, arch, tmp_path, sass.KERNELS[name])
+    check_counts(cubin, machine_code.CHIPS[arch])
+
+
+@needs_nvcc
+def test_backward_kernels_for_hopper_neither_spill_nor_cost_more(tmp_path: Path) -> None:
+    """Those without options: the others take most of the time to compile."""
+    kernels = [
+        name
+        for name in machine_code.kept()["kernels"]["sm_90"]
+        if name.startswith("attention_backward") and machine_code.has_loop(name)
+    ]
+    source = tmp_path / "hopper/sdpa_backward.cu"
+    source.parent.mkdir()
+    lines = [f'#include "{sass.FOLDER}/hopper/sdpa_backward_{of}.h"' for of in ("q", "kv")]
+    lines += ["namespace fastattn::cuda {"]
+    for name in kernels:
+        kernel = name.replace("<", "_kernel<")
+        lines += [f"template __global__ void {kernel}(const __grid_constant__ HopperArguments);"]
+    source.write_text("\n".join([*lines, "}\n"]))
+    check_counts(check(source, "Bf16", "90a", tmp_path, len(kernels)), "sm_90")
 
 
 @needs_nvcc
@@ -324,7 +374,10 @@ def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
     ],
 )
 def test_no_kernel_spills(source: Path, element: str, arch: str, tmp_path: Path) -> None:
-    check(source, element, arch, tmp_path)
+    name = sass.name_of(source)
+    cubin = check(source, element, arch, tmp_path, sass.KERNELS[name])
+    if (name, element, arch) in machine_code.COUNTED:  # last, because it may skip
+        check_counts(cubin, machine_code.CHIPS[arch])
 
 
 @needs_nvcc
