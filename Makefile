@@ -3,6 +3,8 @@
 #   PYTHON=python3.12   the Python to make the environment with
 #   VENV=.venv          where to make it
 #   ARGS="..."          passed on to pytest or to the benchmark
+#   COUNTS=1            test and test-slow must compare the machine code of the GPU kernels with
+#                       docs/machine-code.md, with the nvcc that it is from
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -49,6 +51,18 @@ bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this ma
 
 test: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## run all tests but the slow ones; < 15 minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
+
+# From PyPI, without a driver.
+PINNED_NVCC := build/nvcc
+ifeq ($(COUNTS),1)
+test test-slow: $(PINNED_NVCC)/.stamp
+test test-slow: export PATH := $(abspath $(PINNED_NVCC))/nvidia/cu13/bin:$(PATH)
+test test-slow: export FASTATTN_REQUIRE_COUNTS := 1
+endif
+$(PINNED_NVCC)/.stamp: .ci/requirements/nvcc.txt | $(VENV)/.stamp-venv
+	rm -rf $(PINNED_NVCC)
+	$(PIP) install --quiet --require-hashes --target $(PINNED_NVCC) --requirement $<
+	touch $@
 
 # Hours. Each part is a target of its own, so that one that failed can be run again alone.
 test-full: test test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers test-slow ## test and the eight below, one after the other
