@@ -159,6 +159,19 @@ def test_maxima_that_grow_through_large_numbers(
     torch.testing.assert_close(found["lse"].double(), exact["lse"].double(), rtol=1e-7, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_scores_of_other_rows_change_no_bit(adapter: ModuleType, dtype: torch.dtype) -> None:
+    case = Case("others", heads=1, q_len=130, k_len=200, head_dim=64, scale=128.0, grads=())
+    inputs = make_inputs(case, dtype)
+    small = inputs.query / 512
+    large = small.clone()
+    large[..., 100:, :] *= 2**22  # rows 96 to 111 are those of a warp
+    found, want = (_forward(adapter, replace(inputs, query=query)) for query in (large, small))
+    for name, x in found.items():
+        assert torch.equal(x[:, :, :100], want[name][:, :, :100]), name
+        assert not torch.equal(x[:, :, 100:], want[name][:, :, 100:]), name
+
+
 # -- the case table, and what it does not ask ------------------------------------------------------
 
 

@@ -145,7 +145,7 @@ struct ScaledSoftmax : OnlineSoftmax {
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
         shrink[r] = subtract_first<kTiles>(s, r, from[r], unit_log2, low[r]);
-        from[r] = 0.0f;
+        if (has_low(from[r])) from[r] = 0.0f;
       }
     }
     FASTATTN_UNROLL
@@ -163,23 +163,26 @@ struct ScaledSoftmax : OnlineSoftmax {
     }
   }
 
-  // Subtracts the new maximum, from + low, from the scores. Returns the factor of earlier sums.
+  // Subtracts the new maximum, from + low, from the scores of a row that has one. Other rows of the
+  // warp stay as they are. Returns the factor of earlier sums.
   template <int kTiles>
   FASTATTN_DEVICE float subtract_first(float (&s)[kTiles * 4], int r, float from, float unit_log2,
                                        float& low) const {
+    const bool large = has_low(from);
     const float before = has_low(m[r]) ? low : 0.0f;
     float after = m[r] == from ? before : minus_infinity();
+    const float times = large ? unit_log2 : 1.0f, minus = large ? from : 0.0f;
     FASTATTN_UNROLL
     for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
     for (int e = 0; e < 2; ++e) {
       float& x = s[4 * n + 2 * r + e];
-      x = fmaf(x, unit_log2, -from);
+      x = fmaf(x, times, -minus);
       after = fmaxf(after, x);
     }
     after = max_of_row(after);
-    if (!has_low(from)) after = 0.0f;
+    if (!large) after = 0.0f;
     low = after;
-    const float back = 1.0f / unit_log2;
+    const float back = large ? 1.0f / unit_log2 : 1.0f;
     FASTATTN_UNROLL
     for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
     for (int e = 0; e < 2; ++e) {
