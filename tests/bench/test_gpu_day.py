@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -292,6 +293,105 @@ def test_a_run_goes_on_after_a_crash_and_a_broken_context(day: ModuleType, tmp_p
     report = (tmp_path / "out/report.md").read_text()
     assert "test_two`: crashed" in report
     assert "illegal memory access" in report
+
+
+SANITIZER = f"""#!{sys.executable}
+import pathlib, signal, subprocess, sys
+signal.signal(signal.SIGINT, lambda *_: None)  # its child ends, then it sums up
+finding = pathlib.Path(__file__).with_name("finding")
+new = finding.read_text()
+finding.write_text("")
+print("========= COMPUTE-SANITIZER", flush=True)
+if new:
+    print("========= " + new + "\\n=========     at a_kernel()", flush=True)
+code = subprocess.call(sys.argv[sys.argv.index(sys.executable):])
+if code:
+    print("========= Target application returned an error")
+print(f"========= ERROR SUMMARY: {{int(bool(new))}} errors")
+if new and "--error-exitcode" in sys.argv:
+    code = int(sys.argv[sys.argv.index("--error-exitcode") + 1])
+sys.exit(code)
+"""
+
+
+def sanitized(
+    day: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, finding: str, source: str
+) -> Any:
+    """A day of one step under a sanitizer that reports this in its first run."""
+    (folder / "bin").mkdir()
+    tool = folder / "bin/compute-sanitizer"
+    tool.write_text(SANITIZER)
+    tool.with_name("finding").write_text(finding)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    (command,) = (step.command for step in day.steps(False) if step.name == "racecheck")
+    one = of_tests(day, folder, source)
+    before = command[: command.index(sys.executable)]
+    assert before
+    one.steps = [replace(step, command=(*before, *step.command)) for step in one.steps]
+    return one
+
+
+@pytest.mark.parametrize(
+    ("finding", "judged"),
+    [
+        ("", ("passed", "2 passed")),
+        ("Error: Race reported", ("failed", "2 passed; the log has: Error: Race reported")),
+    ],
+)
+def test_a_finding_before_a_stop_is_not_forgotten(
+    day: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finding: str,
+    judged: tuple[str, str],
+) -> None:
+    now = tmp_path / "now"
+    source = (
+        "import time, pathlib\n"
+        "def test_one(): pass\n"
+        f"def test_two(): time.sleep(0 if pathlib.Path({str(now)!r}).exists() else 60)\n"
+    )
+    one = sanitized(day, tmp_path, monkeypatch, finding, source)
+    with ends_during(one, "test_two"):
+        stopped = one.run_tests(one.steps[0], one.until)
+    assert stopped == ("stopped", "reached its time limit; 1 passed, 1 interrupted")
+    now.touch()
+    one.run([], [])
+    assert status(one) == judged
+
+
+def test_the_tests_after_an_error_of_memory_run(
+    day: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "def test_one(): raise RuntimeError('CUDA error: an illegal memory access')\n"
+        "def test_two(): pass\n"
+    )
+    finding = "Invalid __global__ read of size 4 bytes"
+    one = sanitized(day, tmp_path, monkeypatch, finding, source)
+    assert one.run([], []) == 1
+    assert status(one) == ("failed", f"1 passed, 1 failed; the log has: {finding}")
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("========= Warning: Race reported between Read access at kernel+0x100", True),
+        ("========= Barrier error detected. Invalid arguments.", True),
+        ("========= Internal Sanitizer Error: it did not track the launch.", True),
+        ("========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)", True),
+        ("========= ERROR SUMMARY: 10 errors", True),
+        ("========= ERROR SUMMARY: 0 errors", False),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", False),
+        ("========= Error: process didn't terminate successfully", False),
+        ("========= ", False),
+        ("========= 1 failed, 2 passed in 3.00s =========", False),  # a line of pytest
+    ],
+)
+def test_the_findings_of_a_sanitizer(day: ModuleType, line: str, is_one: bool) -> None:
+    log = f"$ compute-sanitizer\n========= COMPUTE-SANITIZER\n{line}\n1 passed\n"
+    assert bool(day.FINDING.search(log)) == is_one
 
 
 def test_a_step_whose_tests_are_all_skipped_has_failed(day: ModuleType, tmp_path: Path) -> None:

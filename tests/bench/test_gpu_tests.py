@@ -89,6 +89,26 @@ def test_repeats_run_all_kernels_forward_and_backward(
     assert ran & KERNELS == KERNELS
 
 
+@pytest.mark.parametrize("name", ["attention-causal", "attention-masked", "packed"])
+def test_repeats_of_attention_have_several_tiles_for_a_block_and_grouped_heads(
+    name: str, rehearsed: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    races = rehearsed("test_races_on_gpu")
+    monkeypatch.setattr(sys.modules["gpu_device"], "REHEARSED", False)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    _, (query, key, *_) = races.CALLS[name](draw)
+    if name == "packed":  # [L, H, D]
+        query, key = (x.transpose(0, 1)[None] for x in (query, key))
+    group = query.shape[1] // key.shape[1]
+    assert group > 1
+    for rows in (query.shape[2] * group, key.shape[2]):  # a tile has the heads of a group
+        tiles = key.shape[0] * key.shape[1] * -(-rows // 128)
+        assert tiles > 132, "no more than the multiprocessors of an H200"
+
+
 def nothing(*args: Tensor | None, options: Any) -> None:
     pass
 
