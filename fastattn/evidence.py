@@ -27,6 +27,7 @@ import functools
 import importlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ __all__ = [
     "own_file",
     "processor",
     "remove_own",
+    "replace_file",
     "set_own",
 ]
 
@@ -223,10 +225,23 @@ def set_own(entries: Sequence[dict[str, Any]]) -> Path:
     new = [{"version": __version__, **entry} for entry in entries]
     table = {"format": FORMAT, "entries": [*new, *kept]}
     _checked(table, str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    replace_file(path, json.dumps(table, indent=1) + "\n")
     forget()
     return path
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one step, so that no other process reads a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as new:
+        try:
+            new.write(text)
+            new.close()
+            os.chmod(new.name, 0o644)  # the folder may be shared
+            os.replace(new.name, path)
+        except BaseException:
+            os.unlink(new.name)
+            raise
 
 
 def _calls_of(entry: dict[str, Any]) -> list[Any]:

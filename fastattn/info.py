@@ -217,7 +217,7 @@ def _selftest_rows(verdicts: list[dict[str, Any]] | None) -> list[tuple[str, str
         f"{verdict.get('report') or selftest.own_file()}"
         for verdict in failed
     ]
-    passed = f"{len(verdicts) - len(failed)} passed" + ", no check failed" * (not failed)
+    passed = f"{len(verdicts) - len(failed)} passed" if verdicts else "none has run yet"
     return [("first-use check", text) for text in (passed, *rows)]
 
 

@@ -22,6 +22,7 @@ import hashlib
 import importlib
 import json
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -49,6 +50,7 @@ __all__ = [
     "known",
     "own_file",
     "record",
+    "remove",
     "stored",
     "switched_off",
     "why_not",
@@ -125,7 +127,10 @@ def _first_use(key: _Key, load: _Load) -> list[str]:
         if key in _verdicts:
             return _verdicts[key]
         try:
-            entry = _known(key, load) or _kept(_about_key(key, load), _checked(*key[:-1]))
+            entry = _known(key, load)
+            if entry is None:
+                about = _about_key(key, load)
+                entry = _kept(about, _checked(key, about))
         except Inconclusive as why:
             reasons = [f"not checked yet on this GPU: {why}"]
             message = f"the {backend} kernels of {op} in {_name(dtype)} are {reasons[0]}"
@@ -186,8 +191,9 @@ def gpu(device: torch.device) -> evidence.Processor | None:
 # -- running the check ----------------------------------------------------------------------------
 
 
-def _checked(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> list[str]:
+def _checked(key: _Key, about: dict[str, Any]) -> list[str]:
     """Run the check in a thread, which has no mode, transform, autocast or stream of the caller."""
+    backend, _, dtype, device, _ = key
     if is_capturing(device):
         raise Inconclusive(
             "a CUDA graph is being captured. Call it once before the capture, as PyTorch's warm-up "
@@ -200,7 +206,8 @@ def _checked(backend: str, op: str, dtype: torch.dtype, device: torch.device) ->
         _this_thread.checks = True
         try:
             cases = importlib.import_module("fastattn.testing.selftest")  # above, and rarely needed
-            faults.extend(cases.faults(backend, op.removesuffix("_backward"), dtype, device))
+            with _noted(about):
+                faults.extend(cases.faults(backend, about["op"], dtype, device))
         except BaseException as error:  # is the caller's
             stopped.append(error)
 
@@ -219,9 +226,54 @@ def _checked(backend: str, op: str, dtype: torch.dtype, device: torch.device) ->
     return faults
 
 
+@contextlib.contextmanager
+def _noted(about: dict[str, Any]) -> Iterator[None]:
+    """Leave a note while a check runs, since a kernel may hang or end the process.
+
+    Raises ``Inconclusive`` for the note of a process that has ended.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
+        note = _note(about)
+        before = note.read_text() if note.exists() else ""
+        if before and before != _process(before.partition(" ")[0]):
+            words = (f"--{name} {about[name]}" for name in ("backend", "op", "dtype"))
+            raise Inconclusive(
+                "its last check ended with its process, which crashed, hung or was stopped. To "
+                f"check again: python -m fastattn verify {' '.join(words)}",
+                lasts=True,
+            )
+        evidence.replace_file(note, _process("self"))
+    try:
+        yield
+    finally:
+        _remove_note(about)
+
+
+def _note(about: dict[str, Any]) -> Path:
+    """Where the note of a check on this host is."""
+    digest = hashlib.sha256(json.dumps([platform.node(), about]).encode()).hexdigest()
+    return own_file().with_name(f"selftest-{digest[:16]}.begun")
+
+
+def _remove_note(about: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError, RuntimeError):
+        _note(about).unlink(missing_ok=True)
+
+
+def _process(pid: str) -> str:
+    """The number and the start of a running process; "" if there is none, or no Linux."""
+    with contextlib.suppress(OSError):
+        number, _, others = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").partition(" ")
+        return f"{number} {others.rpartition(')')[2].split()[19]}"
+    return ""
+
+
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream records a CUDA graph: a check would become part of it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether the device's current stream records a CUDA graph: a check would be part of it."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 # -- what is kept ---------------------------------------------------------------------------------
@@ -311,7 +363,17 @@ def current(load: _Load) -> list[dict[str, Any]]:
 def record(about: dict[str, Any], faults: Sequence[str]) -> None:
     """Keep the verdict of a longer test, of ``fastattn verify``, in place of the check's."""
     _kept(about, list(faults))
+    _remove_note(about)
     forget()
+
+
+def remove() -> list[Path]:
+    """Remove the kept verdicts and the notes of checks that did not end; return their files."""
+    files = [path for path in (own_file(), *own_file().parent.glob("*.begun")) if path.exists()]
+    for path in files:
+        path.unlink(missing_ok=True)
+    forget()
+    return files
 
 
 def _kept(about: dict[str, Any], faults: list[str]) -> dict[str, Any]:
@@ -322,20 +384,12 @@ def _kept(about: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     others = [e for e in stored() if _about(e) != about]
     text = json.dumps({"format": FORMAT, "entries": [entry, *others]}, indent=1) + "\n"
     with contextlib.suppress(OSError, RuntimeError):  # read-only: once for each process
-        _written(own_file(), text)
+        evidence.replace_file(own_file(), text)
     return entry
 
 
 def _about(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in entry.items() if name not in ("faults", "date", "report")}
-
-
-def _written(path: Path, text: str) -> None:
-    """Replace a file in one step, so that no other process reads a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(text)
-    new.replace(path)
 
 
 def _report(entry: dict[str, Any]) -> str:
@@ -361,7 +415,7 @@ def _report(entry: dict[str, Any]) -> str:
     name = f"selftest-{backend}-{op}-{dtype}.txt"
     for folder in (own_file().parent, Path(tempfile.gettempdir())):
         with contextlib.suppress(OSError, RuntimeError):
-            _written(folder / name, text)
+            evidence.replace_file(folder / name, text)
             return str(folder / name)
     return ""
 

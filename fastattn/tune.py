@@ -87,10 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.reset:
-        removed = evidence.remove_own()
-        selftest.own_file().unlink(missing_ok=True)
-        selftest.forget()
-        print(f"removed {removed}" if removed else f"nothing to remove at {evidence.own_file()}")
+        for removed in (found := [evidence.remove_own(), *selftest.remove()]):
+            if removed:
+                print(f"removed {removed}")
+        if not any(found):
+            print(f"nothing to remove in {evidence.own_file().parent}")
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":

@@ -3,7 +3,8 @@
 Runs the case table of ``fastattn.testing`` on every native backend, forward and backward, and
 compares with the reference by the error bound of ``docs/numerics.md``. On a GPU the verdict takes
 the place of the first-use check (``fastattn/selftest.py``): a failure disables the kernel for that
-operator and dtype, and a whole table without one enables it.
+operator and dtype, and a whole table without one enables it. A case that raises, as for lack of
+memory, fails the command, but leaves the kept verdict as it is.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class _Result:
     target: Target
     draw: int
     verdict: Verdict
+    raised: bool  # there is no result, and the cause may be another than the kernel
     seconds: float
 
     @property
@@ -177,13 +179,18 @@ def _record(results: list[_Result], whole: bool) -> None:
         if result.target.backend in selftest.CHECKED:
             key = result.target.backend, result.op, result.dtype
             groups.setdefault(key, []).append(result)
+    kept = False
     for (backend, op, dtype), group in groups.items():
-        faults = [f"{op}, case {r.case.name}, {f}" for r in group for f in r.verdict.faults]
-        if faults or whole:
+        judged = [r for r in group if not r.raised]
+        faults = [f"{op}, case {r.case.name}, {f}" for r in judged for f in r.verdict.faults]
+        if faults or (whole and len(judged) == len(group)):
+            kept = True
             processor, module = evidence.processor("cuda"), dispatch.load(backend)
             about = selftest.identity(backend, op, _DTYPES[dtype], processor, module)
             selftest.record(about, faults)
-    if groups:
+        elif whole:
+            print(f"no verdict is kept of {backend} {op} {dtype}, because cases raised errors")
+    if kept:
         print(f"kept for this GPU in {selftest.own_file()}; `fastattn tune` measures the speed")
 
 
@@ -197,14 +204,16 @@ def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:
 
 def _results(work: list[tuple[str, AnyCase, str, Target]], draws: int) -> Iterator[_Result]:
     for number, (op, case, dtype, target) in itertools.product(range(draws), work):
-        start = time.perf_counter()
+        start, raised = time.perf_counter(), False
         try:
             with draw(number):
                 verdict = PROOFS[op](case, _DTYPES[dtype], target)
         except Exception as error:  # one broken case must not hide the others
-            verdict = Verdict(faults=[f"{type(error).__name__}: {error}".split("\n")[0]])
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            what = "not checked, not enough memory" if is_memory else type(error).__name__
+            verdict, raised = Verdict(faults=[f"{what}: {error}".split("\n")[0]]), True
         seconds = time.perf_counter() - start
-        yield _Result(op, case, dtype, target, number, verdict, seconds)
+        yield _Result(op, case, dtype, target, number, verdict, raised, seconds)
 
 
 def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:

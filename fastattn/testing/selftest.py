@@ -183,9 +183,14 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
 # The CUDA kernels of attention are compiled once for each of some widths, without options and with
 # them, and those for Hopper have other tiles at each. A mask program and queries that are expanded
 # take the kernels of other GPUs on Hopper, too. Triton compiles the width of the call.
+# A block of the kernels for Hopper takes several tiles. These cases have more than two for each of
+# the 132 multiprocessors of an H100, and odd numbers of steps, so that rings carry over.
+_MANY: dict[str, Any] = {"batch": 4, "heads": 70, "q_len": 2, "head_dim": 8}
 _PLAIN_WIDTHS = ((96, 96), (192, 128), (192, 192), (256, 256))
-_WIDTHS: dict[str, tuple[AnyCase, ...]] = {
+_OF_CUDA: dict[str, tuple[AnyCase, ...]] = {
     _ATTENTION: (
+        Case("first-use-many-tiles", k_len=390, causal="bottom_right", **_MANY),
+        Case("first-use-many-tiles-alibi", k_len=170, alibi="bh", **_MANY),
         *(
             Case(f"first-use-width-{d}-{dv}", head_dim=d, value_dim=dv, heads=1, **_TALL)
             for d, dv in _PLAIN_WIDTHS
@@ -216,6 +221,14 @@ _WIDTHS: dict[str, tuple[AnyCase, ...]] = {
         ),
     ),
     "varlen_attention": (
+        VarlenCase(
+            "first-use-many-tiles",
+            q_lengths=(2, 1, 3, 2, 0, 2, 1, 2, 2),
+            k_lengths=(390, 97, 290, 3, 70, 200, 480, 0, 130),
+            heads=28,
+            bottom_right=True,
+            window=(-1, 0),
+        ),
         *(
             VarlenCase(f"first-use-width-{d}-{dv}", head_dim=d, value_dim=dv, **_PACKED)
             for d, dv in ((128, 128), *_PLAIN_WIDTHS)
@@ -252,7 +265,7 @@ _WIDTHS: dict[str, tuple[AnyCase, ...]] = {
 
 def cases_of(backend: str, op: str) -> tuple[AnyCase, ...]:
     """The cases of an operator on a backend."""
-    return SELFTESTS.get(op, ()) + (_WIDTHS.get(op, ()) if backend == "cuda" else ())
+    return SELFTESTS.get(op, ()) + (_OF_CUDA.get(op, ()) if backend == "cuda" else ())
 
 
 @dataclass(frozen=True)
@@ -274,10 +287,16 @@ class _Here(OnGpu):
 def faults(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Compare this backend's kernels of an operator with the reference; return all mismatches.
 
-    What the kernels raise is a mismatch, too, but for a lack of memory: ``Inconclusive``.
+    Raises ``Inconclusive`` for what the kernels raise, if there is no mismatch before it: the
+    cause may be a lack of memory, a missing compiler, or an earlier error of the program.
     """
-    found = []
+    found: list[str] = []
     target = _Here(backend, device=str(device))
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise Inconclusive(f"the GPU reports an earlier error: {error}", True) from error
     with warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.simplefilter("ignore")
         for case in cases_of(backend, op):
@@ -286,7 +305,10 @@ def faults(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> l
                 of_case = PROOFS[op](case, dtype, target).faults
             except torch.OutOfMemoryError as error:
                 raise Inconclusive(f"not enough memory: {error}") from error
-            except Exception as error:  # what a kernel raises, a user's call would meet
-                of_case = [f"{type(error).__name__}: {error}".split("\n")[0]]
+            except Exception as error:
+                if found:
+                    break
+                what = f"{type(error).__name__}: {error}".split("\n")[0]
+                raise Inconclusive(f"{op}, case {case.name}, {what}", lasts=True) from error
             found += [f"{op}, case {case.name}, {fault}" for fault in of_case]
     return found

@@ -6,6 +6,7 @@ No test asks what this processor is: ``be`` puts another one in its place.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import warnings
@@ -398,3 +399,35 @@ def test_a_choice_by_evidence_yields_to_one_that_was_asked_for(restored: Any) ->
     restored.set_isa("baseline")
     restored.set_default_isa(restored.build_info()["supported"][-1])
     assert restored.build_info()["isa"] == "baseline"
+
+
+def test_a_write_that_fails_leaves_the_old_file(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence.set_own([OWN])
+    before = own.read_text()
+
+    def full(*paths: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        evidence.set_own([{**OWN, "use": ["torch"]}])
+    assert own.read_text() == before
+    assert list(own.parent.iterdir()) == [own]
+
+
+def test_writers_of_the_same_number_do_not_share_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each container counts its processes from 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    replace, path = os.replace, tmp_path / "evidence.json"
+
+    def interrupted(new: str, old: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        evidence.replace_file(path, "of another")
+        replace(new, old)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    evidence.replace_file(path, "of this one")
+    assert path.read_text() == "of this one"
+    assert list(tmp_path.iterdir()) == [path]

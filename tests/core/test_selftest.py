@@ -6,6 +6,9 @@ recorder that computes with the reference. ``tests/cuda`` and ``tests/triton`` c
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import os
 import threading
@@ -18,12 +21,15 @@ from typing import Any
 
 import pytest
 import torch
+from child_process import run_python
 from processors import H200, be, on_a_gpu
 
 import fastattn
-from fastattn import cli, dispatch, evidence, explain, info, selftest, use_backend
+from fastattn import cli, dispatch, evidence, explain, info, selftest, use_backend, verify
 from fastattn.backends import reference
 from fastattn.selftest import SelfTestWarning
+from fastattn.testing import OnGpu, Target
+from fastattn.testing.proofs import PROOFS
 from fastattn.testing.selftest import SELFTESTS, faults
 
 OP = "sinusoidal_encoding"
@@ -344,19 +350,34 @@ def test_a_forced_backend_raises(kernels: Kernels, monkeypatch: pytest.MonkeyPat
     assert kernels.calls == 1
 
 
-def test_what_a_kernel_raises_is_a_mismatch(kernels: Kernels, cache: Path) -> None:
-    kernels.error = ValueError("an illegal instruction\nand more")
-    with pytest.warns(SelfTestWarning, match="ValueError: an illegal instruction"):
+@pytest.mark.parametrize("raises_first", [True, False])
+def test_an_exception_after_a_mismatch_hides_nothing(
+    raises_first: bool, kernels: Kernels, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one before it leaves the verdict open."""
+    real = Kernels.sinusoidal_encoding
+
+    def unsteady(self: Kernels, *args: Any, **options: Any) -> Any:
+        self.error = ValueError("no") if bool(self.threads) != raises_first else None
+        return real(self, *args, **options)
+
+    kernels.wrong = 0.5
+    monkeypatch.setattr(Kernels, "sinusoidal_encoding", unsteady)
+    with pytest.warns(SelfTestWarning, match="ValueError: no" if raises_first else "wrong result"):
         encode()
-    assert "and more" not in entries(cache)[0]["faults"][0]
+    assert kernels.calls == 0
+    assert bool(selftest.stored()) != raises_first
 
 
 def test_info_and_doctor_show_it(kernels: Kernels, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no check failed" in info.format_text(info.collect())
+    assert "none has run yet" in info.format_text(info.collect())
+    fastattn.sinusoidal_encoding(X.bfloat16())
+    assert "1 passed" in info.format_text(info.collect())
     kernels.wrong = 0.5
     with pytest.warns(SelfTestWarning):
         encode()
     text = info.format_text(info.collect())
+    assert "1 passed" in text
     assert f"triton {OP} float32: failed, see " in text
     cli.main(["doctor"])
     assert f"the triton kernels of {OP} in float32 failed" in capsys.readouterr().out
@@ -387,10 +408,105 @@ def test_a_lack_of_memory_is_no_mismatch(kernels: Kernels, cache: Path) -> None:
     kernels.error = torch.OutOfMemoryError("of the GPU")
     with pytest.warns(SelfTestWarning, match="not enough memory: of the GPU"):
         encode()
-    assert not cache.exists()
+    assert not list(cache.iterdir())
     kernels.error = None
     encode()
     assert kernels.calls == 1
+
+
+def test_an_exception_is_no_mismatch(kernels: Kernels, cache: Path) -> None:
+    """The next process checks again: the error may be one of the program or of its environment."""
+    kernels.error = ValueError("an illegal instruction\nand more")
+    with pytest.warns(SelfTestWarning, match=r"not checked yet.*case.*ValueError") as said:
+        encode()
+    message = str(said.list[0].message)
+    assert "an illegal instruction" in message
+    assert "and more" not in message
+    kernels.error = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode()
+    assert "ValueError: an illegal instruction" in explain(OP, X).reasons["triton"][0]
+    assert (kernels.calls, kernels.checks) == (0, 1)
+    assert not list(cache.iterdir())
+    selftest.forget()
+    encode()
+    assert kernels.calls == 1
+
+
+def test_an_earlier_error_of_the_gpu_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    with pytest.raises(selftest.Inconclusive, match="reports an earlier error: CUDA") as stopped:
+        faults("triton", OP, torch.float32, torch.device("cuda"))
+    assert stopped.value.lasts
+
+
+DIES = """
+import os
+from types import ModuleType
+import fastattn, pytest, torch
+from processors import on_a_gpu
+
+class Kernels(ModuleType):
+    __all__ = ("sinusoidal_encoding",)
+    why_not = staticmethod(lambda *args, **options: [])
+    sinusoidal_encoding = staticmethod(lambda *args, **options: os._exit(7))
+
+with on_a_gpu(Kernels("kernels"), pytest.MonkeyPatch(), "triton"):
+    fastattn.sinusoidal_encoding(torch.ones(2, 5, 8))
+"""
+
+
+def test_a_check_that_ends_its_process_is_not_begun_again(kernels: Kernels, cache: Path) -> None:
+    assert run_python("-c", DIES).returncode == 7
+    for _ in range(2):  # processes
+        with pytest.warns(
+            SelfTestWarning, match=rf"its process.*verify --backend triton --op {OP}"
+        ):
+            encode()
+        selftest.forget()
+    assert kernels.threads == []
+    key = "triton", OP, X.dtype, X.device, False
+    selftest.record(selftest._about_key(key, dispatch.load), [])  # as `fastattn verify` does
+    encode()
+    assert (kernels.checks, kernels.calls) == (0, 1)
+    assert not list(cache.glob("*.begun"))
+
+
+@pytest.mark.parametrize(("start", "runs"), [("now", True), ("earlier", False)])
+def test_the_note_of_a_running_process_does_not_count(
+    start: str, runs: bool, kernels: Kernels, cache: Path
+) -> None:
+    key = "triton", OP, X.dtype, X.device, False
+    note = selftest._note(selftest._about_key(key, dispatch.load))
+    now = selftest._process("self")
+    assert now.startswith(f"{os.getpid()} ")
+    evidence.replace_file(note, now if start == "now" else f"{os.getpid()} 1")
+    with contextlib.nullcontext() if runs else pytest.warns(SelfTestWarning, match="its process"):
+        encode()
+    assert kernels.calls == runs
+    assert note.exists() != runs
+
+
+def test_whether_a_graph_is_captured_is_asked_of_the_tensors_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = [torch.device("cuda:0")]
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == 1)
+    assert not selftest.is_capturing(torch.device("cuda:0"))
+    assert selftest.is_capturing(torch.device("cuda:1"))
+    assert not selftest.is_capturing(torch.device("cpu"))
 
 
 def test_a_check_that_breaks_itself_keeps_the_program_running(
@@ -403,7 +519,39 @@ def test_a_check_that_breaks_itself_keeps_the_program_running(
         warnings.simplefilter("error")
         encode()
     assert kernels.calls == 0
-    assert not cache.exists()
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("of the GPU"), "not checked, not enough memory: of the GPU"),
+        (RuntimeError("no compiler"), "RuntimeError: no compiler"),
+    ],
+)
+def test_verify_keeps_no_error_as_a_mismatch(
+    error: Exception,
+    said: str,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(verify, "OnGpu", functools.partial(OnGpu, device="cpu"))
+    monkeypatch.setattr(Target, "module", property(lambda _: kernels))
+    few = dataclasses.replace(PROOFS[OP], cases=PROOFS[OP].cases[:3])
+    monkeypatch.setitem(PROOFS, OP, few)
+    command = ["verify", "--backend", "triton", "--op", OP, "--dtype", "float32"]
+    kernels.error = error
+    assert cli.main(command) == 1
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert f"no verdict is kept of triton {OP} float32" in printed
+    assert "kept for this GPU in" not in printed
+    assert selftest.stored() == []
+    kernels.error = None
+    assert cli.main(command) == 0
+    assert "kept for this GPU in" in capsys.readouterr().out
+    assert [entry["faults"] for entry in selftest.stored()] == [[]]
 
 
 # -- modes, threads, processes, the compiler ------------------------------------------------------
@@ -416,10 +564,14 @@ def test_no_mode_of_the_caller_reaches_the_check(kernels: Kernels) -> None:
 
 
 def test_a_device_mode_and_a_default_dtype_of_the_caller(kernels: Kernels) -> None:
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        encode()
-    assert kernels.checks == CASES
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            encode()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (kernels.checks, kernels.calls) == (CASES, 1)
 
 
 def test_threads_share_one_check(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,10 @@ def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.M
     module = changed(mutant, tmp_path)
     monkeypatch.setattr("fastattn.dispatch.load", lambda name: module)
     with selftest.switched_off():
-        found = faults("triton", mutant.op, getattr(torch, mutant.dtype), CPU)
+        try:
+            found = faults("triton", mutant.op, getattr(torch, mutant.dtype), CPU)
+        except selftest.Inconclusive as why:  # a kernel that raises
+            found = [str(why)]
     assert found
     if mutant.name in ONLY:
         assert all(f", case {ONLY[mutant.name]}, " in fault for fault in found), found
