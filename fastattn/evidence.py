@@ -27,7 +27,7 @@ import functools
 import importlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,15 +233,13 @@ def set_own(entries: Sequence[dict[str, Any]]) -> Path:
 def replace_file(path: Path, text: str) -> None:
     """Write a file in one step, so that no other process reads a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as new:
-        try:
-            new.write(text)
-            new.close()
-            os.chmod(new.name, 0o644)  # the folder may be shared
-            os.replace(new.name, path)
-        except BaseException:
-            os.unlink(new.name)
-            raise
+    new = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # containers may share the folder
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _calls_of(entry: dict[str, Any]) -> list[Any]:

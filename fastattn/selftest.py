@@ -21,8 +21,8 @@ import datetime
 import hashlib
 import importlib
 import json
+import logging
 import os
-import platform
 import sys
 import tempfile
 import threading
@@ -50,7 +50,6 @@ __all__ = [
     "known",
     "own_file",
     "record",
-    "remove",
     "stored",
     "switched_off",
     "why_not",
@@ -59,6 +58,7 @@ __all__ = [
 CHECKED = ("cuda", "triton")
 FORMAT = 1
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_LONG = 120.0  # seconds, after which a check that still runs is worth a warning
 _Load = Callable[[str], Any]
 
 
@@ -67,7 +67,7 @@ class SelfTestWarning(UserWarning):
 
 
 class Inconclusive(Exception):
-    """A check could not run, for a reason that is not the kernel's.
+    """A check could not run to its end, and what is kept would be no verdict on the kernel.
 
     ``lasts``: it would not run later in this process either.
     """
@@ -129,8 +129,7 @@ def _first_use(key: _Key, load: _Load) -> list[str]:
         try:
             entry = _known(key, load)
             if entry is None:
-                about = _about_key(key, load)
-                entry = _kept(about, _checked(key, about))
+                entry = _kept(_about_key(key, load), _checked(*key[:-1]))
         except Inconclusive as why:
             reasons = [f"not checked yet on this GPU: {why}"]
             message = f"the {backend} kernels of {op} in {_name(dtype)} are {reasons[0]}"
@@ -191,9 +190,8 @@ def gpu(device: torch.device) -> evidence.Processor | None:
 # -- running the check ----------------------------------------------------------------------------
 
 
-def _checked(key: _Key, about: dict[str, Any]) -> list[str]:
+def _checked(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Run the check in a thread, which has no mode, transform, autocast or stream of the caller."""
-    backend, _, dtype, device, _ = key
     if is_capturing(device):
         raise Inconclusive(
             "a CUDA graph is being captured. Call it once before the capture, as PyTorch's warm-up "
@@ -206,8 +204,7 @@ def _checked(key: _Key, about: dict[str, Any]) -> list[str]:
         _this_thread.checks = True
         try:
             cases = importlib.import_module("fastattn.testing.selftest")  # above, and rarely needed
-            with _noted(about):
-                faults.extend(cases.faults(backend, about["op"], dtype, device))
+            faults.extend(cases.faults(backend, op.removesuffix("_backward"), dtype, device))
         except BaseException as error:  # is the caller's
             stopped.append(error)
 
@@ -218,54 +215,20 @@ def _checked(key: _Key, about: dict[str, Any]) -> list[str]:
         thread.start()
     except RuntimeError as error:  # the interpreter is shutting down
         raise Inconclusive(str(error)) from error
-    thread.join()
+    thread.join(_LONG)
+    if thread.is_alive():
+        # Not a warning: the check ignores them, in all threads.
+        logging.getLogger(__name__).warning(
+            "The check of the %s kernels of %s in %s has taken %.0f s. If it does not end, a "
+            "kernel hangs: end the program, and take another backend with fastattn.use_backend.",
+            *(backend, op, _name(dtype), _LONG),
+        )
+        thread.join()
     for why in stopped:
         if isinstance(why, Inconclusive):
             raise why
         raise Inconclusive(f"the check stopped: {type(why).__name__}: {why}", True) from why
     return faults
-
-
-@contextlib.contextmanager
-def _noted(about: dict[str, Any]) -> Iterator[None]:
-    """Leave a note while a check runs, since a kernel may hang or end the process.
-
-    Raises ``Inconclusive`` for the note of a process that has ended.
-    """
-    with contextlib.suppress(OSError, RuntimeError):
-        note = _note(about)
-        before = note.read_text() if note.exists() else ""
-        if before and before != _process(before.partition(" ")[0]):
-            words = (f"--{name} {about[name]}" for name in ("backend", "op", "dtype"))
-            raise Inconclusive(
-                "its last check ended with its process, which crashed, hung or was stopped. To "
-                f"check again: python -m fastattn verify {' '.join(words)}",
-                lasts=True,
-            )
-        evidence.replace_file(note, _process("self"))
-    try:
-        yield
-    finally:
-        _remove_note(about)
-
-
-def _note(about: dict[str, Any]) -> Path:
-    """Where the note of a check on this host is."""
-    digest = hashlib.sha256(json.dumps([platform.node(), about]).encode()).hexdigest()
-    return own_file().with_name(f"selftest-{digest[:16]}.begun")
-
-
-def _remove_note(about: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError, RuntimeError):
-        _note(about).unlink(missing_ok=True)
-
-
-def _process(pid: str) -> str:
-    """The number and the start of a running process; "" if there is none, or no Linux."""
-    with contextlib.suppress(OSError):
-        number, _, others = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").partition(" ")
-        return f"{number} {others.rpartition(')')[2].split()[19]}"
-    return ""
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -299,7 +262,7 @@ def identity(
         "toolkit": torch.version.hip or torch.version.cuda,
         "triton": builds.version_of("triton") if backend == "triton" else None,
         "fastattn": __version__,
-        "kernels": _fingerprint(module),
+        "kernels": _fingerprint(backend, module),
     }
 
 
@@ -311,10 +274,12 @@ def _driver() -> str:
     return ""
 
 
-def _fingerprint(module: ModuleType) -> str:
+def _fingerprint(backend: str, module: ModuleType) -> str:
     """The sizes and times of the files that a backend's kernels are in, in one number."""
     files = list(Path(getattr(module, "__file__", None) or "-").parent.glob("*.py"))
-    native = getattr(module, "_cuda", None) or sys.modules.get("fastattn._cuda")
+    native = getattr(module, "_cuda", None)  # of the emulator
+    if backend == "cuda":
+        native = native or sys.modules.get("fastattn._cuda")
     others = (getattr(native, "__file__", None), os.environ.get("FASTATTN_TRITON_TABLE"))
     digest = hashlib.sha256()
     for path in sorted([*files, *(Path(name) for name in others if name)]):
@@ -363,17 +328,7 @@ def current(load: _Load) -> list[dict[str, Any]]:
 def record(about: dict[str, Any], faults: Sequence[str]) -> None:
     """Keep the verdict of a longer test, of ``fastattn verify``, in place of the check's."""
     _kept(about, list(faults))
-    _remove_note(about)
     forget()
-
-
-def remove() -> list[Path]:
-    """Remove the kept verdicts and the notes of checks that did not end; return their files."""
-    files = [path for path in (own_file(), *own_file().parent.glob("*.begun")) if path.exists()]
-    for path in files:
-        path.unlink(missing_ok=True)
-    forget()
-    return files
 
 
 def _kept(about: dict[str, Any], faults: list[str]) -> dict[str, Any]:
@@ -408,7 +363,9 @@ def _report(entry: dict[str, Any]) -> str:
             *entry["faults"],
             "",
             "All cases of this operator:",
-            f"  python -m fastattn verify --backend {backend} --op {op} --dtype {dtype}",
+            "  "
+            + "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 " * entry["tf32"]
+            + f"python -m fastattn verify --backend {backend} --op {op} --dtype {dtype}",
             "",
         ]
     )

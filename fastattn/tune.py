@@ -87,11 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.reset:
-        for removed in (found := [evidence.remove_own(), *selftest.remove()]):
-            if removed:
-                print(f"removed {removed}")
+        verdicts = selftest.own_file()
+        found = [evidence.remove_own(), verdicts if verdicts.exists() else None]
+        verdicts.unlink(missing_ok=True)
+        selftest.forget()
+        for removed in filter(None, found):
+            print(f"removed {removed}")
         if not any(found):
-            print(f"nothing to remove in {evidence.own_file().parent}")
+            print(f"nothing to remove in {verdicts.parent}")
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":

@@ -183,8 +183,8 @@ SELFTESTS: dict[str, tuple[AnyCase, ...]] = {
 # The CUDA kernels of attention are compiled once for each of some widths, without options and with
 # them, and those for Hopper have other tiles at each. A mask program and queries that are expanded
 # take the kernels of other GPUs on Hopper, too. Triton compiles the width of the call.
-# A block of the kernels for Hopper takes several tiles. These cases have more than two for each of
-# the 132 multiprocessors of an H100, and odd numbers of steps, so that rings carry over.
+# A block of the kernels for Hopper takes several tiles. These cases have more tiles than the 132
+# multiprocessors of an H100, and odd numbers of steps, so that rings carry over.
 _MANY: dict[str, Any] = {"batch": 4, "heads": 70, "q_len": 2, "head_dim": 8}
 _PLAIN_WIDTHS = ((96, 96), (192, 128), (192, 192), (256, 256))
 _OF_CUDA: dict[str, tuple[AnyCase, ...]] = {
@@ -287,16 +287,14 @@ class _Here(OnGpu):
 def faults(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Compare this backend's kernels of an operator with the reference; return all mismatches.
 
-    Raises ``Inconclusive`` for what the kernels raise, if there is no mismatch before it: the
-    cause may be a lack of memory, a missing compiler, or an earlier error of the program.
+    A kernel that ends the CUDA context, as by an illegal address, is a mismatch. Raises
+    ``Inconclusive`` for another exception if there is no mismatch before it: the cause may be a
+    lack of memory, a missing compiler, or an earlier error of the program.
     """
     found: list[str] = []
     target = _Here(backend, device=str(device))
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            raise Inconclusive(f"the GPU reports an earlier error: {error}", True) from error
+    if before := _error_of(device):
+        raise Inconclusive(f"the GPU reports an error, from before the check: {before}", True)
     with warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.simplefilter("ignore")
         for case in cases_of(backend, op):
@@ -306,9 +304,21 @@ def faults(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> l
             except torch.OutOfMemoryError as error:
                 raise Inconclusive(f"not enough memory: {error}") from error
             except Exception as error:
-                if found:
-                    break
                 what = f"{type(error).__name__}: {error}".split("\n")[0]
+                if _error_of(device):
+                    return [*found, f"{op}, case {case.name}, {what}"]
+                if found:
+                    return found
                 raise Inconclusive(f"{op}, case {case.name}, {what}", lasts=True) from error
             found += [f"{op}, case {case.name}, {fault}" for fault in of_case]
     return found
+
+
+def _error_of(device: torch.device) -> str:
+    """What the GPU reports; once its context has ended, it does so until the process ends."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return str(error).split("\n")[0]
+    return ""

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -561,8 +562,6 @@ def test_the_report_says_what_is_kept_for_the_gpu(day: ModuleType, tmp_path: Pat
     ) in page
     assert "cells.md: torch > cuda: b float16; cuda: a float16, c float16.\n" in page
     assert "- tune: b float16: torch > cuda: torch 1 ms" in cells
-    (tmp_path / "tune/evidence.json").write_text('{"format": 1, "entr')  # killed while it wrote
-    assert "order of backends" not in day.day_report.report(tmp_path, state)
 
 
 def test_the_report_is_one_page_whatever_was_found(day: ModuleType, tmp_path: Path) -> None:
@@ -627,7 +626,9 @@ def test_the_skeleton_of_the_rehearsal_passes(
     for name in ("tune/evidence.json", "tune/said.txt", "verify-triton/selftest.json", "cells.md"):
         assert (tmp_path / name).exists(), name
     capsys.readouterr()
+    handler = signal.getsignal(signal.SIGTERM)
     assert day.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    signal.signal(signal.SIGTERM, handler)
     assert capsys.readouterr().out == f"Written: {tmp_path / 'report.md'}\n"
 
 

@@ -21,14 +21,13 @@ from typing import Any
 
 import pytest
 import torch
-from child_process import run_python
 from processors import H200, be, on_a_gpu
 
 import fastattn
 from fastattn import cli, dispatch, evidence, explain, info, selftest, use_backend, verify
 from fastattn.backends import reference
 from fastattn.selftest import SelfTestWarning
-from fastattn.testing import OnGpu, Target
+from fastattn.testing import OnGpu, Proof, Target
 from fastattn.testing.proofs import PROOFS
 from fastattn.testing.selftest import SELFTESTS, faults
 
@@ -408,7 +407,7 @@ def test_a_lack_of_memory_is_no_mismatch(kernels: Kernels, cache: Path) -> None:
     kernels.error = torch.OutOfMemoryError("of the GPU")
     with pytest.warns(SelfTestWarning, match="not enough memory: of the GPU"):
         encode()
-    assert not list(cache.iterdir())
+    assert not cache.exists()
     kernels.error = None
     encode()
     assert kernels.calls == 1
@@ -428,7 +427,7 @@ def test_an_exception_is_no_mismatch(kernels: Kernels, cache: Path) -> None:
         encode()
     assert "ValueError: an illegal instruction" in explain(OP, X).reasons["triton"][0]
     assert (kernels.calls, kernels.checks) == (0, 1)
-    assert not list(cache.iterdir())
+    assert not cache.exists()
     selftest.forget()
     encode()
     assert kernels.calls == 1
@@ -439,56 +438,44 @@ def test_an_earlier_error_of_the_gpu_is_not_the_kernels(monkeypatch: pytest.Monk
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    with pytest.raises(selftest.Inconclusive, match="reports an earlier error: CUDA") as stopped:
+    with pytest.raises(
+        selftest.Inconclusive, match="reports an error, from before the check: CUDA"
+    ) as stopped:
         faults("triton", OP, torch.float32, torch.device("cuda"))
     assert stopped.value.lasts
 
 
-DIES = """
-import os
-from types import ModuleType
-import fastattn, pytest, torch
-from processors import on_a_gpu
-
-class Kernels(ModuleType):
-    __all__ = ("sinusoidal_encoding",)
-    why_not = staticmethod(lambda *args, **options: [])
-    sinusoidal_encoding = staticmethod(lambda *args, **options: os._exit(7))
-
-with on_a_gpu(Kernels("kernels"), pytest.MonkeyPatch(), "triton"):
-    fastattn.sinusoidal_encoding(torch.ones(2, 5, 8))
-"""
-
-
-def test_a_check_that_ends_its_process_is_not_begun_again(kernels: Kernels, cache: Path) -> None:
-    assert run_python("-c", DIES).returncode == 7
-    for _ in range(2):  # processes
-        with pytest.warns(
-            SelfTestWarning, match=rf"its process.*verify --backend triton --op {OP}"
-        ):
-            encode()
-        selftest.forget()
-    assert kernels.threads == []
-    key = "triton", OP, X.dtype, X.device, False
-    selftest.record(selftest._about_key(key, dispatch.load), [])  # as `fastattn verify` does
-    encode()
-    assert (kernels.checks, kernels.calls) == (0, 1)
-    assert not list(cache.glob("*.begun"))
-
-
-@pytest.mark.parametrize(("start", "runs"), [("now", True), ("earlier", False)])
-def test_the_note_of_a_running_process_does_not_count(
-    start: str, runs: bool, kernels: Kernels, cache: Path
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_kernel_that_ends_the_context_is_a_mismatch(
+    breaks: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = "triton", OP, X.dtype, X.device, False
-    note = selftest._note(selftest._about_key(key, dispatch.load))
-    now = selftest._process("self")
-    assert now.startswith(f"{os.getpid()} ")
-    evidence.replace_file(note, now if start == "now" else f"{os.getpid()} 1")
-    with contextlib.nullcontext() if runs else pytest.warns(SelfTestWarning, match="its process"):
-        encode()
-    assert kernels.calls == runs
-    assert note.exists() != runs
+    def synchronize(device: torch.device) -> None:
+        if breaks and kernels.threads:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    def raises(*_: Any) -> None:
+        kernels.threads.append("")
+        raise RuntimeError("CUDA error: illegal")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(Proof, "__call__", raises)
+    found = functools.partial(faults, "triton", OP, torch.float32, torch.device("cuda"))
+    if breaks:
+        assert [fault.rpartition(", ")[2] for fault in found()] == [
+            "RuntimeError: CUDA error: illegal"
+        ]
+    else:
+        with pytest.raises(selftest.Inconclusive, match="CUDA error: illegal"):
+            found()
+
+
+def test_a_long_check_is_told(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(selftest, "_LONG", 0.0)
+    encode()
+    assert f"triton kernels of {OP} in float32 has taken 0 s" in caplog.text
+    assert kernels.calls == 1
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_tensors_gpu(
@@ -519,7 +506,7 @@ def test_a_check_that_breaks_itself_keeps_the_program_running(
         warnings.simplefilter("error")
         encode()
     assert kernels.calls == 0
-    assert not list(cache.iterdir())
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,10 @@ def _why_not_compiled() -> str:
 
 
 def sources() -> list[Path]:
-    """The files that the CUDA module is compiled from."""
+    """The files that the CUDA module is compiled from, by the flags and the version of two more."""
     csrc = ROOT / "csrc"
-    return sorted([*csrc.glob("*.h"), *filter(Path.is_file, (csrc / "cuda").rglob("*"))])
+    more = [csrc / "plans/cuda.py", ROOT / "fastattn/_version.py"]
+    return sorted([*csrc.glob("*.h"), *filter(Path.is_file, (csrc / "cuda").rglob("*")), *more])
 
 
 def digest(module: Path) -> str:

@@ -176,7 +176,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     """The entries of a file that the library keeps for a GPU; none where there is no file."""
     try:
         found: list[dict[str, Any]] = json.loads(path.read_text())["entries"]
-    except (OSError, ValueError):  # there is none, or its process was killed while it wrote
+    except OSError:
         return []
     return found
 

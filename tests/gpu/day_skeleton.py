@@ -11,6 +11,7 @@ import os
 import runpy
 import subprocess
 import sys
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
@@ -41,10 +42,14 @@ class Forked:
         self.code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stderr.fileno(), 2)
-            os.environ.update(env)
-            os._exit(run(command[1:]))
+            try:
+                os.dup2(stdout.fileno(), 1)
+                os.dup2(stderr.fileno(), 2)
+                os.environ.update(env)
+                os._exit(run(command[1:]))
+            except BaseException:  # must not go on as a second parent
+                traceback.print_exc()
+                os._exit(1)
 
     def wait(self, timeout: float | None = None) -> int:
         self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
