@@ -36,6 +36,7 @@ def module(day_build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(day_build, "tree", list)
     shutil.copytree(ROOT / "csrc", tmp_path / "tree/csrc")
     (tmp_path / "tree/fastattn").mkdir()
+    shutil.copy2(ROOT / "fastattn/_version.py", tmp_path / "tree/fastattn")
     path = tmp_path / f"tree/fastattn/_cuda{day_build.SUFFIX}"
     compiled("int kernel() { return 1; }", path)
     return path
