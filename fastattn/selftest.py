@@ -58,7 +58,7 @@ __all__ = [
 CHECKED = ("cuda", "triton")
 FORMAT = 1
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_LONG = 120.0  # seconds, after which a check that still runs is worth a warning
+_LONG = 120.0  # seconds, after which a log message names a check that still runs
 _Load = Callable[[str], Any]
 
 

@@ -43,8 +43,8 @@ struct HopperForwardShape {
     uint64_t q_full, q_empty;
     uint64_t k_full[kKStages], k_empty[kKStages];
     uint64_t v_full[kVStages], v_empty[kVStages], v_landed[kVStages];
-    float low[hopper::kConsumerThreads][2];
-    int seen[2 * kKeys];  // [2, kKeys], for two steps: can a query see the key?
+    float low[hopper::kConsumerThreads][2];  // of ScaledSoftmax, for the rows of each thread
+    int seen[2 * kKeys];                     // [2, kKeys], for two steps: can a query see the key?
   };
   static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
   static_assert(forward_registers(kKeys, kV, kOverlapped ? 2 : 1) <= hopper::kConsumerRegisters,
