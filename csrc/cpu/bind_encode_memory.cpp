@@ -49,8 +49,8 @@ void check_tokens(const EncodeMemoryParams& p) {
 }
 
 // operands: see read_encoding and read_tokens.
-EncodeMemoryParams common(int dtype, int threads, const py::tuple& sizes, const py::object& options,
-                          const py::dict& operands) {
+EncodeMemoryParams embedding_arguments(int dtype, int threads, const py::tuple& sizes,
+                                       const py::object& options, const py::dict& operands) {
   EncodeMemoryParams p{};
   read_encoding(dtype, sizes, named(options), named(operands), p);
   read_tokens(named(operands), p);
@@ -61,7 +61,7 @@ EncodeMemoryParams common(int dtype, int threads, const py::tuple& sizes, const 
 // operands: also see read_tables. out: an address.
 void encode_memory(int dtype, int threads, const py::tuple& sizes, const py::object& options,
                    const py::dict& operands, uintptr_t out) {
-  EncodeMemoryParams p = common(dtype, threads, sizes, options, operands);
+  EncodeMemoryParams p = embedding_arguments(dtype, threads, sizes, options, operands);
   read_tables(named(operands), p);
   p.out = reinterpret_cast<void*>(out);
   py::gil_scoped_release release;
@@ -75,7 +75,7 @@ void encode_memory(int dtype, int threads, const py::tuple& sizes, const py::obj
 void encode_memory_backward(int dtype, int threads, const py::tuple& sizes,
                             const py::object& options, const py::dict& operands,
                             const py::dict& gradients) {
-  EncodeMemoryParams p = common(dtype, threads, sizes, options, operands);
+  EncodeMemoryParams p = embedding_arguments(dtype, threads, sizes, options, operands);
   read_gradients(named(gradients), p);
   py::gil_scoped_release release;
   check_tokens(p);

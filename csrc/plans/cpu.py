@@ -2,7 +2,7 @@
 
 csrc/cpu/kernels/*.cpp are compiled once per instruction set, csrc/cpu/kernels/tiles/*.cpp for AMX
 and for its emulation, csrc/cpu/peaks/*.cpp each for its unit, and csrc/cpu/*.cpp once for the
-baseline.
+baseline. Sources that include pybind11 are compiled together, as bindings_of_*.cpp.
 """
 
 from __future__ import annotations
@@ -271,6 +271,8 @@ def plan() -> Plan:
         "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
     }
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
+        if source.stem.startswith("bind_") or source.stem in ("module", "tensors"):
+            continue  # part of the bindings_of_*.cpp
         one = [*shared, *definitions.get(source.stem, [])]
         objects.append((source, f"{PYTHON}/{source.stem}.o", one))
 
