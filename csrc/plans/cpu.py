@@ -33,6 +33,9 @@ class InstructionSets:
 
     # Weakest first. Kernels are compiled for all of them, everything else for the first.
     isas: dict[str, list[str]]
+    # Instruction sets that add products of bf16 pairs to another one. Only the kernels with such
+    # products are compiled for them (WITH_PAIRS), in bf16; all others are the other one's.
+    extends: dict[str, str] = field(default_factory=dict)
     # Only attention in bf16, fp16 and float32 runs on tiles; all else runs on the vectors below.
     tiles: dict[str, list[str]] = field(default_factory=dict)
     # Flags that emulate the strongest vectors, and tiles, in plain C++: for tests.
@@ -51,6 +54,7 @@ X86_ISAS = {
 }
 X86 = InstructionSets(
     X86_ISAS,
+    extends={"avx512_bf16": "avx512"},
     tiles={"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]},
     # -O2 compiles three times as long. Without vectors emulated tiles are slow, and without
     # -fexpensive-optimizations GCC fuses no multiplications and additions, as the bounds expect.
@@ -72,11 +76,15 @@ X86 = InstructionSets(
     },
 )
 # Vectors of 128 bits are part of the architecture, products of bf16 pairs came later.
-ARM = InstructionSets({"baseline": [], "armv8_6": ["-march=armv8.6-a"]})
+ARM = InstructionSets(
+    {"baseline": [], "armv8_6": ["-march=armv8.6-a"]}, extends={"armv8_6": "baseline"}
+)
 OTHERS = InstructionSets({"baseline": []})
 # On a Xeon with AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16
 # (docs/evidence.md), so they come first here.
 BELOW_TILES = ("avx512", "avx512_bf16")
+# The sources of csrc/cpu/kernels with products of bf16 pairs, and the table of kernels.
+WITH_PAIRS = ("sdpa_forward", "sdpa_backward", "linear", "peak", "table")
 
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wextra"]
 # No function that is not inlined takes or returns vectors wider than the baseline's registers.
@@ -134,7 +142,7 @@ def strongest_here(compiler: list[str], isas: dict[str, list[str]]) -> str:
 
 
 def usable_isas(
-    compiler: list[str], flags: list[str], isas: dict[str, list[str]]
+    compiler: list[str], flags: list[str], sets: InstructionSets
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The instruction sets to build, and the reasons why the others are left out."""
     usable, left_out = {}, {}
@@ -142,8 +150,9 @@ def usable_isas(
     if requested not in ("all", "native"):
         raise CannotBuild(f"FASTATTN_CPU_ISAS must be 'all' or 'native', got {requested!r}")
     native = requested == "native"
-    wanted = ["baseline", strongest_here(compiler, isas)] if native else list(isas)
-    for isa, isa_flags in isas.items():
+    strongest = strongest_here(compiler, sets.isas)
+    wanted = ["baseline", strongest, sets.extends.get(strongest)] if native else list(sets.isas)
+    for isa, isa_flags in sets.isas.items():
         if isa not in wanted:
             left_out[isa] = "not requested (FASTATTN_CPU_ISAS=native)"
             continue
@@ -240,13 +249,17 @@ def plan() -> Plan:
     if error := refusal(compiler, flags, OPENMP_PROBE):
         raise CannotBuild(f"{compiler[-1]} cannot compile C++17 with OpenMP: {error}")
     sets = instruction_sets(compiler)
-    isas, left_out = usable_isas(compiler, flags, sets.isas)
+    isas, left_out = usable_isas(compiler, flags, sets)
 
     objects = []
     emulated = emulated_here(compiler, flags, isas, sets)
     for source in sorted((ROOT / "csrc/cpu/kernels").glob("*.cpp")):
         for isa, isa_flags in (isas | emulated.vectors).items():
             one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
+            if base := sets.extends.get(isa):
+                if source.stem not in WITH_PAIRS:
+                    continue
+                one_isa += [f"-DFASTATTN_EXTENDS={base}", "-DFASTATTN_ONLY_DTYPE=bf16"]
             objects.append((source, f"{source.stem}.{isa}.o", one_isa))
     on_tiles = sorted((ROOT / "csrc/cpu/kernels/tiles").glob("*.cpp"))
     tiles, tiles_left_out = usable_tiles(compiler, flags, isas, sets) if on_tiles else ({}, {})

@@ -1,5 +1,6 @@
 // The table of this instruction set. Attention is its own; FASTATTN_REST names the instruction set
-// whose kernels compute the rest.
+// whose kernels compute the rest. One that extends another (FASTATTN_EXTENDS) has its own attention and
+// linear layers in bf16 only.
 #pragma once
 #include "../kernel_table.h"
 
@@ -23,6 +24,12 @@ AppendFault append_to_cache(const AppendParams&);
 bool gather_rows(const GatherParams&);
 bool multiplies_integers(int64_t columns);
 int64_t most_streamed_rows(DType);
+#if defined(FASTATTN_EXTENDS)
+void attention_forward(const AttentionParams&);
+void attention_backward(const AttentionParams&);
+void attention_sequences_forward(const SequencesParams&);
+void attention_sequences_backward(const SequencesParams&);
+#endif
 }  // namespace FASTATTN_REST
 
 namespace FASTATTN_ISA {
@@ -33,6 +40,28 @@ void attention_backward(const AttentionParams&);
 void attention_sequences_forward(const SequencesParams&);
 void attention_sequences_backward(const SequencesParams&);
 
+#if defined(FASTATTN_EXTENDS)
+void linear(const LinearParams&);
+double measure_peak(Peak, int threads, double seconds);
+
+namespace {
+// Whether the call multiplies pairs of bf16. Quantised caches are multiplied in float32.
+inline bool has_pairs(const LinearParams& p) { return p.dtype == DType::bf16; }
+inline bool has_pairs(const AttentionParams& p) {
+  return p.dtype == DType::bf16 && p.k_scales.data == nullptr;
+}
+inline bool has_pairs(const SequencesParams& p) { return has_pairs(p.attention); }
+
+template <class Params, void (*kPairs)(const Params&), void (*kRest)(const Params&)>
+void by_dtype(const Params& p) {
+  (has_pairs(p) ? kPairs : kRest)(p);
+}
+}  // namespace
+#define FASTATTN_PAIRS(Params, f) by_dtype<Params, f, FASTATTN_REST::f>
+#else
+#define FASTATTN_PAIRS(Params, f) f
+#endif
+
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
 
@@ -41,19 +70,19 @@ void attention_sequences_backward(const SequencesParams&);
 extern const KernelTable table;
 constexpr KernelTable table = {
     FASTATTN_STRING(FASTATTN_ISA),
-    attention_forward,
-    attention_backward,
+    FASTATTN_PAIRS(AttentionParams, attention_forward),
+    FASTATTN_PAIRS(AttentionParams, attention_backward),
     sinusoidal,
     measure_peak,
-    linear,
+    FASTATTN_PAIRS(LinearParams, linear),
     additive_forward,
     additive_backward,
     memory_hops_forward,
     memory_hops_backward,
     encode_memory,
     encode_memory_backward,
-    attention_sequences_forward,
-    attention_sequences_backward,
+    FASTATTN_PAIRS(SequencesParams, attention_sequences_forward),
+    FASTATTN_PAIRS(SequencesParams, attention_sequences_backward),
     local_attention_forward,
     local_attention_backward,
     merge_states_forward,
