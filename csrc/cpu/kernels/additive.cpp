@@ -26,7 +26,7 @@ constexpr int64_t kChain = 256;  // the longest chain of additions in a product
 template <class P>
 class Forward : AdditiveRows<P> {
   typedef AdditiveRows<P> Base;
-  typedef typename Base::Storage Storage;
+  typedef typename Base::Source Source;
   typedef typename Base::T T;
   typedef typename Base::Block Block;
   typedef typename Base::Buffers Buffers;
@@ -62,31 +62,28 @@ class Forward : AdditiveRows<P> {
     for (int64_t j0 = range.begin; j0 < range.end; j0 += kKeys)
       add_values(f, q, j0, min_of(kKeys, range.end - j0));
     for (int64_t i = 0; i < rows; ++i) {
-      Storage* const out = const_cast<Storage*>(row(p.out, q.b, q.begin + i));
-      for (int64_t d = 0; d < p.Dv; d += W)
-        store_as<T>(out + d, load(f.o + i * columns + d),
-                    static_cast<int>(min_of<int64_t>(W, p.Dv - d)));
+      write_row(f.o + i * columns, p.Dv, row(p.out, q.b, q.begin + i));
     }
   }
 
   // O += P V for a block of keys.
   void add_values(Buffers& f, Block q, int64_t j0, int64_t keys) const {
-    const Storage* v = row(p.v, q.b, j0);
+    const Source v = row(p.v, q.b, j0);
     const int64_t* st = p.v.stride;
     const int64_t rows = q.end - q.begin;
     if (excludes && !all_finite(v, st[2], st[3], keys, p.Dv)) {  // 0 * NaN must not reach a query
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t j = 0; j < keys; ++j) {
-          const T weight = f.s[i * ld + j0 + j];
-          if (weight == T(0)) continue;
-          for (int64_t d = 0; d < p.Dv; ++d)
-            f.o[i * columns + d] += weight * static_cast<T>(widen(v[j * st[2] + d * st[3]]));
+      return with_elements(v, [&](const auto* from) {
+        for (int64_t i = 0; i < rows; ++i) {
+          for (int64_t j = 0; j < keys; ++j) {
+            const T weight = f.s[i * ld + j0 + j];
+            if (weight == T(0)) continue;
+            for (int64_t d = 0; d < p.Dv; ++d)
+              f.o[i * columns + d] += weight * static_cast<T>(widen(from[j * st[2] + d * st[3]]));
+          }
         }
-      }
-      return;
+      });
     }
-    if (rows == 1 && st[3] == 1)
-      return add_rows<T>(Rows<Storage>{v, st[2], nullptr}, keys, p.Dv, f.s + j0, T(1), f.o);
+    if (rows == 1 && st[3] == 1) return add_rows_of(v, st[2], nullptr, keys, p.Dv, f.s + j0, f.o);
     stage_rows<T>(v, st[2], st[3], keys, p.Dv, f.values, columns);
     for (int64_t d = 0; d < columns; d += kVectors * W)
       tile_rows<P, P::kOutputRows, kVectors, false>(
@@ -99,10 +96,11 @@ class Forward : AdditiveRows<P> {
 
   void write_weights(const Buffers& f, Block q, Range range) const {
     for (int64_t i = q.begin; i < q.end; ++i) {
-      Storage* const to = const_cast<Storage*>(row(p.applied, q.b, i));
       const T* const from = f.s + (i - q.begin) * ld;
-      for (int64_t j = 0; j < p.Lk; ++j)
-        narrow(j >= range.begin && j < range.end ? from[j] : T(0), to + j);
+      with_elements(row(p.applied, q.b, i), [&](auto* to) {
+        for (int64_t j = 0; j < p.Lk; ++j)
+          narrow(j >= range.begin && j < range.end ? from[j] : T(0), to + j);
+      });
     }
   }
 };
@@ -110,12 +108,12 @@ class Forward : AdditiveRows<P> {
 template <class P>
 class Backward : AdditiveRows<P> {
   typedef AdditiveRows<P> Base;
-  typedef typename Base::Storage Storage;
+  typedef typename Base::Source Source;
   typedef typename Base::T T;
   typedef typename Base::Block Block;
   typedef typename Base::Buffers Buffers;
   using Base::allocate, Base::clear, Base::clear_panels, Base::columns, Base::drop, Base::excludes,
-      Base::kCoarse, Base::kGradientQueries, Base::kPanel, Base::kVectors, Base::ld, Base::p,
+      Base::coarse, Base::kGradientQueries, Base::kPanel, Base::kVectors, Base::ld, Base::p,
       Base::panels, Base::prepare_vectors, Base::probabilities, Base::row, Base::stage_keys_block,
       Base::visible, Base::W, Base::x;
 
@@ -217,7 +215,7 @@ class Backward : AdditiveRows<P> {
     if (rows == 1 && st[3] == 1 && p.Dv > 0) {
       for (int64_t d = p.Dv; d < columns; ++d) f.o[d] = T(0);
       clear(f.d + j0 + keys, kKeys - keys);
-      row_products<T>(Rows<Storage>{row(p.v, q.b, j0), st[2], nullptr}, keys, p.Dv, f.o, f.d + j0);
+      products_of(row(p.v, q.b, j0), st[2], nullptr, keys, p.Dv, f.o, f.d + j0);
       return add_grad_weights(f, q, j0, keys);
     }
     pack_transposed<T>(row(p.v, q.b, j0), st[2], st[3], keys, p.Dv, kKeys, f.values, kKeys);
@@ -243,9 +241,11 @@ class Backward : AdditiveRows<P> {
   void add_grad_weights(const Buffers& f, Block q, int64_t j0, int64_t keys) const {
     if (p.grad_weights.data == nullptr) return;
     for (int64_t i = 0; i < q.end - q.begin; ++i) {
-      const Storage* dw = row(p.grad_weights, q.b, q.begin + i) + j0 * p.grad_weights.stride[3];
-      for (int64_t j = 0; j < keys; ++j)
-        f.d[i * ld + j0 + j] += static_cast<T>(widen(dw[j * p.grad_weights.stride[3]]));
+      const Source first = row(p.grad_weights, q.b, q.begin + i) + j0 * p.grad_weights.stride[3];
+      with_elements(first, [&](const auto* dw) {
+        for (int64_t j = 0; j < keys; ++j)
+          f.d[i * ld + j0 + j] += static_cast<T>(widen(dw[j * p.grad_weights.stride[3]]));
+      });
     }
   }
 
@@ -273,7 +273,12 @@ class Backward : AdditiveRows<P> {
   }
 
   template <int kQ>
-  __attribute__((noinline)) void gradients(Buffers& f, Block q, int64_t j0, int64_t keys) const {
+  void gradients(Buffers& f, Block q, int64_t j0, int64_t keys) const {
+    if (kHasCoarse<T> && coarse) return gradients_of<kQ, kHasCoarse<T>>(f, q, j0, keys);
+    gradients_of<kQ, false>(f, q, j0, keys);
+  }
+  template <int kQ, bool kCoarse>
+  __attribute__((noinline)) void gradients_of(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     for (int64_t n = 0; n < panels; ++n) {
       for (int64_t i = q.begin; i < q.end; i += kQ) {
         const int64_t seen = visible_to_any(p, i, min_of(q.end, i + kQ)).end;
@@ -340,7 +345,8 @@ class Backward : AdditiveRows<P> {
       Vec<T> sum[4] = {};  // short chains: the terms cancel, their rounding errors do not
       for (int64_t i = q.begin; i < q.end; ++i) {
         const Vec<T> g = factor * load(f.dq + n * kPanel + (i - q.begin) * W);
-        store_as<T>(const_cast<Storage*>(row(p.grad_q, q.b, i)) + n * W, g, count);
+        with_elements(row(p.grad_q, q.b, i) + n * W,
+                      [&](auto* to) __attribute__((always_inline)) { store_as<T>(to, g, count); });
         sum[i % 4] += g;
       }
       T *const bias = to.bias + n * W, *const vector = to.vector + n * W;
@@ -352,13 +358,14 @@ class Backward : AdditiveRows<P> {
   // Sums the chunks' parts of one key's gradients, in order.
   void finish_key(int64_t b, int64_t j) const {
     const auto sum = [&](T* Part::* which, int64_t width, const Tensor4& grad) {
-      Storage* const to = const_cast<Storage*>(row(grad, b, j));
+      const Source to = row(grad, b, j);
       for (int64_t d = 0; d < width; d += W) {
         const int count = static_cast<int>(min_of<int64_t>(W, width - d));
         Vec<T> g{};
         for (int64_t c = 0; c < x.chunks; ++c)
           g += load_first(part(b, c).*which + j * width + d, count);
-        store_as<T>(to + d, g, count);
+        with_elements(to + d,
+                      [&](auto* at) __attribute__((always_inline)) { store_as<T>(at, g, count); });
       }
     };
     sum(&Part::dk, p.D, p.grad_k);
@@ -393,23 +400,6 @@ class Backward : AdditiveRows<P> {
     }
   }
 };
-
-// The scores are not a matrix product, so bf16 uses the fp32 policy instead of pairs.
-template <class F>
-FASTATTN_INLINE void with_arithmetic(DType dtype, F f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(Single<float>());
-    case DType::f64:
-      return f(Double());
-    case DType::bf16:
-      return f(Single<Bf16>());
-    case DType::f16:
-      return f(Single<F16>());
-    case DType::boolean:
-      return;
-  }
-}
 
 }  // namespace
 

@@ -50,6 +50,8 @@ FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
 }
 
 // 1 / x. kCoarse has a relative error of 2^-14, for results that are rounded to 16 bits.
+template <class T>
+constexpr bool kHasCoarse = kSame<T, float> && kVectorBytes == 64;
 template <bool kCoarse>
 FASTATTN_INLINE VecF reciprocal(VecF x) {
 #if FASTATTN_AVX512

@@ -15,10 +15,9 @@ constexpr int64_t kQueries = 64, kKeys = 64;  // per block: 64 KiB each at A = 2
 template <class P>
 class AdditiveRows {
  protected:
-  typedef typename P::Storage Storage;
+  typedef typename P::Source Source;
   typedef typename P::Acc T;
   static constexpr int W = kLanes<T>;
-  static constexpr bool kCoarse = sizeof(Storage) == 2;
   static constexpr int kScoreQueries = W == 16 ? 4 : W == 2 ? 1 : 2;
   static constexpr int kGradientQueries = kRegisters == 32 ? 4 : 2;
   static constexpr int kMostQueries = max_of(kScoreQueries, kGradientQueries);
@@ -35,13 +34,14 @@ class AdditiveRows {
         columns(round_up(p.Dv, kVectors * W)),
         ld(leading(p.Lk)),
         excludes(p.mask.data != nullptr || p.window_right >= 0),
-        key_mask(is_key_mask(p)) {}
+        key_mask(is_key_mask(p)),
+        coarse(p.dtype == DType::bf16 || p.dtype == DType::f16) {}
 
   const AdditiveParams& x;
   const AttentionParams& p;
   const DropoutRule dropout;
   const int64_t panels, columns, ld;
-  const bool excludes, key_mask;
+  const bool excludes, key_mask, coarse;  // coarse: results are rounded to 16 bits
 
   // Queries [begin, end) of one batch entry.
   struct Block {
@@ -49,22 +49,22 @@ class AdditiveRows {
   };
 
   struct Buffers {
-    T* v;                 // [panels][lanes], zero beyond A
-    T* b;                 // [panels][lanes] the bias, zero beyond A
-    T limit;              // of max|q| + max|k| for the factored form
-    T* q;                 // [panels][kQueries + 1][lanes] queries
-    T* eq;                // e^2(q + b)
-    T* k;                 // [panels][kKeys + 1][lanes] keys, or e^2k:
-    const Storage* held;  // the first of those rows,
-    int64_t held_rows;    // their number,
-    T held_top;           // their largest magnitude,
-    bool factored;        // and whether they are e^2k
-    T* s;                 // [kQueries][ld] scores, probabilities, weights
-    T* o;                 // [kQueries][columns] outputs; in the backward pass their gradients
-    T* values;            // [kKeys][columns], or [Dv][kKeys]
-    T* keys;              // [ld] a mask of keys
-    T* bias;              // [ld] a row of a mask
-    uint32_t* keep;       // [kKeys][kQueries]
+    T* v;               // [panels][lanes], zero beyond A
+    T* b;               // [panels][lanes] the bias, zero beyond A
+    T limit;            // of max|q| + max|k| for the factored form
+    T* q;               // [panels][kQueries + 1][lanes] queries
+    T* eq;              // e^2(q + b)
+    T* k;               // [panels][kKeys + 1][lanes] keys, or e^2k:
+    const void* held;   // the first of those rows,
+    int64_t held_rows;  // their number,
+    T held_top;         // their largest magnitude,
+    bool factored;      // and whether they are e^2k
+    T* s;               // [kQueries][ld] scores, probabilities, weights
+    T* o;               // [kQueries][columns] outputs; in the backward pass their gradients
+    T* values;          // [kKeys][columns], or [Dv][kKeys]
+    T* keys;            // [ld] a mask of keys
+    T* bias;            // [ld] a row of a mask
+    uint32_t* keep;     // [kKeys][kQueries]
     // backward only
     T* d;   // [kQueries][ld] gradients of probabilities, then of scores
     T* dq;  // as q
@@ -103,8 +103,8 @@ class AdditiveRows {
     return n * static_cast<int64_t>(sizeof(T)) % 4096 == 0 ? n + 16 : n;
   }
 
-  const Storage* row(const Tensor4& t, int64_t b, int64_t i) const {
-    return static_cast<const Storage*>(t.data) + b * t.stride[0] + i * t.stride[2];
+  Source row(const Tensor4& t, int64_t b, int64_t i) const {
+    return P::elements(t.data, p.dtype) + b * t.stride[0] + i * t.stride[2];
   }
 
   // ---- Staging ---------------------------------------------------------------------------------
@@ -128,10 +128,18 @@ class AdditiveRows {
   // dst[a / lanes][row][a % lanes]
   // Returns the largest magnitude of an element, or inf if one is not finite.
   template <class F>
-  T stage(const Storage* src, const int64_t* stride, int64_t rows, int64_t to, T* dst, F f) const {
+  T stage(Source src, const int64_t* stride, int64_t rows, int64_t to, T* dst, F f) const {
+    T top = T(0);
+    with_elements(src,
+                  [&](const auto* first) { top = stage_rows_of(first, stride, rows, to, dst, f); });
+    return top;
+  }
+  template <class S, class F>
+  T stage_rows_of(const S* src, const int64_t* stride, int64_t rows, int64_t to, T* dst,
+                  F f) const {
     Vec<T> top{}, finite{};
     for (int64_t r = 0; r < to; ++r) {
-      const Storage* from = src + r * stride[2];
+      const S* from = src + r * stride[2];
       for (int64_t n = 0; n < panels; ++n) {
         const int count = static_cast<int>(min_of<int64_t>(W, p.D - n * W));
         Vec<T> u{};
@@ -182,11 +190,11 @@ class AdditiveRows {
   // Returns whether the block is stored in the factored form, e^2k. A block that is there already,
   // as for the backward pass of a few keys, stays.
   bool stage_keys_block(Buffers& f, int64_t b, int64_t j0, int64_t rows) const {
-    const Storage* const from = row(p.k, b, j0);
+    const Source from = row(p.k, b, j0);
     const int64_t to = round_up(rows, W), *stride = p.k.stride;
-    if (from != f.held || rows != f.held_rows) {
+    if (address_of(from) != f.held || rows != f.held_rows) {
       f.held_top = stage(from, stride, rows, to, f.k, Exponential());
-      f.held = from, f.held_rows = rows, f.factored = true;
+      f.held = address_of(from), f.held_rows = rows, f.factored = true;
     }
     const bool factored = f.query_top + f.held_top <= f.limit;
     if (factored && !f.factored) stage(from, stride, rows, to, f.k, Exponential());
@@ -224,7 +232,12 @@ class AdditiveRows {
   // The last rows may be past the queries and the last columns past the keys. They are computed
   // from zeros.
   template <int kQ>
-  __attribute__((noinline)) void scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
+  void scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
+    if (kHasCoarse<T> && coarse) return scores_of<kQ, kHasCoarse<T>>(f, q, j0, j1);
+    scores_of<kQ, false>(f, q, j0, j1);
+  }
+  template <int kQ, bool kCoarse>
+  __attribute__((noinline)) void scores_of(Buffers& f, Block q, int64_t j0, int64_t j1) const {
     constexpr int kK = W / kQ;
     for (int64_t i = q.begin; i < q.end; i += kQ) {
       const int64_t end = min_of(j1, visible_to_any(p, i, min_of(q.end, i + kQ)).end);

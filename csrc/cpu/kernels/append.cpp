@@ -265,8 +265,7 @@ class Append {
 
 AppendFault append_to_cache(const AppendParams& p) {
   AppendFault fault = AppendFault::none;
-  with_policy(p.dtype,
-              [&](auto policy) { fault = Append<typename decltype(policy)::Storage>(p).run(); });
+  with_stored(p.dtype, [&](auto stored) { fault = Append<decltype(stored)>(p).run(); });
   return fault;
 }
 

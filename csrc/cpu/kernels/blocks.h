@@ -12,6 +12,10 @@ namespace {
 constexpr int kPanelVectors =
     2;  // a panel of queries is two vectors wide, or one where few queries are left
 
+// The vectors of a panel where few queries are left.
+template <class P>
+constexpr int kFewVectors = P::kHasVariants ? 1 : kPanelVectors;
+
 template <class P>
 constexpr int64_t kPanelLanes = kPanelVectors * kLanes<typename P::Acc>;
 

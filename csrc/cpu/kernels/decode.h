@@ -26,10 +26,52 @@ namespace {
 
 constexpr int64_t kMostDecodedRows = 64;  // of queries per pass over the keys
 
-// Cached: the elements of keys and values, those of queries, Int8 or E4m3.
-template <class P, class Cached = typename P::Storage>
+// Whether a panel of queries would be slower: up to an eighth of its lanes; up to a quarter where
+// rows are not narrow and not few, and nothing but a window is asked of a pair. 5 to 8 queries then
+// take 0.4 to 0.95 of the time (Zen 4). With 16 columns, 8 keys, a mask or a softcap they would take
+// up to twice as long. Not measured with narrower vectors, nor beside tiles.
+template <class P>
+bool has_few_queries(const Sequence& p) {
+#if defined(FASTATTN_BASE)
+  constexpr bool kTiles = true;
+#else
+  constexpr bool kTiles = false;
+#endif
+  constexpr int W = kLanes<typename P::Acc>;
+  const bool measured = !kTiles && W == 16 && p.D >= 64 && p.Lk >= 64;
+  const bool plain =
+      p.weights == Weights::none && p.softcap == 0 && p.alibi == nullptr && !has_bias(p);
+  return p.Lq * (measured && plain ? 2 : 4) <= W;
+}
+
+// Whether a sequence is decoded: few rows per key head and no option that is rare in decoding. Only this
+// kernel reads pages: the caller makes sure that it can.
+template <class P>
+bool is_decoded(const Sequence& p) {
+  if (p.pages != nullptr) return true;
+  const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
+  return rows <= kMostDecodedRows && has_few_queries<P>(p) && p.dropout_p == 0 &&
+         p.k.stride[3] == 1 && p.v.stride[3] == 1 && p.D <= kWidestCached && p.Dv <= kWidestCached;
+}
+
+// The elements of queries and outputs where keys and values have elements of this type.
+template <class Cached>
+struct QueryOf {
+  typedef Cached type;
+};
+template <>
+struct QueryOf<Int8> {
+  typedef float type;
+};
+template <>
+struct QueryOf<E4m3> {
+  typedef float type;
+};
+
+// Cached: the elements of keys and values.
+template <class P, class Cached>
 class Decode {
-  typedef typename P::Storage Storage;
+  typedef typename QueryOf<Cached>::type Storage;
   static constexpr bool kScaled = !kSame<Cached, Storage>;
   static constexpr bool kIntegers = kHasIntegers && kSame<Cached, Int8>;
   typedef typename P::Acc T;
@@ -46,32 +88,7 @@ class Decode {
   static constexpr int64_t kNarrow = 128;
 
  public:
-  // True for few rows per key head and no option that is rare in decoding. Only this kernel reads
-  // pages: the caller makes sure that it can.
-  static bool serves(const Sequence& p) {
-    if (kScaled) return true;
-    const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
-    return p.pages != nullptr || (rows <= kMostDecodedRows && has_few_queries(p) && reads(p));
-  }
-  // Whether a panel of queries would be slower: up to an eighth of its lanes; up to a quarter where
-  // rows are not narrow and not few, and nothing but a window is asked of a pair. 5 to 8 queries then
-  // take 0.4 to 0.95 of the time (Zen 4). With 16 columns, 8 keys, a mask or a softcap they would take
-  // up to twice as long. Not measured with narrower vectors, nor beside tiles.
-  static bool has_few_queries(const Sequence& p) {
-#if defined(FASTATTN_BASE)
-    constexpr bool kTiles = true;
-#else
-    constexpr bool kTiles = false;
-#endif
-    const bool measured = !kTiles && W == 16 && p.D >= 64 && p.Lk >= 64;
-    const bool plain =
-        p.weights == Weights::none && p.softcap == 0 && p.alibi == nullptr && !has_bias(p);
-    return p.Lq * (measured && plain ? 2 : 4) <= W;
-  }
-  static bool reads(const AttentionParams& p) {
-    return p.dropout_p == 0 && p.k.stride[3] == 1 && p.v.stride[3] == 1 && p.D <= kWidestCached &&
-           p.Dv <= kWidestCached;
-  }
+  static bool serves(const Sequence& p) { return kScaled || is_decoded<P>(p); }
 
   explicit Decode(const Sequence& params)
       : p(params),
@@ -211,27 +228,17 @@ class Decode {
     const int64_t begin_key = max_of(c * kChunk, seen.begin),
                   end_key = min_of((c + 1) * kChunk, seen.end);
     const auto end_of = [&](int64_t j0) { return min_of(end_key, j0 + kBlock); };
-    if (p.pages == nullptr) {
-      for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock)
-        if (!excluded_for_all(b, hk, j0, end_of(j0))) {
-          const int64_t j1 = end_of(j0), ahead = kPrefetchesInOrder ? kBlock : 0;
-          const InOrder<Cached> k{row_of(p.k, b, hk, j0), p.k.stride[2]},
-              v{row_of(p.v, b, hk, j0), p.v.stride[2]}, next{row_of(p.k, b, hk, j1), p.k.stride[2]};
-          attend<InOrder<Cached>>(buf, {k, v, min_of(ahead, j1 - j0)},
-                                  {v, next, min_of(ahead, end_key - j1)}, b, hk, j0, j1, state);
-        }
-      return;
-    }
-    PageRows<Cached> k, v, next;
-    locate(p.k, hk, begin_key, end_of(begin_key), next);
+    const bool prefetches = kPrefetchesInOrder || p.pages != nullptr;
+    BlockRows<Cached> k, v, next;
+    locate(p.k, b, hk, begin_key, end_of(begin_key), next);
     for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock) {
       const int64_t j1 = end_of(j0);
       k = next;
-      locate(p.v, hk, j0, j1, v);
-      locate(p.k, hk, j1, end_of(j1), next);
+      locate(p.v, b, hk, j0, j1, v);
+      locate(p.k, b, hk, j1, end_of(j1), next);
       if (excluded_for_all(b, hk, j0, j1)) continue;
-      attend<InPages<Cached>>(buf, {{k.at}, {v.at}, v.count}, {{v.at}, {next.at}, next.count}, b,
-                              hk, j0, j1, state);
+      attend(buf, {k.at, v.at, prefetches ? v.count : 0},
+             {v.at, next.at, prefetches ? next.count : 0}, b, hk, j0, j1, state);
     }
   }
 
@@ -292,7 +299,7 @@ class Decode {
   template <int kMost, class F>
   FASTATTN_INLINE void by_rows(F f) const {
     int64_t r = 0;
-    if constexpr (kMost == 4 && W >= 4) {
+    if constexpr (kMost == 4 && W >= 4 && P::kHasVariants) {
       for (; r + 4 <= rows; r += 4) f(Width<4>(), r);
     }
     for (; r + 2 <= rows; r += 2) f(Width<2>(), r);
@@ -304,8 +311,7 @@ class Decode {
            j * x.stride[2];
   }
 
-  template <class Rows>
-  void attend(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk, int64_t j0,
+  void attend(Buffers& buf, Stream<Cached> k, Stream<Cached> v, int64_t b, int64_t hk, int64_t j0,
               int64_t j1, T* state) const {
     const bool narrow = max_of(p.D, p.Dv) * static_cast<int64_t>(sizeof(Cached)) <= kNarrow;
     if constexpr (kIntegers) {
@@ -316,9 +322,10 @@ class Decode {
     }
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
       constexpr int R = decltype(width)::value;
-      const Stream<Rows> keys = k.in_pass(r, 4, rows);
-      if (narrow)
-        products<R, min_of(4, W / R)>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
+      const Stream<Cached> keys = k.in_pass(r, 4, rows);
+      if (narrow && P::kHasVariants)
+        products<R, P::kHasVariants ? min_of(4, W / R) : 1>(buf.q + r * dim, keys, j1 - j0,
+                                                            buf.s + r * kBlock);
       else
         products<R, 1>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
     });
@@ -337,8 +344,7 @@ class Decode {
       add_values(Width<2>());
   }
 
-  template <class Rows>
-  void attend_integers(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk,
+  void attend_integers(Buffers& buf, Stream<Cached> k, Stream<Cached> v, int64_t b, int64_t hk,
                        int64_t j0, int64_t j1, T* state) const {
     const int64_t nk = j1 - j0;
     join_keys(k.now, nk, p.D, buf.joined);
@@ -385,8 +391,14 @@ class Decode {
 
   // The addresses of keys [j0, j1), page by page. Paging changes only addresses, so the bits are
   // the same.
-  void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, PageRows<Cached>& rows) const {
+  void locate(const Tensor4& x, int64_t b, int64_t hk, int64_t j0, int64_t j1,
+              BlockRows<Cached>& rows) const {
     rows.count = max_of<int64_t>(0, j1 - j0);
+    if (p.pages == nullptr) {
+      const Cached* const first = row_of(x, b, hk, j0);
+      for (int64_t n = 0; n < rows.count; ++n) rows.at[n] = first + n * x.stride[2];
+      return;
+    }
     const Cached* base = static_cast<const Cached*>(x.data) + hk * x.stride[1];
     for (int64_t j = j0; j < j1;) {
       const int64_t page = j / p.page_size, begin = page * p.page_size;
@@ -422,8 +434,8 @@ class Decode {
   // s[r][j] = q_r . k_j for R rows. Keys are read in memory order, kTogether of them at a time, for
   // which a vector of a query is loaded once. Lanes are summed as soon as there is a vector of sums.
   // Past the last key, the last key is read again; the results stay within the block of scores.
-  template <int R, int kTogether, class Rows>
-  __attribute__((noinline)) void products(const Word* q, Stream<Rows> k, int64_t nk, T* s) const {
+  template <int R, int kTogether>
+  __attribute__((noinline)) void products(const Word* q, Stream<Cached> k, int64_t nk, T* s) const {
     constexpr int kKeys = W / R;
     const int64_t bytes = p.Dv * static_cast<int64_t>(sizeof(Cached));
     for (int64_t j0 = 0; j0 < nk; j0 += kKeys) {
@@ -520,9 +532,9 @@ class Decode {
   }
 
   // o_r = alpha_r o_r + sum_j p_rj v_j for R rows, as many columns at a time as registers hold.
-  template <int R, class Rows>
-  __attribute__((noinline)) void accumulate(const T* s, const T* alpha, Stream<Rows> v, int64_t nk,
-                                            T* o) const {
+  template <int R>
+  __attribute__((noinline)) void accumulate(const T* s, const T* alpha, Stream<Cached> v,
+                                            int64_t nk, T* o) const {
     constexpr int kColumns = min_of(8, (kRegisters == 32 ? 16 : 8) / R);
     int64_t d = 0;
     for (; d + kColumns * W <= p.Dv; d += kColumns * W)
@@ -530,8 +542,8 @@ class Decode {
     for (; d < dim_v; d += kPerLane * W) columns<R, kPerLane, false>(s, alpha, v, nk, d, o);
   }
 
-  template <int R, int C, bool kWhole, class Rows>
-  FASTATTN_INLINE void columns(const T* s, const T* alpha, Stream<Rows> v, int64_t nk, int64_t d0,
+  template <int R, int C, bool kWhole>
+  FASTATTN_INLINE void columns(const T* s, const T* alpha, Stream<Cached> v, int64_t nk, int64_t d0,
                                T* o) const {
     const int64_t width = kWhole ? C * W : min_of<int64_t>(C * W, p.D - d0);
     Vec<T> acc[R][C], poison{};
@@ -558,8 +570,8 @@ class Decode {
   }
 
   // The same sums for a block with NaN or inf values: a weight of zero adds nothing.
-  template <int R, int C, bool kWhole, class Rows>
-  __attribute__((noinline)) void visible_only(const T* s, Stream<Rows> v, int64_t nk, int64_t d0,
+  template <int R, int C, bool kWhole>
+  __attribute__((noinline)) void visible_only(const T* s, Stream<Cached> v, int64_t nk, int64_t d0,
                                               Vec<T>* acc) const {
     for (int i = 0; i < R * C; ++i) acc[i] = Vec<T>{};
     for (int64_t j = 0; j < nk; ++j) {

@@ -125,17 +125,16 @@ struct IntegerQueries {
 
 // Prefetches the rows that are read next, of `bytes` bytes, in so many steps of the products: all at
 // once would leave the memory idle in between.
-template <class Rows>
 class Ahead {
  public:
-  FASTATTN_INLINE Ahead(const Stream<Rows>& rows, int64_t bytes, int64_t steps)
+  FASTATTN_INLINE Ahead(const Stream<Int8>& rows, int64_t bytes, int64_t steps)
       : rows_(rows), bytes_(bytes), each_((kDecodeBlock + steps - 1) / steps) {}
   FASTATTN_INLINE void step() {
     for (const int64_t end = at_ + each_; at_ < end; ++at_) rows_.prefetch(at_, 0, bytes_);
   }
 
  private:
-  const Stream<Rows> rows_;
+  const Stream<Int8> rows_;
   const int64_t bytes_, each_;
   int64_t at_ = 0;
 };
@@ -143,12 +142,12 @@ class Ahead {
 // The keys of a block with keys across the lanes: of each sixteen keys, vector d has four columns from
 // 4 d on, as k + 128, because the instruction takes signed bytes on one side only. Past the last key it
 // is read again.
-template <class Rows>
-__attribute__((noinline)) void join_keys(Rows k, int64_t nk, int64_t D, int8_t* to) {
+__attribute__((noinline)) inline void join_keys(const Int8* const* k, int64_t nk, int64_t D,
+                                                int8_t* to) {
   const int64_t dim = round_up(D, kBytes);
   for (int64_t j = 0; j < nk; j += kQuads) {
     const Int8* row[kQuads];
-    FASTATTN_UNROLL for (int n = 0; n < kQuads; ++n) row[n] = k.row(min_of(nk - 1, j + n));
+    FASTATTN_UNROLL for (int n = 0; n < kQuads; ++n) row[n] = k[min_of(nk - 1, j + n)];
     for (int64_t d = 0; d < dim; d += kBytes) {
       VecF x[kQuads];
       FASTATTN_UNROLL for (int n = 0; n < kQuads; ++n) x[n] =
@@ -168,13 +167,13 @@ FASTATTN_INLINE VecI splat_bytes(const void* p) {
 }
 
 // s[r][j] = q_r . k_j for R rows, keys [0, nk) of a block from join_keys(). C vectors of keys at a time.
-template <int R, class Rows>
+template <int R>
 __attribute__((noinline)) void integer_products(const IntegerQueries& q, int64_t r0,
                                                 const int8_t* k, int64_t nk, int64_t D,
-                                                Stream<Rows> next, int64_t bytes, float* s) {
+                                                Stream<Int8> next, int64_t bytes, float* s) {
   constexpr int C = min_of(4, 8 / R), W = kQuads;
   const int64_t quads = (D + 3) / 4, group = q.dim * kQuads;
-  Ahead<Rows> ahead(next, bytes, (nk + C * W - 1) / (C * W) * quads);
+  Ahead ahead(next, bytes, (nk + C * W - 1) / (C * W) * quads);
   for (int64_t j = 0; j < nk; j += C * W, k += C * group) {
     VecI high[R][C], low[R][C];
     FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int c = 0; c < C; ++c)
@@ -226,12 +225,12 @@ struct IntegerWeights {
 // The values of a block in the order of the products, four keys in each 32 bits: of each 64 columns
 // four vectors, lane 4 n + m of vector i has column 16 n + 4 i + m. Past the last key it is read
 // again; its weight is 0.
-template <class Rows>
-__attribute__((noinline)) void join_values(Rows v, int64_t nk, int64_t Dv, int8_t* to) {
+__attribute__((noinline)) inline void join_values(const Int8* const* v, int64_t nk, int64_t Dv,
+                                                  int8_t* to) {
 #if FASTATTN_AVX512
   for (int64_t j = 0; j < nk; j += 4) {
     const Int8* row[4];
-    FASTATTN_UNROLL for (int n = 0; n < 4; ++n) row[n] = v.row(min_of(nk - 1, j + n));
+    FASTATTN_UNROLL for (int n = 0; n < 4; ++n) row[n] = v[min_of(nk - 1, j + n)];
     for (int64_t d = 0; d < Dv; d += kBytes, to += 4 * kBytes) {
       __m512i x[4];
       FASTATTN_UNROLL for (int n = 0; n < 4; ++n) x[n] = (__m512i)load_bytes(row[n] + d, Dv - d);
@@ -256,10 +255,10 @@ FASTATTN_INLINE void reorder_columns(const float* from, int64_t count, float* to
 }
 
 // o_r = alpha_r o_r + sum_j w_rj v_j for R rows, C vectors of columns at a time; `vectors` in all.
-template <int R, int C, class Rows>
+template <int R, int C>
 FASTATTN_INLINE int64_t integer_columns(const IntegerWeights& w, int64_t r0, const float* alpha,
                                         const int8_t* v, int64_t nk, int64_t from, int64_t vectors,
-                                        Ahead<Rows>& ahead, float* o) {
+                                        Ahead& ahead, float* o) {
   constexpr int W = kLanes<float>;
   for (; from + C <= vectors; from += C) {
     VecI high[R][C], low[R][C];
@@ -288,13 +287,13 @@ FASTATTN_INLINE int64_t integer_columns(const IntegerWeights& w, int64_t r0, con
   return from;
 }
 
-template <int R, class Rows>
+template <int R>
 __attribute__((noinline)) void integer_values(const IntegerWeights& w, int64_t r0,
                                               const float* alpha, const int8_t* v, int64_t nk,
-                                              int64_t vectors, Stream<Rows> next, int64_t bytes,
+                                              int64_t vectors, Stream<Int8> next, int64_t bytes,
                                               float* o) {
   constexpr int C = 8 / R;
-  Ahead<Rows> ahead(next, bytes, (vectors + C - 1) / C * ((nk + 3) / 4));
+  Ahead ahead(next, bytes, (vectors + C - 1) / C * ((nk + 3) / 4));
   const int64_t from = integer_columns<R, C>(w, r0, alpha, v, nk, 0, vectors, ahead, o);
   if constexpr (R == 1) integer_columns<R, 4>(w, r0, alpha, v, nk, from, vectors, ahead, o);
 }

@@ -13,31 +13,24 @@ constexpr int64_t kDecodeBlock = 64;  // keys whose scores decoding holds at onc
 // on an Intel Xeon (Emerald Rapids, caches of more than L2), the same on Zen 4. Not measured on Arm.
 constexpr bool kPrefetchesInOrder = kRegisters == 16 || kVectorBytes == 64;
 
-// The addresses of the rows of a block, of elements S.
+// The addresses of the rows of a block, of elements S: in one piece or in pages.
 template <class S>
-struct InOrder {
-  static constexpr bool kPrefetched = kPrefetchesInOrder;
-  const S* first;
-  int64_t stride;
-  FASTATTN_INLINE const S* row(int64_t j) const { return first + j * stride; }
-};
-template <class S>
-struct InPages {
-  static constexpr bool kPrefetched = true;
-  const S* const* at;
-  FASTATTN_INLINE const S* row(int64_t j) const { return at[j]; }
+struct BlockRows {
+  const S* at[kDecodeBlock];
+  int64_t count = 0;
 };
 
 // The rows of a block, and those that are read next.
-template <class Rows>
+template <class S>
 struct Stream {
-  Rows now, next;
+  const S* const* now;
+  const S* const* next;
   int64_t next_count, turns = 1, turn = 0;
-  FASTATTN_INLINE auto row(int64_t j) const { return now.row(j); }
+  FASTATTN_INLINE const S* row(int64_t j) const { return now[j]; }
   // Of row j, the lines of `bytes` bytes from element d on.
   FASTATTN_INLINE void prefetch(int64_t j, int64_t d, int64_t bytes) const {
-    if (!Rows::kPrefetched || j >= next_count || (j & (turns - 1)) != turn) return;
-    const char* at = reinterpret_cast<const char*>(next.row(j) + d);
+    if (j >= next_count || (j & (turns - 1)) != turn) return;
+    const char* at = reinterpret_cast<const char*>(next[j] + d);
     for (int64_t n = 0; n < bytes; n += 64) __builtin_prefetch(at + n, 0, 2);
   }
   // The passes over a block, `most` rows of the group each, take turns, so that reading is spread
@@ -48,13 +41,6 @@ struct Stream {
     const int64_t turn = r / most;
     return {now, next, turn < turns ? next_count : 0, turns, turn};
   }
-};
-
-// The addresses of the rows of a block, page by page.
-template <class S>
-struct PageRows {
-  const S* at[kDecodeBlock];
-  int64_t count = 0;
 };
 
 }  // namespace

@@ -109,8 +109,7 @@ class Gather {
 
 bool gather_rows(const GatherParams& p) {
   bool right = true;
-  with_policy(p.dtype,
-              [&](auto policy) { right = Gather<typename decltype(policy)::Storage>(p).run(); });
+  with_stored(p.dtype, [&](auto stored) { right = Gather<decltype(stored)>(p).run(); });
   return right;
 }
 

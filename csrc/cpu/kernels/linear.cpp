@@ -18,11 +18,11 @@ namespace {
 // [K, N] with dense rows.
 template <class P, bool kTransposed>
 class Linear {
-  typedef typename P::Storage Storage;
+  typedef typename P::Source Source;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
-  static constexpr int NV = kPanelVectors;
+  static constexpr int NV = kPanelVectors, kFew = kFewVectors<P>;
   static constexpr int64_t L = kPanelLanes<P>;
   static constexpr int kRows = kTransposed ? P::kOutputRows : P::kScoreRows;
   static constexpr int64_t kReduced = 256 * P::kPerWord;  // of K: a panel's part fits L1
@@ -83,10 +83,10 @@ class Linear {
     return buf;
   }
 
-  static int64_t lanes_for(int64_t rows) { return rows <= W ? W : L; }
+  static int64_t lanes_for(int64_t rows) { return rows <= kFew * W ? kFew * W : L; }
 
   void task(Buffers& buf, int64_t m0, int64_t m1, int64_t n0, int64_t n1) const {
-    const Storage* x = static_cast<const Storage*>(p.x);
+    const Source x = P::elements(const_cast<void*>(p.x), p.dtype);
     for (int64_t k0 = 0; k0 < p.K; k0 += kReduced) {
       const int64_t k1 = min_of(p.K, k0 + kReduced), reduced = words<P>(k1 - k0);
       for (int64_t m = m0; m < m1; m += L) {
@@ -98,7 +98,7 @@ class Linear {
         block(buf, m0, m1, n0, n, min_of(n1, n + kStaged), n1 - n0, k0, k1);
     }
     for (int64_t l = 0; l < L; ++l) buf.ones[l] = T(1);
-    Storage* y = static_cast<Storage*>(p.y);
+    const Source y = P::elements(p.y, p.dtype);
     for (int64_t m = m0; m < m1; m += L) {
       const int64_t rows = min_of(L, m1 - m);
       unpack_transposed<T>(buf.y + (m - m0) * (n1 - n0), lanes_for(rows), buf.ones, rows, n1 - n0,
@@ -109,36 +109,42 @@ class Linear {
   // Columns [n, n_end) of all panels, reduced over [k0, k1).
   void block(Buffers& buf, int64_t m0, int64_t m1, int64_t n0, int64_t n, int64_t n_end,
              int64_t width, int64_t k0, int64_t k1) const {
-    const Storage* w = static_cast<const Storage*>(p.w);
+    const Source w = P::elements(const_cast<void*>(p.w), p.dtype);
     const int64_t reduced = words<P>(k1 - k0), ld = kTransposed ? n_end - n : reduced;
     const Word* A =
         kTransposed
             ? stage_reduced<P>(w + k0 * p.w_stride + n, p.w_stride, 1, k1 - k0, n_end - n, buf.w)
             : stage_keys<P>(w + n * p.w_stride + k0, p.w_stride, 1, n_end - n, k1 - k0, buf.w);
-    const Storage* bias = p.bias == nullptr ? nullptr : static_cast<const Storage*>(p.bias) + n;
+    T bias[kStaged];
+    if (p.bias != nullptr)
+      with_elements(P::elements(const_cast<void*>(p.bias), p.dtype) + n, [&](const auto* from) {
+        for (int64_t i = 0; i < n_end - n; ++i) bias[i] = static_cast<T>(widen(from[i]));
+      });
+    const T* const added = p.bias == nullptr ? nullptr : bias;
     for (int64_t m = m0; m < m1; m += L) {
       const Word* B = buf.x + (m - m0) * reduced;
       T* C = buf.y + (m - m0) * width;
-      if (m1 - m <= W)
-        tiles<1>(A, ld, B, n_end - n, reduced, bias, k0 == 0, C + (n - n0) * W);
+      if (m1 - m <= kFew * W)
+        tiles<kFew>(A, ld, B, n_end - n, reduced, added, k0 == 0, C + (n - n0) * kFew * W);
       else
-        tiles<NV>(A, ld, B, n_end - n, reduced, bias, k0 == 0, C + (n - n0) * L);
+        tiles<NV>(A, ld, B, n_end - n, reduced, added, k0 == 0, C + (n - n0) * L);
     }
   }
 
   template <int kVectors>
   static __attribute__((noinline)) void tiles(const Word* A, int64_t ld, const Word* B,
-                                              int64_t rows, int64_t reduced, const Storage* bias,
+                                              int64_t rows, int64_t reduced, const T* bias,
                                               bool first, T* C) {
     constexpr int64_t lanes = kVectors * W;
     const auto zero = [](int64_t, int) { return Vec<T>{}; };
     if (first) {
-      tile_rows<P, kRows, kVectors, kTransposed>(
-          rows, A, ld, B, lanes, reduced, zero,
-          [&](int64_t r, int n, Vec<T> sum) __attribute__((always_inline)) {
-            if (bias != nullptr) sum += splat<T>(static_cast<T>(widen(bias[r])));
-            store(C + r * lanes + n * W, sum);
-          });
+      tile_rows<P, kRows, kVectors, kTransposed>(rows, A, ld, B, lanes, reduced, zero,
+                                                 [&](int64_t r, int n, Vec<T> sum)
+                                                     __attribute__((always_inline)) {
+                                                       if (bias != nullptr)
+                                                         sum += splat<T>(bias[r]);
+                                                       store(C + r * lanes + n * W, sum);
+                                                     });
     } else {
       tile_rows<P, kRows, kVectors, kTransposed>(rows, A, ld, B, lanes, reduced, zero,
                                                  [&](int64_t r, int n, Vec<T> sum)

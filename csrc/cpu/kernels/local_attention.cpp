@@ -22,9 +22,10 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S>
+template <class P>
 class LocalAttention {
-  typedef typename Accumulator<S>::type T;
+  typedef typename P::Source Source;
+  typedef typename P::Acc T;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kRows = 32;  // of keys and values, per task of the second pass
 
@@ -94,11 +95,12 @@ class LocalAttention {
     each_task(team, tasks, kStatic, make, task);
   }
 
-  const S* row_of(const Tensor4& t, int64_t b, int64_t i) const {
-    return static_cast<const S*>(t.data) + b * t.stride[0] + i * t.stride[1];
+  Source row_of(const Tensor4& t, int64_t b, int64_t i) const {
+    return P::elements(t.data, p.dtype) + b * t.stride[0] + i * t.stride[1];
   }
-  Rows<S> rows(const Tensor4& t, int64_t b, const int64_t* at) const {
-    return {row_of(t, b, 0), t.stride[1], at};
+  // Row i of a contiguous result.
+  Source result(void* data, int64_t i, int64_t columns) const {
+    return P::elements(data, p.dtype) + i * columns;
   }
   const T* of_query(const void* data, int64_t i) const {
     return data == nullptr ? nullptr : static_cast<const T*>(data) + i * p.W;
@@ -155,15 +157,15 @@ class LocalAttention {
         weights[f.at[n]] = f.s[n];
         f.s[n] *= f.z[n];
       }
-      add_rows<T>(rows(p.value, b, f.row), count, p.Dv, f.s, T(1), f.y);
+      add_rows_of(row_of(p.value, b, 0), p.value.stride[1], f.row, count, p.Dv, f.s, f.y);
     }
-    write_row(f.y, p.Dv, static_cast<S*>(p.out) + i * p.Dv);
+    write_row(f.y, p.Dv, result(p.out, i, p.Dv));
   }
 
   // s[n] = (row at[n] of t) . x, written in whole vectors.
   void products(const Tensor4& t, int64_t b, const int64_t* at, int64_t count, int64_t columns,
                 const T* x, T* s) const {
-    if (columns > 0) return row_products<T>(rows(t, b, at), count, columns, x, s);
+    if (columns > 0) return products_of(row_of(t, b, 0), t.stride[1], at, count, columns, x, s);
     for (int64_t n = 0; n < count; ++n) s[n] = T(0);
   }
 
@@ -209,11 +211,11 @@ class LocalAttention {
       center(f, weights, count);
       center(f, weights, count);
       for (int64_t n = 0; n < count; ++n) of_keys[f.at[n]] = f.s[n] = weights[f.at[n]] * f.d[n];
-      add_rows<T>(rows(p.key, b, f.row), count, p.D, f.s, T(1), f.y);
+      add_rows_of(row_of(p.key, b, 0), p.key.stride[1], f.row, count, p.D, f.s, f.y);
     }
     const T reach = static_cast<T>(p.reach);
     static_cast<T*>(p.grad_positions)[i] = T(4) * grad_position / (reach * reach);
-    write_row(f.y, p.D, static_cast<S*>(p.grad_query) + i * p.D);
+    write_row(f.y, p.D, result(p.grad_query, i, p.D));
   }
 
   // d -= sum p d
@@ -240,8 +242,8 @@ class LocalAttention {
       }
     }
     for (int64_t j = j0; j < j1; ++j) {
-      write_row(f.dk + (j - j0) * dp, p.D, static_cast<S*>(p.grad_key) + (b * p.Lk + j) * p.D);
-      write_row(f.dv + (j - j0) * dvp, p.Dv, static_cast<S*>(p.grad_value) + (b * p.Lk + j) * p.Dv);
+      write_row(f.dk + (j - j0) * dp, p.D, result(p.grad_key, b * p.Lk + j, p.D));
+      write_row(f.dv + (j - j0) * dvp, p.Dv, result(p.grad_value, b * p.Lk + j, p.Dv));
     }
   }
   // y += c x. A masked row (c = 0) adds nothing, not even NaN.
@@ -254,11 +256,11 @@ class LocalAttention {
 }  // namespace
 
 void local_attention_forward(const LocalParams& p) {
-  with_element(p.dtype, [&](auto element) { LocalAttention<decltype(element)>(p).forward(); });
+  with_arithmetic(p.dtype, [&](auto policy) { LocalAttention<decltype(policy)>(p).forward(); });
 }
 
 void local_attention_backward(const LocalParams& p) {
-  with_element(p.dtype, [&](auto element) { LocalAttention<decltype(element)>(p).backward(); });
+  with_arithmetic(p.dtype, [&](auto policy) { LocalAttention<decltype(policy)>(p).backward(); });
 }
 
 }  // namespace FASTATTN_ISA

@@ -18,7 +18,7 @@ namespace {
 
 template <class S>
 struct HopPolicy {
-  typedef Single<S> type;
+  typedef SingleOf<S> type;
 };
 template <>
 struct HopPolicy<double> {

@@ -23,36 +23,36 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S, class Lse>
+template <class P>
 class MergeStates {
-  typedef typename Accumulator<S>::type T;  // of columns
-  typedef decltype(T() + Lse()) R;          // of rows
+  typedef typename P::Acc T;  // of columns
+  typedef double R;           // of rows
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kRows = 64;            // of a block
   static constexpr double kFlopsPerElement = 20;  // the time of one element, in flops
 
  public:
   explicit MergeStates(const MergeStatesParams& params)
-      : p(params),
-        rows(p.B * p.H * p.L),
-        streams(rows * p.D > kStreamBytes / static_cast<int64_t>(sizeof(S))) {}
+      : p(params), rows(p.B * p.H * p.L), streams(rows * p.D > kStreamBytes / bytes_of(p.dtype)) {}
 
   void forward() const {
     each_block(1, [&](const Block& block, int64_t r, Place at) {
-      *at.template of<Lse>(p.lse) = static_cast<Lse>(block.lse[r]);
-      merge_row(block, r, at);
+      write_lse(p.lse, at, block.lse[r]);
+      with_stored<P>(p.dtype, [&](auto stored) { merge_row<decltype(stored)>(block, r, at); });
     });
   }
 
   void backward() const {
     each_block(2, [&](const Block& block, int64_t r, Place at) {
-      const T d = p.grad_out.data == nullptr ? no_gradient(at) : derive_row(block, r, at);
+      T d = T(0);
+      with_stored<P>(p.dtype, [&](auto stored) {
+        typedef decltype(stored) S;
+        d = p.grad_out.data == nullptr ? no_gradient<S>(at) : derive_row<S>(block, r, at);
+      });
       const R a = block.share_a[r], b = block.share_b[r], both = a * b * static_cast<R>(d);
-      const R h = p.grad_lse.data == nullptr ? R(0) : R(*at.template of<Lse>(p.grad_lse));
-      *at.template of<Lse>(p.grad_lse_a) =
-          static_cast<Lse>(block.is_empty_a(r) ? R(0) : a * h + both);
-      *at.template of<Lse>(p.grad_lse_b) =
-          static_cast<Lse>(block.is_empty_b(r) ? R(0) : b * h - both);
+      const R h = p.grad_lse.data == nullptr ? R(0) : read_lse(p.grad_lse, at);
+      write_lse(p.grad_lse_a, at, block.is_empty_a(r) ? R(0) : a * h + both);
+      write_lse(p.grad_lse_b, at, block.is_empty_b(r) ? R(0) : b * h - both);
     });
   }
 
@@ -75,6 +75,16 @@ class MergeStates {
       return static_cast<E*>(t.data) + b * t.stride[0] + h * t.stride[1] + l * t.stride[2];
     }
   };
+
+  R read_lse(const Tensor4& t, Place at) const {
+    return p.lse_dtype == DType::f64 ? *at.of<double>(t) : R(*at.of<float>(t));
+  }
+  void write_lse(const Tensor4& t, Place at, R x) const {
+    if (p.lse_dtype == DType::f64)
+      *at.of<double>(t) = x;
+    else
+      *at.of<float>(t) = static_cast<float>(x);
+  }
 
   // A block of rows: what is given, and what their outputs are multiplied by.
   struct Block {
@@ -100,8 +110,8 @@ class MergeStates {
       Block block;
       Place at = first;
       for (int64_t r = 0; r < count; ++r, at.step(p)) {
-        block.lse_a[r] = *at.template of<Lse>(p.lse_a);
-        block.lse_b[r] = *at.template of<Lse>(p.lse_b);
+        block.lse_a[r] = read_lse(p.lse_a, at);
+        block.lse_b[r] = read_lse(p.lse_b, at);
       }
       weigh(&block, count);
       at = first;
@@ -127,12 +137,14 @@ class MergeStates {
   }
 
   // n <= W columns of a row from d on.
+  template <class S>
   static FASTATTN_INLINE Vec<T> read(const S* row, const Tensor4& t, int64_t d, int n) {
     if (t.stride[3] == 1) return load_as<T>(row + d, n);
     alignas(kVectorBytes) T lanes[W] = {};
     for (int i = 0; i < n; ++i) lanes[i] = static_cast<T>(widen(row[(d + i) * t.stride[3]]));
     return load(lanes);
   }
+  template <class S>
   FASTATTN_INLINE void write(S* row, const Tensor4& t, int64_t d, int n, Vec<T> x) const {
     if (t.stride[3] == 1) {
       if (streams && n == W && reinterpret_cast<uintptr_t>(row + d) % (W * sizeof(S)) == 0)
@@ -151,9 +163,10 @@ class MergeStates {
     if (d < p.D) of_columns(d, static_cast<int>(p.D - d));
   }
 
-  void merge_row(const Block& block, int64_t r, Place at) const {
-    const S *const a = at.template of<S>(p.out_a), *const b = at.template of<S>(p.out_b);
-    S* const out = at.template of<S>(p.out);
+  template <class S>
+  __attribute__((noinline)) void merge_row(const Block& block, int64_t r, Place at) const {
+    const S *const a = at.of<S>(p.out_a), *const b = at.of<S>(p.out_b);
+    S* const out = at.of<S>(p.out);
     if (block.is_empty_a(r) || block.is_empty_b(r)) {
       const bool of_a = block.is_empty_b(r), nothing = of_a && block.is_empty_a(r);
       return each_vector([&](int64_t d, int n) __attribute__((always_inline)) {
@@ -170,10 +183,11 @@ class MergeStates {
   }
 
   // The gradients of both outputs; returns d, which is 0 if one of the states is empty.
-  T derive_row(const Block& block, int64_t r, Place at) const {
-    const S* const g = at.template of<S>(p.grad_out);
-    S* const da = at.template of<S>(p.grad_out_a);
-    S* const db = at.template of<S>(p.grad_out_b);
+  template <class S>
+  __attribute__((noinline)) T derive_row(const Block& block, int64_t r, Place at) const {
+    const S* const g = at.of<S>(p.grad_out);
+    S* const da = at.of<S>(p.grad_out_a);
+    S* const db = at.of<S>(p.grad_out_b);
     if (block.is_empty_a(r) || block.is_empty_b(r)) {
       each_vector([&](int64_t d, int n) __attribute__((always_inline)) {
         const Vec<T> x = read(g, p.grad_out, d, n);
@@ -182,7 +196,7 @@ class MergeStates {
       });
       return T(0);
     }
-    const S *const a = at.template of<S>(p.out_a), *const b = at.template of<S>(p.out_b);
+    const S *const a = at.of<S>(p.out_a), *const b = at.of<S>(p.out_b);
     const T share_a = static_cast<T>(block.share_a[r]), share_b = static_cast<T>(block.share_b[r]);
     Vec<T> sum{};
     each_vector([&](int64_t d, int n) __attribute__((always_inline)) {
@@ -194,9 +208,10 @@ class MergeStates {
     return sum_lanes<T>(sum);
   }
 
-  T no_gradient(Place at) const {
-    S* const da = at.template of<S>(p.grad_out_a);
-    S* const db = at.template of<S>(p.grad_out_b);
+  template <class S>
+  __attribute__((noinline)) T no_gradient(Place at) const {
+    S* const da = at.of<S>(p.grad_out_a);
+    S* const db = at.of<S>(p.grad_out_b);
     each_vector([&](int64_t d, int n) __attribute__((always_inline)) {
       write(da, p.grad_out_a, d, n, Vec<T>{});
       write(db, p.grad_out_b, d, n, Vec<T>{});
@@ -207,12 +222,7 @@ class MergeStates {
 
 template <class F>
 void with_types(const MergeStatesParams& p, F f) {
-  with_element(p.dtype, [&](auto element) {
-    if (p.lse_dtype == DType::f64)
-      f(MergeStates<decltype(element), double>(p));
-    else
-      f(MergeStates<decltype(element), float>(p));
-  });
+  with_arithmetic(p.dtype, [&](auto policy) { f(MergeStates<decltype(policy)>(p)); });
 }
 
 }  // namespace

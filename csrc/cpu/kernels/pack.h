@@ -55,6 +55,15 @@ FASTATTN_INLINE void pack_transposed(const S* src, int64_t row_stride, int64_t c
   }
 }
 
+template <class T>
+__attribute__((noinline)) void pack_transposed(Elements src, int64_t row_stride, int64_t col_stride,
+                                               int64_t rows, int64_t cols, int64_t lanes, T* dst,
+                                               int64_t ld) {
+  with_elements(src, [&](const auto* from) __attribute__((always_inline)) {
+    pack_transposed<T>(from, row_stride, col_stride, rows, cols, lanes, dst, ld);
+  });
+}
+
 // The inverse: dst[r * row_stride + c] = src[c * ld + r] * factor[r], rounded to S. With `add`, the
 // result is added to dst.
 template <class T, class S>
@@ -78,6 +87,15 @@ FASTATTN_INLINE void unpack_transposed(const T* src, int64_t ld, const T* factor
   }
 }
 
+template <class T>
+__attribute__((noinline)) void unpack_transposed(const T* src, int64_t ld, const T* factor,
+                                                 int64_t rows, int64_t cols, Elements dst,
+                                                 int64_t row_stride) {
+  with_elements(dst, [&](auto* to) __attribute__((always_inline)) {
+    unpack_transposed<T>(src, ld, factor, rows, cols, to, row_stride);
+  });
+}
+
 // dst[r][c] = src[r * row_stride + c * col_stride], as T.
 template <class T, class S>
 FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows,
@@ -95,6 +113,14 @@ FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_st
     if (c < cols)
       store_first(d + c, load_as<T>(s + c, static_cast<int>(cols - c)), static_cast<int>(cols - c));
   }
+}
+
+template <class T>
+__attribute__((noinline)) void stage_rows(Elements src, int64_t row_stride, int64_t col_stride,
+                                          int64_t rows, int64_t cols, T* dst, int64_t ld) {
+  with_elements(src, [&](const auto* from) __attribute__((always_inline)) {
+    stage_rows<T>(from, row_stride, col_stride, rows, cols, dst, ld);
+  });
 }
 
 FASTATTN_INLINE bool word_aligned(const Bf16* p) {
@@ -160,10 +186,9 @@ FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_
 
 // Queries (or output gradients) of a panel as the right-hand side of a score tile: dst[word][lane].
 template <class P>
-FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stride,
-                                int64_t col_stride, int64_t rows, int64_t cols, int64_t lanes,
-                                typename P::Word* dst, int64_t ld,
-                                [[maybe_unused]] typename P::Word* temp) {
+FASTATTN_INLINE void pack_panel(typename P::Source src, int64_t row_stride, int64_t col_stride,
+                                int64_t rows, int64_t cols, int64_t lanes, typename P::Word* dst,
+                                int64_t ld, [[maybe_unused]] typename P::Word* temp) {
   if constexpr (P::kPerWord == 1) {
     pack_transposed<typename P::Acc>(src, row_stride, col_stride, rows, cols, lanes, dst, ld);
   } else {
@@ -182,9 +207,8 @@ FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stri
 // Keys (or values) as the broadcast rows of a tile. Returns their address: in place if they are
 // contiguous words already, else dst.
 template <class P>
-FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* src,
-                                                   int64_t row_stride, int64_t col_stride,
-                                                   int64_t rows, int64_t cols,
+FASTATTN_INLINE const typename P::Word* stage_keys(typename P::Source src, int64_t row_stride,
+                                                   int64_t col_stride, int64_t rows, int64_t cols,
                                                    typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
     if (col_stride == 1 && row_stride == cols && cols % 2 == 0 && word_aligned(src))
@@ -192,9 +216,8 @@ FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* sr
     stage_pairs(src, row_stride, col_stride, rows, cols, dst, words<P>(cols));
     return dst;
   } else {
-    if constexpr (kSame<typename P::Storage, typename P::Word>) {
-      if (col_stride == 1 && row_stride == cols) return src;
-    }
+    const typename P::Word* const own = in_place<typename P::Word>(src);
+    if (own != nullptr && col_stride == 1 && row_stride == cols) return own;
     stage_rows<typename P::Acc>(src, row_stride, col_stride, rows, cols, dst, cols);
     return dst;
   }
@@ -203,10 +226,9 @@ FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* sr
 // Rows that a product reduces over (values under probabilities, keys under score gradients). Where
 // a word is a pair, it holds two rows. One block of `rows` takes words<P>(rows) * cols words.
 template <class P>
-FASTATTN_INLINE const typename P::Word* stage_reduced(const typename P::Storage* src,
-                                                      int64_t row_stride, int64_t col_stride,
-                                                      int64_t rows, int64_t cols,
-                                                      typename P::Word* dst) {
+FASTATTN_INLINE const typename P::Word* stage_reduced(typename P::Source src, int64_t row_stride,
+                                                      int64_t col_stride, int64_t rows,
+                                                      int64_t cols, typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
     stage_row_pairs(src, row_stride, col_stride, rows, cols, dst, cols);
     return dst;
@@ -224,6 +246,12 @@ FASTATTN_INLINE void prefetch_rows(const S* src, int64_t row_stride, int64_t col
   if (col_stride != 1) return;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < cols; c += kLine) __builtin_prefetch(src + r * row_stride + c, 0, 2);
+}
+FASTATTN_INLINE void prefetch_rows(Elements src, int64_t row_stride, int64_t col_stride,
+                                   int64_t rows, int64_t cols) {
+  with_elements(src, [&](const auto* from) __attribute__((always_inline)) {
+    prefetch_rows(from, row_stride, col_stride, rows, cols);
+  });
 }
 
 }  // namespace

@@ -1,23 +1,33 @@
 // A policy names the accumulator type and the *word* of a product: one element, or a pair of bf16
-// that one instruction multiplies and adds. Reductions run over words.
+// that one instruction multiplies and adds. Reductions run over words. Its `Source` points to elements
+// of a tensor.
 #pragma once
-#include "../../params.h"
-#include "../simd/convert.h"
 #include "../simd/math.h"
 #include "../simd/simd.h"
+#include "elements.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
+// Whether kernels have variants for small shapes: panels of one vector, more rows at a time in decoding.
+// Each is compiled once more. So float64 has none, and x86 without AVX2, which hardly a machine is.
+#if defined(__x86_64__) && !defined(__AVX2__)
+constexpr bool kVariants = false;
+#else
+constexpr bool kVariants = true;
+#endif
+
 // fp32 arithmetic; storage is float, or bf16 / fp16 converted while a block is staged.
-template <class StorageT>
 struct Single {
-  typedef StorageT Storage;
+  typedef Elements Source;
+  static Source elements(void* data, DType dtype) { return {data, dtype}; }
   typedef float Acc;
   typedef float Word;
   static constexpr int kPerWord = 1;
   static constexpr bool kCoarseExp = false;
+  static constexpr bool kHasVariants = kVariants;
+  typedef Single OnVectors;  // what runs a part that has no kernel of its own on tiles
   // Register tiles: rows x vectors of scores (K rows by queries) and of outputs (channels by
   // queries). The accumulators, the vectors of one step and a broadcast must fit the register file.
   static constexpr int kScoreRows = kRegisters == 32 ? 12 : 6;
@@ -25,11 +35,23 @@ struct Single {
   static FASTATTN_INLINE VecF multiply_add(VecF a, VecF b, VecF c) { return a * b + c; }
 };
 
+// The same where the storage is known when the kernel is compiled.
+template <class StorageT>
+struct SingleOf : Single {
+  typedef StorageT Storage;
+  typedef Storage* Source;
+  static Source elements(void* data, DType) { return static_cast<Source>(data); }
+};
+
 struct Double {
   typedef double Storage;
+  typedef Storage* Source;
+  static Source elements(void* data, DType) { return static_cast<Source>(data); }
   typedef double Acc;
   typedef double Word;
+  typedef Double OnVectors;
   static constexpr int kPerWord = 1;
+  static constexpr bool kHasVariants = false;
   static constexpr bool kCoarseExp = false;
   static constexpr int kScoreRows = kRegisters == 32 ? 12 : 6;
   static constexpr int kOutputRows = kRegisters == 32 ? 8 : 6;
@@ -42,9 +64,13 @@ struct Double {
 // and never used as one.
 struct PairBf16 {
   typedef Bf16 Storage;
+  typedef Storage* Source;
+  static Source elements(void* data, DType) { return static_cast<Source>(data); }
   typedef float Acc;
   typedef float Word;
+  typedef PairBf16 OnVectors;
   static constexpr int kPerWord = 2;
+  static constexpr bool kHasVariants = true;
   static constexpr bool kCoarseExp = true;
   static constexpr int kScoreRows = 8;
   static constexpr int kOutputRows = 8;
@@ -90,7 +116,7 @@ struct PairBf16 {
 };
 typedef PairBf16 PolicyBf16;
 #else
-typedef Single<Bf16> PolicyBf16;
+typedef Single PolicyBf16;
 #endif
 
 // Two vectors of non-negative numbers as bf16 pairs (even, odd), rounded to nearest.
@@ -109,21 +135,12 @@ FASTATTN_INLINE constexpr int64_t words(int64_t count) {
   return (count + P::kPerWord - 1) / P::kPerWord;
 }
 
-// Whether there are kernels of a dtype. Tests that need one alone compile several times faster.
-constexpr bool has_kernels([[maybe_unused]] DType dtype) {
-#if defined(FASTATTN_ONLY_DTYPE)
-  return dtype == DType::FASTATTN_ONLY_DTYPE;
-#else
-  return true;
-#endif
-}
-
 // Calls f(Policy()) with the policy for a dtype on this instruction set.
 template <class F>
 FASTATTN_INLINE void with_policy(DType dtype, F f) {
   switch (dtype) {
     case DType::f32:
-      if constexpr (has_kernels(DType::f32)) f(Single<float>());
+      if constexpr (has_kernels(DType::f32)) f(Single());
       return;
     case DType::f64:
       if constexpr (has_kernels(DType::f64)) f(Double());
@@ -132,11 +149,38 @@ FASTATTN_INLINE void with_policy(DType dtype, F f) {
       if constexpr (has_kernels(DType::bf16)) f(PolicyBf16());
       return;
     case DType::f16:
-      if constexpr (has_kernels(DType::f16)) f(Single<F16>());
+      if constexpr (has_kernels(DType::f16)) f(Single());
       return;
     case DType::boolean:
       return;
   }
+}
+
+// The same without pairs, for what is no product of matrices.
+template <class F>
+FASTATTN_INLINE void with_arithmetic(DType dtype, F f) {
+  if constexpr (has_kernels(DType::f64))
+    if (dtype == DType::f64) return f(Double());
+  if constexpr (has_kernels(DType::f32) || has_kernels(DType::bf16) || has_kernels(DType::f16))
+    if (dtype != DType::f64) f(Single());
+}
+
+// Calls f with an element of the type in which tensors of this dtype are stored.
+template <class P, class F>
+FASTATTN_INLINE void with_stored(DType dtype, F f) {
+  if constexpr (kSame<P, Single>) {
+    with_elements(Elements(nullptr, dtype), [&](auto* none) __attribute__((always_inline)) {
+      f(typename ElementOf<decltype(none)>::type());
+    });
+  } else {
+    f(typename P::Storage());
+  }
+}
+
+// The same for any policy.
+template <class F>
+FASTATTN_INLINE void with_stored(DType dtype, F f) {
+  with_arithmetic(dtype, [&](auto policy) { with_stored<decltype(policy)>(dtype, f); });
 }
 
 }  // namespace

@@ -272,6 +272,66 @@ FASTATTN_INLINE void write_row(const T* x, int64_t columns, S* row) {
   if (d < columns) store_as<T>(row + d, load(x + d), static_cast<int>(columns - d));
 }
 
+// The same, and products and sums of rows, of elements whose dtype is known at run time.
+template <class T>
+__attribute__((noinline)) void read_row(Elements row, int64_t columns, T* x) {
+  with_elements(
+      row, [&](const auto* from) __attribute__((always_inline)) { read_row(from, columns, x); });
+}
+template <class T>
+__attribute__((noinline)) void write_row(const T* x, int64_t columns, Elements row) {
+  with_elements(row, [&](auto* to) __attribute__((always_inline)) { write_row(x, columns, to); });
+}
+// s[i] = row i . x and y += sum_i w[i] row i for `count` rows, row i at first + at[i] * stride, or at
+// first + i * stride without a list. Rows of 16 bits are widened piece by piece.
+template <class T>
+__attribute__((noinline)) void products_of(const T* first, int64_t stride, const int64_t* at,
+                                           int64_t count, int64_t D, const T* x, T* s) {
+  row_products<T>(Rows<T>{first, stride, at}, count, D, x, s);
+}
+template <class T>
+__attribute__((noinline)) void add_rows_of(const T* first, int64_t stride, const int64_t* at,
+                                           int64_t count, int64_t D, const T* w, T* y) {
+  add_rows<T>(Rows<T>{first, stride, at}, count, D, w, T(1), y);
+}
+// of_piece(piece, rows from i0 on, their number, columns from d0 on, their number); rows of `piece` are
+// kPieceColumns apart.
+constexpr int64_t kPieceRows = 32, kPieceColumns = 128;
+template <class F>
+FASTATTN_INLINE void each_piece(Elements first, int64_t stride, const int64_t* at, int64_t count,
+                                int64_t D, F of_piece) {
+  alignas(kVectorBytes) float piece[kPieceRows * kPieceColumns];
+  for (int64_t i0 = 0; i0 < count; i0 += kPieceRows)
+    for (int64_t d0 = 0; d0 < D; d0 += kPieceColumns) {
+      const int64_t rows = min_of(kPieceRows, count - i0), columns = min_of(kPieceColumns, D - d0);
+      for (int64_t r = 0; r < rows; ++r)
+        read_row(first + (at != nullptr ? at[i0 + r] : i0 + r) * stride + d0, columns,
+                 piece + r * kPieceColumns);
+      of_piece(piece, i0, rows, d0, columns);
+    }
+}
+inline void products_of(Elements first, int64_t stride, const int64_t* at, int64_t count, int64_t D,
+                        const float* x, float* s) {
+  if (const float* own = in_place<float>(first))
+    return products_of(own, stride, at, count, D, x, s);
+  each_piece(first, stride, at, count, D,
+             [&](const float* piece, int64_t i0, int64_t rows, int64_t d0, int64_t columns) {
+               alignas(kVectorBytes) float part[kPieceRows];
+               products_of(piece, kPieceColumns, nullptr, rows, columns, x + d0, part);
+               for (int64_t r = 0; r < rows; ++r)
+                 s[i0 + r] = d0 == 0 ? part[r] : s[i0 + r] + part[r];
+             });
+}
+inline void add_rows_of(Elements first, int64_t stride, const int64_t* at, int64_t count, int64_t D,
+                        const float* w, float* y) {
+  if (const float* own = in_place<float>(first))
+    return add_rows_of(own, stride, at, count, D, w, y);
+  each_piece(first, stride, at, count, D,
+             [&](const float* piece, int64_t i0, int64_t rows, int64_t d0, int64_t columns) {
+               add_rows_of(piece, kPieceColumns, nullptr, rows, columns, w + i0, y + d0);
+             });
+}
+
 // Calls f with an element of this dtype.
 template <class F>
 FASTATTN_INLINE void with_element(DType dtype, F f) {

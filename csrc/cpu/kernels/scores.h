@@ -398,6 +398,14 @@ FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_st
   }
   return sum_lanes<T>(sum) == 0;
 }
+__attribute__((noinline)) inline bool all_finite(Elements src, int64_t row_stride,
+                                                 int64_t col_stride, int64_t rows, int64_t cols) {
+  bool finite = true;
+  with_elements(src, [&](const auto* from) __attribute__((always_inline)) {
+    finite = all_finite(from, row_stride, col_stride, rows, cols);
+  });
+  return finite;
+}
 
 }  // namespace
 }  // namespace FASTATTN_ISA

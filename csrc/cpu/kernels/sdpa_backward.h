@@ -38,7 +38,7 @@ FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_
 // A panel of queries is kVectors vectors wide.
 template <class P, int kVectors = kPanelVectors>
 class BackwardUnit {
-  typedef typename P::Storage Storage;
+  typedef typename P::Source Source;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
@@ -165,8 +165,8 @@ class BackwardUnit {
   // Packs all data of one query head that does not depend on the keys.
   void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {
     const int64_t *sq = p.q.stride, *sg = p.grad_out.stride;
-    const Storage* q = static_cast<const Storage*>(p.q.data) + b * sq[0] + h * sq[1];
-    const Storage* g = static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1];
+    const Source q = P::elements(p.q.data, p.dtype) + b * sq[0] + h * sq[1];
+    const Source g = P::elements(p.grad_out.data, p.dtype) + b * sg[0] + h * sg[1];
     for (int64_t i = 0; i < p.Lq; i += L) {
       const int64_t rows = min_of(L, p.Lq - i);
       pack_panel<P>(q + i * sq[2], sq[2], sq[3], rows, p.D, L, f.q + i * dw, L, f.temp);
@@ -217,11 +217,11 @@ class BackwardUnit {
 
   // Rows of queries as words to reduce over, columns padded with zero to whole vectors. In place if
   // they are that already and none will be cleared, else in dst.
-  const Word* rows_of(const Storage* src, const int64_t* stride, int64_t cols, int64_t padded,
+  const Word* rows_of(const Source src, const int64_t* stride, int64_t cols, int64_t padded,
                       bool masked, Word* dst) const {
-    if constexpr (kSame<Storage, Word>) {
-      if (!masked && stride[3] == 1 && stride[2] == padded && cols == padded) return src;
-    }
+    const Word* const own = in_place<Word>(src);
+    if (own != nullptr && !masked && stride[3] == 1 && stride[2] == padded && cols == padded)
+      return own;
     if (padded != cols)
       __builtin_memset(dst, 0, static_cast<size_t>(words<P>(p.Lq) * padded) * sizeof(Word));
     if constexpr (P::kPerWord == 1) {
@@ -235,10 +235,8 @@ class BackwardUnit {
   void block_of_keys(Buffers& f, int64_t b, int64_t h, int64_t hk, Range block, int64_t chunk_begin,
                      T* dq) const {
     const int64_t nk = block.end - block.begin, *sk = p.k.stride, *sv = p.v.stride;
-    const Storage* k =
-        static_cast<const Storage*>(p.k.data) + b * sk[0] + hk * sk[1] + block.begin * sk[2];
-    const Storage* v =
-        static_cast<const Storage*>(p.v.data) + b * sv[0] + hk * sv[1] + block.begin * sv[2];
+    const Source k = P::elements(p.k.data, p.dtype) + b * sk[0] + hk * sk[1] + block.begin * sk[2];
+    const Source v = P::elements(p.v.data, p.dtype) + b * sv[0] + hk * sv[1] + block.begin * sv[2];
     const Word* ks = stage_keys<P>(k, sk[2], sk[3], nk, p.D, f.k);
     const Word* vs = stage_keys<P>(v, sv[2], sv[3], nk, p.Dv, f.v);
     const bool leaky = rule.excludes && !all_finite(k, sk[2], sk[3], nk, p.D);
@@ -328,8 +326,11 @@ class BackwardUnit {
   }
 
   // dQ^T += K^T dS^T pair by pair, skipping zeros: for blocks with non-finite keys.
-  __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, const Storage* k,
-                                             T* dq) const {
+  __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, Source k, T* dq) const {
+    with_elements(k, [&](const auto* rows) { add_nonzero_of(ds, nk, rows, dq); });
+  }
+  template <class S>
+  void add_nonzero_of(const T* ds, int64_t nk, const S* k, T* dq) const {
     for (int64_t j = 0; j < nk; ++j) {
       for (int64_t i = 0; i < L; ++i) {
         T weight = ds[j * L + i];
@@ -344,15 +345,18 @@ class BackwardUnit {
     }
   }
 
-  void write_rows(const T* rows, int64_t ld, int64_t cols, T factor, const Tensor4& to, int64_t b,
-                  int64_t hk, Range keys) const {
-    Storage* dst = static_cast<Storage*>(to.data) + b * to.stride[0] + hk * to.stride[1];
-    for (int64_t j = keys.begin; j < keys.end; ++j) {
-      const T* row = rows + (j - keys.begin) * ld;
-      for (int64_t d = 0; d < cols; d += W)
-        store_as<T>(dst + j * to.stride[2] + d, load(row + d) * factor,
-                    static_cast<int>(min_of<int64_t>(W, cols - d)));
-    }
+  __attribute__((noinline)) void write_rows(const T* rows, int64_t ld, int64_t cols, T factor,
+                                            const Tensor4& to, int64_t b, int64_t hk,
+                                            Range keys) const {
+    const Source first = P::elements(to.data, p.dtype) + b * to.stride[0] + hk * to.stride[1];
+    with_elements(first, [&](auto* dst) __attribute__((always_inline)) {
+      for (int64_t j = keys.begin; j < keys.end; ++j) {
+        const T* row = rows + (j - keys.begin) * ld;
+        for (int64_t d = 0; d < cols; d += W)
+          store_as<T>(dst + j * to.stride[2] + d, load(row + d) * factor,
+                      static_cast<int>(min_of<int64_t>(W, cols - d)));
+      }
+    });
   }
 };
 

@@ -14,7 +14,7 @@ namespace {
 // For every query: delta, and the row scale that turns scores into probabilities.
 template <class P>
 class Prepare {
-  typedef typename P::Storage Storage;
+  typedef typename P::Source Source;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
@@ -68,10 +68,8 @@ class Prepare {
                   chain = longest_chain<T>(p);
     const double* grad_lse =
         p.grad_lse == nullptr ? nullptr : p.grad_lse + (b * p.Hq + h) * p.lse_stride;
-    const Storage* out =
-        static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1] + i0 * so[2];
-    const Storage* grad =
-        static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1] + i0 * sg[2];
+    const Source out = P::elements(p.out.data, p.dtype) + b * so[0] + h * so[1] + i0 * so[2];
+    const Source grad = P::elements(p.grad_out.data, p.dtype) + b * sg[0] + h * sg[1] + i0 * sg[2];
     pack_transposed<T>(out, so[2], so[3], rows, p.Dv, lanes, o, lanes);
     pack_transposed<T>(grad, sg[2], sg[3], rows, p.Dv, lanes, g, lanes);
     alignas(kVectorBytes) T total[kLanesOfPanel] = {};
@@ -93,7 +91,7 @@ class Prepare {
   void pack_queries(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
                     int64_t rows, int64_t lanes) const {
     const int64_t* st = p.q.stride;
-    const Storage* q = static_cast<const Storage*>(p.q.data) + b * st[0] + h * st[1] + i0 * st[2];
+    const Source q = P::elements(p.q.data, p.dtype) + b * st[0] + h * st[1] + i0 * st[2];
     pack_panel<P>(q, st[2], st[3], rows, p.D, lanes, buf.q, lanes, buf.temp);
   }
 
@@ -122,8 +120,7 @@ class Prepare {
                     int64_t i0, int64_t i1, T* delta) const {
     constexpr int64_t lanes = kLanesOfPanel;
     const int64_t hk = h / (p.Hq / p.Hkv);
-    const Storage* k =
-        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    const Source k = P::elements(p.k.data, p.dtype) + b * p.k.stride[0] + hk * p.k.stride[1];
     pack_queries(buf, b, h, i0, i1 - i0, lanes);
     Vec<T> total[kPanelVectors] = {};
     for (int64_t j0 = 0; j0 < p.Lk; j0 += Bk) {
@@ -269,7 +266,8 @@ class Backward {
 
   void prepare(const Tasks& rows) const {
     const auto of = [&](const Sequence& s, int64_t n) {
-      return Prepare<P>(s, prepared(rows, n), Unit(s).sums_delta(), Unit::forward_scores());
+      return Prepare<typename P::OnVectors>(s, prepared(rows, n), Unit(s).sums_delta(),
+                                            Unit::forward_scores());
     };
     const Tasks tasks(sequences_.count(), [&](int64_t n) {
       const Sequence s = sequences_.at(n);

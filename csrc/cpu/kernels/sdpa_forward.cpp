@@ -17,11 +17,12 @@ namespace {
 
 template <class P>
 class Forward {
-  typedef typename P::Storage Storage;
+  typedef typename P::Source Source;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
+  static constexpr int kFew = kFewVectors<P>;
 
  public:
   explicit Forward(const Sequence& params)
@@ -117,15 +118,13 @@ class Forward {
     return buf;
   }
 
-  // One block of queries of one head against all keys visible to it.
-  void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) const {
+  // One block of queries of one head against all keys visible to it. Out of line, because every
+  // schedule has it.
+  __attribute__((noinline)) void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) const {
     const int64_t hk = h / (p.Hq / p.Hkv), q1 = min_of(p.Lq, q0 + Bq);
-    const Storage* q =
-        static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
-    const Storage* k =
-        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-    const Storage* v =
-        static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1];
+    const Source q = P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1];
+    const Source k = P::elements(p.k.data, p.dtype) + b * p.k.stride[0] + hk * p.k.stride[1];
+    const Source v = P::elements(p.v.data, p.dtype) + b * p.v.stride[0] + hk * p.v.stride[1];
 
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
       const int64_t rows = min_of(kLanesOfPanel, q1 - i), lanes = lanes_for(rows);
@@ -157,14 +156,16 @@ class Forward {
     finish(buf, b, h, q0, q1);
   }
 
-  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
+  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
+    return rows <= kFew * W ? kFew * W : kLanesOfPanel;
+  }
 
   // `next` keys follow this block.
   void block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
-                     int64_t next, const Storage* k, const Storage* v) const {
+                     int64_t next, const Source k, const Source v) const {
     const int64_t nk = block.end - block.begin;
-    const Storage* k_rows = k + block.begin * p.k.stride[2];
-    const Storage* v_rows = v + block.begin * p.v.stride[2];
+    const Source k_rows = k + block.begin * p.k.stride[2];
+    const Source v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
     // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
@@ -187,12 +188,13 @@ class Forward {
       r.begin = r.begin / P::kPerWord * P::kPerWord;
       const bool found =
           r.begin < r.end &&
-          (i1 - i <= W ? panel<1>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v)
-                       : panel<kPanelVectors>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v));
+          (i1 - i <= kFew * W
+               ? panel<kFew>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v)
+               : panel<kPanelVectors>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v));
       if (weights == Weights::none) continue;
       if (!found) r = {0, 0};
-      if (i1 - i <= W)
-        weigh<1>(buf, b, h, q0, i, i1, r);
+      if (i1 - i <= kFew * W)
+        weigh<kFew>(buf, b, h, q0, i, i1, r);
       else
         weigh<kPanelVectors>(buf, b, h, q0, i, i1, r);
     }
@@ -203,7 +205,7 @@ class Forward {
   template <int NV>
   __attribute__((noinline)) bool panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
                                        int64_t i1, Range r, int64_t block_begin, const Word* ks,
-                                       const Word* vs, const Storage* v) const {
+                                       const Word* vs, const Source v) const {
     constexpr int64_t lanes = NV * W;
     const int64_t nk = r.end - r.begin, dw = words<P>(p.D), shift = r.begin - block_begin;
     T* S = buf.s;
@@ -308,16 +310,17 @@ class Forward {
                          p.applied.stride[2]);
   }
 
-  Storage* weights_row(int64_t b, int64_t h, int64_t i) const {
+  Source weights_row(int64_t b, int64_t h, int64_t i) const {
     const int64_t* st = p.applied.stride;
-    return static_cast<Storage*>(p.applied.data) + b * st[0] + h * st[1] + i * st[2];
+    return P::elements(p.applied.data, p.dtype) + b * st[0] + h * st[1] + i * st[2];
   }
   // Writes zero weights for queries [i0, i1) and these keys.
   void hide(int64_t b, int64_t h, int64_t i0, int64_t i1, Range keys) const {
     if (keys.begin >= keys.end) return;
     for (int64_t i = i0; i < i1; ++i)
-      __builtin_memset(weights_row(b, h, i) + keys.begin, 0,
-                       static_cast<size_t>(keys.end - keys.begin) * sizeof(Storage));
+      with_elements(weights_row(b, h, i) + keys.begin, [&](auto* to) {
+        __builtin_memset(to, 0, static_cast<size_t>(keys.end - keys.begin) * sizeof(*to));
+      });
   }
   void write_mean(Buffers& buf, int64_t b, int64_t q0) const {
     T share[kLanesOfPanel];
@@ -374,11 +377,19 @@ class Forward {
   void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) const {
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
       const int64_t at = i - q0, rows = min_of(kLanesOfPanel, q1 - i);
-      finish_rows<T, Storage>(p, rule, dropout, b, h, i, rows, lanes_for(rows), buf.m + at,
-                              buf.l + at, buf.o + at * p.Dv);
+      finish_rows<P>(p, rule, dropout, b, h, i, rows, lanes_for(rows), buf.m + at, buf.l + at,
+                     buf.o + at * p.Dv);
     }
   }
 };
+
+// Only decoding reads keys and values as they are stored.
+template <class P>
+void run_schedule(const Sequences& sequences) {
+  with_stored<P>(sequences.all().dtype, [&](auto stored) {
+    Schedule<P, Forward<P>, Decode<P, decltype(stored)>>(sequences).run();
+  });
+}
 
 }  // namespace
 
@@ -387,10 +398,10 @@ void attention_forward(const AttentionParams& p) {
   with_policy(p.dtype, [&](auto policy) {
     typedef decltype(policy) P;
     const Sequences sequences(p);
-    Schedule<P, Forward<P>>(sequences).run();
+    run_schedule<P>(sequences);
     if (p.weights == Weights::none) return;
     const Sequence all = sequences.at(0);
-    if (Decode<P>::serves(all) || !Forward<P>::gives_weights(all)) WeightsPass<P>(all).run();
+    if (is_decoded<P>(all) || !Forward<P>::gives_weights(all)) WeightsPass<P>(all).run();
   });
 }
 
@@ -419,7 +430,7 @@ void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
   if (all.B == 0 || all.Hq == 0) return;
   if (all.k_scales.data != nullptr) {
-    typedef Single<float> P;
+    typedef Single P;
     const Sequences sequences(p);
     if constexpr (has_kernels(DType::f32)) {
       if (all.float8)
@@ -429,11 +440,7 @@ void attention_sequences_forward(const SequencesParams& p) {
     }
     return;
   }
-  with_policy(all.dtype, [&](auto policy) {
-    const Sequences sequences(p);
-    typedef decltype(policy) P;
-    Schedule<P, Forward<P>>(sequences).run();
-  });
+  with_policy(all.dtype, [&](auto policy) { run_schedule<decltype(policy)>(Sequences(p)); });
 }
 
 }  // namespace FASTATTN_ISA

@@ -86,8 +86,7 @@ __attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64
   constexpr int64_t lanes = kVectors * kLanes<T>;
   const int64_t* st = p.grad_weights.stride;
   const bool averaged = p.weights == Weights::averaged;
-  const auto* g = static_cast<const typename P::Storage*>(p.grad_weights.data) + b * st[0] +
-                  (averaged ? 0 : h * st[1]);
+  const auto g = P::elements(p.grad_weights.data, p.dtype) + b * st[0] + (averaged ? 0 : h * st[1]);
   pack_transposed<T>(g + i0 * st[2] + j0 * st[3], st[2], st[3], i1 - i0, j1 - j0, lanes, dst,
                      lanes);
   if (!averaged) return;
@@ -102,7 +101,7 @@ FASTATTN_INLINE void write_query_gradients(const AttentionParams& p, int64_t b, 
   typedef typename P::Acc T;
   constexpr int64_t lanes = kVectors * kLanes<T>;
   const int64_t* st = p.grad_q.stride;
-  auto* out = static_cast<typename P::Storage*>(p.grad_q.data) + b * st[0] + h * st[1];
+  const auto out = P::elements(p.grad_q.data, p.dtype) + b * st[0] + h * st[1];
   T factor[lanes];
   for (T& x : factor) x = static_cast<T>(p.scale);
   for (int64_t i = 0; i < p.Lq; i += lanes)

@@ -11,7 +11,7 @@ namespace {
 // O += V^T P pair by pair, skipping weights of zero: for blocks with non-finite values. P is
 // [keys][lanes], or [keys / 2][lanes] in words of two.
 template <int kPerWord, class T, class S>
-__attribute__((noinline)) void add_visible_only(const T* P, int64_t lanes, int64_t keys, const S* v,
+__attribute__((noinline)) void add_visible_only(const T* P, int64_t lanes, int64_t keys, S* v,
                                                 int64_t row_stride, int64_t col_stride, int64_t Dv,
                                                 T* O) {
   const auto weight_at = [&](int64_t j, int64_t i) {
@@ -29,13 +29,21 @@ __attribute__((noinline)) void add_visible_only(const T* P, int64_t lanes, int64
   }
 }
 
+template <int kPerWord, class T>
+void add_visible_only(const T* P, int64_t lanes, int64_t keys, Elements v, int64_t row_stride,
+                      int64_t col_stride, int64_t Dv, T* O) {
+  with_elements(v, [&](auto* from) {
+    add_visible_only<kPerWord>(P, lanes, keys, from, row_stride, col_stride, Dv, O);
+  });
+}
+
 // out = O / l, lse = m + ln l for queries from i on; a fully masked row gives 0 and -inf. m and l
 // have all lanes; l is overwritten.
-template <class T, class S>
+template <class P, class T>
 FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
                                  const DropoutRule& dropout, int64_t b, int64_t h, int64_t i,
                                  int64_t rows, int64_t lanes, const T* m, T* l, const T* O) {
-  S* out = static_cast<S*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
+  const auto out = P::elements(p.out.data, p.dtype) + b * p.out.stride[0] + h * p.out.stride[1];
   if (p.lse != nullptr) {
     double* const lse = p.lse + (b * p.Hq + h) * p.lse_stride + i;
     constexpr int64_t kStep = kLanes<double>;

@@ -8,13 +8,26 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
+// In place of Decode where no sequence is decoded.
+struct NoDecode {
+  static bool serves(const Sequence&) { return false; }
+  explicit NoDecode(const Sequence&) {}
+  int64_t chunks() const { return 0; }
+  int64_t state_size() const { return 0; }
+  void run_head(int64_t) const {}
+  template <class T>
+  void run_chunk(int64_t, T*) const {}
+  template <class T>
+  void merge_head(int64_t, T*) const {}
+};
+
 // The parallel schedule of all sequences. A task is a block of queries of a head, or, for a
 // sequence that D serves, one of its key heads. A key head larger than one thread's share of
 // the work is split into chunks of keys, which are merged after all tasks are done, so the bits are
 // the same.
 //
 // F is the kernel of the other sequences: constructed from one, it has tasks() and run(task).
-template <class P, class F, class D = Decode<P>>
+template <class P, class F, class D>
 class Schedule {
   typedef typename P::Acc T;
 

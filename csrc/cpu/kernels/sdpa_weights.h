@@ -13,11 +13,12 @@ namespace {
 
 template <class P>
 class WeightsPass {
-  typedef typename P::Storage Storage;
+  typedef typename P::Source Source;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
+  static constexpr int kFew = kFewVectors<P>;
   static constexpr int64_t kQueries =
       4 * kLanesOfPanel;  // per task, so that several panels share staged keys
 
@@ -31,7 +32,9 @@ class WeightsPass {
         averaged(params.weights == Weights::averaged),
         own_sums(own_sums) {}
 
-  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
+  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
+    return rows <= kFew * W ? kFew * W : kLanesOfPanel;
+  }
 
   struct Buffers {
     Word* q;           // [heads of a task][panels][words of D][lanes]
@@ -94,8 +97,8 @@ class WeightsPass {
       scale_from_lse(rule, x, rows.at(l));
     }
     if (!again || p.partial) return;
-    if (i1 - i0 <= W)
-      recompute<1>(buf, b, h, i0, i1, packed(), rows);
+    if (i1 - i0 <= kFew * W)
+      recompute<kFew>(buf, b, h, i0, i1, packed(), rows);
     else
       recompute<kPanelVectors>(buf, b, h, i0, i1, packed(), rows);
   }
@@ -163,8 +166,7 @@ class WeightsPass {
   __attribute__((noinline)) void recompute(Buffers& buf, int64_t b, int64_t h, int64_t i0,
                                            int64_t i1, const Word* Q, RowScale<T> rows) const {
     const int64_t hk = h / (p.Hq / p.Hkv);
-    const Storage* k =
-        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    const Source k = P::elements(p.k.data, p.dtype) + b * p.k.stride[0] + hk * p.k.stride[1];
     const FirstState<T> first = first_state<T>(p, rule, b, h);
     Vec<T> m[NV], l[NV];
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
@@ -199,8 +201,7 @@ class WeightsPass {
   void task(Buffers& buf, int64_t b, int64_t h0, int64_t h1, int64_t i0) {
     const int64_t i1 = min_of(p.Lq, i0 + kQueries), dw = words<P>(p.D);
     for (int64_t h = h0; h < h1; ++h) {
-      const Storage* q =
-          static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+      const Source q = P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1];
       for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
         const int64_t rows = min_of(kLanesOfPanel, i1 - i), lanes = lanes_for(rows);
         Word* Q = buf.q + ((h - h0) * kQueries + i - i0) * dw;
@@ -215,17 +216,16 @@ class WeightsPass {
       if (averaged) __builtin_memset(buf.mean, 0, static_cast<size_t>(Bk * kQueries) * sizeof(T));
       for (int64_t h = h0; h < h1; ++h) {
         const int64_t hk = h / (p.Hq / p.Hkv);
-        const Storage* k =
-            static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+        const Source k = P::elements(p.k.data, p.dtype) + b * p.k.stride[0] + hk * p.k.stride[1];
         const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3],
                                        j1 - j0, p.D, buf.k);
         for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
           const int64_t rows = min_of(kLanesOfPanel, i1 - i);
           const int64_t at = (h - h0) * kQueries + i - i0;
           T* const sum = averaged ? buf.mean + (i - i0) * Bk : nullptr;
-          if (rows <= W)
-            weights_tile<1>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at),
-                            sum);
+          if (rows <= kFew * W)
+            weights_tile<kFew>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at),
+                               sum);
           else
             weights_tile<kPanelVectors>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks,
                                         buf.rows.at(at), sum);
@@ -242,7 +242,8 @@ class WeightsPass {
   void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1,
              T factor) {
     const int64_t* st = p.applied.stride;
-    Storage* dst = static_cast<Storage*>(p.applied.data) + b * st[0] + h * st[1] + i * st[2] + j0;
+    const Source dst =
+        P::elements(p.applied.data, p.dtype) + b * st[0] + h * st[1] + i * st[2] + j0;
     T factors[kLanesOfPanel];
     for (T& f : factors) f = factor;
     unpack_transposed<T>(tile, lanes_for(rows), factors, rows, j1 - j0, dst, st[2]);

@@ -319,6 +319,10 @@ template <class S>
 struct ElementOf<const S*> {
   typedef S type;
 };
+template <class S>
+struct ElementOf<S*> {
+  typedef S type;
+};
 
 template <int N>
 struct Width {

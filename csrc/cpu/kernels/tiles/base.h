@@ -1,6 +1,7 @@
 // What runs on tiles, and the instruction set below, whose kernels run the rest.
 #pragma once
 #include "../../kernel_table.h"
+#include "../decode.h"
 #include "../varlen.h"
 #include "parts.h"
 
@@ -19,18 +20,23 @@ inline bool on_tiles(const AttentionParams& p) {
          p.Dv > 0 && pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D);
 }
 
+// The forward pass of a few queries is decoding, which is bound by memory.
+inline bool forward_on_tiles(const Sequence& p) { return on_tiles(p) && !is_decoded<Single>(p); }
+inline bool backward_on_tiles(const Sequence& p) { return on_tiles(p); }
+
 // Runs the sequences of a call that belong on tiles by one function, then the others by another.
 template <class OnTiles, class OnVectors>
-inline void divide(const SequencesParams& p, OnTiles run_on_tiles, OnVectors run_on_vectors) {
+inline void divide(const SequencesParams& p, bool (*belongs)(const Sequence&), OnTiles run_on_tiles,
+                   OnVectors run_on_vectors) {
   const int64_t count = p.attention.B;
   const Sequences sequences(p);
   int64_t* const order = static_cast<int64_t*>(
       __builtin_malloc(static_cast<size_t>(max_of<int64_t>(1, count)) * sizeof(int64_t)));
   int64_t tiled = 0;
   for (int64_t n = 0; n < count; ++n)
-    if (on_tiles(sequences.at(n))) order[tiled++] = p.order[n];
+    if (belongs(sequences.at(n))) order[tiled++] = p.order[n];
   for (int64_t n = 0, at = tiled; n < count; ++n)
-    if (!on_tiles(sequences.at(n))) order[at++] = p.order[n];
+    if (!belongs(sequences.at(n))) order[at++] = p.order[n];
   SequencesParams part = p;
   part.order = order, part.attention.B = tiled;
   if (tiled > 0) run_on_tiles(part);

@@ -216,9 +216,9 @@ class TileDecode {
   void finish(Head& x, int64_t head) const {
     for (int64_t n = 0; n < panels; ++n) {
       float* const from = x.buf.total + n * panel_size();
-      finish_rows<float, Storage>(x.s, rule, make_dropout(p), 0, 0, n * kQueries,
-                                  min_of(kQueries, rows - n * kQueries), kQueries, from + maxima(),
-                                  from + sums(), from);
+      finish_rows<P>(x.s, rule, make_dropout(p), 0, 0, n * kQueries,
+                     min_of(kQueries, rows - n * kQueries), kQueries, from + maxima(),
+                     from + sums(), from);
     }
     const int64_t *st = p.out.stride, b = head / p.Hkv;
     Storage* const out = static_cast<Storage*>(p.out.data) + b * st[0];

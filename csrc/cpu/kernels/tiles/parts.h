@@ -117,19 +117,19 @@ struct AsF16 {
 // may be as large as a product of dO and V, too large for fp16. They, and Q and K where they meet
 // them, have `GradFormat`: two parts of bf16 have the bits of an fp16 and the range of a float.
 // `OnVectors` runs what has no kernel on tiles.
-struct TileBf16 : Single<Bf16> {
+struct TileBf16 : SingleOf<Bf16> {
   typedef PolicyBf16 OnVectors;
   typedef AsBf16<1> Format, GradFormat;
   static constexpr bool kCoarseExp = true;
 };
-struct TileF16 : Single<F16> {
-  typedef Single<F16> OnVectors;
+struct TileF16 : SingleOf<F16> {
+  typedef Single OnVectors;
   typedef AsF16 Format;
   typedef AsBf16<2> GradFormat;
 };
 template <int kParts>
-struct TileFloat : Single<float> {
-  typedef Single<float> OnVectors;
+struct TileFloat : SingleOf<float> {
+  typedef Single OnVectors;
   typedef AsBf16<kParts> Format, GradFormat;
 };
 

@@ -26,7 +26,7 @@ void attention_sequences_backward(const SequencesParams& p) {
       Backward<P, TileBackwardUnit<P>>(sequences).run();
     });
   };
-  divide(p, tiled, FASTATTN_BASE::table.attention_sequences_backward);
+  divide(p, backward_on_tiles, tiled, FASTATTN_BASE::table.attention_sequences_backward);
 }
 
 }  // namespace FASTATTN_ISA

@@ -9,12 +9,12 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 
 void attention_forward(const AttentionParams& p) {
-  if (!on_tiles(p)) return FASTATTN_BASE::table.attention_forward(p);
+  if (!forward_on_tiles(Sequences(p).at(0))) return FASTATTN_BASE::table.attention_forward(p);
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
   with_operands(p, [&](auto operands) {
     typedef decltype(operands) P;
     const Sequences sequences(p);
-    Schedule<typename P::OnVectors, TileForward<P>>(sequences).run();
+    Schedule<typename P::OnVectors, TileForward<P>, NoDecode>(sequences).run();
     if (p.weights == Weights::none) return;
     WeightsPass<typename P::OnVectors>(sequences.at(0), P::Format::kParts > 1).run();
   });
@@ -45,10 +45,10 @@ void attention_sequences_forward(const SequencesParams& p) {
     with_operands(part.attention, [&](auto operands) {
       typedef decltype(operands) P;
       const Sequences sequences(part);
-      Schedule<typename P::OnVectors, TileForward<P>>(sequences).run();
+      Schedule<typename P::OnVectors, TileForward<P>, NoDecode>(sequences).run();
     });
   };
-  divide(p, tiled, FASTATTN_BASE::table.attention_sequences_forward);
+  divide(p, forward_on_tiles, tiled, FASTATTN_BASE::table.attention_sequences_forward);
 }
 
 }  // namespace FASTATTN_ISA

@@ -333,8 +333,8 @@ class TileRows {
     const int64_t rows = panel.i1 - panel.i0;
     if (state.fresh)  // it sees no key
       __builtin_memset(state.o, 0, static_cast<size_t>(output_floats()) * sizeof(float));
-    finish_rows<float, Storage>(p, rule, dropout, panel.b, panel.h, panel.i0, rows, kQueries,
-                                state.m, state.l, state.o);
+    finish_rows<P>(p, rule, dropout, panel.b, panel.h, panel.i0, rows, kQueries, state.m, state.l,
+                   state.o);
     if (p.lse == nullptr) return;
     double* const lse = p.lse + (panel.b * p.Hq + panel.h) * p.lse_stride + panel.i0;
     // Weights were relative to minus_m, which is a rounded product.
