@@ -229,7 +229,7 @@ $(VENV)/.stamp-venv:
 # The native core is built afterwards, by itself, so that its progress is visible.
 $(VENV)/.stamp-packages: $(METADATA) | $(VENV)/.stamp-venv
 	$(PIP) install --retries 2 $(addprefix --find-links=,$(TORCH_WHEELS)) $(TORCH)
-	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja
+	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' 'ninja>=1.12'
 	FASTATTN_REQUIRE_NATIVE=0 FASTATTN_NATIVE=0 \
 	  $(PIP) install --quiet --no-build-isolation --editable '.[bench]'
 	touch $@

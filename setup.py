@@ -103,9 +103,12 @@ def run_ninja(folder: Path) -> None:
     command = [str(Path(ninja.BIN_DIR, "ninja")), "-C", str(folder)]
     if jobs := os.environ.get("MAX_JOBS"):
         command += ["-j", jobs]
+    # Seen with `pip install -v`: ninja estimates from the files that it has compiled.
+    environment = {"NINJA_STATUS": "[%f/%t, %w, about %W left] ", **os.environ}
     output = ""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             output += line
