@@ -138,7 +138,7 @@ MUTANTS = (
             ("low_bytes_of_weights_are_lost", "(high[r][c] << 8) + low[r][c], VecF)", "high[r][c] << 8, VecF)"),
             ("a_unit_is_that_of_the_first_row", "w.unit[r0 + r] * sum", "w.unit[r0] * sum"),
             ("columns_are_not_reordered", "from + d + 16 * i + 4 * n", "from + d + 16 * n + 4 * i"),
-            ("the_last_key_is_not_there", "row[n] = v.row(min_of(nk - 1, j + n));", "row[n] = v.row(min_of(max_of<int64_t>(0, nk - 2), j + n));"),
+            ("the_last_key_is_not_there", "row[n] = v[min_of(nk - 1, j + n)];", "row[n] = v[min_of(max_of<int64_t>(0, nk - 2), j + n)];"),
             ("an_output_is_not_rescaled", "alpha[r] * load(to) + w.unit", "load(to) + w.unit"),
         )
     ),
