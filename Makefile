@@ -113,7 +113,7 @@ test-arm-torch: arm ## the operators and modules with PyTorch's wheel for arm64,
 # narrowest instruction set and the widest are enough: the others have the same source.
 SANITIZED := build/sanitized
 test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under AddressSanitizer and UBSan
-	FASTATTN_SANITIZE=address,undefined FASTATTN_CPU_ISAS=native $(BIN)/python setup.py --quiet \
+	FASTATTN_SANITIZE=address,undefined FASTATTN_CPU_ISAS=native FASTATTN_CPU_EMULATED=1 $(BIN)/python setup.py --quiet \
 	  build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	cd $(SANITIZED) && \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
@@ -169,7 +169,6 @@ WHEELS := build/wheels
 TOOLS := $(abspath $(WHEELS))/tools/bin
 WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14 python3.14t
 wheel sdist manylinux: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2> /dev/null || echo 315532800)
-wheel: export FASTATTN_CPU_EMULATED := 0
 # Who installs the wheel has not set FASTATTN_CUDA=0.
 wheel: override export FASTATTN_CUDA := $(FASTATTN_CUDA:0=separate)
 wheel: export LDFLAGS := -static-libstdc++ -Wl,--gc-sections -Wl,--strip-all
@@ -235,7 +234,7 @@ $(VENV)/.stamp-packages: $(METADATA) | $(VENV)/.stamp-venv
 	touch $@
 
 $(VENV)/.stamp-native: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	FASTATTN_CPU_EMULATED=1 $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 # To measure on this machine, its own instruction set is enough, and all that five minutes allow.

@@ -8,11 +8,11 @@ shows it.
 Environment:
   FASTATTN_NATIVE=0           build no native module
   FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error; a missing nvcc is not
-  FASTATTN_CPU_ISAS=native    compile only for the strongest instruction set of this machine, the
-                              baseline, and the tiles of AMX: half the build time, for use on this
-                              machine only
-  FASTATTN_CPU_EMULATED=0     leave out the emulated instruction sets, which tests run where the
-                              processor lacks the real ones; for packages
+  FASTATTN_CPU_ISAS=native    compile only for the strongest instruction set of this machine, what
+                              it extends, the baseline, and the tiles of AMX: half the build time,
+                              for use on this machine only
+  FASTATTN_CPU_EMULATED=1     build the emulated instruction sets, too, which tests run where the
+                              processor lacks the real ones
   FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
   FASTATTN_CUDA=separate      the same, for wheels to distribute: they say that the CUDA kernels are
                               a package of their own

@@ -201,7 +201,7 @@ def emulated_here(
 ) -> Emulated:
     """What tests need to run every kernel on this machine. Emulated tiles take real vectors where
     there are any, because they are faster."""
-    if os.environ.get("FASTATTN_CPU_EMULATED", "1") in ("", "0"):
+    if not enabled("FASTATTN_CPU_EMULATED"):
         return Emulated()
     real = [isa for isa in BELOW_TILES if isa in isas and runs_here(compiler, isas[isa])]
     vectors = {

@@ -51,7 +51,6 @@ def build() -> int:
         "FASTATTN_CUDA": "1",
         "FASTATTN_CUDA_ARCHS": os.environ.get("FASTATTN_CUDA_ARCHS", arch),
         "FASTATTN_CPU_ISAS": "native",
-        "FASTATTN_CPU_EMULATED": "0",
         "FASTATTN_REQUIRE_NATIVE": "1",
     }
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
