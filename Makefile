@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
-test test-full test-slow test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
+check test test-full test-slow test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` builds them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
@@ -41,7 +41,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas arm test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
+.PHONY: help bench check test test-full test-slow test-isas arm test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -51,6 +51,15 @@ bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this ma
 
 test: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## run all tests but the slow ones; < 15 minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
+
+# What all operators share, and the operators that FILES name by the beginnings of their stems. The
+# module is then of this machine's instruction set alone; `make test` links the others again.
+OPERATORS := sdpa varlen decode append additive memory_hops encode_memory hopfield local luong merge_states sinusoidal linear
+CHECKED = ops numerics $(foreach op,$(OPERATORS),$(if $(filter $(op)%,$(notdir $(FILES))),$(op)))
+check: $(VENV)/.stamp-test ## after a change of FILES="...": recompile for this machine, verify, and test the operators they name
+	FASTATTN_CPU_ISAS=native $(BIN)/python setup.py --quiet build_ext --inplace
+	$(BIN)/python -m fastattn verify --quick
+	$(PYTEST) -m "not slow" $(wildcard $(foreach op,$(CHECKED),$(foreach folder,ops nn cpu,tests/$(folder)/test_$(op)*.py tests/$(folder)/test_mha_$(op)*.py))) $(ARGS)
 
 # From PyPI, without a driver.
 PINNED_NVCC := build/nvcc
