@@ -39,6 +39,27 @@ OptionalField<Struct> field(const char* name, bool Struct::* given, int64_t Stru
   return {PyUnicode_InternFromString(name), given, member};
 }
 
+// An integer that kernels add to others: at most `most` in size. Larger ones are errors, except in a
+// limit, where they change nothing.
+template <class Struct>
+struct BoundedField {
+  PyObject* name;
+  int64_t Struct::* member;
+  int64_t most;
+  bool is_limit;
+};
+
+template <class Struct>
+BoundedField<Struct> position(const char* name, int64_t Struct::* member,
+                              int64_t most = kFarthest) {
+  return {PyUnicode_InternFromString(name), member, most, false};
+}
+
+template <class Struct>
+BoundedField<Struct> limit(const char* name, int64_t Struct::* member) {
+  return {PyUnicode_InternFromString(name), member, 2 * kFarthest, true};
+}
+
 // A field that is a string in Python, one of `choices`; the first is 0.
 template <class Struct, class Member, int N>
 struct ChoiceField {
@@ -100,6 +121,19 @@ class Named {
     const pybind11::object value = get(field.name);
     to.*field.given = !value.is_none();
     if (to.*field.given && !convert(value.ptr(), to.*field.member)) complain(field.name, value);
+  }
+
+  template <class Struct, class Owner>
+  void fill(Struct& to, const BoundedField<Owner>& field) const {
+    const pybind11::object value = get(field.name);
+    int64_t& member = to.*field.member;
+    if (!convert(value.ptr(), member)) complain(field.name, value);
+    if (-field.most <= member && member <= field.most) return;
+    if (!field.is_limit)
+      throw pybind11::value_error(place(field.name) + " must be within " +
+                                  std::to_string(field.most) + " of 0, got " +
+                                  std::to_string(member));
+    member = member < 0 ? -field.most : field.most;
   }
 
   template <class Struct, class Owner, class Member, int N>
@@ -227,13 +261,14 @@ class Named {
 
 inline void read_attention_options(const Named& from, AttentionOptions& to) {
   using O = AttentionOptions;
-  static const auto fields = std::make_tuple(
-      field("scale", &O::scale), field("offset", &O::offset), field("window_left", &O::window_left),
-      field("window_right", &O::window_right), field("softcap", &O::softcap),
-      field("dropout_p", &O::dropout_p), field("weights", &O::weights));
+  static const auto fields =
+      std::make_tuple(field("scale", &O::scale), position("offset", &O::offset),
+                      limit("window_left", &O::window_left),
+                      limit("window_right", &O::window_right), field("softcap", &O::softcap),
+                      field("dropout_p", &O::dropout_p), field("weights", &O::weights));
   static const auto of_dropout =
-      std::make_tuple(field("first_query", &O::first_query), field("first_key", &O::first_key),
-                      field("first_head", &O::first_head));
+      std::make_tuple(position("first_query", &O::first_query),
+                      position("first_key", &O::first_key), position("first_head", &O::first_head));
   if (from.is_scale(to)) return;
   from.read(to, fields);
   if (to.dropout_p > 0) from.read(to, of_dropout);
@@ -243,7 +278,7 @@ inline void read_varlen_options(const Named& from, VarlenOptions& to) {
   using O = VarlenOptions;
   static const auto fields = std::make_tuple(
       field("scale", &O::scale), field("bottom_right", &O::bottom_right),
-      field("window_left", &O::window_left), field("window_right", &O::window_right),
+      limit("window_left", &O::window_left), limit("window_right", &O::window_right),
       field("softcap", &O::softcap), field("dropout_p", &O::dropout_p));
   from.read(to, fields);
 }
@@ -251,8 +286,8 @@ inline void read_varlen_options(const Named& from, VarlenOptions& to) {
 inline void read_decode_options(const Named& from, DecodeOptions& to) {
   using O = DecodeOptions;
   static const auto fields =
-      std::make_tuple(field("scale", &O::scale), field("window_left", &O::window_left),
-                      field("window_right", &O::window_right), field("softcap", &O::softcap));
+      std::make_tuple(field("scale", &O::scale), limit("window_left", &O::window_left),
+                      limit("window_right", &O::window_right), field("softcap", &O::softcap));
   from.read(to, fields);
 }
 
@@ -301,7 +336,7 @@ inline void read_encode_memory_options(const Named& from, EncodeMemoryOptions& t
 inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
   using O = SinusoidalOptions;
   static const auto fields =
-      std::make_tuple(field("offset", &O::offset), field("scale", &O::scale),
+      std::make_tuple(position("offset", &O::offset, kFarthestOffset), field("scale", &O::scale),
                       field("padding_idx", &O::has_padding_idx, &O::padding_idx));
   from.read(to, fields);
 }

@@ -13,6 +13,10 @@ enum class DType : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, boolean = 4 };
 
 enum class Weights : int { none = 0, per_head = 1, averaged = 2 };
 
+// No index in memory is as large. A position is at most so far from 0, and a limit of twice the size
+// limits nothing: the sum of both and an index fits 64 bits.
+constexpr int64_t kFarthest = int64_t(1) << 60;
+
 // A 4-D operand. Strides count elements and may be 0 (broadcast) or negative.
 struct Tensor4 {
   void* data = nullptr;
@@ -230,6 +234,8 @@ enum class AppendFault : int {
   scale = 3,  // of an earlier row is not positive and finite
 };
 
+constexpr int64_t kFarthestOffset = int64_t(1) << 62;  // of the sinusoidal encoding
+
 struct SinusoidalOptions {
   int64_t offset = 0;
   double scale = 1;
@@ -410,13 +416,13 @@ struct LocalOptions {
 
 // Local attention: query i reads the keys j within `reach` of its position p_i that are no padding.
 //   w = softmax(q . k),  z_j = exp(-2 ((j - p_i) / D)^2),  out = sum_j w_j z_j factor_j v_j
-// A window is the 2 D + 1 keys from ceil(p_i - D) on. "acc" is f32, or f64 for f64. Arrays without a
+// A window is the W keys from max(0, ceil(p_i - D)) on. "acc" is f32, or f64 for f64. Arrays without a
 // stride are contiguous.
 struct LocalParams : LocalOptions {
   DType dtype;  // of query, key, value, out and their gradients; f32, f64, bf16 or f16
   int threads;
 
-  int64_t B, Lq, Lk, D, Dv, W;  // W = 2 reach + 1
+  int64_t B, Lq, Lk, D, Dv, W;  // W = min(2 reach + 1, Lk)
 
   Tensor4 query;           // [B, Lq, D, -], columns contiguous
   Tensor4 key;             // [B, Lk, D, -], columns contiguous

@@ -13,6 +13,8 @@ from fastattn.library import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
+# No two rows in memory are as far from each other; see kFarthest in csrc/params.h.
+_FARTHEST = 2**61
 
 
 def wrong_type(
@@ -95,6 +97,12 @@ def check_softcap(op: str, softcap: Any) -> float:
     return cap
 
 
+def check_int64(where: str, value: int) -> None:
+    """Raise unless an integer fits the kernels; ``where`` names the argument."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{where} must fit int64, got {value}")
+
+
 def check_window(op: str, window: Any) -> tuple[int, int]:
     pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not pair or not all(
@@ -102,11 +110,18 @@ def check_window(op: str, window: Any) -> tuple[int, int]:
     ):
         raise TypeError(f"{op}: window must be None or a pair of ints, got {window!r}")
     left, right = window
+    for size in window:
+        check_int64(f"{op}: the sizes of window", size)
     if left < -1 or right < -1:
         raise ValueError(
             f"{op}: the sizes of window must be at least -1 (unlimited), got {window!r}"
         )
-    return left, right
+    return _unlimited(left), _unlimited(right)
+
+
+def _unlimited(size: int) -> int:
+    """-1 for a size that limits nothing: kernels add it to positions."""
+    return -1 if isinstance(size, int) and size >= _FARTHEST else size
 
 
 def check_generator(op: str, generator: Any, device: torch.device) -> None:

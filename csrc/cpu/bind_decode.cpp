@@ -21,6 +21,7 @@ namespace {
 
 void check_cache(const SequencesParams& t, int64_t entries) {
   const AttentionParams& all = t.attention;
+  expect(t.block_table == nullptr || t.page_size > 0 || all.Lk == 0, "pages must have rows");
   for (int64_t b = 0; b < all.B; ++b) {
     const int64_t length = t.k_lengths[b];
     expect(length >= 0 && length <= all.Lk,
@@ -222,12 +223,14 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
   t.attention.Lk = n[5];
   read_cache(cache, t);
   std::vector<int64_t> lengths(t.k_lengths, t.k_lengths + p.B);
-  for (int64_t& length : lengths) length += p.L;
+  for (int64_t& length : lengths) {
+    expect(length >= 0 && length <= n[5] - p.L,
+           "cache_seqlens must be at least 0 and, plus " + std::to_string(p.L) +
+               " to append, at most " + std::to_string(n[5]) + ", got " + std::to_string(length));
+    length += p.L;
+  }
   t.k_lengths = lengths.data();
   check_cache(t, n[8]);
-  for (const int64_t length : lengths)
-    expect(length >= p.L,
-           "cache_seqlens must not be negative, got " + std::to_string(length - p.L));
   check_appended_rows(t, p.L);
   static const auto scales =
       std::make_tuple(field("key_scales", &P::key_scales), field("value_scales", &P::value_scales),

@@ -1,6 +1,7 @@
 // Python's view of local attention.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -13,6 +14,12 @@ namespace py = pybind11;
 
 namespace fastattn {
 namespace {
+
+// Without overflow for any reach.
+int64_t rows_of_window(const LocalParams& p) {
+  expect(p.reach > 0, "reach must be positive, got " + std::to_string(p.reach));
+  return p.reach < p.Lk ? std::min(2 * p.reach + 1, p.Lk) : p.Lk;
+}
 
 // sizes: B, Lq, Lk, D, Dv; operands: query, key and value, and the addresses of positions, padding,
 // factor and weights.
@@ -30,7 +37,7 @@ LocalParams read_common(int dtype, int threads, const py::tuple& sizes, const py
   integers(sizes, n);
   p.B = n[0], p.Lq = n[1], p.Lk = n[2], p.D = n[3], p.Dv = n[4];
   read_local_options(named(options), p);
-  p.W = 2 * p.reach + 1;
+  p.W = rows_of_window(p);
   named(operands).read(p, fields);
   return p;
 }
@@ -101,7 +108,8 @@ int64_t plain_local_call(py::handle query, py::handle key, py::handle value, py:
 }
 
 void place_window(LocalParams& p, int64_t reach, bool bell, int threads) {
-  p.reach = reach, p.bell = bell, p.W = 2 * reach + 1, p.threads = threads;
+  p.reach = reach, p.bell = bell, p.threads = threads;
+  p.W = rows_of_window(p);
 }
 
 // (out, weights), new.

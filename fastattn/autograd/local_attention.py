@@ -16,7 +16,7 @@ __all__ = ["local_attention"]
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lead, window = query.shape[:2], 2 * rest[-1].reach + 1
+    lead, window = query.shape[:2], rest[-1].rows(key.shape[1])
     dtype = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty((*lead, value.shape[2])), query.new_empty((*lead, window), dtype=dtype)
 

@@ -150,6 +150,10 @@ class LocalOptions:
     reach: int = 1  # D: a query sees the keys within this distance of its position
     bell: bool = False  # a weight is multiplied by exp(-2 ((j - p) / D)^2)
 
+    def rows(self, keys: int) -> int:
+        """W, the number of keys in a window."""
+        return torch.sym_min(2 * self.reach + 1, keys)
+
 
 @dataclass(frozen=True)
 class MemoryHopOptions:

@@ -34,7 +34,7 @@ def retrieve_plainly(
     be taken, and all arguments are valid.
     """
     if (
-        (steps_max is not None and (type(steps_max) is not int or steps_max < 1))
+        (steps_max is not None and (type(steps_max) is not int or not 0 < steps_max < 2**63))
         or (beta is not None and (type(beta) is not float or not 0.0 < beta < math.inf))
         or type(eps) is not float
         or not 0.0 <= eps < math.inf

@@ -82,6 +82,7 @@ def _t5(op: str, bias: T5, query: Tensor, most: int) -> Tensor:
             f"{op}: max_distance of relative_bias must be an int above {single}, the distances "
             f"with buckets of their own, got {max_distance!r}"
         )
+    checks.check_int64(f"{op}: max_distance of relative_bias", max_distance)
     distances = torch.arange(-most, most + 1, device=table.device)
     return table.mT.index_select(
         1, t5_buckets(distances, table.shape[0], bidirectional, max_distance)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd.encode_memory import encode
 from fastattn.backends.primitives import EncodeMemoryOptions
+from fastattn.checks import check_int64
 from fastattn.eager import nothing_watches
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
@@ -182,10 +183,11 @@ def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx:
     if weight.ndim not in (2, 3):
         raise ValueError(f"weight must be [V, D] or [G, V, D], got shape {tuple(weight.shape)}")
     _check_device("tokens", tokens, weight)
-    if padding_idx is not None and (
-        isinstance(padding_idx, bool) or not isinstance(padding_idx, int)
-    ):
-        raise TypeError(f"padding_idx must be an integer or None, got {type(padding_idx).__name__}")
+    if padding_idx is not None:
+        if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+            kind = type(padding_idx).__name__
+            raise TypeError(f"padding_idx must be an integer or None, got {kind}")
+        check_int64("padding_idx", padding_idx)
     if temporal is None:
         return
     if not isinstance(temporal, Tensor):

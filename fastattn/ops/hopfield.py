@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
-from fastattn.checks import as_stored_mask, autocast, autocast_bias, expands_to
+from fastattn.checks import as_stored_mask, autocast, autocast_bias, check_int64, expands_to
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 from fastattn.ops._hopfield_plain import retrieve_plainly
@@ -363,6 +363,7 @@ def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:
             )
         if steps_max < 0:
             raise ValueError(f"{_NAME}: update_steps_max must not be negative, got {steps_max}")
+        check_int64(f"{_NAME}: update_steps_max", steps_max)
     if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)):
         raise TypeError(f"{_NAME}: update_steps_eps must be a number, got {type(eps).__name__}")
     if not 0.0 <= eps < math.inf:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.autograd.local_attention import local_attention
 from fastattn.backends.primitives import LocalOptions
-from fastattn.checks import autocast, check_dropout, check_dtypes, expands_to
+from fastattn.checks import autocast, check_dropout, check_dtypes, check_int64, expands_to
 from fastattn.ops._local_plain import attend_locally
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -104,7 +104,8 @@ def luong_attention(
         options = LocalOptions(reach=D, bell=has_bell)
         kept, dropped = None, check_dropout(_NAME, dropout_p)
         if dropped > 0:
-            kept = torch.nn.functional.dropout(p.new_ones(batch, queries, 2 * D + 1), dropped)
+            ones = p.new_ones(batch, queries, options.rows(keys))
+            kept = torch.nn.functional.dropout(ones, dropped)
         of_window = (center, key_padding_mask, kept)
         out, near = local_attention(query, key, value, *of_window, options)
         if not need_weights:
@@ -125,11 +126,12 @@ def luong_attention(
 
 
 def _window(p: Tensor, keys: int, D: int, window: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of the 2 D + 1 keys of each window: which exist, their indices, and the bell.
+    """Of the W keys of each window: which exist, their indices, and the bell.
 
-    All are [B, Tq, 2D + 1]; the index of a key that does not exist is 0.
+    All are [B, Tq, W]; the index of a key that does not exist is 0.
     """
-    j = torch.ceil(p.detach() - D).long()[..., None] + torch.arange(2 * D + 1, device=p.device)
+    first = torch.ceil(p.detach() - D).clamp(0, keys).long()[..., None]
+    j = first + torch.arange(LocalOptions(reach=D).rows(keys), device=p.device)
     seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
     bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
     return seen, torch.where(seen, j, 0), bell
@@ -140,7 +142,7 @@ def _gathered(
     key: Tensor,
     value: Tensor,
     v: Tensor | None,
-    row: Tensor,  # [B, Tq, 2D + 1], counted through the batch
+    row: Tensor,  # [B, Tq, W], counted through the batch
     seen: Tensor,
     bell: Tensor | None,
     dropout_p: float,
@@ -153,7 +155,7 @@ def _gathered(
     batch, queries = query.shape[:2]
     if key.shape[1] == 0:
         return query.new_zeros((batch, queries, value.shape[2])), query.new_zeros(row.shape)
-    near, values = _rows(key, row), _rows(value, row)  # [B, Tq, 2D + 1, ...]
+    near, values = _rows(key, row), _rows(value, row)  # [B, Tq, W, ...]
     if bell is not None:
         # (weight * bell) * value = weight * (bell * value)
         values = values * bell.to(values.dtype)[..., None]
@@ -275,6 +277,7 @@ def _check(
         raise TypeError(f"{_NAME}: D must be an integer, got {type(width).__name__}")
     if width < 1:
         raise ValueError(f"{_NAME}: D must be positive, got {width}")
+    check_int64(f"{_NAME}: D", width)
     if padding is not None:
         if not isinstance(padding, Tensor) or padding.dtype != torch.bool:
             raise TypeError(f"{_NAME}: key_padding_mask must be a Tensor of dtype torch.bool")

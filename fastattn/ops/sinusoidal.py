@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
-from fastattn.checks import expands_to
+from fastattn.checks import check_int64, expands_to
 from fastattn.library import Operator
 from fastattn.ops._sinusoidal_plain import encode_plainly
 from fastattn.sinusoids import LAYOUTS
@@ -112,6 +112,7 @@ def sinusoidal_table(
         _check_int(name, size)
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")
+        check_int64(name, size)
     # One row of zeros, expanded to length rows: all reads hit the cache.
     zeros = torch.zeros(dim, dtype=dtype, device=device).expand(length, dim)
     return sinusoidal_encoding(
@@ -169,6 +170,7 @@ def check_options(
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if padding_idx is not None:
         _check_int("padding_idx", padding_idx)
+        check_int64("padding_idx", padding_idx)
 
 
 def _check_positions(name: str, value: Tensor, x: Tensor, dims: int) -> None:

@@ -236,7 +236,7 @@ def _fold_relative_bias(
         of = f"a sequence of {most} rows"
         return fold_distances(_OP, bias, query, max(most - 1, 0), of)
     rows = (query.shape[0], key.shape[0])
-    bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]
+    bounds = [n if most is None else min(n, most) for n, most in zip(rows, longest, strict=True)]
     return fold_distances(_OP, bias, query, max(*bounds, 1) - 1)
 
 
@@ -252,6 +252,8 @@ def check_starts(
         isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))
     ):
         raise checks.wrong_type(_OP, f"max_seqlen_{of}", longest, "int or None")
+    if longest is not None:
+        checks.check_int64(f"{_OP}: max_seqlen_{of}", longest)
     if starts.is_cpu and runs_eagerly(starts):
         _check_values(of, starts.tolist(), longest, rows)
     return starts

@@ -116,7 +116,7 @@ class LocalAttention {
   // The first key of the window of query i; Lk if it sees none, as with a NaN.
   int64_t first_of(int64_t i) const {
     const T at = static_cast<const T*>(p.positions)[i], reach = static_cast<T>(p.reach);
-    const T low = at - reach;
+    const T low = max_of(T(0), at - reach);
     if (!(at + reach >= T(0) && low < static_cast<T>(p.Lk))) return p.Lk;
     const int64_t truncated = static_cast<int64_t>(low);
     return truncated + (static_cast<T>(truncated) < low);

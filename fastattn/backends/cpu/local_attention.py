@@ -20,7 +20,7 @@ def local_attention(
     value: Tensor,  # [B, Lk, Dv]
     positions: Tensor,  # [B, Lq]
     padding: Tensor | None,  # [B, Lk] bool
-    factor: Tensor | None,  # [B, Lq, 2 reach + 1]
+    factor: Tensor | None,  # [B, Lq, W]
     *,
     options: LocalOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def local_attention(
     batch, queries, width = query.shape
     keys, value_width = value.shape[1:]
     out = query.new_empty((batch, queries, value_width))
-    weights = query.new_empty((batch, queries, 2 * options.reach + 1), dtype=wide)
+    weights = query.new_empty((batch, queries, options.rows(keys)), dtype=wide)
     _cpu.local_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),

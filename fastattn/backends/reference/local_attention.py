@@ -20,19 +20,20 @@ def local_attention(
     value: Tensor,  # [B, Lk, Dv]
     positions: Tensor,  # [B, Lq]
     padding: Tensor | None,  # [B, Lk] bool
-    factor: Tensor | None,  # [B, Lq, W], W = 2 reach + 1
+    factor: Tensor | None,  # [B, Lq, W], W = min(2 reach + 1, Lk)
     *,
     options: LocalOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``: query i attends to the keys within ``reach`` of its position.
 
-    weights [B, Lq, W] = softmax(q . k) over the keys j from ceil(p - reach) on that exist, are in
-    reach and no padding, 0 elsewhere, in the dtype of the computation; out [B, Lq, Dv] = sum
+    weights [B, Lq, W] = softmax(q . k) over the keys j from max(0, ceil(p - reach)) on that exist,
+    are in reach and no padding, 0 elsewhere, in the dtype of the computation; out [B, Lq, Dv] = sum
     weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1.
     """
     compute, keys, reach = compute_dtype(query.dtype), key.shape[1], options.reach
     p = positions.detach()[..., None]
-    j = torch.ceil(p - reach).long() + torch.arange(2 * reach + 1, device=query.device)
+    first = torch.ceil(p - reach).clamp(0, keys).long()
+    j = first + torch.arange(options.rows(keys), device=query.device)
     seen = (j >= 0) & (j < keys) & (j <= p + reach)
     if keys == 0:  # nothing to gather from, but the derivatives need the right shapes
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
