@@ -15,6 +15,13 @@ inline void expect(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
+// Kernels divide by both. The text is made for the error alone: a small call would notice it.
+inline void expect_multiple(int64_t of, int64_t number, const char* name) {
+  if (of > 0 && number % of == 0) return;
+  throw std::invalid_argument(std::string(name) + " must be positive and divide " +
+                              std::to_string(number) + ", got " + std::to_string(of));
+}
+
 // The size of a floating type.
 inline int64_t element_bytes(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;

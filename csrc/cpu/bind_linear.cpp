@@ -49,7 +49,9 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
   integers(sizes, n);
   integers(row_steps, row);
   integers(padding_stride, pad);
-  const int64_t N = n[0], L = n[1], E = n[2], H = n[3], D = E / H, rows = N * L;
+  const int64_t N = n[0], L = n[1], E = n[2], H = n[3];
+  expect_multiple(H, E, "num_heads");
+  const int64_t D = E / H, rows = N * L;
   const auto type = static_cast<DType>(dtype);
   const int64_t element = element_bytes(type);
   py::gil_scoped_release release;

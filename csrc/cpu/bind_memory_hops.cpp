@@ -83,6 +83,7 @@ MemoryHopsParams retrieval(int dtype, int threads, const py::tuple& sizes,
   MemoryHopsParams p = common(dtype, threads, sizes, operands, biases);
   HopfieldOptions asked;
   read_hopfield_options(named(options), asked);
+  expect_multiple(asked.together, p.Q, "together");
   named(steps).read(p, fields);
   p.settles = true;
   p.scale = asked.scale;

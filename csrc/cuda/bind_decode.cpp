@@ -23,6 +23,7 @@ DecodeArguments arguments(int dtype, const py::tuple& sizes, const py::dict& cac
   int64_t n[7];
   integers(sizes, n);
   p.B = n[0], p.Hq = n[1], p.Hkv = n[2], p.Lq = n[3], p.Lk = n[4], p.D = n[5], p.Dv = n[6];
+  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
   named(cache).read(p, fields);
   return p;
 }

@@ -74,6 +74,7 @@ void search(int dtype, uintptr_t stream, const py::tuple& sizes, const py::objec
   p.scale = asked.scale;
   p.scale_float = static_cast<float>(p.scale);
   p.eps = asked.eps;
+  expect_multiple(asked.together, p.Q, "together");
   p.together = asked.together;
   p.out = reinterpret_cast<void*>(out);
   py::gil_scoped_release release;

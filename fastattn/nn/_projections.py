@@ -1,4 +1,8 @@
-"""The projections of multi-head attention, from rows to heads and back."""
+"""The projections of multi-head attention, from rows to heads and back.
+
+Users may change any attribute of a module. As in PyTorch, each call reads them, and wrong ones
+raise PyTorch's errors.
+"""
 
 from __future__ import annotations
 
@@ -16,46 +20,41 @@ def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The projections as views [N, H, L, D]; inputs that are the same tensor share one GEMM."""
-    bias = module.in_proj_bias
-    q_weight: Any = module.q_proj_weight  # None if one weight serves all three
-    if q_weight is not None:
-        weights: Sequence[Tensor] = (q_weight, module.k_proj_weight, module.v_proj_weight)
-    else:
-        weight = module.in_proj_weight  # [3E, E]
+    heads, bias = _heads_of(module), module.in_proj_bias
+    joint = module._qkv_same_embed_dim  # one weight serves all three
+    weights = _weights(module, ("in",) if joint else ("q", "k", "v"))
+    if joint:
+        weight = weights[0]  # [3E, E]
         if query is key and key is value:
-            q, k, v = _heads(module, linear(query, weight, bias), batch_dim, 3)
+            q, k, v = _split(linear(query, weight, bias), heads, batch_dim, 3)
             return q, k, v
         if key is value:
             e = module.embed_dim
             b_q, b_kv = (None, None) if bias is None else (bias[:e], bias[e:])
-            (q,) = _heads(module, linear(query, weight[:e], b_q), batch_dim, 1)
-            k, v = _heads(module, linear(key, weight[e:], b_kv), batch_dim, 2)
+            (q,) = _split(linear(query, weight[:e], b_q), heads, batch_dim, 1)
+            k, v = _split(linear(key, weight[e:], b_kv), heads, batch_dim, 2)
             return q, k, v
         weights = weight.chunk(3)
+    inputs = query, key, value
     biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
+    if not joint:
+        _check_separate(module.embed_dim, inputs, weights, biases)
     q, k, v = (
-        _heads(module, linear(x, w, b), batch_dim, 1)[0]
-        for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        _split(linear(x, w, b), heads, batch_dim, 1)[0]
+        for x, w, b in zip(inputs, weights, biases, strict=True)
     )
     return q, k, v
 
 
 def project_query(module: nn.MultiheadAttention, query: Tensor, batch_dim: int) -> Tensor:
-    bias = None if module.in_proj_bias is None else module.in_proj_bias[: module.embed_dim]
-    weight: Any = module.q_proj_weight
-    if weight is None:
-        weight = module.in_proj_weight[: module.embed_dim]
-    return _heads(module, linear(query, weight, bias), batch_dim, 1)[0]
-
-
-def _heads(
-    module: nn.MultiheadAttention, packed: Tensor, batch_dim: int, count: int
-) -> tuple[Tensor, ...]:
-    """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
-    split = packed.view(*packed.shape[:2], count, module.num_heads, module.head_dim)
-    order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
-    # unbind first: its backward then writes the gradient of `packed` in its own layout, in one pass
-    return tuple(part.permute(order) for part in split.unbind(2))
+    heads, width = _heads_of(module), module.embed_dim
+    bias = None if module.in_proj_bias is None else module.in_proj_bias[:width]
+    if module._qkv_same_embed_dim:
+        weight = _weights(module, ("in",))[0][:width]
+    else:
+        (weight,) = _weights(module, ("q",))
+        _check_separate(width, (query,), (weight,), (bias,))
+    return _split(linear(query, weight, bias), heads, batch_dim, 1)[0]
 
 
 def project_out(module: nn.MultiheadAttention, out: Tensor, batch_dim: int) -> Tensor:
@@ -63,3 +62,45 @@ def project_out(module: nn.MultiheadAttention, out: Tensor, batch_dim: int) -> T
     order = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
     # As in PyTorch, out_proj's parameters are read and it is never called; wrappers rely on that.
     return linear(out.permute(order).flatten(2), module.out_proj.weight, module.out_proj.bias)
+
+
+def _heads_of(module: nn.MultiheadAttention) -> tuple[int, int]:
+    """H and D."""
+    width, heads = module.embed_dim, module.num_heads
+    if width // heads * heads != width:
+        raise AssertionError(f"embed_dim {width} not divisible by num_heads {heads}")
+    return heads, width // heads
+
+
+def _weights(module: nn.MultiheadAttention, of: Sequence[str]) -> Sequence[Tensor]:
+    weights: list[Any] = []
+    for name in (f"{x}_proj_weight" for x in of):
+        weights.append(getattr(module, name))
+        if weights[-1] is None:
+            separate = name != "in_proj_weight"
+            raise AssertionError(f"use_separate_proj_weight is {separate} but {name} is None")
+    return weights
+
+
+def _check_separate(
+    width: int,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> None:
+    for name, x, w, b in zip(("query", "key", "value"), inputs, weights, biases, strict=False):
+        for what, given, shape in (("weights", w, (width, x.shape[-1])), ("bias", b, (width,))):
+            if given is not None and given.shape != shape:
+                raise AssertionError(
+                    f"expecting {name} {what} shape of {shape}, but got {given.shape}"
+                )
+
+
+def _split(
+    packed: Tensor, heads: tuple[int, int], batch_dim: int, count: int
+) -> tuple[Tensor, ...]:
+    """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
+    split = packed.view(*packed.shape[:2], count, *heads)
+    order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
+    # unbind first: its backward then writes the gradient of `packed` in its own layout, in one pass
+    return tuple(part.permute(order) for part in split.unbind(2))

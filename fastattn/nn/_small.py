@@ -35,19 +35,23 @@ def self_attention(
     tracer, all tensors are contiguous, on the CPU and of one dtype, and the size is small.
     """
     parameters = compat.parameters_of(module)
-    w_in, b_in = parameters.get("in_proj_weight"), parameters.get("in_proj_bias")
     out_proj = compat.children_of(module).get("out_proj")
     if out_proj is None:
         return None
     out_parameters = compat.parameters_of(out_proj)
-    w_out, b_out = out_parameters.get("weight"), out_parameters.get("bias")
+    try:  # a layer without a bias has the key, too
+        w_in, b_in = parameters["in_proj_weight"], parameters["in_proj_bias"]
+        w_out, b_out = out_parameters["weight"], out_parameters["bias"]
+    except KeyError:  # computed by a parametrization, pruning or an adapter
+        return None
     if (
-        w_in is None  # other widths, or computed by a parametrization, pruning or an adapter
+        w_in is None  # other widths
         or w_out is None
         or (b_in is None) != (b_out is None)
         or (module.training and module.dropout > 0)
         or module.add_zero_attn
-        or parameters.get("bias_k") is not None
+        or module.bias_k is not None
+        or module.bias_v is not None
         or type(w_in) not in _PLAIN
         or type(w_out) not in _PLAIN
         or not is_open(x, key_padding_mask)
@@ -57,6 +61,9 @@ def self_attention(
         first, second, width = x.shape
     except (RuntimeError, ValueError):  # nested, or not 3-D
         return None
+    heads = module.num_heads  # read once, checked, then divided by
+    if type(heads) is not int or heads < 1 or width % heads or width != module.embed_dim:
+        return None  # changed by the user: the general path raises PyTorch's error
     dtype = x.dtype
     most = _MOST_WORK.get(dtype)
     if most is None:
@@ -113,7 +120,7 @@ def self_attention(
         return None
     return native.self_attention(
         x,
-        (batch, length, width, module.num_heads),
+        (batch, length, width, heads),
         (length, 1) if batch_first else (1, batch),
         weights[0],
         w_in_stride[0],

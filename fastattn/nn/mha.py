@@ -273,6 +273,8 @@ class MultiheadAttention(_Stock, ContextParallel):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
         dropout_p = self.dropout if self.training else 0.0
+        if need_weights and dropout_p > 1:  # without weights PyTorch's error is attention's
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
         if self._context is not None:
             masks = (key_padding_mask, attn_mask, is_causal, dropout_p, block_mask)
             return self._context.attend(q, k, v, *masks), None
@@ -289,7 +291,7 @@ class MultiheadAttention(_Stock, ContextParallel):
             key_padding_mask,
             None if causal else attn_mask,
             batch=q.shape[0],
-            num_heads=self.num_heads,
+            num_heads=q.shape[1],
             length=q.shape[2],
             source=source,
             appended=appended,
@@ -332,7 +334,7 @@ class MultiheadAttention(_Stock, ContextParallel):
             raise AssertionError(
                 f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}"
             )
-        joint = self.q_proj_weight is None
+        joint = self._qkv_same_embed_dim
         compared = 3 if joint else 2  # the widths may differ
         if key.shape[:compared] != value.shape[:compared]:
             # PyTorch's messages assume [S, N, E]
@@ -354,10 +356,11 @@ class MultiheadAttention(_Stock, ContextParallel):
             names = ("bias_k", "bias_v") if self.bias_v is None else ("bias_v", "bias_k")
             raise AssertionError("{} is set but {} is None".format(*names))
         keys, values = [k], [v]
-        one = (k.shape[0], self.num_heads, 1, self.head_dim)
+        batch, heads, _, width = k.shape
+        one = (batch, heads, 1, width)
         if self.bias_k is not None and self.bias_v is not None:
-            keys.append(self.bias_k.view(1, self.num_heads, 1, self.head_dim).expand(one))
-            values.append(self.bias_v.view(1, self.num_heads, 1, self.head_dim).expand(one))
+            keys.append(self.bias_k.view(1, heads, 1, width).expand(one))
+            values.append(self.bias_v.view(1, heads, 1, width).expand(one))
         if self.add_zero_attn:
             keys.append(k.new_zeros(one))
             values.append(v.new_zeros(one))

@@ -1,0 +1,368 @@
+"""Attributes of modules that users change after construction: as in PyTorch, or a clear error."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+import fastattn
+from fastattn.backends.primitives import HopfieldOptions
+
+NUMBERS = (0, 2, 3, 17, 32, -4, 2**31, 2**63 - 1, 2**63, 4.0, float("nan"))
+VALUES = (*NUMBERS, "4", None, True, torch.tensor(4), nn.Identity())
+# What PyTorch's own modules raise.
+ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+Forward = Callable[[Any], Any]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def tensors_of(results: Any) -> list[Tensor]:
+    if isinstance(results, Tensor):
+        return [results]
+    return [] if results is None else [x for part in results for x in tensors_of(part)]
+
+
+def outcome(module: nn.Module, forward: Forward) -> list[Tensor | None] | Exception:
+    """The results and the gradients of the parameters, or the error."""
+    torch.manual_seed(0)
+    try:
+        found: list[Any] = tensors_of(forward(module))
+        parts = [x.double().sin().sum() for x in found if x.requires_grad]
+        wanted = [x for x in module.parameters() if x.requires_grad]
+        if parts and wanted:
+            loss = torch.stack(parts).sum()
+            found += torch.autograd.grad(loss, wanted, allow_unused=True)
+    except ERRORS as error:
+        return error
+    return [x if x is None else x.detach().to_dense() for x in found]
+
+
+def assert_same_outcome(ours: Any, theirs: Any, what: str) -> None:
+    if isinstance(theirs, Exception):
+        assert type(ours) is type(theirs), f"{what}: {ours!r} instead of {theirs!r}"
+        return
+    assert not isinstance(ours, Exception), f"{what}: {ours!r} instead of a result"
+    for x, y in zip(ours, theirs, strict=True):
+        if x is not None or y is not None:
+            torch.testing.assert_close(
+                x, y, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text: f"{what}: {text}"
+            )
+
+
+def changed(module: nn.Module, name: str, value: Any, mode: str) -> nn.Module | None:
+    """A copy with another value, None if it cannot be set; a call in eval mode has no gradient."""
+    module = copy.deepcopy(module)
+    owner, _, attribute = name.rpartition(".")
+    try:
+        setattr(module.get_submodule(owner), attribute, copy.deepcopy(value))
+    except TypeError:  # a parameter
+        return None
+    return module.train(mode == "train").requires_grad_(mode == "train")
+
+
+@pytest.fixture(autouse=True)
+def _without_the_fast_path_of_pytorch() -> Iterator[None]:
+    """It raises other errors, and a number of heads of 0 ends the process in it."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+# -- multi-head attention ---------------------------------------------------------------------
+
+X, Y = normal(2, 7, 16), normal(2, 5, 16)
+LAYOUTS: dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]] = {
+    "self": ({"batch_first": True}, (X, X, X)),
+    "cross": ({"batch_first": True}, (X, Y, Y)),
+    "other-widths": (
+        {"batch_first": True, "kdim": 8, "vdim": 12},
+        (X, normal(2, 5, 8), normal(2, 5, 12)),
+    ),
+    "appended": ({"add_bias_kv": True, "add_zero_attn": True}, (X, X, X)),
+}
+NAMES = (
+    "embed_dim",
+    "num_heads",
+    "head_dim",
+    "kdim",
+    "vdim",
+    "batch_first",
+    "add_zero_attn",
+    "out_proj",
+)
+
+
+def attentions(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """PyTorch's module, the same one replaced, and ours, with the same parameters."""
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(16, 4, **options)
+    replaced, ours = copy.deepcopy(stock), fastattn.nn.MultiheadAttention(16, 4, **options)
+    fastattn.replace_mha(replaced)
+    ours.load_state_dict(stock.state_dict())
+    return stock, replaced, ours
+
+
+def assert_as_in_pytorch(name: str, value: Any, options: dict[str, Any], call: Any) -> None:
+    modules = attentions(options)
+    for mode, need_weights in (("train", True), ("train", False), ("eval", False)):
+        forward = functools.partial(attend, call=call, need_weights=need_weights)
+        copies = [changed(module, name, value, mode) for module in modules]
+        found = [outcome(module, forward) for module in copies if module is not None]
+        for ours in found[1:]:
+            assert_same_outcome(ours, found[0], f"{name} = {value!r} in {mode} mode")
+
+
+def attend(module: Any, call: tuple[Tensor, ...], need_weights: bool) -> Any:
+    return module(*call, need_weights=need_weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_attention_acts_as_in_pytorch(name: str, layout: str) -> None:
+    for value in VALUES:
+        assert_as_in_pytorch(name, value, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["in_proj_weight", "in_proj_bias", "q_proj_weight", "v_proj_weight", "bias_k", "bias_v"],
+)
+def test_a_changed_parameter_acts_as_in_pytorch(name: str, layout: str) -> None:
+    shapes = [(48, 16), (16, 16), (16, 12), (48,), (16,), (0,)]
+    if name.startswith("bias"):
+        shapes = [(1, 1, 16), (1, 1, 8), (16,), (0,)]
+    for value in (None, *(nn.Parameter(normal(*shape)) for shape in shapes)):
+        assert_as_in_pytorch(name, value, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_changed_dropout_acts_as_in_pytorch_or_is_named(need_weights: bool) -> None:
+    forward = functools.partial(attend, call=(X, X, X), need_weights=need_weights)
+    for value in (*NUMBERS, -0.5, "4", None, True, [4]):
+        modules = (changed(module, "dropout", value, "train") for module in attentions({}))
+        theirs, *found = (outcome(module, forward) for module in modules if module is not None)
+        for ours in found:
+            if type(ours) is not type(theirs):
+                assert "dropout_p must be between 0 and 1" in str(ours)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def parametrized(module: Any) -> None:
+    parametrize.register_parametrization(module, "in_proj_bias", Doubled())
+    parametrize.register_parametrization(module.out_proj, "bias", Doubled())
+
+
+def pruned(module: Any) -> None:
+    prune.l1_unstructured(module, "in_proj_bias", amount=0.5)
+    prune.l1_unstructured(module.out_proj, "bias", amount=0.5)
+
+
+def without_parameters(module: Any) -> None:
+    for owner, name in ((module, "in_proj_bias"), (module.out_proj, "bias")):
+        value = owner._parameters.pop(name).data
+        setattr(owner, name, value)
+
+
+def with_appended_rows(module: Any) -> None:
+    module.bias_k, module.bias_v = normal(1, 1, 16), normal(1, 1, 16)
+
+
+@pytest.mark.parametrize("change", [parametrized, pruned, without_parameters, with_appended_rows])
+def test_tensors_that_are_no_parameters_take_part(change: Callable[[Any], None]) -> None:
+    found = []
+    for module in attentions({}):
+        for name, parameter in module.named_parameters():
+            if "bias" in name:
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+        module.eval().requires_grad_(False)
+        change(module)
+        found.append(outcome(module, lambda m: m(X, X, X, need_weights=False)))
+    for ours in found[1:]:
+        assert_same_outcome(ours, found[0], change.__name__)
+
+
+@pytest.mark.parametrize("heads", [0, 3, 17, 32, -4, 2**62])
+def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) -> None:
+    sizes, message = (1, 16, heads, 7, 9, 8, 8), f"must be positive and divide 16, got {heads}"
+    none, strides = (0, (0, 0, 0, 0)), (0, (16, 1))
+    with pytest.raises(ValueError, match=f"num_heads {message}"):
+        native.self_attention(
+            0, 1, (2, 7, 16, heads), (7, 1), 0, 0, 16, 0, 0, 16, 0, 0, (0, 0), False, 0
+        )
+    with pytest.raises(ValueError, match=f"heads of key {message}"):
+        native.attention_forward(0, None, 1, sizes, *none, *none, *none, *none, 0, 1.0, None)
+    operands = dict.fromkeys(("query", "in_memory", "out_memory", "hop_proj"))
+    operands |= {"query": strides, "trace": 0, "stats": 0, "shared": False}
+    options = HopfieldOptions(together=heads)
+    with pytest.raises(ValueError, match=f"together {message}"):
+        native.hopfield_forward(0, 1, (1, 16, 1, 4, 8), options, operands, None, {}, {})
+
+
+# -- the layers of a Transformer --------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "d_model": 16,
+    "nhead": 4,
+    "dim_feedforward": 8,
+    "dropout": 0.0,
+    "batch_first": True,
+}
+LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Forward]] = {
+    "encoder": (lambda of: of.TransformerEncoderLayer(**SIZES), lambda m: m(X)),
+    "decoder": (lambda of: of.TransformerDecoderLayer(**SIZES), lambda m: m(X, Y)),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_changed_layer_acts_as_in_pytorch(layer: str) -> None:
+    make, forward = LAYERS[layer]
+    torch.manual_seed(0)
+    stock, ours = make(nn), make(fastattn.nn)
+    ours.load_state_dict(stock.state_dict())
+    names = ["norm_first", "activation", "linear1", "norm1", "dropout1", "self_attn"]
+    names += [f"self_attn.{name}" for name in ("num_heads", "embed_dim", "bias_k", "batch_first")]
+    for name in names:
+        for n, value in enumerate(VALUES):
+            mode = ("train", "eval")[n % 2]
+            theirs, mine = (changed(module, name, value, mode) for module in (stock, ours))
+            if theirs is not None and mine is not None:
+                want = outcome(theirs, forward)
+                assert_same_outcome(outcome(mine, forward), want, f"{name} = {value!r}")
+
+
+# -- modules that PyTorch does not have -------------------------------------------------------
+
+STORIES = torch.tensor([[[1, 2, 0], [3, 4, 5], [0, 0, 0]]] * 2)
+KEYS, ROWS = normal(2, 5, 8), normal(2, 3, 8)
+
+
+def write_and_read(memory: Any) -> Any:
+    memory.append(ROWS, ROWS)
+    memory.overwrite(KEYS[:, 0], KEYS[:, 1])
+    return memory.read(ROWS)
+
+
+def with_bias(module: Any) -> Any:
+    x = normal(2, 2, 6, 8)
+    return fastattn.scaled_dot_product_attention(x, x, x, relative_bias=module())
+
+
+OURS: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
+    "AdditiveAttention": (
+        lambda: fastattn.nn.AdditiveAttention(dim=8),
+        lambda m: m([ROWS, KEYS]),
+    ),
+    "BahdanauAttention": (
+        lambda: fastattn.nn.BahdanauAttention(8, True, query_size=8, memory_size=8),
+        lambda m: m(ROWS, KEYS),
+    ),
+    "GlobalAttention": (
+        lambda: fastattn.nn.GlobalAttention(8, attn_type="general"),
+        lambda m: m(ROWS, KEYS, torch.tensor([3, 5])),
+    ),
+    "HeadNetwork": (lambda: fastattn.nn.HeadNetwork(2, 4, 6), lambda m: m(normal(2, 2, 3, 4))),
+    "Hopfield": (
+        lambda: fastattn.nn.Hopfield(8, num_heads=2, update_steps_max=2, concat_bias_pattern=True),
+        lambda m: m(KEYS),
+    ),
+    "HopfieldLayer": (
+        lambda: fastattn.nn.HopfieldLayer(8, num_heads=2, quantity=5),
+        lambda m: m(KEYS),
+    ),
+    "HopfieldPooling": (
+        lambda: fastattn.nn.HopfieldPooling(8, num_heads=2, quantity=3),
+        lambda m: m(KEYS),
+    ),
+    "KeyValueMemory": (lambda: fastattn.nn.KeyValueMemory(4, 8, batch_size=2), write_and_read),
+    "LearnedPositionalEncoding": (
+        lambda: fastattn.nn.LearnedPositionalEncoding(9, 8),
+        lambda m: m(KEYS, offset=1),
+    ),
+    "LuongAttention": (
+        lambda: fastattn.nn.LuongAttention(8, method="concat", window="local-m", D=2),
+        lambda m: m(ROWS, KEYS),
+    ),
+    "LuongAttention-local-p": (
+        lambda: fastattn.nn.LuongAttention(8, method="dot", window="local-p", D=2),
+        lambda m: m(ROWS, KEYS, need_weights=False),
+    ),
+    "MemN2N": (
+        lambda: fastattn.nn.MemN2N(9, 8, hops=3, memory_size=5),
+        lambda m: m(STORIES, STORIES[:, 0]),
+    ),
+    "MemN2N-layerwise": (
+        lambda: fastattn.nn.MemN2N(9, 8, hops=2, weight_tying="layerwise", sparse=True),
+        lambda m: m(STORIES, STORIES[:, 0]),
+    ),
+    "RelativeBias": (lambda: fastattn.nn.RelativeBias(2, 6), with_bias),
+    "SinusoidalPositionalEncoding": (
+        lambda: fastattn.nn.SinusoidalPositionalEncoding(8, padding_idx=3),
+        lambda m: m(KEYS, offset=1),
+    ),
+    "T5RelativeBias": (lambda: fastattn.nn.T5RelativeBias(2, 8), with_bias),
+    "WindowRelativeBias": (lambda: fastattn.nn.WindowRelativeBias(2, (2, 3)), with_bias),
+}
+
+
+def attributes_of(module: nn.Module) -> list[str]:
+    """Its public attributes and those of its parts, which are no modules of ``OURS``."""
+    names = []
+    for path, part in module.named_modules():
+        is_own = type(part).__module__.startswith("fastattn")
+        if is_own and (part is module or type(part).__name__ not in OURS):
+            held = [*vars(part), *part._parameters, *part._buffers]
+            public = [name for name in held if not name.startswith("_") and name != "training"]
+            names += [f"{path}.{name}".removeprefix(".") for name in public]
+    return names
+
+
+def test_every_module_is_here() -> None:
+    classes = {
+        name
+        for name in fastattn.nn.__all__
+        if isinstance(getattr(fastattn.nn, name), type) and not name.startswith("Transformer")
+    }
+    assert classes == {name.partition("-")[0] for name in OURS} | {"MultiheadAttention"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_changed_module_acts_as_on_the_reference(name: str) -> None:
+    make, forward = OURS[name]
+    torch.manual_seed(0)
+    module = make()
+    values = (0, 3, -1, 2**31, 2**63, 1.5, "4", None, torch.tensor(4), nn.Parameter(normal(8)))
+    for n, attribute in enumerate(attributes_of(module)):
+        for m, value in enumerate(values):
+            mode = ("train", "eval")[(n + m) % 2]
+            ours, theirs = (changed(module, attribute, value, mode) for _ in range(2))
+            if ours is not None and theirs is not None:
+                with fastattn.use_backend("reference"):
+                    want = outcome(theirs, forward)
+                assert_same_outcome(outcome(ours, forward), want, f"{attribute} = {value!r}")
