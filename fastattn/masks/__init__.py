@@ -18,8 +18,9 @@ caches, positions count within each sequence; masks of blocks are not for them. 
 is for caches only.
 
 What a kernel reads is built at the first call with given lengths and is kept by the mask, so build
-a mask once for all layers. On a GPU, where reading the lengths of packed sequences and caches would
-wait, it is built in each of their calls.
+a mask once for all layers. A ``BlockMask`` is converted again if it has changed since the last
+call; :func:`from_block_mask` converts once. On a GPU, where reading the lengths of packed sequences
+and caches would wait, it is built in each of their calls.
 """
 
 from fastattn.masks._blocks import MaskMod as MaskMod

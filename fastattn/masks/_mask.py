@@ -31,6 +31,7 @@ from fastattn.masks._calls import (
     check_int,
     check_rows,
 )
+from fastattn.masks._observed import Observation, observe
 
 __all__ = [
     "LeafMask",
@@ -245,12 +246,24 @@ def _as_mask(where: str, mask: Any) -> Mask | None:
             f"{where}: a BlockMask cannot be converted by compiled code; call "
             "fastattn.masks.from_block_mask before it"
         )
-    if mask not in _block_masks:
-        _block_masks[mask] = from_block_mask(mask)
-    return _block_masks[mask]
+    return _converted(mask)
 
 
-_block_masks: weakref.WeakKeyDictionary[Any, Mask] = weakref.WeakKeyDictionary()
+# The conversion of each BlockMask, and what it read.
+_block_masks: weakref.WeakKeyDictionary[Any, tuple[Observation, Mask]]
+_block_masks = weakref.WeakKeyDictionary()
+
+
+def _converted(block_mask: Any) -> Mask:
+    """The mask of a ``BlockMask``, kept while everything that the conversion read is the same."""
+    now = observe(block_mask)
+    if now is None or not nothing_watches():  # a traced tensor must not stay
+        return from_block_mask(block_mask)
+    before, mask = _block_masks.get(block_mask, (None, None))
+    if mask is None or before != now:
+        before, mask = now.kept(), from_block_mask(block_mask)
+        _block_masks[block_mask] = before, mask
+    return mask
 
 
 class LeafMask(Mask):
@@ -364,8 +377,10 @@ def from_function(
 def from_block_mask(block_mask: Any) -> Mask:
     """The mask of a ``BlockMask`` of ``torch.nn.attention.flex_attention``.
 
-    Attention takes these objects directly. This function is for compiled code, which cannot convert
-    them: call it before. Only the pairs of partial blocks are evaluated.
+    Attention takes these objects directly, and compares in each call whether they have changed.
+    This function converts once: later changes of ``block_mask``, and of tensors that its
+    ``mask_mod`` reads, have no effect. Compiled code, which cannot convert, needs it: call it
+    before. Only the pairs of partial blocks are evaluated.
     """
     if type(block_mask).__name__ != "BlockMask":
         raise wrong_type("from_block_mask", "block_mask", block_mask, "BlockMask")
