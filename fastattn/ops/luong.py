@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.autograd.local_attention import local_attention
+from fastattn.backends._lost import nan_where_lost
 from fastattn.backends.primitives import LocalOptions
 from fastattn.checks import autocast, check_dropout, check_dtypes, check_int64, expands_to
 from fastattn.ops._local_plain import attend_locally
@@ -69,7 +70,8 @@ def luong_attention(
         need_weights: also return the weights, [B, Tq, Tk], 0 outside a window.
 
     Returns:
-        ``out`` [B, Tq, Dv], or ``(out, weights)``. A query with an empty window has out 0.
+        ``out`` [B, Tq, Dv], or ``(out, weights)``. A query with an empty window has out 0. A query
+        whose position is NaN has NaN, and so have the gradients of all keys that it may have seen.
 
     Raises:
         TypeError, ValueError: an unknown ``method`` or ``window``, a ``weight`` or ``positions``
@@ -118,11 +120,20 @@ def luong_attention(
         if key_padding_mask is not None and keys > 0:
             seen = seen & ~_rows(key_padding_mask, row)
         out, near = _gathered(query, key, value, v, row, seen, bell, dropout_p, need_weights)
+        if positions.is_floating_point():
+            out, near = _with_nan(out, near, p, key_padding_mask, query, key, value, v, window)
         if not need_weights:
             return out
     near = (near if bell is None else near * bell).to(out.dtype)
+    if keys == 0:
+        return out, out.new_zeros((batch, queries, keys))
     weights = out.new_zeros((batch, queries, keys))
-    return out, weights if keys == 0 else weights.scatter_add(2, at, torch.where(seen, near, 0.0))
+    weights = weights.scatter_add(2, at, torch.where(seen, near, 0.0))
+    # At NaN, all keys may be in the window.
+    lost = p.detach().isnan()[..., None]
+    if key_padding_mask is not None:
+        lost = lost & ~key_padding_mask[:, None]
+    return out, torch.where(lost, near.sum(2, keepdim=True), weights)
 
 
 def _window(p: Tensor, keys: int, D: int, window: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -133,7 +144,9 @@ def _window(p: Tensor, keys: int, D: int, window: str) -> tuple[Tensor, Tensor, 
     first = torch.ceil(p.detach() - D).clamp(0, keys).long()[..., None]
     j = first + torch.arange(LocalOptions(reach=D).rows(keys), device=p.device)
     seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
-    bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
+    # A position that is not finite has no finite distance from any key.
+    away = torch.where(seen, j - p[..., None], 0.0)
+    bell = torch.exp(-2 * (away / D) ** 2) if window == "local-p" else None
     return seen, torch.where(seen, j, 0), bell
 
 
@@ -172,6 +185,25 @@ def _gathered(
     out, weights = result if need_weights else (result, result.new_empty(0))
     shape = (batch, queries, -1)
     return out.view(shape), weights.view(shape) if need_weights else weights
+
+
+def _with_nan(
+    out: Tensor,
+    near: Tensor,
+    p: Tensor,
+    padding: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor | None,
+    window: str,
+) -> tuple[Tensor, Tensor]:
+    """The results of :func:`_gathered` with NaN for each query at NaN, as those of the kernels."""
+    of_scores = () if v is None else (v.sum(),)
+    of_bell = (p,) if window == "local-p" else ()
+    of_out = nan_where_lost(p, padding, query, (key, value), *of_scores, *of_bell)
+    of_weights = nan_where_lost(p, padding, query, (key,), *of_scores)
+    return out + of_out.to(out.dtype), near if near.ndim == 1 else near + of_weights.to(near.dtype)
 
 
 def _rows(x: Tensor, row: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def operands(dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Ten
     return *leaves, padding, factor
 
 
-@pytest.mark.parametrize("position", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30])
+@pytest.mark.parametrize("position", [float("inf"), -float("inf"), 1e30, -1e30])
 def test_a_window_without_keys_has_no_result(target: Target, position: float) -> None:
     query, key, value, p, padding, _ = operands()
     p.data[0, 1] = position
@@ -57,6 +57,43 @@ def test_a_window_without_keys_has_no_result(target: Target, position: float) ->
     assert all(grad.isfinite().all() for grad in grads)
     assert not grads[3][0, 1].any()
     assert not grads[0][0, 1].any()
+
+
+@pytest.mark.parametrize("bell", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_query_at_nan_is_nan(engine: Target, dtype: torch.dtype, bell: bool) -> None:
+    """So are the gradients of all that it may have seen: every key but the padding."""
+    query, key, value, p, padding, factor = operands(dtype)
+    p.data[0, 1] = float("nan")
+    padding[0] = torch.tensor([True, True, False, True, False, False, False])
+    options = LocalOptions(reach=2, bell=bell)
+    for extra in (None, factor):
+        out, weights = local_attention(query, key, value, p, padding, extra, options)
+        for x in (out, weights):
+            assert x[0, 1].isnan().all()
+            assert not x[0, [0, 2, 3, 4]].isnan().any()
+            assert not x[1].isnan().any()
+        for results, of_value in (((out, weights), True), ((out,), True), ((weights,), False)):
+            total = sum(x.sum() for x in results)
+            grads = torch.autograd.grad(total, (query, key, value, p), retain_graph=True)
+            of_query, of_key, of_rows, of_p = (x.isnan() for x in grads)
+            assert torch.equal(of_query[0].any(-1), torch.arange(5) == 1)
+            assert torch.equal(of_key[0].all(-1), ~padding[0])
+            assert not of_key[0, padding[0]].any()
+            assert torch.equal(of_rows[0].any(-1), ~padding[0] & of_value)
+            assert torch.equal(of_p[0], (torch.arange(5) == 1) & (of_value and bell))
+            assert not any(x[1].any() for x in (of_query, of_key, of_rows, of_p))
+
+
+def test_a_query_at_nan_without_keys_has_no_result(engine: Target) -> None:
+    query, key, value, p, padding, _ = operands()
+    p.data[0, 1] = float("nan")
+    padding[0] = True
+    results = local_attention(query, key, value, p, padding, None, OPTIONS)
+    grads = torch.autograd.grad(sum(x.sum() for x in results), (query, key, value, p))
+    assert not any(x[0].any() for x in (*results, *grads))
+    empty = local_attention(query, key[:, :0], value[:, :0], p, padding[:, :0], None, OPTIONS)
+    assert not any(x.any() for x in empty)
 
 
 def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:

@@ -148,6 +148,50 @@ def test_an_empty_window_gives_zero(backend: str) -> None:
         assert none.eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("window", ["local-m", "local-p"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_query_at_nan_is_nan(
+    choice: str, method: str, window: str, need_weights: bool, dtype: torch.dtype
+) -> None:
+    query, key, value, weight = operands(method)
+    weight = (weight,) if isinstance(weight, Tensor) else weight or ()
+    query, key, value, *weight = (
+        x.to(dtype).requires_grad_() for x in (query, key, value, *weight)
+    )
+    positions = torch.linspace(0, 13, 18).view(2, 9)
+    positions[0, 4] = NAN
+    positions.requires_grad_()
+    padding = torch.zeros(2, 14, dtype=torch.bool)
+    padding[:, :3] = True
+    results = luong_attention(
+        query,
+        key,
+        value,
+        method=method,
+        weight={0: None, 1: weight and weight[0], 2: tuple(weight)}[len(weight)],
+        window=window,
+        D=2,
+        positions=positions,
+        key_padding_mask=padding,
+        need_weights=need_weights,
+    )
+    results = results if need_weights else (results,)
+    for x in results:
+        assert torch.equal(x.isnan().any(-1), positions.isnan())
+    assert results[0][0, 4].isnan().all()
+    if need_weights:
+        assert torch.equal(results[1][0, 4].isnan(), ~padding[0])
+    leaves = (query, key, value, *weight, *((positions,) if window == "local-p" else ()))
+    of_query, of_key, of_value, *others = torch.autograd.grad(sum(x.sum() for x in results), leaves)
+    assert torch.equal(of_query.isnan().any(-1), positions.isnan())
+    for x in (of_key, of_value):
+        assert torch.equal(x[0].isnan().any(-1), ~padding[0])
+        assert not x[1].isnan().any()
+    assert all(x.isnan().any() for x in others)
+
+
 def test_only_the_window_takes_memory(backend: str) -> None:
     """Nothing that a local window saves has the length of the keys twice."""
     query, key, value, weight = operands("concat", tq=40, tk=400, grad=True)

@@ -9,9 +9,10 @@
 //   dk_j = sum_i ds_i(j) q_i,  dv_j = sum_i w_i(j) z_i(j) g_i
 //   dp = sum_j w_j z_j (g . v_j) 4 (j - p) / D^2
 //
-// Nothing outside a window is computed, and padding is not read. The first pass over the queries
-// stores ds and w z. The gradients of the rows are sums over queries in order, by blocks of rows
-// that one task owns, so the bits do not depend on the number of threads.
+// Nothing outside a window is computed, and padding is not read. A query at NaN is lost: any key that
+// is no padding may be in its window, so its results are NaN, and the gradients of all these keys. The
+// first pass over the queries stores ds and w z. The gradients of the rows are sums over queries in
+// order, by blocks of rows that one task owns, so the bits do not depend on the number of threads.
 #include "../../params.h"
 #include "../threads.h"
 #include "blocks.h"
@@ -109,13 +110,27 @@ class LocalAttention {
     return data == nullptr ? nullptr : static_cast<T*>(data) + i * p.W;
   }
 
-  static void clear(T* x, int64_t count) {
-    for (int64_t d = 0; d < count; d += W) store(x + d, Vec<T>{});
+  static void fill(T* x, int64_t count, T value) {
+    for (int64_t d = 0; d < count; d += W) store(x + d, splat<T>(value));
   }
 
-  // The first key of the window of query i; Lk if it sees none, as with a NaN.
+  T position(int64_t i) const { return static_cast<const T*>(p.positions)[i]; }
+  const uint8_t* padding_of(int64_t b) const {
+    return p.padding == nullptr ? nullptr : p.padding + b * p.Lk;
+  }
+
+  // Whether query i is at NaN, and has a key.
+  bool is_lost(int64_t i) const {
+    if (position(i) == position(i)) return false;
+    const uint8_t* const padding = padding_of(i / p.Lq);
+    int64_t j = 0;
+    while (padding != nullptr && j < p.Lk && padding[j] != 0) ++j;
+    return j < p.Lk;
+  }
+
+  // The first key of the window of query i; Lk if it sees none, or is lost.
   int64_t first_of(int64_t i) const {
-    const T at = static_cast<const T*>(p.positions)[i], reach = static_cast<T>(p.reach);
+    const T at = position(i), reach = static_cast<T>(p.reach);
     const T low = max_of(T(0), at - reach);
     if (!(at + reach >= T(0) && low < static_cast<T>(p.Lk))) return p.Lk;
     const int64_t truncated = static_cast<int64_t>(low);
@@ -124,8 +139,8 @@ class LocalAttention {
 
   // Finds the rows that query i can see, and their z; returns their number.
   int64_t look(const Scratch& f, int64_t i) const {
-    const T at = static_cast<const T*>(p.positions)[i], reach = static_cast<T>(p.reach);
-    const uint8_t* const padding = p.padding == nullptr ? nullptr : p.padding + i / p.Lq * p.Lk;
+    const T at = position(i), reach = static_cast<T>(p.reach);
+    const uint8_t* const padding = padding_of(i / p.Lq);
     const int64_t first = first_of(i), end = min_of(p.Lk, first + p.W);
     int64_t count = 0;
     for (int64_t j = max_of<int64_t>(0, first); j < end && static_cast<T>(j) <= at + reach; ++j) {
@@ -147,8 +162,9 @@ class LocalAttention {
   void attend(const Scratch& f, int64_t i) const {
     const int64_t b = i / p.Lq, count = look(f, i);
     T* const weights = of_query(p.weights, i);
-    for (int64_t w = 0; w < p.W; ++w) weights[w] = T(0);
-    clear(f.y, dvp);
+    const T none = is_lost(i) ? position(i) : T(0);
+    for (int64_t w = 0; w < p.W; ++w) weights[w] = none;
+    fill(f.y, dvp, none);
     if (count > 0) {
       read_row(row_of(p.query, b, i % p.Lq), p.D, f.x);
       products(p.key, b, f.row, count, p.D, f.x, f.s);
@@ -191,9 +207,10 @@ class LocalAttention {
     const T* const grad_weights = of_query(p.grad_weights, i);
     T* const of_keys = of_query(p.coefficients, i);
     T* const of_values = of_query(p.coefficients, queries + i);
-    T grad_position = T(0);
+    const T none = is_lost(i) ? position(i) : T(0);
+    T grad_position = p.bell && p.grad_out.data != nullptr ? none : T(0);
     for (int64_t w = 0; w < p.W; ++w) of_keys[w] = of_values[w] = T(0);
-    clear(f.y, dp);
+    fill(f.y, dp, none);
     if (count > 0) {
       for (int64_t n = 0; n < count; ++n) f.d[n] = T(0);
       if (p.grad_out.data != nullptr) {
@@ -227,11 +244,13 @@ class LocalAttention {
 
   // The gradients of rows [j0, j1) of one batch entry.
   void collect(const Sums& f, int64_t b, int64_t j0, int64_t j1) const {
-    clear(f.dk, kRows * dp);
-    clear(f.dv, kRows * dvp);
+    fill(f.dk, kRows * dp, T(0));
+    fill(f.dv, kRows * dvp, T(0));
+    const uint8_t* const padding = padding_of(b);
     for (int64_t i = b * p.Lq; i < (b + 1) * p.Lq; ++i) {
+      const bool lost = is_lost(i);
       const int64_t first = first_of(i);
-      if (first >= j1 || first <= j0 - p.W) continue;
+      if (!lost && (first >= j1 || first <= j0 - p.W)) continue;
       read_row(row_of(p.query, b, i % p.Lq), p.D, f.x);
       if (p.grad_out.data != nullptr) read_row(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);
       const T* const of_keys = of_query(p.coefficients, i);
@@ -239,6 +258,11 @@ class LocalAttention {
       for (int64_t j = max_of(j0, first); j < min_of(j1, first + p.W); ++j) {
         add(of_keys[j - first], f.x, dp, f.dk + (j - j0) * dp);
         if (p.grad_out.data != nullptr) add(of_values[j - first], f.g, dvp, f.dv + (j - j0) * dvp);
+      }
+      for (int64_t j = j0; lost && j < j1; ++j) {
+        if (padding != nullptr && padding[j] != 0) continue;
+        add(position(i), f.x, dp, f.dk + (j - j0) * dp);
+        if (p.grad_out.data != nullptr) add(position(i), f.g, dvp, f.dv + (j - j0) * dvp);
       }
     }
     for (int64_t j = j0; j < j1; ++j) {

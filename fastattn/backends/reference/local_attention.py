@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from fastattn.backends._lost import nan_where_lost
 from fastattn.backends.primitives import LocalOptions
 from fastattn.backends.reference._masked import compute_dtype, without_autocast
 from fastattn.backends.reference._vjp import gradients
@@ -28,8 +29,12 @@ def local_attention(
 
     weights [B, Lq, W] = softmax(q . k) over the keys j from max(0, ceil(p - reach)) on that exist,
     are in reach and no padding, 0 elsewhere, in the dtype of the computation; out [B, Lq, Dv] = sum
-    weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1.
+    weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1. A query at NaN has NaN in both,
+    unless all keys are padding.
     """
+    of_weights = nan_where_lost(positions, padding, query, (key,))
+    of_bell = (positions,) if options.bell else ()
+    of_out = nan_where_lost(positions, padding, query, (key, value), *of_bell)
     compute, keys, reach = compute_dtype(query.dtype), key.shape[1], options.reach
     p = positions.detach()[..., None]
     first = torch.ceil(p - reach).clamp(0, keys).long()
@@ -63,8 +68,8 @@ def local_attention(
             applied = applied * torch.exp(-2 * (away / reach) ** 2)
         if factor is not None:
             applied = torch.where(seen, applied * factor.to(compute), 0.0)
-        out = (applied[..., None] * values).sum(2)
-    return out.to(query.dtype), weights
+        out = (applied[..., None] * values).sum(2) + of_out
+    return out.to(query.dtype), weights + of_weights
 
 
 def local_attention_backward(
