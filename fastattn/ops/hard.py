@@ -62,7 +62,8 @@ def hard_attention(
 
     Returns:
         ``out`` [..., L, Dv]; or a tuple of it, ``log_prob`` [..., L] (float32, or float64) for
-        "reinforce", and the weights if requested. A fully masked row has out 0 and log_prob 0.
+        "reinforce", and the weights if requested. A fully masked row has out 0 and log_prob 0. A
+        row that sees NaN in a score is NaN.
 
     Raises:
         TypeError, ValueError: an unknown estimator, a temperature that is not positive, leading
@@ -96,12 +97,15 @@ def hard_attention(
     )[1]
     if scores[-1] == 0:
         chosen, seen = None, weights.new_zeros(scores[:-1], dtype=torch.bool)
+        lost = seen
         out = value.new_zeros((*scores[:-1], value.shape[-1]))
     else:
         most, chosen = weights.max(-1)
-        seen = most > 0
+        seen, lost = most != 0, most.isnan()
         rows = chosen[..., None].expand(*chosen.shape, value.shape[-1])
-        out = torch.where(seen[..., None], value.gather(-2, rows), 0.0)
+        # The product gives a row of NaN a gradient of NaN, too.
+        near = value.gather(-2, rows) * torch.where(lost, math.nan, 1.0)[..., None].to(value.dtype)
+        out = torch.where(seen[..., None], near, 0.0)
 
     if estimator != "reinforce":
         soft, heat = attn_mask, 1.0
@@ -118,7 +122,7 @@ def hard_attention(
         one = torch.zeros(scores, dtype=query.dtype, device=query.device)
         if chosen is not None:
             one = one.scatter(-1, chosen[..., None], seen[..., None].to(query.dtype))
-        results.append(one)
+        results.append(torch.where(lost[..., None], math.nan, one))
     return tuple(results) if len(results) > 1 else out
 
 

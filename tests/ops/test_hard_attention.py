@@ -185,6 +185,28 @@ def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:
     assert_right({"log_prob": log_prob}, definition, torch.bfloat16)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_row_that_sees_nan_is_nan(
+    backend: str, estimator: str, deterministic: bool, normal: Callable[..., Tensor]
+) -> None:
+    q, k, v = (x.requires_grad_() for x in (normal(4, 5), normal(7, 5), normal(7, 2)))
+    k.data[3] = math.nan
+    mask = torch.ones(4, 7, dtype=torch.bool)
+    mask[2, 3] = False
+    sees = torch.tensor([True, True, False, True])
+    results = hard_attention(
+        q, k, v, mask, estimator=estimator, deterministic=deterministic, need_weights=True
+    )
+    for x in results:
+        rows = x.isnan().reshape(4, -1)
+        assert torch.equal(rows.all(1), sees)
+        assert torch.equal(rows.any(1), sees)
+    of_value, of_query = torch.autograd.grad(sum(x.sum() for x in results), (v, q))
+    assert of_value.isnan().any()
+    assert torch.equal(of_query.isnan().any(1), sees)
+
+
 def test_one_seed_one_draw(backend: str) -> None:
     x = torch.randn(2, 9, 5)
     torch.manual_seed(1)
