@@ -174,3 +174,37 @@ def test_a_query_of_nan_stays_alone(target: Target, queries: int) -> None:
     (grad,) = torch.autograd.grad(out[1].sum() + out[0].nansum(), memory)
     assert not grad[0].any()
     assert torch.isfinite(grad[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "reached"),
+    [
+        ("query", {"in_memory", "out_memory"}),
+        ("in_memory", {"query", "out_memory", "memory_bias"}),
+        ("out_memory", {"query", "in_memory", "memory_bias"}),
+        ("memory_bias", {"in_memory", "out_memory"}),
+    ],
+)
+def test_linear_hops_pass_nan_to_gradients(engine: Target, name: str, reached: set[str]) -> None:
+    """The excluded rows of linear hops are selected: neither result nor gradient loses NaN."""
+    sizes = {
+        "query": (2, 6),
+        "in_memory": (2, 9, 6),
+        "out_memory": (2, 9, 6),
+        "memory_bias": (2, 9),
+    }
+    leaves = {n: torch.randn(size) for n, size in sizes.items()}
+    leaves[name][0, 4] = float("nan")
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[:, 0] = False
+    for x in leaves.values():
+        x.requires_grad_()
+    out = memory_hop_attention(**leaves, memory_mask=mask, hops=2, normalize="none")
+    assert torch.equal(out.isnan().all(1), torch.tensor([True, False]))
+    grads = torch.autograd.grad(out.sum(), tuple(leaves.values()))
+    for other, grad in zip(leaves, grads, strict=True):
+        assert not grad[1].isnan().any()
+        if other in reached:
+            assert grad[0].isnan().any()
+        if other != "query":
+            assert not grad[0, 0].isnan().any()

@@ -194,11 +194,13 @@ def _weigh(
         s = s + torch.where(kept, bias, 0.0).to(s.dtype)
     if visible is None:
         return s @ rows_out, s.new_zeros(s.shape[:2]), s
+    # A score that is not finite has no finite gradient.
+    s = s * torch.where(visible & ~torch.isfinite(s), s.detach().abs(), 1.0)
     p = torch.where(visible, s, 0.0)
     # 0 * inf is NaN: only elements of visible rows may produce it.
     seen = visible.to(s.dtype).expand_as(p)
     unbounded = torch.where(torch.isfinite(rows_out), 0.0, torch.ones_like(rows_out))
     met = (seen @ unbounded) > 0
-    o = p @ finite(rows_out)
-    o = torch.where(met, float("nan"), o)
-    return o, s.new_zeros(s.shape[:2]), p
+    # A product, so that the gradient of the row is NaN too.
+    nan = torch.where(met, torch.where(met, torch.nan, 0.0) * p.sum(-1, keepdim=True), 0.0)
+    return p @ finite(rows_out) + nan, s.new_zeros(s.shape[:2]), p
