@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastattn import compat
@@ -11,6 +12,7 @@ from fastattn.integrations.torch_mha import replace_mha
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
 from fastattn.nn._context import ContextParallel
+from fastattn.nn._eager import is_plain
 
 __all__ = [
     "TransformerDecoder",
@@ -48,6 +50,32 @@ class TransformerEncoder(nn.TransformerEncoder, ContextParallel):
     ) -> None:
         super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor, mask_check)
         replace_mha(self)  # in layers of PyTorch
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As ``torch.nn.TransformerEncoder``, also for a batch of padding only."""
+        first: Any = self.layers[0]
+        if first.training or mask is not None or _can_be_nested(src_key_padding_mask):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        for layer in self.layers:
+            src = layer(src, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
+        return src if self.norm is None else self.norm(src)
+
+
+def _can_be_nested(padding: Tensor | None) -> bool:
+    """Whether PyTorch, which may store the sequences without padding, reads this mask correctly.
+
+    It cannot pad sequences again that have no row, and takes every number but 0 for padding.
+    """
+    if padding is None or not is_plain(padding):
+        return True
+    hides = padding if padding.dtype == torch.bool else padding == float("-inf")
+    return not hides.all() and bool((hides == padding.bool()).all())
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):

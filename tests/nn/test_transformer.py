@@ -172,6 +172,41 @@ def test_what_is_padded_is_not_read() -> None:
     assert model.eval().encode(hidden, None, PADDING)[~PADDING].isfinite().all()
 
 
+@pytest.mark.parametrize("length", [6, 0])
+@pytest.mark.parametrize("kind", ["boolean", "minus infinity"])
+@pytest.mark.parametrize("options", ["plain", "norm first", "sequence first"])
+def test_a_batch_of_padding_only(options: str, kind: str, length: int) -> None:
+    """Attention is 0 in every mode: a position depends on itself alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "enable_nested_tensor")
+        sizes = {"batch_first": True, **OPTIONS[options], **DOUBLE}
+        encoder = TransformerEncoder(TransformerEncoderLayer(E, H, FEED, 0.0, **sizes), 2)
+    x = SOURCE[:, :length] if sizes["batch_first"] else SOURCE[:, :length].transpose(0, 1)
+    padding = torch.ones(3, length, dtype=torch.bool)
+    if kind == "minus infinity":
+        padding = torch.zeros(3, length, **DOUBLE).masked_fill(padding, -math.inf)
+    expected = encoder(x, src_key_padding_mask=padding)
+    alone = encoder(x.flatten(0, 1)[:, None] if sizes["batch_first"] else x.flatten(0, 1)[None],
+                    src_key_padding_mask=padding.flatten()[:, None])  # fmt: skip
+    torch.testing.assert_close(expected.flatten(), alone.flatten())
+    assert expected.isfinite().all()
+    for training, grad in itertools.product((True, False), repeat=2):
+        encoder.train(training)
+        with torch.set_grad_enabled(grad):
+            out = encoder(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(out, expected)
+
+
+def test_padding_of_other_numbers_is_added_in_eval_mode_too() -> None:
+    """PyTorch takes every number but 0 for padding there."""
+    layer = TransformerEncoderLayer(E, H, FEED, 0.0, batch_first=True, **DOUBLE)
+    encoder = TransformerEncoder(layer, 2)
+    padding = torch.zeros(3, 6, **DOUBLE).masked_fill(PADDING, -1.0)
+    expected = encoder(SOURCE, src_key_padding_mask=padding)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder.eval()(SOURCE, src_key_padding_mask=padding), expected)
+
+
 # --- step by step ----------------------------------------------------------------------------
 
 
