@@ -11,6 +11,7 @@ its options (``fastattn.backends.primitives``):
         setup_context=save,  # (ctx, args, results), as in torch.autograd.Function
         backward=backward,  # (ctx, *grads) -> a gradient or None for each argument
         vmap=vmap,  # (info, in_dims, *args) -> (results, out_dims)
+        flops=lambda results, x, *rest: 2 * x.numel(),  # see fastattn._flops
     )
     y = encode(x, None, SinusoidalOptions(offset=0, layout="interleaved"))
 
@@ -43,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import compat, dispatch
+from fastattn import _flops, compat, dispatch
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
@@ -79,6 +80,7 @@ class Operator:
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         vmap: Callable[..., Any],
+        flops: Callable[..., int],
         opaque: Sequence[str] = (),
         recomputed: Sequence[str] = (),
         derived: Mapping[str, Callable[..., Any]] | None = None,
@@ -91,7 +93,7 @@ class Operator:
         self._recomputed = {self._names.index(name) for name in recomputed}
         self._derived = derived or {}
         self.returns = returns
-        self._fake = fake
+        self._fake, self._flops = fake, flops
 
         setup_context = setup_context or self._save_all
         backward = backward or self._backward_through_reference
@@ -239,9 +241,15 @@ class Operator:
 
         rule = rule_for_any_size(batched, self._shaped, self.returns)
         torch.library.register_vmap(name, rule, lib=_library)
-        op = getattr(torch.ops.fastattn, self.name).default
-        operators[op] = self
-        return op
+        packet = getattr(torch.ops.fastattn, self.name)
+        _flops.count(packet, self._work)
+        operators[packet.default] = self
+        return packet.default
+
+    def _work(self, args: Sequence[Any], results: Any) -> int:
+        """The floating-point operations of a call of the dispatcher."""
+        tensors, options = self.split(args)
+        return self._flops(results, *tensors, options)
 
     def _autograd_kernel(self, *args: Any) -> Any:
         """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""

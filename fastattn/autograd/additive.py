@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastattn._flops import visible_pairs
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
@@ -89,6 +90,28 @@ _TENSORS = (
     "Tensor? seed"
 )
 
+
+def _pairs(query: Tensor, key: Tensor, causal: bool) -> int:
+    window = (0, -1, 0) if causal else ()
+    return query.shape[0] * visible_pairs(query.shape[1], key.shape[1], *window)
+
+
+def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+    return _pairs(query, key, rest[-1].causal) * (4 * query.shape[2] + 2 * value.shape[2])
+
+
+def _flops_backward(
+    _: Any,
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> int:
+    return _pairs(query, key, rest[-1].causal) * (8 * query.shape[2] + 4 * value.shape[2])
+
+
 additive = Operator(
     f"additive_attention({_TENSORS})",
     options=AdditiveOptions,
@@ -97,6 +120,7 @@ additive = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
 )
 
 additive_backward = Operator(
@@ -105,4 +129,5 @@ additive_backward = Operator(
     returns=6,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
 )

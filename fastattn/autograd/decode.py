@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
+from fastattn._flops import count, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
@@ -34,6 +35,29 @@ def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
     return one_by_one(decode, info.batch_size, in_dims, args)
 
 
+def _flops(
+    _: Any,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    *rest: Any,
+) -> int:
+    """Of the visible pairs, as far as the lengths tell them; a cache of unknown length is full."""
+    batch, heads, q_len, width = query.shape
+    cache_leftpad, options = rest[5], rest[-1]
+    pages = 1 if block_table is None else block_table.shape[1]
+    filled = values(cache_seqlens) or [pages * key_cache.shape[2]] * batch
+    pads = (None if cache_leftpad is None else values(cache_leftpad)) or [0] * batch
+    window = options.window_left, options.window_right
+    pairs = sum(
+        visible_pairs(q_len, end - pad, end - pad - q_len, *window)
+        for end, pad in zip(filled, pads, strict=True)
+    )
+    return heads * pairs * 2 * (width + value_cache.shape[3])
+
+
 decode = Operator(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
     "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, Tensor? sinks, "
@@ -45,6 +69,7 @@ decode = Operator(
     setup_context=lambda ctx, args, results: None,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
@@ -82,6 +107,9 @@ def append_operator(
         return key.new_empty(0)
     promised = empty_output(query, query.shape[3])
     return rotated if rotated.stride() == promised.stride() else promised.copy_(rotated)
+
+
+count(torch.ops.fastattn.append_to_cache, lambda args, results: 0)  # it moves rows
 
 
 @append_operator.register_fake

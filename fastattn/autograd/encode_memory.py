@@ -82,6 +82,14 @@ def _vmap_backward(
     return (grad_weight.unflatten(0, (n, grad_weight.shape[0] // n)), grad_temporal), (0, 0)
 
 
+def _flops(out: Tensor, tokens: Tensor, *rest: Any) -> int:
+    return out.numel() * (2 * tokens.shape[-1] + 1)
+
+
+def _flops_backward(_: Any, grad: Tensor, tokens: Tensor, *rest: Any) -> int:
+    return grad.numel() * (2 * tokens.shape[-1] + 1)
+
+
 encode = Operator(
     "encode_memory(Tensor tokens, Tensor weight, Tensor factors, Tensor? temporal)",
     options=EncodeMemoryOptions,
@@ -90,6 +98,7 @@ encode = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
     opaque=("factors",),
 )
 encode_backward = Operator(
@@ -98,5 +107,6 @@ encode_backward = Operator(
     returns=2,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
     opaque=("factors",),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._flops import values
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
@@ -96,6 +97,25 @@ def _vmap_backward(
     return one_by_one(hopfield_backward, info.batch_size, in_dims, args)
 
 
+def _work(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions) -> int:
+    """The products of a state and a stored pattern in all steps, in elements."""
+    steps = values(taken.flatten())
+    if steps is not None:
+        total = sum(map(abs, steps))
+    else:  # all that are allowed; the first one if there is no limit
+        total = taken.numel() * (options.steps_max if options.steps_max >= 0 else 1)
+    return total * stored.shape[1] * stored.shape[2]
+
+
+def _flops(results: Sequence[Tensor], state: Tensor, stored: Tensor, *rest: Any) -> int:
+    return 4 * _work(state, stored, results[1], rest[-1])
+
+
+def _flops_backward(_: Any, grad_out: Any, state: Tensor, stored: Tensor, *rest: Any) -> int:
+    *_keys_mask_and_bias, taken, _ends, options = rest
+    return 10 * _work(state, stored, taken, options)
+
+
 hopfield_states = Operator(
     f"hopfield_retrieve({_TENSORS})",
     options=HopfieldOptions,
@@ -104,6 +124,7 @@ hopfield_states = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
 )
 
 hopfield_backward = Operator(
@@ -112,5 +133,6 @@ hopfield_backward = Operator(
     returns=4,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
     recomputed=("taken", "ends"),
 )

@@ -60,6 +60,27 @@ def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tupl
     return tuple(unfold(x, n) for x in grads), (0,) * 4
 
 
+def _pairs(query: Tensor, key: Tensor, options: LocalOptions) -> int:
+    """The pairs of whole windows: which keys exist depends on the positions."""
+    return query.shape[0] * query.shape[1] * min(2 * options.reach + 1, key.shape[1])
+
+
+def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+    return _pairs(query, key, rest[-1]) * 2 * (query.shape[2] + value.shape[2])
+
+
+def _flops_backward(
+    _: Any,
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> int:
+    return _pairs(query, key, rest[-1]) * (6 * query.shape[2] + 4 * value.shape[2])
+
+
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor positions, Tensor? padding, Tensor? factor"
 )
@@ -72,6 +93,7 @@ local_attention = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
     opaque=("factor",),
 )
 local_attention_backward = Operator(
@@ -80,5 +102,6 @@ local_attention_backward = Operator(
     returns=4,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
     recomputed=("weights",),
 )

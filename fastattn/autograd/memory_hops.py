@@ -111,6 +111,32 @@ def _vmap_backward(
     return tuple(g.expand(n, 0) if x is None else unfold(g, n) for g, x in pairs), (0,) * 5
 
 
+def _work(
+    query: Tensor, in_memory: Tensor, hop_proj: Tensor | None, options: MemoryHopOptions
+) -> tuple[int, int]:
+    """The products of a row and a query, in elements: of the memories and of ``hop_proj``."""
+    states = query.numel() * options.hops  # [B, Q, K, D]
+    return states * in_memory.shape[-2], 0 if hop_proj is None else states * query.shape[-1]
+
+
+def _flops(_: Any, query: Tensor, in_memory: Tensor, out_memory: Any, *rest: Any) -> int:
+    of_rows, of_projection = _work(query, in_memory, rest[0], rest[-1])
+    return 4 * of_rows + 2 * of_projection
+
+
+def _flops_backward(
+    _: Any,
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Any,
+    *rest: Any,
+) -> int:
+    of_rows, of_projection = _work(query, in_memory, rest[0], rest[-1])
+    return 10 * of_rows + 4 * of_projection
+
+
 hop_attention = Operator(
     f"memory_hop_attention({_TENSORS})",
     options=MemoryHopOptions,
@@ -119,6 +145,7 @@ hop_attention = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
 )
 
 hop_attention_backward = Operator(
@@ -128,6 +155,7 @@ hop_attention_backward = Operator(
     returns=5,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
     recomputed=("trace", "stats"),
 )
 

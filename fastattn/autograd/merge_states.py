@@ -60,6 +60,15 @@ def _in_front(n: int, dims: Sequence[int | None], tensors: Sequence[Any]) -> lis
 
 _STATES = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b"
 
+
+def _flops(_: Any, out_a: Tensor, *rest: Any) -> int:
+    return 4 * out_a.numel()
+
+
+def _flops_backward(_: Any, grad_out: Any, grad_lse: Any, out_a: Tensor, *rest: Any) -> int:
+    return 8 * out_a.numel()
+
+
 merge_states = Operator(
     f"merge_states({_STATES})",
     returns=2,
@@ -67,10 +76,12 @@ merge_states = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
 )
 merge_states_backward = Operator(
     f"merge_states_backward(Tensor? grad_out, Tensor? grad_lse, {_STATES})",
     returns=4,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
 )

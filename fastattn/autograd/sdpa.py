@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
+from fastattn._flops import visible_pairs
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
@@ -96,6 +97,31 @@ def _fake_backward(
         else query.new_empty(0),
         *(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in more),
     )
+
+
+def _pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> int:
+    """The visible pairs, as far as the sizes tell them."""
+    batch, heads, q_len, _ = query.shape
+    window = (options.offset, options.window_left, options.window_right)
+    return batch * heads * visible_pairs(q_len, key.shape[2], *window)
+
+
+def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+    return _pairs(query, key, rest[-1]) * 2 * (query.shape[3] + value.shape[3])
+
+
+def _flops_backward(
+    _: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> int:
+    """The scores again, and the products that give dP, dV, dQ and dK."""
+    return _pairs(query, key, rest[-1]) * (6 * query.shape[3] + 4 * value.shape[3])
 
 
 def default_scale(width: int) -> float:
@@ -187,6 +213,7 @@ attention = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
     opaque=("alibi_slopes",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
@@ -198,6 +225,7 @@ attention_backward = _Backward(
     returns=6,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
     recomputed=("out", "lse"),
     derived={"scale": lambda _out, _lse, _weights, query, *_: default_scale(query.shape[-1])},
 )

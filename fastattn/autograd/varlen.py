@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._flops import values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import VarlenOptions
@@ -83,6 +84,37 @@ def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
     return one_by_one(packed_attention_backward, info.batch_size, in_dims, args)
 
 
+def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, options: Any) -> int:
+    """The visible pairs of a head, as far as the lengths tell them; unknown lengths are equal."""
+    count = cu_q.shape[0] - 1
+    starts, ends = values(cu_q), values(cu_k)
+    if starts is None or ends is None:
+        lengths = [(query.shape[0] // max(count, 1), key.shape[0] // max(count, 1))] * count
+    else:
+        lengths = [(starts[b + 1] - starts[b], ends[b + 1] - ends[b]) for b in range(count)]
+    window = options.window_left, options.window_right
+    offsets = ((q, k, k - q if options.bottom_right else 0) for q, k in lengths)
+    return query.shape[1] * sum(visible_pairs(*sizes, *window) for sizes in offsets)
+
+
+def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
+    pairs = _pairs(query, key, rest[0], rest[1], rest[-1])
+    return pairs * 2 * (query.shape[2] + value.shape[2])
+
+
+def _flops_backward(
+    _: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> int:
+    pairs = _pairs(query, key, rest[0], rest[1], rest[-1])
+    return pairs * (6 * query.shape[2] + 4 * value.shape[2])
+
+
 packed_attention = Operator(
     f"varlen_attention({_TENSORS}, {_LAST})",
     options=VarlenOptions,
@@ -91,6 +123,7 @@ packed_attention = Operator(
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    flops=_flops,
     opaque=("alibi_slopes",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
@@ -102,6 +135,7 @@ packed_attention_backward = Operator(
     returns=5,
     fake=_fake_backward,
     vmap=_vmap_backward,
+    flops=_flops_backward,
     recomputed=("out", "lse"),
     derived={"scale": lambda _out, _lse, query, *_: default_scale(query.shape[-1])},
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastattn._flops import visible_pairs
 from fastattn.distributed.layout import Layout, Run
 
 __all__ = ["VisiblePairs"]
@@ -60,17 +61,5 @@ class VisiblePairs:
     def _pairs(self, run: Run, n: int) -> int:
         """The visible pairs of a run of queries and run n of the keys."""
         left, right = self.window
-        apart, rows, columns = run.position - self.starts[n], run.length, self.lengths[n]
-        seen = rows * columns if right < 0 else _upto(apart + right, rows, columns)
-        return seen - (0 if left < 0 else _upto(apart - left - 1, rows, columns))
-
-
-def _upto(diagonal: int, rows: int, columns: int) -> int:
-    """The pairs with j <= i + diagonal of a rectangle."""
-
-    def triangle(n: int) -> int:
-        return n * (n + 1) // 2 if n > 0 else 0
-
-    everything = triangle(diagonal + rows) - triangle(diagonal)
-    beyond = triangle(diagonal + rows - columns) - triangle(diagonal - columns)
-    return everything - beyond
+        apart = run.position - self.starts[n]
+        return visible_pairs(run.length, self.lengths[n], apart, left, right)

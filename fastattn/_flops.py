@@ -1,0 +1,97 @@
+"""The arithmetic of our operators, for ``torch.utils.flop_counter.FlopCounterMode``.
+
+The counter reads its table when it is created, so the formulas are in the table from the import of
+its module on. To import that module here would also import Triton, which takes as long as
+``import fastattn`` itself; a finder of ``sys.meta_path`` waits for the import instead.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from fastattn import compat
+from fastattn.eager import has_plain_memory
+
+__all__ = ["count", "values", "visible_pairs"]
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: dict[Any, Callable[..., int]] = {}
+
+
+def count(operator: Any, formula: Callable[..., int]) -> None:
+    """Count an operator of the dispatcher by ``formula(args, results) -> int``."""
+
+    def counted(*args: Any, out_val: Any = None, **_: Any) -> int:
+        return formula(args, out_val)
+
+    _formulas[operator] = counted
+    if _COUNTER in sys.modules:
+        _register(sys.modules[_COUNTER])
+
+
+def _register(counter: ModuleType) -> None:
+    for operator, formula in _formulas.items():
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator, get_raw=True)(formula)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Registers the formulas when the counter's module has been executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        spec = next(self._specs(name, path, target), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+    def _specs(self, *wanted: Any) -> Iterator[ModuleSpec]:
+        """What the other finders have for it."""
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(*wanted)
+            if spec is not None:
+                yield spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _Finder())
+
+
+def values(x: Tensor) -> list[int] | None:
+    """The numbers of a tensor of one dimension; None if it has no memory to read."""
+    if type(x) is not Tensor or not has_plain_memory(x):
+        return None
+    numbers: list[int] = compat.run_outside(x.tolist)
+    return numbers
+
+
+def visible_pairs(rows: int, columns: int, offset: int = 0, left: int = -1, right: int = -1) -> int:
+    """The pairs of a query i and a key j with -right <= i + offset - j <= left; -1 is unlimited."""
+    seen = rows * columns if right < 0 else _upto(offset + right, rows, columns)
+    return seen - (0 if left < 0 else _upto(offset - left - 1, rows, columns))
+
+
+def _upto(diagonal: int, rows: int, columns: int) -> int:
+    """The pairs with j <= i + diagonal of a rectangle."""
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    everything = triangle(diagonal + rows) - triangle(diagonal)
+    beyond = triangle(diagonal + rows - columns) - triangle(diagonal - columns)
+    return everything - beyond
