@@ -96,6 +96,33 @@ def test_any_strides(target: Target, layout: str, case: HopCase) -> None:
             assert torch.equal(x, want[name]), name
 
 
+@pytest.mark.parametrize("queries", [1, 8])
+def test_two_views_of_a_tensor_that_begin_together_are_two_memories(
+    target: Target, queries: int
+) -> None:
+    rows, query = torch.randn(2, 40, 6), torch.randn(2, queries, 6)
+    m, c = rows[:, ::2], rows[:, :20]
+    want = memory_hop_attention(query, m.clone(), c.clone(), hops=2)
+    assert torch.equal(memory_hop_attention(query, m, c, hops=2), want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_queries_of_one_memory_see_different_rows(target: Target, dtype: torch.dtype) -> None:
+    """All, some, none, all of one block: each query gets what it gets alone."""
+    m, c = torch.randn(2, 1, 20, 7, dtype=dtype)
+    query = torch.randn(1, 4, 7, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 4, 20, dtype=torch.bool)
+    mask[:, 1, ::3], mask[:, 2] = False, False
+    together = memory_hop_attention(query, m, c, hops=2, memory_mask=mask)
+    (grad,) = torch.autograd.grad(together.sum(), query)
+    for q in range(4):
+        own = slice(q, q + 1)
+        alone = memory_hop_attention(query[:, own], m, c, hops=2, memory_mask=mask[:, own])
+        (grad_alone,) = torch.autograd.grad(alone.sum(), query)
+        assert torch.equal(alone[:, 0], together[:, q])
+        assert torch.equal(grad_alone[:, q], grad[:, q])
+
+
 def test_nothing_is_read_past_the_end(target: Target) -> None:
     """Every tensor ends where memory ends: one read more and the child dies."""
 

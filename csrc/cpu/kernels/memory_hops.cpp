@@ -9,10 +9,9 @@ namespace FASTATTN_ISA {
 namespace {
 
 // dH = sum g u^T over the queries, and over the hops if they share H. A task owns some rows of dH.
-template <class S>
-class ProjectionGradient : HopSteps<S> {
-  typedef HopSteps<S> Base;
-  typedef typename Base::T T;
+template <class T>
+class ProjectionGradient : HopSteps<T> {
+  typedef HopSteps<T> Base;
   using Base::dp, Base::p, Base::W;
   static constexpr int64_t kRows = 16;    // of dH, per task
   static constexpr int64_t kTerms = 256;  // the longest chain of additions
@@ -27,31 +26,27 @@ class ProjectionGradient : HopSteps<S> {
     T* u =
         static_cast<T*>(__builtin_malloc(static_cast<size_t>(queries * p.K * dp + 1) * sizeof(T)));
     for (int64_t row = 0; row < queries; ++row)
-      for (int64_t k = 0; k < p.K; ++k)
-        this->read_vector(this->trace(row, 2 * k), 1, u + (k * queries + row) * dp);
+      for (int64_t k = 0; k < p.K; ++k) this->read_state(row, 2 * k, u + (k * queries + row) * dp);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-      T* sum = static_cast<T*>(thread_scratch(static_cast<size_t>(kRows * dp) * sizeof(T)));
+      const int64_t size = kRows * dp;
+      T* const sum = static_cast<T*>(thread_scratch(2 * static_cast<size_t>(size) * sizeof(T)));
+      T* const part = sum + size;  // of one chain
 #pragma omp for schedule(dynamic, 1)
       for (int64_t t = 0; t < tasks; ++t) {
         const int64_t slot = t / blocks, i0 = t % blocks * kRows;
         const int64_t rows = min_of(kRows, p.D - i0);
-        for (int64_t x = 0; x < kRows * dp; ++x) sum[x] = T(0);
+        for (int64_t x = 0; x < size; ++x) sum[x] = T(0);
         for (int64_t k = slot * hops; k < (slot + 1) * hops; ++k)
           for (int64_t row = 0; row < queries; row += kTerms) {
             const T* g = static_cast<const T*>(p.grad_states) + (row * p.K + k) * p.D + i0;
-            outer_products<T>(rows, g, p.K * p.D, u + (k * queries + row) * dp, dp, dp / W,
-                              min_of(kTerms, queries - row),
-                              [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
-                                T* to = sum + i * dp + v * W;
-                                store(to, load(to) + x);
-                              });
+            outer_products(rows, g, p.K * p.D, u + (k * queries + row) * dp, dp, dp / W,
+                           min_of(kTerms, queries - row), part, dp);
+            for (int64_t x = 0; x < rows * dp; x += W)
+              store(sum + x, load(sum + x) + load(part + x));
           }
-        S* dst = static_cast<S*>(p.grad_proj) + (slot * p.D + i0) * p.D;
         for (int64_t i = 0; i < rows; ++i)
-          for (int64_t d = 0; d < p.D; d += W)
-            store_as<T>(dst + i * p.D + d, load(sum + i * dp + d),
-                        static_cast<int>(min_of<int64_t>(W, p.D - d)));
+          write_elements(sum + i * dp, p.D, p.grad_proj, p.dtype, (slot * p.D + i0 + i) * p.D);
       }
     }
     __builtin_free(u);
@@ -64,33 +59,67 @@ constexpr int64_t kMostStreamed = 4;
 
 // Runs the kernel for as many queries of a memory as there are: Panels, or for few of them
 // StreamHops or, of a short memory, ShortHops. A panel of which they fill no more than half is half
-// as wide: 16 queries on 64 rows of 64 take 0.6 of the time forward and 0.7 backward (Zen 4), with
-// the same bits.
-template <template <class, int> class Panels, class S, class F>
+// as wide, with the same bits. Doubles have the wide panels only, because fewer calls are in double
+// than would pay for compiling both.
+template <template <class, int> class Panels, class T, class F>
 void with_kernel(const MemoryHopsParams& p, F run) {
-  typedef typename Accumulator<S>::type T;
   const int64_t queries = p.shared ? p.B * p.Q : p.Q;
   if (queries <= kMostStreamed && !p.crowded)
-    return ShortHops<S>::serves(p) ? run(ShortHops<S>(p)) : run(StreamHops<S>(p));
-  if (queries <= kLanes<T>) return run(Panels<S, 1>(p));
-  run(Panels<S, kPanelVectors>(p));
+    return ShortHops<T>::serves(p) ? run(ShortHops<T>(p)) : run(StreamHops<T>(p));
+  if constexpr (kSame<T, float>) {
+    if (queries <= kLanes<T>) return run(Panels<T, 1>(p));
+  }
+  run(Panels<T, kPanelVectors>(p));
 }
+
+// Calls f with a number of the type of the arithmetic of a dtype.
+template <class F>
+void with_number(DType dtype, F f) {
+  with_arithmetic(dtype, [&](auto policy) { f(typename decltype(policy)::Acc()); });
+}
+
+// A call whose projection is of T: its own, or widened.
+template <class T>
+class WithProjection {
+ public:
+  explicit WithProjection(const MemoryHopsParams& params) : p(params), widened_(nullptr) {
+    if (p.proj.data == nullptr || p.dtype == kStoredAs<T>) return;
+    const int64_t D = p.D, *st = params.proj.stride;
+    widened_ = static_cast<T*>(
+        __builtin_malloc(static_cast<size_t>(p.proj_slots * D * D + 1) * sizeof(T)));
+    for (int64_t i = 0; i < p.proj_slots * D; ++i)
+      read_elements(params.proj.data, p.dtype, i / D * st[1] + i % D * st[2], int64_t(1), D,
+                    widened_ + i * D);
+    p.proj = {widened_, {0, p.proj_slots > 1 ? D * D : 0, D, 1}};
+  }
+  ~WithProjection() { __builtin_free(widened_); }
+  WithProjection(const WithProjection&) = delete;
+  WithProjection& operator=(const WithProjection&) = delete;
+
+  MemoryHopsParams p;
+
+ private:
+  T* widened_;
+};
 
 }  // namespace
 
-void memory_hops_forward(const MemoryHopsParams& p) {
-  if (p.B == 0 || p.Q == 0) return;
-  with_element(p.dtype, [&](auto element) {
-    with_kernel<PanelForward, decltype(element)>(p, [](auto&& kernel) { kernel.forward(); });
+void memory_hops_forward(const MemoryHopsParams& params) {
+  if (params.B == 0 || params.Q == 0) return;
+  with_number(params.dtype, [&](auto number) {
+    typedef decltype(number) T;
+    const WithProjection<T> call(params);
+    with_kernel<PanelForward, T>(call.p, [](auto&& kernel) { kernel.forward(); });
   });
 }
 
-void memory_hops_backward(const MemoryHopsParams& p) {
-  if (p.B == 0 || p.Q == 0) return;
-  with_element(p.dtype, [&](auto element) {
-    typedef decltype(element) S;
-    with_kernel<PanelBackward, S>(p, [](auto&& kernel) { kernel.backward(); });
-    if (p.grad_proj != nullptr) ProjectionGradient<S>(p).run();
+void memory_hops_backward(const MemoryHopsParams& params) {
+  if (params.B == 0 || params.Q == 0) return;
+  with_number(params.dtype, [&](auto number) {
+    typedef decltype(number) T;
+    const WithProjection<T> call(params);
+    with_kernel<PanelBackward, T>(call.p, [](auto&& kernel) { kernel.backward(); });
+    if (call.p.grad_proj != nullptr) ProjectionGradient<T>(call.p).run();
   });
 }
 

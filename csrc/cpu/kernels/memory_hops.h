@@ -1,7 +1,7 @@
 // Shared by the kernels of memory hops: the steps of a hop that do not read the memory.
 #pragma once
 #include "blocks.h"
-#include "mask.h"
+#include "memory_hops_storage.h"
 #include "rows.h"
 #include "softmax_state.h"
 #include "tile.h"
@@ -39,30 +39,36 @@ struct InDoubles<float> {
   typedef double type __attribute__((vector_size(2 * kVectorBytes)));
 };
 
-// The policy that tile.h needs for T.
 template <class T>
-struct HopTile {
-  typedef T Acc;
-  typedef T Word;
-  static FASTATTN_INLINE Vec<T> multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) { return a * b + c; }
+struct HopPolicy {
+  typedef Single type;
+};
+template <>
+struct HopPolicy<double> {
+  typedef Double type;
 };
 
-// to(i, v, x): x = vector v of row i of A^T B, [rows][vectors], reduced over `terms`; element i of
-// term t of A is A[t * lda + i]. Columns go from right to left, and for each the rows from first to
-// last: so to() may store a whole vector at the end of a row, if the next row follows in memory.
-template <class T, class To>
-FASTATTN_INLINE void outer_products(int64_t rows, const T* A, int64_t lda, const T* B, int64_t ldb,
-                                    int64_t vectors, int64_t terms, To to) {
+// to[i * ld + j] = element (i, j) of A^T B, [rows][vectors], reduced over `terms`; element i of term
+// t of A is A[t * lda + i]. Columns go from right to left, and for each the rows from first to last.
+// So rows may be closer together than their vectors reach: what is written past the end of one is
+// overwritten by the next.
+template <class T>
+__attribute__((noinline)) void outer_products(int64_t rows, const T* A, int64_t lda, const T* B,
+                                              int64_t ldb, int64_t vectors, int64_t terms, T* to,
+                                              int64_t ld) {
+  constexpr int W = kLanes<T>;
   for (int64_t left = vectors; left > 0;) {
     const auto columns = [&](auto width) __attribute__((always_inline)) {
       constexpr int kVectors = decltype(width)::value;
       left -= kVectors;
-      tile_rows<HopTile<T>, 4, kVectors, true>(
-          rows, A, lda, B + left * kLanes<T>, ldb, terms, [](int64_t, int) { return Vec<T>{}; },
-          [&](int64_t i, int n, Vec<T> x) __attribute__((always_inline)) { to(i, left + n, x); });
+      tile_rows<typename HopPolicy<T>::type, 4, kVectors, true>(
+          rows, A, lda, B + left * W, ldb, terms, [](int64_t, int) { return Vec<T>{}; },
+          [&](int64_t i, int n, Vec<T> x)
+              __attribute__((always_inline)) { store(to + i * ld + (left + n) * W, x); });
     };
-    if (left >= 4)
-      columns(Width<kRegisters / 8>());
+    constexpr int kMost = kRegisters / 8;
+    if (left >= kMost && left != 3)
+      columns(Width<kMost>());
     else if (left == 3)
       columns(Width<3>());
     else if (left == 2)
@@ -72,18 +78,18 @@ FASTATTN_INLINE void outer_products(int64_t rows, const T* A, int64_t lda, const
   }
 }
 
-// The typed parts of a call, and the steps of a hop that concern one query only.
-template <class S>
+// A call, and the steps of a hop that concern one query only. Arithmetic is in T.
+template <class T>
 class HopSteps {
  protected:
-  typedef typename Accumulator<S>::type T;
   static constexpr int W = kLanes<T>;
 
-  const MemoryHopsParams& p;
-  const int64_t dp;      // D in whole vectors
-  const int64_t R;       // queries per memory
-  const int64_t groups;  // memories
+  const MemoryHopsParams& p;  // proj is of T
+  const int64_t dp;           // D in whole vectors
+  const int64_t R;            // queries per memory
+  const int64_t groups;       // memories
   const int64_t chunk, chunks;
+  const bool is_narrow;  // elements of 16 bits, widened where they are read, rounded where written
 
   explicit HopSteps(const MemoryHopsParams& params)
       : p(params),
@@ -91,20 +97,24 @@ class HopSteps {
         R(params.shared ? params.B * params.Q : params.Q),
         groups(params.shared ? 1 : params.B),
         chunk(hop_chunk(params.N)),
-        chunks((params.N + chunk - 1) / chunk) {}
+        chunks((params.N + chunk - 1) / chunk),
+        is_narrow(params.dtype != kStoredAs<T>) {}
 
   // Maps query r of a group to its flattened index [b][q].
   int64_t row_of(int64_t group, int64_t r) const { return group * R + r; }
   int64_t batch_of(int64_t row) const { return row / p.Q; }
   int64_t query_of(int64_t row) const { return row % p.Q; }
 
-  Rows<S> in_rows(int64_t group, int64_t k, int64_t n) const {
+  StoredRows in_rows(int64_t group, int64_t k, int64_t n) const {
     return memory(p.in_memory, group, k, n);
   }
-  Rows<S> out_rows(int64_t group, int64_t k, int64_t n) const {
+  StoredRows out_rows(int64_t group, int64_t k, int64_t n) const {
     return memory(p.out_memory, group, k, n);
   }
-  Rows<S> proj_rows(int64_t k) const { return memory(p.proj, 0, k, 0); }
+  StoredRows proj_rows(int64_t k) const {
+    const T* const first = static_cast<const T*>(p.proj.data) + k * p.proj.stride[1];
+    return {first, p.proj.stride[2], nullptr, kStoredAs<T>};
+  }
 
   // A search keeps the last two states alone, unless it is asked for all.
   bool forgets() const { return p.search && !p.keep; }
@@ -122,18 +132,16 @@ class HopSteps {
     return static_cast<T*>(p.stats) + (forgets() ? row : row * p.K + k) * 2;
   }
 
-  // x[dp] = the D elements at src, then zeros.
-  template <class From>
-  FASTATTN_INLINE void read_vector(const From* src, int64_t stride, T* x) const {
-    if (stride == 1) return read_row(src, p.D, x);
-    for (int64_t d = 0; d < p.D; ++d) x[d] = static_cast<T>(widen(src[d * stride]));
+  // x[dp] = the D elements of a query in query or grad_out, then zeros.
+  void read_vector(const Tensor4& from, int64_t row, T* x) const {
+    const int64_t* st = from.stride;
+    const int64_t first = batch_of(row) * st[0] + query_of(row) * st[1];
+    read_elements(from.data, p.dtype, first, st[3], p.D, x);
     for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
   }
-
-  void read_query(int64_t row, T* u) const {
-    const int64_t* st = p.query.stride;
-    read_vector(static_cast<const S*>(p.query.data) + batch_of(row) * st[0] + query_of(row) * st[1],
-                st[3], u);
+  // The same of a state of the trace.
+  FASTATTN_INLINE void read_state(int64_t row, int64_t at, T* x) const {
+    read_row(trace(row, at), p.D, x);
   }
 
   // Whether this query takes hop k.
@@ -202,7 +210,7 @@ class HopSteps {
   }
 
   // u <- phi(H u + o); both are kept in the trace. `next` is scratch [dp, and D in whole vectors].
-  FASTATTN_INLINE void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
+  __attribute__((noinline)) void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
     if (p.settles) return settle(row, k, u, o);
     const T* before = u;
     if (p.proj.data != nullptr) project(k, u, next), before = next;
@@ -218,9 +226,7 @@ class HopSteps {
       store_first(trace_u + d, x, lanes);
     }
   }
-  void project(int64_t k, const T* u, T* to) const {
-    row_products<T>(proj_rows(k), p.D, p.D, u, to);
-  }
+  void project(int64_t k, const T* u, T* to) const { row_products(proj_rows(k), p.D, p.D, u, to); }
 
   Vec<T> activate(Vec<T> x) const {
     switch (p.activation) {
@@ -240,7 +246,7 @@ class HopSteps {
   }
 
   // g <- g o phi'(.), by the activation's value y.
-  void through_activation(const T* y, T* g) const {
+  __attribute__((noinline)) void through_activation(const T* y, T* g) const {
     for (int64_t d = 0; d < p.D; ++d) {
       const T v = y[d];
       switch (p.activation) {
@@ -267,13 +273,15 @@ class HopSteps {
 
   // out[D] = the last u, rounded.
   void write_vector(void* to, int64_t row, const T* x) const {
-    write_row(x, p.D, static_cast<S*>(to) + row * p.D);
+    write_elements(x, p.D, to, p.dtype, row * p.D);
   }
 
  private:
-  static Rows<S> memory(const Tensor4& m, int64_t group, int64_t k, int64_t n) {
+  FASTATTN_INLINE StoredRows memory(const Tensor4& m, int64_t group, int64_t k, int64_t n) const {
     const int64_t* st = m.stride;
-    return {static_cast<const S*>(m.data) + group * st[0] + k * st[1] + n * st[2], st[2], nullptr};
+    const int64_t first = group * st[0] + k * st[1] + n * st[2];
+    const char* const data = static_cast<const char*>(m.data);
+    return {data + first * bytes_of(p.dtype), st[2], nullptr, p.dtype};
   }
 };
 

@@ -11,31 +11,42 @@
 #include "../threads.h"
 #include "memory_hops.h"
 #include "sdpa_backward.h"
+#include "team.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S>
-struct HopPolicy {
-  typedef SingleOf<S> type;
-};
-template <>
-struct HopPolicy<double> {
-  typedef Double type;
-};
+// The products and transpositions that both passes use, each compiled once for all its callers.
+template <class P, int kVectors>
+__attribute__((noinline)) void products_of_panel(int64_t rows, const typename P::Word* A,
+                                                 const typename P::Word* panel, int64_t K,
+                                                 int64_t chain, typename P::Acc* S,
+                                                 Vec<typename P::Acc>* top) {
+  score_products<P, kVectors>(rows, A, panel, K, chain, S, top);
+}
+template <class T>
+__attribute__((noinline)) void pack_rows(const T* src, int64_t row_stride, int64_t rows,
+                                         int64_t cols, int64_t lanes, T* dst) {
+  pack_transposed<T>(src, row_stride, int64_t(1), rows, cols, lanes, dst, lanes);
+}
+template <class T>
+__attribute__((noinline)) void unpack_rows(const T* src, int64_t ld, const T* factor, int64_t rows,
+                                           int64_t cols, T* dst, int64_t row_stride,
+                                           bool add = false) {
+  unpack_transposed<T>(src, ld, factor, rows, cols, dst, row_stride, add);
+}
 
 // Shared by both passes: the assignment of queries to lanes, the visible rows, scores and weights. A
 // panel has kVectors vectors of queries.
-template <class S, int kVectors>
-class PanelSteps : protected HopSteps<S> {
-  typedef HopSteps<S> Base;
+template <class T, int kVectors>
+class PanelSteps : protected HopSteps<T> {
+  typedef HopSteps<T> Base;
 
  protected:
-  typedef typename Base::T T;
-  typedef typename HopPolicy<S>::type P;
-  using Base::batch_of, Base::dp, Base::groups, Base::p, Base::query_of, Base::R, Base::row_of,
-      Base::stats, Base::trace, Base::W;
+  typedef typename HopPolicy<T>::type P;
+  using Base::batch_of, Base::dp, Base::groups, Base::is_narrow, Base::p, Base::query_of, Base::R,
+      Base::row_of, Base::stats, Base::trace, Base::W;
   static constexpr int NV = kVectors;
   static constexpr int64_t L = NV * W;
   static constexpr int64_t kChain = 256;  // the longest chain of additions in a dot product
@@ -50,6 +61,16 @@ class PanelSteps : protected HopSteps<S> {
 
   const int64_t D, Bk, chunk, chunks, panels;
 
+  // Buffers of one thread.
+  struct Tiles {
+    T *s, *ds;        // [Bk][L]
+    T* bias;          // [Bk][L]
+    T* row;           // [Bk]
+    T *in, *out;      // [Bk][D]
+    T *d_in, *d_out;  // [Bk][dp]
+    T* vectors;       // [L + 2][dp]
+    int64_t* at;      // [Bk]
+  };
   // Buffers of one group of queries, shared by the threads.
   struct Group {
     T* u;                          // [panels][D][L]
@@ -59,15 +80,8 @@ class PanelSteps : protected HopSteps<S> {
     T *m, *inverse, *delta;        // [panels L]
     int64_t *order, *moving;       // [R]: the query of each lane; [1]: the number of queries
     T *grad_in, *grad_out_memory;  // [slots][N][D], in T
-  };
-  // Buffers of one thread.
-  struct Tiles {
-    T *s, *ds;        // [Bk][L]
-    T* bias;          // [Bk][L]
-    T *in, *out;      // [Bk][D]
-    T *d_in, *d_out;  // [Bk][dp]
-    T* vectors;       // [L + 2][dp]
-    int64_t* at;      // [Bk]
+    int team;                      // of threads that share the tasks; 0 = the group has one thread,
+    Tiles tiles;                   // which has these
   };
 
   Group group_at(Arena& a) const {
@@ -81,7 +95,7 @@ class PanelSteps : protected HopSteps<S> {
     if (!back) return f;
     f.g = a.take<T>(n * D);
     f.u_rows = a.take<T>(n * dp), f.g_rows = a.take<T>(n * dp);
-    if constexpr (!kSame<S, T>) {
+    if (is_narrow) {
       f.grad_in = a.take<T>(p.grad_in != nullptr ? p.in_slots * p.N * D : 0);
       f.grad_out_memory = a.take<T>(p.grad_out_memory != nullptr ? p.out_slots * p.N * D : 0);
     }
@@ -91,7 +105,7 @@ class PanelSteps : protected HopSteps<S> {
     const bool back = p.grad_query != nullptr;
     Tiles t;
     t.s = a.take<T>(Bk * L), t.ds = a.take<T>(Bk * L);
-    t.bias = a.take<T>(Bk * L);
+    t.bias = a.take<T>(Bk * L), t.row = a.take<T>(Bk);
     t.in = a.take<T>(Bk * D), t.out = a.take<T>(Bk * D);
     t.d_in = a.take<T>(back ? Bk * dp : 0), t.d_out = a.take<T>(back ? Bk * dp : 0);
     t.vectors = a.take<T>((L + 2) * (dp + W));
@@ -103,42 +117,44 @@ class PanelSteps : protected HopSteps<S> {
     return f.part + (c * panels + panel) * part_size();
   }
 
-  // Many groups are shared among the threads; otherwise the tasks within each group are.
+  // of_group(buffers, group) for every group. Many groups are shared among the threads; otherwise
+  // the tasks within each group are.
   template <class F>
   void run(double flops, F of_group) {
     Arena group_size(nullptr), tile_size(nullptr);
     group_at(group_size), tiles_at(tile_size);
     if (groups < 4 * p.threads) {
-      const int team = team_size(p.threads, max_of(panels, chunks), flops / groups);
       void* memory = __builtin_malloc(group_size.used() + 64);
       const auto aligned = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
       Arena arena(reinterpret_cast<void*>(aligned));
-      const Group f = group_at(arena);
-      for (int64_t group = 0; group < groups; ++group)
-        of_group(f, group, [&](int64_t tasks, auto task) {
-#pragma omp parallel num_threads(team) if (team > 1)
-          {
-            Arena own(thread_scratch(tile_size.used()));
-            const Tiles t = tiles_at(own);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < tasks; ++i) task(t, i);
-          }
-        });
+      Group f = group_at(arena);
+      f.team = team_size(p.threads, max_of(panels, chunks), flops / groups);
+      for (int64_t group = 0; group < groups; ++group) of_group(f, group);
       __builtin_free(memory);
       return;
     }
-    const int team = team_size(p.threads, groups, flops);
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
+    const auto make = [&] {
       Arena arena(thread_scratch(group_size.used() + tile_size.used()));
-      const Group f = group_at(arena);
-      const Tiles t = tiles_at(arena);
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t group = 0; group < groups; ++group)
-        of_group(f, group, [&](int64_t tasks, auto task) {
-          for (int64_t i = 0; i < tasks; ++i) task(t, i);
-        });
+      Group f = group_at(arena);
+      f.tiles = tiles_at(arena);
+      return f;
+    };
+    each_task(team_size(p.threads, groups, flops), groups, 1, make, of_group);
+  }
+  // task(tiles, i) for every i < tasks.
+  template <class F>
+  void each(const Group& f, int64_t tasks, F task) const {
+    if (f.team == 0) {
+      for (int64_t i = 0; i < tasks; ++i) task(f.tiles, i);
+      return;
     }
+    const auto make = [&] {
+      Arena size(nullptr);
+      tiles_at(size);
+      Arena own(thread_scratch(size.used()));
+      return tiles_at(own);
+    };
+    each_task(f.team, tasks, 1, make, task);
   }
 
   // ---- the queries
@@ -181,18 +197,22 @@ class PanelSteps : protected HopSteps<S> {
     return common(p.mask) && common(p.bias);
   }
 
-  // The bias of a query and a row, -inf where it is excluded.
-  T bias_at(int64_t row, int64_t k, int64_t n) const {
-    const int64_t b = batch_of(row), q = query_of(row), *sm = p.mask.stride, *sb = p.bias.stride;
-    if (p.mask.data != nullptr &&
-        !static_cast<const Bool*>(p.mask.data)[b * sm[0] + q * sm[1] + k * sm[2] + n * sm[3]].bits)
-      return -kInf<T>;
-    T x = T(0);
+  // The first element of the row of a mask or a bias, from memory row n on.
+  int64_t first_of(const Tensor4& x, int64_t row, int64_t k, int64_t n) const {
+    const int64_t* st = x.stride;
+    return batch_of(row) * st[0] + query_of(row) * st[1] + k * st[2] + n * st[3];
+  }
+  // to[i] = the bias of a query and memory row n + i, -inf where it is excluded.
+  __attribute__((noinline)) void read_bias(int64_t row, int64_t k, int64_t n, int64_t count,
+                                           T* to) const {
     if (p.bias.data != nullptr)
-      with_storage(p.bias.data, p.bias_dtype, [&](const auto* data) {
-        x = static_cast<T>(widen(data[b * sb[0] + q * sb[1] + k * sb[2] + n * sb[3]]));
-      });
-    return x;
+      read_elements(p.bias.data, p.bias_dtype, first_of(p.bias, row, k, n), p.bias.stride[3], count,
+                    to);
+    for (int64_t i = 0; p.bias.data == nullptr && i < count; ++i) to[i] = T(0);
+    if (p.mask.data == nullptr) return;
+    const Bool* seen = static_cast<const Bool*>(p.mask.data) + first_of(p.mask, row, k, n);
+    for (int64_t i = 0; i < count; ++i)
+      if (!seen[i * p.mask.stride[3]].bits) to[i] = -kInf<T>;
   }
 
   // A block of rows in cache, without rows that are masked out for all queries.
@@ -204,37 +224,35 @@ class PanelSteps : protected HopSteps<S> {
     const T *in, *out;  // [count][D]
   };
 
-  Block block_of(const Tiles& t, int64_t group, int64_t k, int64_t n0, int64_t n1) const {
+  __attribute__((noinline)) Block block_of(const Tiles& t, int64_t group, int64_t k, int64_t n0,
+                                           int64_t n1) const {
     Block block{n0, n1 - n0, true, by_row(), false, nullptr, nullptr};
     if (excludes() && block.by_row) {
       block.count = 0;
-      for (int64_t n = n0; n < n1; ++n) {
-        const T bias = bias_at(row_of(group, 0), k, n);
-        if (bias == -kInf<T>) continue;
-        t.at[block.count] = n - n0;
-        t.bias[block.count++] = bias;
+      read_bias(row_of(group, 0), k, n0, n1 - n0, t.bias);
+      for (int64_t i = 0; i < n1 - n0; ++i) {
+        if (t.bias[i] == -kInf<T>) continue;
+        t.at[block.count] = i;
+        t.bias[block.count++] = t.bias[i];
       }
       block.all = block.count == n1 - n0;
     }
-    const Rows<S> in = this->in_rows(group, k, n0), out = this->out_rows(group, k, n0);
+    const StoredRows in = this->in_rows(group, k, n0), out = this->out_rows(group, k, n0);
     block.in = stage(in, block, t.at, t.in);
-    block.out = in.base == out.base ? block.in : stage(out, block, t.at, t.out);
+    block.out = out.is(in) ? block.in : stage(out, block, t.at, t.out);
     block.leaky = excludes() && !block.by_row &&
                   !(all_finite(block.in, D, int64_t(1), block.count, D) &&
                     all_finite(block.out, D, int64_t(1), block.count, D));
     return block;
   }
 
-  const T* stage(Rows<S> rows, const Block& block, const int64_t* at, T* dst) const {
-    if constexpr (kSame<S, T>) {
-      if (block.all && rows.stride == D) return rows.base;
-    }
-    if (block.all) {
-      stage_rows<T>(rows.base, rows.stride, int64_t(1), block.count, D, dst, D);
-    } else {
-      for (int64_t i = 0; i < block.count; ++i)
-        stage_rows<T>(rows.base + at[i] * rows.stride, D, int64_t(1), 1, D, dst + i * D, D);
-    }
+  const T* stage(StoredRows stored, const Block& block, const int64_t* at, T* dst) const {
+    if (!block.all) stored.at = at;
+    if (is_narrow) return widen(stored, block.count, D, dst), dst;
+    const Rows<T> rows = stored.as<T>();
+    if (block.all && rows.stride == D) return rows.base;
+    for (int64_t i = 0; i < block.count; ++i)
+      __builtin_memcpy(dst + i * D, rows[i], static_cast<size_t>(D) * sizeof(T));
     return dst;
   }
 
@@ -244,33 +262,17 @@ class PanelSteps : protected HopSteps<S> {
     const int64_t queries = lanes_of(f, panel);
     for (int64_t x = 0; x < block.count * L; x += W)
       store(t.bias + x, x % L + W <= queries ? Vec<T>{} : splat<T>(-kInf<T>));
-    const auto offset = [&](const Tensor4& x, int64_t row) {
-      const int64_t* st = x.stride;
-      return batch_of(row) * st[0] + query_of(row) * st[1] + k * st[2] + block.n0 * st[3];
-    };
+    const int64_t rows = block.count;  // all, because the bias is not by row
     for (int64_t l = 0; l < queries; ++l) {
-      const int64_t row = row_in(f, group, panel * L + l);
-      T* to = t.bias + l;
-      if (p.bias.data != nullptr) {
-        with_storage(p.bias.data, p.bias_dtype, [&](const auto* data) {
-          const auto* from = data + offset(p.bias, row);
-          for (int64_t i = 0; i < block.count; ++i)
-            to[i * L] = static_cast<T>(widen(from[i * p.bias.stride[3]]));
-        });
-      } else {
-        for (int64_t i = 0; i < block.count; ++i) to[i * L] = T(0);
-      }
-      if (p.mask.data == nullptr) continue;
-      const Bool* seen = static_cast<const Bool*>(p.mask.data) + offset(p.mask, row);
-      for (int64_t i = 0; i < block.count; ++i)
-        if (!seen[i * p.mask.stride[3]].bits) to[i * L] = -kInf<T>;
+      read_bias(row_in(f, group, panel * L + l), k, block.n0, rows, t.row);
+      for (int64_t i = 0; i < rows; ++i) t.bias[i * L + l] = t.row[i];
     }
   }
 
   // t.s = scale M U^T + bias [count][L] of a panel, -inf where excluded; also finds the maximum.
   __attribute__((noinline)) void scores(const Group& f, const Tiles& t, int64_t group, int64_t k,
                                         int64_t panel, const Block& block, Vec<T>* top) const {
-    score_products<P, NV>(block.count, block.in, f.u + panel * L * D, D, kChain, t.s, top);
+    products_of_panel<P, NV>(block.count, block.in, f.u + panel * L * D, D, kChain, t.s, top);
     const T scale = static_cast<T>(p.scale);
     const bool tile = excludes() && !block.by_row;
     if (tile) {
@@ -294,7 +296,8 @@ class PanelSteps : protected HopSteps<S> {
   }
 
   // y[D][L] += A^T x: A [count][D], x [count][L]. Zeros of x are skipped where A is not finite.
-  void add_transposed(const T* A, const T* x, const Block& block, const Vec<T>* alpha, T* y) const {
+  __attribute__((noinline)) void add_transposed(const T* A, const T* x, const Block& block,
+                                                const Vec<T>* alpha, T* y) const {
     if (!block.leaky) {
       tile_rows<P, P::kOutputRows, NV, true>(
           D, A, D, x, L, block.count, [](int64_t, int) { return Vec<T>{}; },
@@ -317,20 +320,19 @@ class PanelSteps : protected HopSteps<S> {
   }
 
   // f.u of a panel, from the trace.
-  void pack(const Group& f, const Tiles& t, int64_t group, int64_t at, int64_t panel) const {
+  __attribute__((noinline)) void pack(const Group& f, const Tiles& t, int64_t group, int64_t at,
+                                      int64_t panel) const {
     const int64_t lanes = lanes_of(f, panel), first = row_in(f, group, panel * L);
     T* to = f.u + panel * L * D;
-    if (!p.settles)
-      return pack_transposed<T>(trace(first, at), (2 * p.K + 1) * D, int64_t(1), lanes, D, L, to,
-                                L);
+    if (!p.settles) return pack_rows(trace(first, at), (2 * p.K + 1) * D, lanes, D, L, to);
     for (int64_t x = 0; x < lanes; ++x)
-      this->read_vector(trace(row_in(f, group, panel * L + x), at), 1, t.vectors + x * dp);
-    pack_transposed<T>(t.vectors, dp, int64_t(1), lanes, D, L, to, L);
+      this->read_state(row_in(f, group, panel * L + x), at, t.vectors + x * dp);
+    pack_rows(t.vectors, dp, lanes, D, L, to);
   }
 
   // t.s = p of a panel and a block.
-  void weigh(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
-             const Block& block) const {
+  __attribute__((noinline)) void weigh(const Group& f, const Tiles& t, int64_t group, int64_t k,
+                                       int64_t panel, const Block& block) const {
     Vec<T> top[NV];
     if (block.count > 0) scores(f, t, group, k, panel, block, top);
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {

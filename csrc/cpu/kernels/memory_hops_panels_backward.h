@@ -7,61 +7,65 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S, int kVectors>
-class PanelBackward : public PanelSteps<S, kVectors> {
-  typedef PanelSteps<S, kVectors> Base;
-  typedef typename Base::T T;
+// C += A B, compiled once for all its callers.
+template <class P>
+__attribute__((noinline)) void add_to_rows(int64_t rows, const typename P::Word* A, int64_t lda,
+                                           const typename P::Word* B, int64_t ldb, int64_t K,
+                                           typename P::Acc* C) {
+  add_product<P>(rows, A, lda, B, ldb, K, C, ldb, ldb / kLanes<typename P::Acc>);
+}
+
+template <class T, int kVectors>
+class PanelBackward : public PanelSteps<T, kVectors> {
+  typedef PanelSteps<T, kVectors> Base;
   typedef typename Base::P P;
   typedef typename Base::Group Group;
   typedef typename Base::Tiles Tiles;
   typedef typename Base::Block Block;
-  using Base::add_transposed, Base::arrange, Base::batch_of, Base::Bk, Base::block_of, Base::chunk,
-      Base::chunks, Base::D, Base::dp, Base::excludes, Base::groups, Base::kChain, Base::L,
-      Base::lanes_of, Base::NV, Base::p, Base::pack, Base::panels, Base::panels_of, Base::part,
-      Base::query_of, Base::R, Base::row_in, Base::row_of, Base::run, Base::spread, Base::stats,
-      Base::trace, Base::W, Base::weigh;
+  using Base::add_transposed, Base::arrange, Base::Bk, Base::block_of, Base::chunk, Base::chunks,
+      Base::D, Base::dp, Base::each, Base::excludes, Base::first_of, Base::groups, Base::is_narrow,
+      Base::kChain, Base::L, Base::lanes_of, Base::NV, Base::p, Base::pack, Base::panels,
+      Base::panels_of, Base::part, Base::R, Base::row_in, Base::row_of, Base::run, Base::spread,
+      Base::stats, Base::trace, Base::W, Base::weigh;
 
  public:
   explicit PanelBackward(const MemoryHopsParams& params) : Base(params) {}
 
   void backward() {
-    run(14.0 * groups * R * p.K * p.N * D, [&](const Group& f, int64_t group, auto each) {
-      arrange(f, group);
-      each(panels, [&](const Tiles&, int64_t i) { begin(f, group, i); });
-      for (int64_t k = p.K - 1; k >= 0; --k) {
-        while (f.moving[0] < R && this->moves(row_of(group, f.order[f.moving[0]]), k))
-          ++f.moving[0];
-        const int64_t panels = panels_of(f);
-        each(panels, [&](const Tiles& t, int64_t i) { prepare(f, t, group, k, i); });
-        if (p.normalize && (weighted() || any_sharp(f, 0, panels))) {
-          each(panels * chunks, [&](const Tiles& t, int64_t i) {
-            sum_rest(f, t, group, k, i % panels, i / panels);
-          });
-          each(panels, [&](const Tiles&, int64_t i) { add_to_delta(f, i); });
-        }
-        each(chunks, [&](const Tiles& t, int64_t c) { derive_chunk(f, t, group, k, c); });
-        each(panels, [&](const Tiles& t, int64_t i) { collect(f, t, k, i); });
-      }
-      each(panels, [&](const Tiles&, int64_t i) {
-        for (int64_t r = i * L; r < min_of(R, (i + 1) * L); ++r)
-          this->write_vector(p.grad_query, row_of(group, f.order[r]), f.g_rows + r * dp);
-      });
-      if constexpr (!kSame<S, T>)
-        each(chunks, [&](const Tiles&, int64_t c) { round(f, group, c); });
-    });
+    run(14.0 * groups * R * p.K * p.N * D,
+        [&](const Group& f, int64_t group) __attribute__((noinline)) { of_group(f, group); });
   }
 
  private:
+  void of_group(const Group& f, int64_t group) const {
+    arrange(f, group);
+    each(f, panels, [&](const Tiles&, int64_t i) { begin(f, group, i); });
+    for (int64_t k = p.K - 1; k >= 0; --k) {
+      while (f.moving[0] < R && this->moves(row_of(group, f.order[f.moving[0]]), k)) ++f.moving[0];
+      const int64_t panels = panels_of(f);
+      each(f, panels, [&](const Tiles& t, int64_t i) { prepare(f, t, group, k, i); });
+      if (p.normalize && (weighted() || any_sharp(f, 0, panels))) {
+        each(f, panels * chunks,
+             [&](const Tiles& t, int64_t i) { sum_rest(f, t, group, k, i % panels, i / panels); });
+        each(f, panels, [&](const Tiles&, int64_t i) { add_to_delta(f, i); });
+      }
+      each(f, chunks, [&](const Tiles& t, int64_t c) { derive_chunk(f, t, group, k, c); });
+      each(f, panels, [&](const Tiles& t, int64_t i) { collect(f, t, k, i); });
+    }
+    each(f, panels, [&](const Tiles&, int64_t i) {
+      for (int64_t r = i * L; r < min_of(R, (i + 1) * L); ++r)
+        this->write_vector(p.grad_query, row_of(group, f.order[r]), f.g_rows + r * dp);
+    });
+    if (is_narrow) each(f, chunks, [&](const Tiles&, int64_t c) { round(f, group, c); });
+  }
+
   void begin(const Group& f, int64_t group, int64_t panel) const {
-    const int64_t* st = p.grad_out.stride;
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
       T* g = f.g_rows + r * dp;
-      for (int64_t d = 0; d < dp; ++d) g[d] = T(0);
-      if (r >= R || p.grad_out.data == nullptr) continue;
-      const int64_t row = row_in(f, group, r);
-      this->read_vector(
-          static_cast<const S*>(p.grad_out.data) + batch_of(row) * st[0] + query_of(row) * st[1],
-          st[3], g);
+      if (r < R && p.grad_out.data != nullptr)
+        this->read_vector(p.grad_out, row_in(f, group, r), g);
+      else
+        for (int64_t d = 0; d < dp; ++d) g[d] = T(0);
     }
   }
 
@@ -90,7 +94,7 @@ class PanelBackward : public PanelSteps<S, kVectors> {
       f.m[r] = m, f.inverse[r] = T(1) / stats(row, k)[1];
     }
     pack(f, t, group, 2 * k, panel);
-    pack_transposed<T>(f.g_rows + panel * L * dp, dp, int64_t(1), L, D, L, f.g + panel * L * D, L);
+    pack_rows(f.g_rows + panel * L * dp, dp, L, D, L, f.g + panel * L * D);
     // A fully masked query passes no gradient, not even NaN times zero.
     for (int64_t r = panel * L; r < min_of(R, (panel + 1) * L); ++r) {
       if (f.inverse[r] != T(0)) continue;
@@ -127,19 +131,18 @@ class PanelBackward : public PanelSteps<S, kVectors> {
   }
 
   // For a panel and a block: t.s = p and t.ds = dp = C g + dw.
-  void differentiate(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
-                     const Block& block) const {
+  __attribute__((noinline)) void differentiate(const Group& f, const Tiles& t, int64_t group,
+                                               int64_t k, int64_t panel, const Block& block) const {
     Vec<T> top[NV];
     weigh(f, t, group, k, panel, block);
-    score_products<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);
-    if (!weighted()) return;
-    const int64_t *st = p.grad_weights.stride, queries = min_of(L, R - panel * L);
+    products_of_panel<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);
+    if (!weighted() || block.count == 0) return;
+    const int64_t queries = min_of(L, R - panel * L);
+    const int64_t rows = block.all ? block.count : t.at[block.count - 1] + 1;
     for (int64_t l = 0; l < queries; ++l) {
-      const int64_t row = row_of(group, panel * L + l);
-      const S* from = static_cast<const S*>(p.grad_weights.data) + batch_of(row) * st[0] +
-                      query_of(row) * st[1] + k * st[2] + block.n0 * st[3];
-      for (int64_t i = 0; i < block.count; ++i)
-        t.ds[i * L + l] += static_cast<T>(widen(from[(block.all ? i : t.at[i]) * st[3]]));
+      const int64_t first = first_of(p.grad_weights, row_of(group, panel * L + l), k, block.n0);
+      read_elements(p.grad_weights.data, p.dtype, first, p.grad_weights.stride[3], rows, t.row);
+      for (int64_t i = 0; i < block.count; ++i) t.ds[i * L + l] += t.row[block.all ? i : t.at[i]];
     }
   }
 
@@ -227,10 +230,8 @@ class PanelBackward : public PanelSteps<S, kVectors> {
     const int64_t queries = lanes_of(f, panel);
     if (p.grad_in != nullptr || p.grad_out_memory != nullptr) {
       T* d_out = p.same_rows ? t.d_in : t.d_out;
-      add_product<P>(block.count, t.s, L, f.g_rows + panel * L * dp, dp, queries, d_out, dp,
-                     dp / W);
-      add_product<P>(block.count, t.ds, L, f.u_rows + panel * L * dp, dp, queries, t.d_in, dp,
-                     dp / W);
+      add_to_rows<P>(block.count, t.s, L, f.g_rows + panel * L * dp, dp, queries, d_out);
+      add_to_rows<P>(block.count, t.ds, L, f.u_rows + panel * L * dp, dp, queries, t.d_in);
     }
     add_transposed(block.in, t.ds, block, one, du);
   }
@@ -248,8 +249,7 @@ class PanelBackward : public PanelSteps<S, kVectors> {
     };
     const int64_t lanes = lanes_of(f, panel);
     if (!p.settles)
-      return unpack_transposed<T>(t.ds, L, ones, lanes, rows, place(row_of(group, panel * L)),
-                                  p.K * p.N);
+      return unpack_rows(t.ds, L, ones, lanes, rows, place(row_of(group, panel * L)), p.K * p.N);
     for (int64_t x = 0; x < lanes; ++x) {
       T* to = place(row_in(f, group, panel * L + x));
       for (int64_t n = 0; n < rows; ++n) to[n] = t.ds[n * L + x];
@@ -296,27 +296,19 @@ class PanelBackward : public PanelSteps<S, kVectors> {
     }
   }
 
-  // The buffer where a memory's gradient is summed: the result itself, or one of type T if the
-  // result is narrower.
+  // The buffer where a memory's gradient is summed: the result itself, or one of T that is rounded
+  // at the end.
   T* gradient(T* wide, void* result, int64_t group, int64_t slots) const {
     if (result == nullptr) return nullptr;
-    if constexpr (kSame<S, T>) return static_cast<T*>(result) + group * slots * p.N * D;
-    return wide;
+    return is_narrow ? wide : static_cast<T*>(result) + group * slots * p.N * D;
   }
 
   void round(const Group& f, int64_t group, int64_t c) const {
     const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
     const auto all = [&](const T* from, void* to, int64_t slots) {
-      if (to == nullptr) return;
-      for (int64_t slot = 0; slot < slots; ++slot) {
-        S* dst = static_cast<S*>(to) + ((group * slots + slot) * p.N + n0) * D;
-        const T* src = from + (slot * p.N + n0) * D;
-        const int64_t count = (n1 - n0) * D;
-        for (int64_t x = 0; x < count; x += W) {
-          const int n = static_cast<int>(min_of<int64_t>(W, count - x));
-          store_as<T>(dst + x, load_first(src + x, n), n);
-        }
-      }
+      for (int64_t slot = 0; to != nullptr && slot < slots; ++slot)
+        write_elements(from + (slot * p.N + n0) * D, (n1 - n0) * D, to, p.dtype,
+                       ((group * slots + slot) * p.N + n0) * D);
     };
     all(f.grad_in, p.grad_in, p.in_slots);
     all(f.grad_out_memory, p.grad_out_memory, p.out_slots);
@@ -336,13 +328,12 @@ class PanelBackward : public PanelSteps<S, kVectors> {
     T* next = t.vectors;
     for (int64_t r = panel * L; r < panel * L + queries && p.proj.data != nullptr; ++r) {
       T* g = f.g_rows + r * dp;
-      for (int64_t d = 0; d < dp; ++d) next[d] = T(0);
-      add_rows<T>(this->proj_rows(k), D, D, g, T(1), next);
+      weighted_sum(this->proj_rows(k), D, D, g, false, T(1), next);
       __builtin_memcpy(g, next, static_cast<size_t>(dp) * sizeof(T));
     }
     if (p.settles)  // H = 0
       __builtin_memset(f.g_rows + panel * L * dp, 0, static_cast<size_t>(queries * dp) * sizeof(T));
-    unpack_transposed<T>(total, L, factor, queries, D, f.g_rows + panel * L * dp, dp, true);
+    unpack_rows(total, L, factor, queries, D, f.g_rows + panel * L * dp, dp, true);
   }
 };
 

@@ -7,59 +7,58 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S, int kVectors>
-class PanelForward : public PanelSteps<S, kVectors> {
-  typedef PanelSteps<S, kVectors> Base;
-  typedef typename Base::T T;
+template <class T, int kVectors>
+class PanelForward : public PanelSteps<T, kVectors> {
+  typedef PanelSteps<T, kVectors> Base;
   typedef typename Base::P P;
   typedef typename Base::Group Group;
   typedef typename Base::Tiles Tiles;
   typedef typename Base::Block Block;
   using Base::add_transposed, Base::Bk, Base::block_of, Base::choose, Base::chunk, Base::chunks,
-      Base::D, Base::dp, Base::excludes, Base::groups, Base::L, Base::lanes_of, Base::NV, Base::p,
-      Base::pack, Base::panels, Base::panels_of, Base::part, Base::R, Base::row_in, Base::row_of,
-      Base::run, Base::scores, Base::spread, Base::stats, Base::trace, Base::W, Base::weigh;
+      Base::D, Base::dp, Base::each, Base::excludes, Base::groups, Base::is_narrow, Base::L,
+      Base::lanes_of, Base::NV, Base::p, Base::pack, Base::panels, Base::panels_of, Base::part,
+      Base::R, Base::row_in, Base::row_of, Base::run, Base::scores, Base::spread, Base::stats,
+      Base::trace, Base::W, Base::weigh;
   static constexpr int64_t kBlockPanels = 256 / L;  // panels per block of rows in cache
 
  public:
   explicit PanelForward(const MemoryHopsParams& params) : Base(params) {}
 
   void forward() {
-    run(4.0 * groups * R * p.K * p.N * D, [&](const Group& f, int64_t group, auto each) {
-      each(panels, [&](const Tiles& t, int64_t i) { begin(t, group, i); });
-      choose(f, group, 0);
-      for (int64_t k = 0; k < p.K && f.moving[0] > 0; ++k) {
-        const int64_t panels = panels_of(f), blocks = (panels + kBlockPanels - 1) / kBlockPanels;
-        if (k == 0) each(panels, [&](const Tiles& t, int64_t i) { pack(f, t, group, 0, i); });
-        each(blocks * chunks, [&](const Tiles& t, int64_t i) {
-          read_chunk(f, t, group, k, i % blocks, i / blocks);
-        });
-        each(panels, [&](const Tiles& t, int64_t i) { merge(f, t, group, k, i); });
-        if (p.weights != nullptr)
-          each(panels * chunks, [&](const Tiles& t, int64_t i) {
-            write_weights(f, t, group, k, i % panels, i / panels);
-          });
-        this->rest_together(group);
-        choose(f, group, k + 1);
-        each(panels_of(f), [&](const Tiles& t, int64_t i) { pack(f, t, group, 2 * k + 2, i); });
-      }
-    });
+    run(4.0 * groups * R * p.K * p.N * D,
+        [&](const Group& f, int64_t group) __attribute__((noinline)) { of_group(f, group); });
   }
 
  private:
+  void of_group(const Group& f, int64_t group) const {
+    each(f, panels, [&](const Tiles& t, int64_t i) { begin(t, group, i); });
+    choose(f, group, 0);
+    for (int64_t k = 0; k < p.K && f.moving[0] > 0; ++k) {
+      const int64_t panels = panels_of(f), blocks = (panels + kBlockPanels - 1) / kBlockPanels;
+      if (k == 0) each(f, panels, [&](const Tiles& t, int64_t i) { pack(f, t, group, 0, i); });
+      each(f, blocks * chunks,
+           [&](const Tiles& t, int64_t i) { read_chunk(f, t, group, k, i % blocks, i / blocks); });
+      each(f, panels, [&](const Tiles& t, int64_t i) { merge(f, t, group, k, i); });
+      if (p.weights != nullptr)
+        each(f, panels * chunks, [&](const Tiles& t, int64_t i) {
+          write_weights(f, t, group, k, i % panels, i / panels);
+        });
+      this->rest_together(group);
+      choose(f, group, k + 1);
+      each(f, panels_of(f), [&](const Tiles& t, int64_t i) { pack(f, t, group, 2 * k + 2, i); });
+    }
+  }
+
   // u_1 of a panel, before any query stops.
   void begin(const Tiles& t, int64_t group, int64_t panel) const {
     if (p.resume) return;
     for (int64_t r = panel * L; r < min_of(R, (panel + 1) * L); ++r) {
       const int64_t row = row_of(group, r);
-      this->read_query(row, t.vectors);
+      this->read_vector(p.query, row, t.vectors);
       __builtin_memcpy(trace(row, 0), t.vectors, static_cast<size_t>(D) * sizeof(T));
-      if (p.settles && !this->moves(row, 0)) write_trace(row);
+      if (p.settles && !this->moves(row, 0))  // the result of a query that takes no step
+        this->write_vector(p.out, row, t.vectors);
     }
-  }
-
-  void write_trace(int64_t row) const {  // the result of a query that takes no step
-    for (int64_t d = 0; d < D; ++d) narrow(trace(row, 0)[d], static_cast<S*>(p.out) + row * D + d);
   }
 
   void read_chunk(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t block_of_panels,
@@ -157,11 +156,11 @@ class PanelForward : public PanelSteps<S, kVectors> {
     T *o = t.vectors, *u = o + L * dp, *next = u + dp + W;
     const int64_t queries = lanes_of(f, panel);
     for (int64_t x = 0; x < queries * dp; x += W) store(o + x, Vec<T>{});
-    unpack_transposed<T>(total, L, inverse, queries, D, o, dp);
+    unpack_rows(total, L, inverse, queries, D, o, dp);
     for (int64_t x = 0; x < queries; ++x) {
       const int64_t row = row_in(f, group, panel * L + x);
       stats(row, k)[0] = m[x], stats(row, k)[1] = l[x];
-      this->read_vector(trace(row, 2 * k), 1, u);
+      this->read_state(row, 2 * k, u);
       this->step(row, k, u, o + x * dp, next);
       if (p.settles || k == p.K - 1) this->write_vector(p.out, row, u);
     }
@@ -178,8 +177,14 @@ class PanelForward : public PanelSteps<S, kVectors> {
       spread(t.s, block, t.at, n1 - n0);
       T ones[L];
       for (T& x : ones) x = T(1);
-      unpack_transposed<T>(t.s, L, ones, queries, n1 - n0,
-                           static_cast<S*>(p.weights) + (row * p.K + k) * p.N + n0, p.K * p.N);
+      const int64_t first = (row * p.K + k) * p.N + n0, next = p.K * p.N;
+      if (!is_narrow) {
+        unpack_rows(t.s, L, ones, queries, n1 - n0, static_cast<T*>(p.weights) + first, next);
+        continue;
+      }
+      unpack_rows(t.s, L, ones, queries, n1 - n0, t.ds, n1 - n0);
+      for (int64_t x = 0; x < queries; ++x)
+        write_elements(t.ds + x * (n1 - n0), n1 - n0, p.weights, p.dtype, first + x * next);
     }
   }
 };

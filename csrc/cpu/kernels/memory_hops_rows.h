@@ -6,22 +6,23 @@
 // of each memory once, at the end: dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
 #pragma once
 #include "../threads.h"
-#include "memory_hops.h"
+#include "memory_hops_blocks.h"
 #include "team.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S>
-class RowHops : protected HopSteps<S> {
-  typedef HopSteps<S> Base;
+template <class T>
+class RowHops : protected HopBlocks<T> {
+  typedef HopBlocks<T> Base;
 
  protected:
-  typedef typename Base::T T;
-  using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::p, Base::query_of,
-      Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
-  static constexpr int64_t kCached = 1 << 20;  // elements that fit in the caches
+  typedef typename Base::Block Block;
+  typedef typename Base::WideBlock WideBlock;
+  typedef typename Base::WideBlocks WideBlocks;
+  using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::is_narrow, Base::p,
+      Base::query_of, Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
   // The time per element of a memory, query and hop, in operations at the peak rate.
   static constexpr double kForward = 16, kBackward = 56;
   const int64_t np = vectors_of<T>(this->p.N) * W;  // N in whole vectors
@@ -36,6 +37,7 @@ class RowHops : protected HopSteps<S> {
     T* next;    // [dp]
     T* coef;    // [2K R][np]: ds and p of every hop and query
     T* vector;  // [2K R][dp]: scale u and g of every hop and query
+    WideBlocks wide;
   };
 
   Scratch allocate(Arena& a) const {
@@ -45,6 +47,7 @@ class RowHops : protected HopSteps<S> {
     f.g = a.take<T>(dp + W), f.next = a.take<T>(dp + W);
     f.coef = a.take<T>(back ? 2 * p.K * R * np : 0);
     f.vector = a.take<T>(back ? 2 * p.K * R * dp : 0);
+    f.wide = this->wide_at(a);
     return f;
   }
   template <class Allocate>
@@ -70,67 +73,9 @@ class RowHops : protected HopSteps<S> {
 
   // ---- rows
 
-  // The rows of a block that a query can see in a hop: their positions in the memory, from n0 on.
-  struct Block {
-    int64_t count;
-    bool all;  // at[i] = i
-    bool biased;
-    int64_t at[kHopBlock];
-    T bias[kHopBlock];
-    FASTATTN_INLINE Rows<S> of(Rows<S> rows) const {
-      return {rows.base, rows.stride, all ? nullptr : at};
-    }
-  };
-
-  FASTATTN_INLINE void see(int64_t row, int64_t k, int64_t n0, int64_t n1, Block* block) const {
-    block->all = true;
-    block->biased = p.bias.data != nullptr;
-    block->count = n1 - n0;
-    if (p.mask.data != nullptr || p.bias.data != nullptr) select_rows(row, k, n0, n1, block);
-  }
-  void select_rows(int64_t row, int64_t k, int64_t n0, int64_t n1, Block* block) const {
-    const int64_t b = batch_of(row), q = query_of(row);
-    const int64_t *sm = p.mask.stride, *sb = p.bias.stride;
-    const Bool* mask =
-        static_cast<const Bool*>(p.mask.data) + b * sm[0] + q * sm[1] + k * sm[2] + n0 * sm[3];
-    T bias[kHopBlock] = {};
-    if (block->biased)
-      with_storage(p.bias.data, p.bias_dtype, [&](const auto* data) {
-        const auto* from = data + b * sb[0] + q * sb[1] + k * sb[2] + n0 * sb[3];
-        for (int64_t i = 0; i < n1 - n0; ++i) bias[i] = static_cast<T>(widen(from[i * sb[3]]));
-      });
-    int64_t count = 0;
-    for (int64_t i = 0; i < n1 - n0; ++i) {
-      const bool seen = (p.mask.data == nullptr || mask[i * sm[3]].bits) && bias[i] != -kInf<T>;
-      block->at[count] = i;
-      block->bias[count] = bias[i];
-      count += seen;
-    }
-    block->all = count == n1 - n0;
-    block->count = count;
-  }
-
-  // Whether a query, in its last hop, prefetches the next group's rows: one memory fits in the
-  // caches, all of them do not, and no row is masked. Its own rows then come from the cache, and
-  // main memory is idle.
-  FASTATTN_INLINE bool reads_ahead(int64_t group, int64_t row, int64_t k) const {
-    return k == p.K - 1 && group + 1 < groups && row + 1 == row_of(group + 1, 0) &&
-           groups * p.N * p.D > kCached && p.N * p.D <= kCached / 2 && p.mask.data == nullptr;
-  }
-  // Inline, because the compiler removes calls of a function that only prefetches.
-  FASTATTN_INLINE void fetch_next(int64_t group, int64_t n0, int64_t n1) const {
-    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(S));
-    const Rows<S> in = this->in_rows(group + 1, 0, n0), out = this->out_rows(group + 1, 0, n0);
-    for (int64_t n = 0; n < n1 - n0; ++n)
-      for (int64_t d = 0; d < p.D; d += kLine) {
-        __builtin_prefetch(in.base + n * in.stride + d, 0, 2);
-        __builtin_prefetch(out.base + n * out.stride + d, 0, 2);
-      }
-  }
-
   // The scores of a block, in whole vectors.
-  FASTATTN_INLINE void scores(Rows<S> rows, const Block& block, const T* u, T* s) const {
-    row_products<T>(block.of(rows), block.count, p.D, u, s);
+  FASTATTN_INLINE void scores(const StoredRows& rows, const Block& block, const T* u, T* s) const {
+    row_products(rows, block.count, p.D, u, s);
     const T scale = static_cast<T>(p.scale);
     if (scale == T(1) && !block.biased) return;
     for (int64_t i = 0; i < block.count; i += W) {
@@ -170,10 +115,9 @@ class RowHops : protected HopSteps<S> {
 
   // ---- forward
 
-  // hop(row, k) for all queries of a group: each to its end, or hop by hop if they stop together.
+  // hop(row, k) for all queries of a group, each to its end.
   template <class F>
-  FASTATTN_INLINE void forward_group(const Scratch& f, int64_t group, F hop) const {
-    if (p.search && p.together > 1) return forward_together(f, group, hop);
+  FASTATTN_INLINE void forward_alone(const Scratch& f, int64_t group, F hop) const {
     for (int64_t row = row_of(group, 0); row < row_of(group + 1, 0); ++row) {
       if (p.resume && !this->moves(row, 0)) continue;
       begin(f, row);
@@ -181,31 +125,11 @@ class RowHops : protected HopSteps<S> {
       this->write_vector(p.out, row, f.u);
     }
   }
-  template <class F>
-  void forward_together(const Scratch& f, int64_t group, F hop) const {
-    for (int64_t r = 0; r < R; ++r) begin(f, row_of(group, r));
-    bool moving = true;
-    for (int64_t k = 0; k < p.K && moving; ++k) {
-      moving = false;
-      for (int64_t r = 0; r < R; ++r) {
-        const int64_t row = row_of(group, r);
-        if (!this->moves(row, k)) continue;
-        this->read_vector(trace(row, 2 * k), 1, f.u);
-        hop(row, k);
-        moving = true;
-      }
-      this->rest_together(group);
-    }
-    for (int64_t r = 0; r < R; ++r) {
-      this->read_vector(trace(row_of(group, r), 0), 1, f.u);
-      this->write_vector(p.out, row_of(group, r), f.u);
-    }
-  }
 
   // f.u = u_1; also written to the trace.
   FASTATTN_INLINE void begin(const Scratch& f, int64_t row) const {
-    if (p.resume) return this->read_vector(trace(row, 0), 1, f.u);
-    this->read_query(row, f.u);
+    if (p.resume) return this->read_state(row, 0, f.u);
+    this->read_vector(p.query, row, f.u);
     write_row(f.u, p.D, trace(row, 0));
   }
 
@@ -231,22 +155,18 @@ class RowHops : protected HopSteps<S> {
   FASTATTN_INLINE void backward_query(const Scratch& f, int64_t group, int64_t r, F derive) const {
     const int64_t row = row_of(group, r);
     const T scale = static_cast<T>(p.scale);
-    const int64_t* st = p.grad_out.stride;
-    if (p.grad_out.data != nullptr) {
-      this->read_vector(
-          static_cast<const S*>(p.grad_out.data) + batch_of(row) * st[0] + query_of(row) * st[1],
-          st[3], f.g);
-    } else {
+    if (p.grad_out.data != nullptr)
+      this->read_vector(p.grad_out, row, f.g);
+    else
       for (int64_t d = 0; d < dp; d += W) store(f.g + d, Vec<T>{});
-    }
     for (int64_t k = p.K - 1; k >= 0; --k) {
       if (!this->moves(row, k)) {
         forget(f, ds_row(k, r)), forget(f, p_row(k, r));
         continue;
       }
-      this->through_activation(trace(row, 2 * k + 2), f.g);
+      if (p.activation != Activation::none) this->through_activation(trace(row, 2 * k + 2), f.g);
       this->keep_state(row, k, f.g);
-      this->read_vector(trace(row, 2 * k), 1, f.u);
+      this->read_state(row, 2 * k, f.u);
       const T m = stats(row, k)[0], l = stats(row, k)[1];
       const bool nothing = p.normalize && m == -kInf<T>;
       T* u = f.vector + ds_row(k, r) * dp;
@@ -259,7 +179,7 @@ class RowHops : protected HopSteps<S> {
       // g <- H^T g + scale M^T ds
       const T* through = f.g;
       if (p.proj.data != nullptr)
-        sum_rows<T>(this->proj_rows(k), p.D, p.D, f.g, T(1), f.next), through = f.next;
+        weighted_sum(this->proj_rows(k), p.D, p.D, f.g, false, T(1), f.next), through = f.next;
       for (int64_t d = 0; d < dp; d += W) {
         const Vec<T> before =
             p.settles ? Vec<T>{} : load(through + d);  // a settling query has H = 0
@@ -275,7 +195,7 @@ class RowHops : protected HopSteps<S> {
   // a rounding residue times the scale. So o . g is summed in the same order as dp.
   FASTATTN_INLINE T estimated_delta(const Scratch& f, const Hop& hop) const {
     if (!p.normalize || stats(hop.row, hop.k)[0] == -kInf<T>) return T(0);
-    return row_product<T, S>(trace(hop.row, 2 * hop.k + 1), p.D, f.g);
+    return row_product<T>(trace(hop.row, 2 * hop.k + 1), p.D, f.g);
   }
   // Whether p (dp - delta) must be added to the estimate. If one row has most of the weight, dp -
   // delta is small but the rounding error of o is not. Then the missing part is summed from the
@@ -286,20 +206,24 @@ class RowHops : protected HopSteps<S> {
   }
 
   // dp of a block, C g + dweights.
-  FASTATTN_INLINE void derive_weights(const Scratch& f, int64_t group, const Hop& hop, int64_t n0,
-                                      const Block& block, T* dp_of) const {
-    row_products<T>(block.of(this->out_rows(group, hop.k, n0)), block.count, p.D, f.g, dp_of);
-    if (p.grad_weights.data == nullptr) return;
+  FASTATTN_INLINE void derive_weights(const Scratch& f, const Hop& hop, int64_t n0,
+                                      const StoredRows& out, const Block& block, T* dp_of) const {
+    row_products(out, block.count, p.D, f.g, dp_of);
+    if (p.grad_weights.data != nullptr) add_grad_weights(hop, n0, block, dp_of);
+  }
+  __attribute__((noinline)) void add_grad_weights(const Hop& hop, int64_t n0, const Block& block,
+                                                  T* dp_of) const {
+    T all[kHopBlock];
     const int64_t* st = p.grad_weights.stride;
-    const S* from = static_cast<const S*>(p.grad_weights.data) + batch_of(hop.row) * st[0] +
-                    query_of(hop.row) * st[1] + hop.k * st[2] + n0 * st[3];
-    for (int64_t i = 0; i < block.count; ++i)
-      dp_of[i] += static_cast<T>(widen(from[(block.all ? i : block.at[i]) * st[3]]));
+    const int64_t first =
+        batch_of(hop.row) * st[0] + query_of(hop.row) * st[1] + hop.k * st[2] + n0 * st[3];
+    read_elements(p.grad_weights.data, p.dtype, first, st[3], min_of(p.N - n0, kHopBlock), all);
+    for (int64_t i = 0; i < block.count; ++i) dp_of[i] += all[block.all ? i : block.at[i]];
   }
   // s = p of a block, from the scores.
-  FASTATTN_INLINE void weigh(const Scratch& f, int64_t group, const Hop& hop, int64_t n0,
+  FASTATTN_INLINE void weigh(const Scratch& f, const Hop& hop, const StoredRows& in,
                              const Block& block, T* s) const {
-    scores(this->in_rows(group, hop.k, n0), block, f.u, s);
+    scores(in, block, f.u, s);
     for (int64_t i = 0; p.normalize && i < block.count; i += W)
       store(s + i, weight_of(load(s + i) - hop.m) * hop.inverse);
   }
@@ -327,92 +251,86 @@ class RowHops : protected HopSteps<S> {
     for (int64_t i = 0; i < block.count; ++i) to[block.at[i]] = from[i];
   }
 
-  // The gradients of the memories of a group, each written once.
-  template <class Each>
-  void write_gradients(const Scratch& f, int64_t group, Each each_chunk) const {
-    if (p.grad_in == nullptr && p.grad_out_memory == nullptr) return;
+  bool differentiates_rows() const { return p.grad_in != nullptr || p.grad_out_memory != nullptr; }
+  // Whether the vectors of all hops of a group are finite.
+  bool finite_vectors(const Scratch& f) const {
     Vec<T> rest{};  // 0, or NaN in a lane with a non-finite element
     for (int64_t x = 0; x < 2 * p.K * R * dp; x += W) {
       const Vec<T> v = load(f.vector + x);
       rest += v - v;
     }
-    const bool finite = sum_lanes<T>(rest) == T(0);
-    each_chunk([&](int64_t c) {
-      const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
-      const auto write = [&](void* to, int64_t slots, int64_t slot, int64_t first, int64_t last) {
-        S* dst = static_cast<S*>(to) + (group * slots + slot) * p.N * p.D;
-        write_rows(f, dst, n0, n1, first * R, last * R, finite);
-      };
-      const int64_t K = p.K;
-      for (int64_t slot = 0; p.grad_in != nullptr && slot < p.in_slots; ++slot) {
-        if (p.stack)
-          write(p.grad_in, K + 1, slot, max_of<int64_t>(0, 2 * slot - 1),
-                min_of<int64_t>(2 * K, 2 * slot + 1));
-        else if (p.same_rows)
-          write(p.grad_in, 1, 0, 0, 2 * K);
-        else if (p.in_slots == 1)
-          write(p.grad_in, 1, 0, 0, K);
-        else
-          write(p.grad_in, K, slot, slot, slot + 1);
-      }
-      for (int64_t slot = 0; p.grad_out_memory != nullptr && slot < p.out_slots; ++slot) {
-        if (p.out_slots == 1)
-          write(p.grad_out_memory, 1, 0, K, 2 * K);
-        else
-          write(p.grad_out_memory, K, slot, K + slot, K + slot + 1);
-      }
-    });
+    return sum_lanes<T>(rest) == T(0);
+  }
+  // The gradients of the memories of a group, the rows of a chunk. Each is written once.
+  void write_gradients(const Scratch& f, WideBlocks& wide, int64_t group, int64_t c,
+                       bool finite) const {
+    const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk), K = p.K;
+    const auto write = [&](void* to, int64_t slots, int64_t slot, int64_t first, int64_t last) {
+      write_rows(f, wide.in, to, (group * slots + slot) * p.N * p.D, n0, n1, first * R, last * R,
+                 finite);
+    };
+    for (int64_t slot = 0; p.grad_in != nullptr && slot < p.in_slots; ++slot) {
+      if (p.stack)
+        write(p.grad_in, K + 1, slot, max_of<int64_t>(0, 2 * slot - 1),
+              min_of<int64_t>(2 * K, 2 * slot + 1));
+      else if (p.same_rows)
+        write(p.grad_in, 1, 0, 0, 2 * K);
+      else if (p.in_slots == 1)
+        write(p.grad_in, 1, 0, 0, K);
+      else
+        write(p.grad_in, K, slot, slot, slot + 1);
+    }
+    for (int64_t slot = 0; p.grad_out_memory != nullptr && slot < p.out_slots; ++slot) {
+      if (p.out_slots == 1)
+        write(p.grad_out_memory, 1, 0, K, 2 * K);
+      else
+        write(p.grad_out_memory, K, slot, K + slot, K + slot + 1);
+    }
   }
 
  private:
-  // dst[n] = sum_t coef[t][n] vector[t] for t in [first, last)
-  void write_rows(const Scratch& f, S* dst, int64_t n0, int64_t n1, int64_t first, int64_t last,
-                  bool finite) const {
-    const T* coef = f.coef + first * np;
-    const T* vector = f.vector + first * dp;
-    const int64_t vectors = dp / W, terms = last - first;
-    if (!finite) return write_nonzero(coef, vector, terms, dst, n0, n1);
-    const int rest = last_lanes<T>(p.D);
-    const auto write = [&](int64_t n, int64_t rows, auto end_row) __attribute__((always_inline)) {
-      outer_products<T>(rows, coef + n, np, vector, dp, vectors, terms,
-                        [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
-                          S* const to = dst + (n + i) * p.D + v * W;
-                          if (v == vectors - 1)
-                            end_row(to, x);
-                          else
-                            store_as<T>(to, x, W);
-                        });
+  // Rows n of the result, [N][D] from element `start` on: sum_t coef[t][n] vector[t] for t in
+  // [first, last)
+  __attribute__((noinline)) void write_rows(const Scratch& f, WideBlock& wide, void* result,
+                                            int64_t start, int64_t n0, int64_t n1, int64_t first,
+                                            int64_t last, bool finite) const {
+    const T *const coef = f.coef + first * np, *const vector = f.vector + first * dp;
+    const int64_t terms = last - first;
+    const auto sum = [&](int64_t n, int64_t rows, T* to) {
+      if (finite)
+        outer_products(rows, coef + n, np, vector, dp, dp / W, terms, to, p.D);
+      else
+        add_nonzero(rows, coef + n, vector, terms, to);
     };
-    // The end of a row is a whole vector, or less if that is enough. It may reach into the next
-    // rows, which are written after it; rows that would reach past the last one end exactly.
-    const auto write_all = [&](auto width) __attribute__((always_inline)) {
-      constexpr int kWidth = decltype(width)::value;
-      const int64_t reached = (dp - kLanes<T> + kWidth - 1) / p.D;
-      const int64_t whole = max_of(n0, n1 - reached);
-      write(n0, whole - n0,
-            [](S* to, Vec<T> x) __attribute__((always_inline)) { store_part<kWidth, T>(to, x); });
-      const auto exactly = [&](S* to, Vec<T> x)
-                               __attribute__((always_inline)) { store_as<T>(to, x, rest); };
-      for (int64_t n = whole; n < n1; ++n) write(n, 1, exactly);
-    };
-    constexpr int kQuarter = max_of(1, W / 4);
-    if (kSame<S, T> && rest <= kQuarter)
-      write_all(Width<kQuarter>());
-    else if (kSame<S, T> && rest <= W / 2)
-      write_all(Width<W / 2>());
-    else
-      write_all(Width<W>());
+    if (!is_narrow) {
+      // The end of a row is written as a whole vector, which reaches into the next rows. They are
+      // written after it; rows that would reach past the last one are written elsewhere first.
+      const int64_t reached = finite ? (dp - 1) / p.D : 0, whole = max_of(n0, n1 - reached);
+      T* const to = static_cast<T*>(result) + start;
+      sum(n0, whole - n0, to + n0 * p.D);
+      for (int64_t n = whole; n < n1; ++n) {
+        sum(n, 1, wide.rows);
+        write_row(wide.rows, p.D, to + n * p.D);
+      }
+      return;
+    }
+    wide.from = nullptr;
+    for (int64_t n = n0; n < n1; n += kHopBlock) {
+      const int64_t rows = min_of(kHopBlock, n1 - n);
+      sum(n, rows, wide.rows);
+      write_elements(wide.rows, rows * p.D, result, p.dtype, start + n * p.D);
+    }
   }
 
   // The same without the zeros: an excluded row adds nothing, even where a query is not finite.
-  __attribute__((noinline)) void write_nonzero(const T* coef, const T* vector, int64_t terms,
-                                               S* dst, int64_t n0, int64_t n1) const {
-    for (int64_t n = n0; n < n1; ++n)
+  __attribute__((noinline)) void add_nonzero(int64_t rows, const T* coef, const T* vector,
+                                             int64_t terms, T* to) const {
+    for (int64_t n = 0; n < rows; ++n)
       for (int64_t d = 0; d < p.D; ++d) {
         T x = T(0);
         for (int64_t t = 0; t < terms; ++t)
           if (coef[t * np + n] != T(0)) x += coef[t * np + n] * vector[t * dp + d];
-        narrow(x, dst + n * p.D + d);
+        to[n * p.D + d] = x;
       }
   }
 };

@@ -1,10 +1,9 @@
 // Memory hops on a short memory: its rows are one block, all of whose scores are in scratch before
 // the softmax.
 //
-// A hop waits for the one before, and what it waits for is a vector of few elements. So the hops of
-// a query are one piece of code, without calls unless rows are excluded: at bAbI's size (50 rows of
-// 20) it takes 0.8 of the time of the kernel for long memories. Backward recomputes the weights,
-// unless the forward kept them.
+// A hop waits for the one before, and what it waits for is a vector of few elements. So a hop has no
+// chunks, no running maximum and nothing to merge; its calls are the products and sums of rows and
+// the step to the next u. Backward recomputes the weights, unless the forward kept them.
 #pragma once
 #include "memory_hops_rows.h"
 
@@ -12,24 +11,24 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S>
-class ShortHops : RowHops<S> {
-  typedef RowHops<S> Base;
-  typedef typename Base::T T;
+template <class T>
+class ShortHops : RowHops<T> {
+  typedef RowHops<T> Base;
   typedef typename Base::Block Block;
   typedef typename Base::Hop Hop;
   typedef typename Base::Scratch Scratch;
-  using Base::ds_row, Base::groups, Base::np, Base::p, Base::p_row, Base::R, Base::stats, Base::W;
+  using Base::ds_row, Base::groups, Base::is_narrow, Base::np, Base::p, Base::p_row, Base::R,
+      Base::stats, Base::W;
 
  public:
   explicit ShortHops(const MemoryHopsParams& params) : Base(params) {}
 
-  static bool serves(const MemoryHopsParams& p) { return p.N <= kHopBlock; }
+  static bool serves(const MemoryHopsParams& p) { return p.N <= kHopBlock && p.together <= 1; }
 
   void forward() const {
     const double flops = Base::kForward * groups * R * p.K * p.N * p.D;
-    run(flops, [&](const Scratch& f, int64_t group) {
-      this->forward_group(f, group, [&](int64_t row, int64_t k) __attribute__((always_inline)) {
+    run(flops, [&](Scratch& f, int64_t group) {
+      this->forward_alone(f, group, [&](int64_t row, int64_t k) __attribute__((always_inline)) {
         take_hop(f, group, row, k);
       });
     });
@@ -37,12 +36,13 @@ class ShortHops : RowHops<S> {
 
   void backward() const {
     const double flops = Base::kBackward * groups * R * p.K * p.N * p.D;
-    run(flops, [&](const Scratch& f, int64_t group) {
+    run(flops, [&](Scratch& f, int64_t group) {
       for (int64_t r = 0; r < R; ++r)
         this->backward_query(f, group, r, [&](const Hop& hop) __attribute__((always_inline)) {
           derive(f, group, hop);
         });
-      this->write_gradients(f, group, [](auto of_chunk) { of_chunk(0); });
+      if (this->differentiates_rows())
+        this->write_gradients(f, f.wide, group, 0, this->finite_vectors(f));
     });
   }
 
@@ -52,18 +52,19 @@ class ShortHops : RowHops<S> {
     this->each_group(flops, [&](Arena& arena) { return this->allocate(arena); }, of_group);
   }
 
-  FASTATTN_INLINE void take_hop(const Scratch& f, int64_t group, int64_t row, int64_t k) const {
+  FASTATTN_INLINE void take_hop(Scratch& f, int64_t group, int64_t row, int64_t k) const {
     alignas(64) T s[kHopBlock];
     Block block;
     this->see(row, k, 0, p.N, &block);
     if (this->reads_ahead(group, row, k)) this->fetch_next(group, 0, p.N);
     T m = -kInf<T>, l = T(0);
     if (block.count > 0) {
-      this->scores(this->in_rows(group, k, 0), block, f.u, s);
+      this->scores(this->rows_of(this->in_rows(group, k, 0), block, &f.wide.in), block, f.u, s);
       if (p.normalize) this->soften(s, block.count, &m, &l);
     }
     const T inverse = this->normalizer(m, l);
-    sum_rows<T>(block.of(this->out_rows(group, k, 0)), block.count, p.D, s, inverse, f.o);
+    weighted_sum(this->rows_of(this->out_rows(group, k, 0), block, &f.wide.out), block.count, p.D,
+                 s, false, inverse, f.o);
     stats(row, k)[0] = m, stats(row, k)[1] = l;
     if (p.weights != nullptr) write_weights(row, k, block, s, inverse);
     this->step(row, k, f.u, f.o, f.next);
@@ -72,30 +73,34 @@ class ShortHops : RowHops<S> {
   // p, from e^(s - m).
   FASTATTN_INLINE void write_weights(int64_t row, int64_t k, const Block& block, const T* s,
                                      T inverse) const {
-    S* to = static_cast<S*>(p.weights) + (row * p.K + k) * p.N;
+    const int64_t first = (row * p.K + k) * p.N;
+    T rounded[kHopBlock];
+    T* const to = is_narrow ? rounded : static_cast<T*>(p.weights) + first;
     if (block.all) {
       int64_t n = 0;
-      for (; n + W <= p.N; n += W) store_as<T>(to + n, load(s + n) * inverse, W);
-      if (n < p.N) store_as<T>(to + n, load(s + n) * inverse, static_cast<int>(p.N - n));
-      return;
+      for (; n + W <= p.N; n += W) store(to + n, load(s + n) * inverse);
+      if (n < p.N) store_first(to + n, load(s + n) * inverse, static_cast<int>(p.N - n));
+    } else {
+      for (int64_t n = 0; n < p.N; ++n) to[n] = T(0);
+      for (int64_t i = 0; i < block.count; ++i) to[block.at[i]] = s[i] * inverse;
     }
-    for (int64_t n = 0; n < p.N; ++n) narrow(T(0), to + n);
-    for (int64_t i = 0; i < block.count; ++i) narrow(s[i] * inverse, to + block.at[i]);
+    if (is_narrow) write_elements(to, p.N, p.weights, p.dtype, first);
   }
 
   // p of a hop [N] as the forward kept it, null if it did not.
   FASTATTN_INLINE const T* kept_weights(const Hop& hop) const {
-    if (!kSame<S, T> || p.weights == nullptr) return nullptr;
+    if (is_narrow || p.weights == nullptr) return nullptr;
     return static_cast<const T*>(p.weights) + (hop.row * p.K + hop.k) * p.N;
   }
 
   // p, ds = p (dp - delta) and f.o = M^T ds.
-  FASTATTN_INLINE void derive(const Scratch& f, int64_t group, const Hop& hop) const {
+  FASTATTN_INLINE void derive(Scratch& f, int64_t group, const Hop& hop) const {
     T* const ds_to = f.coef + ds_row(hop.k, hop.r) * np;
     T* const p_to = f.coef + p_row(hop.k, hop.r) * np;
     alignas(64) T seen_p[kHopBlock], seen_ds[kHopBlock];
     Block block;
     this->see(hop.row, hop.k, 0, p.N, &block);
+    const StoredRows in = this->rows_of(this->in_rows(group, hop.k, 0), block, &f.wide.in);
     T* const s = block.all ? p_to : seen_p;
     T* const ds = block.all ? ds_to : seen_ds;
     if (const T* kept = kept_weights(hop)) {
@@ -104,13 +109,16 @@ class ShortHops : RowHops<S> {
       else
         for (int64_t i = 0; i < block.count; ++i) s[i] = kept[block.at[i]];
     } else if (block.count > 0) {
-      this->weigh(f, group, hop, 0, block, s);
+      this->weigh(f, hop, in, block, s);
     }
-    if (block.count > 0) this->derive_weights(f, group, hop, 0, block, ds);
+    if (block.count > 0) {
+      const StoredRows out = this->rows_of(this->out_rows(group, hop.k, 0), block, &f.wide.out);
+      this->derive_weights(f, hop, 0, out, block, ds);
+    }
     T delta = this->estimated_delta(f, hop);
     if (this->corrects_delta(hop)) delta += sum_lanes<T>(this->missing(s, ds, block.count, delta));
     this->differentiate(s, ds, block.count, delta);
-    sum_rows<T>(block.of(this->in_rows(group, hop.k, 0)), block.count, p.D, ds, T(1), f.o);
+    weighted_sum(in, block.count, p.D, ds, false, T(1), f.o);
     if (!block.all) this->spread(block, p.N, ds, ds_to), this->spread(block, p.N, s, p_to);
     if (p.grad_scores != nullptr)
       write_row(ds_to, p.N, static_cast<T*>(p.grad_scores) + (hop.row * p.K + hop.k) * p.N);

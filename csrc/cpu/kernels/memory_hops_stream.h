@@ -12,18 +12,19 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class S>
-class StreamHops : RowHops<S> {
-  typedef RowHops<S> Base;
-  typedef typename Base::T T;
+template <class T>
+class StreamHops : RowHops<T> {
+  typedef RowHops<T> Base;
   typedef typename Base::Block Block;
   typedef typename Base::Hop Hop;
+  typedef typename Base::WideBlocks WideBlocks;
   using Base::chunk, Base::chunks, Base::dp, Base::ds_row, Base::groups, Base::np, Base::p,
-      Base::p_row, Base::R, Base::stats, Base::W;
+      Base::p_row, Base::R, Base::row_of, Base::stats, Base::W;
 
-  struct Scratch : RowHops<S>::Scratch {
-    T* part;  // [chunks][dp + W]: a vector, then m and l
-    T* kept;  // [N] scores of a hop
+  struct Scratch : RowHops<T>::Scratch {
+    T* part;   // [chunks][dp + W]: a vector, then m and l
+    T* kept;   // [N] scores of a hop
+    int team;  // of threads that share the chunks; 0 = the group has one thread
   };
 
  public:
@@ -31,59 +32,88 @@ class StreamHops : RowHops<S> {
 
   void forward() const {
     const double flops = Base::kForward * groups * R * p.K * p.N * p.D;
-    run(flops, [&](const Scratch& f, int64_t group, auto each_chunk) {
-      this->forward_group(f, group,
-                          [&](int64_t row, int64_t k) { take_hop(f, group, row, k, each_chunk); });
+    run(flops, [&](Scratch& f, int64_t group) __attribute__((noinline)) {
+      if (p.search && p.together > 1) return forward_together(f, group);
+      this->forward_alone(f, group, [&](int64_t row, int64_t k) { take_hop(f, group, row, k); });
     });
   }
 
   void backward() const {
     const double flops = Base::kBackward * groups * R * p.K * p.N * p.D;
-    run(flops, [&](const Scratch& f, int64_t group, auto each_chunk) {
+    run(flops, [&](Scratch& f, int64_t group) __attribute__((noinline)) {
       for (int64_t r = 0; r < R; ++r)
-        this->backward_query(f, group, r,
-                             [&](const Hop& hop) { derive(f, group, hop, each_chunk); });
-      this->write_gradients(f, group, each_chunk);
+        this->backward_query(f, group, r, [&](const Hop& hop) { derive(f, group, hop); });
+      if (!this->differentiates_rows()) return;
+      const bool finite = this->finite_vectors(f);
+      each_chunk(f, [&](WideBlocks& wide, int64_t c) {
+        this->write_gradients(f, wide, group, c, finite);
+      });
     });
   }
 
  private:
   Scratch allocate(Arena& arena) const {
-    Scratch f{Base::allocate(arena), nullptr, nullptr};
+    Scratch f{Base::allocate(arena), nullptr, nullptr, 0};
     f.part = arena.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
     f.kept = arena.take<T>(p.weights != nullptr && p.grad_query == nullptr ? p.N : 0);
     return f;
   }
 
-  // of_group(scratch, group, each_chunk) for every group. Many groups are shared among the threads;
-  // otherwise the chunks of each group are.
+  // of_group(scratch, group) for every group. Many groups are shared among the threads; otherwise
+  // the chunks of each group are.
   template <class F>
   void run(double flops, F of_group) const {
     const auto make = [&](Arena& arena) { return allocate(arena); };
-    if (chunks == 1 || groups >= 4 * p.threads)
-      return this->each_group(flops, make, [&](const Scratch& f, int64_t group) {
-        of_group(f, group, [&](auto of_chunk) {
-          for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
-        });
-      });
-    const int team = team_size(p.threads, chunks, flops / groups);
+    if (chunks == 1 || groups >= 4 * p.threads) return this->each_group(flops, make, of_group);
     void* memory = __builtin_malloc(Base::bytes_of(make) + 64);
     const auto aligned = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
     Arena arena(reinterpret_cast<void*>(aligned));
-    const Scratch f = allocate(arena);
-    for (int64_t group = 0; group < groups; ++group)
-      of_group(f, group, [&](auto of_chunk) {
-#pragma omp parallel for num_threads(team) if (team > 1) schedule(dynamic, 1)
-        for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
-      });
+    Scratch f = allocate(arena);
+    f.team = team_size(p.threads, chunks, flops / groups);
+    for (int64_t group = 0; group < groups; ++group) of_group(f, group);
     __builtin_free(memory);
+  }
+
+  // of_chunk(wide, c) for every chunk c.
+  template <class F>
+  void each_chunk(Scratch& f, F of_chunk) const {
+    if (f.team == 0) {
+      for (int64_t c = 0; c < chunks; ++c) of_chunk(f.wide, c);
+      return;
+    }
+    const auto make = [&] {
+      const auto allocate = [&](Arena& arena) { return this->wide_at(arena); };
+      Arena own(thread_scratch(Base::bytes_of(allocate)));
+      return allocate(own);
+    };
+    each_task(f.team, chunks, 1, make, of_chunk);
   }
 
   // ---- forward
 
-  template <class Each>
-  void take_hop(const Scratch& f, int64_t group, int64_t row, int64_t k, Each each_chunk) const {
-    each_chunk([&](int64_t c) { read_chunk(f, group, row, k, c); });
+  // All queries of a group, hop by hop, because they stop together.
+  void forward_together(Scratch& f, int64_t group) const {
+    for (int64_t r = 0; r < R; ++r) this->begin(f, row_of(group, r));
+    bool moving = true;
+    for (int64_t k = 0; k < p.K && moving; ++k) {
+      moving = false;
+      for (int64_t r = 0; r < R; ++r) {
+        const int64_t row = row_of(group, r);
+        if (!this->moves(row, k)) continue;
+        this->read_state(row, 2 * k, f.u);
+        take_hop(f, group, row, k);
+        moving = true;
+      }
+      this->rest_together(group);
+    }
+    for (int64_t r = 0; r < R; ++r) {
+      this->read_state(row_of(group, r), 0, f.u);
+      this->write_vector(p.out, row_of(group, r), f.u);
+    }
+  }
+
+  __attribute__((noinline)) void take_hop(Scratch& f, int64_t group, int64_t row, int64_t k) const {
+    each_chunk(f, [&](WideBlocks& wide, int64_t c) { read_chunk(f, wide, group, row, k, c); });
     // o = sum_c part_c e^(m_c - m) / l
     T m = -kInf<T>, l = T(0), *o = f.o;
     if (chunks == 1) {
@@ -107,7 +137,8 @@ class StreamHops : RowHops<S> {
   }
 
   // part = {o, m, l} of the rows of one chunk.
-  void read_chunk(const Scratch& f, int64_t group, int64_t row, int64_t k, int64_t c) const {
+  void read_chunk(const Scratch& f, WideBlocks& wide, int64_t group, int64_t row, int64_t k,
+                  int64_t c) const {
     T* part = f.part + c * (dp + W);
     T m = -kInf<T>, l = T(0);
     for (int64_t d = 0; d < dp; d += W) store(part + d, Vec<T>{});
@@ -120,10 +151,13 @@ class StreamHops : RowHops<S> {
       this->see(row, k, n0, n1, &block);
       if (fetches) this->fetch_next(group, n0, n1);
       if (block.count > 0) {
-        this->scores(this->in_rows(group, k, n0), block, f.u, s);
+        const StoredRows in = this->in_rows(group, k, n0), out = this->out_rows(group, k, n0);
+        StoredRows rows = this->rows_of(in, block, &wide.in);
+        this->scores(rows, block, f.u, s);
         if (keeps) keep(f, block, n0, n1, s);
         const T alpha = p.normalize ? this->soften(s, block.count, &m, &l) : T(1);
-        add_rows<T>(block.of(this->out_rows(group, k, n0)), block.count, p.D, s, alpha, part);
+        if (!out.is(in)) rows = this->rows_of(out, block, &wide.out);
+        weighted_sum(rows, block.count, p.D, s, true, alpha, part);
       } else if (keeps) {
         keep(f, block, n0, n1, s);
       }
@@ -137,27 +171,28 @@ class StreamHops : RowHops<S> {
   }
 
   void write_weights(const Scratch& f, int64_t row, int64_t k, T m, T l) const {
-    S* to = static_cast<S*>(p.weights) + (row * p.K + k) * p.N;
     const T reference = m == -kInf<T> ? T(0) : m, inverse = this->normalizer(m, l);
-    for (int64_t n = 0; n < p.N; n += W) {
+    for (int64_t n = 0; p.normalize && n < p.N; n += W) {
       const int count = static_cast<int>(min_of<int64_t>(W, p.N - n));
-      Vec<T> x = load_first(f.kept + n, count);
-      if (p.normalize) x = weight_of(x - reference) * inverse;
-      store_as<T>(to + n, x, count);
+      const Vec<T> s = load_first(f.kept + n, count);
+      store_first(f.kept + n, weight_of(s - reference) * inverse, count);
     }
+    write_elements(f.kept, p.N, p.weights, p.dtype, (row * p.K + k) * p.N);
   }
 
   // ---- backward
 
   // p, ds = p (dp - delta) and f.o = M^T ds.
-  template <class Each>
-  void derive(const Scratch& f, int64_t group, const Hop& hop, Each each_chunk) const {
+  __attribute__((noinline)) void derive(Scratch& f, int64_t group, const Hop& hop) const {
     T delta = this->estimated_delta(f, hop);
     if (this->corrects_delta(hop)) {
-      each_chunk([&](int64_t c) { f.part[c * (dp + W)] = missing_of(f, group, hop, delta, c); });
+      each_chunk(f, [&](WideBlocks& wide, int64_t c) {
+        f.part[c * (dp + W)] = missing_of(f, wide, group, hop, delta, c);
+      });
       for (int64_t c = 0; c < chunks; ++c) delta += f.part[c * (dp + W)];
     }
-    each_chunk([&](int64_t c) { derive_chunk(f, group, hop, delta, c); });
+    each_chunk(f,
+               [&](WideBlocks& wide, int64_t c) { derive_chunk(f, wide, group, hop, delta, c); });
     for (int64_t d = 0; d < dp; d += W) {
       Vec<T> sum = load(f.part + d);
       for (int64_t c = 1; c < chunks; ++c) sum += load(f.part + c * (dp + W) + d);
@@ -166,7 +201,8 @@ class StreamHops : RowHops<S> {
   }
 
   // sum_i p_i (dp_i - delta) of a chunk.
-  T missing_of(const Scratch& f, int64_t group, const Hop& hop, T delta, int64_t c) const {
+  T missing_of(const Scratch& f, WideBlocks& wide, int64_t group, const Hop& hop, T delta,
+               int64_t c) const {
     T s[kHopBlock], ds[kHopBlock];
     Block block;
     Vec<T> sum{};
@@ -174,15 +210,26 @@ class StreamHops : RowHops<S> {
     for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
       this->see(hop.row, hop.k, n0, min_of(end, n0 + kHopBlock), &block);
       if (block.count == 0) continue;
-      this->weigh(f, group, hop, n0, block, s);
-      this->derive_weights(f, group, hop, n0, block, ds);
+      weigh_block(f, wide, group, hop, n0, block, s, ds);
       sum += this->missing(s, ds, block.count, delta);
     }
     return sum_lanes<T>(sum);
   }
 
+  // s = p and dp_of = dp of a block; returns its rows of the input memory.
+  StoredRows weigh_block(const Scratch& f, WideBlocks& wide, int64_t group, const Hop& hop,
+                         int64_t n0, const Block& block, T* s, T* dp_of) const {
+    const StoredRows in = this->in_rows(group, hop.k, n0), out = this->out_rows(group, hop.k, n0);
+    const StoredRows rows = this->rows_of(in, block, &wide.in);
+    this->weigh(f, hop, rows, block, s);
+    const StoredRows of_out = out.is(in) ? rows : this->rows_of(out, block, &wide.out);
+    this->derive_weights(f, hop, n0, of_out, block, dp_of);
+    return rows;
+  }
+
   // p and ds of a chunk, and its contribution to M^T ds.
-  void derive_chunk(const Scratch& f, int64_t group, const Hop& hop, T delta, int64_t c) const {
+  void derive_chunk(const Scratch& f, WideBlocks& wide, int64_t group, const Hop& hop, T delta,
+                    int64_t c) const {
     T* part = f.part + c * (dp + W);
     T* ds_to = f.coef + ds_row(hop.k, hop.r) * np;
     T* p_to = f.coef + p_row(hop.k, hop.r) * np;
@@ -194,10 +241,9 @@ class StreamHops : RowHops<S> {
       const int64_t n1 = min_of(end, n0 + kHopBlock);
       this->see(hop.row, hop.k, n0, n1, &block);
       if (block.count > 0) {
-        this->weigh(f, group, hop, n0, block, s);
-        this->derive_weights(f, group, hop, n0, block, ds);
+        const StoredRows in = weigh_block(f, wide, group, hop, n0, block, s, ds);
         this->differentiate(s, ds, block.count, delta);
-        add_rows<T>(block.of(this->in_rows(group, hop.k, n0)), block.count, p.D, ds, T(1), part);
+        weighted_sum(in, block.count, p.D, ds, true, T(1), part);
       }
       this->spread(block, n1 - n0, ds, ds_to + n0);
       this->spread(block, n1 - n0, s, p_to + n0);

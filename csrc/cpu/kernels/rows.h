@@ -50,15 +50,25 @@ struct EndIs {
 };
 
 // Calls f(EndIs) for rows of D elements, outside all loops: the branches of a loop would share the
-// addresses of its rows, which are more than there are registers.
-template <class T, class S, class F>
+// addresses of its rows, which are more than there are registers. With kWhole, D is always a number
+// of whole vectors, and other ends are not compiled.
+template <class T, class S, bool kWhole, class F>
 FASTATTN_INLINE void with_end(int64_t D, F f) {
+  if constexpr (kWhole) return f(EndIs<End::vector>());
   const int last = last_lanes<T>(D);
   if constexpr (kSame<T, S> && kPiece<T> < kLanes<T>) {
     if (last <= kPiece<T>) return f(EndIs<End::piece>());
   }
   if (last >= kLanes<T>) return f(EndIs<End::vector>());
   f(EndIs<End::part>());
+}
+
+// last_lanes, from which the compiler knows that a part is no vector.
+template <class T, End kEnd>
+FASTATTN_INLINE int last_lanes_of(int64_t D) {
+  const int last = last_lanes<T>(D);
+  if (kEnd == End::part && last >= kLanes<T>) __builtin_unreachable();
+  return last;
 }
 
 // kRows rows with one stride, from one column on. x86 addresses base + {1, 2} * stride, so one base
@@ -92,7 +102,7 @@ FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, From from) {
     const auto column = from(d);
     FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[a][r] += load_as<T>(column[r], lanes) * y;
   };
-  const int last = last_lanes<T>(D);
+  const int last = last_lanes_of<T, kEnd>(D);
   const int64_t end = D - last;
   if constexpr (kEnd == End::piece) {  // first: a sum is then a multiply-add of vectors
     const Piece<T> y = load_piece(x + end, kPiece<T>);
@@ -128,38 +138,53 @@ FASTATTN_INLINE void some_products(Rows<S> rows, int64_t i, int64_t count, int64
   };
   store(s + i, dot_rows<T, kRows, kEnd>(D, x, from));
 }
-// s[i] = rows[i] . x for i < count, for a list of rows, or fewer than a vector has lanes.
+// s[i] = rows[i] . x for i < count, of at least as many rows as a vector has lanes. Writes whole
+// vectors.
+//
+// As all products and sums of rows, it is compiled once for all its callers. They pass what a Rows
+// has as numbers, in registers: a struct would be copied through memory by a vector, and such a load
+// waits for the stores of its parts.
 template <class T, End kEnd, class S>
-__attribute__((noinline)) void any_products(Rows<S> rows, int64_t count, int64_t D, const T* x,
-                                            T* s) {
+__attribute__((noinline)) void products_in_order(const S* base, int64_t stride, int64_t count,
+                                                 int64_t D, const T* x, T* s) {
+  constexpr int W = kLanes<T>, kFew = max_of(1, W / 4);
+  int64_t i = 0;
+  for (; i + kFew < count; i += W) {
+    const int64_t at = min_of(i, count - W);
+    const auto from = [&](int64_t d) __attribute__((always_inline)) {
+      return Column<S, W>(base + at * stride + d, stride);
+    };
+    store(s + at, dot_rows<T, W, kEnd>(D, x, from));
+  }
+  const Rows<S> rows{base, stride, nullptr};
+  if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
+}
+// The same for a list of rows, or fewer than a vector has lanes.
+template <class T, End kEnd, class S>
+__attribute__((noinline)) void products_of_list(const S* base, int64_t stride, const int64_t* list,
+                                                int64_t count, int64_t D, const T* x, T* s) {
+  const Rows<S> rows{base, stride, list};
   constexpr int W = kLanes<T>, kFew = max_of(1, W / 4);
   int64_t i = 0;
   for (; i + kFew < count; i += W) some_products<T, W, kEnd>(rows, i, count, D, x, s);
   if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
 }
-// The same for any rows, a vector of them at a time. Both write whole vectors of s.
-template <class T, class S>
-FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
-  constexpr int W = kLanes<T>, kFew = max_of(1, W / 4);
-  with_end<T, S>(D, [&](auto how) __attribute__((always_inline)) {
+// The same for any rows.
+template <class T, bool kWhole = false, class S>
+FASTATTN_INLINE void row_products(const Rows<S>& rows, int64_t count, int64_t D, const T* x, T* s) {
+  with_end<T, S, kWhole>(D, [&](auto how) __attribute__((always_inline)) {
     constexpr End kEnd = decltype(how)::value;
-    if (rows.at != nullptr || count < W) return any_products<T, kEnd>(rows, count, D, x, s);
-    int64_t i = 0;
-    for (; i + kFew < count; i += W) {
-      const int64_t at = min_of(i, count - W);
-      const auto from = [&](int64_t d) __attribute__((always_inline)) {
-        return Column<S, W>(rows.base + at * rows.stride + d, rows.stride);
-      };
-      store(s + at, dot_rows<T, W, kEnd>(D, x, from));
-    }
-    if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
+    if (rows.at != nullptr || count < kLanes<T>)
+      products_of_list<T, kEnd>(rows.base, rows.stride, rows.at, count, D, x, s);
+    else
+      products_in_order<T, kEnd>(rows.base, rows.stride, count, D, x, s);
   });
 }
-// The product of one row of T, in the order of those of rows of S.
-template <class T, class S>
-FASTATTN_INLINE T row_product(const T* row, int64_t D, const T* x) {
+// The product of one row, in the order of all others.
+template <class T>
+__attribute__((noinline)) T row_product(const T* row, int64_t D, const T* x) {
   T product;
-  with_end<T, S>(D, [&](auto how) __attribute__((always_inline)) {
+  with_end<T, T, false>(D, [&](auto how) __attribute__((always_inline)) {
     const auto from = [&](int64_t d)
                           __attribute__((always_inline)) { return Rows<T>{row + d, 0, nullptr}; };
     product = dot_rows<T, 1, decltype(how)::value>(D, x, from)[0];
@@ -167,95 +192,81 @@ FASTATTN_INLINE T row_product(const T* row, int64_t D, const T* x) {
   return product;
 }
 
-// finish(d, x): x = lanes d, d + 1, ... of sum_i w[i] rows[i]; past D zeros, or NaN if a weight is
-// not finite.
-template <class T, bool kList, End kEnd, class S, class F>
-FASTATTN_INLINE void sum_rows_of(Rows<S> rows, int64_t count, int64_t D, const T* w, F finish) {
+// y = factor sum_i w[i] rows[i], or if it adds, factor y + sum_i w[i] rows[i]; y is padded to whole
+// vectors. The padding gets zeros, or NaN if a weight is not finite.
+template <class T, bool kList, End kEnd, class S>
+__attribute__((noinline)) void write_sum(const S* base, int64_t stride, const int64_t* list,
+                                         int64_t count, int64_t D, const T* w, bool adds, T factor,
+                                         T* y) {
   constexpr int W = kLanes<T>;
-  constexpr int kPieces = kEnd == End::piece;
-  const int last = last_lanes<T>(D), last_of_vectors = kEnd == End::part ? last : W;
-  const int64_t vectors = vectors_of<T>(D) - kPieces;
-  int64_t v = 0;
-  // The columns of kVectors vectors, of which the last has `lanes`, and of a piece after them.
-  const auto sweep = [&](auto width, int lanes, auto pieces) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(width)::value, kPiecesHere = decltype(pieces)::value;
-    constexpr int kSums = kVectors + kPiecesHere;
+  const int last = last_lanes_of<T, kEnd>(D);
+  int64_t left = vectors_of<T>(D) - (kEnd == End::piece);
+  const S* column = base;
+  // kVectors vectors of columns; with kEnds, the last of them ends as a row does.
+  const auto sweep = [&](auto width, auto ends) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(width)::value;
+    constexpr bool kEnds = decltype(ends)::value;
+    constexpr int kPieces = kEnds && kEnd == End::piece, kSums = kVectors + kPieces;
     constexpr int kWays = (7 + kSums) / kSums;  // independent sums, to hide the latency
     Vec<T> acc[kWays][max_of(1, kVectors)] = {};
     Piece<T> rest[kWays] = {};
-    const S* next = rows.base + v * W;
+    const S* next = column;
     const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
-      const S* row = kList ? rows.base + rows.at[i] * rows.stride + v * W : next;
-      next += rows.stride;
+      const S* row = kList ? column + list[i] * stride : next;
+      next += stride;
       const Vec<T> weight = splat<T>(w[i]);
-      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
-          weight * load_as<T>(row + n * W, n == kVectors - 1 ? lanes : W);
-      if constexpr (kPiecesHere > 0)
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+        const bool part = kEnds && kEnd == End::part && n == kVectors - 1;
+        acc[a][n] += weight * load_as<T>(row + n * W, part ? last : W);
+      }
+      if constexpr (kPieces > 0)
         rest[a] += piece_of<T>(weight) * load_piece(row + kVectors * W, last);
     };
     int64_t i = 0;
     for (; i + kWays <= count; i += kWays)
       FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, i + a);
     for (; i < count; ++i) add(0, i);
+    const auto finish = [&](int n, Vec<T> x) __attribute__((always_inline)) {
+      store(y + n * W, adds ? load(y + n * W) * factor + x : x * factor);
+    };
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) acc[0][n] += acc[a][n];
-      finish((v + n) * W, acc[0][n]);
+      finish(n, acc[0][n]);
     }
     FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) rest[0] += rest[a];
-    if constexpr (kPiecesHere > 0) finish((v + kVectors) * W, padded<T>(rest[0]));
+    if constexpr (kPieces > 0) finish(kVectors, padded<T>(rest[0]));
+    column += kVectors * W, y += kVectors * W, left -= kVectors;
   };
-  const auto block = [&](auto width) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(width)::value;
-    for (; v + kVectors <= vectors; v += kVectors) {
-      if (v + kVectors < vectors)
-        sweep(width, W, Width<0>());
-      else
-        sweep(width, last_of_vectors, Width<kPieces>());
-    }
-  };
-  if constexpr (kRegisters == 32) block(Width<8>());
-  block(Width<4>());
-  block(Width<3>());
-  block(Width<2>());
-  block(Width<1>());
-  if constexpr (kPieces > 0) {
-    if (vectors == 0) sweep(Width<0>(), W, Width<1>());
-  }
+  constexpr Width<0> inside;
+  constexpr Width<1> at_end;
+  constexpr int kOwnEnd = kEnd != End::vector;  // the last sweep differs from all others
+  if constexpr (kRegisters == 32)
+    while (left >= 8 + kOwnEnd) sweep(Width<8>(), inside);
+  while (left >= 4 + kOwnEnd) sweep(Width<4>(), inside);
+  if constexpr (kOwnEnd)
+    if (left == 4) return sweep(Width<4>(), at_end);
+  if (left == 3) return sweep(Width<3>(), at_end);
+  if (left == 2) return sweep(Width<2>(), at_end);
+  if (left == 1) return sweep(Width<1>(), at_end);
+  if constexpr (kEnd == End::piece) sweep(Width<0>(), at_end);
 }
-// y = factor sum_i w[i] rows[i], or with kAdd factor y + sum_i w[i] rows[i]; y is padded to whole
-// vectors.
-template <class T, bool kAdd, bool kList, End kEnd, class S>
-FASTATTN_INLINE void write_sum(Rows<S> rows, int64_t count, int64_t D, const T* w, T factor, T* y) {
-  sum_rows_of<T, kList, kEnd>(rows, count, D, w,
-                              [&](int64_t d, Vec<T> x) __attribute__((always_inline)) {
-                                store(y + d, kAdd ? load(y + d) * factor + x : x * factor);
-                              });
-}
-template <class T, bool kAdd, End kEnd, class S>
-__attribute__((noinline)) void write_sum_of_list(Rows<S> rows, int64_t count, int64_t D, const T* w,
-                                                 T factor, T* y) {
-  write_sum<T, kAdd, true, kEnd>(rows, count, D, w, factor, y);
-}
-template <class T, bool kAdd, class S>
-FASTATTN_INLINE void write_any_sum(Rows<S> rows, int64_t count, int64_t D, const T* w, T factor,
-                                   T* y) {
-  with_end<T, S>(D, [&](auto how) __attribute__((always_inline)) {
+// The same for any rows.
+template <class T, bool kWhole = false, class S>
+FASTATTN_INLINE void weighted_sum(const Rows<S>& rows, int64_t count, int64_t D, const T* w,
+                                  bool adds, T factor, T* y) {
+  with_end<T, S, kWhole>(D, [&](auto how) __attribute__((always_inline)) {
     constexpr End kEnd = decltype(how)::value;
     if (rows.at == nullptr)
-      write_sum<T, kAdd, false, kEnd>(rows, count, D, w, factor, y);
+      write_sum<T, false, kEnd>(rows.base, rows.stride, nullptr, count, D, w, adds, factor, y);
     else
-      write_sum_of_list<T, kAdd, kEnd>(rows, count, D, w, factor, y);
+      write_sum<T, true, kEnd>(rows.base, rows.stride, rows.at, count, D, w, adds, factor, y);
   });
 }
 // y = alpha y + sum_i w[i] rows[i]
 template <class T, class S>
-FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha, T* y) {
-  write_any_sum<T, true>(rows, count, D, w, alpha, y);
-}
-// y = factor sum_i w[i] rows[i]
-template <class T, class S>
-FASTATTN_INLINE void sum_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T factor, T* y) {
-  write_any_sum<T, false>(rows, count, D, w, factor, y);
+FASTATTN_INLINE void add_rows(const Rows<S>& rows, int64_t count, int64_t D, const T* w, T alpha,
+                              T* y) {
+  weighted_sum<T>(rows, count, D, w, true, alpha, y);
 }
 
 // read_row: x = the row, then zeros up to a whole vector. write_row is the inverse.
