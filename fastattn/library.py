@@ -12,6 +12,7 @@ its options (``fastattn.backends.primitives``):
         backward=backward,  # (ctx, *grads) -> a gradient or None for each argument
         vmap=vmap,  # (info, in_dims, *args) -> (results, out_dims)
         flops=lambda results, x, *rest: 2 * x.numel(),  # see fastattn._flops
+        shapes="x: ... L D",  # see fastattn._shapes
     )
     y = encode(x, None, SinusoidalOptions(offset=0, layout="interleaved"))
 
@@ -45,6 +46,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _flops, compat, dispatch
+from fastattn._shapes import Shapes
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
@@ -81,6 +83,7 @@ class Operator:
         backward: Callable[..., Any] | None = None,
         vmap: Callable[..., Any],
         flops: Callable[..., int],
+        shapes: str,
         opaque: Sequence[str] = (),
         recomputed: Sequence[str] = (),
         derived: Mapping[str, Callable[..., Any]] | None = None,
@@ -94,6 +97,7 @@ class Operator:
         self._derived = derived or {}
         self.returns = returns
         self._fake, self._flops = fake, flops
+        self._shapes = Shapes(self.name, shapes, self._names)
 
         setup_context = setup_context or self._save_all
         backward = backward or self._backward_through_reference
@@ -199,6 +203,7 @@ class Operator:
 
     def _run_for_dispatcher(self, *args: Any) -> Any:
         args = self._recorded(args)
+        self._shapes.check(args)
         tensors, options = self._primitive(args)
         backend = args[-1] or dispatch.choose(self.name, tensors, options)
         if backend == "reference":

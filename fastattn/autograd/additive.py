@@ -89,6 +89,7 @@ _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor v, Tensor? bias, Tensor? attn_mask, "
     "Tensor? seed"
 )
+_SHAPES = "query: B Tq A; key: B Tk A; value: B Tk Dv; v: A; bias: A; attn_mask: B|1 Tq|1 Tk|1"
 
 
 def _pairs(query: Tensor, key: Tensor, causal: bool) -> int:
@@ -121,6 +122,7 @@ additive = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=_SHAPES,
 )
 
 additive_backward = Operator(
@@ -130,4 +132,5 @@ additive_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes=f"{_SHAPES}; grad_out: B Tq Dv; grad_weights: B Tq Tk",
 )

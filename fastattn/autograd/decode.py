@@ -70,6 +70,12 @@ decode = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=(
+        "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
+        "block_table: B *; cache_batch_idx: B; alibi_slopes: B|1 Hq; sinks: 1 Hq; "
+        "relative_bias: 1 Hq *; cache_leftpad: B; key_scales: E Hkv N; value_scales: E Hkv N; "
+        "Hq % Hkv"
+    ),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 

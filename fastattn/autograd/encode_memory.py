@@ -99,6 +99,7 @@ encode = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes="tokens: R B N J; weight: R G V D; factors: J D; temporal: R G N D",
     opaque=("factors",),
 )
 encode_backward = Operator(
@@ -108,5 +109,6 @@ encode_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes="grad: R B G N D; tokens: R B N J; factors: J D",
     opaque=("factors",),
 )

@@ -16,6 +16,7 @@ from fastattn.library import Operator
 __all__ = ["hopfield_backward", "hopfield_states"]
 
 _TENSORS = "Tensor state, Tensor stored, Tensor? keys, Tensor? mask, Tensor? bias"
+_SHAPES = "state: G Q D; stored: G N D; keys: G N D; mask: G|1 Q|1 N|1; bias: G|1 Q|1 N|1"
 _DIFFERENTIABLE = (0, 1, 2, 4)  # state, stored, keys, bias
 
 
@@ -125,6 +126,7 @@ hopfield_states = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=_SHAPES,
 )
 
 hopfield_backward = Operator(
@@ -134,5 +136,6 @@ hopfield_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes=f"{_SHAPES}; grad_out: G Q D; taken: G Q; ends: G Q 2 D",
     recomputed=("taken", "ends"),
 )

@@ -84,6 +84,9 @@ def _flops_backward(
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor positions, Tensor? padding, Tensor? factor"
 )
+_SHAPES = (
+    "query: B Lq D; key: B Lk D; value: B Lk Dv; positions: B Lq; padding: B Lk; factor: B Lq W"
+)
 
 local_attention = Operator(
     f"local_attention({_TENSORS})",
@@ -94,6 +97,7 @@ local_attention = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=_SHAPES,
     opaque=("factor",),
 )
 local_attention_backward = Operator(
@@ -103,5 +107,6 @@ local_attention_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes=f"{_SHAPES}; grad_out: B Lq Dv; grad_weights: B Lq W; weights: B Lq W",
     recomputed=("weights",),
 )

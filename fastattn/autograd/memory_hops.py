@@ -111,6 +111,16 @@ def _vmap_backward(
     return tuple(g.expand(n, 0) if x is None else unfold(g, n) for g, x in pairs), (0,) * 5
 
 
+_SHAPES = (
+    "query: B D / B Q D; in_memory: B|1 N D / B|1 * N D; out_memory: B|1 N D / B|1 * N D; "
+    "hop_proj: D D / * D D; memory_mask: B|1 Q|1 *|1 N|1; memory_bias: B|1 Q|1 *|1 N|1"
+)
+_GRADIENTS = (
+    "grad_out: B D / B Q D; grad_weights: B K N / B Q K N; trace: B * D / B Q * D; "
+    "stats: B K 2 / B Q K 2"
+)
+
+
 def _work(
     query: Tensor, in_memory: Tensor, hop_proj: Tensor | None, options: MemoryHopOptions
 ) -> tuple[int, int]:
@@ -146,6 +156,7 @@ hop_attention = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=_SHAPES,
 )
 
 hop_attention_backward = Operator(
@@ -156,6 +167,7 @@ hop_attention_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes=f"{_SHAPES}; {_GRADIENTS}",
     recomputed=("trace", "stats"),
 )
 

@@ -60,6 +60,8 @@ def _in_front(n: int, dims: Sequence[int | None], tensors: Sequence[Any]) -> lis
 
 _STATES = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b"
 
+_SHAPES = "out_a: ... L Dv; lse_a: ... L; out_b: ... L Dv; lse_b: ... L"
+
 
 def _flops(_: Any, out_a: Tensor, *rest: Any) -> int:
     return 4 * out_a.numel()
@@ -77,6 +79,7 @@ merge_states = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=_SHAPES,
 )
 merge_states_backward = Operator(
     f"merge_states_backward(Tensor? grad_out, Tensor? grad_lse, {_STATES})",
@@ -84,4 +87,5 @@ merge_states_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes=f"{_SHAPES}; grad_out: ... L Dv; grad_lse: ... L",
 )

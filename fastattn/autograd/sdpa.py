@@ -28,6 +28,14 @@ _TENSORS = (
 _LAST = (  # those after lse in the backward
     "Tensor? sinks, Tensor? relative_bias, Tensor? positions, Tensor? mask_program"
 )
+_SHAPES = (
+    "query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; attn_mask: B|1 Hq|1 Lq|1 Lk|1; "
+    "alibi_slopes: B|1 Hq; sinks: B|1 Hq; relative_bias: B|1 Hq *; positions: Lk; Hq % Hkv"
+)
+_GRADIENTS = (
+    "grad_out: B Hq Lq Dv; grad_lse: B Hq Lq; grad_weights: B Hq Lq Lk / B Lq Lk; "
+    "out: B Hq Lq Dv; lse: B Hq Lq"
+)
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -214,6 +222,7 @@ attention = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=_SHAPES,
     opaque=("alibi_slopes",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
@@ -226,6 +235,7 @@ attention_backward = _Backward(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes=f"{_SHAPES}; {_GRADIENTS}",
     recomputed=("out", "lse"),
     derived={"scale": lambda _out, _lse, _weights, query, *_: default_scale(query.shape[-1])},
 )

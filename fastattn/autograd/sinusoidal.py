@@ -47,4 +47,5 @@ encode_positions = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=lambda results, x, *rest: 2 * x.numel(),  # the scale, and the sum
+    shapes="x: ... L D",
 )

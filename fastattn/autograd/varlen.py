@@ -22,6 +22,11 @@ _TENSORS = (
     "Tensor? alibi_slopes, Tensor? seed"
 )
 _LAST = "Tensor? sinks, Tensor? relative_bias, Tensor? mask_program"  # after lse in the backward
+_SHAPES = (
+    "query: Tq Hq D; key: Tk Hkv D; value: Tk Hkv Dv; cu_seqlens_q: S; cu_seqlens_k: S; "
+    "alibi_slopes: S-1|1 Hq; sinks: 1 Hq; relative_bias: 1 Hq *; Hq % Hkv"
+)
+_GRADIENTS = "grad_out: Tq Hq Dv; grad_lse: Hq Tq; out: Tq Hq Dv; lse: Hq Tq"
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
@@ -124,6 +129,7 @@ packed_attention = Operator(
     backward=_backward,
     vmap=_vmap,
     flops=_flops,
+    shapes=_SHAPES,
     opaque=("alibi_slopes",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
@@ -136,6 +142,7 @@ packed_attention_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     flops=_flops_backward,
+    shapes=f"{_SHAPES}; {_GRADIENTS}",
     recomputed=("out", "lse"),
     derived={"scale": lambda _out, _lse, query, *_: default_scale(query.shape[-1])},
 )

@@ -1,0 +1,154 @@
+"""Operators of the dispatcher refuse tensors whose shapes disagree, which no public function has
+checked there: in graphs of ``torch.jit.trace`` and in direct calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import library
+from fastattn._shapes import Shapes
+
+OPERATORS = {operator.name: operator for operator in library.operators.values()}
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning"),
+]
+
+
+def valid(shapes: Shapes, ranks: int = 0) -> dict[int, list[tuple[str, int]]]:
+    """For each tensor with a declared shape, the names and sizes of its dimensions."""
+    sizes: dict[str, int] = {}
+
+    def size(name: str, less: int) -> int:
+        if name.isdigit():
+            return int(name)
+        # A multiple of the heads of keys; all others are different numbers above 2.
+        return {"Hq": 6, "Hkv": 3}.get(name) or sizes.setdefault(name, 11 + len(sizes)) - less
+
+    found = {}
+    for n, _, alternatives in shapes._shapes:
+        shape = alternatives[min(ranks, len(alternatives) - 1)]
+        lead = [("...", 2), ("...", 7)] if shape.leading else []
+        found[n] = lead + [(s.name, size(s.name, s.less)) for s in shape.sizes]
+    return found
+
+
+def tensors_of(count: int, shapes: dict[int, list[tuple[str, int]]]) -> list[Tensor | None]:
+    made: list[Tensor | None] = [None] * count
+    for n, dims in shapes.items():
+        made[n] = torch.empty([size for _, size in dims], device="meta")
+    return made
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_every_size_must_agree(name: str, ranks: int) -> None:
+    shapes = OPERATORS[name]._shapes
+    count = len(OPERATORS[name]._names)
+    dims = valid(shapes, ranks)
+    shapes.check(tensors_of(count, dims))
+    uses = [size for of in dims.values() for size in {name for name, _ in of}]
+    for n, own in dims.items():
+        for at, (size, length) in enumerate(own):
+            if size and (uses.count(size) > 1 or size.isdigit()):
+                changed = [*own[:at], (size, length + 1), *own[at + 1 :]]
+                with pytest.raises(
+                    RuntimeError, match=rf"^{name}: (.+ must have the shape|H.* mult)"
+                ):
+                    shapes.check(tensors_of(count, {**dims, n: changed}))
+        with pytest.raises(RuntimeError, match="must have the shape"):
+            shapes.check(tensors_of(count, {**dims, n: []}))
+
+
+def test_every_tensor_of_several_dimensions_has_a_shape() -> None:
+    free = {"mask_program", "seed", "positions"}
+    for name, operator in OPERATORS.items():
+        declared = {tensor for _, tensor, _ in operator._shapes._shapes}
+        assert set(operator._names) - declared <= free, name
+
+
+def test_the_message_names_the_tensor_and_the_sizes() -> None:
+    x, mask = torch.randn(2, 4, 5, 8), torch.ones(1, 1, 5, 6, dtype=torch.bool)
+    operator = OPERATORS["scaled_dot_product_attention"]
+    tensors = operator.tensors(query=x, key=x, value=x, attn_mask=mask)
+    message = (
+        "scaled_dot_product_attention: attn_mask must have the shape [B|1, Hq|1, Lq|1, Lk|1] with "
+        "B = 2, Hq = 4, Lq = 5, Lk = 5, got (1, 1, 5, 6)"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        operator.dispatched(*tensors, operator._options(scale=1.0), "")
+    three = operator.tensors(query=x, key=x[:, :3], value=x[:, :3])
+    with pytest.raises(RuntimeError, match="Hq must be a multiple of Hkv, got 4 and 3"):
+        operator.dispatched(*three, operator._options(scale=1.0), "")
+
+
+def attention(**options: Any) -> Callable[..., Any]:
+    return lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, **options)
+
+
+def qkv(*sizes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(size) for size in sizes]
+
+
+SAME = [(2, 2, 4, 8)] * 3
+ROWS = torch.randn(2, 4, 8)
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple[int, ...]]]] = {
+    "more keys than a mask": (
+        attention(attn_mask=torch.ones(4, 4).bool()),
+        SAME, [(2, 2, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8)],
+    ),
+    "fewer queries than a mask": (
+        attention(attn_mask=torch.ones(4, 4).bool()), SAME, [(2, 2, 3, 8), *SAME[1:]]
+    ),
+    "more sequences than a mask": (
+        attention(attn_mask=torch.ones(2, 1, 4, 4).bool()), SAME, [(3, 2, 4, 8)] * 3
+    ),
+    "more heads than sinks": (attention(sinks=torch.ones(2)), SAME, [(2, 5, 4, 8)] * 3),
+    "more heads than slopes": (attention(alibi_slopes=torch.ones(2)), SAME, [(2, 5, 4, 8)] * 3),
+    "heads that are no multiple": (
+        attention(), SAME, [(2, 4, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8)]
+    ),
+    "narrower keys": (attention(), SAME, [(2, 2, 4, 8), (2, 2, 4, 7), (2, 2, 4, 8)]),
+    "fewer values": (attention(), SAME, [(2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 3, 8)]),
+    "more queries than rows": (
+        lambda q: fastattn.additive_attention(q, ROWS, ROWS, ROWS[0, 0]), [(2, 3, 8)], [(4, 3, 8)]
+    ),
+    "more queries than memories": (
+        lambda q: fastattn.memory_hop_attention(q, ROWS), [(2, 8)], [(4, 8)]
+    ),
+    "more states than patterns": (
+        lambda q: fastattn.hopfield_retrieve(q, ROWS[:, None]), [(2, 1, 4, 8)], [(3, 1, 4, 8)]
+    ),
+    "more rows than states": (
+        lambda a: fastattn.merge_states(a, a[..., 0], ROWS, ROWS[..., 0]), [(2, 4, 8)], [(2, 5, 8)]
+    ),
+    "a wider memory": (
+        lambda w: fastattn.encode_memory(
+            torch.zeros(2, 3, 4, dtype=torch.int64), w, temporal=torch.ones(3, 8)
+        ),
+        [(5, 8)], [(5, 9)],
+    ),
+    "more packed rows of keys": (
+        lambda q, k, v: fastattn.varlen_attention(q, k, v, *[torch.tensor([0, 4])] * 2),
+        [(4, 2, 8)] * 3, [(4, 2, 8), (4, 2, 8), (3, 2, 8)],
+    ),
+    "more sequences than lengths": (
+        lambda q, k, v: fastattn.decode_attention(q, k, v, torch.tensor([3, 4])),
+        [(2, 2, 1, 8), (2, 2, 4, 8), (2, 2, 4, 8)], [(3, 2, 1, 8), (3, 2, 4, 8), (3, 2, 4, 8)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_traced_call_refuses_other_tensors(name: str) -> None:
+    function, sizes, others = CALLS[name]
+    traced = torch.jit.trace(function, tuple(qkv(*sizes)), check_trace=False)
+    with pytest.raises(RuntimeError):
+        traced(*qkv(*others))
