@@ -168,6 +168,16 @@ else:
         return not forward_mode() and _jit_trace() is None
 
 
+def records_trace() -> bool:
+    """Whether torch.jit.trace records the calls made now. It keeps every int as a constant."""
+    return _jit_trace() is not None
+
+
+def sizes_may_change() -> bool:
+    """Whether the calls made now become a graph that may get tensors of other sizes."""
+    return _compiling() or records_trace()
+
+
 def watched_by_modes_alone(count: int) -> bool:
     """Whether nothing but at most this number of modes has to see the calls made now."""
     if _compiling() or transforms_active() or _dispatch_modes() > count:

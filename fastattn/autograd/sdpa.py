@@ -110,7 +110,8 @@ def _fake_backward(
 def _pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> int:
     """The visible pairs, as far as the sizes tell them."""
     batch, heads, q_len, _ = query.shape
-    window = (options.offset, options.window_left, options.window_right)
+    offset = _last_at_last(query, key) if options.offset is None else options.offset
+    window = (offset, options.window_left, options.window_right)
     return batch * heads * visible_pairs(q_len, key.shape[2], *window)
 
 
@@ -134,6 +135,11 @@ def _flops_backward(
 
 def default_scale(width: int) -> float:
     return 1.0 / math.sqrt(width)
+
+
+def _last_at_last(query: Tensor, key: Tensor, *_: Any) -> int:
+    """The offset with which the last query is at the last key."""
+    return key.shape[2] - query.shape[2]
 
 
 def _cannot_fold(options: AttentionOptions, in_dims: Sequence[int | None]) -> bool:
@@ -224,7 +230,10 @@ attention = Operator(
     flops=_flops,
     shapes=_SHAPES,
     opaque=("alibi_slopes",),
-    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
+    derived={
+        "scale": lambda query, *_: default_scale(query.shape[-1]),
+        "offset": _last_at_last,
+    },
 )
 
 attention_backward = _Backward(
@@ -237,5 +246,8 @@ attention_backward = _Backward(
     flops=_flops_backward,
     shapes=f"{_SHAPES}; {_GRADIENTS}",
     recomputed=("out", "lse"),
-    derived={"scale": lambda _out, _lse, _weights, query, *_: default_scale(query.shape[-1])},
+    derived={
+        "scale": lambda _out, _lse, _weights, query, *_: default_scale(query.shape[-1]),
+        "offset": lambda _out, _lse, _weights, *seen: _last_at_last(*seen),
+    },
 )

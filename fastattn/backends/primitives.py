@@ -48,8 +48,9 @@ Record = TypeVar("Record")
 
 # The weights to return: none, one matrix a head, their mean over the heads.
 Weights = Literal[0, 1, 2]
-# None while the compiler traces, which would tie the graph to one size; set when the call runs.
+# None while a tracer records, which would tie the graph to one size; set when the call runs.
 Derived = Annotated[float, "None until the call runs"]
+DerivedInt = Annotated[int, "None until the call runs"]
 Constant = Annotated[int, "never a symbol of the compiler"]
 
 
@@ -58,7 +59,7 @@ class AttentionOptions:
     """Options of attention. For query i and key j of one sequence, d = i + offset - j."""
 
     scale: Derived  # factor of the scores; None: 1 / sqrt(D)
-    offset: int = 0  # the position of query 0 among the keys
+    offset: DerivedInt = 0  # the position of query 0 among the keys; None: Lk - Lq
     window_left: int = -1  # keys visible before a query's position (d <= left); -1: all
     window_right: int = -1  # keys visible after it (-d <= right); -1: all; 0: causal
     softcap: float = 0.0  # bound of the scores; 0: none
@@ -225,6 +226,7 @@ _KINDS = {
     float: "float",
     str: "str",
     Derived: "float?",
+    DerivedInt: "SymInt?",
     Weights: "int",
     Constant: "int",
     Constant | None: "int?",

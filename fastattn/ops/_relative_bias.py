@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks
+from fastattn import checks, compat
 from fastattn.bias import T5, Window2d
 
-__all__ = ["fold_distances", "fold_relative_bias", "t5_buckets"]
+__all__ = ["fold_distances", "fold_relative_bias", "largest", "t5_buckets"]
 
 
 def fold_relative_bias(
@@ -27,9 +27,16 @@ def fold_relative_bias(
     if not isinstance(bias, (Tensor, T5)):
         raise checks.wrong_type(op, "relative_bias", bias, "Tensor, T5 or Window2d")
     # The maximum of |i + offset - j| over all pairs.
-    most = max(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
+    most = largest(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
     lengths = f"{query.shape[2]} queries and {k_len} keys with offset {offset}"
     return fold_distances(op, bias, query, most, lengths), None
+
+
+def largest(*sizes: Any) -> Any:
+    """The maximum; a tensor while torch.jit.trace records, which then follows all of the sizes."""
+    if compat.records_trace():
+        return torch.stack([torch.as_tensor(size) for size in sizes]).amax()
+    return max(sizes)
 
 
 def fold_distances(
@@ -135,4 +142,5 @@ def _window_2d(
         )
     rows = torch.arange(height, dtype=torch.int32, device=table.device) * (2 * width - 1)
     columns = torch.arange(width, dtype=torch.int32, device=table.device)
-    return table.mT, (rows[:, None] + columns).flatten()
+    # The view keeps a graph of torch.jit.trace to the number of keys of a window.
+    return table.mT, (rows[:, None] + columns).view(k_len)

@@ -214,6 +214,11 @@ def prepare(
 def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) for each block of queries."""
     query, key, value, mask, *others, options = args
+    if options.offset is None:  # that of all queries, which a block of them does not tell
+        raise RuntimeError(
+            f"{_OP}: torch.jit.trace would keep the lengths of this call with "
+            "causal_alignment='bottom_right': use torch.export or torch.compile"
+        )
     for begin in range(0, max(query.shape[2], 1), _BLOCK):  # without queries, one empty block
         end = min(begin + _BLOCK, query.shape[2])
         here = mask[:, :, begin:end] if mask is not None and mask.shape[2] != 1 else mask

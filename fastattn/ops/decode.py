@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks, dispatch, masks
+from fastattn import checks, compat, dispatch, masks
 from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
 from fastattn.autograd.sdpa import default_scale
@@ -16,7 +16,7 @@ from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._quantised import check_memory, check_rotated, check_scales
-from fastattn.ops._relative_bias import fold_distances
+from fastattn.ops._relative_bias import fold_distances, largest
 from fastattn.ops._rotary import check_rotary
 
 __all__ = ["decode_attention"]
@@ -296,7 +296,7 @@ def prepare(
     left, right = (-1, -1) if window is None else checks.check_window(_OP, window)
     if is_causal:
         right = 0
-    if scale is None and not torch.compiler.is_compiling():
+    if scale is None and not compat.sizes_may_change():
         scale = default_scale(query.shape[-1])
     rotary = check_rotary(
         rotary_cos, rotary_sin, rotary_positions, rotary_interleaved, query, new, lengths
@@ -328,7 +328,7 @@ def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tens
     checks.check_constant(_OP, "relative_bias", bias.table if isinstance(bias, T5) else bias)
     q_len = query.shape[2]
     if not (lengths.is_cpu and runs_eagerly(lengths)):
-        return fold_distances(_OP, bias, query, max(capacity, q_len, 1) - 1)
+        return fold_distances(_OP, bias, query, largest(capacity, q_len, 1) - 1)
     longest = int(lengths.max()) if lengths.shape[0] else 0
     of = f"{q_len} queries and {longest} keys"
     return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, of)

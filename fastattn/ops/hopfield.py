@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn import compat
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
@@ -256,6 +257,11 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
         state = pad(state, (0, 1))
         tensors = [None if x is None else pad(x, (0, 1)) for x in tensors]
     boolean = mask is not None and mask.dtype == torch.bool
+    if call.stop == "head" and compat.records_trace():
+        raise RuntimeError(
+            f"{_NAME}: torch.jit.trace would keep the {queries} queries of this call with "
+            "stop='head': use torch.export or torch.compile"
+        )
     together = max(queries, 1) if call.stop == "head" else 1
     arguments = (
         state,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks, masks
+from fastattn import checks, compat, masks
 from fastattn.autograd.sdpa import attention, default_scale
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
@@ -285,11 +285,14 @@ def _prepared(
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         scale = 1.0
-    if scale is None and not torch.compiler.is_compiling():  # compiled: found at run time
+    if scale is None and not compat.sizes_may_change():  # else found at run time
         scale = default_scale(query.shape[-1])
+    of_call: Any = offset
+    if causal_alignment == "bottom_right" and compat.records_trace():
+        of_call = None
     options = AttentionOptions(
         scale=scale,
-        offset=offset,
+        offset=of_call,
         window_left=left,
         window_right=right,
         softcap=cap,

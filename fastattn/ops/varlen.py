@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks, masks
+from fastattn import checks, compat, masks
 from fastattn.autograd.sdpa import default_scale
 from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._relative_bias import fold_distances
+from fastattn.ops._relative_bias import fold_distances, largest
 
 __all__ = ["varlen_attention"]
 
@@ -209,7 +209,7 @@ def prepare(
         mask_program = masks.packed_program(_OP, mask, query, key, starts, bottom_right)
     if is_causal:
         right = 0
-    if scale is None and not torch.compiler.is_compiling():
+    if scale is None and not compat.sizes_may_change():
         scale = default_scale(query.shape[-1])
     options = VarlenOptions(
         scale=scale,
@@ -236,8 +236,13 @@ def _fold_relative_bias(
         of = f"a sequence of {most} rows"
         return fold_distances(_OP, bias, query, max(most - 1, 0), of)
     rows = (query.shape[0], key.shape[0])
-    bounds = [n if most is None else min(n, most) for n, most in zip(rows, longest, strict=True)]
-    return fold_distances(_OP, bias, query, max(*bounds, 1) - 1)
+    if compat.records_trace():  # which would keep the number of rows of its own call
+        bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]
+    else:
+        bounds = [
+            n if most is None else min(n, most) for n, most in zip(rows, longest, strict=True)
+        ]
+    return fold_distances(_OP, bias, query, largest(*bounds, 1) - 1)
 
 
 def check_starts(

@@ -1,0 +1,156 @@
+"""Graphs of ``torch.jit.trace`` at other sizes than those of the trace: right, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import fastattn
+from fastattn import flash_attn
+from fastattn.bias import T5, Window2d
+
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning"),
+]
+draw = torch.Generator().manual_seed(0)
+
+
+def normal(*size: int) -> Tensor:
+    return torch.randn(size, generator=draw)
+
+
+def traced(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
+    return torch.jit.trace(function, inputs, check_trace=False)
+
+
+def assert_follows_sizes(
+    function: Callable[..., Any], of_trace: tuple[Tensor, ...], *others: tuple[Tensor, ...]
+) -> None:
+    graph = traced(function, of_trace)
+    for inputs in (of_trace, *others):
+        assert_close(graph(*inputs), function(*inputs))
+
+
+def qkv(q_len: int, k_len: int, batch: int = 1, width: int = 8) -> tuple[Tensor, ...]:
+    sizes = (4, q_len), (2, k_len), (2, k_len)
+    return tuple(normal(batch, heads, n, width) for heads, n in sizes)
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (2, 1)},
+    "alibi": {"alibi_slopes": normal(4).abs()},
+    "relative bias": {"relative_bias": normal(4, 39)},
+    "T5": {"relative_bias": T5(normal(32, 4), True, 128)},
+    "softcap and sinks": {"softcap": 2.0, "sinks": normal(4)},
+    "weights": {"need_weights": True, "return_lse": True},
+}
+
+
+@pytest.mark.parametrize("alignment", ["upper_left", "bottom_right"])
+@pytest.mark.parametrize("options", list(ATTENTION))
+def test_attention(options: str, alignment: str, choice: str) -> None:
+    def call(*x: Tensor) -> Any:
+        more = {"causal_alignment": alignment, "enable_gqa": True}
+        return fastattn.scaled_dot_product_attention(*x, **ATTENTION[options], **more)
+
+    assert_follows_sizes(
+        call, qkv(4, 4), qkv(1, 9), qkv(6, 3), qkv(5, 5, batch=3), qkv(7, 9, width=6)
+    )
+
+
+@pytest.mark.parametrize("options", ["causal", "T5"])
+def test_gradients_of_a_graph(options: str, backend: str) -> None:
+    def call(*x: Tensor) -> Any:
+        more = {"causal_alignment": "bottom_right", "enable_gqa": True}
+        return fastattn.scaled_dot_product_attention(*x, **ATTENTION[options], **more)
+
+    graph = traced(call, qkv(4, 4))
+    leaves = [x.requires_grad_() for x in qkv(2, 9)]
+    got, want = (torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (graph, call))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 1)}])
+def test_the_alias_of_flash_attn(options: dict[str, Any]) -> None:
+    """Its queries are at the last keys."""
+    assert_follows_sizes(
+        lambda q, k: flash_attn.flash_attn_func(q, k, k, **options),
+        (normal(1, 4, 2, 8), normal(1, 4, 2, 8)),
+        (normal(1, 1, 2, 8), normal(1, 9, 2, 8)),
+        (normal(2, 3, 2, 8), normal(2, 5, 2, 8)),
+    )
+
+
+@pytest.mark.parametrize("options", ["plain", "causal", "window", "relative bias", "T5"])
+def test_packed_sequences(options: str, backend: str) -> None:
+    def call(q: Tensor, k: Tensor, starts: Tensor, others: Tensor) -> Any:
+        more = {"causal_alignment": "bottom_right"}
+        return fastattn.varlen_attention(q, k, k, starts, others, **ATTENTION[options], **more)
+
+    def inputs(q: list[int], k: list[int]) -> tuple[Tensor, ...]:
+        return normal(q[-1], 4, 8), normal(k[-1], 2, 8), torch.tensor(q), torch.tensor(k)
+
+    same = inputs([0, 2, 5], [0, 2, 5])
+    others = inputs([0, 1, 3], [0, 9, 12]), inputs([0, 1, 4, 9], [0, 3, 9, 11])
+    assert_follows_sizes(call, same, *others)
+
+
+@pytest.mark.parametrize("options", ["causal", "window", "alibi", "relative bias", "T5"])
+def test_caches(options: str, backend: str) -> None:
+    def call(q: Tensor, cache: Tensor, lengths: Tensor) -> Any:
+        return fastattn.decode_attention(q, cache, cache, lengths, **ATTENTION[options])
+
+    assert_follows_sizes(
+        call,
+        (normal(2, 4, 1, 8), normal(2, 2, 8, 8), torch.tensor([3, 5])),
+        (normal(3, 4, 2, 8), normal(3, 2, 19, 8), torch.tensor([9, 17, 2])),
+    )
+
+
+def test_dropout_draws_again_in_each_run() -> None:
+    graph = traced(
+        lambda *x: fastattn.scaled_dot_product_attention(*x, dropout_p=0.5, enable_gqa=True),
+        qkv(4, 4),
+    )
+    inputs = qkv(30, 30)
+    torch.manual_seed(1)
+    first, second = graph(*inputs), graph(*inputs)
+    torch.manual_seed(1)
+    assert torch.equal(graph(*inputs), first)
+    assert not torch.equal(first, second)
+
+
+def test_a_window_keeps_its_number_of_keys() -> None:
+    bias = Window2d(normal(9, 4), (2, 2))
+    call = lambda *x: fastattn.scaled_dot_product_attention(  # noqa: E731
+        *x, relative_bias=bias, enable_gqa=True
+    )
+    assert_follows_sizes(call, qkv(4, 4), qkv(3, 4, batch=2))
+    with pytest.raises(RuntimeError, match="invalid for input of size 4"):
+        traced(call, qkv(4, 4))(*qkv(4, 9))
+
+
+def test_retrieval_that_stops_by_heads_is_refused() -> None:
+    state, stored = normal(1, 1, 4, 8), normal(1, 1, 5, 8)
+    call = lambda *x: fastattn.hopfield_retrieve(  # noqa: E731
+        *x, stop="head", update_steps_max=3
+    )
+    with pytest.raises(RuntimeError, match=r"stop='head': use torch\.export or torch\.compile"):
+        traced(call, (state, stored))
+
+
+def test_stats_at_the_last_keys_are_refused() -> None:
+    def call(query: Tensor, key: Tensor) -> Tensor:
+        options = {"is_causal": True, "causal_alignment": "bottom_right"}
+        return fastattn.attention_stats(query, key, **options).lse
+
+    with pytest.raises(RuntimeError, match=r"bottom_right': use torch\.export or torch\.compile"):
+        traced(call, (normal(1, 2, 4, 8), normal(1, 2, 6, 8)))
