@@ -32,6 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.compat import records_trace
+
 __all__ = ["LEAVES", "PADDING", "Kind", "Leaf", "encode", "padded"]
 
 PADDING = 64
@@ -73,4 +75,8 @@ def encode(steps: Sequence[Kind | Leaf], device: torch.device) -> Tensor:
         else:
             header += [int(step), *[0] * (FIELDS - 1)]
     data = [step.data.flatten() for step in steps if isinstance(step, Leaf)]
-    return torch.cat([torch.tensor(header, dtype=torch.int32, device=device), *data])
+    if records_trace():  # sizes are tensors, which torch.tensor() would keep as constants
+        numbers = torch.stack([torch.as_tensor(n, dtype=torch.int32) for n in header]).to(device)
+    else:
+        numbers = torch.tensor(header, dtype=torch.int32, device=device)
+    return torch.cat([numbers, *data])

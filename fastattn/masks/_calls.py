@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn.backends._mask_program import PADDING, padded
 from fastattn.backends._sequences import places
 from fastattn.checks import not_dense, wrong_type
+from fastattn.compat import records_trace
 from fastattn.eager import runs_eagerly
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "check_device",
     "check_int",
     "check_rows",
+    "exactly",
     "integers",
     "keys_before",
 ]
@@ -134,6 +136,7 @@ class PackedCall(Call):
         if x.shape[0] == 1:
             return x[:, None]
         sequence, _, _ = places(self.q_starts, self.q_len)
+        x = exactly(x, self.batch)
         return torch.nn.functional.pad(x, (0, 1))[sequence][None]
 
     def padded(self, x: Tensor) -> Tensor:
@@ -198,6 +201,11 @@ def _values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:
     if not all(x.is_cpu and runs_eagerly(x) for x in tensors):
         return None
     return tuple(tuple(x.tolist()) for x in tensors)
+
+
+def exactly(x: Tensor, *sizes: int) -> Tensor:
+    """x, whose last dimensions have these sizes: in a graph of torch.jit.trace, for all calls."""
+    return x.view(*x.shape[: -len(sizes)], *sizes) if records_trace() else x
 
 
 def check_rows(call: Call, what: str, rows: int, most: int) -> None:

@@ -11,7 +11,7 @@ from fastattn.backends._mask_program import Kind, Leaf
 from fastattn.checks import not_dense, wrong_type
 from fastattn.eager import runs_eagerly
 from fastattn.masks._blocks import words_of_pairs
-from fastattn.masks._calls import CacheCall, Call, check_device, check_rows
+from fastattn.masks._calls import CacheCall, Call, check_device, check_rows, exactly
 from fastattn.masks._mask import LeafMask, Mask
 
 __all__ = ["draft_tree"]
@@ -48,6 +48,7 @@ class _DraftTree(LeafMask):
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
         assert isinstance(call, CacheCall)
+        visible = exactly(self.visible, call.q_len, call.q_len)
         q_len, rows = call.q_len, call.rows
         words = -(-max(q_len, 1) // 32)
         blocks_q, blocks_k = -(-q_len // (32 * words)), -(-call.k_len // _BLOCK)
@@ -65,7 +66,7 @@ class _DraftTree(LeafMask):
         token = first * _BLOCK + torch.arange(tail * _BLOCK, device=call.device) - begin
         inside = (token >= 0) & (token < q_len)  # [B, tail * _BLOCK]
         index = torch.where(inside, token, 0)[:, None].expand(rows, q_len, -1)
-        pairs = self.visible.expand(rows, -1, -1).gather(2, index) & inside[:, None]
+        pairs = visible.expand(rows, -1, -1).gather(2, index) & inside[:, None]
         pairs = pairs | (token < 0)[:, None]
         pairs = pairs.unflatten(2, (tail, _BLOCK)).transpose(1, 2).flatten(0, 1)
         data = torch.cat([states.flatten(), words_of_pairs(pairs, words).flatten()])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastattn.backends._mask_program import LEAVES, Kind, Leaf, encode
 from fastattn.checks import wrong_type
+from fastattn.compat import records_trace
 from fastattn.eager import nothing_watches
 from fastattn.masks._blocks import (
     MaskMod,
@@ -305,6 +306,11 @@ class _Blocks(LeafMask):
             raise RuntimeError(
                 f"{call.op}: mask must be one of positions or documents, or combine such masks: "
                 f"blocks need queries and keys of one length each, got {self!r}"
+            )
+        if records_trace():
+            raise RuntimeError(
+                f"{call.op}: torch.jit.trace would keep the lengths of mask={self!r}: "
+                "use torch.export or torch.compile"
             )
         q_len, k_len = call.whole()
         if self.lengths != (q_len, k_len):

@@ -18,6 +18,7 @@ from fastattn.masks._calls import (
     check_device,
     check_int,
     check_rows,
+    exactly,
     integers,
 )
 from fastattn.masks._mask import LeafMask, Mask
@@ -157,9 +158,11 @@ class _Documents(LeafMask):
 
     def _ids(self, call: Call) -> tuple[Tensor, Tensor]:
         """The numbers of the queries and of the keys, [rows|1, L]."""
+        q_len, k_len = call.whole()
         if self.key_ids is None:
-            return call.cut(call.ids_of_queries(self.ids), self.ids)
-        return call.cut(self.ids, self.key_ids)
+            ids = exactly(self.ids, k_len)
+            return call.cut(call.ids_of_queries(ids), ids)
+        return call.cut(exactly(self.ids, q_len), exactly(self.key_ids, k_len))
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
         of_queries, of_keys = self._ids(call)

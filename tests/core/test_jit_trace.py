@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import fastattn
-from fastattn import flash_attn
+from fastattn import flash_attn, masks
 from fastattn.bias import T5, Window2d
 
 pytestmark = [
@@ -154,3 +154,133 @@ def test_stats_at_the_last_keys_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"bottom_right': use torch\.export or torch\.compile"):
         traced(call, (normal(1, 2, 4, 8), normal(1, 2, 6, 8)))
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+MASKS = {
+    "causal": masks.causal(),
+    "not causal": ~masks.causal() | masks.chunked(2),
+    "window": masks.sliding_window(2, 1) & masks.causal(),
+    "chunks": masks.causal() | masks.chunked(3),
+    "prefix": masks.prefix_lm(2) | masks.sliding_window(1, 0),
+}
+
+
+@pytest.mark.parametrize("alignment", ["upper_left", "bottom_right"])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_masks_of_positions(mask: str, alignment: str, backend: str) -> None:
+    options = {"mask": MASKS[mask], "causal_alignment": alignment}
+    assert_follows_sizes(
+        lambda *x: fastattn.scaled_dot_product_attention(*x, enable_gqa=True, **options),
+        qkv(4, 4), qkv(1, 9), qkv(70, 130), qkv(5, 3, batch=3),
+    )  # fmt: skip
+    rows, more = normal(5, 2, 8), normal(90, 2, 8)
+    assert_follows_sizes(
+        lambda x, starts: fastattn.varlen_attention(x, x, x, starts, starts, **options),
+        (rows, torch.tensor([0, 2, 5])),
+        (more, torch.tensor([0, 70, 90])),
+        (more, torch.tensor([0, 7, 20, 90])),
+    )
+    assert_follows_sizes(
+        lambda q, cache, n: fastattn.decode_attention(q, cache, cache, n, mask=MASKS[mask]),
+        (normal(2, 2, 1, 8), normal(2, 2, 8, 8), torch.tensor([3, 5])),
+        (normal(3, 2, 2, 8), normal(3, 2, 90, 8), torch.tensor([9, 77, 2])),
+    )
+
+
+def test_masks_whose_numbers_enter_the_graph(backend: str) -> None:
+    def of_documents(x: Tensor, ids: Tensor) -> Tensor:
+        mask = masks.document(ids) | masks.causal()
+        return fastattn.scaled_dot_product_attention(x, x, x, mask=mask)
+
+    def ids(*size: int) -> Tensor:
+        return torch.randint(0, 3, size, generator=draw)
+
+    assert_follows_sizes(
+        of_documents,
+        (normal(2, 2, 4, 8), ids(2, 4)),
+        (normal(2, 2, 70, 8), ids(2, 70)),
+        (normal(3, 2, 3, 8), ids(3, 3)),
+    )
+
+    def of_prefixes(x: Tensor, starts: Tensor, lengths: Tensor) -> Any:
+        mask = masks.prefix_lm(lengths)
+        return fastattn.varlen_attention(x, x, x, starts, starts, mask=mask)
+
+    assert_follows_sizes(
+        of_prefixes,
+        (normal(5, 2, 8), torch.tensor([0, 2, 5]), torch.tensor([1, 2])),
+        (normal(9, 2, 8), torch.tensor([0, 4, 5, 9]), torch.tensor([3, 1, 2])),
+    )
+
+    def of_trees(q: Tensor, cache: Tensor, lengths: Tensor, tree: Tensor) -> Any:
+        return fastattn.decode_attention(q, cache, cache, lengths, mask=masks.draft_tree(tree))
+
+    def inputs(tokens: int, capacity: int, lengths: list[int]) -> tuple[Tensor, ...]:
+        tree = torch.randint(0, 2, (tokens, tokens), generator=draw).bool().tril()
+        n = len(lengths)
+        q, cache = normal(n, 2, tokens, 8), normal(n, 2, capacity, 8)
+        return q, cache, torch.tensor(lengths), tree | torch.eye(tokens).bool()
+
+    assert_follows_sizes(
+        of_trees, inputs(3, 16, [3, 5]), inputs(5, 130, [9, 107]), inputs(70, 160, [90, 70, 75])
+    )
+
+
+def packed(*starts: int) -> tuple[Tensor, ...]:
+    return normal(starts[-1], 2, 8), torch.tensor(starts)
+
+
+def cached(q_len: int) -> tuple[Tensor, ...]:
+    return normal(2, 2, q_len, 8), normal(2, 2, 16, 8), torch.tensor([5, 7])
+
+
+def varlen(mask: masks.Mask) -> Callable[..., Any]:
+    return lambda x, starts: fastattn.varlen_attention(x, x, x, starts, starts, mask=mask)
+
+
+def attend(mask: masks.Mask) -> Callable[..., Any]:
+    return lambda *x: fastattn.scaled_dot_product_attention(*x, mask=mask, enable_gqa=True)
+
+
+def decode(mask: masks.Mask) -> Callable[..., Any]:
+    return lambda q, cache, n: fastattn.decode_attention(q, cache, cache, n, mask=mask)
+
+
+IDS = torch.tensor([1, 1, 2, 2])
+TREE = torch.ones(3, 3).bool().tril()
+CONSTANTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = {
+    "more rows than ids": (attend(masks.document(IDS)), qkv(4, 4), qkv(6, 6)),
+    "fewer rows than ids": (attend(masks.document(IDS)), qkv(4, 4), qkv(3, 3)),
+    "more rows than one id": (attend(masks.document(IDS[:1])), qkv(1, 1), qkv(6, 6)),
+    "as many ids in fewer rows": (
+        attend(masks.document(IDS.view(2, 2))), qkv(2, 2, batch=2), qkv(4, 4, batch=2)
+    ),
+    "more keys than ids": (attend(masks.document(IDS, IDS)), qkv(4, 4), qkv(4, 6)),
+    "more sequences than prefixes": (
+        attend(masks.prefix_lm(IDS[1:3])), qkv(4, 4, batch=2), qkv(4, 4, batch=3)
+    ),
+    "more packed rows than ids": (varlen(masks.document(IDS)), packed(0, 2, 4), packed(0, 2, 6)),
+    "more packed sequences than prefixes": (
+        varlen(masks.prefix_lm(IDS[1:3])), packed(0, 2, 4), packed(0, 2, 4, 6)
+    ),
+    "fewer tokens than a tree": (decode(masks.draft_tree(TREE)), cached(3), cached(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CONSTANTS))
+def test_constants_of_a_mask_refuse_other_sizes(name: str) -> None:
+    call, of_trace, others = CONSTANTS[name]
+    graph = traced(call, of_trace)
+    assert_close(graph(*of_trace), call(*of_trace))
+    with pytest.raises(RuntimeError):
+        graph(*others)
+
+
+def test_blocks_of_a_mask_are_refused() -> None:
+    mask = masks.from_function(lambda b, h, q, k: q >= k, None, None, 4, 4)
+    with pytest.raises(
+        RuntimeError, match=r"keep the lengths of mask=from_function.+torch\.export"
+    ):
+        traced(attend(mask), qkv(4, 4))
