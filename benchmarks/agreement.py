@@ -124,7 +124,7 @@ def main() -> int:
     for key in alone:
         texts, intervals = [], []
         for samples in (ours[key], alone[key]):
-            low, high = stats.bootstrap_interval(samples)
+            low, high = stats.median_interval(samples)
             intervals.append((low, high))
             texts.append(f"{stats.median(samples):7.3f} [{low:.3f}, {high:.3f}]")
         (low, high), (other_low, other_high) = intervals

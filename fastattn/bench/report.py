@@ -63,7 +63,7 @@ def write(result: Result, path: Path, title: str = "Attention, measured") -> Non
         f"{_text(json.dumps(facts | {'peaks': peaks}, indent=1))}</pre></details>",
         f"<p class=faint>{env['utc']}, commit {_text(str(env['commit']))}. One process per "
         "provider, interleaved rounds; every result was compared with float64 before it was timed; "
-        "intervals are bootstrap at 95 %. Written by <code>fastattn bench report</code>.</p>",
+        "intervals are of 95 %. Written by <code>fastattn bench report</code>.</p>",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     page = _PAGE.replace("{title}", html.escape(title)).replace("{body}", "\n".join(parts))

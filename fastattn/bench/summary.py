@@ -18,7 +18,7 @@ STEADY = 0.75
 # ... and if its threads received this share of their cores: sharing one of two cores with another
 # process leaves three quarters, and waking the threads takes up to a tenth of a short measurement.
 QUIET_SHARE = 0.8
-MIN_KEPT = 3
+MIN_KEPT = stats.FEWEST
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
 _CACHE_OF_OLD_FILES = 32 << 20
@@ -136,7 +136,7 @@ def _metrics(
 ) -> dict[str, Any]:
     samples = [r.ms[provider] for r in rounds]
     ms = stats.median(samples)
-    low, high = stats.bootstrap_interval(samples)
+    low, high = stats.median_interval(samples)
     gflops = cell.flops / ms / 1e6
     gbs = cell.bytes_touched / ms / 1e6
     metrics: dict[str, Any] = {
@@ -154,7 +154,7 @@ def _metrics(
         percents = [cell.flops / r.ms[provider] / 1e4 / peak_beside(r) for r in rounds]
         metrics["peak_gflops"] = beside
         metrics["percent_of_peak"] = stats.median(percents)
-        low, high = stats.bootstrap_interval(percents)
+        low, high = stats.median_interval(percents)
         metrics["percent_low"], metrics["percent_high"] = low, high
         highest = 100 * _above_peak(result, cell)
         metrics["impossible"] = low > highest and _is_ceiling(result, cell, peak)
@@ -224,5 +224,5 @@ def _against_baseline(result: Result, rounds: list[Round], provider: str) -> dic
         "speedup": ratio,
         "speedup_low": low,
         "speedup_high": high,
-        "verdict": stats.verdict(low, high),
+        "verdict": stats.verdict(low, high) if len(both) >= stats.FEWEST else "UNSURE",
     }

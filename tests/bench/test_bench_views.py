@@ -25,7 +25,7 @@ def a_result(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Result:
     for length in lengths:
         sizes = {"B": 1, "H": 2, "Hkv": 2, "Lq": length, "Lk": length, "D": 8, "Dv": 8}
         rounds = [
-            Round((200.0, 200.0), {"torch": 4.0 + n / 50, "fastattn": scale * (2.0 + n / 100)})
+            Round((200.0, 200.0), {"torch": 4.0 + n / 99, "fastattn": scale * (2.0 + n / 198)})
             for n in range(9)
         ]
         outcomes = {
