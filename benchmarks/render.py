@@ -88,7 +88,7 @@ def claim(processor: str, result: Result) -> str:
 
 def gain_of_models(processor: str, result: Result) -> str:
     """What whole models gain, in one sentence."""
-    rows = [ours for _, ours in tables.stock_and_ours(result).values() if not ours["busy"]]
+    rows = [ours for _, ours in tables.stock_and_ours(result).values() if ours["comparable"]]
     names = len({row["label"].partition(",")[0] for row in rows})
     return (
         f"Whole models gain less, since only their attention changes: {names} models of "

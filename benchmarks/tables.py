@@ -67,8 +67,8 @@ Speeds = dict[tuple[str, ...], dict[str, float]]  # by cell and pass, by dtype
 
 
 def first_speeds(result: Result) -> Speeds:
-    """Speed-ups on an idle machine, of the cells that FIRST_CELLS names, or of all if none."""
-    rows = [row for row in ours_compared(summary.summarise(result)) if not row["busy"]]
+    """Speed-ups from comparable rounds, of the cells of FIRST_CELLS, or of all if none."""
+    rows = [row for row in ours_compared(summary.summarise(result)) if row["comparable"]]
     named = {row["label"] for row in rows} & FIRST_CELLS.keys()
     found: Speeds = {}
     for row in rows:
@@ -110,6 +110,18 @@ def full_table(rows: Sequence[Row]) -> str:
     return markdown_table(header, lines, words=4)
 
 
+def speedup_text(row: Row) -> str:
+    """The speed-up, marked as busy if its rounds were disturbed."""
+    if row["speedup"] is None:
+        return "–"
+    return f"{row['speedup']:.2f}×{'' if row['comparable'] else ', busy'}"
+
+
+def mark(row: Row) -> str:
+    """Marks a time or share as busy, unless the speed-up beside it says so."""
+    return ", busy" if row["busy"] and row["comparable"] is not False else ""
+
+
 def ours_compared(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["provider"] == "fastattn" and row["speedup"] is not None]
 
@@ -132,11 +144,12 @@ def models_table(result: Result) -> Table:
     values += ["fastattn", "MB, torch", "fastattn"]
     lines = {}
     for (label, passes, dtype), (stock, ours) in stock_and_ours(result).items():
-        speedup = f"{ours['speedup']:.2f}× [{ours['speedup_low']:.2f}, {ours['speedup_high']:.2f}]"
+        interval = f"× [{ours['speedup_low']:.2f}, {ours['speedup_high']:.2f}]"
         both = (stock, ours)
+        rates = [f"{display.milliseconds(row['items_per_second'])} {row['item']}" for row in both]
         lines[label, PASSES[passes], dtype] = [
-            *(f"{display.milliseconds(row['items_per_second'])} {row['item']}" for row in both),
-            speedup + (", busy" if ours["busy"] else ""),
+            *(rates[0], rates[1] + mark(ours)),
+            speedup_text(ours).replace("×", interval),
             f"{stock['speedup_limit']:.2f}×",
             *(f"{100 * row['attention_share']:.1f} %" for row in both),
             *(f"{row['peak_mb']:.0f}" for row in both),
@@ -170,9 +183,8 @@ def _shares(rows: Sequence[Row], columns: list[str], column: Callable[[Row], str
             row = cells.get((*line, name))
             text = "" if row is None else row["status"]
             if row is not None and row["ms"] is not None:
-                text = f"{row['percent_of_peak']:.0f} %"
-                text += "" if row["speedup"] is None else f", {row['speedup']:.2f}×"
-                text += ", busy" if row["busy"] else ""
+                text = f"{row['percent_of_peak']:.0f} %{mark(row)}"
+                text += "" if row["speedup"] is None else f", {speedup_text(row)}"
             texts.append(text)
         lines[line] = texts
     return Table(["cell", "pass"], columns, lines)
@@ -192,10 +204,9 @@ def family_table(result: Result) -> Table:
         if row["provider"] != "fastattn" or row["ms"] is None:
             continue
         passes = PASSES[row["pass"]] + ("" if row["dtype"] == "fp32" else f", {row['dtype']}")
-        speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}×"
-        speedup += ", busy" if row["busy"] else ""
         lines[_name_of(row), passes] = [
-            *(f"{row['ms']:.3g}", speedup, f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"),
+            *(f"{row['ms']:.3g}{mark(row)}", speedup_text(row)),
+            *(f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"),
             *(_megabytes(x) for x in (row, theirs[key(row)])),
         ]
     return Table(["cell", "pass"], values, lines)
@@ -244,11 +255,10 @@ def serving_table(result: Result) -> Table:
     lines = {}
     for name, of in found.items():
         ours = of["fastattn"]
-        busy = ", busy" if ours["busy"] else ""
         bandwidth = ours["percent_of_bandwidth"]
         lines[name] = [
-            f"{ours['ms']:.3g}",
-            "–" if ours["speedup"] is None else f"{ours['speedup']:.2f}×{busy}",
+            f"{ours['ms']:.3g}{mark(ours)}",
+            speedup_text(ours),
             *(_times_as_fast(ours, of.get(other)) for other in others),
             *(f"{ours['percent_of_peak']:.0f} %", f"{ours['gbs']:.1f}"),
             "–" if bandwidth is None else f"{bandwidth:.0f} %",
@@ -268,13 +278,13 @@ def server_table(result: Result) -> Table:
     for row in ours:
         bf16, bandwidth = of_bf16.get(_step_of(row)[:2]), row["percent_of_bandwidth"]
         texts = [
-            *(_tokens(x) for x in (row, theirs.get(_step_of(row)))),
-            "–" if row["speedup"] is None else f"{row['speedup']:.2f}×",
+            _tokens(row) + mark(row),
+            _tokens(theirs.get(_step_of(row))),
+            speedup_text(row),
             "–" if bf16 is None else f"{bf16['ms'] / row['ms']:.2f}×",
             f"{row['gbs']:.1f}",
             "–" if bandwidth is None else f"{bandwidth:.0f} %",
         ]
-        texts[2] += ", busy" if row["busy"] else ""
         lines[_step_of(row)] = texts
     values = ["tokens a second", "torch", "times as fast as torch", "as a bf16 cache", "GB/s"]
     return Table(["step", "cell", "cache"], [*values, "of the bandwidth"], lines)
@@ -343,7 +353,7 @@ def peers_table(result: Result) -> Table:
     rows = summary.summarise(result)
     by_cell: dict[str, dict[str, Row]] = {}
     for row in rows:
-        if row["busy"]:
+        if row["busy"] if row["comparable"] is None else not row["comparable"]:
             continue
         name = row["provider"].partition("@")[0]
         best = by_cell.setdefault(_name_of(row), {})

@@ -172,7 +172,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=15,
         metavar="N",
-        help="undisturbed rounds per cell (default: %(default)s)",
+        help="comparable rounds per cell (default: %(default)s)",
     )
     how.add_argument(
         "--timeout",

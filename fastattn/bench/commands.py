@@ -14,8 +14,9 @@ from fastattn.bench.display import milliseconds
 from fastattn.bench.exits import FAULTS, OK
 from fastattn.bench.presets import PRESETS, WHOLE_MODELS
 from fastattn.bench.providers import PROVIDERS, load, variants
+from fastattn.bench.rounds import QUIET_SHARE
 from fastattn.bench.selection import cells_of
-from fastattn.bench.summary import QUIET_SHARE, summarise
+from fastattn.bench.summary import summarise
 
 PLOTS = ("speedup", "heatmap", "time", "throughput", "roofline", "memory", "error")
 
@@ -70,7 +71,8 @@ def compare(args: argparse.Namespace) -> int:
     for change in sorted(found, key=lambda change: change.ratio):
         interval = f"{change.ratio:5.2f}× [{change.low:.2f}, {change.high:.2f}]"
         numbers = f"{form(change.before):>9} {form(change.after):>9}"
-        print(f"{numbers}  {interval:<23} {change.name}: {change.verdict}")
+        busy = ", busy" if change.busy else ""
+        print(f"{numbers}  {interval:<23} {change.name}: {change.verdict}{busy}")
     verdicts = [change.verdict for change in found]
     print(
         f"{len(found)} rows: {verdicts.count('FASTER')} better, {verdicts.count('SLOWER')} worse, "

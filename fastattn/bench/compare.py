@@ -30,6 +30,7 @@ class Change:
     ratio: float
     low: float
     high: float
+    busy: bool = False
 
     @property
     def provider(self) -> str:
@@ -86,7 +87,8 @@ def _change(key: tuple[str, ...], old: _Measured, new: _Measured, metric: str) -
     before, after = (row[_COLUMN[metric]] for row, _ in (old, new))
     if metric == "time":
         low, high = _interval(old[1], new[1])
-        return Change(_name(key), before, after, before / after, low, high)
+        busy = old[0]["busy"] or new[0]["busy"]
+        return Change(_name(key), before, after, before / after, low, high, busy)
     if metric == "speedup":
         # A ratio to the baseline of its own run is comparable between machines and days.
         bounds = [row[f"speedup_{end}"] for row, _ in (old, new) for end in ("low", "high")]

@@ -126,7 +126,7 @@ def _row(row: Row) -> str:
     if row["speedup"] is not None:
         shown["speed-up"] += f"<br><small>{row['speedup_low']:.2f} – {row['speedup_high']:.2f}"
     if row["busy"]:
-        shown["rounds"] += "<br><small title='no round was undisturbed'>busy"
+        shown["rounds"] += "<br><small title='ms, GFLOP/s, shares: of disturbed rounds'>busy"
     elif row["discarded"]:
         total = row["rounds"] + row["discarded"]
         shown["rounds"] += f"<br><small title='the other rounds were disturbed'>of {total}"

@@ -55,6 +55,9 @@ class Round:
     attention      the share of a whole model's time that its attention took
     read           the read bandwidth measured after it, in GB/s; 0 unless data comes from memory
     guard_seconds  the duration of the second measurement: about that of a provider's sample
+    probes         microseconds of a short kernel just before and just after the sample (probe.py);
+                   none on a GPU and in older files
+    pushed         how often a second the sample's threads lost a core to another process
     """
 
     guard: tuple[float, float]
@@ -64,6 +67,8 @@ class Round:
     guard_seconds: float = 0.01
     attention: dict[str, float] = field(default_factory=dict)
     read: float = 0.0
+    probes: dict[str, list[float]] = field(default_factory=dict)
+    pushed: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

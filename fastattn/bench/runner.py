@@ -23,13 +23,15 @@ from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
-from fastattn.bench.summary import (
+from fastattn.bench.rounds import (
     MIN_KEPT,
     QUIET,
     QUIET_SHARE,
-    is_from_memory,
+    comparable_rounds,
     quiet_rounds,
+    usual_states,
 )
+from fastattn.bench.summary import is_from_memory
 
 PEAK_SECONDS = 0.2
 # A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within
@@ -50,7 +52,7 @@ class Settings:
     cache: str = "warm"  # or "cold": the caches are flushed before every call
     seed: int = 0
     time_budget: float = 60.0  # seconds for the complete run
-    rounds: int = 15  # the required number of undisturbed rounds per cell
+    rounds: int = 15  # the required number of comparable rounds per cell
     sample_ms: float = 20.0  # a sample repeats the call until it lasts at least this long
     timeout: float = 60.0  # seconds without an answer after which a provider counts as hung
 
@@ -100,7 +102,7 @@ class Runner:
         if before is not None:
             names = {cell.name for cell in settings.cells}
             self.earlier = {c.cell.name: c for c in before.cells if c.cell.name in names}
-            self.done = {name for name, c in self.earlier.items() if self._is_done(c)}
+            self.done = {n for n, c in self.earlier.items() if self._is_done(c, before.cells)}
             self.result.peaks, self.result.providers = before.peaks, before.providers
 
     def run(self, journal: Journal) -> Result:
@@ -140,12 +142,13 @@ class Runner:
             self.journal.write("end", self.result.end())
         return self.result
 
-    def _is_done(self, cell: CellResult) -> bool:
-        """Whether every provider has been measured, with enough undisturbed rounds."""
+    def _is_done(self, cell: CellResult, cells: list[CellResult]) -> bool:
+        """Whether every provider has been measured, with enough rounds that can be used."""
         outcomes = [cell.outcomes.get(name) for name in self.settings.providers]
         statuses = ["SKIPPED" if outcome is None else outcome.status for outcome in outcomes]
-        wanted = min(MIN_KEPT, self.settings.rounds) if "ok" in statuses else 0
-        return "SKIPPED" not in statuses and len(quiet_rounds(cell.rounds)) >= wanted
+        if "ok" in statuses and not _has_rounds(cell, min(MIN_KEPT, self.settings.rounds), cells):
+            return False
+        return "SKIPPED" not in statuses
 
     # Starting
 
@@ -284,7 +287,7 @@ class Runner:
         kind = KIND_OF_DTYPE[found.cell.dtype]
         seconds = self._guard_seconds(found)
         before = self._guard(kind, seconds)
-        # Disturbed rounds are discarded; further rounds replace them while there is time.
+        # Further rounds replace disturbed ones while there is time.
         for number in range(4 * self.settings.rounds):
             ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
             if not ready or (number >= MIN_KEPT and time.monotonic() > end):
@@ -301,7 +304,7 @@ class Runner:
                 turn.read, _ = self._peak("read_bandwidth", seconds)
             found.rounds.append(turn)
             before = after
-            if len(quiet_rounds(found.rounds)) >= self.settings.rounds:
+            if _has_rounds(found, self.settings.rounds, self.result.cells):
                 return
 
     def _guard_seconds(self, found: CellResult) -> float:
@@ -313,7 +316,9 @@ class Runner:
 
     def _time(self, name: str, outcome: Outcome, turn: Round) -> None:
         reply = self.workers[name].ask(self.settings.timeout, "time")
-        turn.ms[name] = reply["ms"]
+        turn.ms[name], turn.pushed[name] = reply["ms"], reply["pushed"]
+        if reply["probes"]:
+            turn.probes[name] = reply["probes"]
         self.sample_seconds[name] = (outcome.inner or 1) * reply["ms"] / 1e3
         if reply["joules"] is not None:
             turn.joules[name] = reply["joules"]
@@ -343,6 +348,14 @@ class Runner:
             del self.workers[name]
             reason = f"disabled after {MAX_FAILURES} failures, the last: {error.reason}"
             self.result.providers[name] |= {"status": error.status, "reason": reason}
+
+
+def _has_rounds(found: CellResult, count: int, cells: list[CellResult]) -> bool:
+    """Whether `count` rounds of a cell of this run are comparable, and its times not busy."""
+    names = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
+    comparable = comparable_rounds(found.rounds, names, usual_states(cells))
+    quiet = quiet_rounds(found.rounds)
+    return len(comparable) >= count and len(quiet) >= min(count, MIN_KEPT)
 
 
 def _skip_untimed(found: CellResult) -> None:

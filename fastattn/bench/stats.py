@@ -49,15 +49,6 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     return ordered[cut], ordered[-1 - cut]
 
 
-def speedup(baseline: Sequence[float], candidate: Sequence[float]) -> tuple[float, float, float]:
-    """The speed-up of the candidate and its interval, from times of the *same* rounds.
-
-    It is the median of the ratios within each round, where both ran under the same conditions.
-    """
-    ratios = [b / c for b, c in zip(baseline, candidate, strict=True)]
-    return median(ratios), *median_interval(ratios)
-
-
 def verdict(low: float, high: float) -> str:
     """FASTER, SLOWER or SAME if that holds for the complete interval of a speed-up, else UNSURE."""
     if low > 1 + SAME_WITHIN:

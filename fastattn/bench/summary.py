@@ -1,4 +1,4 @@
-"""From raw rounds to rows of a table: selects the undisturbed rounds and computes the metrics."""
+"""From raw rounds to rows of a table: computes the metrics from the rounds that count."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from fastattn.bench import ops, stats
 from fastattn.bench.cells import options_in_words
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import CellResult, Peak, Result, Round
+from fastattn.bench.rounds import MIN_KEPT, Usual, peak_beside, quiet_rounds, speedup, usual_states
 
-# A round counts if the lower of the peaks before and after it is at least this share of the higher.
-# Slow changes between cells do not disqualify a round: the clock depends on the load.
-QUIET = 0.9
-# ... and if the higher one is at least this share of the best one in the same cell
-STEADY = 0.75
-# ... and if its threads received this share of their cores: sharing one of two cores with another
-# process leaves three quarters, and waking the threads takes up to a tenth of a short measurement.
-QUIET_SHARE = 0.8
-MIN_KEPT = stats.FEWEST
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
 _CACHE_OF_OLD_FILES = 32 << 20
@@ -27,23 +19,6 @@ _FASTER_UNITS = {"bf16": ("bf16", "sve"), "fp16": ("asimd",)}
 # A core's tiles of AMX multiply 32 times as much bf16 in a cycle as its two units multiply and add
 # fp32, and a product of fp32 on them is at least three of bf16.
 _FP32_ON_TILES = 32 / 3
-
-
-def quiet_rounds(rounds: list[Round]) -> list[Round]:
-    """The rounds of a cell that were undisturbed, according to the guards."""
-    floor = STEADY * max((peak_beside(r) for r in rounds), default=0.0)
-    return [
-        r
-        for r in rounds
-        if min(r.guard) >= QUIET * max(r.guard)
-        and peak_beside(r) >= floor
-        and r.share >= QUIET_SHARE
-    ]
-
-
-def peak_beside(turn: Round) -> float:
-    """The peak of a round: the higher guard, because disturbances only lower a peak."""
-    return max(turn.guard)
 
 
 Row = dict[str, Any]
@@ -72,10 +47,15 @@ def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
 
 def summarise(result: Result) -> list[Row]:
     """One flat row per cell and provider. Missing values are None."""
-    return [_row(result, cell, provider) for cell in result.cells for provider in cell.outcomes]
+    usual = usual_states(result.cells)
+    return [
+        _row(result, cell, provider, usual) for cell in result.cells for provider in cell.outcomes
+    ]
 
 
-def _row(result: Result, cell: CellResult, provider: str) -> dict[str, Any]:
+def _row(
+    result: Result, cell: CellResult, provider: str, usual: Mapping[str, Usual]
+) -> dict[str, Any]:
     outcome = cell.outcomes[provider]
     row: dict[str, Any] = {
         "op": cell.cell.op,
@@ -107,8 +87,9 @@ def _row(result: Result, cell: CellResult, provider: str) -> dict[str, Any]:
     if outcome.status == "ok" and used:
         row |= {"rounds": len(used), "discarded": discarded, "busy": busy}
         row |= _metrics(result, cell, used, provider)
-        if row["busy"] and row["verdict"]:
-            row["verdict"] = "UNSURE"
+        row["baseline"] = baseline = result.settings["baseline"]
+        if provider != baseline:
+            row |= speedup(cell.rounds, baseline, provider, usual) or {}
     return row
 
 
@@ -126,7 +107,7 @@ _TIMED = (
     *("rounds", "discarded", "busy", "ms", "ms_q1", "ms_q3", "ms_low", "ms_high"),
     *("gflops", "peak_gflops", "percent_of_peak", "percent_low", "percent_high", "impossible"),
     *("gbs", "percent_of_bandwidth", "intensity", "roof_gflops", "percent_of_roof", "joules"),
-    *("baseline", "speedup", "speedup_low", "speedup_high", "verdict"),
+    *("baseline", "speedup", "speedup_low", "speedup_high", "comparable", "verdict"),
     *("items_per_second", "item", "attention_share", "speedup_limit"),
 )
 
@@ -178,7 +159,6 @@ def _metrics(
         metrics["percent_of_roof"] = 100 * gflops / roof
     used = [r.joules[provider] for r in rounds if provider in r.joules]
     metrics["joules"] = stats.median(used) if used else None
-    metrics |= _against_baseline(result, rounds, provider)
     return metrics | _of_model(cell, rounds, provider, ms)
 
 
@@ -211,18 +191,3 @@ def _above_peak(result: Result, cell: CellResult) -> float:
 def _is_ceiling(result: Result, cell: CellResult, peak: Peak) -> bool:
     faster = _FASTER_UNITS.get(cell.cell.dtype, ())
     return peak.method == "measured" and not set(faster) & set(result.environment["cpu_flags"])
-
-
-def _against_baseline(result: Result, rounds: list[Round], provider: str) -> dict[str, Any]:
-    baseline = result.settings["baseline"]
-    both = [r for r in rounds if baseline in r.ms]
-    if provider == baseline or not both:
-        return {"baseline": baseline}
-    ratio, low, high = stats.speedup([r.ms[baseline] for r in both], [r.ms[provider] for r in both])
-    return {
-        "baseline": baseline,
-        "speedup": ratio,
-        "speedup_low": low,
-        "speedup_high": high,
-        "verdict": stats.verdict(low, high) if len(both) >= stats.FEWEST else "UNSURE",
-    }

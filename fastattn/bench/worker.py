@@ -4,8 +4,9 @@
     {"do": "why_not", "cell"}                              -> {"reasons"}
     {"do": "prepare", "cell", "seed", "save", "sample", "cold"}
                                                            -> {"first_ms", "inner", "peak_bytes"}
-    {"do": "time"}                                         -> {"ms", "joules", "attention"}: per
-                                                              call; attention is a share of its time
+    {"do": "time"}                                         -> {"ms", "joules", "attention"} of a
+                                                              call (attention: share of its time),
+                                                              {"probes", "pushed"} of a sample
     {"do": "peak", "kind", "threads", "seconds", "device"} -> {"rate", "method", "share", "unit"}
 
 `prepare` writes the outputs to the file `save`. Every reply has "ok"; if it is false, also "error".
@@ -37,6 +38,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.energy import joules
 from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.memory import peak_extra_bytes
+from fastattn.bench.probe import Probe, times_pushed
 from fastattn.bench.providers import Provider, load
 from fastattn.bench.stopwatch import Stopwatch
 
@@ -45,8 +47,9 @@ MAX_INNER = 10_000
 MAX_INNER_COLD = 10  # flushing the caches takes longer than most calls
 SETTLE_SECONDS = 0.25
 NEEDS_WARMING = 0.2  # seconds; longer calls spend only a small part of it on refilling caches
-# Seconds of calls before a sample. After waiting for its turn, a processor takes milliseconds to
-# reach its speed: on an EPYC of Zen 5 the first calls of 2 ms take 1.5, 1.3 and 1.1 times as long.
+# Seconds of calls, or of probes if these take long, before a sample. After waiting for its turn, a
+# processor takes milliseconds to reach its speed: on an EPYC of Zen 5 the first calls of 2 ms take
+# 1.5, 1.3 and 1.1 times as long.
 WARMING = 0.01
 
 
@@ -61,12 +64,16 @@ class Worker:
         self.loaded: set[Cell] = set()
         self.device, self.cold = "cpu", False
         self.stopwatch: Stopwatch | None = None
+        self.probe: Callable[[], float] = float
         self.sweeper = Sweeper()
 
     def open(self, request: Request) -> Request:
         torch.set_num_threads(request["threads"])
         _keep_freed_memory()
         self.provider = load(request["provider"])
+        shared = getattr(self.provider, "THREADS_OF_TORCH", True)
+        self.probe = Probe(request["threads"] if shared else 1)
+        self.probe()  # loads the code
         return {"about": self.provider.ABOUT, "versions": self.provider.versions()}
 
     def why_not(self, request: Request) -> Request:
@@ -108,20 +115,29 @@ class Worker:
         assert call is not None
         gc.collect()
         gc.disable()
-        if self.seconds < NEEDS_WARMING:  # wakes the threads and loads the inputs into the caches
-            end = time.perf_counter() + WARMING
-            call()
-            while time.perf_counter() < end:
-                call()
-        watched = self._watched()
-        before = joules()
+        # Wakes the threads, and loads the inputs of a short call into the caches.
+        warm = call if self.seconds < NEEDS_WARMING else self.probe
+        end = time.perf_counter() + WARMING
+        warm()
+        while time.perf_counter() < end:
+            warm()
+        lost, began = times_pushed(), time.perf_counter()
+        probes = [self.probe()] if self.device == "cpu" else []
+        watched, before = self._watched(), joules()
         seconds = self._seconds_cold(call, inner) if self.cold else self._seconds(call, inner)
-        after = joules()
+        watched, after = self._watched() - watched, joules()
+        probes += [self.probe()] if self.device == "cpu" else []
+        pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
         used = None if before is None or after is None or self.cold else (after - before) / inner
-        share = (self._watched() - watched) / seconds or None
         _settle()
-        return {"ms": seconds / inner * 1e3, "joules": used, "attention": share}
+        return {
+            "ms": seconds / inner * 1e3,
+            "joules": used,
+            "attention": watched / seconds or None,
+            "probes": probes,
+            "pushed": pushed,
+        }
 
     def _watched(self) -> float:
         return 0.0 if self.stopwatch is None else self.stopwatch.seconds

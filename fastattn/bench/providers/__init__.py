@@ -3,6 +3,7 @@
     ABOUT                                one line for `bench list`
     VARIANTS                             the suffixes that may follow an @ in its name; optional
     select(variant)                      called first, once, if the name has an @
+    THREADS_OF_TORCH = False             if its threads are not PyTorch's
     versions() -> dict[str, str]         versions of its packages; ImportError if not installed
     why_not(cell) -> list[str]           reasons why it cannot run the cell; empty if it can
     prepare(cell, inputs) -> callable    everything that is not timed: layouts, modules, sessions

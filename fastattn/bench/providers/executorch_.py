@@ -14,6 +14,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.providers import sdpa_reasons
 from fastattn.bench.providers.passes import torch_versions
 
+THREADS_OF_TORCH = False
 ABOUT = "ExecuTorch: scaled_dot_product_attention exported, on XNNPACK (forward, fp32)"
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastattn.bench.cells import Cell
 from fastattn.bench.providers import sdpa_reasons
 
+THREADS_OF_TORCH = False
 ABOUT = "JAX: jax.nn.dot_product_attention, jitted"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastattn.bench.cells import MASKS, Cell
 from fastattn.bench.providers import sdpa_reasons
 
+THREADS_OF_TORCH = False
 ABOUT = "onnxruntime: Attention of opset 23; @mha: MultiHeadAttention of com.microsoft"
 VARIANTS = ("mha",)
 _variant = ""

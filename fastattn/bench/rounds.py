@@ -1,0 +1,134 @@
+"""Which rounds of a cell count: for times, those without a disturbance; for ratios, those whose
+samples can be compared.
+
+Times and shares of the peak are absolute, so the peaks beside a round must show that the machine
+was undisturbed. A ratio needs less: that both of its samples ran in the same state of the cores
+(:mod:`fastattn.bench.probe`), which is the usual one of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fastattn.bench import stats
+from fastattn.bench.results import CellResult, Round
+
+# A round counts if the lower of the peaks before and after it is at least this share of the higher.
+# Slow changes between cells do not disqualify a round: the clock depends on the load.
+QUIET = 0.9
+# ... and if the higher one is at least this share of the best one in the same cell
+STEADY = 0.75
+# ... and if its threads received this share of their cores: sharing one of two cores with another
+# process leaves three quarters, and waking the threads takes up to a tenth of a short measurement.
+QUIET_SHARE = 0.8
+MIN_KEPT = stats.FEWEST
+# Samples are compared if their probes took at most this many times as long as usual in the run, and
+# if their threads lost a core at most as many times as often, or at most once in a sample of 20 ms.
+COMPARABLE = 1.25
+PUSHED = 50.0
+# No sample counts as slower than this: on a Xeon with AMX a neighbour slows kernels on tiles down
+# by 2.3 to 3 times, and others by 1.1 to 1.5.
+SLOWEST = 3.0
+
+
+def quiet_rounds(rounds: list[Round]) -> list[Round]:
+    """The rounds of a cell that were undisturbed, according to the guards."""
+    floor = STEADY * max((peak_beside(r) for r in rounds), default=0.0)
+    return [
+        r
+        for r in rounds
+        if min(r.guard) >= QUIET * max(r.guard)
+        and peak_beside(r) >= floor
+        and r.share >= QUIET_SHARE
+    ]
+
+
+def peak_beside(turn: Round) -> float:
+    """The peak of a round: the higher guard, because disturbances only lower a peak."""
+    return max(turn.guard)
+
+
+class Usual(NamedTuple):
+    """The usual state of a provider's cores: the lower quartile of a run.
+
+    probe   microseconds
+    pushed  how often a second a core is lost
+    """
+
+    probe: float
+    pushed: float
+
+
+def usual_states(cells: Iterable[CellResult]) -> dict[str, Usual]:
+    """The usual state of each provider; none without probes.
+
+    A machine that is busy most of the time is so compared with itself.
+    """
+    probes: dict[str, list[float]] = {}
+    pushed: dict[str, list[float]] = {}
+    for turn in (turn for cell in cells for turn in cell.rounds):
+        for name, beside in turn.probes.items():
+            probes.setdefault(name, []).extend(beside)
+            pushed.setdefault(name, []).append(turn.pushed[name])
+    return {
+        name: Usual(stats.quantile(probes[name], 0.25), stats.quantile(pushed[name], 0.25))
+        for name in probes
+    }
+
+
+def slowness(turn: Round, name: str, usual: Mapping[str, Usual]) -> float:
+    """How many times as slow as usual the cores were during a sample, at most `SLOWEST`."""
+    if turn.pushed[name] > PUSHED + COMPARABLE * usual[name].pushed:
+        return SLOWEST
+    before, after = turn.probes[name]
+    return min(SLOWEST, (before + after) / 2 / usual[name].probe)
+
+
+def comparable_rounds(
+    rounds: list[Round], names: Collection[str], usual: Mapping[str, Usual]
+) -> list[Round]:
+    """The rounds in which the samples of these providers ran in the usual state.
+
+    Where samples have no probes, the guards beside the round decide.
+    """
+    if not usual:
+        return _with(quiet_rounds(rounds), names)
+    return [r for r in _with(rounds, names) if _slowest(r, names, usual) <= COMPARABLE]
+
+
+def _slowest(turn: Round, names: Collection[str], usual: Mapping[str, Usual]) -> float:
+    return max(slowness(turn, name, usual) for name in names)
+
+
+def _with(rounds: list[Round], names: Collection[str]) -> list[Round]:
+    return [r for r in rounds if all(name in r.ms for name in names)]
+
+
+def speedup(
+    rounds: list[Round], baseline: str, provider: str, usual: Mapping[str, Usual]
+) -> dict[str, Any] | None:
+    """The ratio of two providers, from the ratios within rounds; None without a common round.
+
+    If too few rounds are comparable, all of them count. What slowed the probes down may have slowed
+    one of the providers down as much and the other not, so the interval is as much wider.
+    """
+    names = (baseline, provider)
+    chosen = comparable_rounds(rounds, names, usual)
+    comparable, wider = len(chosen) >= MIN_KEPT, 1.0
+    if not comparable:
+        chosen = _with(rounds, names)
+        if not chosen:
+            return None
+        if usual:
+            wider = max(1.0, stats.median([_slowest(turn, names, usual) for turn in chosen]))
+    ratios = [r.ms[baseline] / r.ms[provider] for r in chosen]
+    low, high = stats.median_interval(ratios)
+    low, high = low / wider, high * wider
+    return {
+        "speedup": stats.median(ratios),
+        "speedup_low": low,
+        "speedup_high": high,
+        "comparable": comparable,
+        "verdict": stats.verdict(low, high) if len(ratios) >= stats.FEWEST else "UNSURE",
+    }
