@@ -97,7 +97,7 @@ def check_softcap(op: str, softcap: Any) -> float:
     return cap
 
 
-def check_int64(where: str, value: int) -> None:
+def check_int64(where: str, value: int | torch.SymInt) -> None:
     """Raise unless an integer fits the kernels; ``where`` names the argument."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{where} must fit int64, got {value}")
