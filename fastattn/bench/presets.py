@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPES, Cell
+from fastattn.bench.cells import DTYPES, PASSES, Cell
 from fastattn.bench.shapes import parse_shapes
 
 
@@ -33,8 +33,15 @@ class Template:
 
 @dataclass(frozen=True)
 class Preset:
+    """`by_dtype`: fp32 first, and in each dtype the forward passes first; then what is `rarer`.
+
+    For runs in little time, which may end after any cell.
+    """
+
     about: str
     templates: list[Template]
+    rarer: Sequence[Template] = ()
+    by_dtype: bool = False
 
 
 def template_cells(
@@ -266,14 +273,15 @@ WHOLE_MODELS: dict[str, list[Template]] = {
 
 PRESETS: dict[str, Preset] = {
     "quick": Preset(
-        "one cell of each kind, about a minute", [_BERT[128], _BERT_CORE[512], _GPT2, _DECODE_GQA]
+        "one cell of each kind, about a minute",
+        [_BERT[128], _BERT_CORE[512], _GPT2, _DECODE_GQA],
+        by_dtype=True,
     ),
     "dropin": Preset(
-        "nn.MultiheadAttention replaced, and the attention inside it",
-        [
-            *(_BERT[128], _VIT, _PADDED, _BERT_CORE[512], _DECODE_GQA),
-            *(_BERT[512], _BERT_WEIGHTS, _GPT_2K),
-        ],
+        "nn.MultiheadAttention replaced, and the attention inside it; the most common cells first",
+        [_BERT[128], _BERT_CORE[512], _PADDED, _GPT_2K, _DECODE_GQA, _VIT],
+        rarer=[_BERT[512], _BERT_WEIGHTS],
+        by_dtype=True,
     ),
     "bert": Preset(
         "BERT-base: batch 8, 12 heads of 64, 128 or 512 tokens",
@@ -346,14 +354,11 @@ def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = 
         if one not in (*PRESETS, "all"):
             raise ValueError(f"--preset {one!r}: allowed are {', '.join([*PRESETS, 'all'])}")
     chosen = MODEL_PRESETS if name == "all" else name.split(",")
-    cells = [
-        cell
-        for preset in chosen
-        for template in PRESETS[preset].templates
-        for cell in template_cells(template, dtypes, passes, preset)
-    ]
-    if (
-        name == "quick"
-    ):  # all kinds in one dtype first: on a slow machine the time budget may end there
-        cells.sort(key=lambda cell: DTYPES.index(cell.dtype))
+    cells = []
+    for preset in chosen:
+        for templates in (PRESETS[preset].templates, PRESETS[preset].rarer):
+            of = [c for t in templates for c in template_cells(t, dtypes, passes, preset)]
+            if PRESETS[preset].by_dtype:
+                of.sort(key=lambda cell: (DTYPES.index(cell.dtype), PASSES.index(cell.passes)))
+            cells += of
     return cells

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import tempfile
 import time
@@ -38,6 +39,9 @@ PEAK_SECONDS = 0.2
 # these limits: a processor's clock is higher for short loads.
 GUARD_SECONDS = (0.02, 0.1)
 GUARD_TRIES = 3  # of the shortest guard; longer ones get as many tries as fit into that time
+# Rounds that a cell gets even if its share of the time is too short for them, until the time of the
+# run is used up: few cells with enough rounds say more than many with too few.
+ENOUGH = 9
 MAX_FAILURES = 3  # crashes and hangs after which a provider is no longer used
 
 
@@ -119,9 +123,9 @@ class Runner:
                     continue
                 found = CellResult(cell, 0, bytes_touched(cell))
                 self.result.cells.append(found)
-                if 0 < index == len(self.settings.cells) // 2:
-                    self._measure_peaks()
                 share = (self.deadline - time.monotonic()) / (len(self.settings.cells) - index)
+                if 0 < index == len(self.settings.cells) // 2 and share > 0:
+                    self._measure_peaks()
                 try:
                     # A run measures at least one cell, however long the start took.
                     self._measure(found, share if index else max(share, 1.0))
@@ -252,8 +256,9 @@ class Runner:
         return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else Outcome()
 
     def _oracle_for(self, cell: Cell) -> Oracle:
-        """The expected outputs; those of fwd+bwd are used for every pass of a shape."""
-        same = [c for c in self.settings.cells if _with_pass(c, "fwd") == _with_pass(cell, "fwd")]
+        """The expected outputs; those of fwd+bwd are used for all passes of a shape in a row."""
+        by_shape = itertools.groupby(self.settings.cells, lambda c: _with_pass(c, "fwd"))
+        same = next(passes for _, cells in by_shape if cell in (passes := list(cells)))
         both = any(c.passes != "fwd" for c in same)
         wanted = _with_pass(cell, "fwd+bwd" if both else "fwd")
         if self.oracle is None or self.oracle.cell != wanted:
@@ -287,10 +292,13 @@ class Runner:
         kind = KIND_OF_DTYPE[found.cell.dtype]
         seconds = self._guard_seconds(found)
         before = self._guard(kind, seconds)
+        enough = min(ENOUGH, self.settings.rounds)
         # Further rounds replace disturbed ones while there is time.
         for number in range(4 * self.settings.rounds):
             ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
-            if not ready or (number >= MIN_KEPT and time.monotonic() > end):
+            now = time.monotonic()
+            least = enough if now < self.deadline else MIN_KEPT
+            if not ready or (number >= least and now > end):
                 return
             turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):

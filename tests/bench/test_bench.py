@@ -12,6 +12,7 @@ from bench_results import SMALL, bench, parse
 
 import fastattn
 from fastattn.bench import cli, ops, selection
+from fastattn.bench.cells import DTYPES
 from fastattn.bench.presets import PRESETS, preset_cells
 from fastattn.bench.providers import PROVIDERS
 from fastattn.bench.shapes import parse_shapes, shape_text
@@ -159,6 +160,16 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
     cells = preset_cells(name)
     assert len({c.name for c in cells}) == len(cells) > 0
     assert all(c.label for c in cells)
+
+
+def test_the_cells_of_the_drop_in_begin_with_the_most_common() -> None:
+    cells = preset_cells("dropin")
+    rare = {template.label for template in PRESETS["dropin"].rarer}
+    order = [(c.label in rare, DTYPES.index(c.dtype), c.passes != "fwd") for c in cells]
+    assert order == sorted(order)
+    assert [c.op for c in cells[:2]] == ["mha", "sdpa"]
+    assert len({c.label for c in cells[:6]} | rare) == 8  # every kind in fp32 before the next pass
+    assert {c.name for c in preset_cells("dropin", ["bf16"], ["fwd"])} < {c.name for c in cells}
 
 
 @pytest.mark.parametrize(

@@ -258,18 +258,6 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert kept.cells[0].rounds
 
 
-def test_the_time_budget_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    bench(
-        *("run", "--shapes", "B=1,H=1,L=8:40:+1,D=8", "--threads", "1", "--rounds", "1000"),
-        *("--providers", "torch", "--time-budget", "4", "--json", str(path), "--quiet"),
-    )
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 33  # each cell has its line, measured or not
-    assert rows[0]["status"] == "ok"
-    assert {row["status"] for row in rows} <= {"ok", "SKIPPED"}
-
-
 def test_a_full_disk_is_named_and_the_table_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
