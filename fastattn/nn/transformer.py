@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import compat
+from fastattn.eager import runs_eagerly
 from fastattn.integrations.torch_mha import replace_mha
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
 from fastattn.nn._context import ContextParallel
-from fastattn.nn._eager import is_plain
 
 __all__ = [
     "TransformerDecoder",
@@ -70,10 +70,13 @@ class TransformerEncoder(nn.TransformerEncoder, ContextParallel):
 def _can_be_nested(padding: Tensor | None) -> bool:
     """Whether PyTorch, which may store the sequences without padding, reads this mask correctly.
 
-    It cannot pad sequences again that have no row, and takes every number but 0 for padding.
+    It cannot pad sequences again that have no row, takes every number but 0 for padding, and keeps
+    the sizes in a graph of torch.jit.trace.
     """
-    if padding is None or not is_plain(padding):
+    if padding is None:
         return True
+    if not runs_eagerly(padding):
+        return False
     hides = padding if padding.dtype == torch.bool else padding == float("-inf")
     return not hides.all() and bool((hides == padding.bool()).all())
 

@@ -284,3 +284,34 @@ def test_blocks_of_a_mask_are_refused() -> None:
         RuntimeError, match=r"keep the lengths of mask=from_function.+torch\.export"
     ):
         traced(attend(mask), qkv(4, 4))
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+def words(*size: int) -> Tensor:
+    return torch.randint(0, 20, size, generator=draw)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_encoder_with_padding(training: bool) -> None:
+    layer = fastattn.nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    encoder = fastattn.nn.TransformerEncoder(layer, 2).train(training).requires_grad_(False)
+
+    def inputs(*lengths: int) -> tuple[Tensor, Tensor]:
+        real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        return normal(len(lengths), max(lengths), 16), ~real
+
+    with torch.no_grad():
+        call = lambda x, hidden: encoder(x, src_key_padding_mask=hidden)[~hidden]  # noqa: E731
+        assert_follows_sizes(call, inputs(5, 3), inputs(9, 9, 4), inputs(2))
+
+
+def test_a_transformer_of_tokens() -> None:
+    model = fastattn.nn.Transformer(16, 4, 1, 1, 32, batch_first=True, vocab_size=20)
+    model.eval().requires_grad_(False)
+    with torch.no_grad():
+        assert_follows_sizes(
+            lambda source, target: model(source, target),
+            (words(2, 5), words(2, 4)), (words(3, 9), words(3, 2)), (words(1, 1), words(1, 7)),
+        )  # fmt: skip
