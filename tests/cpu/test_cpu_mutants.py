@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant("a_bell_is_forgotten", "local_attention.cpp", "f.s[n] *= f.z[n];", "", "luong_attention"),
     Mutant("a_position_has_half_a_gradient", "local_attention.cpp", "T(4) * grad_position", "T(2) * grad_position", "luong_attention"),
     Mutant("a_window_begins_too_late", "local_attention.cpp", "(static_cast<T>(truncated) < low)", "1", "luong_attention"),
-    Mutant("padding_in_a_window_is_read", "local_attention.cpp", "if (padding != nullptr && padding[j] != 0) continue;", "", "luong_attention"),
+    Mutant("padding_in_a_window_is_read", "local_attention.cpp", "if (padding != nullptr && padding[j] != 0) continue; f.off", "f.off", "luong_attention"),
     Mutant("two_empty_states_are_one", "merge_states.cpp", "const bool of_a = block.is_empty_b(r)", "const bool of_a = !block.is_empty_a(r)", "merge_states"),
     Mutant("a_gradient_of_lse_has_the_wrong_sign", "merge_states.cpp", "a * h + both", "a * h - both", "merge_states"),
     Mutant("merged_sums_are_not_rescaled", "softmax_state.h", "*l = *l * share.mine + its_l * share.its;", "*l = *l + its_l;", "merge_states", "merge_states"),
