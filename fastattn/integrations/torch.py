@@ -90,7 +90,7 @@ def attend(*args: Any, **options: Any) -> Tensor:
     The dispatcher leaves out the arguments at their defaults. Passing them on would cost PyTorch's
     own calls a microsecond.
     """
-    if _active and torch.backends.cuda.flash_sdp_enabled():  # which holds for the CPU too
+    if _active:
         out = _attend(*args, **options)
         if out is not None:
             return out
@@ -117,13 +117,27 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return the output of our operator, or None for a call that it does not accept."""
+    """Return the output of our operator, or None for a call that PyTorch serves.
+
+    Raises:
+        RuntimeError: a call in which PyTorch divides by the number of heads of key, 0, which ends
+            the process.
+    """
+    if enable_gqa and key.dim() > 2 and key.shape[-3] == 0 and value.numel() > 0:
+        raise RuntimeError(
+            "scaled_dot_product_attention: with enable_gqa=True key must have heads (dimension "
+            f"-3) if value has, got shapes {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if not torch.backends.cuda.flash_sdp_enabled():  # which holds for the CPU too
+        return None
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
     if dropout_p == 0.0:
         out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is not None:
             return out
+    if any(0 in x.shape[:-2] for x in (query, key, value)):
+        return None  # PyTorch's result then has the heads of query, without broadcasting
     try:
         if any(hasattr(type(x), "__tensor_flatten__") for x in (query, key, value)):
             return None  # a wrapper, such as DTensor, has rules for aten only

@@ -183,8 +183,8 @@ def _gathered(
         window=None,
     )
     out, weights = result if need_weights else (result, result.new_empty(0))
-    shape = (batch, queries, -1)
-    return out.view(shape), weights.view(shape) if need_weights else weights
+    out = out.view(batch, queries, value.shape[2])
+    return out, weights.view(row.shape) if need_weights else weights
 
 
 def _with_nan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.testing._internal.common_methods_invocations import op_db
 
+from fastattn.compat import stock_attention
 from fastattn.integrations.torch import activate
 from fastattn.ops._sdpa_plain import attend_plainly
 
@@ -127,6 +129,35 @@ def test_what_only_pytorch_serves_stays_its_own(active: None) -> None:
     torch.testing.assert_close(attend(q, k, v), expected)
     mask = torch.ones(5, 5, dtype=torch.bool)
     assert not is_ours(attend(q, k, v, mask, is_causal=True))  # an error of ours
+
+
+@pytest.mark.parametrize("backends", [[SDPBackend.FLASH_ATTENTION], [SDPBackend.MATH]])
+def test_a_key_without_heads_does_not_end_the_process(active: None, backends: Any) -> None:
+    query, key, value = (torch.ones(2, heads, 3, 8) for heads in (4, 0, 2))
+    with sdpa_kernel(backends), pytest.raises(RuntimeError, match="key must have heads"):
+        attend(query, key, value, enable_gqa=True)
+
+
+def test_empty_tensors_have_the_results_of_pytorch(active: None) -> None:
+    sizes = (0, 1, 2)
+    for heads in itertools.product(sizes, sizes, sizes):
+        for batch in ((2, 2, 2), (0, 0, 0), (0, 1, 0), (1, 0, 1)):
+            tensors = [
+                torch.ones(n, h, length, 8)
+                for n, h, length in zip(batch, heads, (3, 5, 5), strict=True)
+            ]
+            if all(x.numel() for x in tensors):
+                continue
+            found = []
+            for function in (attend, stock_attention):
+                try:
+                    found.append(function(*tensors))
+                except RuntimeError as error:
+                    found.append(str(error))
+            if isinstance(found[1], str):
+                assert found[0] == found[1]
+            else:
+                torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(

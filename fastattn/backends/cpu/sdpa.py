@@ -257,7 +257,7 @@ def scaled_dot_product_attention_backward(
         grad_lse = grad_lse.to(torch.float64).contiguous()
     # The gradients of a batch of calls share it, with stride 0; the kernels read it in order.
     lse = lse.contiguous()
-    empty = min(queries, keys) == 0  # the kernel writes nothing then
+    empty = min(heads, queries, keys) == 0  # the kernel writes nothing then
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)
     grad_value = empty_output(value, value_width)

@@ -80,12 +80,12 @@ def varlen_attention_backward(
     starts = _contiguous(cu_seqlens_q), _contiguous(cu_seqlens_k)
     widths = (query, query.shape[2]), (key, key.shape[2]), (value, value.shape[2])
     grads = [empty_output(x, width) for x, width in widths]
+    batch, heads = len(starts[0]) - 1, query.shape[1]
     # The kernel skips sequences without queries or without keys, and rows after the last sequence:
-    # their gradients are 0.
-    if _has_gaps(*starts, query.shape[0], key.shape[0]):
+    # their gradients are 0. Without heads it skips all.
+    if heads == 0 or _has_gaps(*starts, query.shape[0], key.shape[0]):
         for grad in grads:
             grad.zero_()
-    batch, heads = len(starts[0]) - 1, query.shape[1]
     dtype = accumulator(query.dtype)
     grad_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=dtype, device="cpu")
     parts = bias_starts = grad_table = None
@@ -132,7 +132,7 @@ def _sum_of_tables(parts: Tensor, sides: list[int], table: Tensor) -> Tensor:
     heads, size = table.shape[1:]
     grad = torch.zeros((heads, size), dtype=torch.float64, device="cpu")
     for side, part in zip(sides, parts.split([heads * (2 * n - 1) for n in sides]), strict=True):
-        grad[:, size // 2 - side + 1 : size // 2 + side] += part.view(heads, -1)
+        grad[:, size // 2 - side + 1 : size // 2 + side] += part.view(heads, 2 * side - 1)
     return grad.to(table.dtype)[None]
 
 

@@ -148,6 +148,9 @@ def differentiate(
     """Return the gradients of query, key, value, sinks, and arguments for the biases' kernels."""
     tensors = call.query, call.key, call.value
     grad_query, grad_key, grad_value = (empty_output(x, x.shape[-1]) for x in tensors)
+    if call.options.heads == 0:  # no program runs
+        grad_key.zero_()
+        grad_value.zero_()
     if given.out is None:
         given = given._replace(out=out.new_zeros(1).expand(out.shape))
     shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)

@@ -1,0 +1,227 @@
+"""Every dimension of every operator may be 0: the result of the reference, or its error.
+
+Fresh memory is NaN, so a result or a gradient that no kernel writes shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import flash_attn, masks
+from fastattn.bias import T5
+from fastattn.testing import Target
+
+SIZES = {"B": 2, "H": 4, "K": 2, "L": 3, "S": 5, "D": 8, "V": 6, "N": 3, "J": 2}
+
+Operands = tuple[Tensor, ...]
+
+
+def normal(*shape: int) -> Tensor:
+    draw = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=draw).requires_grad_()
+
+
+def heads(d: Any) -> Operands:
+    return normal(d.B, d.H, d.L, d.D), normal(d.B, d.K, d.S, d.D), normal(d.B, d.K, d.S, d.V)
+
+
+def packed(d: Any) -> Operands:
+    return normal(d.L, d.H, d.D), normal(d.S, d.K, d.D), normal(d.S, d.K, d.V)
+
+
+def starts(d: Any) -> tuple[Tensor, Tensor]:
+    parts = torch.arange(d.B + 1)
+    return parts * d.L // max(d.B, 1), parts * d.S // max(d.B, 1)
+
+
+def rows(d: Any) -> Operands:
+    return normal(d.B, d.L, d.D), normal(d.B, d.S, d.D), normal(d.B, d.S, d.V)
+
+
+def cache(d: Any) -> Operands:
+    return tuple(x.detach() for x in heads(d))
+
+
+# name: (the dimensions, the operands to differentiate by, the call)
+CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
+    "attention": (
+        "BHKLSDV",
+        heads,
+        lambda d, q, k, v: fastattn.scaled_dot_product_attention(
+            q, k, v, enable_gqa=True, return_lse=True, need_weights=True
+        ),
+    ),
+    "attention-biases": (
+        "BHKLSDV",
+        lambda d: (*heads(d), normal(d.L, d.S), normal(8, d.H)),
+        lambda d, q, k, v, mask, table: fastattn.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            enable_gqa=True,
+            window=(2, 1),
+            softcap=2.0,
+            sinks=torch.ones(d.H),
+            relative_bias=T5(table),
+        ),
+    ),
+    "attention-mask": (
+        "BHKLSDV",
+        heads,
+        lambda d, q, k, v: fastattn.scaled_dot_product_attention(
+            q, k, v, enable_gqa=True, mask=masks.causal() | masks.chunked(2)
+        ),
+    ),
+    "varlen": (
+        "BHKLSDV",
+        packed,
+        lambda d, q, k, v: fastattn.varlen_attention(
+            q, k, v, *starts(d), is_causal=True, return_lse=True
+        ),
+    ),
+    "varlen-biases": (
+        "BHKLSDV",
+        lambda d: (*packed(d), normal(8, d.H)),
+        lambda d, q, k, v, table: fastattn.varlen_attention(
+            q, k, v, *starts(d), relative_bias=T5(table), sinks=torch.ones(d.H)
+        ),
+    ),
+    "decode": (
+        "BHKLSDV",
+        lambda d: (),
+        lambda d: fastattn.decode_attention(*cache(d), min(2, d.S), return_lse=True),
+    ),
+    "decode-pages": (
+        "BHKLSDVN",
+        lambda d: (),
+        lambda d: fastattn.decode_attention(
+            normal(d.B, d.H, d.L, d.D).detach(),
+            normal(6, d.K, d.S, d.D).detach(),
+            normal(6, d.K, d.S, d.V).detach(),
+            min(2, d.S * d.N),
+            block_table=torch.arange(d.B * d.N).view(d.B, d.N),
+        ),
+    ),
+    "flash": (
+        "BHKLSDV",
+        heads,
+        lambda d, q, k, v: flash_attn.flash_attn_func(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True
+        ),
+    ),
+    "memory-hops": (
+        "BLSDN",
+        lambda d: (normal(d.B, d.L, d.D), normal(d.B, d.S, d.D), normal(d.D, d.D)),
+        lambda d, u, m, h: fastattn.memory_hop_attention(u, m, m, hops=d.N, hop_proj=h),
+    ),
+    "additive": (
+        "BLSDV",
+        lambda d: (*rows(d), normal(d.D)),
+        lambda d, q, k, v, w: fastattn.additive_attention(q, k, v, w, need_weights=True),
+    ),
+    "luong": (
+        "BLSDV",
+        rows,
+        lambda d, q, k, v: fastattn.luong_attention(
+            q, k, v, method="dot", window="local-p", positions=torch.ones(d.B, d.L)
+        ),
+    ),
+    "luong-concat": (
+        "BLSDV",
+        rows,
+        lambda d, q, k, v: fastattn.luong_attention(
+            q,
+            k,
+            v,
+            method="concat",
+            weight=(normal(4, 2 * d.D).detach(), normal(4).detach()),
+            window="local-p",
+            positions=torch.ones(d.B, d.L),
+            need_weights=True,
+        ),
+    ),
+    "hopfield": (
+        "BKLSD",
+        lambda d: (normal(d.B, d.K, d.L, d.D), normal(d.B, d.K, d.S, d.D)),
+        lambda d, x, m: fastattn.hopfield_retrieve(x, m, update_steps_max=2, need_weights=True),
+    ),
+    "encode-memory": (
+        "BNJSD",
+        lambda d: (normal(d.S, d.D), normal(d.N, d.D)),
+        lambda d, w, t: fastattn.encode_memory(
+            torch.zeros(d.B, d.N, d.J, dtype=torch.int64), w, temporal=t, padding_idx=0
+        ),
+    ),
+    "sinusoidal": (
+        "BLD",
+        lambda d: (normal(d.B, d.L, d.D),),
+        lambda d, x: fastattn.sinusoidal_encoding(x, padding_idx=2),
+    ),
+    "merge-states": (
+        "BKLV",
+        lambda d: (normal(d.B, d.K, d.L, d.V), normal(d.B, d.K, d.L)) * 2,
+        lambda d, a, of_a, b, of_b: fastattn.merge_states(a, of_a, b, of_b),
+    ),
+}
+
+
+def zeros(dimensions: str) -> Iterator[tuple[str, ...]]:
+    """The dimensions that are 0: none, one, two or all."""
+    for count in (0, 1, 2, len(dimensions)):
+        yield from itertools.combinations(dimensions, count)
+
+
+def outcome(name: str, empty: tuple[str, ...]) -> list[Tensor] | Exception:
+    """The results and the gradients, or the error."""
+    _, operands, call = CALLS[name]
+    sizes = SimpleNamespace(**{**SIZES, **dict.fromkeys(empty, 0)})
+    leaves = operands(sizes)
+    try:
+        found = call(sizes, *leaves)
+        found = [found] if isinstance(found, Tensor) else list(found)
+        parts = [x.double().sin().sum() for x in found if x.requires_grad]
+        if parts:
+            grads = torch.autograd.grad(torch.stack(parts).sum(), leaves, materialize_grads=True)
+            found += grads
+    except (IndexError, RuntimeError, ValueError) as error:
+        return error
+    return [x.detach() for x in found]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sizes_of_zero(name: str, engine: Target) -> None:
+    for empty in zeros(CALLS[name][0]):
+        ours = outcome(name, empty)
+        with fastattn.use_backend("reference"):
+            theirs = outcome(name, empty)
+        if isinstance(theirs, Exception):
+            assert isinstance(ours, type(theirs)), f"{empty}: {ours!r}"
+            assert str(ours) == str(theirs)
+            assert re.search("must (be|not|divide)", str(theirs))
+        else:
+            assert not isinstance(ours, Exception), f"{empty}: {ours!r}"
+            for x, y in zip(ours, theirs, strict=True):
+                assert x.shape == y.shape, empty
+                # Of float32 on both sides: relative to the largest element, as sums cancel.
+                largest = max([1.0, *y[y.isfinite()].abs().flatten().tolist()])
+                assert torch.allclose(x, y, rtol=1e-5, atol=1e-5 * largest), empty
+
+
+@pytest.mark.parametrize("heads", [(0, 0, 2), (0, 2, 0), (0, 0, 0), (0, 2, 2)])
+def test_grouped_queries_without_heads(heads: tuple[int, int, int], choice: str) -> None:
+    query, key, value = (
+        normal(2, n, length, 8) for n, length in zip(heads, (3, 5, 5), strict=True)
+    )
+    out = fastattn.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    assert out.shape == (2, 0, 3, 8)
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), (query, key, value)))
