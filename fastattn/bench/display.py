@@ -17,7 +17,7 @@ from fastattn.bench.summary import Row, option_words, summarise
 # The columns that identify a row, and those of each metric.
 HEAD = ("cell", "dtype", "pass", "provider")
 METRICS = {
-    "time": ("ms", "± IQR/2"),
+    "time": ("ms", "±"),
     "gflops": ("GFLOP/s",),
     "peak": ("% of peak",),
     "gbs": ("GB/s",),
@@ -136,8 +136,8 @@ def table_line(row: Row) -> dict[str, str]:
         interval = f"[{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
         speedup = f"{row['speedup']:.2f}× {interval} {row['verdict']}"
     return texts | {
-        "ms": milliseconds(row["ms"]),
-        "± IQR/2": spread + (" busy" if row["busy"] else ""),
+        "ms": ("busy " if row["busy"] else "") + milliseconds(row["ms"]),
+        "±": spread,
         "GFLOP/s": f"{row['gflops']:.0f}",
         "GB/s": f"{row['gbs']:.1f}",
         "% of peak": _peak_text(row),
@@ -238,7 +238,8 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"{provider} against {ours[0]['baseline']}: "
             f"{count['FASTER']} of {len(ours)} cells faster, {count['SLOWER']} slower, "
-            f"{count['SAME'] + count['UNSURE']} the same or unsure; "
+            f"{count['SAME']} the same, {count['UNSURE']} unsure"
+            f"{' (whose 95 % interval reaches 1)' if count['UNSURE'] else ''}; "
             f"{ratios[0]:.2f}× to {ratios[-1]:.2f}×, median {ratios[len(ratios) // 2]:.2f}×."
         )
     faults: dict[str, int] = {}
@@ -259,14 +260,29 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
             f"{skipped} of {len(result.cells)} cells were not measured: the time budget of "
             f"{budget:.0f} s was used up (--time-budget)."
         )
-    discarded = sum(row["discarded"] or 0 for row in rows)
-    if discarded:
-        lines.append(f"{discarded} samples discarded: the machine was busy with something else.")
-    busy = sum(bool(row["busy"]) for row in rows)
-    if busy:
-        lines.append(f"{busy} rows: no round was undisturbed, do not trust their times.")
+    lines += _about_busy_rounds(rows)
     checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
     lines.append(f"{checked} results were compared with fp64 before being timed, and are right.")
     if result.ended != "complete":
         lines.append(f"The run was {result.ended}; these are the cells measured until then.")
+    return lines
+
+
+def _about_busy_rounds(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    absolute = "ms, GFLOP/s and % of peak"
+    if discarded := sum(row["discarded"] or 0 for row in rows):
+        lines.append(f"{discarded} samples of busy rounds are left out of {absolute}.")
+    if busy := sum(bool(row["busy"]) for row in rows):
+        timed = sum(row["ms"] is not None for row in rows)
+        lines.append(
+            f"{busy} of {timed} rows are busy: something else used the cores in most of their "
+            f"rounds, so do not trust {absolute}."
+        )
+    compared = [row for row in rows if row["speedup"] is not None]
+    if disturbed := sum(not row["comparable"] for row in compared):
+        lines.append(
+            f"{disturbed} of {len(compared)} speed-ups are of disturbed rounds, so their intervals "
+            "are wide."
+        )
     return lines

@@ -23,7 +23,7 @@ from fastattn.bench.results import Result
 from fastattn.bench.summary import summarise
 
 _WIDE = 130
-_ONLY_WHEN_WIDE = ("± IQR/2", "GFLOP/s", "peak MB", "rel. error")
+_ONLY_WHEN_WIDE = ("±", "GFLOP/s", "peak MB", "rel. error")
 _REDRAW_SECONDS = 0.25
 _KEEP_LINES = 16  # of the live table; the complete table is printed at the end
 
@@ -86,14 +86,18 @@ def rich_table(
     for column in shown:
         numeric = column not in ("cell", "dtype", "pass", "provider", "speed-up")
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-    previous = None
+    previous, shape = None, ""
     for row in rows:
         line = table_line(row)
         head = (line["cell"], line["dtype"], line["pass"])
-        if head == previous:
-            line |= {"cell": "", "dtype": "", "pass": ""}
-        elif previous is not None:
-            table.add_section()
+        if head == previous:  # the shape of a cell with a label is below it
+            line |= {"cell": shape, "dtype": "", "pass": ""}
+            shape = ""
+        else:
+            if previous is not None:
+                table.add_section()
+            shape = line["cell"] if row["label"] else ""
+            line["cell"] = row["label"] or line["cell"]
         previous = head
         table.add_row(*(line[column] for column in shown), style=verdict_colour(row))
     return table

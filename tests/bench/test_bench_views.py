@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import re
 import shutil
@@ -255,6 +257,22 @@ def test_the_table_has_the_columns_that_are_asked_for() -> None:
     head = table.splitlines()[0]
     assert re.split(r"\s{2,}", head) == [*display.HEAD, "GB/s", "% of roof", "speed-up"]
     assert bench("run", "--metric", "luck") == cli.USAGE
+
+
+def test_the_table_on_the_screen_names_the_model_above_its_shape() -> None:
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    from fastattn.bench.live import rich_table
+
+    result = a_result()
+    result.cells[0].cell = dataclasses.replace(result.cells[0].cell, label="A model")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(rich_table(summary.summarise(result), console.width))
+    lines = [re.split(r"\s*[│┃]\s*", line)[1:5] for line in console.export_text().splitlines()]
+    head = ["A model", "fp32", "fwd", "torch"]
+    assert lines[3:5] == [head, ["sdpa B=1,H=2,L=16,D=8", "", "", "fastattn"]]
+    assert ["sdpa B=1,H=2,L=32,D=8", "fp32", "fwd", "torch"] in lines  # without a label
 
 
 def test_energy_is_shown_where_it_was_counted() -> None:
