@@ -32,6 +32,8 @@ def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, ...]) -> None:
 def _backward(
     ctx: Any, grad_out: Tensor | None, _trace: None, _stats: None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    if not ctx.options.weights:  # ignore the gradient of the empty placeholder
+        grad_weights = None
     if grad_out is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
     query, in_memory, out_memory, hop_proj, _mask, bias, *_ = ctx.needs_input_grad
