@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   the Python to make the environment with
 #   VENV=.venv          where to make it
 #   ARGS="..."          passed on to pytest or to the benchmark
-#   COUNTS=1            test and test-slow must compare the machine code of the GPU kernels with
+#   COUNTS=1            test-complete and test-slow must compare the machine code of the GPU kernels with
 #                       docs/machine-code.md, with the nvcc that it is from
 
 PYTHON ?= python3
@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
-check test test-full test-slow test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
+check test test-complete test-full test-slow test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` builds them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
@@ -41,7 +41,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench check test test-full test-slow test-isas arm test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
+.PHONY: help bench check test test-complete test-full test-slow test-isas arm test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -49,8 +49,11 @@ help: ## list the targets
 bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 4 minutes on two cores
 	$(BIN)/python -m fastattn bench run --preset dropin --rounds 9 --time-budget 55 --out bench-results $(ARGS)
 
-test: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## run all tests but the slow ones; < 15 minutes on two cores
+test: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## all operators and tools, on a sample of all combinations of options; < 6 minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
+
+test-complete: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## all tests but the slow ones, on all combinations; half an hour
+	$(PYTEST) --complete -m "not slow" $(ARGS)
 
 # What all operators share, and the operators that FILES name by the beginnings of their stems. The
 # module is then of this machine's instruction set alone; `make test` links the others again.
@@ -64,9 +67,9 @@ check: $(VENV)/.stamp-test ## after a change of FILES="...": recompile for this 
 # From PyPI, without a driver.
 PINNED_NVCC := build/nvcc
 ifeq ($(COUNTS),1)
-test test-slow: $(PINNED_NVCC)/.stamp
-test test-slow: export PATH := $(abspath $(PINNED_NVCC))/nvidia/cu13/bin:$(PATH)
-test test-slow: export FASTATTN_REQUIRE_COUNTS := 1
+test-complete test-slow: $(PINNED_NVCC)/.stamp
+test-complete test-slow: export PATH := $(abspath $(PINNED_NVCC))/nvidia/cu13/bin:$(PATH)
+test-complete test-slow: export FASTATTN_REQUIRE_COUNTS := 1
 endif
 $(PINNED_NVCC)/.stamp: .ci/requirements/nvcc.txt | $(VENV)/.stamp-venv
 	rm -rf $(PINNED_NVCC)
@@ -74,16 +77,16 @@ $(PINNED_NVCC)/.stamp: .ci/requirements/nvcc.txt | $(VENV)/.stamp-venv
 	touch $@
 
 # Hours. Each part is a target of its own, so that one that failed can be run again alone.
-test-full: test test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers test-slow ## test and the eight below, one after the other
+test-full: test-complete test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers test-slow ## test-complete and the eight below, one after the other
 
 test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch compiled, packaging, long benchmarks
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) --complete -m slow $(ARGS)
 
 # All other tests run on one instruction set, except those that go through all of them.
 test-isas: build $(VENV)/.stamp-test ## every case on every instruction set of this machine, and all tests but the slow ones
 	$(BIN)/python -m fastattn verify --isa all --complete
 	for isa in $$($(BIN)/python -c 'from fastattn.backends.cpu import _cpu; i = _cpu.build_info(); print(*(s for s in i["supported"] + i["emulated"] if s != i["isa"].split(",")[0]))'); do \
-	  FASTATTN_CPU_ISA=$$isa $(PYTEST) -m "$(WITH_KERNELS) and not every_isa" $(WITHOUT_KERNELS) $(ARGS) || exit; \
+	  FASTATTN_CPU_ISA=$$isa $(PYTEST) --complete -m "$(WITH_KERNELS) and not every_isa" $(WITHOUT_KERNELS) $(ARGS) || exit; \
 	done
 
 # The kernels are compiled for arm64 and run under QEMU, in a Python of Debian.
@@ -127,7 +130,7 @@ test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under A
 	cd $(SANITIZED) && \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=lib \
-	$(PYTEST) -m "$(WITH_KERNELS)" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
+	$(PYTEST) --complete -m "$(WITH_KERNELS)" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
 
 # `make test` takes the newest Triton. The interpreter of Triton 3.6 needs NumPy below 2.4.
 OLDEST_TRITON := $(VENV)/triton-3.6
@@ -143,7 +146,7 @@ test-torch: build $(VENV)/.stamp-test ## every promised torch, one after the oth
 	for version in $(TORCH_VERSIONS); do \
 	  rm -rf $(OTHER_TORCH) && \
 	  $(PIP) install --quiet --target $(OTHER_TORCH) $(addprefix --find-links=,$(TORCH_WHEELS)) torch==$$version && \
-	  PYTHONPATH=$(abspath $(OTHER_TORCH)) $(PYTEST) tests/core/test_compat.py $(ARGS) || exit; \
+	  PYTHONPATH=$(abspath $(OTHER_TORCH)) $(PYTEST) --complete tests/core/test_compat.py $(ARGS) || exit; \
 	done
 	rm -rf $(OTHER_TORCH)
 
@@ -157,7 +160,7 @@ test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promis
 	  rm -rf $(OTHER_TRANSFORMERS) && \
 	  $(PIP) install --quiet --target $(OTHER_TRANSFORMERS) transformers==$$version && \
 	  PYTHONPATH=$(abspath $(OTHER_TRANSFORMERS)) HF_HUB_OFFLINE=1 \
-	    $(PYTEST) -m "not slow" tests/integrations $(ARGS) || exit; \
+	    $(PYTEST) --complete -m "not slow" tests/integrations $(ARGS) || exit; \
 	done
 	rm -rf $(OTHER_TRANSFORMERS)
 

@@ -14,6 +14,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.display import PlainWatcher
 
 
+@pytest.mark.complete
 def test_the_time_budget_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     bench(

@@ -325,6 +325,7 @@ def test_without_transformers_the_extra_is_named(
     assert "pip install fastattn[transformers]" in capsys.readouterr().err
 
 
+@pytest.mark.complete
 def test_a_run_measures_stock_and_ours(tmp_path: Path) -> None:
     path = tmp_path / "models.json"
     run = ("--threads", "1", "--rounds", "1", "--quiet", "--timeout", "300", "--json", str(path))

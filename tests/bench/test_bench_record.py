@@ -115,6 +115,7 @@ def test_packed_sequences_decoding_and_retrieval_are_recorded(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.complete
 def test_a_program_is_recorded_and_its_exit_code_kept(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.complete
 def test_a_row_beyond_the_peak_fails_the_run(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_row_beyond_the_peak_fails_the_run(
     assert [row["impossible"] for row in rows] == [False, True]
 
 
+@pytest.mark.complete
 def test_the_peak_beside_a_call_lasts_about_as_long_as_it(fakes: Path, tmp_path: Path) -> None:
     bench(
         *("run", "--shapes", "B=1,H=1,L=5|60|300,D=8", "--threads", "1", "--rounds", "1"),
@@ -103,6 +105,7 @@ def test_the_peak_beside_a_call_lasts_about_as_long_as_it(fakes: Path, tmp_path:
     assert set(long) == {0.1}
 
 
+@pytest.mark.complete
 def test_bad_providers_are_named_and_the_good_survive(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +161,7 @@ def test_who_fails_while_being_timed_is_named_and_the_others_go_on(
         assert reason in rows[name]["reason"]
 
 
+@pytest.mark.complete
 def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     shapes = ("--shapes", "H=1,L=1000000000", "--shapes", "H=1,L=4")
@@ -192,6 +196,7 @@ def test_a_provider_that_keeps_failing_is_given_up(fakes: Path, tmp_path: Path) 
     assert "disabled after 3 failures" in rows[3]["reason"]
 
 
+@pytest.mark.complete
 def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     code = bench(
@@ -230,6 +235,7 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "<svg" in dark.read_text()
 
 
+@pytest.mark.complete
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "fastattn", "bench", "run", "--providers", "torch"),
@@ -258,6 +264,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert kept.cells[0].rounds
 
 
+@pytest.mark.complete
 def test_a_full_disk_is_named_and_the_table_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,6 +305,7 @@ def test_a_run_is_resumed(
     assert again.cells[0].rounds != both.cells[0].rounds
 
 
+@pytest.mark.complete
 def test_the_folder_of_this_processor_stands_in_a_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,6 +428,7 @@ def test_a_machine_whose_cores_are_all_busy_is_noticed(tmp_path: Path) -> None:
         assert not row["comparable"]
 
 
+@pytest.mark.complete
 def test_calls_find_the_memory_that_the_one_before_freed() -> None:
     program = """
 import resource, torch

@@ -31,6 +31,7 @@ from fastattn.testing.proofs import PROOFS
 from fastattn.testing.selftest import SELFTESTS
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.complete
 
 
 @pytest.fixture

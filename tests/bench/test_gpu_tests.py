@@ -195,6 +195,7 @@ PROOFS["merge_states"] = dataclasses.replace(proof, cases=proof.cases[:2])
 """
 
 
+@pytest.mark.complete
 def test_the_commands_fail_for_a_wrong_kernel(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     record = tmp_path / "step.jsonl"

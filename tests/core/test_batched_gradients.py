@@ -106,6 +106,7 @@ def test_old_style_of_the_reference(name: str) -> None:
         test_old_style(name)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", CASES)
 def test_old_style_again(name: str) -> None:
     """Batched gradients are differentiated, one by one and in a batch."""
@@ -353,6 +354,7 @@ def test_the_samples_of_attention() -> None:
     assert count > 3
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "name",
     ["MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer"],

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from bench_results import SMALL
 
 import fastattn
 from fastattn import builds, cli, evidence, info
@@ -138,6 +139,7 @@ def test_interruption_exits_with_130(command: ModuleType) -> None:
     assert cli.main(["probe"]) == 130
 
 
+@pytest.mark.complete
 def test_a_reader_that_leaves_is_no_error() -> None:
     script = "import sys; from fastattn.cli import main; sys.exit(main(['info', '--json']))"
     reader, writer = os.pipe()
@@ -154,6 +156,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.complete
 def test_a_command_loads_no_other_command() -> None:
     script = """if True:
         import sys
@@ -227,11 +230,13 @@ def test_info_names_the_instruction_sets(native: ModuleType) -> None:
     assert facts["backends"]["cpu"]["compiler"] in text
 
 
+@pytest.mark.complete
 def test_info_follows_a_forced_instruction_set(native: ModuleType) -> None:
     done = fastattn_command("info", "--json", FASTATTN_CPU_ISA="baseline")
     assert json.loads(done.stdout)["isa"]["isa"] == "baseline"
 
 
+@pytest.mark.complete
 def test_info_survives_a_wrong_instruction_set(native: ModuleType) -> None:
     done = fastattn_command("info", FASTATTN_CPU_ISA="mmx")
     assert done.returncode == 0, done.stderr
@@ -281,14 +286,22 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
     assert "reference" in done.stdout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("op", ops.OPS)
 def test_explain_takes_every_operator(
     op: str, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a device that PyTorch was built without, too."""
-    name, passes = ops.get(op).FUNCTION, ops.get(op).PASSES
-    arguments = ["--op", name, "--pass", ",".join(passes), "--dtype", "fp64,bf16"]
+    passes = ops.get(op).PASSES
+    arguments = [
+        "--shapes",
+        f"{op} {SMALL[op]}",
+        "--pass",
+        ",".join(passes),
+        "--dtype",
+        "fp64,bf16",
+    ]
     assert cli.main(["explain", "--device", device, *arguments]) == 0
     printed = capsys.readouterr().out
     assert op in printed

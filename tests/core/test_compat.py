@@ -132,6 +132,7 @@ def _quiet() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", QUICK + SLOW, ids=lambda f: f.__name__)
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize("operator", operators())
@@ -155,6 +156,7 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 _PRESENT = [name for name, there in compat.NAMES.items() if there]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("part", range(2))  # each imports PyTorch once, which takes a while
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_without_each_name(part: int, every: int) -> None:
@@ -197,6 +199,7 @@ def errors() -> dict[str, str]:
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("version", _REFUSED)
 def test_a_version_out_of_range_is_refused_by_name(version: str, errors: dict[str, str]) -> None:
     last = errors[version].splitlines()[-1]
@@ -297,6 +300,7 @@ def test_info_warns_of_a_second_runtime() -> None:
     assert "libgomp.so.1 is loaded too" in described([hashed, own], hashed)
 
 
+@pytest.mark.complete
 def test_info_sees_a_second_runtime(hashed_runtime: Path) -> None:
     script = f"""if True:
         import ctypes

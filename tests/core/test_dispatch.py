@@ -118,6 +118,7 @@ assert "not built: " in str(fastattn.explain("scaled_dot_product_attention", x, 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("version", ["0.0.1", fastattn.__version__])
 def test_cuda_kernels_of_another_version_are_refused(version: str) -> None:
     """They are a package of their own, which pip can leave behind at an upgrade of fastattn."""

@@ -146,6 +146,7 @@ def test_every_page_with_code_is_run() -> None:
     assert with_code - OTHER_TESTS == set(PAGES)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", PAGES)
 def test_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

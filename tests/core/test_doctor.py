@@ -306,6 +306,7 @@ def test_flushed_subnormals_are_seen() -> None:
     assert doctor.collect()["subnormal_slowdown"] > 0
 
 
+@pytest.mark.complete
 def test_it_sees_what_a_module_of_the_program_changes(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import torch\ntorch.set_num_threads(1000)\n")
     done = subprocess.run(

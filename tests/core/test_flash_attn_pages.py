@@ -172,6 +172,7 @@ def test_the_gradients_of_shared_pages_have_the_same_bits_each_time() -> None:
     assert all(torch.equal(gradient(), want) for _ in range(5))
 
 
+@pytest.mark.complete
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("longest", [33, 40, 1000, None])

@@ -262,6 +262,7 @@ def test_tensors_without_memory_count_as_others(kind: str) -> None:
             assert got["hopfield_retrieve"] == 2 * 2 * 36 * 4 * 8
 
 
+@pytest.mark.complete
 def test_the_counter_is_not_imported_for_it() -> None:
     """Its module imports Triton. The formulas are there from its import on, before any call."""
     program = """

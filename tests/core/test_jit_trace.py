@@ -167,6 +167,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("alignment", ["upper_left", "bottom_right"])
 @pytest.mark.parametrize("mask", list(MASKS))
 def test_masks_of_positions(mask: str, alignment: str, backend: str) -> None:

@@ -69,6 +69,7 @@ def gradient(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable
 # --- gradients -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_gradient_no_graph(backend: str, name: str) -> None:
     function, inputs = OPERATORS[name]()
@@ -128,6 +129,7 @@ def mixed(count: int) -> tuple[int | None, ...]:
     return tuple(None if 0 < n == count - 1 else (0, -1)[n % 2] for n in range(count))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in UNDRAWN if name in OPERATORS])
 def test_vmap_of_values_and_gradients(backend: str, name: str) -> None:
     """Over all arguments, over each alone, and over different dimensions of them."""
@@ -150,6 +152,7 @@ def test_vmap_of_forward_over_reverse(name: str) -> None:
 # --- the compiler ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_a_graph_break(backend: str, name: str) -> None:

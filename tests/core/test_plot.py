@@ -119,6 +119,7 @@ def test_errors(call: Any, error: type[Exception], message: str) -> None:
         call()
 
 
+@pytest.mark.complete
 def test_without_matplotlib_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"

@@ -72,6 +72,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # -- what it serves -------------------------------------------------------------------------------
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("part", range(4))
 def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:

@@ -39,6 +39,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.complete
 def test_without_numpy_it_skips_what_needs_it_and_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY, *ONE],
@@ -79,6 +80,7 @@ def test_a_wrong_result_fails_it(
     assert "grad_value" in str(failure.get("message"))
 
 
+@pytest.mark.complete
 def test_an_exception_is_a_failure_of_its_case_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,6 +227,7 @@ def result(library: Any, name: str, a: Any, b: Any, c: Any, mask: int) -> Any:
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", JUDGES)
 def test_an_instruction(library: Any, name: str) -> None:
     for seed in range(200):

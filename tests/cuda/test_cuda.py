@@ -56,13 +56,36 @@ def _is_for_the_slow_run(n: int, case: Case) -> bool:
 # keeps its bound in 16 bits.
 BEYOND = pytest.mark.xfail(reason="a limit of float32: Large scores in docs/cuda-kernels.md")
 
+# By these the mutants of test_cuda_mutants.py are judged.
+NAMES = """head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask-padding-poison
+mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causal mask-steep
+window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layout-transposed
+dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left
+lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
+mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
+decode-1x63-group-8-head_dim-129-value-136 sinks-40x1 sinks-bh sinks-nan-queries relative-bh
+relative-130x130-causal relative-65x16-causal relative-mask-float_inf relative-grid relative-any
+program-causal program-documents_b program-groups program-function program-not_function
+program-block_mask program-heads program-many program-dropout-weights-1 program-sinks-nan-queries
+program-mask-finfo-min program-gap-1x700""".split()
+
+
+def _is_chosen(n: int, case: Case) -> bool:
+    """For `make test`: of the options whose cases for the mutants take long, others as well."""
+    others = ("relative-", "program-", "sinks-", "head_dim-")
+    return case.name in NAMES or (case.name.startswith(others) and n // 3 % 6 == 0)
+
+
 WORK = [
     pytest.param(
         case,
         dtype,
         n,
         id=f"{case.name}-{str(dtype).removeprefix('torch.')}",
-        marks=BEYOND if (case.name, dtype) == ("scale-1e+09", torch.float32) else (),
+        marks=[
+            *([BEYOND] if (case.name, dtype) == ("scale-1e+09", torch.float32) else []),
+            *([] if _is_chosen(n, case) else [pytest.mark.complete]),
+        ],
     )
     for n, case in enumerate(TABLE)
     for m, dtype in enumerate(DTYPES)
@@ -83,6 +106,7 @@ def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) ->
     assert verdict.ok, "\n".join(verdict.faults)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "dtype"), large_scores(*DTYPES))
 def test_large_scores(adapter: ModuleType, case: Case, dtype: torch.dtype) -> None:
     verdict = check(case, dtype, Emulated(adapter, 3))  # type: ignore[arg-type]
@@ -147,6 +171,7 @@ for n, case in enumerate(cases[:: int(sys.argv[1])]):
 """
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
 def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
@@ -161,6 +186,7 @@ SAME_TABLE = Case("same-table", heads=2, q_len=90, k_len=150, relative_bias="h")
 SAME_PROGRAM = Case("same-program", heads=2, q_len=90, k_len=150, program="many", sinks="h")
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -189,6 +215,7 @@ CAUSAL = Case("nan", q_len=190, k_len=190, causal="upper_left")
 TRIANGLE = Case("nan-mask", q_len=190, k_len=190, mask="tril", mask_dims="qk")
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(CAUSAL, torch.bfloat16), (TRIANGLE, torch.float32)],
@@ -342,6 +369,7 @@ for wild in (10**9, -(10**9)):
 """
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_positions_lead_nowhere_outside_the_table(adapter: ModuleType) -> None:
     run_fenced(_WILD)
@@ -418,6 +446,7 @@ torch.testing.assert_close(found, want)
 """
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_reads_no_tile_that_a_program_hides(adapter: ModuleType) -> None:
     run_fenced(_HIDDEN)
@@ -449,6 +478,7 @@ assert not out.any()
 """
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_reads_nothing_past_the_end_of_a_program_that_is_not_valid(adapter: ModuleType) -> None:
     run_fenced(_INVALID)

@@ -105,10 +105,10 @@ def test_the_page_on_machine_code_is_that_of_the_counts() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".github").exists(), reason="an sdist has no .github")
-def test_ci_requires_the_counts_that_the_page_promises() -> None:
-    assert "\nmake test COUNTS=1\n" in (ROOT / ".ci/run").read_text()
+def test_the_nightly_workflow_requires_the_counts_that_the_page_promises() -> None:
     nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
     assert '- run: make "$TARGET" COUNTS=1\n' in nightly
+    assert "          - test-complete\n" in nightly
     assert "          - test-slow\n" in nightly
 
 
@@ -333,6 +333,7 @@ def counted(when: str) -> list[Any]:
     ]
 
 
+@pytest.mark.complete
 @needs_nvcc
 @pytest.mark.parametrize(("name", "element", "arch"), counted(machine_code.EACH))
 def test_kernels_neither_spill_nor_cost_more(
@@ -343,6 +344,7 @@ def test_kernels_neither_spill_nor_cost_more(
     check_counts(cubin, machine_code.CHIPS[arch])
 
 
+@pytest.mark.complete
 @needs_nvcc
 def test_backward_kernels_for_hopper_neither_spill_nor_cost_more(tmp_path: Path) -> None:
     """Those without options: the others take most of the time to compile."""

@@ -112,6 +112,7 @@ def _faults(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> l
     return [*faults, *verdict.faults]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "dtype"), large_scores(*DTYPES))
 def test_large_scores(adapter: ModuleType, case: Case, dtype: torch.dtype) -> None:
     assert _is_for_hopper(make_inputs(case, dtype))
@@ -250,6 +251,7 @@ WORK = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "dtype", "seed"), WORK)
 def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> None:
     assert _faults(adapter, case, dtype, seed) == []
@@ -315,6 +317,7 @@ def _packed_faults(
     return [*verdict.faults, *([] if took == takes else [f"the kernel for Hopper ran: {took}"])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "dtype", "seed"),
     [
@@ -345,6 +348,7 @@ PLAIN = Case("bits", heads=4, kv_heads=2, q_len=150, k_len=330, head_dim=128, ca
 OPTIONS = replace(PLAIN, mask="float_inf", k_len=170, head_dim=64, dropout_p=0.1)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("case", [PLAIN, OPTIONS], ids=["plain", "options"])
 def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, case: Case) -> None:
     inputs = make_inputs(case, torch.bfloat16)
@@ -354,6 +358,7 @@ def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, case: Case) 
             assert torch.equal(found, other[name]), name
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("case", [PLAIN, replace(OPTIONS, dropout_p=0.0)], ids=["plain", "options"])
 def test_same_bits_whatever_else_is_in_the_batch(adapter: ModuleType, case: Case) -> None:
     """Except for dropout, which counts the batch entries."""
@@ -512,6 +517,7 @@ assert adapter._cuda.take_launches()[FORWARD] > 5
 """
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("every", [47, pytest.param(1, marks=pytest.mark.slow)])
 def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:

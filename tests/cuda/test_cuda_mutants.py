@@ -21,7 +21,7 @@ import mutants
 import pytest
 import torch
 from emulated import Emulated
-from test_cuda import ONE_KEY, inexact_gradients
+from test_cuda import NAMES, ONE_KEY, inexact_gradients
 from test_cuda_hopper import NAN_QUERY, nan_query_faults
 from test_cuda_operators import TABLES
 
@@ -287,17 +287,6 @@ MUTANTS = [
 ]  # fmt: skip
 
 # Cases of attention that between them meet every part of its kernels.
-NAMES = """head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask-padding-poison
-mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causal mask-steep
-window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layout-transposed
-dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left
-lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
-mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
-decode-1x63-group-8-head_dim-129-value-136 sinks-40x1 sinks-bh sinks-nan-queries relative-bh
-relative-130x130-causal relative-65x16-causal relative-mask-float_inf relative-grid relative-any
-program-causal program-documents_b program-groups program-function program-not_function
-program-block_mask program-heads program-many program-dropout-weights-1 program-sinks-nan-queries
-program-mask-finfo-min program-gap-1x700""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 STEEP = Case("steep", q_len=100, k_len=90, scale=3e6, weights=1)

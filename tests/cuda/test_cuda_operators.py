@@ -102,6 +102,7 @@ WORK = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("table", "case", "dtype", "seed"), WORK)
 def test_case(adapter: ModuleType, table: Table, case: Any, dtype: torch.dtype, seed: int) -> None:
     verdict = table.check(case, dtype, Emulated(adapter, seed))

@@ -138,6 +138,7 @@ def built_with(mutant: Mutant, source: str, element: str, folder: Path) -> Path:
     return emulator.build_changed(csrc, folder / "build", [source], element)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "stem",
     [x if x == "merge_states" else pytest.param(x, marks=pytest.mark.slow) for x in MUTANTS],

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import emulator
+import pytest
 from child_process import run_python
 from mutants import Mutant
 from test_cuda_selftest import copied_sources
@@ -117,6 +118,7 @@ def shape_of(kernel: str) -> str:
     return re.sub(r"\b\d+\b", "n", kernel)
 
 
+@pytest.mark.complete
 def test_every_kernel_of_an_operator_is_checked(tmp_path: Path) -> None:
     library = recorded_module(tmp_path)
     done = run_python("-c", RECORD, str(library))

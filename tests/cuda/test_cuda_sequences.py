@@ -36,6 +36,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
 def test_packed_sequences_have_the_bits_of_each_alone(
@@ -225,6 +226,7 @@ for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5), ("r
 """
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("every", [19, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_beyond_the_tensors_is_touched(adapter: ModuleType, every: int) -> None:

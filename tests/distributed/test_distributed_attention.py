@@ -75,15 +75,22 @@ def check_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
     assert torch.equal(found["lse"], lse), "lse has other bits than on one process"
 
 
-def test_every_case_on_one_to_four_ranks(tmp_path: Path) -> None:
-    jobs = [("distributed_cases:run_cases", ranks) for ranks in (1, 2, 3, 4)]
-    more = ["distributed_uses:run_uses", "distributed_counts:run_counts"]
-    more.append("distributed_counts:run_memories")
-    every = rank_group.run(tmp_path, [*jobs, *((name, 4) for name in more)])
-    assert all(result is not None for group in every for result in group)
-    *results, uses, counts, memories = every
+@pytest.mark.parametrize("numbers", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.complete)])
+def test_every_case(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    jobs = [("distributed_cases:run_cases", ranks) for ranks in numbers]
+    results = rank_group.run(tmp_path, jobs)
+    assert all(result is not None for group in results for result in group)
     wrong = failures(CASES, results)
     assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
+
+
+@pytest.mark.complete
+def test_modules_and_what_is_sent_on_four_ranks(tmp_path: Path) -> None:
+    names = ["distributed_uses:run_uses", "distributed_counts:run_counts"]
+    names.append("distributed_counts:run_memories")
+    every = rank_group.run(tmp_path, [(name, 4) for name in names])
+    assert all(result is not None for group in every for result in group)
+    uses, counts, memories = every
     for found in uses:
         check_pairs(found)
     for found in counts:

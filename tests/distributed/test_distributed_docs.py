@@ -36,11 +36,13 @@ def run_tutorial() -> list[float]:
     return losses
 
 
+@pytest.mark.complete
 def test_the_example_of_the_page(tmp_path: Path) -> None:
     (results,) = rank_group.run(tmp_path, [("test_distributed_docs:run_example", 3)])
     assert results == [True] * 3
 
 
+@pytest.mark.complete
 def test_the_losses_of_the_tutorial_are_those_of_one_rank(tmp_path: Path) -> None:
     job = "test_distributed_docs:run_tutorial"
     (one,), three = rank_group.run(tmp_path, [(job, 1), (job, 3)])

@@ -73,6 +73,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.complete
 def test_ranks_that_disagree(tmp_path: Path) -> None:
     (messages,) = rank_group.run(tmp_path, [("distributed_faults:disagree", 3)])
     for rank, found in enumerate(messages):
@@ -93,6 +94,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return dict(zip(FAULTS, results, strict=True))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_fails_ends_the_others(name: str, faults: dict[str, list[Any]]) -> None:
     ranks, step = FAULTS[name]

@@ -59,6 +59,7 @@ def test_draws(example: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "digits.png").stat().st_size > 10_000
 
 
+@pytest.mark.complete
 def test_says_what_it_needs(tmp_path: Path) -> None:
     """Without scikit-learn."""
     hidden = tmp_path / "sklearn.py"

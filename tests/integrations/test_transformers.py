@@ -59,6 +59,7 @@ CACHES: dict[str, dict[str, Any]] = {
 SLOW = ("none", "beams")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize(
     "cache", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CACHES]

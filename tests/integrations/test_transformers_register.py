@@ -162,6 +162,7 @@ LONG = 1024  # a mask of all pairs, a byte each, is larger than anything else in
 SAID = "LlamaForCausalLM MistralForCausalLM Gemma2ForCausalLM ModernBertModel BertModel".split()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SAID)
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_no_tensor_of_all_pairs(name: str, side: str | None) -> None:

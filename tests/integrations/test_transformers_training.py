@@ -125,6 +125,7 @@ JUDGED = "BertModel ModernBertModel LlamaForCausalLM MistralForCausalLM Gemma2Fo
 JUDGED += "T5ForConditionalGeneration ViTModel"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("entry", [p for p in params() if p.id in JUDGED.split()])
 def test_lower_precision(entry: Entry, precision: str) -> None:

@@ -109,6 +109,7 @@ def test_operations_are_counted_as_pytorch_counts_them(op: str) -> None:
     assert flops(cell) == counter.get_total_flops()
 
 
+@pytest.mark.complete
 def test_a_missing_library_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def train(model: nn.Module, images: Tensor) -> None:
         optimizer.step()
 
 
+@pytest.mark.complete
 def test_a_compiled_model() -> None:
     model, images = model_and_images("vit_tiny_patch16_224")
     want = torch.autograd.grad(model(images).sum(), list(model.parameters()))

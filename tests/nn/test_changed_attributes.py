@@ -138,6 +138,7 @@ def attend(module: Any, call: tuple[Tensor, ...], need_weights: bool) -> Any:
     return module(*call, need_weights=need_weights)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_attention_acts_as_in_pytorch(name: str, layout: str) -> None:
@@ -145,6 +146,7 @@ def test_a_changed_attention_acts_as_in_pytorch(name: str, layout: str) -> None:
         assert_as_in_pytorch(name, value, *LAYOUTS[layout])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "name",
@@ -352,6 +354,7 @@ def test_every_module_is_here() -> None:
     assert classes == {name.partition("-")[0] for name in OURS} | {"MultiheadAttention"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OURS)
 def test_a_changed_module_acts_as_on_the_reference(name: str) -> None:
     make, forward = OURS[name]

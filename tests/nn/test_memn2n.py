@@ -200,6 +200,7 @@ def test_several_networks_at_once(backend: str, tying: str) -> None:
     torch.testing.assert_close(shared[2], networks[2](*batches[0]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tying", TYINGS)
 def test_compiles_without_a_break(backend: str, tying: str) -> None:
     torch._dynamo.reset()

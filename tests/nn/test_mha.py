@@ -217,6 +217,7 @@ def compare(call: Call, generator: torch.Generator) -> None:
     assert_right(ours, definition)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("call", sample(120), ids=str)
 def test_agrees_with_pytorch(call: Call, generator: torch.Generator) -> None:
     compare(call, generator)
@@ -228,6 +229,7 @@ def test_agrees_with_pytorch_on_a_large_grid(generator: torch.Generator) -> None
         compare(call, generator)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padding", ["none", "bool", "exclude"])
 @pytest.mark.parametrize("mask", ["none", "bool2", "causal", "bool3"])
 @pytest.mark.parametrize("need_weights", [True, False])

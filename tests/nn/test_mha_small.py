@@ -36,6 +36,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> np.ndarray:
 # -- the linear layer -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("target", targets(), ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "unaligned", "transposed", "sliced"])

@@ -60,6 +60,7 @@ def close(got: Any, want: Any, tolerance: float = 1e-6) -> bool:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("keywords", CALLS, ids=lambda k: ",".join(k) or "plain")
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import each_case
 from torch import Tensor
 
 import fastattn
 from fastattn import additive_attention
 from fastattn.backends import reference
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.testing import Target, naive, targets
+from fastattn.testing import Target, naive
 from fastattn.testing.additive import (
     ADDITIVE_CASES,
     AdditiveCase,
@@ -42,13 +43,12 @@ def operands(
 # --- values ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ADDITIVE_CASES, ids=lambda case: case.name)
-def test_case(case: AdditiveCase) -> None:
-    for dtype in case.dtypes:
-        for target in [*targets(), Target("reference")]:
-            verdict = check_additive(case, dtype, target)
-            assert verdict.ok, f"{target} {dtype}: {verdict.faults}"
-            assert not verdict.declined
+@pytest.mark.sampled
+@each_case("additive_attention", ADDITIVE_CASES, Target("reference"))
+def test_case(case: AdditiveCase, dtype: torch.dtype, target: Target) -> None:
+    verdict = check_additive(case, dtype, target)
+    assert verdict.ok, verdict.faults
+    assert not verdict.declined
 
 
 @pytest.mark.parametrize("result", range(6))
@@ -314,6 +314,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 def test_gradients(backend: str, options: dict[str, Any]) -> None:
     args = operands(grad=True)
@@ -325,6 +326,7 @@ def test_gradients(backend: str, options: dict[str, Any]) -> None:
     assert torch.autograd.gradgradcheck(f, args)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (2, 3, 1), (1, 1, 5), (1,)])
 def test_gradient_of_a_mask(backend: str, shape: tuple[int, ...]) -> None:
     args = operands(grad=True)
@@ -373,6 +375,7 @@ def test_vmap_of_masks_and_dropout(backend: str) -> None:
     torch.testing.assert_close(got[0], additive_attention(*args, dropout_p=0.5))
 
 
+@pytest.mark.sampled(1)
 def test_compiles_with_any_size(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(additive_attention, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -381,6 +384,7 @@ def test_compiles_with_any_size(backend: str) -> None:
         torch.testing.assert_close(compiled(*args), additive_attention(*args))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grad", [False, True])
 def test_operators_are_registered_rightly(backend: str, grad: bool) -> None:
     ops = torch.ops.fastattn

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cache_calls import refused
+from case_table import each_case
 from torch import Tensor
 from torch.testing import assert_close
 
 from fastattn import decode_attention, explain, masks, use_backend
-from fastattn.testing import Target, targets
+from fastattn.testing import Target
 from fastattn.testing.append import APPEND_CASES, AppendCase, check_append
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-@pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
-def test_within_the_bound(case: AppendCase) -> None:
-    for dtype, target in product(case.dtypes, targets()):
-        verdict = check_append(case, dtype, target)
-        assert not verdict.declined
-        assert verdict.ok, (target, verdict.faults)
+@each_case("append_to_cache", APPEND_CASES)
+def test_within_the_bound(case: AppendCase, dtype: torch.dtype, target: Target) -> None:
+    verdict = check_append(case, dtype, target)
+    assert not verdict.declined
+    assert verdict.ok, verdict.faults
 
 
 @pytest.mark.parametrize("case", APPEND_CASES[::3], ids=lambda case: case.name)

@@ -52,6 +52,7 @@ def summed_up(w: Tensor, lse: Tensor, top_k: int, rows: list[int]) -> list[Tenso
     ]
 
 
+@pytest.mark.sampled
 @cases
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_within_the_bound(

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cache_calls import refused
+from case_table import each_case
 from torch import Tensor
 
 from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
-from fastattn.testing import Target, targets
+from fastattn.testing import Target
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
 
 
-@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
-def test_within_the_bound(case: DecodeCase) -> None:
-    for dtype, target in product(case.dtypes, targets(emulated=True)):
-        if not target.has_own_kernel("decode_attention", dtype):
-            continue
-        verdict = check_decode(case, dtype, target)
-        assert not verdict.declined
-        assert verdict.ok, (target, verdict.faults)
+@pytest.mark.sampled
+@each_case("decode_attention", DECODE_CASES)
+def test_within_the_bound(case: DecodeCase, dtype: torch.dtype, target: Target) -> None:
+    verdict = check_decode(case, dtype, target)
+    assert not verdict.declined
+    assert verdict.ok, verdict.faults
 
 
 @pytest.mark.parametrize("case", DECODE_CASES[::3], ids=lambda case: case.name)

@@ -126,6 +126,7 @@ def test_errors_of_draft_trees(visible: Any, error: type[Exception], message: st
         masks.draft_tree(visible)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(backend: str, dynamic: bool) -> None:
     def call(table: Tensor, ids: Tensor, cache_seqlens: Tensor, **given: Tensor) -> Tensor:

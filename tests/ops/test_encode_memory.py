@@ -35,6 +35,7 @@ def results(
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", ENCODE_CASES, ids=str)
 @pytest.mark.parametrize("chosen", [*targets(), Target("reference")], ids=str)
@@ -319,6 +320,7 @@ def test_sparse_of_nothing_and_of_padding() -> None:
         weight.grad = None
 
 
+@pytest.mark.complete
 def test_sparse_in_a_compiled_function(generator: torch.Generator) -> None:
     tokens = torch.randint(0, 9, (2, 4, 5), generator=generator)
     weight = torch.randn(30, 6, generator=generator, requires_grad=True)

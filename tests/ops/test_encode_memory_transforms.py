@@ -28,6 +28,7 @@ def encode(tokens: Tensor, weight: Tensor, temporal: Tensor) -> Tensor:
     return encode_memory(tokens, weight, temporal=temporal)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tables", TABLES)
 def test_gradients(backend: str, tables: int | None) -> None:
     tokens, weight, temporal = inputs(tables)
@@ -130,6 +131,7 @@ def test_tokens_are_checked_inside_transforms(backend: str) -> None:
         vmap(encode)(tokens, weight, temporal)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("strided", [False, True])
 def test_opcheck(backend: str, strided: bool) -> None:
     tokens, weight, temporal = inputs(3, 2)

@@ -215,6 +215,7 @@ def assert_same_outcome(ours: Any, theirs: Any, name: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_number_of_any_size(name: str, choice: str) -> None:
     run, tensors = CALLS[name]

@@ -114,6 +114,7 @@ def test_gradients_of_the_estimators(
             torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., Tensor]) -> None:
     q, k = (normal(n, 3).requires_grad_() for n in (3, 4))
@@ -139,6 +140,7 @@ def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., 
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("estimator", ["reinforce", "gumbel"])  # all that is called is among it
 def test_the_operators_below_pass_opcheck(
     backend: str, estimator: str, normal: Callable[..., Tensor], generator: torch.Generator

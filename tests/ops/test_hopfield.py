@@ -186,6 +186,7 @@ def test_masks_exclude(
         torch.testing.assert_close(got, torch.nan_to_num(seen) @ clean)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grad", ["unroll", "one_step", "implicit"])
 @pytest.mark.parametrize("queries", [2, 6])
 def test_gradients(grad: str, queries: int, backend: str, normal: Callable[..., Tensor]) -> None:

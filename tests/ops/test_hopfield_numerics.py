@@ -26,6 +26,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", HOPFIELD_CASES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_within_the_bound(target: Target, case: HopfieldCase, dtype: torch.dtype) -> None:
@@ -121,6 +122,7 @@ def test_hessian(grad: str, inputs: tuple[Tensor, Tensor]) -> None:
         torch.testing.assert_close(hessian, hessian.mT, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_operator_is_registered_rightly(backend: str, requires_grad: bool) -> None:
     operator = torch.ops.fastattn.hopfield_retrieve.default

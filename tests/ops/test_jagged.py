@@ -138,6 +138,7 @@ def test_rows_between_sequences_are_left_out() -> None:
     assert torch.equal(out.transpose(1, 2).values(), want.transpose(1, 2).values())
 
 
+@pytest.mark.complete
 def test_compile() -> None:
     x = in_heads(draw(LENGTHS, 2, 4))
     layer = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)

@@ -18,6 +18,7 @@ from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", LUONG_CASES, ids=str)
 @pytest.mark.parametrize("chosen", targets(), ids=str)
@@ -108,6 +109,7 @@ def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
         assert not grad[0, [0, 1, 2, 4, 6]].isnan().any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factored", [False, True])
 def test_derivatives(backend: str, factored: bool) -> None:
     *leaves, padding, factor = operands()

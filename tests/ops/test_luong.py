@@ -96,6 +96,7 @@ def test_is_its_definition(
         torch.testing.assert_close(luong_attention(*qkv, **options), want[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", ["global", "local-m", "local-p"])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients(backend: str, method: str, window: str) -> None:

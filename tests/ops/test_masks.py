@@ -364,6 +364,7 @@ def test_vmap_over_documents() -> None:
 # --- compiled ------------------------------------------------------------------------------------
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     ids = torch.arange(130) // 40

@@ -118,6 +118,7 @@ def test_masks_and_biases_of_every_shape(
         torch.testing.assert_close(x, want[name].reshape(x.shape))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
 def test_gradients(engine: Target, normalize: str, normal: Callable[..., Tensor]) -> None:
     def draw(*shape: int) -> Tensor:
@@ -257,6 +258,7 @@ def test_the_order_of_the_rows_does_not_matter(
     torch.testing.assert_close(q, p[..., order])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_operator_is_registered_rightly(choice: str, requires_grad: bool) -> None:
     operator = torch.ops.fastattn.memory_hop_attention.default

@@ -27,6 +27,7 @@ from fastattn.testing.rounding import RandomRounding
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", HOP_CASES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_within_the_bound(target: Target, case: HopCase, dtype: torch.dtype) -> None:

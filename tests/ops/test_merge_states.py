@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import each_case
 from torch import Tensor
 from torch.autograd import gradgradcheck
 
@@ -62,12 +63,12 @@ def exactly(leaves: list[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in leaves]
 
 
-@pytest.mark.parametrize("case", MERGE_CASES, ids=lambda case: case.name)
-def test_case(case: MergeCase) -> None:
-    for dtype, target in itertools.product(case.dtypes, ENGINES):
-        verdict = check_merge(case, dtype, target)
-        assert verdict.ok, f"{target} {dtype}: {verdict.faults}"
-        assert not verdict.declined
+@pytest.mark.sampled
+@each_case("merge_states", MERGE_CASES, Target("reference"))
+def test_case(case: MergeCase, dtype: torch.dtype, target: Target) -> None:
+    verdict = check_merge(case, dtype, target)
+    assert verdict.ok, verdict.faults
+    assert not verdict.declined
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -98,6 +98,7 @@ ways = pytest.mark.parametrize("case", [with_all_gradients(c) for c in WAYS.valu
 # -- determinism ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @floats
 @ways
 def test_same_bits_in_every_run_and_for_every_thread_count(
@@ -124,6 +125,7 @@ def only(inputs: Inputs, b: int) -> Inputs:
     return replace(inputs, **tensors)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled
 @floats
 @ways
 def test_a_sequence_does_not_depend_on_its_batch_mates(
@@ -223,6 +225,7 @@ def test_a_constant_added_to_a_row_moves_lse_alone(
         assert_same_bits({"out": moved["out"]}, {"out": plain["out"]})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("q_len", [1, 6, 130])
 def test_parts_of_the_keys_merge_through_lse(
@@ -332,6 +335,7 @@ def test_a_fully_masked_row(
         assert name == "lse" or torch.isfinite(result).all(), name
 
 
+@pytest.mark.sampled
 @floats
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("tensor", ["key", "value"])
@@ -400,6 +404,7 @@ def test_a_nan_in_a_visible_place_is_not_hidden(
 # -- extremes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @floats
 @pytest.mark.parametrize("q_len", [1, 70])
 def test_a_row_of_finfo_min_is_uniform(
@@ -415,6 +420,7 @@ def test_a_row_of_finfo_min_is_uniform(
     judge({name: x for name, x in found.items() if name != "lse"}, inputs)
 
 
+@pytest.mark.sampled
 @floats
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("q_len", [1, 40])
@@ -497,6 +503,7 @@ def _random_case(case: Case) -> None:
         assert verdict.ok, (target, verdict.faults)
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(not NATIVE, reason="no native core")
 @settings(max_examples=80, derandomize=True, deadline=None)
 @given(cases())

@@ -152,6 +152,7 @@ def test_many_queries_and_wide_rows(backend: str, cached: torch.dtype) -> None:
         assert_close(out, want)
 
 
+@pytest.mark.sampled(1)
 @of_each_dtype
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(backend: str, dynamic: bool, cached: torch.dtype) -> None:

@@ -85,6 +85,7 @@ in_fork(lambda: in_fork(lambda: compute() == expected) is None)  # a grandchild
     )
 
 
+@pytest.mark.complete
 def test_a_child_forked_before_any_call_computes() -> None:
     run(
         PRELUDE
@@ -95,6 +96,7 @@ compute()
     )
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""),
     reason="a lock of AddressSanitizer that another thread holds at the fork stays locked in the "
@@ -120,7 +122,7 @@ finally:
     )
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.complete)])
 def test_dataloader_workers(method: str, tmp_path: Any) -> None:
     program = tmp_path / "workers.py"
     program.write_text(

@@ -108,6 +108,7 @@ def test_decoding_does_not_recompile(backend: str) -> None:
     assert counter.frame_count <= 1
 
 
+@pytest.mark.complete
 def test_compiles_with_inductor(native: object, x: Tensor) -> None:
     def f(x: Tensor) -> Tensor:
         return sinusoidal_encoding(x * 2, scale=2.0, offset=7).relu()
@@ -138,6 +139,7 @@ def test_exports_with_a_dynamic_length(backend: str) -> None:
     torch.testing.assert_close(exported(*args), Model()(*args))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_operator_is_registered_rightly(backend: str, requires_grad: bool) -> None:
     operator = torch.ops.fastattn.sinusoidal_encoding.default

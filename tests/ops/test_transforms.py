@@ -51,6 +51,7 @@ DROPPING = (*OPTIONS[:5], 0.25, 6, 8, 2)
 POSITIONS = torch.tensor([0, 1, 2, 5, 6, 7, 10], dtype=torch.int32)  # of the keys
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_the_forward(backend: str, layout: str) -> None:
     tensors = [LAYOUTS[layout](x).requires_grad_() for x in qkv(heads=2)]
@@ -70,6 +71,7 @@ def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
     torch.library.opcheck(forward_op, (*tensors, *DROPPING, 2, ""))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
     relaid = LAYOUTS[layout]
@@ -179,6 +181,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_of_ours_equals_that_of_pytorch(
@@ -195,6 +198,7 @@ def test_a_transform_of_ours_equals_that_of_pytorch(
     assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ["grad", "vmap", "vmap-of-grad", "jacrev", "grad-of-grad"])
 def test_a_compiled_transform_equals_the_eager_one(name: str) -> None:
     transformed, inputs = TRANSFORMS[name](attention), qkv()

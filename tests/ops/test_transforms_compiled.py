@@ -34,6 +34,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 # Below the operator, compiled code is eager code: one backend is enough.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import each_case
 from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention
@@ -26,16 +27,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 quick = [case for case in VARLEN_CASES if not case.slow]
 
 
-@pytest.mark.parametrize("case", quick, ids=lambda case: case.name)
-def test_within_the_bound(case: VarlenCase) -> None:
-    for dtype, target in product(case.dtypes, targets(emulated=True)):
-        if not target.has_own_kernel("varlen_attention", dtype):
-            continue
-        verdict = check_varlen(case, dtype, target)
-        assert not verdict.declined
-        assert verdict.ok, (target, verdict.faults)
+@pytest.mark.sampled
+@each_case("varlen_attention", quick)
+def test_within_the_bound(case: VarlenCase, dtype: torch.dtype, target: Target) -> None:
+    verdict = check_varlen(case, dtype, target)
+    assert not verdict.declined
+    assert verdict.ok, verdict.faults
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", quick, ids=lambda case: case.name)
 def test_the_reference_is_within_the_bound(case: VarlenCase) -> None:
     """The packed oracle, against the one of single sequences."""

@@ -120,6 +120,7 @@ def test_threads_share_the_programs_of_a_mask() -> None:
         assert all(pool.map(is_right, range(100)))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(backend: str, dynamic: bool) -> None:
     def loss(q: Tensor, table: Tensor, buckets: Tensor, ends: Tensor, ids: Tensor) -> Tensor:

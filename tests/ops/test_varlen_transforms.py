@@ -39,6 +39,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
     return out, lse[:, :4].exp()  # the fifth row is of no sequence
 
 
+@pytest.mark.sampled(1)
 @options
 def test_first_and_second_derivatives(backend: str, options: dict[str, Any]) -> None:
     def f(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,7 @@ def test_slopes_have_a_gradient_by_the_reference() -> None:
     assert torch.autograd.gradcheck(lambda s: call(*tensors, alibi_slopes=s), (slopes,))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(backend: str, dtype: torch.dtype, requires_grad: bool) -> None:
@@ -74,6 +76,7 @@ def test_opcheck(backend: str, dtype: torch.dtype, requires_grad: bool) -> None:
     torch.library.opcheck(torch.ops.fastattn.varlen_attention.default, args)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("sinks", [None, torch.tensor([[0.5, -0.5]])], ids=["plain", "sinks"])
 @pytest.mark.parametrize("table", [None, torch.ones(1, 2, 9)], ids=["plain", "relative"])
 def test_opcheck_of_the_backward(sinks: Tensor | None, table: Tensor | None) -> None:

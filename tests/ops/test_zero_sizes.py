@@ -198,6 +198,7 @@ def outcome(name: str, empty: tuple[str, ...]) -> list[Tensor] | Exception:
     return [x.detach() for x in found]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_sizes_of_zero(name: str, engine: Target) -> None:
     for empty in zeros(CALLS[name][0]):

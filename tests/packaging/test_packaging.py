@@ -107,7 +107,7 @@ WITH_GITHUB = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="an sdi
 def test_every_part_of_the_long_tests_runs_at_night() -> None:
     makefile = (ROOT / "Makefile").read_text()
     nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
-    listed = re.search(r"^test-full: test (.*?) ##", makefile, re.MULTILINE)
+    listed = re.search(r"^test-full: (.*?) ##", makefile, re.MULTILINE)
     assert listed is not None
     in_matrix = re.findall(r"^ {10}- ([\w-]+)$", nightly, re.MULTILINE)
     alone = re.findall(r"run: make ([\w-]+)$", nightly, re.MULTILINE)
@@ -156,6 +156,7 @@ def test_a_build_for_this_machine_has_its_strongest_instruction_set(small_source
     assert compiled_in(small_source / "out") == list(record["isas"])
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there are no tiles")
 @pytest.mark.parametrize(
     ("refused", "built"),
@@ -220,6 +221,7 @@ def test_an_instruction_set_that_the_compiler_refuses_is_left_out(small_source: 
     assert compiled_in(small_source / "out") == ["baseline", "avx2", "avx512"]
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is no such unit")
 def test_the_peak_of_a_unit_that_the_compiler_refuses_is_left_out(small_source: Path) -> None:
     peaks = small_source / "csrc/cpu/peaks"
@@ -238,6 +240,7 @@ def test_the_peak_of_a_unit_that_the_compiler_refuses_is_left_out(small_source: 
     assert "compile unit.amx.o" not in done.stdout
 
 
+@pytest.mark.complete
 def test_a_second_build_compiles_only_what_changed(small_source: Path) -> None:
     assert build(small_source).returncode == 0
     assert "no work to do" in build(small_source).stdout
@@ -248,6 +251,7 @@ def test_a_second_build_compiles_only_what_changed(small_source: Path) -> None:
     assert "/isa.o" not in again
 
 
+@pytest.mark.complete
 def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewhere: Path) -> None:
     done = build(small_source, PATH="/nowhere")
     assert done.returncode == 0, done.stderr
@@ -304,6 +308,7 @@ def test_on_another_system_it_installs_and_says_so(small_source: Path, system: s
     assert "Traceback" not in required.stderr
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("native", ["0", "1"])
 def test_a_wheel_has_a_bill_of_materials(small_source: Path, native: str) -> None:
     done = run(  # pip asks for the metadata before it builds
@@ -513,6 +518,7 @@ def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
     assert "no CUDA compiler was found" in str(modules["cuda"]["reason"])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

@@ -33,9 +33,9 @@ COUNTS = ROOT / "tests/cuda/machine_code.json"
 PAGE = ROOT / "docs/machine-code.md"
 Kernels = dict[str, Slots]
 
-# What is counted, and when: source, element type and architecture. `make test` takes EACH, within
-# a minute, and `make test-slow` all.
-EACH, PLAIN, NIGHT = "each change", "without options: each change; with: each night", "each night"
+# What is counted, and by which target of make: source, element type and architecture.
+EACH, NIGHT = "test-complete", "test-slow"
+PLAIN = f"without options: {EACH}; with: {NIGHT}"
 COUNTED = {
     ("sdpa_forward", "Bf16", "80"): EACH,
     ("sdpa_backward", "Bf16", "80"): EACH,
@@ -342,10 +342,10 @@ measured.** The page is written by `python tests/support/machine_code.py --write
 (`tests/cuda/test_cuda_compile.py` for CUDA, `tests/triton/test_triton_aot.py` for Triton) fail if a
 count grows by more than {MARGIN:.0%}, if a thread takes more than 8 more registers, if fewer blocks
 fit on a multiprocessor, or if a kernel spills registers. With other versions of nvcc or Triton they
-are skipped. In CI they have these versions, and fail without them: `make test COUNTS=1` counts the
-kernels that compile within a minute with each change, and `make test-slow COUNTS=1` all of them
-each night. Triton's kernels are counted with each change. Kernels that are not in this table, such
-as those in float16, are compiled each night and must not spill, but they are not counted.
+are skipped. At night they have these versions, and fail without them: `make test-complete COUNTS=1`
+counts the kernels that compile within a minute, Triton's among them, and `make test-slow COUNTS=1`
+the others. Kernels that are not in this table, such as those in float16, are compiled by the latter
+and must not spill, but they are not counted.
 """
 
 

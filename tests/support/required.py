@@ -14,7 +14,7 @@ def _is_set(name: str) -> bool:
 
 # `make` sets it: a native core that is missing then fails the tests that need it.
 REQUIRE_NATIVE = _is_set("FASTATTN_REQUIRE_NATIVE")
-# `make test COUNTS=1` sets it: the instructions of the GPU kernels are counted, or tests fail.
+# `make test-complete COUNTS=1` sets it: instructions of the GPU kernels are counted, or tests fail.
 REQUIRE_COUNTS = _is_set("FASTATTN_REQUIRE_COUNTS")
 
 

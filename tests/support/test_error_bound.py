@@ -199,6 +199,7 @@ def _noise_with(**settings: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.complete
 def test_the_bound_is_the_same_whatever_pytorch_computes_with() -> None:
     ours = _noise_with(OMP_NUM_THREADS="2")
     others = _noise_with(

@@ -167,6 +167,7 @@ def test_autocast_does_not_lower_the_precision() -> None:
 TABLE = CASES["scaled_dot_product_attention"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [case for case in TABLE if torch.float64 in case.dtypes and not case.slow],

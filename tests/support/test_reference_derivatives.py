@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     ("mask", "weights"), [("none", 1), ("bool", 2), ("learned", 1), ("learned_broadcast", 2)]
@@ -107,6 +108,7 @@ def test_backward_without_any_gradient_is_zero() -> None:
         assert torch.equal(grad, torch.zeros_like(x))
 
 
+@pytest.mark.complete
 def test_vmap_hessian_and_compile() -> None:
     q, k, v = normal(3, 1, 2, 3, 2), normal(3, 1, 2, 4, 2), normal(3, 1, 2, 4, 2)
     bias = torch.where(normal(3, 4) > -0.5, 0.0, -INF).double().view(1, 1, 3, 4)

@@ -51,6 +51,7 @@ def _faults(usages: list[dict[str, Any]]) -> list[str]:
     return faults
 
 
+@pytest.mark.complete
 def test_no_kernel_costs_more_than_the_counts_that_are_kept() -> None:
     """Instructions and registers of docs/machine-code.md, of the version of Triton that made it."""
     if importlib.util.find_spec("triton") is None:
@@ -69,6 +70,7 @@ def test_no_kernel_costs_more_than_the_counts_that_are_kept() -> None:
     assert json.loads(child.stdout) == {"sm_80": [], "sm_90": []}
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "chip",
     [pytest.param(c, marks=() if c in ("sm_80", "gfx942") else pytest.mark.slow) for c in CHIPS],

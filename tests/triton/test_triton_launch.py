@@ -27,6 +27,7 @@ def _in_a_process_of_its_own(*names: str) -> None:
     assert child.returncode == 0, child.stderr[-3000:]
 
 
+@pytest.mark.complete
 def test_a_warm_launch_is_that_of_triton_on_the_current_stream() -> None:
     _in_a_process_of_its_own(
         "a_warm_launch_is_that_of_triton",

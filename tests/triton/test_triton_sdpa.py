@@ -57,6 +57,7 @@ def test_it_is_never_chosen_for_cpu_tensors() -> None:
     )
 
 
+@pytest.mark.complete
 def test_it_is_the_same_bits_again_and_alone(generator: torch.Generator) -> None:
     query, key, value = _qkv(generator, 3, 2, 40, 16)
     grad = torch.randn(3, 2, 40, 16, generator=generator)
@@ -87,6 +88,7 @@ def test_dropout_keeps_what_the_reference_keeps(generator: torch.Generator) -> N
     assert 0.5 < kept[0].double().mean() < 0.7
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("entry", [-math.inf, torch.finfo(torch.float32).min])
 def test_an_entry_of_a_relative_bias_may_hide_its_distance(
     entry: float, generator: torch.Generator

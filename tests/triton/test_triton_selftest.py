@@ -62,6 +62,7 @@ def changed(mutant: Mutant, folder: Path) -> Any:
             vars(backends)["triton"] = before["fastattn.backends.triton"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "op", [op if op in QUICK else pytest.param(op, marks=pytest.mark.slow) for op in SELFTESTS]
 )
@@ -78,6 +79,7 @@ def test_no_case_is_declined(op: str, dtype: torch.dtype) -> None:
     assert declined("triton", module, op, dtype) == []
 
 
+@pytest.mark.complete
 def test_every_kernel_of_an_operator_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every kernel of the table of launches, but not at each width."""
     module = importlib.import_module("fastattn.backends.triton")

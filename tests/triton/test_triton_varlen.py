@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("triton_interpreter")
 TRITON = Target("triton")
 
 
+@pytest.mark.complete
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "program"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "many")],
@@ -40,6 +42,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 
 
+@pytest.mark.complete
 def test_sequences_beyond_the_first_128_are_found() -> None:
     """They are looked for 128 at a time."""
     lengths = [0] * 130

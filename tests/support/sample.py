@@ -1,0 +1,92 @@
+"""The part of a product of cases, dtypes and instruction sets that `make test` runs.
+
+A fault depends on one option or on two that meet, hardly ever on three (Kuhn, Wallace and Gallo,
+"Software fault interactions and implications for software testing", 2004). So of the tests marked
+`sampled` as many stay as it takes for every two values to meet that meet in any of them: values of
+parameters, and of the fields of a case where they are not the default. `sampled(1)` is for every
+value once. In the other tests that go through backends or instruction sets, these take turns:
+every combination of the other parameters stays, on one of them. `--complete` runs all tests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+__all__ = ["left_out", "sample"]
+
+
+# Fixtures of conftest.py: who computes.
+WHO = ("backend", "choice", "engine", "target")
+
+
+def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that only the complete run has."""
+    left = {item for item in items if item.get_closest_marker("complete")}
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item not in left and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for tests in products.values():
+        rows = [test.callspec.params for test in tests]
+        if marker := tests[0].get_closest_marker("sampled"):
+            kept = sample(rows, *marker.args)
+        elif any(name in rows[0] for name in WHO):
+            kept = sample([_who_and_what(row) for row in rows], 1)
+        else:
+            continue
+        left |= {test for n, test in enumerate(tests) if n not in kept}
+    return left
+
+
+def _who_and_what(row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "who": str([row[name] for name in WHO if name in row]),
+        "what": str([id(value) for name, value in row.items() if name not in WHO]),
+    }
+
+
+def sample(rows: Sequence[Mapping[str, Any]], strength: int = 2) -> set[int]:
+    """Return the places of few rows with every combination of ``strength`` values that any row has.
+
+    Greedy: always the row with the most new combinations, the first of these.
+    """
+    numbers: dict[Hashable, int] = {}
+    found = []
+    for row in rows:
+        values = sorted(_values(row))
+        groups = [group for n in range(strength) for group in combinations(values, n + 1)]
+        found.append({numbers.setdefault(group, len(numbers)) for group in groups})
+    # What is new in a row can only become less: who is still first after an update is the best.
+    queue = [(-len(groups), n) for n, groups in enumerate(found)]
+    heapq.heapify(queue)
+    missing, kept = set(range(len(numbers))), set()
+    while missing:
+        _, n = heapq.heappop(queue)
+        found[n] &= missing
+        entry = (-len(found[n]), n)
+        if queue and entry > queue[0]:
+            heapq.heappush(queue, entry)
+        else:
+            missing -= found[n]
+            kept.add(n)
+    return kept
+
+
+def _values(row: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """The parameters with their values, for a case those of its fields."""
+    values = set()
+    for name, value in row.items():
+        if is_dataclass(value) and any(field.default is not MISSING for field in fields(value)):
+            for field in fields(value):
+                given = getattr(value, field.name)
+                if field.name != "name" and given != field.default:
+                    values.add((f"{name}.{field.name}", str(given)))
+        else:
+            values.add((name, str(value)))
+    return values
