@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._seed import draw_seed
 from fastattn.library import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -271,11 +272,6 @@ def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
     queries, keys = mask.seq_len_q, mask.seq_len_kv
     diagonal = keys - queries if mask.variant.name == "LOWER_RIGHT" else 0
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
-
-
-def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """The dropout seed of one call, from ``generator`` or PyTorch's default generator."""
-    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
 
 
 def with_seed(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +209,44 @@ if _dispatch_mode is _ABSENT:
 def through_the_dispatcher() -> contextlib.AbstractContextManager[Any]:
     """A context in which no call skips the dispatcher."""
     return contextlib.nullcontext() if _dispatch_mode is _ABSENT else _Onlooker()
+
+
+def _traced_graph() -> Any:
+    """The graph of a forward and its backward that is being traced, None if there is none.
+
+    2.6 to 2.15. Without: None, and a seed may be drawn twice.
+    """
+    tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode = tracer.get_proxy_mode() if hasattr(tracer, "get_proxy_mode") else None
+    graph = getattr(getattr(mode, "tracer", None), "graph", None)
+    inputs = [] if graph is None else graph.find_nodes(op="placeholder")
+    return graph if any("tangents" in node.name for node in inputs) else None
+
+
+def forward_may_run_again() -> bool:
+    """Whether the backward of the graph that is being traced may compute parts of its forward.
+
+    It may by the compiler's configuration, or by a region's own budget, which 2.13 to 2.15 have.
+    The names of the configuration: 2.6 to 2.15. Without: it may.
+    """
+    if _traced_graph() is None:
+        return False
+    config = sys.modules["torch._functorch.config"]
+    annotations = torch.fx.traceback.current_meta.get("custom", {})
+    budget = getattr(config, "activation_memory_budget", 0)
+    budget = annotations.get("_region_activation_memory_budget", budget)
+    return budget < 1 or getattr(config, "aggressive_recomputation", True)
+
+
+def run_again_with_same_state() -> None:
+    """Mark the random operator traced last as one of a checkpointed region.
+
+    2.6 to 2.15. Without: the mark has no effect.
+    """
+    node = next(iter(reversed(_traced_graph().nodes)))
+    policy = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.setdefault("recompute", policy)
+    node.meta.setdefault("ac_graph_id", 0)
 
 
 _fake_tensor_mode = _find("torch._subclasses.fake_tensor.FakeTensorMode")

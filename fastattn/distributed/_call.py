@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, masks
+from fastattn._seed import draw_seed
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.distributed._dtensor import refuse_dtensors
@@ -215,7 +216,7 @@ def checked(
         softcap=0.0 if softcap is None else checks.check_softcap(OP, softcap),
         dropout_p=dropout_p,
     )
-    seed = checks.draw_seed(query.device, generator) if dropout_p > 0 else None
+    seed = draw_seed(query.device, generator) if dropout_p > 0 else None
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
     return Call(*tensors, mask, cu_seqlens, options, seed, method, layout)
 

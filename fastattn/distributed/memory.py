@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
+from fastattn._seed import draw_seed
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.distributed._agree import gather
 from fastattn.distributed._compiled import untraced
@@ -218,7 +219,7 @@ def hopfield_retrieve(
         flags = (attn_mask, need_weights, need_steps)
         call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *flags)
         p = checks.check_dropout(_RETRIEVE, dropout_p)
-        seed = int(checks.draw_seed(state.device)) if p > 0 else 0
+        seed = int(draw_seed(state.device)) if p > 0 else 0
 
         def compared() -> dict[str, str]:
             options = (*limits, p, need_weights, need_steps)

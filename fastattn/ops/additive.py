@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._seed import draw_seed
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.checks import as_stored_mask, autocast, autocast_bias, draw_seed, expands_to
+from fastattn.checks import as_stored_mask, autocast, autocast_bias, expands_to
 from fastattn.library import Operator
 from fastattn.ops._additive_plain import attend_additively
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fastattn import masks
+from fastattn._seed import draw_seed
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.bench.cells import Cell, window_width
 from fastattn.bench.inputs import Draw
@@ -32,7 +33,6 @@ from fastattn.bench.ops._attention import (
     with_weights,
 )
 from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Sizes, gradients
-from fastattn.checks import draw_seed
 
 _SCORES_AT_ONCE = 1 << 23  # 64 MB in fp64
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
