@@ -393,7 +393,10 @@ def from_block_mask(block_mask: Any) -> Mask:
     if block_mask.mask_mod is None:
         raise ValueError("from_block_mask: block_mask must have a mask_mod, got None")
     q_len, k_len = block_mask.seq_lengths
+    # A block has bits for all its pairs, so it ends with the last query and key. Kernels are faster
+    # with a multiple of 32 queries.
     block_q, block_k = block_mask.BLOCK_SIZE
-    lengths, block = (q_len, k_len), (block_q, block_k)
+    block = min(block_q, max(-(-q_len // 32) * 32, 32)), min(block_k, max(k_len, 1))
+    lengths = (q_len, k_len)
     name = f"BlockMask({q_len} x {k_len})"
     return _Blocks(name, lengths, block, *blocks_of_block_mask(block_mask, lengths, block))

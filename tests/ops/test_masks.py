@@ -199,6 +199,21 @@ def test_block_masks(block: Any, batch: int | None, separate: bool) -> None:
                        want | torch.ones_like(want).tril())  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [2**16, 2**31, 2**61])
+def test_blocks_take_the_memory_of_the_lengths(size: int) -> None:
+    count, column = (
+        torch.ones(1, 1, 1, dtype=torch.int32),
+        torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+    )
+    block_mask = BlockMask.from_kv_blocks(
+        count, column, BLOCK_SIZE=size, mask_mod=striped, seq_lengths=(130, 200)
+    )
+    program = masks.program("test", masks.from_block_mask(block_mask), qkv()[0], 200, 0)
+    assert program.numel() < 200 * 160 // 32 + 100
+    expected = create_mask(striped, 1, 4, 130, 200, device="cpu")[:, :1]
+    assert torch.equal(dense(block_mask, 130, 200)[:, :1], expected.expand(2, 1, 130, 200))
+
+
 def test_a_block_mask_of_blocks_alone() -> None:
     counts = torch.tensor([[[2, 1]]], dtype=torch.int32)
     columns = torch.tensor([[[[2, 0, 1], [1, 0, 2]]]], dtype=torch.int32)
