@@ -91,11 +91,17 @@ def check_dropout(op: str, dropout_p: Any) -> float:
     return p
 
 
-def check_softcap(op: str, softcap: Any) -> float:
+def check_softcap(op: str, softcap: Any, dtype: torch.dtype) -> float:
+    """The softcap for a query of this dtype, 0 if it has no effect.
+
+    Kernels divide by it and multiply with it, so it stays far from the ends of their dtype. Smaller
+    ones give the same weights as the smallest one here, because all scores are equal.
+    """
     cap = check_real(op, "softcap", softcap)
     if not 0.0 < cap < math.inf:
         raise ValueError(f"{op}: softcap must be None or positive and finite, got {cap}")
-    return cap
+    largest = 2.0**800 if dtype is torch.float64 else 2.0**100
+    return 0.0 if cap >= largest else max(cap, 1 / largest)
 
 
 def check_int64(where: str, value: int | torch.SymInt) -> None:

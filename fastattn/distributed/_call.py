@@ -213,7 +213,7 @@ def checked(
         scale=default_scale(query.shape[3]) if scale is None else _real(scale),
         window_left=left,
         window_right=0 if is_causal else right,
-        softcap=0.0 if softcap is None else checks.check_softcap(OP, softcap),
+        softcap=0.0 if softcap is None else checks.check_softcap(OP, softcap, query.dtype),
         dropout_p=dropout_p,
     )
     seed = draw_seed(query.device, generator) if dropout_p > 0 else None

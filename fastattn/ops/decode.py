@@ -292,7 +292,7 @@ def prepare(
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
     if scale is not None:
         scale = checks.check_real(_OP, "scale", scale)
-    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap)
+    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap, query.dtype)
     left, right = (-1, -1) if window is None else checks.check_window(_OP, window)
     if is_causal:
         right = 0

@@ -240,7 +240,7 @@ def _prepared(
         dropout_p = checks.check_dropout(_NAME, dropout_p)
     if scale is not None:
         scale = checks.check_real(_NAME, "scale", scale)
-    cap = 0.0 if given.softcap is None else checks.check_softcap(_NAME, given.softcap)
+    cap = 0.0 if given.softcap is None else checks.check_softcap(_NAME, given.softcap, query.dtype)
     left, right = (-1, -1) if given.window is None else checks.check_window(_NAME, given.window)
     if given.generator is not None:
         checks.check_generator(_NAME, given.generator, query.device)

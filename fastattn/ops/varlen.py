@@ -169,7 +169,7 @@ def prepare(
     dropout_p = checks.check_dropout(_OP, dropout_p)
     if scale is not None:
         scale = checks.check_real(_OP, "scale", scale)
-    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap)
+    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap, query.dtype)
     left, right = (-1, -1) if window is None else checks.check_window(_OP, window)
     if generator is not None:
         checks.check_generator(_OP, generator, query.device)

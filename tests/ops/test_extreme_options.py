@@ -1,7 +1,8 @@
-"""Integer options of any size: the result of the reference, or an error that names the argument.
+"""Options of any size: the result of the reference, or an error that names the argument.
 
-Kernels add limits to positions, so the numbers are those at which such sums leave 32 or 64 bits.
+Kernels add limits to positions, so the integers are those at which such sums leave 32 or 64 bits.
 The build with UBSan reports an overflow even where the result is right (`make test-sanitized`).
+Kernels divide by scales and softcaps, so the floats are those near the ends of float32 and double.
 """
 
 from __future__ import annotations
@@ -271,3 +272,159 @@ def test_a_local_window_of_all_keys_is_global_attention(D: int, choice: str) -> 
             need_weights=True,
         )
         torch.testing.assert_close(local, everywhere, rtol=1e-5, atol=1e-6)
+
+
+# --- floats ---------------------------------------------------------------------------------------
+
+SMALLEST = 5e-324
+TINY = (1e-19, 1e-25, 1e-36, 1e-38, 1e-39, 1e-40, 1e-45, 1e-50, 1e-300, SMALLEST)
+HUGE = (2.0**100, 1e31, 1e38, 1e39, 1e300, 1.7e308)
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+TOLERANCES = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+    torch.float64: 1e-10,
+}
+SINKS = torch.tensor([0.5, -0.25])
+WIDE = (normal(1, 2, 150, 64), normal(1, 2, 160, 64))
+TOGETHER = (normal(70, 2, 16), normal(71, 2, 16))
+STARTS_TOGETHER = (torch.tensor([0, 30, 70]), torch.tensor([0, 31, 71]))
+
+# The calls as functions of the scale, or of the option of that name.
+SCALES: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
+    "scale": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x, return_lse=True),
+        LONG,
+    ),
+    "scale-wide": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x, return_lse=True),
+        WIDE,
+    ),
+    "scale-small": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x),
+        (normal(1, 2, 7, 16), normal(1, 2, 9, 16)),
+    ),
+    "scale-one": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x),
+        (normal(1, 2, 1, 64), normal(1, 2, 300, 64)),
+    ),
+    "scale-causal": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(
+            q, k, k, scale=x, is_causal=True, sinks=SINKS, need_weights=True
+        ),
+        LONG,
+    ),
+    "scale-varlen": (
+        lambda x, q, k: fastattn.varlen_attention(q, k, k, *STARTS_TOGETHER, scale=x),
+        TOGETHER,
+    ),
+    "scale-decode": (
+        lambda x, q, k: fastattn.decode_attention(q, k, k, 60, scale=x, window=(20, 0)),
+        (normal(1, 2, 5, 16), LONG[1]),
+    ),
+    "scale-stats": (
+        lambda x, q, k: fastattn.attention_stats(q, k, scale=x).entropy,
+        LONG,
+    ),
+    "beta": (lambda x, q, k: fastattn.hopfield_retrieve(q, k, beta=x, update_steps_max=3), ROWS),
+}
+SOFTCAPS: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
+    "softcap": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(
+            q, k, k, softcap=x, is_causal=True, return_lse=True
+        ),
+        LONG,
+    ),
+    "softcap-wide": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, softcap=x),
+        WIDE,
+    ),
+    "softcap-varlen": (
+        lambda x, q, k: fastattn.varlen_attention(q, k, k, *STARTS_TOGETHER, softcap=x),
+        TOGETHER,
+    ),
+    "softcap-decode": (
+        lambda x, q, k: fastattn.decode_attention(q, k, k, 60, softcap=x),
+        (normal(1, 2, 5, 16), LONG[1]),
+    ),
+}
+WITHOUT_GRADIENT = ("scale-decode", "scale-stats", "softcap-decode")
+
+
+def results_in(
+    dtype: torch.dtype, name: str, run: Run, number: float | None, tensors: tuple[Tensor, ...]
+) -> list[Tensor]:
+    tensors = tuple(x.to(dtype) for x in tensors)
+    if name not in WITHOUT_GRADIENT:
+        return results(run, number, tensors)
+    return [run(number, *tensors)]
+
+
+def assert_close_in(dtype: torch.dtype, ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for x, y in zip(ours, theirs, strict=True):
+        assert y.isfinite().all()
+        torch.testing.assert_close(x, y, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", SCALES)
+def test_a_tiny_scale_makes_weights_equal(name: str, dtype: torch.dtype, choice: str) -> None:
+    run, tensors = SCALES[name]
+    for number in TINY:
+        with fastattn.use_backend("reference"):
+            theirs = results_in(dtype, name, run, number, tensors)
+        assert_close_in(dtype, results_in(dtype, name, run, number, tensors), theirs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_scale_beyond_float32_is_nan_where_the_reference_is(
+    dtype: torch.dtype, choice: str
+) -> None:
+    query, key = (x.to(dtype) for x in LONG)
+    for number in (1e19, 1e25, 1e39, 1e300):
+
+        def run(scale: float = number) -> Tensor:
+            return fastattn.scaled_dot_product_attention(
+                query, key, key, scale=scale, is_causal=True
+            )
+
+        with fastattn.use_backend("reference"):
+            theirs = run()
+        numbers = theirs.isfinite()
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(run()[numbers], theirs[numbers], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", SOFTCAPS)
+def test_a_huge_softcap_has_no_effect(name: str, dtype: torch.dtype, choice: str) -> None:
+    run, tensors = SOFTCAPS[name]
+    without = results_in(dtype, name, run, None, tensors)
+    for number in HUGE:
+        assert_close_in(dtype, results_in(dtype, name, run, number, tensors), without)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", SOFTCAPS)
+def test_a_tiny_softcap_makes_weights_equal(name: str, dtype: torch.dtype, choice: str) -> None:
+    run, tensors = SOFTCAPS[name]
+    query, *others = tensors
+    equal = results_in(dtype, name, run, 1.0, (torch.zeros_like(query), *others))
+    for number in TINY:
+        ours = results_in(dtype, name, run, number, tensors)
+        assert_close_in(dtype, ours[:1], equal[:1])
+        if len(ours) > 1:
+            assert not ours[-2].any()  # the gradient of the query
+            assert ours[-1].isfinite().all()
+
+
+def test_a_tiny_softcap_of_equal_scores(choice: str) -> None:
+    key = normal(1, 2, 9, 16)
+    for dtype in FLOATS:
+        query = torch.zeros(1, 2, 7, 16, dtype=dtype)
+        out = fastattn.scaled_dot_product_attention(
+            query, key.to(dtype), key.to(dtype), softcap=SMALLEST
+        )
+        mean = key.to(dtype).mean(2, keepdim=True).expand_as(out)
+        torch.testing.assert_close(out, mean, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])

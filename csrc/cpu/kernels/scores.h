@@ -42,9 +42,10 @@ FASTATTN_INLINE Range seeing_any(const AttentionParams& p, int64_t j0, int64_t j
 // ---- From products to scores --------------------------------------------------------------------
 
 // As long as nothing is added to a score, it stays the raw product q.k, and `scale` enters only in
-// the exponent: p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not
-// positive, scores are converted to natural units first. Either way the row maximum is subtracted
-// before the multiplication by log2(e), so that a row of finfo.min is uniform and not -inf.
+// the exponent: p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not of
+// moderate size, scores are converted to natural units first. Either way the row maximum is
+// subtracted before the multiplication by log2(e), so that a row of finfo.min is uniform and not
+// -inf.
 template <class T>
 struct ScoreRule {
   bool natural;
@@ -66,9 +67,10 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
   const bool additive =
       (p.mask.data != nullptr && p.mask_dtype != DType::boolean) || p.relative_bias != nullptr;
-  // fp64 too: no wider type can carry a maximum between the two units without rounding.
-  rule.natural =
-      additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;
+  // fp64 too: no wider type can carry a maximum between the two units without rounding. Without a
+  // scale of moderate size, a natural score divided by it, or the exponent, leaves the range of T.
+  const bool moderate = p.scale >= 0x1p-64 && p.scale <= 0x1p64;
+  rule.natural = additive || p.softcap > 0 || p.alibi != nullptr || !moderate || kSame<T, double>;
   rule.excludes = has_bias(p) || p.window_left >= 0 || p.window_right >= 0 || p.k_begin > 0;
   rule.scale = static_cast<T>(p.scale);
   rule.softcap = static_cast<T>(p.softcap);
