@@ -179,6 +179,28 @@ def sizes_may_change() -> bool:
     return _compiling() or records_trace()
 
 
+def _onnx_exports() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+# If torch.onnx.export fails without the compiler, it tries again with it. The compiler assumes that
+# PyTorch's function returns False, but calls a function with this attribute. 2.13 to 2.13; other
+# versions were not checked. Without: the export ends with an error about our operators.
+_onnx_exports._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def exports_onnx() -> bool:
+    """Whether torch.onnx.export records the calls made now."""
+    return sizes_may_change() and _onnx_exports()
+
+
+def not_in_onnx(call: str, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"torch.onnx.export cannot record {call}: {reason}. fastattn.restore(model) gives a model "
+        "its own attention back"
+    )
+
+
 def watched_by_modes_alone(count: int) -> bool:
     """Whether nothing but at most this number of modes has to see the calls made now."""
     if _compiling() or transforms_active() or _dispatch_modes() > count:

@@ -62,14 +62,20 @@ operators: dict[Any, Operator] = {}  # key: the entry of `torch.ops.fastattn`
 # `torch.ops.fastattn`, its arguments, run).
 watchers: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("fastattn_watchers", default=())
 
+_NOT_IN_ONNX = {
+    "seed": "it drops weights, so call model.eval() before the export",
+    "mask_program": "the pairs that a mask of fastattn.masks leaves visible depend on values",
+}
+
 
 class Operator:
     """One primitive, callable on any kind of tensor; see the module's docstring.
 
     ``opaque`` names tensors that the kernels treat as constants: if one of them requires a
     gradient, the reference runs instead. ``recomputed`` names tensors that a derivative through the
-    reference does not read. ``derived`` computes an option that is None from the tensors, at run
-    time: during tracing this would specialize the graph to one size.
+    reference does not read. ``not_in_onnx`` maps names of tensors to the reason why a call with
+    them cannot become a part of an ONNX graph. ``derived`` computes an option that is None from the
+    tensors, at run time: during tracing this would specialize the graph to one size.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Operator:
         shapes: str,
         opaque: Sequence[str] = (),
         recomputed: Sequence[str] = (),
+        not_in_onnx: Mapping[str, str] | None = None,
         derived: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self.name, tensors = schema.removesuffix(")").split("(")
@@ -94,6 +101,8 @@ class Operator:
         self._options = options
         self._opaque = [self._names.index(name) for name in opaque]
         self._recomputed = {self._names.index(name) for name in recomputed}
+        reasons = {**_NOT_IN_ONNX, **(not_in_onnx or {})}
+        self._not_in_onnx = {n: reasons[x] for n, x in enumerate(self._names) if x in reasons}
         self._derived = derived or {}
         self.returns = returns
         self._fake, self._flops = fake, flops
@@ -117,6 +126,8 @@ class Operator:
         if len(args) == self._tensors:
             args = (*args, self._options())
         if not runs_eagerly(*args[: self._tensors]):
+            if compat.exports_onnx():
+                return self._exported(*args)
             return self.dispatched(*args, "")
         if self._opaque and (obstacles := self.obstacles(args)):
             self.choose(args, obstacles)
@@ -131,6 +142,13 @@ class Operator:
         """The same through PyTorch's dispatcher; the last argument is the backend or empty."""
         *tensors, options, backend = args
         return self.op(*tensors, *values_of(options), backend)
+
+    def _exported(self, *args: Any) -> Any:
+        """Run the reference: ONNX has functions for PyTorch's operators only."""
+        for n, reason in self._not_in_onnx.items():
+            if args[n] is not None:
+                raise compat.not_in_onnx(self.name, reason)
+        return self._through_reference(*args)
 
     def _recorded(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Convert the dispatcher's arguments: collect the options in a record again."""

@@ -127,6 +127,7 @@ hopfield_states = Operator(
     vmap=_vmap,
     flops=_flops,
     shapes=_SHAPES,
+    not_in_onnx={"state": "the number of steps depends on values"},
 )
 
 hopfield_backward = Operator(

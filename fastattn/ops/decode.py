@@ -174,6 +174,8 @@ def decode_attention(
         return_lse=return_lse,
     )
     if append is not None:
+        if compat.exports_onnx():
+            raise compat.not_in_onnx(_OP, "it writes to its cache")
         if not torch.compiler.is_compiling() and dispatch.forced.get():
             operator.choose(args)  # or an error, before anything is written
         rotated = append_to_cache(*append)

@@ -67,11 +67,12 @@ def dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
     sum_j ds_ij k_j and dk_j = sum_i ds_ij q_i: there an excluded pair has ds_ij = 0, and 0 * NaN is
     NaN. So autograd differentiates the product of finite operands, and NaN and inf are added to it.
     """
-    dots = matmul(q, k.mT)
+    # Not k.mT, which the exporter of ONNX that traces does not know.
+    dots = matmul(q, k.transpose(-2, -1))
     if not guarded:
         return dots
     not_finite = torch.where(torch.isfinite(dots), 0.0, dots).detach()
-    return matmul(finite(q), finite(k).mT) + not_finite
+    return matmul(finite(q), finite(k).transpose(-2, -1)) + not_finite
 
 
 def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
