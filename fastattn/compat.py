@@ -236,7 +236,7 @@ def through_the_dispatcher() -> contextlib.AbstractContextManager[Any]:
 def _traced_graph() -> Any:
     """The graph of a forward and its backward that is being traced, None if there is none.
 
-    2.6 to 2.15. Without: None, and a seed may be drawn twice.
+    2.13 to 2.13; other versions were not checked. Without: None, and a seed may be drawn twice.
     """
     tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode = tracer.get_proxy_mode() if hasattr(tracer, "get_proxy_mode") else None
@@ -248,8 +248,8 @@ def _traced_graph() -> Any:
 def forward_may_run_again() -> bool:
     """Whether the backward of the graph that is being traced may compute parts of its forward.
 
-    It may by the compiler's configuration, or by a region's own budget, which 2.13 to 2.15 have.
-    The names of the configuration: 2.6 to 2.15. Without: it may.
+    It may by the compiler's configuration, or by a region's own budget. 2.13 to 2.13; other
+    versions were not checked. Without: it may by the configuration, and regions have no budget.
     """
     if _traced_graph() is None:
         return False
@@ -263,7 +263,7 @@ def forward_may_run_again() -> bool:
 def run_again_with_same_state() -> None:
     """Mark the random operator traced last as one of a checkpointed region.
 
-    2.6 to 2.15. Without: the mark has no effect.
+    2.13 to 2.13; other versions were not checked. Without: the mark has no effect.
     """
     node = next(iter(reversed(_traced_graph().nodes)))
     policy = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
