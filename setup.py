@@ -66,7 +66,7 @@ RECORD = "fastattn/_build.json"
 PLANS: dict[str, Callable[[], Plan]] = {"cpu": cpu.plan, "cuda": cuda.plan}
 
 
-def ninja_file(plan: Plan, output: Path) -> str:
+def ninja_file(plan: Plan, folder: Path, output: Path) -> str:
     def quoted(*arguments: str) -> str:
         return shlex.join(arguments).replace("$", "$$")
 
@@ -91,7 +91,9 @@ def ninja_file(plan: Plan, output: Path) -> str:
     ]
     for source, name, flags in plan.objects:
         rule = "compile_cuda" if source.suffix == ".cu" else "compile"
-        lines += [f"build {path(name)}: {rule} {path(source)}", f"  flags = {quoted(*flags)}"]
+        # Relative, so that a copy of the tree with its objects compiles nothing again.
+        relative = path(os.path.relpath(source, folder))
+        lines += [f"build {path(name)}: {rule} {relative}", f"  flags = {quoted(*flags)}"]
     names = " ".join(path(name) for _, name, _ in plan.objects)
     lines += [f"build {path(output)}: link {names}", f"  flags = {quoted(*plan.link_flags)}", ""]
     return "\n".join(lines)
@@ -100,11 +102,15 @@ def ninja_file(plan: Plan, output: Path) -> str:
 def run_ninja(folder: Path) -> None:
     import ninja
 
-    command = [str(Path(ninja.BIN_DIR, "ninja")), "-C", str(folder)]
+    program = str(Path(ninja.BIN_DIR, "ninja"))  # BIN_DIR is empty where PATH has to tell
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    command = [program, "-C", str(folder)]
     if jobs := os.environ.get("MAX_JOBS"):
         command += ["-j", jobs]
-    # Seen with `pip install -v`: ninja estimates from the files that it has compiled.
-    environment = {"NINJA_STATUS": "[%f/%t, %w, about %W left] ", **os.environ}
+    # Seen with `pip install -v`: ninja estimates from the files that it has compiled, from 1.12 on.
+    estimates = tuple(map(int, version.stdout.split(".")[:2])) >= (1, 12)
+    status = "[%f/%t, %w, about %W left] " if estimates else "[%f/%t] "
+    environment = {"NINJA_STATUS": status, **os.environ}
     output = ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -159,7 +165,7 @@ class BuildNative(build_ext):
             fcntl.flock(
                 lock, fcntl.LOCK_EX
             )  # concurrent builds would overwrite each other's objects
-            (folder / "build.ninja").write_text(ninja_file(plan, output))
+            (folder / "build.ninja").write_text(ninja_file(plan, folder, output))
             run_ninja(folder)
         return plan.record
 

@@ -7,6 +7,7 @@ tiles, and cases run until one of them fails.
 # ruff: noqa: E501  (source lines are quoted whole)
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -403,9 +404,10 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     changed, library = str(tmp_path / name), str(tmp_path / "_cpu.so")
     Path(changed).parent.mkdir(parents=True, exist_ok=True)
     source = f"csrc/cpu/kernels/{mutant.compiled}.cpp"
+    original = os.path.relpath(ROOT / source, BUILD)
     _made_again(
         name,
-        {str(ROOT / source): str(tmp_path / source), name: changed, f"{name}.d": f"{changed}.d"},
+        {original: str(tmp_path / source), name: changed, f"{name}.d": f"{changed}.d"},
         f"-DFASTATTN_ONLY_DTYPE={DTYPES[mutant.dtype]}",
     )
     whole = _ninja("targets", "rule", "link")
