@@ -175,6 +175,7 @@ def differentiable(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Ca
     return call
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ESTIMATES])
 def test_gradcheck(name: str) -> None:
     function, inputs = OPERATORS[name]()

@@ -286,6 +286,7 @@ def test_a_layer_inside_a_layer_is_recorded_once() -> None:
     assert {name: len(calls) for name, calls in weights.items()} == {"inner": 1, "": 1}
 
 
+@pytest.mark.complete
 def test_a_compiled_model_is_captured() -> None:
     model = transformer().eval()
     replace_mha(model)

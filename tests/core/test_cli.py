@@ -276,6 +276,7 @@ def test_info_lists_one_openmp_runtime(native: ModuleType) -> None:
 # explain
 
 
+@pytest.mark.complete
 def test_explain_says_what_runs_and_why_not_the_others() -> None:
     done = fastattn_command("explain", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr

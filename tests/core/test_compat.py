@@ -208,6 +208,7 @@ def test_a_version_out_of_range_is_refused_by_name(version: str, errors: dict[st
     assert "AttributeError" not in errors[version]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("version", _TAKEN)
 def test_a_version_in_range_is_taken(version: str, errors: dict[str, str]) -> None:
     assert errors[version] == ""

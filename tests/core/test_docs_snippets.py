@@ -152,6 +152,7 @@ def test_integrations(
     CHECKS[page.stem](names, fused)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ["first_model", "vit_weights"])
 def test_tutorial(
     name: str,

@@ -141,6 +141,7 @@ def test_vmap_of_values_and_gradients(backend: str, name: str) -> None:
         assert_maps(gradient(function, inputs), primals, dims)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", UNDRAWN)
 def test_vmap_of_forward_over_reverse(name: str) -> None:
     function, inputs = CASES[name]()

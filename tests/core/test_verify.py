@@ -132,6 +132,7 @@ def test_wrong_usage(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SINUSOIDAL_CASES, ids=lambda case: case.name)
 def test_sinusoidal_case(case: SinusoidalCase) -> None:
     for dtype in case.dtypes:

@@ -72,7 +72,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("isa", [on(EMULATED), on(REAL)])
 def test_robust(isa: str, program: str) -> None:

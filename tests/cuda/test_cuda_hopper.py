@@ -317,6 +317,7 @@ def _packed_faults(
     return [*verdict.faults, *([] if took == takes else [f"the kernel for Hopper ran: {took}"])]
 
 
+@pytest.mark.complete
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "dtype", "seed"),

@@ -165,6 +165,7 @@ def _why_not(adapter: ModuleType, op: str, tensors: Sequence[Any], options: Any)
     return reasons
 
 
+@pytest.mark.complete
 def test_reasons_against_a_call(adapter: ModuleType) -> None:
     packed, cached = VarlenOptions(scale=1.0), DecodeOptions(scale=1.0)
     x, ends = torch.zeros(3, 2, 300), torch.tensor([0, 3])

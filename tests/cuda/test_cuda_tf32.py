@@ -82,6 +82,7 @@ MORE = """head_dim-128-value-64 head_dim-7-value-200 gqa-causal mask-float-bhqk 
 results-1-out-lse-weights-mask layout-transposed mask-one_key""".split()
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 def test_errors_are_those_of_tf32(adapter: ModuleType, name: str) -> None:
     inputs = make_inputs(ATTENTION[name], torch.float32)

@@ -76,6 +76,7 @@ def test_compiles_whole(dynamic: bool, keywords: dict[str, Any], fused: Multihea
     assert close([y.grad, *(p.grad for p in fused.parameters())], [x.grad, *grads], 1e-5)
 
 
+@pytest.mark.complete
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiles_with_inductor(fused: MultiheadAttention) -> None:
     compiled = torch.compile(fused, fullgraph=True)

@@ -375,6 +375,7 @@ def test_vmap_of_masks_and_dropout(backend: str) -> None:
     torch.testing.assert_close(got[0], additive_attention(*args, dropout_p=0.5))
 
 
+@pytest.mark.complete
 @pytest.mark.sampled(1)
 def test_compiles_with_any_size(backend: str) -> None:
     torch._dynamo.reset()
@@ -384,7 +385,7 @@ def test_compiles_with_any_size(backend: str) -> None:
         torch.testing.assert_close(compiled(*args), additive_attention(*args))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("grad", [False, True])
 def test_operators_are_registered_rightly(backend: str, grad: bool) -> None:
     ops = torch.ops.fastattn

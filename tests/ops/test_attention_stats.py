@@ -125,6 +125,7 @@ def test_a_sequence_does_not_depend_on_its_batch_mates(
             assert torch.equal(x[b], y[0])
 
 
+@pytest.mark.complete
 def test_the_matrix_of_weights_is_never_stored(native: Any) -> None:
     query = torch.randn(1, 2, 8192, 16)
     attention_stats(query[:, :, :64], query)

@@ -25,6 +25,7 @@ def test_within_the_bound(case: DecodeCase, dtype: torch.dtype, target: Target) 
     assert verdict.ok, verdict.faults
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("case", DECODE_CASES[::3], ids=lambda case: case.name)
 def test_the_reference_is_within_the_bound(case: DecodeCase) -> None:
     verdict = check_decode(case, torch.float32, Target("reference"))

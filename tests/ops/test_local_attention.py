@@ -109,6 +109,7 @@ def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
         assert not grad[0, [0, 1, 2, 4, 6]].isnan().any()
 
 
+@pytest.mark.complete
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("factored", [False, True])
 def test_derivatives(backend: str, factored: bool) -> None:

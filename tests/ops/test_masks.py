@@ -297,6 +297,7 @@ def test_the_fast_path_has_the_results_of_the_general_one(
     assert torch.equal(*seconds)
 
 
+@pytest.mark.complete
 @BACKENDS
 def test_derivatives(backend: str) -> None:
     shapes = (1, 2, 3, 2), (1, 1, 4, 2), (1, 1, 4, 2), (2,)

@@ -168,6 +168,7 @@ def test_where_one_row_has_all_the_weight_no_score_has_a_gradient(
     assert not grad_m.any()
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("queries", [3, 8], ids=["stream", "panels"])
 def test_where_one_row_has_most_of_the_weight_gradients_are_as_exact_as_rounding_allows(
     target: Target, queries: int

@@ -183,6 +183,7 @@ def test_values_and_derivatives(
     assert_right(found, definition, dtype)
 
 
+@pytest.mark.complete
 @pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")  # forward mode
 def test_derivatives_of_both_orders(normal: Callable[..., Tensor]) -> None:
     given = [x.requires_grad_() for x in states(torch.float64, normal)]

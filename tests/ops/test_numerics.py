@@ -176,6 +176,7 @@ def test_a_query_does_not_depend_on_keys_it_does_not_see(
 # -- mathematics ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @floats
 def test_the_order_of_the_keys_does_not_matter(any_backend: ModuleType, dtype: torch.dtype) -> None:
     case = Case("order", mask="float_inf", mask_grad=True, k_len=150, weights=1, head_dim=32)
@@ -225,7 +226,7 @@ def test_a_constant_added_to_a_row_moves_lse_alone(
         assert_same_bits({"out": moved["out"]}, {"out": plain["out"]})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("q_len", [1, 6, 130])
 def test_parts_of_the_keys_merge_through_lse(
@@ -260,6 +261,7 @@ def test_lse_is_saved_in_float64(any_backend: ModuleType, dtype: torch.dtype) ->
     assert lse.dtype == torch.float64
 
 
+@pytest.mark.sampled(1)
 @floats
 def test_weights_are_those_applied_to_the_values(
     any_backend: ModuleType, dtype: torch.dtype
@@ -404,7 +406,7 @@ def test_a_nan_in_a_visible_place_is_not_hidden(
 # -- extremes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @floats
 @pytest.mark.parametrize("q_len", [1, 70])
 def test_a_row_of_finfo_min_is_uniform(

@@ -167,6 +167,7 @@ def leaves_of_all_forms() -> list[Tensor]:
     return [*qkv(), *(x.double() for x in tables)]
 
 
+@pytest.mark.complete
 @BACKENDS
 def test_derivatives(backend: str) -> None:
     leaves = [x[..., :2] if x.dim() == 4 else x for x in leaves_of_all_forms()]

@@ -104,6 +104,7 @@ def test_states_are_merged_with_the_sinks_in_one_of_them() -> None:
         assert_close(got, want)
 
 
+@pytest.mark.complete
 @BACKENDS
 def test_derivatives(backend: str) -> None:
     shapes = (1, 4, 3, 2), (1, 2, 4, 2), (1, 2, 4, 2), (4,)

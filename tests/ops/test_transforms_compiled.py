@@ -55,6 +55,7 @@ def test_compiled_equals_eager_without_graph_breaks(name: str, dynamic: bool) ->
         assert_close(run(*inputs), expected)
 
 
+@pytest.mark.complete
 def test_compiled_by_inductor_with_changing_lengths() -> None:
     run = compiled(everything, dynamic=True, backend="inductor")
     for q_len, k_len in ((5, 7), (9, 4)):

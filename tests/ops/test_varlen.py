@@ -27,7 +27,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 quick = [case for case in VARLEN_CASES if not case.slow]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @each_case("varlen_attention", quick)
 def test_within_the_bound(case: VarlenCase, dtype: torch.dtype, target: Target) -> None:
     verdict = check_varlen(case, dtype, target)
@@ -35,7 +35,7 @@ def test_within_the_bound(case: VarlenCase, dtype: torch.dtype, target: Target) 
     assert verdict.ok, verdict.faults
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("case", quick, ids=lambda case: case.name)
 def test_the_reference_is_within_the_bound(case: VarlenCase) -> None:
     """The packed oracle, against the one of single sequences."""

@@ -68,6 +68,7 @@ def test_each_sequence_has_its_own(backend: str, alignment: str, form: str) -> N
         assert_close(x, want)
 
 
+@pytest.mark.complete
 def test_derivatives(backend: str) -> None:
     q_ends, k_ends = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 4])
     shapes = (3, 2, 2), (4, 1, 2), (4, 1, 2), (2, 5), (4, 2)

@@ -39,6 +39,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
     return out, lse[:, :4].exp()  # the fifth row is of no sequence
 
 
+@pytest.mark.complete
 @pytest.mark.sampled(1)
 @options
 def test_first_and_second_derivatives(backend: str, options: dict[str, Any]) -> None:

@@ -202,6 +202,7 @@ def test_an_unknown_choice_of_instruction_sets_is_named(small_source: Path) -> N
     assert "FASTATTN_CPU_ISAS must be 'all' or 'native', got 'avx9'" in done.stderr
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one set only")
 def test_an_instruction_set_that_the_compiler_refuses_is_left_out(small_source: Path) -> None:
     compiler = small_source / "old-compiler"
@@ -370,6 +371,7 @@ def test_a_required_build_that_cannot_be_is_an_error(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.complete
 def test_a_library_of_an_earlier_build_does_not_stay_behind(small_source: Path) -> None:
     library = small_source / f"fastattn/_cpu{EXT_SUFFIX}"
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
@@ -389,6 +391,7 @@ def test_the_library_knows_no_torch(native: ModuleType) -> None:
     assert not [s for s in undefined if re.search(r"\b(at|c10|torch|caffe2)::", s)]
 
 
+@pytest.mark.complete
 def test_one_openmp_runtime_serves_torch_and_us(native: ModuleType) -> None:
     script = """if True:
         import torch, fastattn._cpu
@@ -509,6 +512,7 @@ def modules_of(folder: Path) -> dict[str, dict[str, object]]:
     return found["modules"]  # type: ignore[return-value]
 
 
+@pytest.mark.complete
 def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
     path = f"{small_source}:/usr/bin:/bin"
     missing = {"CUDA_HOME": "/nowhere", "FASTATTN_CUDA": "1", "FASTATTN_REQUIRE_NATIVE": "1"}
@@ -559,6 +563,7 @@ def test_a_wheel_of_a_release_is_told_that_cuda_is_separate() -> None:
     assert re.search(r'^environment = .* FASTATTN_CUDA = "separate",', table, re.MULTILINE)
 
 
+@pytest.mark.complete
 def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None:
     nvcc = small_source / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'nvcc fatal error: broken' >&2\nexit 1\n")
@@ -571,6 +576,7 @@ def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None
     assert "fastattn._cuda was not built" in done.stderr
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_architectures_that_are_none_are_a_reason(small_source: Path) -> None:
     done = build(small_source, FASTATTN_CUDA="1", FASTATTN_CUDA_ARCHS="native")

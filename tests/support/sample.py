@@ -87,6 +87,6 @@ def _values(row: Mapping[str, Any]) -> set[tuple[str, str]]:
                 given = getattr(value, field.name)
                 if field.name != "name" and given != field.default:
                     values.add((f"{name}.{field.name}", str(given)))
-        else:
+        elif name != "seed":  # which numbers the rows
             values.add((name, str(value)))
     return values

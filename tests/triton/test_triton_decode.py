@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("triton_interpreter")
 TRITON = Target("triton")
 
 
+@pytest.mark.complete
 def test_a_sequence_has_the_same_bits_in_any_company() -> None:
     """Neither the batch nor the pages nor the room in the cache are of any matter."""
     case = DecodeCase("company", (600, 33), capacity=640, head_dim=16)

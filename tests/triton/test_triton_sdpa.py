@@ -74,6 +74,7 @@ def test_it_is_the_same_bits_again_and_alone(generator: torch.Generator) -> None
         assert torch.equal(first[1:2], one)
 
 
+@pytest.mark.complete
 def test_dropout_keeps_what_the_reference_keeps(generator: torch.Generator) -> None:
     query, key, value = _qkv(generator, 2, 2, 33, 16, grad=False)
     kept = []

@@ -62,7 +62,7 @@ def changed(mutant: Mutant, folder: Path) -> Any:
             vars(backends)["triton"] = before["fastattn.backends.triton"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "op", [op if op in QUICK else pytest.param(op, marks=pytest.mark.slow) for op in SELFTESTS]
 )
@@ -147,6 +147,7 @@ def test_a_checked_call_has_the_bits_of_an_unchecked_one(
         assert torch.equal(fastattn.sinusoidal_encoding(X), checked)
 
 
+@pytest.mark.complete
 def test_a_kernel_with_a_wrong_index_is_not_used(
     fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
