@@ -25,13 +25,14 @@ os.environ["FASTATTN_CACHE_DIR"] = "/nonexistent"
 os.environ["FASTATTN_SELFTEST"] = "0"
 
 from required import REQUIRE_NATIVE
-from sample import left_out
 from tile_attention import EMULATED, REAL, on
 
 import fastattn
 from fastattn import dispatch, info
 from fastattn.testing import Target, targets
 from fastattn.testing.verdict import fresh_memory_is_nan
+
+pytest_plugins = ["sample"]  # which tests `make test` leaves to the complete run
 
 # pytest puts this folder on the path, where its `triton` would pass for the package of that name.
 sys.path.remove(os.path.dirname(__file__))
@@ -127,17 +128,7 @@ def same_for_any_threads(threads: Callable[[int], None]) -> Callable[[Callable[[
     return check
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "run the complete products of cases, and what is marked `complete`"
-    parser.addoption("--complete", action="store_true", help=about)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Who names a test wants it.
-    if not (config.option.complete or any("::" in argument for argument in config.args)):
-        left = left_out(items)
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "target" in getattr(item, "fixturenames", ()):
             item.add_marker("every_isa")

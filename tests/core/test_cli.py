@@ -287,7 +287,7 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
     assert "reference" in done.stdout
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("op", ops.OPS)
 def test_explain_takes_every_operator(

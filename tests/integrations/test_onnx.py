@@ -141,12 +141,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
 }
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", CALLS)
 def test_each_operator(name: str) -> None:
     function, tensors = CALLS[name]
     check(Calling(function), tuple(tensors))
 
 
+@pytest.mark.complete
 def test_causal_attention_of_grouped_heads_and_any_size() -> None:
     model = Calling(
         lambda q, k, v, m: fastattn.scaled_dot_product_attention(
@@ -161,6 +163,7 @@ def test_causal_attention_of_grouped_heads_and_any_size() -> None:
     check(model, first, second, shapes=(shapes,))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("padded", [False, True])
 def test_replaced_multihead_attention_of_any_size(padded: bool) -> None:
     model = SelfAttention()

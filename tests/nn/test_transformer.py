@@ -82,6 +82,7 @@ CALLS: dict[str, Callable[[Any, Callable[[Tensor], Tensor]], Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("training", [False, True])

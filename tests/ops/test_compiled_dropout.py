@@ -75,6 +75,7 @@ def assert_same_weights(run: Callable[[Tensor, Tensor], Tensor]) -> None:
         assert_close((found * value).sum(), (grad * out).sum())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_backward_on_a_budget_drops_what_the_forward_dropped(name: str, budget: float) -> None:

@@ -26,7 +26,8 @@ TABLE = CASES[OP]
 
 def _param(case: Case, dtype: torch.dtype, target: Target) -> object:
     name = f"{case.name}-{str(dtype).removeprefix('torch.')}-{target}"
-    takes_long = case.name.startswith("long-") and not target.is_current()
+    fastest = target.is_current() and dtype == torch.bfloat16
+    takes_long = case.name.startswith("long-") and not fastest
     return pytest.param(case, dtype, target, id=name, marks=[pytest.mark.complete] * takes_long)
 
 

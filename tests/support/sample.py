@@ -11,6 +11,7 @@ every combination of the other parameters stays, on one of them. `--complete` ru
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import combinations
@@ -18,15 +19,28 @@ from typing import Any
 
 import pytest
 
-__all__ = ["left_out", "sample"]
-
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "sample"]
 
 # Fixtures of conftest.py: who computes.
 WHO = ("backend", "choice", "engine", "target")
 
 
-def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that only the complete run has."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "run the complete products of cases, and what is marked `complete`"
+    parser.addoption("--complete", action="store_true", help=about)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what only the complete run has; but who names a test wants it."""
+    if config.option.complete or any("::" in argument for argument in config.args):
+        return
+    left = _left_out(items)
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
+
+
+def _left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     left = {item for item in items if item.get_closest_marker("complete")}
     products: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -54,22 +68,25 @@ def _who_and_what(row: Mapping[str, Any]) -> dict[str, str]:
 def sample(rows: Sequence[Mapping[str, Any]], strength: int = 2) -> set[int]:
     """Return the places of few rows with every combination of ``strength`` values that any row has.
 
-    Greedy: always the row with the most new combinations, the first of these.
+    Greedy: always the row with the most new combinations. Of these it is any, so that neighbours in
+    a table differ in their dtypes and instruction sets.
     """
     numbers: dict[Hashable, int] = {}
     found = []
     for row in rows:
         values = sorted(_values(row))
         groups = [group for n in range(strength) for group in combinations(values, n + 1)]
+        groups.append(tuple(str(row[name]) for name in ("dtype", *WHO) if name in row))
         found.append({numbers.setdefault(group, len(numbers)) for group in groups})
     # What is new in a row can only become less: who is still first after an update is the best.
-    queue = [(-len(groups), n) for n, groups in enumerate(found)]
+    shuffled = [zlib.crc32(str(n).encode()) for n in range(len(rows))]
+    queue = [(-len(groups), shuffled[n], n) for n, groups in enumerate(found)]
     heapq.heapify(queue)
     missing, kept = set(range(len(numbers))), set()
     while missing:
-        _, n = heapq.heappop(queue)
+        *_, n = heapq.heappop(queue)
         found[n] &= missing
-        entry = (-len(found[n]), n)
+        entry = (-len(found[n]), shuffled[n], n)
         if queue and entry > queue[0]:
             heapq.heappush(queue, entry)
         else:
