@@ -266,8 +266,7 @@ class Backward {
 
   void prepare(const Tasks& rows) const {
     const auto of = [&](const Sequence& s, int64_t n) {
-      return Prepare<typename P::OnVectors>(s, prepared(rows, n), Unit(s).sums_delta(),
-                                            Unit::forward_scores());
+      return Prepare<P>(s, prepared(rows, n), Unit(s).sums_delta(), Unit::forward_scores());
     };
     const Tasks tasks(sequences_.count(), [&](int64_t n) {
       const Sequence s = sequences_.at(n);
