@@ -114,6 +114,7 @@ def _without_the_last_key(attention: Attention) -> Attention:
     return wrong
 
 
+@pytest.mark.complete
 @pytest.mark.usefixtures("few_random_numbers")
 @pytest.mark.parametrize(
     ("op", "mask", "fault"),

@@ -406,6 +406,7 @@ def _tiles(
     return found, share
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_tiles_of_a_program(
     adapter: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch

@@ -176,6 +176,7 @@ def test_replaced_multihead_attention_of_any_size(padded: bool) -> None:
     check(model, *inputs, shapes=(sizes, sizes) if padded else (sizes,))
 
 
+@pytest.mark.complete
 def test_an_encoder_of_any_size() -> None:
     layer = fastattn.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = fastattn.nn.TransformerEncoder(layer, 2)

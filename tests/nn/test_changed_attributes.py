@@ -354,7 +354,7 @@ def test_every_module_is_here() -> None:
     assert classes == {name.partition("-")[0] for name in OURS} | {"MultiheadAttention"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("name", OURS)
 def test_a_changed_module_acts_as_on_the_reference(name: str) -> None:
     make, forward = OURS[name]

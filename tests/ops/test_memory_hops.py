@@ -118,7 +118,7 @@ def test_masks_and_biases_of_every_shape(
         torch.testing.assert_close(x, want[name].reshape(x.shape))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
 def test_gradients(engine: Target, normalize: str, normal: Callable[..., Tensor]) -> None:
     def draw(*shape: int) -> Tensor:

@@ -122,6 +122,7 @@ finally:
     )
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.complete)])
 def test_dataloader_workers(method: str, tmp_path: Any) -> None:
     program = tmp_path / "workers.py"
