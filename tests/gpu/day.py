@@ -74,7 +74,8 @@ def of_tests(
     **others: Any,
 ) -> Step:
     """A step of tests. What is recorded is not run again."""
-    pytest = python("-m", "pytest", "-p", "no:cacheprovider", "-p", "recorded", "-q", "--tb=short")
+    plugins = ("-p", "no:cacheprovider", "-p", "recorded", "-p", "sample", "--complete")
+    pytest = python("-m", "pytest", *plugins, "-q", "--tb=short")
     return Step(name, about, (*before, *pytest, *arguments), "tests", **others)
 
 
