@@ -49,7 +49,7 @@ def _left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for tests in products.values():
         rows = [test.callspec.params for test in tests]
         if marker := tests[0].get_closest_marker("sampled"):
-            kept = sample(rows, *marker.args)
+            kept = sample(rows, *marker.args, **marker.kwargs)
         elif any(name in rows[0] for name in WHO):
             kept = sample([_who_and_what(row) for row in rows], 1)
         else:
@@ -65,16 +65,23 @@ def _who_and_what(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def sample(rows: Sequence[Mapping[str, Any]], strength: int = 2) -> set[int]:
+def sample(
+    rows: Sequence[Mapping[str, Any]], strength: int = 2, keep: Sequence[str] = ()
+) -> set[int]:
     """Return the places of few rows with every combination of ``strength`` values that any row has.
 
     Greedy: always the row with the most new combinations. Of these it is any, so that neighbours in
     a table differ in their dtypes and instruction sets.
+
+    Args:
+        rows: parameters, by name.
+        strength: 1 for single values, 2 for pairs.
+        keep: names of cases that stay, because a mutant survives the others.
     """
     numbers: dict[Hashable, int] = {}
     found = []
     for row in rows:
-        values = sorted(_values(row))
+        values = sorted(_values(row, keep))
         groups = [group for n in range(strength) for group in combinations(values, n + 1)]
         groups.append(tuple(str(row[name]) for name in ("dtype", *WHO) if name in row))
         found.append({numbers.setdefault(group, len(numbers)) for group in groups})
@@ -95,14 +102,14 @@ def sample(rows: Sequence[Mapping[str, Any]], strength: int = 2) -> set[int]:
     return kept
 
 
-def _values(row: Mapping[str, Any]) -> set[tuple[str, str]]:
+def _values(row: Mapping[str, Any], keep: Sequence[str]) -> set[tuple[str, str]]:
     """The parameters with their values, for a case those of its fields."""
     values = set()
     for name, value in row.items():
         if is_dataclass(value) and any(field.default is not MISSING for field in fields(value)):
             for field in fields(value):
                 given = getattr(value, field.name)
-                if field.name != "name" and given != field.default:
+                if given in keep if field.name == "name" else given != field.default:
                     values.add((f"{name}.{field.name}", str(given)))
         elif name != "seed":  # which numbers the rows
             values.add((name, str(value)))

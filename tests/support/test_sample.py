@@ -40,6 +40,7 @@ def test_of_a_case_those_fields_count_that_are_not_the_default() -> None:
     cases = [Case("a"), Case("b", keys=9), Case("c", softcap=1.0), Case("d", keys=9, softcap=1.0)]
     assert sample([{"case": case} for case in cases]) == {3}
     assert sample([{"case": case} for case in cases[:3]]) == {1, 2}
+    assert sample([{"case": case} for case in cases], keep=["b"]) == {1, 3}
 
 
 TESTS = """
