@@ -76,12 +76,12 @@ def sample(
     Args:
         rows: parameters, by name.
         strength: 1 for single values, 2 for pairs.
-        keep: names of cases that stay, because a mutant survives the others.
+        keep: names of cases that stay in all rows, because a mutant survives the others.
     """
     numbers: dict[Hashable, int] = {}
     found = []
     for row in rows:
-        values = sorted(_values(row, keep))
+        values = sorted(_values(row))
         groups = [group for n in range(strength) for group in combinations(values, n + 1)]
         groups.append(tuple(str(row[name]) for name in ("dtype", *WHO) if name in row))
         found.append({numbers.setdefault(group, len(numbers)) for group in groups})
@@ -89,7 +89,8 @@ def sample(
     shuffled = [zlib.crc32(str(n).encode()) for n in range(len(rows))]
     queue = [(-len(groups), shuffled[n], n) for n, groups in enumerate(found)]
     heapq.heapify(queue)
-    missing, kept = set(range(len(numbers))), set()
+    kept = {n for n, row in enumerate(rows) if getattr(row.get("case"), "name", "") in keep}
+    missing = set(range(len(numbers))).difference(*(found[n] for n in kept))
     while missing:
         *_, n = heapq.heappop(queue)
         found[n] &= missing
@@ -102,14 +103,14 @@ def sample(
     return kept
 
 
-def _values(row: Mapping[str, Any], keep: Sequence[str]) -> set[tuple[str, str]]:
+def _values(row: Mapping[str, Any]) -> set[tuple[str, str]]:
     """The parameters with their values, for a case those of its fields."""
     values = set()
     for name, value in row.items():
         if is_dataclass(value) and any(field.default is not MISSING for field in fields(value)):
             for field in fields(value):
                 given = getattr(value, field.name)
-                if given in keep if field.name == "name" else given != field.default:
+                if field.name != "name" and given != field.default:
                     values.add((f"{name}.{field.name}", str(given)))
         elif name != "seed":  # which numbers the rows
             values.add((name, str(value)))
