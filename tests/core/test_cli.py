@@ -14,7 +14,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench_results import SMALL
 
 import fastattn
 from fastattn import builds, cli, evidence, info
@@ -294,15 +293,8 @@ def test_explain_takes_every_operator(
     op: str, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a device that PyTorch was built without, too."""
-    passes = ops.get(op).PASSES
-    arguments = [
-        "--shapes",
-        f"{op} {SMALL[op]}",
-        "--pass",
-        ",".join(passes),
-        "--dtype",
-        "fp64,bf16",
-    ]
+    name, passes = ops.get(op).FUNCTION, ops.get(op).PASSES
+    arguments = ["--op", name, "--pass", ",".join(passes), "--dtype", "fp64,bf16"]
     assert cli.main(["explain", "--device", device, *arguments]) == 0
     printed = capsys.readouterr().out
     assert op in printed

@@ -318,7 +318,6 @@ def _packed_faults(
 
 
 @pytest.mark.complete
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "dtype", "seed"),
     [

@@ -286,7 +286,6 @@ MUTANTS = [
     ),
 ]  # fmt: skip
 
-# Cases of attention that between them meet every part of its kernels.
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 STEEP = Case("steep", q_len=100, k_len=90, scale=3e6, weights=1)

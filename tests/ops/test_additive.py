@@ -376,7 +376,6 @@ def test_vmap_of_masks_and_dropout(backend: str) -> None:
 
 
 @pytest.mark.complete
-@pytest.mark.sampled(1)
 def test_compiles_with_any_size(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(additive_attention, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -110,7 +110,6 @@ def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
 
 
 @pytest.mark.complete
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factored", [False, True])
 def test_derivatives(backend: str, factored: bool) -> None:
     *leaves, padding, factor = operands()

@@ -53,7 +53,6 @@ DERIVATIVES: dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Any]]] = 
 
 
 @pytest.mark.complete
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_first_and_second_derivatives(backend: str, name: str) -> None:
     make, call = DERIVATIVES[name]

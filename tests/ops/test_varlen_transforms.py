@@ -40,7 +40,6 @@ def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.complete
-@pytest.mark.sampled(1)
 @options
 def test_first_and_second_derivatives(backend: str, options: dict[str, Any]) -> None:
     def f(*tensors: Tensor) -> tuple[Tensor, Tensor]:

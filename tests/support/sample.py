@@ -104,7 +104,7 @@ def sample(
 
 
 def _values(row: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The parameters with their values, for a case those of its fields."""
+    """Each parameter with its value; of a case, each field that is not the default."""
     values = set()
     for name, value in row.items():
         if is_dataclass(value) and any(field.default is not MISSING for field in fields(value)):

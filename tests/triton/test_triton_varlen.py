@@ -23,7 +23,6 @@ TRITON = Target("triton")
 
 
 @pytest.mark.complete
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "program"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "many")],
