@@ -3,8 +3,6 @@
 #   PYTHON=python3.12   the Python to make the environment with
 #   VENV=.venv          where to make it
 #   ARGS="..."          passed on to pytest or to the benchmark
-#   COUNTS=1            test-complete and test-slow must compare the machine code of the GPU kernels with
-#                       docs/machine-code.md, with the nvcc that it is from
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -64,12 +62,11 @@ check: $(VENV)/.stamp-test ## after a change of FILES="...": recompile for this 
 	$(BIN)/python -m fastattn verify --quick
 	$(PYTEST) -m "not slow" $(wildcard $(foreach op,$(CHECKED),$(foreach folder,ops nn cpu,tests/$(folder)/test_$(op)*.py tests/$(folder)/test_mha_$(op)*.py))) $(ARGS)
 
-# From PyPI, without a driver.
+# Where there is no nvcc, the one from PyPI, which needs no driver.
 PINNED_NVCC := build/nvcc
-ifeq ($(COUNTS),1)
-test-complete test-slow: $(PINNED_NVCC)/.stamp
-test-complete test-slow: export PATH := $(abspath $(PINNED_NVCC))/nvidia/cu13/bin:$(PATH)
-test-complete test-slow: export FASTATTN_REQUIRE_COUNTS := 1
+ifeq ($(shell command -v nvcc),)
+test-slow: $(PINNED_NVCC)/.stamp
+test-slow: export PATH := $(abspath $(PINNED_NVCC))/nvidia/cu13/bin:$(PATH)
 endif
 $(PINNED_NVCC)/.stamp: .ci/requirements/nvcc.txt | $(VENV)/.stamp-venv
 	rm -rf $(PINNED_NVCC)
@@ -164,13 +161,10 @@ test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promis
 	done
 	rm -rf $(OTHER_TRANSFORMERS)
 
-# On a machine with a GPU, with its own PyTorch (PYTHON=python3): neither an environment nor a network is
-# needed. It goes on where it was stopped; REHEARSE=1 runs the same script without a GPU. Before, where a
-# network is: `make gpu-day PACK=1` strips the modules that are built, and counts what would be sent.
-#   GPU_DAY=DIR   the folder of results     ARGS="--minutes 9", ARGS="--only repeats-cuda", ARGS=--list
-GPU_DAY ?= build/gpu-day$(if $(REHEARSE),-rehearsed)
-gpu-day: ## on a GPU: right, free of races, fast? In steps, with a report; REHEARSE=1 without a GPU
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu/day.py $(if $(PACK),--pack,--out $(GPU_DAY) $(if $(REHEARSE),--rehearse)) $(ARGS)
+# On a machine with a GPU, with its own PyTorch: needs neither an environment nor a network. STEPS="cuda-bfloat16 tune"
+# runs some of the steps; OUT=DIR is the folder of results.
+gpu-day: ## on a GPU: right, free of races, fast? In steps of less than ten minutes; run again, it continues
+	PYTHON=$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu/day.sh $(STEPS)
 
 # A wheel for every Python that is found, built from what the sdist contains. What pyenv puts on PATH runs
 # only the versions that it has selected, so the others are looked up. A wheel runs on glibc 2.28:
