@@ -12,9 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import recorded
 import torch
-from child_process import run_python
 from torch import Tensor
 
 import fastattn
@@ -175,46 +173,3 @@ def test_a_kernel_without_an_option_is_not_called(
     verdict = appended(plain, name, monkeypatch)
     assert verdict.declined
     assert not verdict.faults
-
-
-BROKEN = """
-import dataclasses, functools
-from fastattn.backends import triton
-from fastattn.testing.proofs import PROOFS
-
-def off(function):
-    @functools.wraps(function)
-    def call(*args, **options):
-        out, lse = function(*args, **options)
-        return out + 1, lse
-    return call
-
-triton.merge_states = off(triton.merge_states)
-proof = PROOFS["merge_states"]
-PROOFS["merge_states"] = dataclasses.replace(proof, cases=proof.cases[:2])
-"""
-
-
-@pytest.mark.complete
-def test_the_commands_fail_for_a_wrong_kernel(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN)
-    record = tmp_path / "step.jsonl"
-    path = [tmp_path, ROOT, *(ROOT / "tests" / name for name in ("support", "support/rehearsal"))]
-    chosen = "bfloat16 and merge_states and not verify or test_verify and bfloat16-merge_states"
-    run_python(
-        "-m", "pytest", "-p", "no:cacheprovider", "-p", "recorded", "-p", "broken",
-        "--record", str(record), "tests/gpu/test_commands_on_gpu.py", "-k", chosen,
-        cwd=ROOT, FASTATTN_REHEARSAL="/nonexistent", TRITON_INTERPRET="1",
-        PYTHONPATH=":".join(map(str, path)),
-    )  # fmt: skip
-    found = {
-        name.partition("::")[2]: one
-        for name, one in recorded.results(record).items()
-        if one["outcome"] != "skipped"
-    }
-    first_use = found["test_first_use_finds_right_kernels[bfloat16-merge_states-triton]"]
-    verify = found["test_verify[bfloat16-merge_states-triton]"]
-    for one in (first_use, verify):
-        assert one["outcome"] == "failed"
-        assert "out [" in one["reason"], one
-    assert "FAIL triton: merge_states" in found["test_tune[bfloat16-merge_states]"]["reason"]

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from gpu_device import DEVICE, needs_gpu, skip_without_gpu
 
 import fastattn
-from fastattn import dispatch, evidence, selftest
+from fastattn import dispatch
 
 skip_without_gpu()
 pytestmark = pytest.mark.gpu
@@ -125,47 +123,6 @@ def test_gradients_within_a_graph() -> None:
     torch.cuda.synchronize()
     for one, other in zip(found, want, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.fixture
-def unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The check before a first call is on, and no kernel has had it."""
-    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("FASTATTN_SELFTEST", "1")
-    evidence.forget()  # and the verdicts
-    yield
-    evidence.forget()
-
-
-@needs_gpu
-def test_a_first_call_within_a_graph_is_not_checked(backend: str, unchecked: None) -> None:
-    state = [torch.randn(1, 4, 50, 64, device=DEVICE), torch.randn(1, 4, 50, device=DEVICE)]
-    states = [*state, *(x.flip(2) for x in state)]
-    with fastattn.use_backend("reference"):
-        want = fastattn.merge_states(*states)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-
-    def captured() -> tuple[torch.Tensor, ...]:
-        with torch.cuda.graph(graph):
-            with pytest.raises(RuntimeError, match="graph is being captured"):
-                fastattn.merge_states(*states)
-            token = dispatch.forced.set("")
-            out = fastattn.merge_states(*states)  # by the reference: no kernel is checked
-            dispatch.forced.reset(token)
-        return out
-
-    with pytest.warns(selftest.SelfTestWarning, match="graph is being captured"):
-        found = captured()
-    assert not selftest.stored()
-    graph.replay()
-    torch.cuda.synchronize()
-    for one, other in zip(found, want, strict=True):
-        assert torch.equal(one, other)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", selftest.SelfTestWarning)
-        fastattn.merge_states(*states)
-    assert [entry["backend"] for entry in selftest.stored()] == [backend]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")

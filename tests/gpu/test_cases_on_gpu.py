@@ -16,7 +16,7 @@ from large_scores import large_scores
 from fastattn import dispatch
 from fastattn.testing import Case, OnGpu, Proof, check
 from fastattn.testing.proofs import PROOFS
-from fastattn.testing.selftest import SELFTESTS
+from fastattn.tune import MEASURED
 
 skip_without_gpu()
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def _judge(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
     ("proof", "case"),
     [
         pytest.param(PROOFS[op], case, id=f"{op}-{case.name}")
-        for op in SELFTESTS  # those with a kernel for GPUs
+        for op in (*MEASURED, "append_to_cache")  # those with a kernel for GPUs
         for case in PROOFS[op].cases
     ],
 )
