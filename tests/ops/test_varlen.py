@@ -27,7 +27,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 quick = [case for case in VARLEN_CASES if not case.slow]
 
 
-@pytest.mark.sampled(1, keep=("relative", "sinks"))
+@pytest.mark.sampled(1, keep=("relative", "sinks", "program-documents"))
 @each_case("varlen_attention", quick)
 def test_within_the_bound(case: VarlenCase, dtype: torch.dtype, target: Target) -> None:
     verdict = check_varlen(case, dtype, target)
