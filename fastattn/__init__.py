@@ -4,7 +4,8 @@ from fastattn import bias, compat, distributed, masks, nn, plot  # noqa: F401  (
 from fastattn._capture import capture
 from fastattn._trace import trace
 from fastattn._version import __version__
-from fastattn.dispatch import FallbackWarning, explain, use_backend
+from fastattn.dispatch import FallbackWarning, use_backend
+from fastattn.explanation import explain
 from fastattn.integrations import accelerate, replace_mha, restore, restore_mha
 from fastattn.nn import MultiheadAttention
 from fastattn.ops import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastattn import compat, dispatch
+from fastattn import compat, dispatch, explanation
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPE_BYTES, Cell
 from fastattn.bench.inputs import make_inputs
@@ -43,18 +43,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]:
+def explanations(cell: Cell, device: torch.device) -> list[explanation.Explanation]:
     """Return one explanation per kernel that the cell calls; a module may call several, or none.
 
     The library runs on tensors without memory, as under the compiler: nothing is computed. They are
     on the CPU, because PyTorch's autograd aborts on tensors of a device that it was built without.
     Only the tensors that the backends judge are on ``device``.
     """
-    found: list[dispatch.Explanation] = []
+    found: list[explanation.Explanation] = []
 
     def explain(op: str, tensors: Sequence[Any], options: Any) -> None:
         with torch.no_grad():
-            found.append(dispatch.explanation(op, [_on(device, x) for x in tensors], options))
+            found.append(explanation.explanation(op, [_on(device, x) for x in tensors], options))
 
     with compat.tensors_without_memory(), warnings.catch_warnings():
         # PyTorch's stacks copy their layers, and copying fake tensors makes PyTorch warn.

@@ -21,26 +21,29 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from fastattn import builds, evidence, selftest
+from fastattn import builds, evidence
 from fastattn._warning import warn
 
-__all__ = ["Explanation", "FallbackWarning", "explain", "use_backend"]
+__all__ = ["FallbackWarning", "choose", "use_backend"]
 
-# The usual order of each device. Evidence may put "torch" before, or change the order.
-PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
+# The backends of each device, in the usual order; evidence may put "torch" before, or choose
+# another order. On a GPU our kernels run only where evidence admits them: they were verified there.
+ON_GPU = ("cuda", "triton")
+PRIORITY = {"cpu": ("cpu", "reference"), "cuda": (*ON_GPU, "reference")}
 BACKENDS = ("torch", "cpu", "cuda", "triton", "reference")
+
+UNVERIFIED = "not verified on this GPU; `fastattn tune` verifies, measures and admits it"
 
 forced: ContextVar[str] = ContextVar("fastattn_backend", default="")
 
 
 class FallbackWarning(UserWarning):
-    """A call ran on the slow reference although a native backend is built."""
+    """A call ran on PyTorch's kernels or the slow reference although a native backend is built."""
 
 
 @contextlib.contextmanager
@@ -72,63 +75,6 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         forced.reset(token)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which backend runs a call, and the reasons against the others."""
-
-    op: str
-    device: str
-    reasons: dict[str, list[str]]  # in the order of preference; empty: could run
-    runs: str | None  # None: a forced backend cannot
-    because: str = ""  # why the order is this one
-
-    @property
-    def passed_over(self) -> str:
-        """The backends before the one that runs, with their reasons, in one line."""
-        refused = list(self.reasons.items())
-        if self.runs is not None:
-            refused = refused[: list(self.reasons).index(self.runs)]
-        return "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused)
-
-    def __str__(self) -> str:
-        lines = [f"{self.op} on {self.device}"]
-        for name, reasons in self.reasons.items():
-            if name == self.runs:
-                verdict = "runs"
-            else:
-                verdict = "; ".join(reasons) or "could run"
-            lines.append(f"  {name:<10} {verdict}")
-        if self.runs is None:
-            lines.append("  nothing runs: the call raises")
-        if self.because:
-            lines.append(f"  order      {self.because}")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """Say which backend would run ``op(*args, **kwargs)``, and why not the others; run nothing.
-
-    ``op`` is a public function of fastattn or its name, with that function's arguments. They are
-    validated in the same way and raise the same errors.
-
-    >>> import torch, fastattn
-    >>> x = torch.ones(1, 1, 2, 4)
-    >>> with fastattn.use_backend("reference"):
-    ...     fastattn.explain("scaled_dot_product_attention", x, x, x).runs
-    'reference'
-    """
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    function = getattr(importlib.import_module("fastattn.ops"), name, None)
-    module = importlib.import_module(function.__module__) if callable(function) else None
-    if module is None or not hasattr(module, "prepare"):
-        raise ValueError(f"explain: op must be a function of fastattn.ops or its name, got {op!r}")
-    inspect.signature(getattr(module, name)).bind(*args, **kwargs)  # refuses unknown arguments
-    operator, arguments = module.prepare(*args, **kwargs)[:2]
-    return operator.explain(arguments)
 
 
 @functools.cache
@@ -216,24 +162,6 @@ def _most_tensors(function: Callable[..., Any]) -> int | None:
     return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def explanation(
-    op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()
-) -> Explanation:
-    device = _device(tensors)
-    only = forced.get()
-    order = _order(device, op, tensors)
-    names = dict.fromkeys((*order, only) if only else order)
-    reasons = {
-        name: why_not(name, op, device, tensors, options, obstacles)
-        or selftest.known(name, op, tensors, load)
-        or []
-        for name in names
-    }
-    runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
-    because = _because(device, op, tensors, options, order, runs)
-    return Explanation(op, device, reasons, runs, because)
-
-
 def choose(
     op: str,
     tensors: Sequence[Any],
@@ -254,8 +182,6 @@ def choose(
         if name == without:
             continue
         against = why_not(name, op, device, tensors, options, obstacles)
-        if not against and name in selftest.CHECKED:
-            against = selftest.why_not(name, op, tensors, load)
         if not against:
             break
         if name != "torch" and isinstance(load(name), ModuleType):  # of ours, that is
@@ -264,6 +190,8 @@ def choose(
         raise RuntimeError(f"the backend {only!r} cannot run {op}: {'; '.join(against)}")
     if name == "reference" and refused:
         _warn_once(op, tuple(refused.items()))
+    if device == "cuda" and not only and _evidence(device, op, tensors) is None:
+        _warn_unverified()
     return name
 
 
@@ -277,88 +205,29 @@ def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:
     """The backends of a device in the order of preference for this call."""
     usual = PRIORITY.get(device, ("reference",))
     found = _evidence(device, op, tensors)
-    return usual if found is None else _preferring(tuple(found.use), usual)
-
-
-@functools.cache
-def _preferring(use: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
+    if device == "cuda":
+        return (*(("torch",) if found is None else found.use), "reference")
     # A table of other backends than the device has is not for it.
-    if not {*use} <= {"torch", *usual}:
+    if found is None or not {*found.use} <= {"torch", *usual}:
         return usual
-    return (*use, *(name for name in usual if name not in use))
+    return (*found.use, *(name for name in usual if name not in found.use))
 
 
 def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice | None:
     first = tensors[0]
     if first is None:
         first = next(tensor for tensor in tensors if tensor is not None)
+    op = op.removesuffix("_backward")
     found = evidence.choose(
         "backends",
         device,
-        op.removesuffix("_backward"),
+        "decode_attention" if op == "append_to_cache" else op,  # verified and admitted together
         first.dtype,
         index=first.device.index or 0,  # GPUs of one machine may differ
     )
     if found is not None and found.least_queries > 0 and first.shape[-2] < found.least_queries:
         return None
     return found
-
-
-def _because(
-    device: str,
-    op: str,
-    tensors: Sequence[Any],
-    options: Any,
-    order: tuple[str, ...],
-    runs: str | None,
-) -> str:
-    """The order and its evidence; for the CPU's kernels also those of the instruction set."""
-    if device not in PRIORITY:
-        return ""
-    if forced.get():
-        return f"{forced.get()} is forced"
-    found = _evidence(device, op, tensors)
-    source = evidence.unmeasured(device) if found is None else found.source
-    because = f"{', '.join(order)} ({source})"
-    if runs is not None and selftest.known(runs, op, tensors, load) is None:
-        because += f"; the first call checks {runs} against the reference"
-    if runs != "cpu":
-        return because
-    dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
-    unit = _unit(dtype, op, tensors, options)
-    return f"{because}; instruction set {instruction_set(dtype)}{unit}"
-
-
-def instruction_set(dtype: torch.dtype) -> str:
-    """The instruction set that the CPU's kernels use for this dtype, and why."""
-    native = importlib.import_module("fastattn._cpu").build_info()
-    used = _instruction_set(native, dtype)
-    found = evidence.choose("isa", "cpu", dtype=dtype)
-    if found is not None and found.use == used:
-        return f"{used} ({found.source})"
-    if used == native["supported"][-1]:
-        return f"{used} (the strongest that there is)"
-    return f"{used} (requested)"
-
-
-def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:
-    most, *others = native["isa"].split(",")
-    used: dict[str, str] = dict(other.split("=") for other in others)
-    return used.get(str(dtype).removeprefix("torch."), most)
-
-
-def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any], options: Any) -> str:
-    """Where the instruction set has tiles: whether the kernel uses them, and why not."""
-    native = importlib.import_module("fastattn._cpu").build_info()
-    if not evidence.has_tiles(_instruction_set(native, dtype)):
-        return ""
-    backend = importlib.import_module("fastattn.backends.cpu")
-    given = named(op, tensors)
-    against = backend.why_not_tiles(op, given, options)
-    if against:
-        return f", on vectors: {against}"
-    parts = backend.parts_on_tiles(op, dtype)
-    return f", on tiles{parts}{backend.beside_tiles(op, given, options)}"
 
 
 def _device(tensors: Sequence[Any]) -> str:
@@ -372,6 +241,21 @@ def _device(tensors: Sequence[Any]) -> str:
 def _warn_once(op: str, refused: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
     reasons = "; ".join(f"{name}: {', '.join(against)}" for name, against in refused)
     warn(f"{op} runs on the slow reference ({reasons})", FallbackWarning)
+
+
+@functools.cache
+def _warn_unverified() -> None:
+    built = [name for name in ON_GPU if not isinstance(load(name), str)]
+    if built:
+        warn(
+            f"fastattn's kernels for GPUs ({', '.join(built)}) are built, but unverified on this "
+            "GPU, so PyTorch's kernels or the reference run. `fastattn tune` verifies, measures "
+            f'and admits them; fastattn.use_backend("{built[0]}") runs them at once.',
+            FallbackWarning,
+        )
+
+
+evidence.on_change(_warn_unverified.cache_clear)
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

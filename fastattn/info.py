@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastattn import _cgroup, builds, compat, dispatch, evidence, selftest
+from fastattn import _cgroup, builds, compat, evidence
 from fastattn import _openmp as _openmp_runtimes
 from fastattn._version import __version__
 from fastattn.dispatch import BACKENDS, PRIORITY
@@ -45,7 +45,6 @@ def collect() -> dict[str, Any]:
         "openmp": _openmp(),
         "isa": native["build_info"],
         "choices": _choices(),
-        "selftests": selftest.current(dispatch.load) if evidence.processor("cuda").name else None,
         "backends": {name: builds.backend(name) for name in BACKENDS},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
     }
@@ -62,7 +61,7 @@ def _choices() -> list[dict[str, str]]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             choice = evidence.choose(what, device, op, dtype)
             if choice is None:
-                use = ", ".join(PRIORITY[device]) if what == "backends" else "the strongest"
+                use = ", ".join(_usual(device)) if what == "backends" else "the strongest"
                 source = evidence.unmeasured(device)
             else:
                 use, source = _spelled(choice.use), choice.source
@@ -72,10 +71,14 @@ def _choices() -> list[dict[str, str]]:
     return found
 
 
+def _usual(device: str) -> tuple[str, ...]:
+    return ("torch", "reference") if device == "cuda" else PRIORITY[device]
+
+
 def _spelled(use: Any) -> str:
-    if isinstance(use, dict):
-        words = {name: _GEMM.get(name, f"{name} {{}}") for name in use}
-        return ", ".join(words[name].format(_most(value)) for name, value in use.items() if value)
+    if isinstance(use, evidence.Gemm):
+        words = (_GEMM[name].format(_most(x)) for name, x in use._asdict().items() if x)
+        return ", ".join(words)
     return ", ".join(use) if isinstance(use, list) else str(use)
 
 
@@ -152,7 +155,6 @@ def format_text(facts: dict[str, Any]) -> str:
         ("OpenMP", _openmp_text(facts["openmp"])),
         *_isa_rows(facts),
         *_choice_rows(facts),
-        *_selftest_rows(facts["selftests"]),
         *((f"backend {name}", _backend_text(name, facts)) for name in facts["backends"]),
         *((name, value) for name, value in facts["environment"].items()),
     ]
@@ -205,20 +207,6 @@ def _choice_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         key = (f"{made['device']} {made['choice']}", made["use"], made["source"])
         rows.setdefault(key, []).append(made["dtype"])
     return [(what, f"{', '.join(d)}: {use} [{source}]") for (what, use, source), d in rows.items()]
-
-
-def _selftest_rows(verdicts: list[dict[str, Any]] | None) -> list[tuple[str, str]]:
-    """The first-use checks of the GPU's kernels; no row without a GPU."""
-    if verdicts is None:
-        return []
-    failed = [verdict for verdict in verdicts if verdict["faults"]]
-    rows = [
-        f"{verdict['backend']} {verdict['op']} {verdict['dtype']}: failed, see "
-        f"{verdict.get('report') or selftest.own_file()}"
-        for verdict in failed
-    ]
-    passed = f"{len(verdicts) - len(failed)} passed" if verdicts else "none has run yet"
-    return [("first-use check", text) for text in (passed, *rows)]
 
 
 def _backend_text(name: str, facts: dict[str, Any]) -> str:

@@ -1,277 +1,335 @@
-"""`fastattn tune`: find the fastest choices for this machine.
+"""`fastattn tune`: measure what is fastest on this machine, and use it.
 
-On a CPU: the backend, instruction set and GEMM, see ``fastattn/tune_cpu.py``.
-
-On a GPU: the order of the backends, see ``fastattn/tune_gpu.py``; with ``--launches`` the launch
-parameters of the Triton kernels instead. That search starts at the table's launch and moves to the
-fastest neighbour, with one number halved or doubled, until none is faster. It writes the result to
-a JSON file, for ``FASTATTN_TRITON_TABLE``.
+On a CPU: the backend, the instruction set and the GEMM of each dtype. On a GPU: the order of the
+backends of each operator; ours take part only where the case table verifies them, and are admitted
+by that. Candidates run in turn, round after round, and are compared by their medians, so a change
+of the clock frequency affects all of them. The usual choice stays unless another candidate is
+faster by more than 3 %. The result is written as the user's rows of ``fastattn.evidence``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import json
+import importlib
+import itertools
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from fastattn import evidence, selftest, spelling, tune_cpu, tune_gpu
-from fastattn.backends.primitives import (
-    AdditiveOptions,
-    AttentionBackwardOptions,
-    AttentionOptions,
-    DecodeOptions,
-    MemoryHopBackwardOptions,
-    extended,
-)
+from fastattn import dispatch, evidence, spelling
+from fastattn.bench import ops
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
+from fastattn.bench.shapes import parse_shapes
+from fastattn.evidence import ATTENTION, Gemm, Row
+from fastattn.nn import _linear
+from fastattn.testing import OnGpu
+from fastattn.testing.proofs import PROOFS
 
-__all__ = ["add_arguments", "fastest", "run"]
+__all__ = ["add_arguments", "run"]
 
+# Operator: its name in ``fastattn.bench``, the sizes that differ from the defaults there, its mask.
+MEASURED = {
+    ATTENTION: ("sdpa", "B=2,H=16,L=4096,D=128", "causal"),
+    "varlen_attention": ("varlen", "B=16,H=16,L=512,D=128", "causal"),
+    "decode_attention": ("decode", "B=32,H=32,Hkv=8,Lk=4096,D=128", "none"),
+    "additive_attention": ("additive", "B=16,Lq=256,A=256", "none"),
+    "memory_hop_attention": ("memory_hops", "B=256", "none"),
+    "hopfield_retrieve": ("hopfield", "B=16", "none"),
+    "encode_memory": ("encode_memory", "B=256", "none"),
+    "merge_states": ("merge_states", "B=16,H=16,L=2048,D=128", "none"),
+    "sinusoidal_encoding": ("sinusoidal", "B=32", "none"),
+}
+ON_CPU = ("sdpa", "B=1,H=8,L=512,D=64", "none")
+_LEAST_QUERIES = 16  # the measurement on a CPU does not apply to single queries
+_LARGE, _FEW_ROWS = (512, 768, 2304), (16, 768, 768)  # M, K, N of a projection
+_OURS_UP_TO = 2**24 - 1
+_FASTER = 0.97  # required ratio of times; a smaller gain is noise
+_ROUNDS, _SECONDS = 7, 3.0  # the minimum rounds and seconds of a race
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_WIDTHS = (64, 128, 256, 512)
-_FASTER = 0.98  # required ratio of times; a smaller gain is noise
 _TABLE = Path("fastattn-triton.json")
+
 _Call = Callable[[], Any]
+_On = Callable[[], contextlib.AbstractContextManager[Any]]  # runs what is inside on a candidate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="the device to measure (default: cuda if available)",
-    )
-    parser.add_argument(
-        "--reset",
-        action="store_true",
-        help="delete the measurements and the results of first-use checks, then exit",
-    )
-    parser.add_argument(
-        "--launches",
-        action="store_true",
-        help="cuda: search the launches of the Triton kernels instead of the order of the backends",
-    )
-    parser.add_argument(
-        "--op",
-        action="extend",
-        type=spelling.list_type(spelling.operators, sorted(tune_gpu.MEASURED)),
-        metavar="LIST",
-        help="cuda: only these operators; may be repeated",
-    )
-    parser.add_argument(
-        "--dtype",
-        action="extend",
-        type=spelling.list_type(spelling.dtypes, sorted(_DTYPES)),
-        metavar="LIST",
-        help="only these dtypes; may be repeated (launches: those of 16 bits share their entries)",
-    )
-    parser.add_argument(
-        "--width",
-        action="append",
-        type=int,
-        choices=_WIDTHS,
-        help="launches: only head dimensions up to this one, above the next smaller choice; "
-        "repeatable",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="launches: the file of the table; other entries of an existing one are kept "
-        f"(default: {_TABLE})",
-    )
+    cuda, launches = "cuda: ", "launches: "
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), help="what to measure (default: cuda if available)")
+    add("--reset", action="store_true", help="delete the measurements, then exit")
+    add("--launches", action="store_true", help=cuda + "search the launches of the Triton kernels "
+        "instead of the order of the backends")  # fmt: skip
+    some_ops = spelling.list_type(spelling.operators, sorted(MEASURED))
+    add("--op", action="extend", type=some_ops, default=[], metavar="LIST",
+        help=cuda + "only these operators; may be repeated")  # fmt: skip
+    some_dtypes = spelling.list_type(spelling.dtypes, sorted(_DTYPES))
+    add("--dtype", action="extend", type=some_dtypes, default=[], metavar="LIST",
+        help="only these dtypes; may be repeated")  # fmt: skip
+    add("--width", action="append", type=int, choices=(64, 128, 256, 512), default=[],
+        help=launches + "only head dimensions up to this one, above the next smaller choice; "
+        "may be repeated")  # fmt: skip
+    add("--out", type=Path, help=launches + f"the file of the table (default: {_TABLE})")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.reset:
-        verdicts = selftest.own_file()
-        found = [evidence.remove_own(), verdicts if verdicts.exists() else None]
-        verdicts.unlink(missing_ok=True)
-        selftest.forget()
-        for removed in filter(None, found):
-            print(f"removed {removed}")
-        if not any(found):
-            print(f"nothing to remove in {verdicts.parent}")
+        removed = evidence.remove_own()
+        print(f"removed {removed}" if removed else f"nothing to remove in {evidence.own_file()}")
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda":
-        return _run_on_gpu(args)
-    for name in ("op", "width", "out", "launches"):
-        if getattr(args, name):
-            raise ValueError(f"--{name} is for --device cuda, but this is --device cpu")
-    return tune_cpu.run([_DTYPES[name] for name in args.dtype or _DTYPES])
+    for name in ("width", "out"):
+        if getattr(args, name) and not args.launches:
+            raise ValueError(f"--{name} is for --launches")
+    if device == "cpu" and (args.op or args.launches):
+        name = "op" if args.op else "launches"
+        raise ValueError(f"--{name} is for --device cuda, but this is --device cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("PyTorch sees no GPU here")
+    dtypes = [_DTYPES[name] for name in args.dtype]
+    if args.launches:
+        from fastattn.backends.triton import _search  # Triton may be missing
 
-
-def _run_on_gpu(args: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
-        print("fastattn tune: error: PyTorch sees no GPU here", file=sys.stderr)
-        return 2
-    if not args.launches:
-        for name in ("width", "out"):
-            if getattr(args, name):
-                raise ValueError(f"--{name} is for --launches")
-        dtypes = [_DTYPES[name] for name in args.dtype or _DTYPES]
-        return tune_gpu.run(args.op or list(tune_gpu.MEASURED), dtypes)
-    if unknown := sorted(set(args.op or ()) - set(_CALLS)):
-        raise ValueError(f"--op {unknown[0]}: with --launches allowed are {', '.join(_CALLS)}")
-    import triton
-
-    from fastattn.backends.triton import _launch, _table
-
-    out = args.out or _TABLE
-    architecture = _launch.architecture_of(torch.device("cuda", torch.cuda.current_device()))
-    table = json.loads(out.read_text()) if out.exists() else {}
-
-    def measure(call: _Call) -> float:
-        return float(triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median"))
-
-    for op in args.op or sorted(_CALLS):
-        for dtype in (_DTYPES[name] for name in args.dtype or ("bfloat16", "float32")):
-            for width in args.width or _WIDTHS:
-                for kernel, call in _CALLS[op](dtype, width):
-                    bits = 8 * dtype.itemsize
-                    start = _table.choose(architecture, kernel, bits, width)
-                    found = fastest(kernel, start, call, measure, print)
-                    of_kernel = table.setdefault(architecture, {}).setdefault(kernel, {})
-                    rows = dict(of_kernel.get(str(bits), ()))
-                    rows[width] = list(found)
-                    of_kernel[str(bits)] = sorted(map(list, rows.items()))
-                    out.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"written to {out}; to use it, set FASTATTN_TRITON_TABLE={out.resolve()}")
+        _search.search(args.op, dtypes, args.width, args.out or _TABLE)
+        return 0
+    dtypes = dtypes or list(_DTYPES.values())
+    path = on_cpu(dtypes) if device == "cpu" else on_gpu(args.op or list(MEASURED), dtypes)
+    if path is None:
+        print("nothing was measured, so nothing is written")
+        return 1
+    print(f"written to {path}\nNew Python processes will use it. To undo this: "
+          "fastattn tune --reset")  # fmt: skip
     return 0
 
 
-def fastest(
-    kernel: str,
-    start: Any,
-    call: _Call,
-    measure: Callable[[_Call], float],
-    report: Callable[[str], None],
-) -> Any:
-    """Return the launch at which the descent from ``start`` ends; report every trial."""
-    from fastattn.backends.triton._table import trying
+# -- measuring -------------------------------------------------------------------------------------
 
-    times: dict[Any, float] = {}
 
-    def time_of(launch: Any) -> float:
-        if launch not in times:
+def race(what: str, candidates: Mapping[str, _Call]) -> dict[str, float]:
+    """Return the median seconds of each call, run in turn; progress goes to a terminal."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for call in candidates.values():
+        call()
+    end = time.perf_counter() + _SECONDS
+    for n in itertools.count(1):
+        if sys.stderr.isatty():
+            print(f"\r{what}: round {n}\033[K", end="", file=sys.stderr, flush=True)
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+        if n >= _ROUNDS and time.perf_counter() >= end:
+            break
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    found = {name: statistics.median(taken) for name, taken in times.items()}
+    print(f"{what}: {_milliseconds(found)}")
+    return found
+
+
+def clearly_fastest(times: dict[str, float], usual: str) -> str:
+    """Return the fastest candidate, or the usual one if the difference is within the noise."""
+    best = min(times, key=lambda name: times[name])
+    if usual in times and not times[best] < _FASTER * times[usual]:
+        return usual
+    return best
+
+
+def seconds(
+    what: str, of: Sequence[str], dtype: torch.dtype, device: torch.device, on: Mapping[str, _On]
+) -> dict[str, float]:
+    """The time of each candidate that can run: the geometric mean of forward and of both passes."""
+    stem, sizes, mask = of
+    known, means = ops.get(stem), dict.fromkeys(on, 1.0)
+    kind = next(name for name, x in TORCH_DTYPES.items() if x == dtype)
+    shape = parse_shapes(sizes, known.SIZES)[0]
+    passes = [name for name in ("fwd", "fwd+bwd") if name in known.PASSES]
+    for of_pass in passes:
+        cell = Cell(stem, shape, dtype=kind, passes=of_pass, mask=mask, device=device.type)
+        call = functools.partial(_call, *_prepared(cell, device))
+        calls = {name: functools.partial(call, on[name]) for name in means}
+        runs = {name: call for name, call in calls.items() if _runs(name, call)}
+        times = race(f"{what}, {of_pass}", runs) if runs else {}
+        means = {name: means[name] * times[name] ** (1 / len(passes)) for name in times}
+    return means
+
+
+def _prepared(cell: Cell, device: torch.device) -> tuple[_Call, Sequence[torch.Tensor], Any]:
+    """The function of a cell, and the tensors and the gradient of its backward pass."""
+    inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
+    forward, leaves = ops.get(cell.op).ours(cell, inputs)
+    leaves = leaves if cell.passes == "fwd+bwd" else ()
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return forward, leaves, inputs.get("grad_out")
+
+
+def _call(forward: _Call, leaves: Sequence[torch.Tensor], grad: Any, on: _On) -> None:
+    with on():
+        out = forward()[0]
+        if leaves:
+            torch.autograd.grad(out, leaves, grad.to(out.dtype))
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
+
+
+def _runs(name: str, call: _Call) -> bool:
+    try:
+        call()
+    except Exception as error:  # compilers and launchers have exceptions of their own
+        print(f"{name} does not run: {type(error).__name__}: {error}".split("\n")[0])
+        return False
+    return True
+
+
+def _milliseconds(times: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1000 * taken:.3g} ms" for name, taken in times.items())
+
+
+def _row(choice: str, device: torch.device, dtype: torch.dtype, use: Any, usual: Any,
+         times: dict[str, float], op: str = "", least_queries: int = 0) -> Row:  # fmt: skip
+    spelled = ", ".join(map(str, use)) if isinstance(use, (list, tuple)) else use
+    print(f"  -> {choice}: {spelled}" + " (as before)" * (use == usual))
+    on, kind = evidence.processor(device.type, device.index or 0).key, str(dtype)[6:]
+    source = f"{_milliseconds(times)}; torch {torch.__version__}, "
+    source += f"{torch.get_num_threads()} threads, {time.strftime('%Y-%m-%d')}"
+    return Row(choice, on, kind, use, source, op, least_queries)
+
+
+# -- a GPU -----------------------------------------------------------------------------------------
+
+
+def on_gpu(operators: Sequence[str], dtypes: Sequence[torch.dtype]) -> Path | None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(f"{evidence.processor('cuda').name}; Triton compiles for some minutes")
+    path = None
+    for op, dtype in itertools.product(operators, dtypes):
+        row = order(op, dtype, device)
+        if row is not None:  # written at once: a later operator may end the process
+            path = evidence.set_own([row])
+    return path
+
+
+def order(op: str, dtype: torch.dtype, device: torch.device) -> Row | None:
+    """The row of an operator's backends, fastest first; None if none of them is right here."""
+    what = f"{op} {str(dtype)[6:]}"
+    candidates = ("torch", *dispatch.ON_GPU)
+    names = [name for name in candidates if is_right(name, op, dtype, device)]
+    on = {name: functools.partial(dispatch.use_backend, name) for name in names}
+    times = seconds(what, MEASURED[op], dtype, device, on)
+    if not times:
+        print(f"{what}: no backend runs it here")
+        return None
+    found = evidence.choose("backends", "cuda", op, dtype, index=device.index or 0)
+    usual = found.use if found else ["torch"]
+    first = clearly_fastest(times, usual[0])
+    use = sorted(times, key=lambda name: (name != first, times[name]))
+    return _row("backends", device, dtype, use, usual, times, op)
+
+
+def is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a backend is built and, if it is ours, passes the case table of the operator."""
+    module = dispatch.load(name)
+    if isinstance(module, str) or not hasattr(module, op):
+        return False
+    if name == "torch":
+        return True
+    target, faults, checks = OnGpu(name, device=device.type), 0, 0
+    verified = (op, "append_to_cache") if op == "decode_attention" else (op,)
+    for proof in map(PROOFS.__getitem__, verified):
+        for case in proof.cases:
+            if dtype in case.dtypes and not case.slow:
+                verdict = proof(case, dtype, target)
+                checks, faults = checks + 1, faults + len(verdict.faults)
+                for fault in verdict.faults:
+                    print(f"FAIL {name}: {proof.operator} {case.name} {str(dtype)[6:]}: {fault}")
+    print(f"{op} {str(dtype)[6:]}, {name}: {checks} cases, {faults} faults")
+    return faults == 0
+
+
+# -- a CPU -----------------------------------------------------------------------------------------
+
+_CPU = torch.device("cpu")
+
+
+def on_cpu(dtypes: Sequence[torch.dtype]) -> Path:
+    if isinstance(native := dispatch.load("cpu"), str):
+        raise RuntimeError(f"the CPU kernels are {native}")
+    name = evidence.processor("cpu").name or "this processor"
+    print(f"{name}, {torch.get_num_threads()} threads; under a minute")
+    return evidence.set_own([row for x in dtypes for row in (*attention(x), *projections(x))])
+
+
+def attention(dtype: torch.dtype) -> list[Row]:
+    """The rows of instruction set and backend."""
+    native = importlib.import_module("fastattn._cpu")
+    supported = native.build_info()["supported"]
+    isas = [isa for isa in supported if isa != "baseline"] or supported
+    before = evidence.choose("isa", "cpu", dtype=dtype, own=False)
+    usual_isa = before.use if before and before.use in supported else supported[-1]
+    found = evidence.choose("backends", "cpu", ATTENTION, dtype, own=False)
+    usual = found.use if found else ["cpu"]
+
+    @contextlib.contextmanager
+    def on(isa: str) -> Iterator[None]:
+        kept = native.build_info()["isa"]
+        with dispatch.use_backend("torch" if isa == "torch" else "cpu"):
             try:
-                with trying(kernel, launch):
-                    times[launch] = measure(call)
-                outcome = f"{1000 * times[launch]:.1f} us"
-            except Exception as error:  # needs too many resources, or does not compile
-                times[launch] = float("inf")
-                outcome = f"does not run: {type(error).__name__}"
-            report(f"{kernel} {tuple(launch)}: {outcome}")
-        return times[launch]
+                native.set_isa(kept if isa == "torch" else isa)
+                yield
+            finally:
+                native.set_isa(kept)
 
-    best = start
-    time_of(best)
-    while True:
-        nearest = min(_neighbours(best), key=time_of)
-        if not time_of(nearest) < _FASTER * time_of(best):
-            return best
-        best = nearest
-
-
-def _neighbours(launch: Any) -> Iterator[Any]:
-    for rows in (launch.BM // 2, launch.BM * 2):
-        if 16 <= rows <= 128:
-            yield launch._replace(BM=rows)
-    for keys in (launch.BN // 2, launch.BN * 2):
-        if 16 <= keys <= 128:
-            yield launch._replace(BN=keys)
-    yield launch._replace(warps=4 if launch.warps == 8 else 8)
-    for stages in (launch.stages - 1, launch.stages + 1):
-        if 1 <= stages <= 4:
-            yield launch._replace(stages=stages)
+    candidates = {name: functools.partial(on, name) for name in (*isas, "torch")}
+    times = seconds(f"attention {str(dtype)[6:]}", ON_CPU, dtype, _CPU, candidates)
+    isa = clearly_fastest({name: times[name] for name in isas}, usual_isa)
+    rivals = {"cpu": times[isa], **{name: times[name] for name in times if name == "torch"}}
+    use = ["torch", "cpu"] if clearly_fastest(rivals, usual[0]) == "torch" else ["cpu"]
+    least = _LEAST_QUERIES if use[0] == "torch" else 0
+    return [
+        _row("backends", _CPU, dtype, use, usual, rivals, ATTENTION, least),
+        _row("isa", _CPU, dtype, isa, usual_isa, {name: times[name] for name in isas}),
+    ]
 
 
-# The measured calls: for each operator its kernels, and a call that uses each of them.
+def projections(dtype: torch.dtype) -> list[Row]:
+    """The row of the GEMM of the projections, none if there is nothing to choose."""
+    onednn: Any = _linear._ONEDNN_LINEAR
+    if onednn is None or dtype not in _linear._ONEDNN_DTYPES:
+        return []
+    found = evidence.choose("gemm", "cpu", dtype=dtype, own=False)
+    usual = Gemm("torch", "torch") if found is None else found.use
+    m, k, n = _LARGE
+    x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
 
+    def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> _Call:
+        return lambda: onednn(x, weight, None, "none", [], "")
 
-def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
-    """2 causal sequences of 4096, 16 heads."""
-    from fastattn.backends import triton as backend
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device="cuda")
-
-    query, key, value, grad = (normal(2, 16, 4096, width) for _ in range(4))
-    bias = normal(1, 16, 4096, 4096)
-    causal = AttentionOptions(scale=width**-0.5, window_right=0)
-
-    def backward_of(mask: torch.Tensor | None) -> _Call:
-        args = (query, key, value, mask, None, None)
-        out, lse, _ = backend.scaled_dot_product_attention(*args, options=causal)
-        options = extended(AttentionBackwardOptions, causal, needs_mask_grad=mask is not None)
-        return lambda: backend.scaled_dot_product_attention_backward(
-            grad, None, None, *args, out, lse, options=options
-        )
-
-    attend = functools.partial(
-        backend.scaled_dot_product_attention, query, key, value, options=causal
-    )
-    yield "forward", attend
-    yield "forward_masked", functools.partial(attend, bias)
-    plain, biased = backward_of(None), backward_of(bias)
-    yield "statistics", plain
-    yield "backward_query", plain
-    yield "backward_key_value", plain
-    yield "backward_query_masked", biased
-    yield "backward_key_value_masked", biased
-    yield "backward_mask", biased
-
-
-def _decode(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
-    """Steps of 64 sequences of 4096 keys, 32 heads and 8 key heads, with 1 and with 16 queries."""
-    from fastattn.backends import triton as backend
-
-    keys, values = (torch.randn(64, 8, 4096, width, dtype=dtype, device="cuda") for _ in range(2))
-    lengths = torch.full((64,), 4096, device="cuda")
-    options = DecodeOptions(scale=width**-0.5, window_right=0)
-    for kernel, queries in (("decode", 1), ("decode_rows", 16)):
-        query = torch.randn(64, 32, queries, width, dtype=dtype, device="cuda")
-        args = (query, keys, values, lengths)
-        yield kernel, functools.partial(backend.decode_attention, *args, options=options)
-
-
-def _hops(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
-    """3 hops of 256 queries on memories of 500 rows."""
-    from fastattn.backends import triton as backend
-
-    if width > 256:
-        return
-    query = torch.randn(256, width, dtype=dtype, device="cuda")
-    memory = torch.randn(256, 4, 500, width, dtype=dtype, device="cuda") / width**0.5
-    args = (query, memory, None, None, None, None)
-    options = MemoryHopBackwardOptions(hops=3, needed=2)
-    _, trace, stats, _ = backend.memory_hop_attention(*args, options=options)
-    yield "hops", lambda: backend.memory_hop_attention(*args, options=options)
-    yield (
-        "hops_backward",
-        lambda: backend.memory_hop_attention_backward(
-            query, None, *args, trace, stats, options=options
+    what = f"projection {str(dtype)[6:]}"
+    times = race(what, {"torch": lambda: F.linear(x, weight), "onednn": by_onednn(x, weight)})
+    calls = {"torch": lambda: grad.t() @ x, "onednn": by_onednn(grad.t(), x.t())}
+    use = usual._replace(
+        forward=clearly_fastest(times, usual.forward),
+        weight_grad=clearly_fastest(
+            race(f"{what}, gradient of the weight", calls), usual.weight_grad
         ),
     )
-
-
-def _additive(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
-    """16 sequences of 512."""
-    from fastattn.backends import triton as backend
-
-    x = torch.randn(16, 512, width, dtype=dtype, device="cuda")
-    v = torch.randn(width, dtype=dtype, device="cuda")
-    args = (x, x, x, v, None, None, None)
-    yield "additive", lambda: backend.additive_attention(*args, options=AdditiveOptions())
-
-
-_CALLS: dict[str, Callable[[torch.dtype, int], Iterator[tuple[str, _Call]]]] = {
-    "scaled_dot_product_attention": _attention,
-    "decode_attention": _decode,
-    "memory_hop_attention": _hops,
-    "additive_attention": _additive,
-}
+    if dtype is torch.bfloat16 and use.forward == "onednn":
+        m, k, n = _FEW_ROWS
+        few, square = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+        native: Any = dispatch.load("cpu")
+        calls = {"ours": lambda: native.linear(few, square, None), "onednn": by_onednn(few, square)}
+        fastest = clearly_fastest(
+            race(f"{what}, few rows", calls), "ours" if usual.ours_up_to else "onednn"
+        )
+        ours = (usual.ours_up_to or _OURS_UP_TO) if fastest == "ours" else 0
+        use = use._replace(ours_up_to=ours)
+    return [_row("gemm", _CPU, dtype, use, usual, times)]

@@ -1,10 +1,8 @@
 """`fastattn verify`: check the results of this build on this machine.
 
 Runs the case table of ``fastattn.testing`` on every native backend, forward and backward, and
-compares with the reference by the error bound of ``docs/numerics.md``. On a GPU the verdict takes
-the place of the first-use check (``fastattn/selftest.py``): a failure disables the kernel for that
-operator and dtype, and a whole table without one enables it. A case that raises, as for lack of
-memory, fails the command, but leaves the kept verdict as it is.
+compares with the reference by the error bound of ``docs/numerics.md``. A case that raises, as for
+lack of memory, fails the command.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from fastattn import dispatch, evidence, selftest, spelling
+from fastattn import dispatch, evidence, spelling
 from fastattn.testing import OnGpu, Target, Verdict, targets
 from fastattn.testing.draws import draw
 from fastattn.testing.proofs import PROOFS
@@ -74,7 +72,6 @@ class _Result:
     target: Target
     draw: int
     verdict: Verdict
-    raised: bool  # there is no result, and the cause may be another than the kernel
     seconds: float
 
     @property
@@ -126,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"all {len(results)} checks passed")
     if args.junit:
         _write_junit(args.junit, results)
-    _record(results, whole=not (args.case or args.quick))
     return 1 if failed else 0
 
 
@@ -169,29 +165,7 @@ def _on_gpu() -> list[Target]:
     """The backends that run on the GPU of this machine."""
     if not evidence.processor("cuda").name:
         return []
-    return [OnGpu(name) for name in selftest.CHECKED if not isinstance(dispatch.load(name), str)]
-
-
-def _record(results: list[_Result], whole: bool) -> None:
-    """Keep what was found out about the kernels of the GPU."""
-    groups: dict[tuple[str, str, str], list[_Result]] = {}
-    for result in results:
-        if result.target.backend in selftest.CHECKED:
-            key = result.target.backend, result.op, result.dtype
-            groups.setdefault(key, []).append(result)
-    kept = False
-    for (backend, op, dtype), group in groups.items():
-        judged = [r for r in group if not r.raised]
-        faults = [f"{op}, case {r.case.name}, {f}" for r in judged for f in r.verdict.faults]
-        if faults or (whole and len(judged) == len(group)):
-            kept = True
-            processor, module = evidence.processor("cuda"), dispatch.load(backend)
-            about = selftest.identity(backend, op, _DTYPES[dtype], processor, module)
-            selftest.record(about, faults)
-        elif whole:
-            print(f"no verdict is kept of {backend} {op} {dtype}, because cases raised errors")
-    if kept:
-        print(f"kept for this GPU in {selftest.own_file()}; `fastattn tune` measures the speed")
+    return [OnGpu(name) for name in dispatch.ON_GPU if not isinstance(dispatch.load(name), str)]
 
 
 def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:
@@ -204,16 +178,16 @@ def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:
 
 def _results(work: list[tuple[str, AnyCase, str, Target]], draws: int) -> Iterator[_Result]:
     for number, (op, case, dtype, target) in itertools.product(range(draws), work):
-        start, raised = time.perf_counter(), False
+        start = time.perf_counter()
         try:
             with draw(number):
                 verdict = PROOFS[op](case, _DTYPES[dtype], target)
         except Exception as error:  # one broken case must not hide the others
             is_memory = isinstance(error, torch.OutOfMemoryError)
             what = "not checked, not enough memory" if is_memory else type(error).__name__
-            verdict, raised = Verdict(faults=[f"{what}: {error}".split("\n")[0]]), True
+            verdict = Verdict(faults=[f"{what}: {error}".split("\n")[0]])
         seconds = time.perf_counter() - start
-        yield _Result(op, case, dtype, target, number, verdict, raised, seconds)
+        yield _Result(op, case, dtype, target, number, verdict, seconds)
 
 
 def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:

@@ -21,8 +21,6 @@ if not torch.cuda.is_available():
 
 # What `fastattn tune` has measured for the user is not what is tested here.
 os.environ["FASTATTN_CACHE_DIR"] = "/nonexistent"
-# The tests judge the kernels of a GPU themselves, also those that a check would disable.
-os.environ["FASTATTN_SELFTEST"] = "0"
 
 from required import REQUIRE_NATIVE
 from tile_attention import EMULATED, REAL, on

@@ -193,7 +193,7 @@ bool is_emulated(const std::string& isa) {
                      [&](const Entry& e) { return isa == e.table->isa; });
 }
 
-// Without tiles: they run only where they are chosen by name, as fastattn/evidence.json does.
+// Without tiles: they run only where they are chosen by name, as fastattn/evidence.py does.
 std::string strongest_vectors() {
   std::string strongest;
   for (const std::string& isa : supported_isas())

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastattn import dispatch
 from fastattn._table import as_html, as_text
+from fastattn.explanation import explain
 from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
@@ -387,7 +387,7 @@ def _example(module: nn.Module, model: nn.Module) -> torch.Tensor:
 
 def _backend(query: torch.Tensor) -> tuple[str, str]:
     try:
-        explanation = dispatch.explain(_SDPA, query, query, query)
+        explanation = explain(_SDPA, query, query, query)
     except (NotImplementedError, RuntimeError) as error:
         return "", str(error)
     return explanation.runs or "", explanation.passed_over

@@ -4,7 +4,7 @@
     dx = dy W     dW = dyᵀ x     db = Σ dy
 
 Three quarters of the arithmetic of a typical layer is here, so the GEMM is chosen by measurement:
-``fastattn/evidence.json`` has the rule of each processor, a :class:`fastattn.evidence.Gemm`. On an
+``fastattn/evidence.py`` has the rule of each processor, a :class:`fastattn.evidence.Gemm`. On an
 AMD EPYC with AVX-512 and BF16 (docs/evidence.md has the table; speeds are relative to
 ``torch.nn.functional.linear``):
 
@@ -53,7 +53,7 @@ _LEAST_ROWS_OF_OURS = 8
 def rule(dtype: torch.dtype) -> evidence.Gemm:
     """Return which GEMM to use for this dtype on this processor."""
     found = evidence.choose("gemm", "cpu", dtype=dtype)
-    gemm = evidence.Gemm("torch", "torch") if found is None else evidence.Gemm(**found.use)
+    gemm = evidence.Gemm("torch", "torch") if found is None else found.use
     if dtype == torch.float32 and gemm.forward == "torch" and not torch.backends.mkl.is_available():
         return gemm._replace(forward="onednn", weight_grad="onednn")
     return gemm

@@ -10,7 +10,6 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.eager import runs_eagerly
 from fastattn.ops.varlen import check_starts
-from fastattn.selftest import is_capturing
 
 __all__ = ["gather_pages"]
 
@@ -55,12 +54,20 @@ def gather_pages(
 
 def _total(starts: Tensor, table: Tensor, k: Tensor, longest: int | None) -> int:
     """The number of rows of all sequences; where the host cannot read it, an upper bound."""
-    if runs_eagerly(starts) and not is_capturing(starts.device):
+    if runs_eagerly(starts) and not _is_capturing(starts.device):
         return int(starts[-1])
     if k.shape[0] == 0:
         return 0
     room = table.shape[1] * k.shape[1]
     return table.shape[0] * (room if longest is None else min(room, longest))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream records a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _places(starts: Tensor, table: Tensor, page_size: int, total: int) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest first. A module is on the floor of the longest name here that begins its own.
 FLOORS = (
-    "_version _cpu _cuda _table _warning compat _cgroup _openmp builds bias",
+    "_version _cpu _cuda _table _warning compat _cgroup _openmp _processor builds bias",
     "sinusoids eager _flops _shapes _seed backends.primitives backends._alloc backends._precision",
     "evidence backends",
-    "selftest",
     "dispatch batching",
+    "explanation",
     "fast_path library",
     "autograd",
     "checks masks",
@@ -24,7 +24,7 @@ FLOORS = (
     "fastattn",
     "testing",
     "bench info spelling",
-    "_explain _kernel doctor tune tune_cpu tune_gpu verify",
+    "_explain _kernel doctor tune verify",
     "cli __main__",
 )
 FLOOR = {name: n for n, names in enumerate(FLOORS) for name in names.split()}

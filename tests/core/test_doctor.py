@@ -38,7 +38,6 @@ def healthy() -> dict[str, Any]:
         "isa": ISA,
         "backends": built(left_out={}, stale=False),
         "environment": {},
-        "selftests": [],
         "choices": [{"device": "cuda", "source": "your `fastattn tune` of 2026-11-22"}],
         "flushes_subnormals": False,
         "subnormal_slowdown": 1.0,
@@ -62,27 +61,10 @@ FINDINGS = [
     ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
     (
         "measured_gpu",
-        {"choices": [{"device": "cuda", "source": "unmeasured on this GPU; run `fastattn tune`"}]},
+        {"choices": [{"device": "cuda", "source": evidence.unmeasured("cuda")}]},
         "note",
-        "unmeasured on this GPU",
+        "unverified on this GPU",
         "fastattn tune",
-    ),
-    (
-        "right_kernels",
-        {
-            "selftests": [
-                {
-                    "backend": "cuda",
-                    "op": "decode_attention",
-                    "dtype": "float16",
-                    "faults": ["out is off"],
-                    "report": "/tmp/report.txt",
-                }
-            ]
-        },
-        "problem",
-        "cuda kernels of decode_attention in float16 failed",
-        "/tmp/report.txt",
     ),
     (
         "native_core",

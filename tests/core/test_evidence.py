@@ -12,18 +12,20 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from processors import H200, be
+from processors import H200, be, on_a_gpu
 
 import fastattn
-from fastattn import __version__, cli, dispatch, evidence, info, selftest
-from fastattn.backends.primitives import AttentionOptions
-from fastattn.evidence import Gemm, Processor
+from fastattn import __version__, cli, dispatch, evidence, info
+from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionOptions, NoOptions
+from fastattn.evidence import Gemm, Processor, Row
+from fastattn.explanation import explanation
 from fastattn.nn import _linear, _small
 
 ATTENTION = "scaled_dot_product_attention"
@@ -119,79 +121,108 @@ def test_the_projections_follow_the_rule(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not _linear._is_for_our_gemm(small, narrow, None)
 
 
+HALF = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16)
+RECORD = Row("backends", H200.key, "bfloat16", ["cuda", "torch"], "measured", ATTENTION)
+
+
 @pytest.mark.parametrize("name", ["", "NVIDIA H200", "NVIDIA A100"])
-def test_a_gpu_without_a_record_has_pytorch_first(name: str) -> None:
-    half = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16)
+def test_a_gpu_without_a_record_runs_none_of_our_kernels(name: str) -> None:
     with be(Processor("cuda", "NVIDIA" if name else "", name)):
-        found = dispatch._order("cuda", ATTENTION, (half,))
-        assert found == ("torch", "cuda", "triton", "reference")
-        for op, tensor in ((ATTENTION, half.float()), ("additive_attention", half)):
-            assert dispatch._order("cuda", op, (tensor,)) == ("cuda", "triton", "reference")
+        for op, tensor in ((ATTENTION, HALF), (ATTENTION, HALF.float()), ("merge_states", HALF)):
+            assert dispatch._order("cuda", op, (tensor,)) == ("torch", "reference")
 
 
-def test_a_gpu_with_a_record_has_ours_first_where_they_are_faster(own: Path) -> None:
-    half = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16)
-    record = {
-        "choice": "backends", "device": "cuda", "vendor": ["NVIDIA"], "name": [H200.name],
-        "op": ATTENTION, "dtype": ["bfloat16"], "use": ["cuda", "torch"], "source": "measured",
-        "commit": "ac7efaf",
-    }  # fmt: skip
+def test_a_record_admits_our_kernels_on_its_gpu_alone(own: Path) -> None:
     with be(H200):
-        evidence.set_own([record, {**record, "dtype": ["float16"], "use": ["torch", "cuda"]}])
-        assert dispatch._order("cuda", ATTENTION, (half,))[0] == "cuda"
-        assert dispatch._order("cuda", ATTENTION, (half.half(),))[0] == "torch"
-        found = evidence.choose("backends", "cuda", ATTENTION, torch.bfloat16)
-        assert found is not None
-        assert found.is_measured
-        evidence.set_own([{**record, "use": ["torch", "cuda"]}])  # float16 stays
-        assert dispatch._order("cuda", ATTENTION, (half,))[0] == "torch"
-        assert len(json.loads(own.read_text())["entries"]) == 2
-    with be(H200._replace(name="NVIDIA A100")):
-        found = evidence.choose("backends", "cuda", ATTENTION, torch.bfloat16)
-        assert found is not None
-        assert not found.is_measured
-        assert dispatch._order("cuda", ATTENTION, (half,))[0] == "torch"
+        evidence.set_own([RECORD, RECORD._replace(dtypes="float16", use=["triton"])])
+        assert dispatch._order("cuda", ATTENTION, (HALF,)) == ("cuda", "torch", "reference")
+        assert dispatch._order("cuda", ATTENTION, (HALF.half(),)) == ("triton", "reference")
+        evidence.set_own([RECORD._replace(use=["torch", "cuda"])])  # float16 stays
+        assert dispatch._order("cuda", ATTENTION, (HALF,))[0] == "torch"
+        assert len(json.loads(own.read_text())["rows"]) == 2
+        assert dispatch._order("cuda", "merge_states", (HALF,)) == ("torch", "reference")
+    with be(H200._replace(name="NVIDIA A100")):  # a home folder may be shared
+        assert dispatch._order("cuda", ATTENTION, (HALF,)) == ("torch", "reference")
+
+
+def test_appending_is_admitted_with_decoding(own: Path) -> None:
+    with be(H200):
+        evidence.set_own([RECORD._replace(op="decode_attention")])
+        assert dispatch._order("cuda", "append_to_cache", (HALF,))[0] == "cuda"
+
+
+def test_the_record_of_another_version_admits_nothing(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels may have changed since."""
+    with be(H200):
+        evidence.set_own([RECORD])
+        monkeypatch.setattr(evidence, "__version__", "99.0")
+        evidence.forget()
+        assert dispatch._order("cuda", ATTENTION, (HALF,)) == ("torch", "reference")
 
 
 def test_every_gpu_of_a_machine_has_its_own_record(own: Path) -> None:
-    record = {
-        "choice": "backends", "device": "cuda", "vendor": ["NVIDIA"], "name": [H200.name],
-        "op": ATTENTION, "dtype": ["bfloat16"], "use": ["cuda", "torch"], "source": "measured",
-    }  # fmt: skip
     names = {0: "NVIDIA T4", 1: H200.name}
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "get_device_name", names.__getitem__),
     ):
         evidence.forget()
-        evidence.set_own([record])
+        evidence.set_own([RECORD])
         for index, first in enumerate(("torch", "cuda")):
             device = torch.device("cuda", index)
             tensor = SimpleNamespace(dtype=torch.bfloat16, device=device, shape=(1, 1, 4, 8))
             assert dispatch._order("cuda", ATTENTION, (tensor,))[0] == first
-            processor = selftest.gpu(device)
-            assert processor is not None
-            assert processor.name == names[index]
     evidence.forget()
 
 
-def test_an_unmeasured_gpu_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
-    masked = "sdpa dtype=bf16 mask=bool"  # PyTorch's kernel declines it
+class Kernels(ModuleType):
+    """Merges states by the reference."""
+
+    __all__ = ("merge_states",)
+    merge_states = staticmethod(reference.merge_states)
+
+    def why_not(self, *args: Any) -> list[str]:
+        return []
+
+
+def test_unverified_kernels_warn_once_and_run_when_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(2, 5, 8), torch.randn(2, 5), torch.randn(2, 5, 8), torch.randn(2, 5)
+    options = NoOptions()
+    with on_a_gpu(Kernels("kernels"), monkeypatch, "triton", cuda="not built: no nvcc"):
+        with pytest.warns(dispatch.FallbackWarning, match=r"\(triton\) are built, but unverified"):
+            assert dispatch.choose("merge_states", states, options) == "reference"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert dispatch.choose("merge_states", states, options) == "reference"
+            with fastattn.use_backend("triton"):
+                assert dispatch.choose("merge_states", states, options) == "triton"
+            found = explanation("merge_states", states, options)
+        assert found.runs == "reference"
+        assert found.reasons["triton"] == [dispatch.UNVERIFIED]
+
+
+def test_nothing_warns_where_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(2, 5, 8), torch.randn(2, 5), torch.randn(2, 5, 8), torch.randn(2, 5)
+    with on_a_gpu("not built: no GPU", monkeypatch, "cuda", "triton"):
+        assert dispatch.choose("merge_states", states, NoOptions()) == "reference"
+
+
+def test_an_unverified_gpu_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     with be(H200):
         text = info.format_text(info.collect())
-        for shapes in ("sdpa dtype=bf16,fp32", masked, "additive"):
+        for shapes in ("sdpa dtype=bf16", "sdpa dtype=bf16 mask=bool", "additive"):
             assert cli.main(["explain", "--device", "cuda", "--shapes", shapes]) == 0
-    unmeasured = "unmeasured on this GPU; run `fastattn tune`"
-    assert f"bfloat16, float16: torch, cuda, triton [{unmeasured}]" in text
-    printed = capsys.readouterr().out.split("_attention on cuda\n")[1:]
-    of_bf16, of_fp32, of_masked, of_additive = printed
+    unverified = evidence.unmeasured("cuda")
+    assert f"bfloat16, float16: torch, reference [{unverified}]" in text
+    of_bf16, of_masked, of_additive = capsys.readouterr().out.split("_attention on cuda\n")[1:]
     assert "torch      runs" in of_bf16
-    for text in (of_bf16, of_masked):
-        assert f"order      torch, cuda, triton, reference ({unmeasured})" in text
-    for text in (of_fp32, of_additive):
-        assert f"order      cuda, triton, reference ({unmeasured})" in text
-    for text in (of_fp32, of_masked, of_additive):
-        assert "torch      runs" not in text
+    for text in (of_bf16, of_masked, of_additive):
+        assert f"order      torch, reference ({unverified})" in text
+        assert f"triton     {dispatch.UNVERIFIED}" in text
+    for text in (of_masked, of_additive):
+        assert "reference  runs" in text
 
 
 def test_a_device_whose_backends_were_replaced_is_left_alone() -> None:
@@ -201,14 +232,9 @@ def test_a_device_whose_backends_were_replaced_is_left_alone() -> None:
 
 def test_every_source_is_named_and_every_file_exists() -> None:
     root = Path(fastattn.__file__).parent.parent
-    for entry in evidence._shipped():
-        named = [
-            w.strip(":,;") for w in entry["source"].split() if w.startswith(("docs/", "bench"))
-        ]
-        assert named or "not measured" in entry["source"] or "unmeasured" in entry["source"]
-        if entry.get("device") == "cuda" and entry.get("name"):  # a record
-            assert named[0].startswith("benchmarks/results/")
-            assert entry.get("commit")
+    for row in evidence.ROWS:
+        named = [w.strip(":,;") for w in row.source.split() if w.startswith(("docs/", "bench"))]
+        assert named or "not measured" in row.source
         if (root / "docs").exists():  # a source tree
             assert all((root / path).exists() for path in named), named
 
@@ -246,10 +272,7 @@ def test_the_processor_without_a_native_core(monkeypatch: pytest.MonkeyPatch) ->
 
 # -- the user's own -------------------------------------------------------------------------------
 
-OWN: dict[str, Any] = {
-    "choice": "backends", "device": "cpu", "name": ["AMD EPYC"], "op": ATTENTION,
-    "dtype": ["float16"], "use": ["torch", "cpu"], "source": "measured", "date": "2026-11-22",
-}  # fmt: skip
+OWN = Row("backends", AMD.key, "float16", ["torch", "cpu"], "measured", ATTENTION)
 
 
 @pytest.fixture
@@ -261,72 +284,63 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     evidence.forget()
 
 
-def test_the_users_own_entries_come_first(own: Path) -> None:
+def test_the_users_own_rows_come_first(own: Path) -> None:
     with be(AMD):
         assert order(torch.float16) == ("cpu", "reference")
         assert evidence.set_own([OWN]) == own
         assert order(torch.float16) == ("torch", "cpu", "reference")
-        choice = dispatch.explanation(
+        choice = explanation(
             ATTENTION, (torch.empty(1, 1, 4, 8).half(),) * 3 + (None,) * 3,
             AttentionOptions(scale=1.0),
         )  # fmt: skip
-        measured = f"your `fastattn tune` of 2026-11-22, measured with version {__version__}"
-        assert measured in str(choice)
+        assert f"your `fastattn tune`, with version {__version__}: measured" in str(choice)
     with be(AMX):  # another processor: a home folder may be shared
         assert order(torch.float16) == ("cpu", "reference")
-        evidence.set_own([{**OWN, "name": ["Xeon"]}])
-    assert len(json.loads(own.read_text())["entries"]) == 2
+        evidence.set_own([OWN._replace(on=AMX.key)])
+    assert len(json.loads(own.read_text())["rows"]) == 2
     with be(AMD):
-        evidence.set_own([{**OWN, "use": ["cpu"]}])  # in place of the one for this processor
+        evidence.set_own([OWN._replace(use=["cpu"])])  # in place of the one for this processor
         assert order(torch.float16) == ("cpu", "reference")
-    assert len(json.loads(own.read_text())["entries"]) == 2
+    assert len(json.loads(own.read_text())["rows"]) == 2
+    with be(AMD):
+        evidence.set_own([Row("gemm", AMD.key, "float64", Gemm("onednn", "torch", 7), "measured")])
+        assert _linear.rule(torch.float64) == Gemm("onednn", "torch", 7)
+
+
+GOOD = {**OWN._asdict(), "version": "0.2.0"}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "table",
     [
-        ("{", r"evidence\.json: Expecting"),
-        ("[]", "no table of evidence of format 1"),
-        ('{"format": 2, "entries": []}', "no table of evidence of format 1"),
-        ("[" * 100_000, r"evidence\.json: maximum recursion depth"),
-        ('{"format": 1, "entries": null}', r"evidence\.json: entries must be a list, got None"),
-        ('{"format": 1, "entries": [[]]}', "entry 0: it needs choice, use"),
-        ('{"format": 1, "entries": [{"choice": "isa"}]}', "entry 0: it needs choice, use"),
+        "{",
+        [],
+        {"format": 1, "entries": []},
+        {"format": 2, "rows": None},
+        {"format": 2, "rows": [[]]},
+        {"format": 2, "rows": [{"choice": "isa"}]},
+        *(
+            {"format": 2, "rows": [{**GOOD, **changed}]}
+            for changed in (
+                {"use": "cpu"}, {"choice": "isa"}, {"choice": "gemm", "use": [1, 2, 3, 4, 5]},
+                {"choice": "colour"}, {"dtypes": ["float16"]}, {"op": ["merge_states"]},
+                {"least_queries": "1"}, {"speed": 3}, {"version": ""}, {"use": ["gpu"]},
+            )
+        ),
     ],
-)
-def test_a_broken_user_file_is_reported_and_skipped(own: Path, text: str, message: str) -> None:
+)  # fmt: skip
+def test_a_broken_user_file_is_reported_and_skipped(own: Path, table: Any) -> None:
     own.parent.mkdir(parents=True)
     with be(AMX_FP16):
-        own.write_text(text)
+        own.write_text(table if isinstance(table, str) else json.dumps(table))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             evidence.forget()
             assert {order(torch.float16), order(torch.float16)} == {("torch", "cpu", "reference")}
         own.unlink()
     (warning,) = caught
-    assert re.search(f"not used: .*{message}.*tune --reset", str(warning.message))
+    assert re.search(r"evidence\.json\) are not used: .*tune --reset", str(warning.message))
     assert warning.filename == __file__
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"use": ["gpu"]}, "use must be a list of torch, cpu"),
-        ({"use": "cpu"}, "use must be a list"),
-        ({"choice": "isa"}, "use must be an instruction set"),
-        ({"choice": "gemm", "use": {"forward": "ours"}}, "use must be the fields of a Gemm"),
-        ({"choice": "colour"}, "choice must be backends, isa or gemm, got 'colour'"),
-        ({"dtype": "float16"}, "dtype must be a list"),
-        ({"has": [["avx2"]]}, "has must be a list of strings"),
-        ({"use": [["cpu"]]}, "use must be a list of torch, cpu"),
-        ({"op": ["merge_states"]}, "op must be a string"),
-        ({"least_queries": "1"}, "least_queries must be an integer, got '1'"),
-        ({"speed": 3}, "unknown field 'speed'"),
-    ],
-)
-def test_a_wrong_entry_is_named(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        evidence._checked({"format": 1, "entries": [{**OWN, **changed}]}, "here")
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -410,24 +424,6 @@ def test_a_write_that_fails_leaves_the_old_file(own: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space left"):
-        evidence.set_own([{**OWN, "use": ["torch"]}])
+        evidence.set_own([OWN._replace(use=["torch"])])
     assert own.read_text() == before
     assert list(own.parent.iterdir()) == [own]
-
-
-def test_writers_of_the_same_number_do_not_share_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each container counts its processes from 1."""
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    replace, path = os.replace, tmp_path / "evidence.json"
-
-    def interrupted(new: str, old: Path) -> None:
-        monkeypatch.setattr(os, "replace", replace)
-        evidence.replace_file(path, "of another")
-        replace(new, old)
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    evidence.replace_file(path, "of this one")
-    assert path.read_text() == "of this one"
-    assert list(tmp_path.iterdir()) == [path]

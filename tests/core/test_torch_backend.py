@@ -23,6 +23,7 @@ from fastattn import dispatch, evidence, explain, use_backend
 from fastattn.backends import _torch_cuda, reference
 from fastattn.backends import torch as backend
 from fastattn.backends.primitives import AttentionBackwardOptions
+from fastattn.evidence import Row
 from fastattn.testing import CASES, Target, check
 from fastattn.testing.inputs import make_inputs
 
@@ -44,10 +45,9 @@ def qkv(q_len: int = 20, k_len: int = 20, width: int = 16, **options: Any) -> li
 def torch_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As if `fastattn tune` had found PyTorch's kernel faster in bfloat16, from 16 queries on."""
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path))
-    evidence.set_own([
-        {"choice": "backends", "device": "cpu", "op": OP, "dtype": ["bfloat16"],
-         "least_queries": 16, "use": ["torch", "cpu"], "source": "this test"}
-    ])  # fmt: skip
+    key = evidence.processor("cpu").key
+    order = Row("backends", key, "bfloat16", ["torch", "cpu"], "this test", OP, least_queries=16)
+    evidence.set_own([order])
     yield
     monkeypatch.undo()
     evidence.forget()
@@ -334,8 +334,9 @@ def test_a_gradient_of_lse_takes_the_next_backend_of_the_device(
     inputs = qkv(requires_grad=True)
     with use_backend("reference"):
         want = gradients(*inputs)
+    order = ("torch", "triton", "reference")
     with on_a_gpu(Kernels("kernels"), monkeypatch, "triton", torch=backend):
-        monkeypatch.setitem(dispatch.PRIORITY, "cpu", ("torch", "triton", "reference"))
+        monkeypatch.setattr(dispatch, "_order", lambda *_: order)
         found = [gradients(*inputs)]
         with use_backend("torch"):
             found.append(gradients(*inputs))

@@ -1,20 +1,261 @@
-"""`fastattn tune` of a GPU, without one: the descent, its file, and what it says where there is
-none."""
+"""`fastattn tune`: what it measures, what it takes and leaves, and where it writes.
+
+No test needs a GPU: ``on_a_gpu`` takes CPU tensors for those of one.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from processors import H200, be, on_a_gpu
 
-from fastattn import cli
-from fastattn.tune import fastest
+from fastattn import cli, dispatch, evidence, info, tune
+from fastattn.backends import reference
+from fastattn.evidence import Gemm, Processor, Row
+from fastattn.nn import _linear
 
-_table: Any = pytest.importorskip("fastattn.backends.triton._table", exc_type=ImportError)
-Launch = _table.Launch
+OP = "sinusoidal_encoding"
+X = torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)
+AMD = Processor("cpu", "AMD", "AMD EPYC", frozenset({"avx512f", "avx512_bf16"}))
+AMX = Processor("cpu", "Intel", "Xeon", frozenset({"avx512f", "avx512_bf16", "amx_bf16"}))
+AMX_FP16 = AMX._replace(features=AMX.features | {"amx_fp16"})
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's file; nothing is timed for long, and shapes are small."""
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tune, "_ROUNDS", 1)
+    monkeypatch.setattr(tune, "_SECONDS", 0.0)
+    monkeypatch.setattr(tune, "ON_CPU", ("sdpa", "B=1,H=2,L=32,D=16", "none"))
+    monkeypatch.setattr(tune, "_LARGE", (32, 16, 48))
+    monkeypatch.setattr(tune, "_FEW_ROWS", (16, 16, 16))
+    monkeypatch.setitem(tune.MEASURED, OP, ("sinusoidal", "B=1,L=5,E=8", "none"))
+    evidence.forget()
+    yield tmp_path / "evidence.json"
+    monkeypatch.undo()
+    evidence.forget()
+
+
+def times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """A candidate takes these seconds, another one second; each call runs once."""
+
+    def race(what: str, candidates: dict[str, Any]) -> dict[str, float]:
+        for call in candidates.values():
+            call()
+        return {name: seconds.get(name, 1.0) for name in candidates}
+
+    monkeypatch.setattr(tune, "race", race)
+
+
+# -- a CPU -----------------------------------------------------------------------------------------
+
+
+def test_it_measures_the_processor_and_can_be_undone(
+    own: Path, native: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = native.build_info()["isa"]
+    assert cli.main(["tune", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"written to {own}" in printed
+    assert "--reset" in printed
+    assert native.build_info()["isa"] == before
+    kinds = {(row["choice"], row["dtypes"]) for row in json.loads(own.read_text())["rows"]}
+    for dtype in ("bfloat16", "float16", "float32"):
+        assert {("backends", dtype), ("isa", dtype)} <= kinds
+    assert "your `fastattn tune`, with version" in info.format_text(info.collect())
+    assert cli.main(["tune", "--reset"]) == 0
+    assert f"removed {own}" in capsys.readouterr().out
+    assert not own.exists()
+    assert "your `fastattn tune`" not in info.format_text(info.collect())
+    assert cli.main(["tune", "--reset"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
+
+
+def test_a_small_gain_changes_nothing(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for processor, usual in ((AMD, ["cpu"]), (AMX_FP16, ["torch", "cpu"])):
+        for by_torch in (0.98, 1.02):
+            times(monkeypatch, torch=by_torch)
+            with be(processor):
+                order, isa = tune.attention(torch.float16)
+                assert order.use == usual
+                assert isa.use in native.build_info()["supported"]
+
+
+def test_what_is_clearly_faster_is_taken(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, torch=0.9)
+    with be(AMD):
+        order, _ = tune.attention(torch.bfloat16)
+        assert (order.use, order.least_queries) == (["torch", "cpu"], 16)
+    times(monkeypatch, torch=1.1)
+    with be(AMX_FP16):
+        order, _ = tune.attention(torch.float16)
+        assert (order.use, order.least_queries) == (["cpu"], 0)
+        evidence.set_own([order])
+        found = evidence.choose("backends", "cpu", order.op, torch.float16)
+        assert found is not None
+        assert (found.use, found.is_own) == (["cpu"], True)
+    for isa in [isa for isa in native.build_info()["supported"] if isa != "baseline"]:
+        times(monkeypatch, **{isa: 0.5})
+        assert tune.attention(torch.float32)[1].use == isa
+
+
+def test_the_gemm_that_is_clearly_faster(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_linear, "_ONEDNN_LINEAR", lambda *_: None)
+    monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", {torch.float32, torch.bfloat16})
+
+    def chosen(dtype: torch.dtype, **seconds: float) -> Gemm:
+        times(monkeypatch, **seconds)
+        (row,) = tune.projections(dtype)
+        gemm: Gemm = row.use
+        return gemm
+
+    with be(AMD):
+        assert chosen(torch.bfloat16) == Gemm("onednn", "torch", 2**24 - 1, 2**25)
+        assert chosen(torch.bfloat16, ours=2.0).ours_up_to == 0
+        assert chosen(torch.float32, torch=0.5)[:2] == ("torch", "torch")
+    with be(AMX):
+        assert chosen(torch.bfloat16, ours=0.5).ours_up_to == 2**24 - 1
+
+
+def test_medians_of_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_ROUNDS", 3)
+    made: list[str] = []
+    found = tune.race("x", {name: lambda name=name: made.append(name) for name in "ab"})
+    assert set(found) == {"a", "b"}
+    assert made == list("ab") * 4  # the first round warms up
+
+
+# -- a GPU -----------------------------------------------------------------------------------------
+
+
+class Backend(ModuleType):
+    __all__ = (OP,)
+
+    def __init__(self, wrong: float = 0.0, error: Exception | None = None) -> None:
+        super().__init__("backend")
+        self.wrong, self.error = wrong, error
+
+    def why_not(self, *args: Any, **options: Any) -> list[str]:
+        return []
+
+    def sinusoidal_encoding(self, *args: Any, **options: Any) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return reference.sinusoidal_encoding(*args, **options) + self.wrong
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend is right if it gives the results of the reference for X."""
+
+    def is_right(name: str, *_: Any) -> bool:
+        module = dispatch.load(name)
+        return isinstance(module, Backend) and module.wrong == 0
+
+    monkeypatch.setattr(tune, "is_right", is_right)
+
+
+def order() -> Row | None:
+    return tune.order(OP, torch.float32, CPU)
+
+
+def test_the_faster_backend_goes_first(judged: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, cuda=2.0, triton=1.0)
+    with on_a_gpu(Backend(), monkeypatch, "cuda", "triton"):
+        row = order()
+        assert row is not None
+        assert row.use == ["triton", "cuda"]
+        assert "triton 1e+03 ms" in row.source
+
+
+@pytest.mark.usefixtures("judged")
+def test_a_wrong_backend_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_a_gpu(Backend(), monkeypatch, "triton", cuda=Backend(wrong=0.5)):
+        row = order()
+    assert row is not None
+    assert row.use == ["triton"]
+
+
+@pytest.mark.usefixtures("judged")
+@pytest.mark.parametrize("error", [RuntimeError("too much shared memory"), KeyError("num_warps")])
+def test_a_backend_that_fails_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    with on_a_gpu(Backend(), monkeypatch, "cuda", triton=Backend(error=error)):
+        row = order()
+    assert row is not None
+    assert row.use == ["cuda"]
+    assert f"triton does not run: {type(error).__name__}" in capsys.readouterr().out
+
+
+def test_no_backend_is_no_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with on_a_gpu("not built", monkeypatch, "cuda", "triton"):
+        assert order() is None
+    assert "no backend runs it here" in capsys.readouterr().out
+
+
+def test_the_case_table_judges(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = dispatch.load
+
+    def is_right(wrong: float) -> bool:
+        backend = Backend(wrong)
+        monkeypatch.setitem(__import__("sys").modules, "fastattn.backends.triton", backend)
+        monkeypatch.setattr(dispatch, "load", lambda n: backend if n == "triton" else load(n))
+        return tune.is_right("triton", OP, torch.float32, CPU)
+
+    assert is_right(0.0)
+    assert not is_right(0.5)
+    assert "FAIL triton: sinusoidal_encoding" in capsys.readouterr().out
+
+
+def test_what_was_measured_stays_if_a_later_operator_fails(
+    monkeypatch: pytest.MonkeyPatch, own: Path
+) -> None:
+    def orders(op: str, *_: Any) -> Row:
+        if op != OP:
+            raise KeyboardInterrupt
+        return Row("backends", H200.key, "float32", ["cuda"], "1 ms", OP)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune, "order", orders)
+    with be(H200), pytest.raises(KeyboardInterrupt):
+        tune.on_gpu([OP, "merge_states"], [torch.float32])
+    assert "NVIDIA H200" in own.read_text()
+
+
+def test_nothing_measured_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "on_gpu", lambda *_: None)
+    assert cli.main(["tune", "--device", "cuda"]) == 1
+    assert not own.exists()
+    assert "nothing is written" in capsys.readouterr().out
+
+
+def test_every_measured_operator_can_be_called() -> None:
+    small = {"sdpa": "B=1,H=2,L=8,D=8", "varlen": "B=2,H=2,L=8,D=8", "additive": "B=1,Lq=4,A=8",
+             "decode": "B=1,H=2,Hkv=1,Lk=8,D=8", "memory_hops": "B=2", "hopfield": "B=1,L=4,N=4",
+             "encode_memory": "B=1", "merge_states": "B=1,H=1,L=4,D=8",
+             "sinusoidal": "B=1,L=4,E=8"}  # fmt: skip
+    for op, (stem, _, mask) in tune.MEASURED.items():
+        on = {"reference": lambda: dispatch.use_backend("reference")}
+        assert tune.seconds(op, (stem, small[stem], mask), torch.float32, CPU, on), op
+
+
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,73 +279,17 @@ def test_a_wrong_argument_is_named(
     assert allowed in capsys.readouterr().err.replace("'", "")
 
 
-def test_it_descends_to_the_fastest_past_what_does_not_run() -> None:
-    def measure(call: Any) -> float:
-        launch = _table.choose("sm_90", "forward", 16, 64)
-        if launch.BN > 64:
-            raise RuntimeError("out of shared memory")
-        return abs(launch.BM - 32) + 2 * abs(launch.warps - 4) + launch.stages + 100 / launch.BN
-
-    messages: list[str] = []
-    found = fastest("forward", Launch(128, 16, 8, 3), lambda: None, measure, messages.append)
-    assert found == Launch(32, 64, 4, 1)
-    assert any("does not run: RuntimeError" in line for line in messages)
-    assert _table.choose("sm_90", "forward", 16, 64) == Launch(128, 64, 8, 3)
-
-
-def test_a_difference_that_is_noise_changes_nothing() -> None:
-    start = Launch(64, 64, 8, 2)
-    times = iter([1.0] + [0.99] * 20)
-    assert fastest("forward", start, lambda: None, lambda _: next(times), lambda _: None) == start
-
-
-@pytest.fixture
-def own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "table.json"
-    monkeypatch.setenv("FASTATTN_TRITON_TABLE", str(path))
-    monkeypatch.setattr(_table, "table_of", _table.table_of.__wrapped__)
-    return path
-
-
-def test_a_table_of_the_user_comes_first(own_table: Path) -> None:
-    own_table.write_text(json.dumps({"sm_90": {"forward": {"16": [[128, [64, 32, 4, 2]]]}}}))
-
-    def chosen(*key: Any) -> Any:
-        return _table.choose(*key)
-
-    assert chosen("sm_90", "forward", 16, 100) == Launch(64, 32, 4, 2)
-    ours = _table.ARCHITECTURES["sm_90"]
-    assert chosen("sm_90", "forward", 16, 200) == ours["forward"][16][2][1]  # wider: ours
-    assert chosen("sm_90", "forward", 32, 64) == ours["forward"][32][0][1]
-    assert chosen("sm_90", "decode", 16, 64) == ours["decode"][16][0][1]
-    assert chosen("sm_80", "forward", 16, 64) == _table.ARCHITECTURES["sm_80"]["forward"][16][0][1]
-
-
 @pytest.mark.parametrize(
-    ("architecture", "nearest"),
-    [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_120", "sm_80"), ("gfx950", "gfx942")],
+    ("device", "arguments", "message"),
+    [
+        ("cpu", ["--op", "decode_attention"], "--op is for --device cuda"),
+        ("cpu", ["--launches"], "--launches is for --device cuda"),
+        ("cpu", ["--width", "64"], "--width is for --launches"),
+        ("cuda", ["--out", "x.json"], "--out is for --launches"),
+    ],
 )
-def test_another_chip_has_the_table_of_the_nearest(architecture: str, nearest: str) -> None:
-    assert _table.table_of(architecture) is _table.ARCHITECTURES[nearest]
-
-
-def test_only_ptxas_gets_a_number_of_registers() -> None:
-    """What AMD's compiler does not know as an option would be an error."""
-    launches = [
-        launch
-        for by_bits in _table.ARCHITECTURES["gfx942"].values()
-        for rows in by_bits.values()
-        for _, launch in rows
-    ]
-    assert launches
-    assert not any(launch.greedy for launch in launches)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"sm_90": {"forwards": {"16": []}}}', '{"sm_90": {"forward": {"16": [3]}}}'],
-)
-def test_a_file_that_is_no_table_is_named(own_table: Path, text: str) -> None:
-    own_table.write_text(text)
-    with pytest.raises(ValueError, match=r"table\.json is no table of launches"):
-        _table.choose("sm_90", "forward", 16, 64)
+def test_an_argument_of_something_else_is_refused(
+    device: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", "--device", device, *arguments]) == 2
+    assert message in capsys.readouterr().err

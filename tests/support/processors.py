@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from fastattn import dispatch, evidence, selftest
+from fastattn import dispatch, evidence
 from fastattn.evidence import Processor
 
 H200 = Processor("cuda", "NVIDIA", "NVIDIA H200")
@@ -38,8 +38,7 @@ def on_a_gpu(
     the names, and ``others`` by theirs."""
     load, found = dispatch.load.__wrapped__, {**dict.fromkeys(names, module), **others}
     monkeypatch.setattr(dispatch, "load", lambda n: found[n] if n in found else load(n))
-    monkeypatch.setitem(dispatch.PRIORITY, "cpu", (*found, "reference"))
-    monkeypatch.setattr(selftest, "gpu", lambda device: evidence.processor("cuda"))
+    monkeypatch.setattr(dispatch, "_device", lambda tensors: "cuda")
     dispatch._warn_once.cache_clear()
     with be(H200):
         yield

@@ -1,0 +1,81 @@
+"""What this processor, or a GPU, is."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Processor", "cpuinfo", "processor"]
+
+_DISTINGUISHING = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+
+
+class Processor(NamedTuple):
+    device: str  # "cpu" or "cuda"
+    vendor: str = ""  # "Intel", "AMD", "ARM", "NVIDIA", another vendor's string, or ""
+    name: str = ""
+    features: frozenset[str] = frozenset()  # the relevant ones, with Linux's names
+
+    @property
+    def key(self) -> str:
+        """What the user's rows name it by."""
+        found = [name for name in _DISTINGUISHING if name in self.features]
+        return ", ".join([self.device, self.vendor, self.name, *found])
+
+    def is_like(self, on: str) -> bool:
+        """Whether a row for ``on`` is for this processor."""
+        if on == self.key:
+            return True
+        has = {self.device, self.vendor, *self.features}
+        return "," not in on and all(
+            word[1:] not in has if word.startswith("-") else word in has for word in on.split()
+        )
+
+
+@functools.cache
+def processor(device: str = "cpu", index: int = 0) -> Processor:
+    """Describe this processor, or a GPU. No other code does; tests replace it."""
+    if device == "cuda" and torch.cuda.is_available():
+        vendor = "AMD" if torch.version.hip else "NVIDIA"
+        return Processor(device, vendor, torch.cuda.get_device_name(index))
+    if device != "cpu":
+        return Processor(device)
+    try:
+        native = importlib.import_module("fastattn._cpu").processor()
+    except Exception:  # not built, or broken: `fastattn info` says which
+        native = _processor_by_linux()
+    vendor, name = _VENDORS.get(native["vendor"], native["vendor"]), native["brand"]
+    if native["family"]:  # a hypervisor may hide the name
+        name = f"{name} (family {native['family']}, model {native['model']})".strip()
+    return Processor("cpu", vendor, name, frozenset(native["features"]))
+
+
+_VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "aarch64": "ARM", "0x41": "ARM"}
+
+
+def cpuinfo() -> dict[str, str]:
+    """The fields that Linux lists for the first core; empty on other systems."""
+    fields: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass
+    return fields
+
+
+def _processor_by_linux() -> dict[str, Any]:
+    """The same as ``_cpu.processor``, as far as Linux provides it."""
+    fields = cpuinfo()
+    return {
+        "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
+        "brand": fields.get("model name", ""),
+        "family": int(fields.get("cpu family", 0)),
+        "model": int(fields.get("model", 0)),
+        "features": (fields.get("flags") or fields.get("Features") or "").split(),
+    }

@@ -1,0 +1,144 @@
+"""Explains the choice of a backend: which one runs a call, and the reasons against the others."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastattn import dispatch, evidence
+
+__all__ = ["Explanation", "explain", "explanation", "instruction_set"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend runs a call, and the reasons against the others."""
+
+    op: str
+    device: str
+    reasons: dict[str, list[str]]  # in the order of preference; empty: could run
+    runs: str | None  # None: a forced backend cannot
+    because: str = ""  # why the order is this one
+
+    @property
+    def passed_over(self) -> str:
+        """The backends before the one that runs, with their reasons, in one line."""
+        refused = list(self.reasons.items())
+        if self.runs is not None:
+            refused = refused[: list(self.reasons).index(self.runs)]
+        return "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device}"]
+        for name, reasons in self.reasons.items():
+            if name == self.runs:
+                verdict = "runs"
+            else:
+                verdict = "; ".join(reasons) or "could run"
+            lines.append(f"  {name:<10} {verdict}")
+        if self.runs is None:
+            lines.append("  nothing runs: the call raises")
+        if self.because:
+            lines.append(f"  order      {self.because}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend would run ``op(*args, **kwargs)``, and why not the others; run nothing.
+
+    ``op`` is a public function of fastattn or its name, with that function's arguments. They are
+    validated in the same way and raise the same errors.
+
+    >>> import torch, fastattn
+    >>> x = torch.ones(1, 1, 2, 4)
+    >>> with fastattn.use_backend("reference"):
+    ...     fastattn.explain("scaled_dot_product_attention", x, x, x).runs
+    'reference'
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    function = getattr(importlib.import_module("fastattn.ops"), name, None)
+    module = importlib.import_module(function.__module__) if callable(function) else None
+    if module is None or not hasattr(module, "prepare"):
+        raise ValueError(f"explain: op must be a function of fastattn.ops or its name, got {op!r}")
+    inspect.signature(getattr(module, name)).bind(*args, **kwargs)  # refuses unknown arguments
+    operator, arguments = module.prepare(*args, **kwargs)[:2]
+    return operator.explain(arguments)
+
+
+def explanation(
+    op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()
+) -> Explanation:
+    device = dispatch._device(tensors)
+    only = dispatch.forced.get()
+    order = dispatch._order(device, op, tensors)
+    names = dict.fromkeys((*order, only) if only else order)
+    reasons = {
+        name: dispatch.why_not(name, op, device, tensors, options, obstacles) for name in names
+    }
+    if device == "cuda":
+        reasons |= {name: [dispatch.UNVERIFIED] for name in dispatch.ON_GPU if name not in names}
+    runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
+    because = _because(device, op, tensors, options, order, runs)
+    return Explanation(op, device, reasons, runs, because)
+
+
+def _because(
+    device: str,
+    op: str,
+    tensors: Sequence[Any],
+    options: Any,
+    order: tuple[str, ...],
+    runs: str | None,
+) -> str:
+    """The order and its evidence; for the CPU's kernels also those of the instruction set."""
+    if device not in dispatch.PRIORITY:
+        return ""
+    if dispatch.forced.get():
+        return f"{dispatch.forced.get()} is forced"
+    found = dispatch._evidence(device, op, tensors)
+    source = evidence.unmeasured(device) if found is None else found.source
+    because = f"{', '.join(order)} ({source})"
+    if runs != "cpu":
+        return because
+    dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
+    unit = _unit(dtype, op, tensors, options)
+    return f"{because}; instruction set {instruction_set(dtype)}{unit}"
+
+
+def instruction_set(dtype: torch.dtype) -> str:
+    """The instruction set that the CPU's kernels use for this dtype, and why."""
+    native = importlib.import_module("fastattn._cpu").build_info()
+    used = _instruction_set(native, dtype)
+    found = evidence.choose("isa", "cpu", dtype=dtype)
+    if found is not None and found.use == used:
+        return f"{used} ({found.source})"
+    if used == native["supported"][-1]:
+        return f"{used} (the strongest that there is)"
+    return f"{used} (requested)"
+
+
+def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:
+    most, *others = native["isa"].split(",")
+    used: dict[str, str] = dict(other.split("=") for other in others)
+    return used.get(str(dtype).removeprefix("torch."), most)
+
+
+def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any], options: Any) -> str:
+    """Where the instruction set has tiles: whether the kernel uses them, and why not."""
+    native = importlib.import_module("fastattn._cpu").build_info()
+    if not evidence.has_tiles(_instruction_set(native, dtype)):
+        return ""
+    backend = importlib.import_module("fastattn.backends.cpu")
+    given = dispatch.named(op, tensors)
+    against = backend.why_not_tiles(op, given, options)
+    if against:
+        return f", on vectors: {against}"
+    parts = backend.parts_on_tiles(op, dtype)
+    return f", on tiles{parts}{backend.beside_tiles(op, given, options)}"

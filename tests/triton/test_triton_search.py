@@ -1,0 +1,86 @@
+"""`fastattn tune --launches` without a GPU: the descent, and the file of its results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastattn.backends.triton._search import fastest
+
+_table: Any = pytest.importorskip("fastattn.backends.triton._table", exc_type=ImportError)
+Launch = _table.Launch
+
+
+def test_it_descends_to_the_fastest_past_what_does_not_run() -> None:
+    def measure(call: Any) -> float:
+        launch = _table.choose("sm_90", "forward", 16, 64)
+        if launch.BN > 64:
+            raise RuntimeError("out of shared memory")
+        return abs(launch.BM - 32) + 2 * abs(launch.warps - 4) + launch.stages + 100 / launch.BN
+
+    messages: list[str] = []
+    found = fastest("forward", Launch(128, 16, 8, 3), lambda: None, measure, messages.append)
+    assert found == Launch(32, 64, 4, 1)
+    assert any("does not run: RuntimeError" in line for line in messages)
+    assert _table.choose("sm_90", "forward", 16, 64) == Launch(128, 64, 8, 3)
+
+
+def test_a_difference_that_is_noise_changes_nothing() -> None:
+    start = Launch(64, 64, 8, 2)
+    times = iter([1.0] + [0.99] * 20)
+    assert fastest("forward", start, lambda: None, lambda _: next(times), lambda _: None) == start
+
+
+@pytest.fixture
+def own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "table.json"
+    monkeypatch.setenv("FASTATTN_TRITON_TABLE", str(path))
+    monkeypatch.setattr(_table, "table_of", _table.table_of.__wrapped__)
+    return path
+
+
+def test_a_table_of_the_user_comes_first(own_table: Path) -> None:
+    own_table.write_text(json.dumps({"sm_90": {"forward": {"16": [[128, [64, 32, 4, 2]]]}}}))
+
+    def chosen(*key: Any) -> Any:
+        return _table.choose(*key)
+
+    assert chosen("sm_90", "forward", 16, 100) == Launch(64, 32, 4, 2)
+    ours = _table.ARCHITECTURES["sm_90"]
+    assert chosen("sm_90", "forward", 16, 200) == ours["forward"][16][2][1]  # wider: ours
+    assert chosen("sm_90", "forward", 32, 64) == ours["forward"][32][0][1]
+    assert chosen("sm_90", "decode", 16, 64) == ours["decode"][16][0][1]
+    assert chosen("sm_80", "forward", 16, 64) == _table.ARCHITECTURES["sm_80"]["forward"][16][0][1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "nearest"),
+    [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_120", "sm_80"), ("gfx950", "gfx942")],
+)
+def test_another_chip_has_the_table_of_the_nearest(architecture: str, nearest: str) -> None:
+    assert _table.table_of(architecture) is _table.ARCHITECTURES[nearest]
+
+
+def test_only_ptxas_gets_a_number_of_registers() -> None:
+    """What AMD's compiler does not know as an option would be an error."""
+    launches = [
+        launch
+        for by_bits in _table.ARCHITECTURES["gfx942"].values()
+        for rows in by_bits.values()
+        for _, launch in rows
+    ]
+    assert launches
+    assert not any(launch.greedy for launch in launches)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"sm_90": {"forwards": {"16": []}}}', '{"sm_90": {"forward": {"16": [3]}}}'],
+)
+def test_a_file_that_is_no_table_is_named(own_table: Path, text: str) -> None:
+    own_table.write_text(text)
+    with pytest.raises(ValueError, match=r"table\.json is no table of launches"):
+        _table.choose("sm_90", "forward", 16, 64)
