@@ -199,6 +199,7 @@ def test_compiled_equals_eager_without_graph_breaks(
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8), (3, 0, 2, 8), (3, 4, 2, 8)])
 @pytest.mark.parametrize("columns", [0, 2])

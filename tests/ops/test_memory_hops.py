@@ -259,7 +259,7 @@ def test_the_order_of_the_rows_does_not_matter(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("requires_grad", [pytest.param(False, marks=pytest.mark.complete), True])
 def test_operator_is_registered_rightly(choice: str, requires_grad: bool) -> None:
     operator = torch.ops.fastattn.memory_hop_attention.default
     for dtype in (torch.float32, torch.bfloat16):

@@ -51,7 +51,7 @@ DROPPING = (*OPTIONS[:5], 0.25, 6, 8, 2)
 POSITIONS = torch.tensor([0, 1, 2, 5, 6, 7, 10], dtype=torch.int32)  # of the keys
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_the_forward(backend: str, layout: str) -> None:
     tensors = [LAYOUTS[layout](x).requires_grad_() for x in qkv(heads=2)]
@@ -71,7 +71,7 @@ def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
     torch.library.opcheck(forward_op, (*tensors, *DROPPING, 2, ""))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
     relaid = LAYOUTS[layout]

@@ -69,8 +69,11 @@ def test_product(a, b, c):
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [([], 4 + 5), (["--complete"], 1 + 8 + 8), (["test_it.py::test_product"], 8)],
-    ids=["sample", "complete", "named"],
+    [
+        pytest.param([], 4 + 5, id="sample"),
+        pytest.param(["--complete"], 1 + 8 + 8, id="complete", marks=pytest.mark.complete),
+        pytest.param(["test_it.py::test_product"], 8, id="named", marks=pytest.mark.complete),
+    ],
 )
 def test_what_runs(tmp_path: Path, arguments: list[str], count: int) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
