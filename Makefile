@@ -39,7 +39,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench check test test-complete test-full test-slow test-isas arm test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
+.PHONY: help bench check test test-complete test-full test-slow test-isas arm test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers mutants gpu-day wheel sdist manylinux docs build lint lint-workflows lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -78,6 +78,11 @@ test-full: test-complete test-isas test-arm test-arm-torch test-sanitized test-t
 
 test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch compiled, packaging, long benchmarks
 	$(PYTEST) --complete -m slow $(ARGS)
+
+# Without what only its other modes need. ARGS="--minutes 5 --seed 1".
+mutants: build $(VENV)/.stamp-test ## bugs in random lines of the CPU kernels: do the case tables catch them? An hour
+	$(PIP) install --quiet --no-deps universalmutator==1.14.1
+	$(BIN)/python tests/mutate.py $(ARGS)
 
 # All other tests run on one instruction set, except those that go through all of them.
 test-isas: build $(VENV)/.stamp-test ## every case on every instruction set of this machine, and all tests but the slow ones
