@@ -32,7 +32,7 @@ from fastattn.bench.shapes import parse_shapes
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.nn import _linear
 from fastattn.testing import OnGpu
-from fastattn.testing.proofs import PROOFS
+from fastattn.verify import PROOFS, results_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -55,6 +55,7 @@ _OURS_UP_TO = 2**24 - 1
 _FASTER = 0.97  # required ratio of times; a smaller gain is noise
 _ROUNDS, _SECONDS = 7, 3.0  # the minimum rounds and seconds of a race
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_WIDTHS = (64, 128, 256, 512)  # of heads, in the table of launches
 _TABLE = Path("fastattn-triton.json")
 
 _Call = Callable[[], Any]
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     some_dtypes = spelling.list_type(spelling.dtypes, sorted(_DTYPES))
     add("--dtype", action="extend", type=some_dtypes, default=[], metavar="LIST",
         help="only these dtypes; may be repeated")  # fmt: skip
-    add("--width", action="append", type=int, choices=(64, 128, 256, 512), default=[],
+    add("--width", action="append", type=int, choices=_WIDTHS, default=[],
         help=launches + "only head dimensions up to this one, above the next smaller choice; "
         "may be repeated")  # fmt: skip
     add("--out", type=Path, help=launches + f"the file of the table (default: {_TABLE})")
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.launches:
         from fastattn.backends.triton import _search  # Triton may be missing
 
-        _search.search(args.op, dtypes, args.width, args.out or _TABLE)
+        _search.search(args.op, dtypes, args.width or _WIDTHS, args.out or _TABLE)
         return 0
     dtypes = dtypes or list(_DTYPES.values())
     path = on_cpu(dtypes) if device == "cpu" else on_gpu(args.op or list(MEASURED), dtypes)
@@ -242,17 +243,19 @@ def is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> bo
         return False
     if name == "torch":
         return True
-    target, faults, checks = OnGpu(name, device=device.type), 0, 0
+    target, kind = OnGpu(name, device=device.type), str(dtype)[6:]
     verified = (op, "append_to_cache") if op == "decode_attention" else (op,)
-    for proof in map(PROOFS.__getitem__, verified):
-        for case in proof.cases:
-            if dtype in case.dtypes and not case.slow:
-                verdict = proof(case, dtype, target)
-                checks, faults = checks + 1, faults + len(verdict.faults)
-                for fault in verdict.faults:
-                    print(f"FAIL {name}: {proof.operator} {case.name} {str(dtype)[6:]}: {fault}")
-    print(f"{op} {str(dtype)[6:]}, {name}: {checks} cases, {faults} faults")
-    return faults == 0
+    work = [
+        (one, case, kind, target)
+        for one in verified
+        for case in PROOFS[one].cases
+        if dtype in case.dtypes and not case.slow
+    ]
+    faults = [f"{r.op} {r.name}: {x}" for r in results_of(work, 1) for x in r.verdict.faults]
+    for fault in faults:
+        print(f"FAIL {fault}")
+    print(f"{op} {kind}, {name}: {len(work)} cases, {len(faults)} faults")
+    return not faults
 
 
 # -- a CPU -----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fastattn.testing.draws import draw
 from fastattn.testing.proofs import PROOFS
 from fastattn.testing.verdict import AnyCase
 
-__all__ = ["PROOFS", "add_arguments", "run"]
+__all__ = ["PROOFS", "add_arguments", "results_of", "run"]
 
 _DTYPES = {
     "float32": torch.float32,
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(work)} checks on {', '.join(map(str, chosen))}")
 
     results = []
-    for result in _progress(_results(work, args.draws), len(work) * args.draws):
+    for result in _progress(results_of(work, args.draws), len(work) * args.draws):
         results.append(result)
         for fault in result.verdict.faults:
             print(f"FAIL {result.name}: {fault}")
@@ -176,7 +176,7 @@ def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:
     return cases[::10] if args.quick else cases
 
 
-def _results(work: list[tuple[str, AnyCase, str, Target]], draws: int) -> Iterator[_Result]:
+def results_of(work: Sequence[tuple[str, AnyCase, str, Target]], draws: int) -> Iterator[_Result]:
     for number, (op, case, dtype, target) in itertools.product(range(draws), work):
         start = time.perf_counter()
         try:

@@ -1,6 +1,6 @@
 """`fastattn tune`: what it measures, what it takes and leaves, and where it writes.
 
-No test needs a GPU: ``on_a_gpu`` takes CPU tensors for those of one.
+No test needs a GPU: ``on_a_gpu`` treats CPU tensors as GPU tensors.
 """
 
 from __future__ import annotations
@@ -217,7 +217,17 @@ def test_the_case_table_judges(
 
     assert is_right(0.0)
     assert not is_right(0.5)
-    assert "FAIL triton: sinusoidal_encoding" in capsys.readouterr().out
+    assert "FAIL sinusoidal_encoding" in capsys.readouterr().out
+
+
+def test_a_case_that_raises_admits_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend, load = Backend(error=torch.OutOfMemoryError("no memory left")), dispatch.load
+    monkeypatch.setitem(__import__("sys").modules, "fastattn.backends.triton", backend)
+    monkeypatch.setattr(dispatch, "load", lambda n: backend if n == "triton" else load(n))
+    assert not tune.is_right("triton", OP, torch.float32, CPU)
+    assert "not checked, not enough memory: no memory left" in capsys.readouterr().out
 
 
 def test_what_was_measured_stays_if_a_later_operator_fails(

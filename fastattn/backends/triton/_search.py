@@ -24,9 +24,8 @@ from fastattn.backends.primitives import (
     extended,
 )
 
-__all__ = ["WIDTHS", "fastest", "search"]
+__all__ = ["fastest", "search"]
 
-WIDTHS = (64, 128, 256, 512)
 _FASTER = 0.98  # required ratio of times; a smaller gain is noise
 _Call = Callable[[], Any]
 
@@ -49,7 +48,7 @@ def search(
 
     for op in operators or sorted(_CALLS):
         for dtype in dtypes or (torch.bfloat16, torch.float32):
-            for width in widths or WIDTHS:
+            for width in widths:
                 for kernel, call in _CALLS[op](dtype, width):
                     bits = 8 * dtype.itemsize
                     start = _table.choose(architecture, kernel, bits, width)
