@@ -201,15 +201,20 @@ def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
         return getattr(load("reference"), op)(*tensors, options=options)
 
 
+def usual_order(device: str) -> tuple[str, ...]:
+    """The backends of a device in the order of preference where no evidence says another one."""
+    return ("torch", "reference") if device == "cuda" else PRIORITY.get(device, ("reference",))
+
+
 def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:
     """The backends of a device in the order of preference for this call."""
-    usual = PRIORITY.get(device, ("reference",))
+    usual = usual_order(device)
     found = _evidence(device, op, tensors)
-    if device == "cuda":
-        return (*(("torch",) if found is None else found.use), "reference")
     # A table of other backends than the device has is not for it.
-    if found is None or not {*found.use} <= {"torch", *usual}:
+    if found is None or not {*found.use} <= {"torch", *PRIORITY.get(device, ())}:
         return usual
+    if device == "cuda":  # what the row leaves out is not admitted
+        return (*found.use, "reference")
     return (*found.use, *(name for name in usual if name not in found.use))
 
 

@@ -17,7 +17,7 @@ import torch
 from fastattn import _cgroup, builds, compat, evidence
 from fastattn import _openmp as _openmp_runtimes
 from fastattn._version import __version__
-from fastattn.dispatch import BACKENDS, PRIORITY
+from fastattn.dispatch import BACKENDS, usual_order
 
 # The CPU flags that affect the speed of attention, out of the hundred that Linux lists.
 CPU_FEATURES = """
@@ -61,7 +61,7 @@ def _choices() -> list[dict[str, str]]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             choice = evidence.choose(what, device, op, dtype)
             if choice is None:
-                use = ", ".join(_usual(device)) if what == "backends" else "the strongest"
+                use = ", ".join(usual_order(device)) if what == "backends" else "the strongest"
                 source = evidence.unmeasured(device)
             else:
                 use, source = _spelled(choice.use), choice.source
@@ -69,10 +69,6 @@ def _choices() -> list[dict[str, str]]:
             names = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
             found.append({**names, "use": use, "source": source})
     return found
-
-
-def _usual(device: str) -> tuple[str, ...]:
-    return ("torch", "reference") if device == "cuda" else PRIORITY[device]
 
 
 def _spelled(use: Any) -> str:

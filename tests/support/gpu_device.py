@@ -1,7 +1,6 @@
-"""The device of tests/gpu: a GPU; in a rehearsal the CPU, with kernels that are emulated.
+"""The device of tests/gpu: a GPU; in a rehearsal the CPU.
 
-`make gpu-day REHEARSE=1` sets the variable: tests/support/rehearsal then brings the emulated
-module, and Triton interprets its kernels.
+tests/bench/test_gpu_tests.py sets the variable, to test these tests without a GPU.
 """
 
 from __future__ import annotations

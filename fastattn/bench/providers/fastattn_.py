@@ -18,7 +18,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import TORCH_DTYPES
 from fastattn.bench.providers import ISAS
 from fastattn.bench.providers.passes import Outputs, run_passes, stay_in, torch_versions
-from fastattn.dispatch import BACKENDS, PRIORITY, load
+from fastattn.dispatch import BACKENDS, PRIORITY, load, usual_order
 
 ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as without a native build"
 SM_80 = "sm_80"  # the CUDA kernels without those for Hopper
@@ -52,7 +52,7 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
 def _pytorch_is_first(cell: Cell) -> bool:
     attention = "scaled_dot_product_attention"
     found = evidence.choose("backends", cell.device, attention, TORCH_DTYPES[cell.dtype])
-    return found is not None and found.use[0] == "torch"
+    return (usual_order(cell.device) if found is None else found.use)[0] == "torch"
 
 
 def _backend(cell: Cell) -> str:
