@@ -33,6 +33,7 @@ from torch.distributed.nn.functional import all_gather
 
 from fastattn.bench.environment import describe_environment, processor_slug
 from fastattn.bench.ranks import Counter
+from fastattn.bench.results import json_lines
 from fastattn.distributed import Layout, attention, plan
 
 # The all-gather with a gradient; what it names in its place has none.
@@ -180,8 +181,8 @@ def main() -> None:
         path = Path(given.json.replace("{processor}", processor_slug(environment)))
         path.parent.mkdir(parents=True, exist_ok=True)
         settings = {"heads": given.heads, "head_dim": given.head_dim, "dtype": "float32"}
-        made = {"format": FORMAT, "environment": environment, "settings": settings, "rows": rows}
-        path.write_text(json.dumps(made, indent=1) + "\n")
+        head = {"format": FORMAT, "environment": environment, "settings": settings}
+        path.write_text(json_lines(head, rows=rows))
 
 
 if __name__ == "__main__":

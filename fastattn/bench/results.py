@@ -198,13 +198,25 @@ def resumable(path: Path, result: Result) -> Result | None:
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Writes one document: the raw records, and the rows computed from them for other programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {
-        **result.header(),
-        **result.end(),
-        "rows": list(rows),
-        "cells": [cell.to_json() for cell in result.cells],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    cells = (cell.to_json() for cell in result.cells)
+    path.write_text(json_lines({**result.header(), **result.end()}, rows=rows, cells=cells))
+
+
+def json_lines(head: dict[str, Any], **lists: Iterable[dict[str, Any]]) -> str:
+    """One JSON object, an entry a line. Fractions have five digits: clocks resolve no more."""
+    lines = [f"{json.dumps(name)}: {json.dumps(_rounded(x))}" for name, x in head.items()]
+    for name, entries in lists.items():
+        texts = [json.dumps(_rounded(entry)) for entry in entries]
+        lines.append(f"{json.dumps(name)}: [\n" + ",\n".join(texts) + "\n]")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if data.is_integer() else float(f"{data:.5g}")
+    if isinstance(data, dict):
+        return {name: _rounded(entry) for name, entry in data.items()}
+    return [_rounded(entry) for entry in data] if isinstance(data, list | tuple) else data
 
 
 def save_csv(rows: Iterable[dict[str, Any]], path: Path) -> None:
