@@ -1,12 +1,13 @@
 """Writes all tables and plots of measurements in the documentation from committed raw results.
 
-    python benchmarks/render.py           writes them
-    python benchmarks/render.py --check   exits with 1 if a text is out of date
+    python benchmarks/render.py               writes them
+    python benchmarks/render.py --check       exits with 1 if a text is out of date
+    python benchmarks/render.py --page FILE   writes a page of all results, as `make docs` does
 
 Results are in results/PROCESSOR/, and each table has a column per processor, or, of the budgets of
 small calls, there is a table for each. The block of README.md comes from dropin.json, models.json,
 and, for its picture and table, of dropin.json and figures.json the one that more processors have.
-results/README.md has all results. A page in docs has a table where it has the markers
+A page in docs has a table where it has the markers
 
     <!-- RESULT: begin -->              <!-- RESULT: end -->
     <!-- RESULT OPERATOR: begin -->     <!-- RESULT OPERATOR: end -->
@@ -152,7 +153,7 @@ def readme_block(
         "ratio to torch within a round; – was not measured, or the machine was busy. Every answer "
         f"was compared with float64 before it was timed. Commands: {', '.join(commands)}. Every "
         "number with its interval and its raw samples: "
-        "[benchmarks/results](benchmarks/results/README.md); the method: "
+        "[benchmarks](benchmarks/README.md); the method: "
         "[docs/benchmarks.md](docs/benchmarks.md)."
     )
     parts = [claim(processor, result) for processor, result in main.items()]
@@ -206,7 +207,7 @@ def with_tables(text: str, found: dict[str, dict[str, Result]]) -> str:
 
 
 def results_page(found: dict[str, dict[str, Result]]) -> str:
-    parts = ["# Results", "Written by `python benchmarks/render.py` from the JSON files here."]
+    parts = ["# Results", "Every number of the JSON files in `benchmarks/results`, rendered."]
     for processor, of_processor in found.items():
         parts.append(f"## {processor}")
         for name, result in of_processor.items():
@@ -302,9 +303,15 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a text is out of date"
     )
-    check = parser.parse_args().check
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write only a page of all results"
+    )
+    given = parser.parse_args()
 
     found, over_ranks = load_all(), load_ranks()
+    if given.page:
+        given.page.write_text(results_page(found))
+        return 0
 
     def named(name: str) -> dict[str, Result]:
         return {processor: of[name] for processor, of in found.items() if name in of}
@@ -329,7 +336,6 @@ def main() -> int:
         readme: replaced(
             readme.read_text(), readme_block(main_results, named(FIGURES), named(MODELS))
         ),
-        RESULTS / "README.md": results_page(found),
     }
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text()
@@ -338,7 +344,7 @@ def main() -> int:
         begin, end = f"<!-- {RANKS}: begin -->", f"<!-- {RANKS}: end -->"
         if over_ranks and begin in text:
             texts[page] = replaced(texts[page], ranks_block(over_ranks), begin, end)
-    if check:
+    if given.check:
         old = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
         for path in old:
             print(f"{path.relative_to(ROOT)} is out of date: python benchmarks/render.py")
