@@ -86,6 +86,7 @@ mutants: build $(VENV)/.stamp-test ## bugs in random lines of the CPU kernels: d
 
 # All other tests run on one instruction set, except those that go through all of them.
 test-isas: build $(VENV)/.stamp-test ## every case on every instruction set of this machine, and all tests but the slow ones
+	FASTATTN_CPU_EMULATED=all $(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -m fastattn verify --isa all --complete
 	for isa in $$($(BIN)/python -c 'from fastattn.backends.cpu import _cpu; i = _cpu.build_info(); print(*(s for s in i["supported"] + i["emulated"] if s != i["isa"].split(",")[0]))'); do \
 	  FASTATTN_CPU_ISA=$$isa $(PYTEST) --complete -m "$(WITH_KERNELS) and not every_isa" $(WITHOUT_KERNELS) $(ARGS) || exit; \
@@ -127,7 +128,8 @@ test-arm-torch: arm ## the operators and modules with PyTorch's wheel for arm64,
 # narrowest instruction set and the widest are enough: the others have the same source.
 SANITIZED := build/sanitized
 test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under AddressSanitizer and UBSan
-	FASTATTN_SANITIZE=address,undefined FASTATTN_CPU_ISAS=native FASTATTN_CPU_EMULATED=1 $(BIN)/python setup.py --quiet \
+	FASTATTN_SANITIZE=address,undefined FASTATTN_CPU_ISAS=native FASTATTN_CPU_EMULATED=all \
+	  $(BIN)/python setup.py --quiet \
 	  build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	cd $(SANITIZED) && \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \

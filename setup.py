@@ -12,7 +12,7 @@ Environment:
                               it extends, the baseline, and the tiles of AMX: half the build time,
                               for use on this machine only
   FASTATTN_CPU_EMULATED=1     build the emulated instruction sets, too, which tests run where the
-                              processor lacks the real ones
+                              processor lacks the real ones: vectors in bf16 only, or `all` dtypes
   FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
   FASTATTN_CUDA=separate      the same, for wheels to distribute: they say that the CUDA kernels are
                               a package of their own

@@ -192,6 +192,7 @@ class Emulated:
     """Stand-ins for the instruction sets that this machine lacks, and what their tiles need."""
 
     vectors: dict[str, list[str]] = field(default_factory=dict)
+    extends: dict[str, str] = field(default_factory=dict)
     tiles: dict[str, list[str]] = field(default_factory=dict)
     needs: str = ""  # the instruction set of this machine that runs the emulated tiles
 
@@ -200,7 +201,11 @@ def emulated_here(
     compiler: list[str], flags: list[str], isas: dict[str, list[str]], sets: InstructionSets
 ) -> Emulated:
     """What tests need to run every kernel on this machine. Emulated tiles take real vectors where
-    there are any, because they are faster."""
+    there are any, because they are faster.
+
+    Emulated vectors compile slowly, so FASTATTN_CPU_EMULATED=1 has a sample of their kernels: those
+    with products of bf16 pairs, in bf16. `all` has every kernel in every dtype.
+    """
     if not enabled("FASTATTN_CPU_EMULATED"):
         return Emulated()
     real = [isa for isa in BELOW_TILES if isa in isas and runs_here(compiler, isas[isa])]
@@ -210,13 +215,15 @@ def emulated_here(
         if isa.removesuffix("_emulated") not in real
         and refusal(compiler, [*flags, *isa_flags], "int zero() { return 0; }\n") is None
     }
-    below = [*real, *vectors]
-    if not below:
+    if not real and not vectors:
         return Emulated()
-    base = below[0]
-    on_base = [*(isas | vectors)[base], f"-DFASTATTN_BASE={base}"]
+    complete = os.environ["FASTATTN_CPU_EMULATED"] == "all"
+    extends = {} if complete else dict.fromkeys(vectors, strongest_here(compiler, isas))
+    widest = real[0] if real else next(iter(vectors))
+    base = extends.get(widest, widest)
+    on_base = [*(isas | vectors)[widest], f"-DFASTATTN_BASE={base}"]
     tiles = {isa: [*on_base, *its] for isa, its in sets.emulated_tiles.items()}
-    return Emulated(vectors, tiles, base if real else "avx2")
+    return Emulated(vectors, extends, tiles, base if real else "avx2")
 
 
 def usable_peaks(
@@ -256,7 +263,7 @@ def plan() -> Plan:
     for source in sorted((ROOT / "csrc/cpu/kernels").glob("*.cpp")):
         for isa, isa_flags in (isas | emulated.vectors).items():
             one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
-            if base := sets.extends.get(isa):
+            if base := (sets.extends | emulated.extends).get(isa):
                 if source.stem not in WITH_PAIRS:
                     continue
                 one_isa += [f"-DFASTATTN_EXTENDS={base}", "-DFASTATTN_ONLY_DTYPE=bf16"]
