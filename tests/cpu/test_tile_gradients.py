@@ -149,3 +149,18 @@ def test_a_sink_joins_the_sum(tiles: str, sink: float, dtype: torch.dtype) -> No
         torch.autograd.grad(found, [*leaves, sinks], upstream.to(dtype)), expected, strict=True
     ):
         assert (a - b).norm() <= 4 * tolerance * b.norm() + 1e-30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("exponent", [6, 20, 40, 50])
+def test_scores_as_large_as_floats(tiles: str, exponent: int, dtype: torch.dtype) -> None:
+    """A rounding of such a score is more than an exponential can take. Pairs of keys are equal."""
+    q, k, v = qkv(1, 2, 150, 150, 64)
+    k[..., ::2, :] = k[..., 1::2, :]
+    q, k = q * 2.0**exponent, k * 2.0**exponent
+    expected = gradients(q.double(), k.double(), v.double())
+    found = gradients(q.to(dtype), k.to(dtype), v.to(dtype))
+    # Of two equal keys the gradients of the scores cancel, up to their rounding.
+    sizes = (float(k.abs().max()), float(q.abs().max()), 1.0)
+    for got, exact, size in zip(found, expected, sizes, strict=True):
+        assert (got.double() - exact).abs().max() <= 0.05 * size

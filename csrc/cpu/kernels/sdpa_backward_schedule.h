@@ -106,12 +106,16 @@ class Prepare {
     const RowScale<T> to = out_.rows.at((b * p.Hq + h) * p.Lq + i0);
     for (int64_t i = 0; i < rows; ++i) {
       const double lse = p.lse[(b * p.Hq + h) * p.lse_stride + i0 + i];
-      if (forward_scores_ && -kAbsorbingLse < lse && lse < kAbsorbingLse) {
-        scale_from_lse(rule, lse, to.at(i));
-        continue;
-      }
       to.high[i] = buf.rows.high[i];
       to.low[i] = buf.rows.low[i];
+      to.inverse[i] = buf.rows.inverse[i];
+      if (!forward_scores_ || lse - lse != 0) continue;
+      scale_from_lse(rule, lse, to.at(i));
+      if (-kAbsorbingLse < lse && lse < kAbsorbingLse) continue;
+      // The log-sum-exp is the maximum of the forward scores, which these rows must subtract: those
+      // recomputed above are rounded otherwise, by more than an exponential can take. Their sum counts
+      // the keys that share the maximum.
+      to.low[i] = T(0);
       to.inverse[i] = buf.rows.inverse[i];
     }
   }
