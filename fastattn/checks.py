@@ -81,6 +81,11 @@ def check_real(op: str, name: str, value: Any) -> float:
         return value  # type: ignore[return-value]
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise wrong_type(op, name, value, "float")
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise TypeError(
+            f"{op}: {name} is a constant and gets no gradient, got a tensor that requires one: "
+            "detach it, or multiply the query by it"
+        )
     return float(value)
 
 

@@ -239,6 +239,18 @@ OWN_ERRORS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], type[Except
     ),
     "alignment-type": (tensors, {"causal_alignment": None}, ValueError, "causal_alignment must"),
     "generator": (tensors, {"generator": 7}, TypeError, "'generator' must be torch.Generator"),
+    "scale-learned": (
+        tensors,
+        {"scale": torch.tensor(0.5, requires_grad=True)},
+        TypeError,
+        "scale is a constant and gets no gradient",
+    ),
+    "softcap-learned": (
+        tensors,
+        {"softcap": torch.tensor(5.0, requires_grad=True)},
+        TypeError,
+        "softcap is a constant and gets no gradient",
+    ),
     "lse-type": (tensors, {"return_lse": 1}, TypeError, "'return_lse' must be bool, not int"),
     "weights-type": (tensors, {"need_weights": None}, TypeError, "'need_weights' must be bool"),
     "average-type": (tensors, {"average_weights": 0}, TypeError, "'average_weights' must be bool"),
