@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 check test test-complete test-full test-slow test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` builds them.
-# Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
+# Without one they are tested under an emulator (docs/testing.md), which needs no build of them.
 export FASTATTN_CUDA ?= 0
 # The two commands promise the native core: without it they fail and do not fall back.
 export FASTATTN_REQUIRE_NATIVE := 1
@@ -76,11 +76,11 @@ $(PINNED_NVCC)/.stamp: .ci/requirements/nvcc.txt | $(VENV)/.stamp-venv
 # Hours. Each part is a target of its own, so that one that failed can be run again alone.
 test-full: test-complete test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers test-slow ## test-complete and the eight below, one after the other
 
-test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch compiled, packaging, long benchmarks
+test-slow: build $(VENV)/.stamp-test ## random search, every launch compiled, packaging, long benchmarks
 	$(PYTEST) --complete -m slow $(ARGS)
 
-# Without what only its other modes need. ARGS="--minutes 5 --seed 1".
-mutants: build $(VENV)/.stamp-test ## bugs in random lines of the CPU kernels: do the case tables catch them? An hour
+# universalmutator without the packages that only its other modes need.
+mutants: build $(VENV)/.stamp-test ## change random lines of kernels: do the cases catch it? An hour; ARGS="--language cuda --minutes 5"
 	$(PIP) install --quiet --no-deps universalmutator==1.14.1
 	$(BIN)/python tests/mutate.py $(ARGS)
 

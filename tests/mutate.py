@@ -1,20 +1,21 @@
-"""Would the case tables see a bug? Changes random lines of CPU kernels, one at a time.
+"""Would the case tables see a bug? Changes random lines of kernels, one at a time.
 
-    make mutants ARGS="--minutes 60 --seed N --out build/mutants.jsonl"
+    make mutants ARGS="--language cuda --sample 40 --minutes 60 --seed 1"
 
-universalmutator makes the changes (an operator, a constant, a condition, a statement left out). An
-object is compiled again with each, and cases run until one fails. What compiles to the same machine
-code is no mutant. The report has the score and the survivors, each to be read: a case is missing,
-or the change is harmless. `--out` gets a line of JSON a mutant, to follow the score over time.
+universalmutator makes the changes (an operator, a constant, a condition, a statement left out). The
+changed source is compiled, and cases run until one fails (tests/support/mutant_judge.py): CPU
+kernels with the commands of the build, CUDA kernels for the emulator, Triton kernels interpreted in
+a changed copy of the package. What compiles to the same code is no mutant.
 
-`make mutants` installs universalmutator and runs this.
+The report is one line of JSON a run, added to the file of the runs before: the score over time. It
+lists the survivors, each to be read: a case is missing, or the change is harmless.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
-import datetime
 import io
 import json
 import os
@@ -28,179 +29,248 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "csrc/cpu/kernels"
+PATHS = [ROOT / "tests" / name for name in ("support", "emulator", "cuda", "triton")]
 BUILD = ROOT / "build/native/cpu"
-RULES = ("universal.rules", "c_like.rules", "cpp.rules")
+GRACE = 300  # seconds for the imports of a judge and its last case
 # What is no arithmetic, or ends the compiler at once.
-IGNORED = (r"^\s*//", r"^\s*#", r"^\s*(namespace|using|template|static_assert|inline constexpr)\b")
-ATTENTION = ("scaled_dot_product_attention", "varlen_attention", "decode_attention")
-# Source: the operators whose cases run its kernels.
-OPERATORS = {
-    "additive": ("additive_attention",),
-    "append": ("append_to_cache",),
-    "encode_memory": ("encode_memory",),
-    "gather": ("decode_attention",),
-    "local_attention": ("luong_attention",),
-    "memory_hops": ("memory_hop_attention",),
-    "merge_states": ("merge_states",),
-    "sdpa_backward": ATTENTION[:2],
-    "sdpa_forward": (*ATTENTION, "hopfield_retrieve"),
-    "sinusoidal": ("sinusoidal_encoding",),
-}
-_JUDGE = """
-import importlib.util, sys
-import torch
-spec = importlib.util.spec_from_file_location("fastattn._cpu", sys.argv[1])
-module = sys.modules["fastattn._cpu"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from fastattn.testing import Target
-from fastattn.testing.proofs import PROOFS
-target = Target("cpu", sys.argv[2])
-dtypes = [getattr(torch, name) for name in sys.argv[3].split(",")]
-for proof in (PROOFS[name] for name in sys.argv[4:]):
-    for n, case in enumerate(proof.cases):
-        dtype = dtypes[n % len(dtypes)]
-        if dtype in case.dtypes and not case.slow and target.has_own_kernel(proof.operator, dtype):
-            verdict = proof(case, dtype, target)
-            if verdict.severity >= 2:  # a right kernel has half a bound to spare
-                sys.exit(f"{proof.operator} {case.name}: {verdict.faults[0]}")
-"""
+IGNORED = [r"^\s*//", r"^\s*#", r"^\s*(namespace|using|template|static_assert|inline constexpr)\b"]
 
 
-def ninja(*words: str) -> str:
-    import ninja
+class Kernels:
+    """A copy of the sources and of the package, in which one line at a time is changed."""
 
-    command = [str(Path(ninja.BIN_DIR, "ninja")), "-C", str(BUILD), "-t", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    sources: str
+    rules: tuple[str, ...] = ("universal.rules", "c_like.rules", "cpp.rules")
 
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder.resolve(), seconds
+        self.out = self.folder / "out"
+        self.unchanged: dict[str, bytes | None] = {}  # unit -> its code
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        for name in ("csrc", "fastattn"):
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
 
-def objects() -> dict[str, set[str]]:
-    """Each object of a kernel, with the sources in the folder of kernels that it is made of."""
-    found: dict[str, set[str]] = {}
-    for block in ninja("deps").split("\n\n"):
-        name, *files = (line.strip() for line in block.splitlines())
-        target = name.partition(":")[0]
-        if Path(target).name.partition(".")[0] not in OPERATORS:
-            continue
-        paths = [(BUILD / file).resolve() for file in files]
-        inside = [str(path.relative_to(KERNELS)) for path in paths if path.is_relative_to(KERNELS)]
-        found[target] = set(inside)
-    return found
+    def units(self) -> list[str]:
+        """What is compiled, and judged, at a time."""
+        raise NotImplementedError
 
+    def build(self, unit: str) -> bytes | None:
+        """Compile it for the judge; return its code, or None if the compiler rejects it."""
+        raise NotImplementedError
 
-def changes(file: str) -> list[tuple[int, str]]:
-    """The line numbers and texts of all mutants of a file."""
-    from universalmutator import mutator
+    def files(self, unit: str) -> list[str]:
+        """The files of kernels that it was made of, as the compiler lists them."""
+        folder = self.folder / self.sources
+        paths = [Path(word).resolve() for word in (self.out / f"{unit}.d").read_text().split()]
+        return sorted(str(path.relative_to(folder)) for path in paths if folder in path.parents)
 
-    lines = (KERNELS / file).read_text().splitlines(keepends=True)
-    with contextlib.redirect_stdout(io.StringIO()):
-        found = mutator.mutants_regexp(lines, ruleFiles=list(RULES), ignorePatterns=list(IGNORED))
-    return [(line, text) for line, text, *_ in found]
+    def prepare(self, unit: str) -> None:
+        """Build the unit without a change, which the judge must accept."""
+        if unit not in self.unchanged:
+            self.unchanged[unit] = self.build(unit)
+            found = self.judged(unit, self.seconds / 10)
+            assert found == "survived", f"{unit} is wrong without a change: {found}"
 
-
-class Trial:
-    """A copy of the sources, in which one line at a time is changed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.unchanged: dict[str, bytes] = {}  # object -> its contents, compiled here
-        shutil.copytree(ROOT / "csrc/cpu", folder / "csrc/cpu")
-        for header in (ROOT / "csrc").glob("*.h"):
-            shutil.copy2(header, folder / "csrc")
-
-    def made(self, target: str, changed: dict[str, str]) -> str:
-        """Run the command of the build that makes a file, with some words replaced."""
-        words = [changed.get(word, word) for word in shlex.split(ninja("commands", "-s", target))]
-        done = subprocess.run(words, cwd=BUILD, capture_output=True, text=True, check=False)
-        return "" if done.returncode == 0 else done.stderr
-
-    def compiled(self, target: str) -> Path | None:
-        stem = target.partition(".")[0]
-        out = self.folder / target
-        out.parent.mkdir(parents=True, exist_ok=True)
-        source = f"csrc/cpu/kernels/{stem}.cpp"
-        original = os.path.relpath(ROOT / source, BUILD)
-        names = {original: str(self.folder / source), target: str(out), f"{target}.d": f"{out}.d"}
-        return None if self.made(target, names) else out
-
-    def verdict(self, target: str, file: str, line: int, text: str) -> str:
-        """ "invalid", "equivalent", "caught: why" or "survived"."""
-        if target not in self.unchanged:
-            out = self.compiled(target)
-            assert out is not None, f"{target} does not compile unchanged"
-            self.unchanged[target] = out.read_bytes()
-        path = self.folder / "csrc/cpu/kernels" / file
+    def verdict(self, unit: str, file: str, line: int, text: str) -> str:
+        """Return "invalid", "equivalent", "survived" or "caught: why"."""
+        path = self.folder / self.sources / file
         original = path.read_text()
         lines = original.splitlines(keepends=True)
-        try:
-            path.write_text("".join([*lines[: line - 1], text, *lines[line:]]))
-            out = self.compiled(target)
-        finally:
-            path.write_text(original)
-        if out is None:
-            return "invalid"
-        if out.read_bytes() == self.unchanged[target]:
-            return "equivalent"
-        whole, library = ninja("targets", "rule", "link"), str(self.folder / "_cpu.so")
-        assert not self.made(whole, {target: str(out), whole: library})
-        return self.judged(target, library)
+        path.write_text("".join([*lines[: line - 1], text, *lines[line:]]))
+        code = self.build(unit)
+        if code is None or code == self.unchanged[unit]:
+            verdict = "invalid" if code is None else "equivalent"
+        else:
+            verdict = self.judged(unit, self.seconds)
+        path.write_text(original)
+        return verdict
 
-    def judged(self, target: str, library: str) -> str:
-        stem, isa = Path(target).name.split(".")[:2]
-        only = re.search(r"-DFASTATTN_ONLY_DTYPE=(\w+)", ninja("commands", "-s", target))
-        short = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16"}
-        dtypes = short[only[1]] if only else "float32,bfloat16"
-        command = [sys.executable, "-c", _JUDGE, library, isa, dtypes, *OPERATORS[stem]]
+    def judged(self, unit: str, seconds: float) -> str:
+        """Run the cases in a process of their own: a mutant may die, or never end."""
+        paths = os.pathsep.join(map(str, [self.folder, *PATHS]))
+        environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+        judge = [sys.executable, str(ROOT / "tests/support/mutant_judge.py")]
+        words = [*judge, type(self).__name__, unit, str(self.folder), str(seconds)]
+        limit = seconds + GRACE
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+            done = subprocess.run(words, env=environment, capture_output=True, timeout=limit)
         except subprocess.TimeoutExpired:
             return "caught: it does not end"
         if done.returncode == 0:
             return "survived"
-        if done.returncode == 1 and "Traceback" in done.stderr:
-            raise RuntimeError(done.stderr[-2000:])
-        last = done.stderr.strip().splitlines()[-1:] or [f"signal {-done.returncode}"]
-        return f"caught: {last[0]}"
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return f"caught: {(last or [f'status {done.returncode}'])[0]}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no mutant after these")
-    parser.add_argument("--seed", type=int, default=datetime.date.today().toordinal())
-    parser.add_argument("--out", type=Path, default=ROOT / "build/mutants.jsonl")
-    given = parser.parse_args(arguments)
-    native: Any = __import__("fastattn._cpu", fromlist=["_cpu"])
-    info = native.build_info()
-    runs = {*info["supported"], *info["emulated"]}
-    of = {name: files for name, files in objects().items() if name.split(".")[1] in runs}
-    draw = random.Random(given.seed)
+class Cpu(Kernels):
+    """Objects of the native build, compiled with the build's commands."""
+
+    sources = "csrc/cpu"
+
+    @staticmethod
+    def ninja(*words: str) -> str:
+        import ninja
+
+        command = [str(Path(ninja.BIN_DIR, "ninja")), "-C", str(BUILD), "-t", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def units(self) -> list[str]:
+        import fastattn._cpu as native
+
+        info = native.build_info()
+        units = re.findall(r"(?m)^((?:tiles/)?(\w+)\.(\w+)\.o):", self.ninja("targets", "all"))
+        isas, no_cases = (
+            {*info["supported"], *info["emulated"]},
+            ("linear", "peak", "table", "unit"),
+        )
+        return [unit for unit, stem, isa in units if isa in isas and stem not in no_cases]
+
+    def run(self, target: str, changed: dict[str, Path]) -> bool:
+        """Run the command of the build that makes a file, with some words replaced."""
+        words = shlex.split(self.ninja("commands", "-s", target))
+        command = [str(changed.get(word, word)) for word in words]
+        return subprocess.run(command, cwd=BUILD, capture_output=True).returncode == 0
+
+    def build(self, unit: str) -> bytes | None:
+        import fastattn._cpu as native
+
+        out, library = self.out / unit, self.folder / "fastattn" / Path(native.__file__).name
+        out.parent.mkdir(parents=True, exist_ok=True)
+        source = f"{self.sources}/kernels/{unit.partition('.')[0]}.cpp"
+        original = os.path.relpath(ROOT / source, BUILD)
+        rules = out.with_suffix(".o.d")
+        if not self.run(unit, {original: self.folder / source, unit: out, f"{unit}.d": rules}):
+            return None
+        whole = self.ninja("targets", "rule", "link")
+        assert self.run(whole, {unit: out, whole: library})
+        return out.read_bytes()
+
+
+class Cuda(Kernels):
+    """Kernels of one element type, compiled for the emulator and linked with all others."""
+
+    sources = "csrc/cuda/kernels"
+
+    def units(self) -> list[str]:
+        import emulator
+
+        emulator.build()
+        folder = emulator.FOLDER
+        # The other element types have the same code.
+        return [
+            str(o.relative_to(folder)) for t in ("Bf16", "F32") for o in folder.rglob(f"*.{t}.o")
+        ]
+
+    def build(self, unit: str) -> bytes | None:
+        import emulator
+
+        source, element, _ = unit.rsplit(".", 2)
+        try:
+            emulator.build_changed(self.folder / "csrc", self.out, [source], element)
+        except emulator.CannotBuild:
+            return None
+        return (self.out / unit).read_bytes()
+
+
+class Triton(Kernels):
+    """The files of the package that have kernels, which are interpreted."""
+
+    sources, rules = "fastattn/backends/triton", ("universal.rules", "python.rules")
+
+    def units(self) -> list[str]:
+        files = (ROOT / self.sources).glob("*.py")
+        return [path.name for path in files if kernel_lines(path.read_text())]
+
+    def files(self, unit: str) -> list[str]:
+        return [unit]
+
+    def build(self, unit: str) -> bytes | None:
+        try:
+            tree = ast.parse((self.folder / self.sources / unit).read_text())
+            compile(tree, unit, "exec")
+        except SyntaxError:
+            return None
+        return ast.dump(tree).encode()
+
+
+LANGUAGES = {"cpu": Cpu, "cuda": Cuda, "triton": Triton}
+
+
+def kernel_lines(source: str) -> set[int]:
+    """The lines in the bodies of a Triton file's kernels."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and "jit" in "".join(
+            map(ast.dump, node.decorator_list)
+        ):
+            first = node.body[ast.get_docstring(node) is not None]
+            lines |= set(range(first.lineno, (node.end_lineno or 0) + 1))
+    return lines
+
+
+def changes(path: Path, rules: Sequence[str]) -> dict[int, list[str]]:
+    """The numbers of a file's lines, with the texts that may replace each."""
+    from universalmutator import mutator
+
+    source = path.read_text()
+    lines = source.splitlines(keepends=True)
+    chosen = kernel_lines(source) if path.suffix == ".py" else range(len(lines) + 1)
+    texts: dict[int, list[str]] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        mutants = mutator.mutants_regexp(lines, ruleFiles=list(rules), ignorePatterns=IGNORED)
+    for line, text, *_ in mutants:
+        if line in chosen:
+            texts.setdefault(line, []).append(text)
+    return texts
+
+
+def run(kernels: Kernels, options: argparse.Namespace) -> dict[str, object]:
+    """Judge a sample of mutants; return the entry for the report."""
+    draw, end = random.Random(options.seed), time.monotonic() + 60 * options.minutes
     counts = {"caught": 0, "survived": 0, "equivalent": 0, "invalid": 0}
-    survivors, end = [], time.monotonic() + 60 * given.minutes
-    with tempfile.TemporaryDirectory() as folder, given.out.open("a") as log:
-        trial = Trial(Path(folder))
-        while time.monotonic() < end:
-            target = draw.choice(sorted(of))
-            file = draw.choice(sorted(of[target]))
-            found = changes(file)
-            if not found:
-                continue
-            line, text = draw.choice(found)
-            verdict = trial.verdict(target, file, line, text)
-            counts[verdict.partition(":")[0]] += 1
-            where = f"{file}:{line} in {target}: {text.strip()}"
-            entry = {"seed": given.seed, "where": where, "verdict": verdict}
-            print(json.dumps(entry), file=log, flush=True)
-            print(f"{verdict[:90]:90} {where}", flush=True)
-            survivors += [where] * (verdict == "survived")
-    judged = counts["caught"] + counts["survived"]
-    print(f"\n{counts['caught']} of {judged} mutants caught; {counts['equivalent']} changed no "
-          f"machine code, {counts['invalid']} did not compile. Survivors:")  # fmt: skip
-    print(*survivors, sep="\n")
-    return 0
+    survivors = []
+    sources, units = ROOT / kernels.sources, sorted(kernels.units())
+    while counts["caught"] + counts["survived"] < options.sample and time.monotonic() < end:
+        unit = draw.choice(units)
+        kernels.prepare(unit)
+        file = draw.choice(kernels.files(unit))
+        texts = changes(sources / file, kernels.rules)
+        if not texts:
+            continue
+        line = draw.choice(sorted(texts))
+        text = draw.choice(texts[line])
+        verdict = kernels.verdict(unit, file, line, text)
+        counts[verdict.partition(":")[0]] += 1
+        was = (sources / file).read_text().splitlines()[line - 1].strip()
+        mutant = {"where": f"{file}:{line}", "in": unit, "was": was, "is": text.strip()}
+        print(f"{verdict}\n    {mutant}", flush=True)
+        survivors += [mutant] * (verdict == "survived")
+    score = counts["caught"] / max(counts["caught"] + counts["survived"], 1)
+    return {"score": round(score, 3), **counts, "survivors": survivors}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--language", choices=LANGUAGES, default="cpu")
+    parser.add_argument("--sample", type=int, default=50, help="judge as many mutants")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no mutant after these")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--seconds", type=float, default=300.0, help="of cases for each mutant")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/mutants.jsonl")
+    options = parser.parse_args()
+    sys.path[:0] = map(str, [ROOT, ROOT / "tests/emulator"])
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    entry = {"commit": commit, "seed": options.seed, "language": options.language}
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = LANGUAGES[options.language](Path(folder), options.seconds)
+        entry |= run(kernels, options)
+    with options.out.open("a") as report:
+        print(json.dumps(entry), file=report)
+    print(json.dumps(entry, indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -342,6 +342,58 @@ def test_every_case_of_packed_sequences(adapter: ModuleType, dtype: torch.dtype)
     assert not faults, "\n".join(faults)
 
 
+# -- edges -----------------------------------------------------------------------------------------
+
+
+def _edges() -> Iterator[Case]:
+    """Cases that once were the only ones to find a bug put into these kernels."""
+    edge = Case("edge", heads=2, q_len=50, k_len=290, head_dim=64, poison=True)
+    # One key beyond a step, or one short of it, is hidden.
+    yield replace(edge, name="edge-95", causal="upper_left", q_len=95)
+    yield replace(edge, name="edge-97", causal="upper_left", q_len=97)
+    long = replace(edge, q_len=290)
+    yield replace(long, name="edge-left", window=(60, 20))
+    yield replace(long, name="edge-wide", window=(150, -1))
+    yield replace(long, name="edge-128", window=(70, 30), head_dim=128)
+    yield replace(long, name="edge-right-1", window=(100, 62), head_dim=128, scale=0.3)
+    yield replace(long, name="edge-dropout", window=(60, 20), dropout_p=0.3)
+    # A warp that is late with its part of the clearing is rare, and so is a lane.
+    for n in range(12):
+        grads = ("out",) if n < 4 else ()
+        yield replace(edge, name=f"masked-{n}", mask="padding", mask_dims="bk", grads=grads)
+    for n in range(10):
+        yield replace(edge, name=f"queries-{n}", q_len=150, mask="bool_rows", poison_queries=True)
+    # Gradients of more than the output, rows that see nothing and hold NaN, large scores.
+    yield replace(edge, name="lse", q_len=150, grads=("out", "lse"))
+    yield replace(
+        edge, name="mask", q_len=150, mask="float_inf", mask_grad=True, grads=("out", "lse")
+    )
+    yield replace(edge, name="weights", softcap=2.0, weights=2, grads=("out", "lse", "weights"))
+    yield replace(long, name="queries", k_len=100, causal="bottom_right", poison_queries=True)
+    yield replace(edge, name="steep", scale=1e4)
+    yield replace(edge, name="steeper", scale=3e6)
+    yield replace(edge, name="steepest", scale=1e12, grads=())
+    # Of few keys outputs are large, and so is delta beside the products that it is subtracted from.
+    yield replace(
+        edge, name="few-keys", q_len=150, k_len=3, mask="float", mask_grad=True, weights=1
+    )
+
+
+EDGES = tuple(_edges())
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    ("case", "dtype", "seed"),
+    [
+        pytest.param(case, DTYPES[n % 2], n, id=f"{case.name}-{_name(DTYPES[n % 2])}")
+        for n, case in enumerate(EDGES)
+    ],
+)
+def test_edges(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> None:
+    assert _faults(adapter, case, dtype, seed) == []
+
+
 # -- the same bits ---------------------------------------------------------------------------------
 
 PLAIN = Case("bits", heads=4, kv_heads=2, q_len=150, k_len=330, head_dim=128, causal="bottom_right")

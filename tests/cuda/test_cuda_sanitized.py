@@ -24,8 +24,7 @@ from pathlib import Path
 import emulator
 from fastattn.testing import CASES, check
 from fastattn.testing.varlen import VarlenCase, check_varlen
-from hopper_mutants import GRADIENTS
-from test_cuda_hopper import BACKWARD, FORWARD
+from test_cuda_hopper import BACKWARD, EDGES, FORWARD, OWN, PACKED
 import test_cuda_operators as operators
 from test_cuda_operators import Emulated
 adapter = emulator.load_from(Path(sys.argv[1]))
@@ -43,7 +42,7 @@ for name, judge, cases in work:
     print(name, len(cases), file=sys.stderr, flush=True)
 adapter._cuda.allow_hopper(True)
 adapter._cuda.take_launches()
-for n, case in enumerate(GRADIENTS[::2]):
+for n, case in enumerate((*[c for c in OWN if not c.slow][::4], *EDGES[::2], PACKED[0])):
     judge = check_varlen if isinstance(case, VarlenCase) else check
     verdict = judge(case, torch.bfloat16, Emulated(adapter, n))
     assert verdict.ok, ("for Hopper", case.name, verdict.faults)
