@@ -66,7 +66,7 @@ ANY = 2**62
 _AMX = "benchmarks/results/intel-xeon-emerald-rapids-amx_bf16/figures.json"
 _ZEN3 = "benchmarks/results/amd-epyc-zen3-avx2/figures.json"
 _ZEN4 = "benchmarks/results/amd-epyc-zen4-avx512_bf16/figures.json"
-_PAGE = "docs/evidence.md"
+_PAGE = "docs/performance.md"
 _BORROWED = "not measured on this processor: what is fastest on an AMD EPYC"
 # fmt: off
 # choice, on, dtypes, use, source, op, least_queries

@@ -81,7 +81,7 @@ ARM = InstructionSets(
 )
 OTHERS = InstructionSets({"baseline": []})
 # On a Xeon with AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16
-# (docs/evidence.md), so they come first here.
+# (docs/performance.md), so they come first here.
 BELOW_TILES = ("avx512", "avx512_bf16")
 # The sources of csrc/cpu/kernels with products of bf16 pairs, and the table of kernels.
 WITH_PAIRS = ("sdpa_forward", "sdpa_backward", "linear", "peak", "table")

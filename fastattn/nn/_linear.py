@@ -5,7 +5,7 @@
 
 Three quarters of the arithmetic of a typical layer is here, so the GEMM is chosen by measurement:
 ``fastattn/evidence.py`` has the rule of each processor, a :class:`fastattn.evidence.Gemm`. On an
-AMD EPYC with AVX-512 and BF16 (docs/evidence.md has the table; speeds are relative to
+AMD EPYC with AVX-512 and BF16 (docs/performance.md has the table; speeds are relative to
 ``torch.nn.functional.linear``):
 
 - float32: from some size on, oneDNN's inner product has 1.05 to 1.35 times the speed of the MKL

@@ -14,8 +14,8 @@ from fastattn.fast_path import is_open
 from fastattn.nn._linear import _WIDE_DTYPES, rule
 
 # The largest number of products of the larger projection for this path, filled on first use. Above
-# it another GEMM is faster (docs/multihead_attention.md, docs/evidence.md): PyTorch's, or one that
-# works on vectors if there are fewer rows than vector lanes.
+# it another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors if there
+# are fewer rows than vector lanes.
 _MOST_WORK: dict[torch.dtype, int] = {}
 evidence.on_change(_MOST_WORK.clear)
 _NATIVE_HALF = 2**22  # for float16, if oneDNN supports it natively

@@ -455,7 +455,7 @@ are the commonest calls; `--complete` compiles every launch of the table. Regist
 (AMD: per lane), spills in bytes (AMD: in registers), shared memory is in bytes per program.
 Occupancy is the share of a multiprocessor's threads that registers and shared memory leave room
 for; it says little about speed.
-[triton.md](triton.md) explains how a launch is chosen.
+[gpu-kernels.md](gpu-kernels.md#triton) explains how a launch is chosen.
 """
 HEADER = """
 | call | dtype | D | kernel | BM x BN, warps, stages | registers | spilled | shared | occupancy |

@@ -54,7 +54,7 @@ def _is_for_the_slow_run(n: int, case: Case) -> bool:
 
 # Beyond scores of 4e9 the float32 kernels sum a row's maximum again, in another order. The case
 # keeps its bound in 16 bits.
-BEYOND = pytest.mark.xfail(reason="a limit of float32: Large scores in docs/cuda-kernels.md")
+BEYOND = pytest.mark.xfail(reason="a limit of float32: Limits in docs/gpu-kernels.md")
 
 # Between them these meet every part of the kernels: test_cuda_mutants.py judges by them.
 NAMES = """head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask-padding-poison
@@ -227,7 +227,7 @@ def test_nan_reaches_only_the_queries_that_see_it(
     """Some queries see the key. The poisoned cases of the table have keys that no query sees.
 
     NaN in a key goes into scores, which are selected. NaN in a value, and whatever comes back, is
-    multiplied by weights of 0: as docs/cuda-kernels.md says, that ends with the block of 128 rows.
+    multiplied by weights of 0: as docs/gpu-kernels.md says, that ends with the block of 128 rows.
     """
     inputs = make_inputs(case, dtype)
     clean = run(adapter, inputs)

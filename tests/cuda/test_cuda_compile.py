@@ -6,7 +6,6 @@ Needs an nvcc and skips without one. test_cuda.py tests what the kernels compute
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 from pathlib import Path
 
@@ -89,10 +88,3 @@ def test_the_wrappers_assemble(tmp_path: Path) -> None:
         command[0] = str(NVCC)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_the_page_on_hopper_has_the_numbers_of_the_source() -> None:
-    made = runpy.run_path(str(ROOT / "docs/make_hopper_picture.py"))
-    page = (ROOT / "docs/hopper.md").read_text()
-    for table in "\n".join(made["tables"]()).split("\n\n"):
-        assert table in page

@@ -2,7 +2,7 @@
 //
 // A fiber runs until it waits for others. What the hardware does asynchronously is done as late as
 // it may be, in random order, and shared memory is NaN until it is written: a wait or a barrier
-// that is missing becomes a wrong result. docs/emulator.md tells what is modelled and what is not.
+// that is missing becomes a wrong result. docs/testing.md says what is modelled and what is not.
 #pragma once
 #include <cstddef>
 #include <cstdint>

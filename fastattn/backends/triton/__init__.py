@@ -1,4 +1,4 @@
-"""The Triton backend: the operators on any GPU that Triton supports; see ``docs/triton.md``.
+"""The Triton backend: the operators on any GPU that Triton supports; see ``docs/gpu-kernels.md``.
 
 Every function has the same name and arguments as in ``reference/``. With the environment variable
 ``TRITON_INTERPRET=1`` the kernels run interpreted on CPU tensors: slow, and meant for tests.

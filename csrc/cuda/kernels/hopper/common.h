@@ -2,7 +2,7 @@
 // between them, and the order in which blocks of threads take tiles of queries or keys.
 //
 // One warpgroup, the producer, gives most of its registers to the two others, the consumers. Its
-// first warp loads; its second warp clears rows that must not be read. See docs/hopper.md.
+// first warp loads; its second warp clears rows that must not be read. See docs/gpu-kernels.md.
 #pragma once
 #include "../../ptx/barrier.h"
 #include "../../ptx/registers.h"
