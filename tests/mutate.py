@@ -33,13 +33,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [ROOT / "tests" / name for name in ("support", "emulator", "cuda", "triton")]
 BUILD = ROOT / "build/native/cpu"
+NO_CASES = ("linear", "peak", "table", "unit")  # sources of the CPU without an operator
 GRACE = 300  # seconds for the imports of a judge and its last case
 # What is no arithmetic, or ends the compiler at once.
 IGNORED = [r"^\s*//", r"^\s*#", r"^\s*(namespace|using|template|static_assert|inline constexpr)\b"]
 
 
 class Kernels:
-    """A copy of the sources and of the package, in which one line at a time is changed."""
+    """A copy of the sources and of the package, in which one line at a time is changed.
+
+    A language lists its `units()`: what is compiled and judged at a time. `build(unit)` compiles it
+    for the judge, and returns the code, or None if the compiler rejects it.
+    """
 
     sources: str
     rules: tuple[str, ...] = ("universal.rules", "c_like.rules", "cpp.rules")
@@ -47,31 +52,25 @@ class Kernels:
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.seconds = folder.resolve(), seconds
         self.out = self.folder / "out"
-        self.unchanged: dict[str, bytes | None] = {}  # unit -> its code
+        self.unchanged: dict[str, bytes] = {}  # unit -> its code
+        self.files: dict[str, list[str]] = {}  # unit -> the files of kernels that it is made of
         ignored = shutil.ignore_patterns("__pycache__", "results")
         for name in ("csrc", "fastattn"):
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-
-    def units(self) -> list[str]:
-        """What is compiled, and judged, at a time."""
-        raise NotImplementedError
-
-    def build(self, unit: str) -> bytes | None:
-        """Compile it for the judge; return its code, or None if the compiler rejects it."""
-        raise NotImplementedError
-
-    def files(self, unit: str) -> list[str]:
-        """The files of kernels that it was made of, as the compiler lists them."""
-        folder = self.folder / self.sources
-        paths = [Path(word).resolve() for word in (self.out / f"{unit}.d").read_text().split()]
-        return sorted(str(path.relative_to(folder)) for path in paths if folder in path.parents)
 
     def prepare(self, unit: str) -> None:
         """Build the unit without a change, which the judge must accept."""
         if unit not in self.unchanged:
             self.unchanged[unit] = self.build(unit)
+            self.files[unit] = self.made_of(unit)
             found = self.judged(unit, self.seconds / 10)
             assert found == "survived", f"{unit} is wrong without a change: {found}"
+
+    def made_of(self, unit: str) -> list[str]:
+        """The files of kernels that the compiler has read."""
+        folder = self.folder / self.sources
+        paths = [Path(word).resolve() for word in (self.out / f"{unit}.d").read_text().split()]
+        return sorted(str(path.relative_to(folder)) for path in paths if folder in path.parents)
 
     def verdict(self, unit: str, file: str, line: int, text: str) -> str:
         """Return "invalid", "equivalent", "survived" or "caught: why"."""
@@ -120,12 +119,9 @@ class Cpu(Kernels):
         import fastattn._cpu as native
 
         info = native.build_info()
-        units = re.findall(r"(?m)^((?:tiles/)?(\w+)\.(\w+)\.o):", self.ninja("targets", "all"))
-        isas, no_cases = (
-            {*info["supported"], *info["emulated"]},
-            ("linear", "peak", "table", "unit"),
-        )
-        return [unit for unit, stem, isa in units if isa in isas and stem not in no_cases]
+        isas = [*info["supported"], *info["emulated"]]
+        found = re.findall(r"(?m)^((?:tiles/)?(\w+)\.(\w+)\.o):", self.ninja("targets", "all"))
+        return [unit for unit, stem, isa in found if isa in isas and stem not in NO_CASES]
 
     def run(self, target: str, changed: dict[str, Path]) -> bool:
         """Run the command of the build that makes a file, with some words replaced."""
@@ -157,11 +153,8 @@ class Cuda(Kernels):
         import emulator
 
         emulator.build()
-        folder = emulator.FOLDER
-        # The other element types have the same code.
-        return [
-            str(o.relative_to(folder)) for t in ("Bf16", "F32") for o in folder.rglob(f"*.{t}.o")
-        ]
+        units = [str(path.relative_to(emulator.FOLDER)) for path in emulator.FOLDER.rglob("*.o")]
+        return [unit for unit in units if unit.endswith((".Bf16.o", ".F32.o"))]  # F16 is like Bf16
 
     def build(self, unit: str) -> bytes | None:
         import emulator
@@ -183,7 +176,7 @@ class Triton(Kernels):
         files = (ROOT / self.sources).glob("*.py")
         return [path.name for path in files if kernel_lines(path.read_text())]
 
-    def files(self, unit: str) -> list[str]:
+    def made_of(self, unit: str) -> list[str]:
         return [unit]
 
     def build(self, unit: str) -> bytes | None:
@@ -235,7 +228,7 @@ def run(kernels: Kernels, options: argparse.Namespace) -> dict[str, object]:
     while counts["caught"] + counts["survived"] < options.sample and time.monotonic() < end:
         unit = draw.choice(units)
         kernels.prepare(unit)
-        file = draw.choice(kernels.files(unit))
+        file = draw.choice(kernels.files[unit])
         texts = changes(sources / file, kernels.rules)
         if not texts:
             continue
