@@ -336,8 +336,9 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
         return 1.0, beta
     if isinstance(beta, bool) or not isinstance(beta, (int, float, torch.SymFloat)):
         raise TypeError(f"{where}: beta must be a number or a Tensor, got {type(beta).__name__}")
-    if not 0.0 < beta < math.inf:
-        raise ValueError(f"{where}: beta must be positive and finite, got {beta}")
+    largest = torch.finfo(torch.promote_types(state.dtype, torch.float32)).max
+    if not 0.0 < beta <= largest:
+        raise ValueError(f"{where}: beta must be positive and at most {largest:.2g}, got {beta}")
     return float(beta), None
 
 

@@ -60,7 +60,8 @@ def hopfield_energy(
     rank = state.ndim
     state, stored = lifted(state), lifted(stored)
     wide = torch.promote_types(state.dtype, torch.float32)
-    temperature: float | Tensor = 1 / scale
+    # Below the least normal number all scores are equal, and its inverse would overflow.
+    temperature: float | Tensor = 1 / max(scale, torch.finfo(wide).tiny)
     keys = stored
     if factor is not None:
         factor = factor.reshape(1, -1, 1, 1)

@@ -338,6 +338,12 @@ def test_energy_by_hand(engine: Target) -> None:
     torch.testing.assert_close(hopfield_energy(state, stored, beta=0.5).item(), want)
 
 
+def test_energy_of_a_beta_whose_inverse_overflows(engine: Target) -> None:
+    state, stored = torch.ones(1, 2), torch.ones(3, 2)
+    energy = hopfield_energy(state, stored, beta=1e-45)
+    torch.testing.assert_close(energy, torch.tensor([2.0]))  # (|state|^2 + |stored|^2) / 2
+
+
 def test_energy_under_autocast_takes_dtypes_that_differ(engine: Target) -> None:
     state, stored = (torch.arange(n).view(-1, 3) / 4 for n in (6.0, 15.0))
     mask = torch.zeros(2, 5)
@@ -443,8 +449,9 @@ BAD = [
     ((S, X, 1.0), {}, TypeError, "projection must be a Tensor, got float"),
     ((S, X, torch.zeros(2, 5, 4)), {}, ValueError, "projection must have the shape of stored"),
     ((S, X), {"beta": "1"}, TypeError, "beta must be a number or a Tensor, got str"),
-    ((S, X), {"beta": 0.0}, ValueError, "beta must be positive and finite, got 0.0"),
-    ((S, X), {"beta": math.nan}, ValueError, "beta must be positive and finite, got nan"),
+    ((S, X), {"beta": 0.0}, ValueError, "beta must be positive and at most 3.4e.38, got 0.0"),
+    ((S, X), {"beta": math.nan}, ValueError, "beta must be positive and at most 3.4e.38, got nan"),
+    ((S, X), {"beta": 1e39}, ValueError, "beta must be positive and at most 3.4e.38, got 1e.39"),
     ((S, X), {"beta": torch.ones(3)}, ValueError, r"beta must be \[\] or \[H\] = \(1,\)"),
     ((S, X), {"beta": torch.ones(1).long()}, TypeError, "beta must be floating"),
     ((S, X), {"update_steps_max": -1}, ValueError, "update_steps_max must not be negative, got -1"),
