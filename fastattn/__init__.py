@@ -1,13 +1,13 @@
 """Fused attention for PyTorch: drop-in for its attention function and its attention module."""
 
-from fastattn import bias, compat, distributed, masks, nn, plot  # noqa: F401  (compat rejects a PyTorch out of range)
-from fastattn._capture import capture
-from fastattn._trace import trace
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fastattn import bias, compat, masks  # noqa: F401  (compat rejects a PyTorch out of range)
 from fastattn._version import __version__
 from fastattn.dispatch import FallbackWarning, use_backend
-from fastattn.explanation import explain
-from fastattn.integrations import accelerate, replace_mha, restore, restore_mha
-from fastattn.nn import MultiheadAttention
+
+# All operators at once, because a saved graph may call any of torch.ops.fastattn.
 from fastattn.ops import (
     additive_attention,
     attention_stats,
@@ -24,6 +24,14 @@ from fastattn.ops import (
     sinusoidal_table,
     varlen_attention,
 )
+
+if TYPE_CHECKING:
+    from fastattn import bench, distributed, integrations, nn, plot  # noqa: F401
+    from fastattn._capture import capture
+    from fastattn._trace import trace
+    from fastattn.explanation import explain
+    from fastattn.integrations import accelerate, replace_mha, restore, restore_mha
+    from fastattn.nn import MultiheadAttention
 
 __all__ = [
     "FallbackWarning",
@@ -57,3 +65,31 @@ __all__ = [
     "use_backend",
     "varlen_attention",
 ]
+
+# What no operator needs is imported on first use: subpackages, and names by their module.
+_SUBPACKAGES = frozenset({"bench", "distributed", "integrations", "nn", "plot"})
+_MODULE_OF = {
+    "MultiheadAttention": "fastattn.nn",
+    "accelerate": "fastattn.integrations",
+    "capture": "fastattn._capture",
+    "explain": "fastattn.explanation",
+    "replace_mha": "fastattn.integrations",
+    "restore": "fastattn.integrations",
+    "restore_mha": "fastattn.integrations",
+    "trace": "fastattn._trace",
+}
+
+if not TYPE_CHECKING:  # a type checker would accept any name of a module with __getattr__
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"fastattn.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value  # the next access finds it without this function
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES, *_MODULE_OF})

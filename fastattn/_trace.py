@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastattn._table import as_html, as_text
 from fastattn.compat import DispatchMode
+from fastattn.explanation import explain_primitive
 from fastattn.integrations.torch import STOCK, attend
 from fastattn.library import operators, watchers
 
@@ -189,7 +190,7 @@ def _backend(func: Any, args: Sequence[Any]) -> tuple[str, str]:
     if args[-1]:  # a backward runs on the backend of its forward
         return args[-1], ""
     tensors, options = operator.split(args)
-    explanation = operator.explain((*tensors, options))
+    explanation = explain_primitive(operator, (*tensors, options))
     return explanation.runs or "", explanation.passed_over
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fastattn import dispatch, evidence
 
-__all__ = ["Explanation", "explain", "explanation", "instruction_set"]
+__all__ = ["Explanation", "explain", "explain_primitive", "explanation", "instruction_set"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,13 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(f"explain: op must be a function of fastattn.ops or its name, got {op!r}")
     inspect.signature(getattr(module, name)).bind(*args, **kwargs)  # refuses unknown arguments
     operator, arguments = module.prepare(*args, **kwargs)[:2]
-    return operator.explain(arguments)
+    return explain_primitive(operator, arguments)
+
+
+def explain_primitive(operator: Any, args: Sequence[Any]) -> Explanation:
+    """Explain a call of a ``fastattn.library.Operator``."""
+    tensors, options = operator._primitive(args)
+    return explanation(operator.name, tensors, options, operator.obstacles(args))
 
 
 def explanation(

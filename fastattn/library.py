@@ -52,7 +52,6 @@ from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
 from fastattn.compat import any_requires_grad, transforms_active
 from fastattn.eager import runs_eagerly
-from fastattn.explanation import Explanation, explanation
 
 __all__ = ["Operator", "operators", "watchers"]
 
@@ -190,10 +189,6 @@ class Operator:
     def primitive(self, backend: str) -> Callable[..., Any]:
         """Return the function of one backend."""
         return getattr(dispatch.load(backend), self.name)
-
-    def explain(self, args: Sequence[Any]) -> Explanation:
-        tensors, options = self._primitive(args)
-        return explanation(self.name, tensors, options, self.obstacles(args))
 
     def run(self, *args: Any) -> Any:
         """Run the backend named by the last argument on plain tensors."""

@@ -18,7 +18,7 @@ from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
-from fastattn.integrations.torch_mha import replace_mha, restore_mha
+from fastattn.nn._replacement import replace_mha, restore_mha
 from fastattn.nn.mha import MultiheadAttention
 
 __all__ = ["Part", "Report", "accelerate", "restore"]

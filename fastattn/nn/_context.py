@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from fastattn.distributed import Layout, attention
-from fastattn.distributed._call import LAYOUTS, METHODS
-from fastattn.distributed._columns import whole_columns
 from fastattn.masks import Mask
 from fastattn.nn._masks import merge_masks
+
+# fastattn.distributed is imported in functions, so that modules on one process do not load it.
+if TYPE_CHECKING:
+    from fastattn.distributed import Layout
 
 __all__ = ["Context", "ContextParallel", "checked", "unsupported"]
 
@@ -38,6 +39,9 @@ class Context:
         mask: Mask | None,
     ) -> Tensor:
         """Attention between the projections, [N, H, L of this rank, D]."""
+        from fastattn.distributed import attention
+        from fastattn.distributed._columns import whole_columns
+
         # As in MultiheadAttention: without padding the hint is trusted.
         causal = is_causal and (attn_mask is None or key_padding_mask is None)
         attn_mask = None if causal else attn_mask
@@ -122,6 +126,9 @@ class ContextParallel(nn.Module):
 
 def checked(group: Any, method: Any, layout: Any) -> Context:
     """The context of valid options."""
+    from fastattn.distributed import Layout
+    from fastattn.distributed._call import LAYOUTS, METHODS
+
     if method not in METHODS:
         raise ValueError(
             f"context_parallel: method must be one of {', '.join(METHODS)}, got {method!r}"

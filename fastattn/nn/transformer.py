@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fastattn import compat
 from fastattn.eager import runs_eagerly
-from fastattn.integrations.torch_mha import replace_mha
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
 from fastattn.nn._context import ContextParallel
+from fastattn.nn._replacement import replace_mha
 
 __all__ = [
     "TransformerDecoder",

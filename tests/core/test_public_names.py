@@ -1,10 +1,14 @@
 """What a user may import: none of these names goes away, and none comes without a line here."""
 
+import ast
 import importlib
 import re
 from pathlib import Path
 
 import pytest
+from child_process import run_python
+
+import fastattn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,3 +54,79 @@ def test_names(module: str) -> None:
 def test_the_reference_has_every_module() -> None:
     pages = "".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
     assert sorted(re.findall(r"automodule:: (\S+)", pages)) == sorted(NAMES)
+
+
+# --- what is imported on first use ----------------------------------------------------------------
+
+_LOADED = """if True:
+    import sys, torch, fastattn
+
+    def print_loaded():
+        names = [name.removeprefix("fastattn.") for name in sys.modules]
+        packages = {name.split(".")[0] for name in names}
+        print(*sorted(packages & set(sys.argv[1:])))
+
+    print_loaded()
+    x = torch.ones(1, 2, 3, 4, requires_grad=True)
+    fastattn.scaled_dot_product_attention(x, x, x).sum().backward()
+    print_loaded()
+    fastattn.nn.TransformerEncoderLayer(8, 2)(torch.ones(3, 1, 8)).sum().backward()
+    print_loaded()
+"""
+_LATER = "bench distributed integrations nn plot testing _capture _trace explanation tune".split()
+
+
+def _lines_of(script: str, *arguments: str) -> list[str]:
+    done = run_python("-c", script, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_call_loads_what_it_needs() -> None:
+    assert _lines_of(_LOADED, *_LATER) == ["", "", "nn"]
+
+
+_FROM_THREADS = """if True:
+    import importlib, pickle, sys, threading
+    import torch, fastattn
+
+    names = sorted({*fastattn.__all__, *fastattn._SUBPACKAGES})
+    assert set(names) <= set(dir(fastattn))
+    results = {name: [] for name in names}
+    start = threading.Barrier(8)
+
+    def read():
+        start.wait()
+        for name in names:
+            results[name].append(getattr(fastattn, name))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, values in results.items():
+        assert len(values) == 8 and len(set(map(id, values))) == 1, name
+        if name in fastattn._SUBPACKAGES:
+            assert importlib.import_module(f"fastattn.{name}") is values[0]
+        elif callable(values[0]):
+            assert pickle.loads(pickle.dumps(values[0])) is values[0]
+    namespace = {}
+    exec("from fastattn import *", namespace)
+    assert all(namespace[name] is getattr(fastattn, name) for name in fastattn.__all__)
+"""
+
+
+def test_names_that_are_imported_on_first_use() -> None:
+    _lines_of(_FROM_THREADS)
+    with pytest.raises(AttributeError, match="module 'fastattn' has no attribute 'no_such_name'"):
+        fastattn.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_type_checkers_see_what_is_imported_on_first_use() -> None:
+    tree = ast.parse(Path(fastattn.__file__).read_text())
+    block = next(x for x in tree.body if isinstance(x, ast.If) and "TYPE" in ast.unparse(x.test))
+    imports = [x for x in block.body if isinstance(x, ast.ImportFrom)]
+    declared = {name.name: x.module for x in imports for name in x.names}
+    subpackages = dict.fromkeys(fastattn._SUBPACKAGES, "fastattn")
+    assert declared == {**subpackages, **fastattn._MODULE_OF}
