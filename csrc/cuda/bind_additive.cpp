@@ -10,8 +10,8 @@ namespace {
 
 // sizes: (B, Tq, Tk, A, Dv); operands: query, key, value, the addresses of vector and bias, mask,
 // mask_dtype, the address of seed.
-AdditiveArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
-                            const py::dict& operands) {
+AdditiveArguments additive_arguments(int dtype, const py::tuple& sizes, const py::object& options,
+                                     const py::dict& operands) {
   using P = AdditiveArguments;
   static const auto fields =
       std::make_tuple(field("query", &P::q), field("key", &P::k), field("value", &P::v),
@@ -34,24 +34,26 @@ AdditiveArguments arguments(int dtype, const py::tuple& sizes, const py::object&
 }
 
 // results: out, applied, the address of scores.
-void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-             const py::dict& operands, const py::dict& results) {
+void launch_additive_forward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                             const py::object& options, const py::dict& operands,
+                             const py::dict& results) {
   using P = AdditiveArguments;
   static const auto written = std::make_tuple(field("out", &P::out), field("applied", &P::applied),
                                               field("scores", &P::scores));
-  AdditiveArguments p = arguments(dtype, sizes, options, operands);
+  AdditiveArguments p = additive_arguments(dtype, sizes, options, operands);
   named(results).read(p, written);
   py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { additive_forward(element, p, stream); });
 }
 
 // gradients: see read_gradients, then the addresses of scores, gradients and parts.
-void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-              const py::dict& operands, const py::dict& gradients) {
+void launch_additive_backward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                              const py::object& options, const py::dict& operands,
+                              const py::dict& gradients) {
   using P = AdditiveArguments;
   static const auto own = std::make_tuple(
       field("scores", &P::scores), field("gradients", &P::gradients), field("parts", &P::parts));
-  AdditiveArguments p = arguments(dtype, sizes, options, operands);
+  AdditiveArguments p = additive_arguments(dtype, sizes, options, operands);
   read_gradients(named(gradients), p);
   named(gradients).read(p, own);
   py::gil_scoped_release release;
@@ -61,8 +63,8 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
 }  // namespace
 
 void bind_additive(py::module_& m) {
-  m.def("additive_forward", &forward);
-  m.def("additive_backward", &backward);
+  m.def("additive_forward", &launch_additive_forward);
+  m.def("additive_backward", &launch_additive_backward);
   m.attr("additive_tile") = kAdditiveTile;
 }
 

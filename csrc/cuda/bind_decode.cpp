@@ -11,7 +11,7 @@ namespace {
 
 // sizes: (B, Hq, Hkv, Lq, capacity, D, Dv); cache: key_cache, value_cache, the addresses of
 // lengths, entries or 0, and block_table or 0, its row stride, page_size and cache_entries.
-DecodeArguments arguments(int dtype, const py::tuple& sizes, const py::dict& cache) {
+DecodeArguments cache_arguments(int dtype, const py::tuple& sizes, const py::dict& cache) {
   using P = DecodeArguments;
   static const auto fields = std::make_tuple(
       field("key_cache", &P::k), field("value_cache", &P::v), field("lengths", &P::lengths),
@@ -30,15 +30,15 @@ DecodeArguments arguments(int dtype, const py::tuple& sizes, const py::dict& cac
 
 // operands: query, and see read_biases and read_mask_program; results: out, the addresses of lse,
 // part_sums and part_stats, split_keys, splits.
-void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-            const py::dict& operands, const py::dict& cache, const py::dict& results) {
+void launch_decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
+                   const py::dict& operands, const py::dict& cache, const py::dict& results) {
   using P = DecodeArguments;
   static const auto given = std::make_tuple(field("query", &P::q));
   static const auto written =
       std::make_tuple(field("out", &P::out), field("lse", &P::lse),
                       field("part_sums", &P::part_sums), field("part_stats", &P::part_stats),
                       field("split_keys", &P::split_keys), field("splits", &P::splits));
-  DecodeArguments p = arguments(dtype, sizes, cache);
+  DecodeArguments p = cache_arguments(dtype, sizes, cache);
   read_decode_options(named(options), p);
   named(operands).read(p, given);
   read_biases(named(operands), p);
@@ -57,11 +57,11 @@ void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::objec
 }
 
 // operands: key, value
-void append(int dtype, uintptr_t stream, const py::tuple& sizes, const py::dict& operands,
-            const py::dict& cache) {
+void launch_append(int dtype, uintptr_t stream, const py::tuple& sizes, const py::dict& operands,
+                   const py::dict& cache) {
   using P = DecodeArguments;
   static const auto rows = std::make_tuple(field("key", &P::new_k), field("value", &P::new_v));
-  DecodeArguments p = arguments(dtype, sizes, cache);
+  DecodeArguments p = cache_arguments(dtype, sizes, cache);
   named(operands).read(p, rows);
   py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { append_to_cache(element, p, stream); });
@@ -70,8 +70,8 @@ void append(int dtype, uintptr_t stream, const py::tuple& sizes, const py::dict&
 }  // namespace
 
 void bind_decode(py::module_& m) {
-  m.def("decode_attention", &decode);
-  m.def("append_to_cache", &append);
+  m.def("decode_attention", &launch_decode);
+  m.def("append_to_cache", &launch_append);
 }
 
 }  // namespace cuda

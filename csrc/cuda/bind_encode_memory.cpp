@@ -10,8 +10,9 @@ namespace cuda {
 namespace {
 
 // operands: see read_encoding, read_tokens and read_tables; out: an address.
-void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-             const py::dict& operands, uintptr_t out) {
+void launch_encode_memory_forward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                                  const py::object& options, const py::dict& operands,
+                                  uintptr_t out) {
   EncodeMemoryArguments p{};
   read_encoding(dtype, sizes, named(options), named(operands), p);
   read_tokens(named(operands), p);
@@ -26,8 +27,9 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
 
 // operands: see read_encoding; and the addresses of order, starts and sentences. gradients: see
 // read_gradients.
-void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-              const py::dict& operands, const py::dict& gradients) {
+void launch_encode_memory_backward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                                   const py::object& options, const py::dict& operands,
+                                   const py::dict& gradients) {
   using P = EncodeMemoryArguments;
   static const auto words = std::make_tuple(field("order", &P::order), field("starts", &P::starts),
                                             field("sentences", &P::sentences));
@@ -46,8 +48,8 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
 }  // namespace
 
 void bind_encode_memory(py::module_& m) {
-  m.def("encode_memory_forward", &forward);
-  m.def("encode_memory_backward", &backward);
+  m.def("encode_memory_forward", &launch_encode_memory_forward);
+  m.def("encode_memory_backward", &launch_encode_memory_backward);
 }
 
 }  // namespace cuda

@@ -12,7 +12,7 @@ namespace {
 // operands: see read_hops and read_hop_biases; and the addresses of partial, scores and taken.
 // partial is 0 if one block takes a whole query; taken [B, Q] is the number of steps of a retrieval,
 // else 0.
-HopsArguments arguments(int dtype, const py::tuple& sizes, const py::dict& operands) {
+HopsArguments hops_arguments(int dtype, const py::tuple& sizes, const py::dict& operands) {
   using P = HopsArguments;
   static const auto own = std::make_tuple(field("partial", &P::partial),
                                           field("scores", &P::scores), field("taken", &P::taken));
@@ -34,9 +34,10 @@ bool rows_are_aligned(const HopsArguments& p) {
 }
 
 // results: see read_hop_results.
-void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-             const py::dict& operands, const py::dict& results) {
-  HopsArguments p = arguments(dtype, sizes, operands);
+void launch_memory_hops_forward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                                const py::object& options, const py::dict& operands,
+                                const py::dict& results) {
+  HopsArguments p = hops_arguments(dtype, sizes, operands);
   read_memory_hop_options(named(options), p);
   read_hop_results(named(results), p);
   p.scale_float = static_cast<float>(p.scale);
@@ -47,13 +48,14 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
 }
 
 // gradients: see read_hop_gradients; the addresses of xs and ys; in_of_batch, out_of_batch.
-void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-              const py::dict& operands, const py::dict& gradients) {
+void launch_memory_hops_backward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                                 const py::object& options, const py::dict& operands,
+                                 const py::dict& gradients) {
   using P = HopsArguments;
   static const auto own = std::make_tuple(field("xs", &P::xs), field("ys", &P::ys),
                                           field("in_of_batch", &P::in_of_batch),
                                           field("out_of_batch", &P::out_of_batch));
-  HopsArguments p = arguments(dtype, sizes, operands);
+  HopsArguments p = hops_arguments(dtype, sizes, operands);
   read_memory_hop_options(named(options), p);
   read_hop_gradients(named(gradients), p);
   named(gradients).read(p, own);
@@ -66,9 +68,9 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
 
 // Retrieval: `together` neighbouring queries stop together; trace is [B, Q, 2, D], taken is
 // written, K < 0 is no limit. out: an address.
-void search(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-            const py::dict& operands, uintptr_t out) {
-  HopsArguments p = arguments(dtype, sizes, operands);
+void launch_hopfield(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
+                     const py::dict& operands, uintptr_t out) {
+  HopsArguments p = hops_arguments(dtype, sizes, operands);
   HopfieldOptions asked;
   read_hopfield_options(named(options), asked);
   p.scale = asked.scale;
@@ -85,9 +87,9 @@ void search(int dtype, uintptr_t stream, const py::tuple& sizes, const py::objec
 }  // namespace
 
 void bind_memory_hops(py::module_& m) {
-  m.def("memory_hops_forward", &forward);
-  m.def("memory_hops_backward", &backward);
-  m.def("hopfield_search", &search);
+  m.def("memory_hops_forward", &launch_memory_hops_forward);
+  m.def("memory_hops_backward", &launch_memory_hops_backward);
+  m.def("hopfield_search", &launch_hopfield);
   m.attr("hop_rows_of_block") = kHopRowsOfBlock;
   m.attr("hop_rows_of_split") = kHopRowsOfSplit;
   m.attr("max_hop_width") = kMaxHopWidth;

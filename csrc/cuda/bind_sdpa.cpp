@@ -17,8 +17,8 @@ namespace {
 // are, the address of seed or 0, tf32, and the addresses of q_starts and k_starts; see
 // read_mask_program. For packed sequences options are VarlenOptions. Otherwise they are
 // AttentionOptions, and both starts are 0.
-AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
-                             const py::dict& operands) {
+AttentionArguments attention_arguments(int dtype, const py::tuple& sizes, const py::object& options,
+                                       const py::dict& operands) {
   using P = AttentionArguments;
   static const auto fields = std::make_tuple(
       field("query", &P::q), field("key", &P::k), field("value", &P::v), field("out", &P::out),
@@ -81,12 +81,13 @@ PairsArguments pairs(const AttentionArguments& p, const Tensor4& result, bool gr
 }
 
 // weights: applied and the address of row_stats, or None
-void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-             const py::dict& operands, const py::object& weights) {
+void launch_attention_forward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                              const py::object& options, const py::dict& operands,
+                              const py::object& weights) {
   using P = AttentionArguments;
   static const auto written =
       std::make_tuple(field("applied", &P::applied), field("row_stats", &P::row_stats));
-  AttentionArguments p = arguments(dtype, sizes, options, operands);
+  AttentionArguments p = attention_arguments(dtype, sizes, options, operands);
   PairsArguments w{};
   if (!weights.is_none()) {
     named(weights).read(p, written);
@@ -117,13 +118,14 @@ PairsArguments distances(const AttentionArguments& p) {
 
 // gradients: see read_gradients; the address of row_stats; grad_mask; for packed sequences with a
 // relative bias the address of grad_table.
-void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-              const py::dict& operands, const py::dict& gradients) {
+void launch_attention_backward(int dtype, uintptr_t stream, const py::tuple& sizes,
+                               const py::object& options, const py::dict& operands,
+                               const py::dict& gradients) {
   using P = AttentionArguments;
   static const auto own =
       std::make_tuple(field("row_stats", &P::row_stats), field("grad_mask", &P::grad_mask));
   static const auto of_packed = std::make_tuple(field("grad_table", &P::grad_table));
-  AttentionArguments p = arguments(dtype, sizes, options, operands);
+  AttentionArguments p = attention_arguments(dtype, sizes, options, operands);
   read_gradients(named(gradients), p);
   named(gradients).read(p, own);
   named(gradients).read_given(p, of_packed);
@@ -155,8 +157,8 @@ void bind_sdpa(py::module_& m) {
           return int64_t(sizeof(MaskTable)) +
                  mask_rows_of(packed, batch, heads, queries) * mask_tiles_of(keys);
         });
-  m.def("attention_forward", &forward);
-  m.def("attention_backward", &backward);
+  m.def("attention_forward", &launch_attention_forward);
+  m.def("attention_backward", &launch_attention_backward);
 }
 
 }  // namespace cuda

@@ -1,6 +1,7 @@
 """How `fastattn._cuda` is built.
 
-nvcc compiles csrc/cuda/kernels/**/*.cu once per element type, the C++ compiler csrc/cuda/*.cpp.
+nvcc compiles csrc/cuda/kernels/**/*.cu once per element type, the C++ compiler
+csrc/cuda/bindings.cpp, which includes all csrc/cuda/bind_*.cpp.
 """
 
 from __future__ import annotations
@@ -111,8 +112,7 @@ def plan() -> Plan:
     version = runpy.run_path(str(ROOT / "fastattn/_version.py"))["__version__"]
     host += [f'-DFASTATTN_VERSION="{version}"']
     host += ["-DFASTATTN_HOPPER"] if hopper else []
-    bindings = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
-    objects += [(source, f"{PYTHON}/{source.stem}.o", host) for source in bindings]
+    objects.append((ROOT / "csrc/cuda/bindings.cpp", f"{PYTHON}/bindings.o", host))
     # The static runtime loads the driver at its first use, so the module imports without a driver.
     link = [*words("LDFLAGS"), f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     tools = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)

@@ -77,8 +77,7 @@ def elements(source: Path) -> tuple[str, ...]:
 
 
 def _kernels(csrc: Path) -> Iterable[Unit]:
-    for source in sorted((csrc / "cuda").glob("*.cpp")):
-        yield source, source.stem, ["-O1", *_python_flags()]
+    yield csrc / "cuda/bindings.cpp", "bindings", ["-O1", *_python_flags()]
     kernels = csrc / "cuda/kernels"
     for source in sorted(kernels.rglob("*.cu")):
         # With the folder: an operator has the same file name in each.
