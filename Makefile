@@ -225,8 +225,8 @@ docs/results.md: $(wildcard benchmarks/*.py) $(wildcard benchmarks/results/*/*.j
 	$(BIN)/python benchmarks/render.py --page $@
 
 # What Triton's compiler makes of the commonest calls: a minute of compiling, so it is made and not kept.
-docs/triton-launches.md: fastattn/testing/triton_aot.py $(wildcard fastattn/backends/triton/*.py) | $(VENV)/.stamp-test
-	$(BIN)/python -m fastattn.testing.triton_aot --out $@
+docs/triton-launches.md: tools/triton_aot.py $(wildcard fastattn/backends/triton/*.py) | $(VENV)/.stamp-test
+	$(BIN)/python tools/triton_aot.py --out $@
 
 $(VENV)/.stamp-docs: .ci/requirements/docs.txt | $(VENV)/.stamp-venv
 	rm -rf $(VENV)/docs

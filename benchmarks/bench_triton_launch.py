@@ -16,8 +16,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+import triton_aot  # noqa: E402
+
 from fastattn.backends.triton import _launch  # noqa: E402
-from fastattn.testing import triton_aot  # noqa: E402
 
 CHIP = "sm_90"
 HALF = torch.bfloat16

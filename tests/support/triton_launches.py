@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import triton
+import triton_aot
 
 from fastattn.backends import triton as backend
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.triton import _launch
-from fastattn.testing import triton_aot
 
 received: list[tuple[Any, ...]] = []
 by_triton: list[Any] = []  # the kernels that went through Triton's own launch

@@ -10,11 +10,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from required import REQUIRE_NATIVE
 
+TOOL = Path(__file__).parents[2] / "tools/triton_aot.py"
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 PRODUCTS = {"attention_forward", "attention_backward_query", "attention_backward_key_value"}
 
@@ -23,7 +25,7 @@ def _compiled(*arguments: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None and not REQUIRE_NATIVE:
         pytest.skip("triton is not installed")
     child = subprocess.run(
-        [sys.executable, "-m", "fastattn.testing.triton_aot", "--json", *arguments],
+        [sys.executable, str(TOOL), "--json", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "0"},

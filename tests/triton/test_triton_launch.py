@@ -64,7 +64,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatc
 
 def _launches() -> Iterator[tuple[str, dict[str, Any]]]:
     """The calls that test_triton_aot.py compiles, and the arguments of each launch."""
-    triton_aot: Any = importlib.import_module("fastattn.testing.triton_aot")
+    triton_aot: Any = importlib.import_module("triton_aot")
     for work in triton_aot.work(complete=True):
         if "tf32" not in work.name:  # these allow it themselves
             for recording in triton_aot.recorded(work.call, "sm_90"):
