@@ -35,12 +35,12 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from babi_data import PAPER, TASKS, Questions, invent, read_tasks, vectorize
+from babi_plain import PlainMemN2N
 from babi_report import Result, by_task, draw, show, supported
 from common import Checkpoint, shown
 
 from fastattn.nn import MemN2N, insert_empty_memories
 from fastattn.ops.encode_memory import ENCODINGS
-from fastattn.testing.memn2n import PlainMemN2N
 
 MEMORY = 50  # sentences
 BATCH = 32

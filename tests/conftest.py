@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 # What `fastattn tune` has measured for the user is not what is tested here.
 os.environ["FASTATTN_CACHE_DIR"] = "/nonexistent"
 
+import extended  # noqa: F401  the exact results of float64
 from required import REQUIRE_NATIVE
 from tile_attention import EMULATED, REAL, on
 

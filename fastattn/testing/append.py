@@ -8,7 +8,7 @@ neighbouring numbers of the one that was given.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,39 +19,60 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import QUANTISED, AppendOptions
 from fastattn.backends.reference.decode import elements
 from fastattn.testing import memory
-from fastattn.testing.caches import places_of
-from fastattn.testing.calls import double
-from fastattn.testing.cases import FLOATS
+from fastattn.testing.calls import Operands, Results, double
+from fastattn.testing.cases import FLOATS, NamedCase
 from fastattn.testing.draws import numbers_of
-from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Proof, Results, Verdict
+from fastattn.testing.verdict import Proof, Verdict
 
-__all__ = ["APPEND_CASES", "AppendCase", "AppendInputs", "check_append", "make_append"]
+__all__ = ["APPEND_CASES", "AppendCase", "CacheCase", "Places", "check_append", "make_append"]
 
 
 @dataclass(frozen=True)
-class AppendCase:
-    """One call of ``append_to_cache``."""
+class Places:
+    """A cache of ``entries`` of ``page`` keys, and the entries of each sequence."""
 
-    name: str
-    lengths: tuple[int, ...] = (5, 0, 17)  # before
-    rows: int = 3  # to append
-    capacity: int = 40  # keys per entry, or per row of the block table
+    entries: int
+    page: int
+    table: Tensor  # [B, pages of a sequence]; one column unless the cache is paged
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCase(NamedCase):
+    """A case with caches of keys and values."""
+
+    lengths: tuple[int, ...] = ()  # before the call
+    capacity: int = 0  # keys per entry, or per row of the block table
     page: int = 0  # keys per page; 0: not paged
     shuffled: bool = False  # the order of entries differs from that of the sequences
+    quantised: torch.dtype | None = None  # of the caches
+    layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the other tensors, of the caches
+
+    def places(self, draw: torch.Generator) -> Places:
+        """In any order, with three unused entries, or one after another."""
+        batch, page = len(self.lengths), self.page or self.capacity
+        pages = -(-self.capacity // page)
+        if not (self.page or self.shuffled):
+            return Places(batch, page, torch.arange(batch).view(batch, 1))
+        order = torch.randperm(batch * pages + 3, generator=draw)
+        return Places(len(order), page, order[: batch * pages].view(batch, pages))
+
+
+@dataclass(frozen=True)
+class AppendCase(CacheCase):
+    """One call of ``append_to_cache``."""
+
+    lengths: tuple[int, ...] = (5, 0, 17)
+    capacity: int = 40
+    rows: int = 3  # to append
     heads: int = 4
     kv_heads: int = 2
     queries: int = 3
     head_dim: int = 32
-    value_dim: int | None = None
+    value_dim: int | None = None  # None: as head_dim
     rotary: int = 0  # rotated columns; 0: no rotation
     interleaved: bool = False
     positions: str | None = None  # bl: any positions for each sequence
-    quantised: torch.dtype | None = None  # of the caches
     own_tables: bool = False  # of query's dtype, else float32
-    layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the new rows and of the caches
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    slow: bool = False
 
 
 _LAYOUTS = ("blhd", "unaligned", "sliced", "every_second", "transposed")
@@ -102,18 +123,59 @@ APPEND_CASES = tuple(_cases())
 
 
 @dataclass(frozen=True)
-class AppendInputs:
+class AppendInputs(Operands):
     """The primitive's arguments, and where the new rows are."""
 
-    args: tuple[Tensor | None, ...]
-    options: AppendOptions
-    places: tuple[Tensor, Tensor]  # entries and rows of the caches, [B, L]
+    places: tuple[Tensor, Tensor] = field(kw_only=True)  # entries and rows of the caches, [B, L]
+
+    def results(self, backend: Any) -> Results:
+        """The new rows, the rotated queries, and the number of bytes that changed elsewhere."""
+        written = {name: self.tensors[name] for name in _WRITTEN}
+        copies = {name: _copied(x) for name, x in written.items() if x is not None}
+        rotated = self._appended(backend, self.tensors | copies)
+        results: Results = {} if rotated is None else {"query": rotated}
+        entry, row = self.places
+        changed = 0
+        for (name, copy), result in zip(copies.items(), _ROWS, strict=False):
+            old = written[name]
+            assert old is not None
+            of_copy, of_old = (elements(x, entry, slice(None), row) for x in (copy, old))
+            results[result] = of_copy.transpose(1, 2).clone()
+            copy[entry, :, row] = of_old
+            changed += int((_bytes(copy) != _bytes(old)).sum())
+        return results | {"changed": torch.tensor([changed], dtype=torch.float64)}
+
+    def definition(self) -> Results:
+        return self.define(reference)
+
+    def define(self, backend: Any) -> Results:
+        """The same results in float64, by operations that have rules of rounding."""
+        tensors: dict[str, Any] = double(self.tensors)
+        caches = {name: tensors[name].clone() for name in _WRITTEN[:2]}
+        rotated = self._appended(backend, tensors | caches)
+        entry, row = self.places
+        key, value = (x[entry, :, row].transpose(1, 2) for x in caches.values())
+        results: Results = {} if rotated is None else {"query": rotated}
+        return results | {"key": key, "value": value, "changed": torch.zeros(1).double()}
+
+    def _appended(self, backend: Any, tensors: dict[str, Any]) -> Tensor | None:
+        function = backend.append_to_cache
+        args = list(replace(self, tensors=tensors).args)
+        rotated: Tensor | None = function(*dispatch.taken_by(function, args), options=self.options)
+        return rotated
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {"changed": torch.float64}
 
 
-def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) -> AppendInputs:
+_WRITTEN = ("key_cache", "value_cache", "key_scales", "value_scales")
+_ROWS = ("key", "value", "key_scales", "value_scales")
+
+
+def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
-    where = places_of(case, draw)
+    where = case.places(draw)
     page, table = where.page, where.table
     batch = len(case.lengths)
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
@@ -121,67 +183,43 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
 
     def new(heads: int, rows: int, width: int) -> Tensor:
         x = 2 * normal(batch, heads, rows, width)
-        return memory.place(x.to(dtype), case.layouts[0], fence=fence)
+        return memory.place(x.to(dtype), case.layouts[0])
 
     def cache(width: int) -> Tensor:
         empty = torch.full((where.entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
         if case.quantised is not None:
             empty = torch.full(empty.shape, 127, dtype=torch.int8).view(case.quantised)
-        return memory.place(empty, case.layouts[1], fence=fence)
+        return memory.place(empty, case.layouts[1])
 
     def scales() -> Tensor:  # of the rows before, and NaN
         x = torch.full((where.entries, case.kv_heads, page, 1), torch.nan)
         for b, n in enumerate(case.lengths):
             for at in range(n):
                 x[table[b, at // page], :, at % page] = 0.5
-        return memory.place(x, case.layouts[1], fence=fence)[..., 0]
+        return memory.place(x, case.layouts[1])[..., 0]
 
-    rotary: list[Tensor | None] = []
+    tensors: dict[str, Tensor | None] = dict.fromkeys(dispatch.named("append_to_cache", range(13)))
     if case.rotary:
         angles = 3 * normal(case.capacity, case.rotary // 2)
         wide = torch.promote_types(dtype, torch.float32) if not case.own_tables else dtype
-        rotary = [memory.place_any(x.to(wide), fence=fence) for x in (angles.cos(), angles.sin())]
-        positions = None
+        tensors["rotary_cos"] = memory.place_any(angles.cos().to(wide))
+        tensors["rotary_sin"] = memory.place_any(angles.sin().to(wide))
         if case.positions is not None:
             positions = torch.randint(case.capacity, (batch, case.rows), generator=draw)
-        rotary += [positions, new(case.heads, case.queries, case.head_dim)]
+            tensors["rotary_positions"] = positions
+        tensors["query"] = new(case.heads, case.queries, case.head_dim)
     if case.quantised is not None:
-        rotary += [None] * (4 - len(rotary)) + [scales(), scales()]
+        tensors |= {"key_scales": scales(), "value_scales": scales()}
     at = lengths[:, None] + torch.arange(case.rows)  # [B, L]
     places = (table.gather(1, at // page) if case.page else table[:, :1].expand_as(at), at % page)
-    caches = cache(case.head_dim), cache(value_dim)
-    keys = new(case.kv_heads, case.rows, case.head_dim), new(case.kv_heads, case.rows, value_dim)
-    tables = (table.int() if case.page else None, table[:, 0] if case.shuffled else None)
+    tensors |= {"key_cache": cache(case.head_dim), "value_cache": cache(value_dim)}
+    tensors["key"] = new(case.kv_heads, case.rows, case.head_dim)
+    tensors["value"] = new(case.kv_heads, case.rows, value_dim)
+    tensors["cache_seqlens"] = lengths
+    tensors["block_table"] = table.int() if case.page else None
+    tensors["cache_batch_idx"] = table[:, 0] if case.shuffled else None
     options = AppendOptions(rotary_interleaved=case.interleaved)
-    return AppendInputs((*caches, *keys, lengths, *tables, *rotary), options, places)
-
-
-def _run(backend: Any, inputs: AppendInputs) -> Results:
-    """The new rows, the rotated queries, and the number of bytes that changed elsewhere."""
-    written = {n: inputs.args[n] for n in _WRITTEN if n < len(inputs.args)}
-    copies = {n: _copied(x) for n, x in written.items() if x is not None}
-    function = backend.append_to_cache
-    args = [copies.get(n, x) for n, x in enumerate(inputs.args)]
-    rotated = function(*dispatch.taken_by(function, args), options=inputs.options)
-    results: Results = {} if rotated is None else {"query": rotated}
-    entry, row = inputs.places
-    changed = 0
-    rows: dict[int, Tensor] = {}
-    for n, copy in copies.items():
-        old = written[n]
-        assert old is not None
-        of_copy, of_old = (elements(x, entry, slice(None), row) for x in (copy, old))
-        rows[n] = of_copy.transpose(1, 2).clone()
-        copy[entry, :, row] = of_old
-        changed += int((_bytes(copy) != _bytes(old)).sum())
-    results |= {"key": rows[0], "value": rows[1]}
-    results["changed"] = torch.tensor([changed], dtype=torch.float64)
-    if len(rows) > 2:
-        results |= {"key_scales": rows[11], "value_scales": rows[12]}
-    return results
-
-
-_WRITTEN = (0, 1, 11, 12)  # of the arguments
+    return AppendInputs("append_to_cache", tensors, options, places=places)
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -194,48 +232,29 @@ def _bytes(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 
-def _define(backend: Any, inputs: AppendInputs) -> Results:
-    """The same results in float64, by operations that have rules of rounding."""
-    args = double(inputs.args)
-    caches = [x.clone() for x in args[:2]]
-    rotated = backend.append_to_cache(*caches, *args[2:], options=inputs.options)
-    entry, row = inputs.places
-    key, value = (x[entry, :, row].transpose(1, 2) for x in caches)
-    results: Results = {} if rotated is None else {"query": rotated}
-    return results | {"key": key, "value": value, "changed": torch.zeros(1).double()}
-
-
-def _watched(inputs: AppendInputs) -> dict[str, Tensor | None]:
-    names = ("seqlens", "table", "entries", "cos", "sin", "positions", "query")
-    tensors = zip(("key", "value", *names), inputs.args[2:], strict=False)
-    caches = zip(("key_cache", "value_cache"), inputs.args, strict=False)  # `_run` copies them
-    return {**dict(tensors), **dict(caches)}
-
-
-def _primitive(inputs: AppendInputs) -> tuple[tuple[Tensor | None, ...], AppendOptions]:
-    return inputs.args, inputs.options
-
-
 class _AppendProof(Proof):
     """Judges quantised rows by the rows that they stand for."""
 
-    def __call__(self, case: Any, dtype: torch.dtype, target: Target) -> Verdict:
+    def made(self, case: Any, dtype: torch.dtype) -> Any:
+        return super().made(case, dtype) if case.quantised is None else self.make(case, dtype)
+
+    def judge(
+        self,
+        verdict: Verdict,
+        case: Any,
+        dtype: torch.dtype,
+        results: Results,
+        products: torch.dtype,
+    ) -> None:
         if case.quantised is None:
-            return super().__call__(case, dtype, target)
-        plain, largest = replace(case, quantised=None), QUANTISED[case.quantised]
-        inputs, (_, exact, _) = self.make(case, dtype), self.expected(plain, dtype)
-        verdict = Verdict()
-        with target.active() as backend:
-            tensors, options = _primitive(inputs)
-            verdict.declined = dispatch.reasons_of(backend, self.operator, tensors, options)
-            if verdict.declined:
-                return verdict
-            results = target.results(self, backend, inputs)
+            super().judge(verdict, case, dtype, results, products)
+            return
+        _, exact, _ = self.expected(replace(case, quantised=None), dtype)
         if results["changed"].item():
             verdict.faults.append(f"{results['changed'].item()} bytes changed elsewhere")
         for name in ("key", "value"):
             scale, want = results[f"{name}_scales"].double(), exact[name]
-            of_rows = want.abs().amax(-1) / largest
+            of_rows = want.abs().amax(-1) / QUANTISED[case.quantised]
             if not torch.allclose(scale, of_rows, rtol=1e-6, atol=0):
                 verdict.faults.append(f"the scales of {name} are not those of the largest elements")
             off = (results[name].double() * scale[..., None] - want).abs()
@@ -243,22 +262,9 @@ class _AppendProof(Proof):
             if case.quantised != torch.int8:  # three bits of mantissa, the least exponent is -6
                 exponent = (want / step).abs().log2().floor().clamp(min=-6)
                 step = step * (exponent - 3).exp2()
-            verdict.faults += [
-                f"{name} is off by {float(worst):.3g} of a step"
-                for worst in (off / step).flatten().topk(min(1, off.numel())).values
-                if worst > 0.5001
-            ]
-        return verdict
+            worst = float((off / step).max()) if off.numel() else 0.0
+            if not worst <= 0.5001:
+                verdict.faults.append(f"{name} is off by {worst:.3g} of a step")
 
 
-check_append = _AppendProof(
-    "append_to_cache",
-    APPEND_CASES,
-    make=make_append,
-    watched=_watched,
-    primitive=_primitive,
-    run=_run,
-    definition=lambda inputs: _define(reference, inputs),
-    extended=_define,
-    dtypes=lambda inputs: {"changed": torch.float64},
-)
+check_append = _AppendProof("append_to_cache", APPEND_CASES, make=make_append)

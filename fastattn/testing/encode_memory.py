@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,39 +11,27 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.ops.encode_memory import encode_memory, encoding_factors, prepare
-from fastattn.testing.calls import Call
-from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import generator_of
+from fastattn.testing.calls import Call, Results
+from fastattn.testing.cases import NamedByFields
+from fastattn.testing.draws import numbers_of
 from fastattn.testing.verdict import Proof
 
-__all__ = ["ENCODE_CASES", "EncodeCase", "check_encoding", "draw_sentences"]
+__all__ = ["ENCODE_CASES", "EncodeCase", "check_encoding", "draw_sentences", "factors_of"]
 
 
 @dataclass(frozen=True)
-class EncodeCase:
-    """Sizes, the number of tables (None: weight [V, D]), and the factors."""
+class EncodeCase(NamedByFields):
+    """Sizes: batch, sentences, words, rows, width, tables (None: weight [V, D]); and factors."""
 
-    batch: int
-    sentences: int
-    words: int
-    rows: int
-    width: int
-    tables: int | None
+    sizes: tuple[int, int, int, int, int, int | None]
     encoding: str  # "own": a tensor of factors
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    slow: bool = False
 
     @property
     def name(self) -> str:
-        sizes = (self.batch, self.sentences, self.words, self.rows, self.width)
-        tables = "" if self.tables is None else f"-G{self.tables}"
-        return f"{'x'.join(map(str, sizes))}{tables}-{self.encoding}"
-
-    def __str__(self) -> str:
-        return self.name
+        return f"{'x'.join(map(str, filter(None, self.sizes)))}-{self.encoding}"
 
 
-_SHAPES = (
+_SIZES = (
     (3, 4, 5, 11, 8, None),
     (2, 3, 1, 7, 1, 2),
     (2, 5, 7, 13, 20, None),
@@ -53,19 +42,17 @@ _SHAPES = (
     (1, 2, 9, 5, 300, None),
 )
 ENCODE_CASES = tuple(
-    EncodeCase(b, n, j, v, d, g, encoding)
-    for b, n, j, v, d, g in _SHAPES
-    for encoding in ("position", "centered", "bow", "own")
+    EncodeCase(*each) for each in product(_SIZES, ("position", "centered", "bow", "own"))
 )
 
 
 def draw_sentences(
-    shape: tuple[int, int, int, int, int, int | None],
+    sizes: tuple[int, int, int, int, int, int | None],
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, of which a third are padding (0), weight and temporal."""
-    b, n, j, v, d, g = shape
+    b, n, j, v, d, g = sizes
     tokens = torch.randint(0, v, (b, n, j), generator=generator)
     tokens *= torch.rand(b, n, j, generator=generator) < 0.67
     tokens[0, 0] = 0
@@ -77,20 +64,8 @@ def draw_sentences(
     return tokens, normal(v, d), normal(n, d)
 
 
-def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
-    draw = generator_of(case.name)
-    shape = (case.batch, case.sentences, case.words, case.rows, case.width, case.tables)
-    tokens, weight, temporal = draw_sentences(shape, dtype, draw)
-    encoding: str | Tensor = case.encoding
-    if case.encoding == "own":
-        encoding = torch.randn(case.words, case.width, dtype=torch.float64, generator=draw)
-    size = (case.batch, *weight.shape[:-2], case.sentences, case.width)
-    grad = torch.randn(size, dtype=torch.float64, generator=draw).to(dtype)
-    tensors = {"tokens": tokens, "weight": weight, "temporal": temporal}
-    return Call(tensors, {"encoding": encoding}, grad)
-
-
-def _factors(inputs: Call) -> Tensor:
+def factors_of(inputs: Call) -> Tensor:
+    """The factors of a call in float64, [J, D]."""
     encoding, weight = inputs.options["encoding"], inputs.tensors["weight"]
     if isinstance(encoding, Tensor):
         return encoding
@@ -98,35 +73,30 @@ def _factors(inputs: Call) -> Tensor:
     return encoding_factors(encoding, words, weight.shape[-1], dtype=torch.float64)
 
 
-def _definition(inputs: Call) -> dict[str, Tensor]:
-    one = inputs.tensors["weight"].ndim == 2
-
-    def encode(**arguments: Any) -> Tensor:
-        _, (*tensors, options) = prepare(**arguments)
-        out = reference.encode_memory(*tensors, options=options).squeeze(0)
-        return out.squeeze(1) if one else out
-
-    exact = replace(inputs.doubled(), options={"encoding": _factors(inputs)})
-    return exact.run(encode)
+def _encode(one: bool, **arguments: Any) -> Tensor:
+    _, (*tensors, options) = prepare(**arguments)
+    out = reference.encode_memory(*tensors, options=options).squeeze(0)
+    return out.squeeze(1) if one else out
 
 
-def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
-    tokens, *tables = inputs.tensors.values()
-    weight, temporal = (x.unsqueeze(0) if x.ndim == 2 else x for x in tables)
-    grad = inputs.grad if inputs.grad.ndim == 4 else inputs.grad.unsqueeze(1)
-    results = naive.encode_memory(tokens, weight, _factors(inputs), temporal, grad)
-    shapes = (inputs.grad.shape, *(x.shape for x in tables))
-    return {name: x.view(s) for (name, x), s in zip(results.items(), shapes, strict=True)}
+class _Encoding(Call):
+    function = staticmethod(encode_memory)
+    prepare = staticmethod(prepare)
+
+    def definition(self) -> Results:
+        one = self.tensors["weight"].ndim == 2
+        exact = replace(self.doubled(), options={"encoding": factors_of(self), "one": one})
+        return exact.run(_encode)
 
 
-check_encoding = Proof(
-    "encode_memory",
-    ENCODE_CASES,
-    make=_make,
-    watched=Call.watched,
-    primitive=lambda inputs: inputs.primitive(prepare),
-    run=lambda backend, inputs: inputs.run(encode_memory),
-    definition=_definition,
-    extended=_extended,
-    public=True,
-)
+def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
+    draw, normal = numbers_of(case.name)
+    tokens, weight, temporal = draw_sentences(case.sizes, dtype, draw)
+    own = case.encoding == "own"
+    encoding = normal(case.sizes[2], case.sizes[4]) if own else case.encoding
+    grad = normal(case.sizes[0], *temporal.shape).to(dtype)
+    tensors = {"tokens": tokens, "weight": weight, "temporal": temporal}
+    return _Encoding(tensors, {"encoding": encoding}, grad)
+
+
+check_encoding = Proof("encode_memory", ENCODE_CASES, make=_make, public=True)

@@ -12,18 +12,12 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.ops.hopfield import hopfield_retrieve, prepare, prepared, primitive
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import FLOATS, NamedByFields
+from fastattn.testing.cases import NamedByFields
 from fastattn.testing.draws import numbers_of
 from fastattn.testing.memory import place_any
 from fastattn.testing.verdict import Proof
 
-__all__ = [
-    "HOPFIELD_CASES",
-    "HopfieldCase",
-    "check_hopfield",
-    "make_hopfield_inputs",
-    "retrieved_with_gradients",
-]
+__all__ = ["HOPFIELD_CASES", "HopfieldCase", "check_hopfield", "make_hopfield_inputs"]
 
 
 @dataclass(frozen=True)
@@ -42,15 +36,12 @@ class HopfieldCase(NamedByFields):
     bias: str | None = None
     beta: str = "number"  # or "scalar", "heads"
     grad: str = "unroll"
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    slow: bool = False
 
 
 # Few steps: after many, most gradients vanish, and the query with the slowest contraction
 # determines both the error and the noise.
-_PLAIN = HopfieldCase()
 HOPFIELD_CASES = (
-    _PLAIN,
+    HopfieldCase(),
     HopfieldCase(batch=1, heads=1, queries=1, rows=1, width=1, steps=1),
     HopfieldCase(rows=50, width=20, queries=1, projection=True),
     HopfieldCase(queries=2, rows=70, width=48, mask="BHLN", projection=True),
@@ -69,14 +60,42 @@ HOPFIELD_CASES = (
 )
 
 
+def _retrieve_plainly(
+    state: Tensor,
+    stored: Tensor,
+    projection: Tensor | None,
+    beta: Any,
+    attn_mask: Tensor | None,
+    update_steps_max: int,
+    update_steps_eps: float,
+    grad: str,
+) -> Tensor:
+    steps = (update_steps_max, update_steps_eps, "query", grad)
+    call = prepared(state, stored, projection, beta, *steps, attn_mask, False, False)
+    arguments, back = primitive(call)
+    xi, *_ = reference.hopfield_states(*arguments)
+    key = call.stored if call.keys is None else call.keys
+    value = call.stored if call.projection is None else call.projection
+    lead, options = (call.state.shape[0], -1, -1, -1), AttentionOptions(scale=call.scale)
+    operands = (back(xi), key.expand(lead), value.expand(lead), call.mask)
+    return reference.attend(*operands, None, None, options)[0]
+
+
+class _Retrieval(Call):
+    function = staticmethod(hopfield_retrieve)
+    prepare = staticmethod(prepare)
+    plain = staticmethod(_retrieve_plainly)
+
+
 def make_hopfield_inputs(
-    case: HopfieldCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
+    case: HopfieldCase, dtype: torch.dtype, layout: str = "contiguous"
 ) -> Call:
+    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "H": case.heads, "L": case.queries, "N": case.rows, "1": 1}
 
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        return place_any(values.to(as_dtype), layout, fence=fence)
+        return place_any(values.to(as_dtype), layout)
 
     # Implicit derivatives are those of a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0
@@ -100,59 +119,7 @@ def make_hopfield_inputs(
     if case.bias is not None:
         tensors["attn_mask"] = placed(normal(*(sizes[dim] for dim in case.bias)))
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
-    return Call(tensors, options, placed(normal(*tensors["state"].shape)))
+    return _Retrieval(tensors, options, placed(normal(*tensors["state"].shape)))
 
 
-def retrieved_with_gradients(inputs: Call) -> dict[str, Tensor]:
-    """Return the result and the gradients, computed by the library."""
-    return inputs.run(hopfield_retrieve)
-
-
-def _retrieve_plainly(
-    state: Tensor,
-    stored: Tensor,
-    projection: Tensor | None,
-    beta: Any,
-    attn_mask: Tensor | None,
-    update_steps_max: int,
-    update_steps_eps: float,
-    grad: str,
-) -> Tensor:
-    steps = (update_steps_max, update_steps_eps, "query", grad)
-    call = prepared(state, stored, projection, beta, *steps, attn_mask, False, False)
-    arguments, back = primitive(call)
-    xi, *_ = reference.hopfield_states(*arguments)
-    key = call.stored if call.keys is None else call.keys
-    value = call.stored if call.projection is None else call.projection
-    lead = (call.state.shape[0], -1, -1, -1)
-    return reference.attend(
-        back(xi),
-        key.expand(lead),
-        value.expand(lead),
-        call.mask,
-        None,
-        None,
-        AttentionOptions(scale=call.scale),
-    )[0]
-
-
-def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
-    call, options = inputs.doubled(), inputs.options
-    found: dict[str, Tensor] = naive.hopfield_retrieve(
-        *call.tensors.values(), options["update_steps_max"], options["grad"], call.grad
-    )
-    return found
-
-
-check_hopfield = Proof(
-    "hopfield_retrieve",
-    HOPFIELD_CASES,
-    make=make_hopfield_inputs,
-    watched=Call.watched,
-    primitive=lambda inputs: inputs.primitive(prepare),
-    run=lambda backend, inputs: retrieved_with_gradients(inputs),
-    definition=lambda inputs: inputs.doubled().run(_retrieve_plainly),
-    extended=_extended,
-    extended_for=FLOATS,
-    public=True,
-)
+check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs, public=True)

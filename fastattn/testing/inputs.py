@@ -1,9 +1,13 @@
-"""Makes the tensors of a case, equal from call to call, in poisoned memory."""
+"""The tensors of the cases of attention, and their proof.
+
+They are equal from call to call, and lie in poisoned memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +22,24 @@ from fastattn.backends.primitives import (
     extended,
 )
 from fastattn.backends.reference._mask_program import visible_by_program
-from fastattn.testing.cases import Case
+from fastattn.testing.calls import AnyInputs, Operands, Results
+from fastattn.testing.cases import CASES, Case
 from fastattn.testing.draws import dropout_seed, numbers_of
-from fastattn.testing.memory import place
+from fastattn.testing.memory import place, place_any
+from fastattn.testing.verdict import Proof
 
-__all__ = ["MASKS", "PROGRAMS", "Inputs", "make_inputs", "poison"]
+__all__ = ["MASKS", "PROGRAMS", "Inputs", "check", "make_inputs", "make_mask", "poison"]
 
 _INF = float("inf")
+_TENSORS = (
+    *("query", "key", "value", "attn_mask", "alibi_slopes", "seed"),
+    *("sinks", "relative_bias", "positions", "mask_program"),
+)
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The arguments of the primitive, and of its backward."""
+class Inputs(AnyInputs):
+    """The arguments of attention's primitive, and of its backward."""
 
     query: Tensor
     key: Tensor  # like value, with NaN and inf where no query can see it, if the case has poison
@@ -54,162 +64,144 @@ class Inputs:
     clean_value: Tensor | None = None
     clean_grad_out: Tensor | None = None
 
-    def forward_args(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
-        given = [self.query, self.key, self.value]
-        if clean:
-            finite = (self.clean_query, self.clean_key, self.clean_value)
-            given = [x if y is None else y for x, y in zip(given, finite, strict=True)]
-        tensors = (*given, self.attn_mask, self.alibi_slopes, self.seed)
-        more = [self.sinks, self.relative_bias, self.positions, self.mask_program]
-        while more and more[-1] is None:  # a backend need not take tensors that no case has
-            more.pop()
-        return *tensors, *more
-
-    def cotangents(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
-        poisoned = self.clean_grad_out is not None
-        grad_out = self.clean_grad_out if clean and poisoned else self.grad_out
-        return grad_out, self.grad_lse, self.grad_weights
-
-    def backward_args(
-        self, out: Tensor, lse: Tensor, *, clean: bool = False
-    ) -> tuple[Tensor | None, ...]:
-        seen = self.forward_args(clean=clean)
-        if self.elsewhere is not None:
-            others = (self.elsewhere[0].to(out.dtype), self.elsewhere[1])
-            out, lse = reference.merge_states(out, lse, *others, options=NoOptions())
-        return (*self.cotangents(clean=clean), *seen[:6], out, lse, *seen[6:])
-
-    def backward_options(self) -> AttentionBackwardOptions:
-        return extended(
+    def operands(self) -> Operands:
+        names = ("query", "key", "value", "grad_out")
+        clean = {name: getattr(self, f"clean_{name}") for name in names}
+        options = extended(
             AttentionBackwardOptions,
             self.options,
             needs_mask_grad=self.needs_mask_grad,
             partial=self.elsewhere is not None,
         )
+        return _Operands(
+            "scaled_dot_product_attention",
+            {name: getattr(self, name) for name in _TENSORS},
+            self.options,
+            {name: getattr(self, f"grad_{name}") for name in ("out", "lse", "weights")},
+            options,
+            {name: x for name, x in clean.items() if x is not None},
+            elsewhere=self.elsewhere,
+        )
 
-    def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """The results of the backward by name, without those that are None."""
-        names = "grad_query grad_key grad_value grad_mask grad_sinks grad_relative_bias".split()
-        given = zip(names, grads, strict=False)
-        return {name: grad for name, grad in given if grad is not None}
+    def forward_args(self) -> tuple[Tensor | None, ...]:
+        return self.operands().args
+
+    def cotangents(self) -> tuple[Tensor | None, ...]:
+        return self.grad_out, self.grad_lse, self.grad_weights
+
+    def watched(self) -> dict[str, Tensor | None]:
+        """The tensors that the primitive must not modify."""
+        grads = ("grad_out", "grad_lse", "grad_weights")
+        hidden = ("seed", "mask_program")
+        return {x: getattr(self, x) for x in (*_TENSORS, *grads) if x not in hidden}
+
+    def primitive(self) -> tuple[list[Any], Any] | None:
+        return self.operands().primitive()
+
+    def results(self, backend: Any) -> Results:
+        return self.operands().results(backend)
+
+    def definition(self) -> Results:
+        return self.operands().definition()
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the results that are not of query's dtype."""
-        dtypes = {"lse": torch.promote_types(self.query.dtype, torch.float32)}
-        own = {
-            "grad_mask": self.attn_mask,
-            "grad_sinks": self.sinks,
-            "grad_relative_bias": self.relative_bias,
-        }
-        return dtypes | {name: x.dtype for name, x in own.items() if x is not None}
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        names = "query key value attn_mask alibi_slopes sinks relative_bias positions".split()
-        grads = ("grad_out", "grad_lse", "grad_weights")
-        return {name: getattr(self, name) for name in (*names, *grads)}
+        return self.operands().dtypes()
 
 
-def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Inputs:
-    """Return the tensors of ``case`` in ``dtype``; equal from call to call.
+@dataclass(frozen=True)
+class _Operands(Operands):
+    elsewhere: tuple[Tensor, Tensor] | None = None
 
-    With ``fence`` they end at an inaccessible page, see ``memory.place``.
-    """
+    def saved(self, results: Results) -> Results:
+        if self.elsewhere is None:
+            return results
+        out, lse = results["out"], results["lse"]
+        others = (self.elsewhere[0].to(out.dtype), self.elsewhere[1])
+        out, lse = reference.merge_states(out, lse, *others, options=NoOptions())
+        return {"out": out, "lse": lse}
+
+
+def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
+    """Return the tensors of ``case`` in ``dtype``; equal from call to call."""
     draw, normal = numbers_of(case.name)
-
-    b, h, hkv = case.batch, case.heads, case.heads if case.kv_heads is None else case.kv_heads
+    b, h, hkv = case.batch, case.heads, case.kv_heads or case.heads
     d, dv = case.head_dim, case.head_dim if case.value_dim is None else case.value_dim
-    q_layout, k_layout, v_layout = case.layouts
+    wide = torch.promote_types(dtype, torch.float32)
+    options = _options(case)
 
-    def placed(values: Tensor, layout: str, as_dtype: torch.dtype = dtype) -> Tensor:
-        return place(values.to(as_dtype), layout, fence=fence)
+    def placed(values: Tensor, layout: str = "contiguous", as_dtype: torch.dtype = dtype) -> Tensor:
+        return place_any(values.to(as_dtype), layout)
 
     # Twice the usual spread: with nearly equal weights, errors would cancel in the mean.
-    query = placed(2 * normal(b, h, case.q_len, d), q_layout)
-    key = placed(normal(b, hkv, case.k_len, d), k_layout)
-    value = placed(normal(b, hkv, case.k_len, dv), v_layout)
-
-    attn_mask = None
-    if case.mask is not None:
-        sizes = zip("bhqk", (b, h, case.q_len, case.k_len), strict=True)
-        shape = tuple(size if dim in case.mask_dims else 1 for dim, size in sizes)
-        mask_dtype = torch.float32 if case.mask_float32 else dtype
-        values = MASKS[case.mask](shape, draw, mask_dtype)
-        as_dtype = torch.bool if values.dtype == torch.bool else mask_dtype
-        attn_mask = placed(values, case.mask_layout, as_dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    slopes = None
+    query = placed(2 * normal(b, h, case.q_len, d), case.layouts[0])
+    made: dict[str, Any] = {
+        "key": placed(normal(b, hkv, case.k_len, d), case.layouts[1]),
+        "value": placed(normal(b, hkv, case.k_len, dv), case.layouts[2]),
+    }
+    made["attn_mask"] = make_mask(case, (b, h, case.q_len, case.k_len), draw, dtype)
     if case.alibi is not None:
-        slope_shape = (1, 1, b if case.alibi == "bh" else 1, h)
-        slopes = placed(torch.rand(slope_shape, generator=draw), "contiguous", wide)[0, 0]
-    seed = dropout_seed(draw, case.dropout_p)
-
-    grad_out = grad_lse = grad_weights = None
+        slopes = torch.rand(b if case.alibi == "bh" else 1, h, generator=draw)
+        made["alibi_slopes"] = placed(slopes, as_dtype=wide)
+    made["seed"] = dropout_seed(draw, case.dropout_p)
     if "out" in case.grads:
-        grad_out = placed(normal(b, h, case.q_len, dv), case.grad_layout)
+        made["grad_out"] = placed(normal(b, h, case.q_len, dv), case.grad_layout)
     if "lse" in case.grads:
         # Positive: the gradient of a shared bias is a sum over all pairs, which must not cancel.
         values = normal(b, h, case.q_len, 1).abs().to(wide)
-        grad_lse = placed(values, "every_second", torch.float64)[..., 0]
+        made["grad_lse"] = placed(values, "every_second", torch.float64)[..., 0]
     if "weights" in case.grads:
         heads = h if case.weights == 1 else 1
-        grad_weights = placed(normal(b, heads, case.q_len, case.k_len), case.grad_layout)
-        grad_weights = grad_weights if case.weights == 1 else grad_weights[:, 0]
-
-    elsewhere = None
+        of_weights = placed(normal(b, heads, case.q_len, case.k_len), case.grad_layout)
+        made["grad_weights"] = of_weights if case.weights == 1 else of_weights[:, 0]
     if case.partial:
-        elsewhere = normal(b, h, case.q_len, dv).to(dtype), 3 + normal(b, h, case.q_len)
-    sinks = None
+        made["elsewhere"] = normal(b, h, case.q_len, dv).to(dtype), 3 + normal(b, h, case.q_len)
     if case.sinks is not None:
-        rows = b if case.sinks == "bh" else 1
-        sinks = placed(2 * normal(1, 1, rows, h), "every_second", wide)[0, 0]
-
-    options = _options(case)
-    relative_bias = positions = None
+        sinks = 2 * normal(b if case.sinks == "bh" else 1, h)
+        made["sinks"] = placed(sinks, "every_second", wide)
     if case.relative_bias is not None:
+        most = max(case.q_len - 1 + options.offset, case.k_len - 1 - options.offset, 0)
         if case.positions is not None:
-            positions = POSITIONS[case.positions](case.k_len, draw)
-        most = _largest_distance(positions, case, options.offset)
-        rows = b if case.relative_bias == "bh" else 1
-        relative_bias = placed(normal(1, rows, h, 2 * most + 1), "contiguous", wide)[0]
-    program = None
+            positions = made["positions"] = POSITIONS[case.positions](case.k_len, draw)
+            most = int(positions.max() - positions.min())
+        table = normal(b if case.relative_bias == "bh" else 1, h, 2 * most + 1)
+        made["relative_bias"] = placed(table, as_dtype=wide)
     if case.program is not None:
         mask = PROGRAMS[case.program](case, draw)
-        given = masks.program("testing", mask, query, case.k_len, options.offset)
-        program = placed(given[None, None, None], "contiguous", torch.int32)[0, 0, 0]
-    poisoned_key, poisoned_value = key, value
-    if case.poison or case.poison_queries:
-        pairs = _visible(attn_mask, program, (b, h, case.q_len, case.k_len), options)
+        program = masks.program("testing", mask, query, case.k_len, options.offset)
+        made["mask_program"] = placed(program, as_dtype=torch.int32)
+    inputs = Inputs(query=query, **made, options=options, needs_mask_grad=case.mask_grad)
+    return _poisoned(case, inputs) if case.poison or case.poison_queries else inputs
+
+
+def make_mask(
+    case: Any, sizes: tuple[int, ...], draw: torch.Generator, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the mask of a case, [B|1, H|1, Lq|1, Lk|1]."""
+    if case.mask is None:
+        return None
+    pairs = zip("bhqk", sizes, strict=True)
+    shape = tuple(size if dim in case.mask_dims else 1 for dim, size in pairs)
+    dtype = torch.float32 if case.mask_float32 else dtype
+    values = MASKS[case.mask](shape, draw, dtype)
+    values = values if values.dtype == torch.bool else values.to(dtype)
+    return place(values, getattr(case, "mask_layout", "contiguous"))
+
+
+def _poisoned(case: Case, inputs: Inputs) -> Inputs:
+    """The inputs with NaN and inf in what no pair needs."""
+    pairs, groups = _visible(inputs), (inputs.key.shape[1], -1)
+    hidden_keys = ~pairs.any(2).unflatten(1, groups).any(2)
+    parts = []
     if case.poison:
-        hidden = ~pairs.any(2).view(b, hkv, h // hkv, case.k_len).any(2)
-        poisoned_key = placed(poison(key, hidden), k_layout)
-        poisoned_value = placed(poison(value, hidden), v_layout)
-    poisoned_query, poisoned_grad = query, grad_out
+        parts += [("key", case.layouts[1], hidden_keys), ("value", case.layouts[2], hidden_keys)]
     if case.poison_queries:
-        poisoned_query = placed(poison(query, ~pairs.any(3)), q_layout)
-        if grad_out is not None:
-            poisoned_grad = placed(poison(grad_out, ~pairs.any(3)), case.grad_layout)
-    return Inputs(
-        query=poisoned_query,
-        key=poisoned_key,
-        value=poisoned_value,
-        clean_query=query,
-        clean_key=key,
-        clean_value=value,
-        attn_mask=attn_mask,
-        alibi_slopes=slopes,
-        seed=seed,
-        sinks=sinks,
-        relative_bias=relative_bias,
-        positions=positions,
-        mask_program=program,
-        grad_out=poisoned_grad,
-        clean_grad_out=grad_out if case.poison_queries else None,
-        grad_lse=grad_lse,
-        grad_weights=grad_weights,
-        options=options,
-        needs_mask_grad=case.mask_grad,
-        elsewhere=elsewhere,
-    )
+        parts += [("query", case.layouts[0], ~pairs.any(3))]
+        parts += [("grad_out", case.grad_layout, ~pairs.any(3))] * ("out" in case.grads)
+    changes: dict[str, Any] = {}
+    for name, layout, where in parts:
+        clean = changes[f"clean_{name}"] = getattr(inputs, name)
+        changes[name] = place(poison(clean, where), layout)
+    return replace(inputs, **changes)
 
 
 def _options(case: Case) -> AttentionOptions:
@@ -217,32 +209,21 @@ def _options(case: Case) -> AttentionOptions:
     if case.causal is not None:
         right = 0 if right < 0 else min(right, 0)
     return AttentionOptions(
-        scale=case.head_dim**-0.5 if case.scale is None else case.scale,
-        offset=case.k_len - case.q_len if case.causal == "bottom_right" else 0,
-        window_left=left,
-        window_right=right,
-        softcap=case.softcap,
-        dropout_p=case.dropout_p,
-        first_query=case.first[0],
-        first_key=case.first[1],
-        first_head=case.first[2],
-        weights=case.weights,
+        case.head_dim**-0.5 if case.scale is None else case.scale,
+        case.k_len - case.q_len if case.causal == "bottom_right" else 0,
+        left,
+        right,
+        case.softcap,
+        case.dropout_p,
+        *case.first,
+        case.weights,
     )
 
 
-def _largest_distance(positions: Tensor | None, case: Case, offset: int) -> int:
-    if positions is None:
-        return max(case.q_len - 1 + offset, case.k_len - 1 - offset, 0)
-    return int(positions.max() - positions.min())
-
-
-def _visible(
-    mask: Tensor | None,
-    program: Tensor | None,
-    shape: tuple[int, ...],
-    options: AttentionOptions,
-) -> Tensor:
+def _visible(inputs: Inputs) -> Tensor:
     """Return the visible pairs, [B, Hq, Lq, Lk]."""
+    options, mask = inputs.options, inputs.attn_mask
+    shape = (*inputs.query.shape[:3], inputs.key.shape[2])
     d = torch.arange(shape[2])[:, None] + options.offset - torch.arange(shape[3])
     pairs = torch.ones(shape, dtype=torch.bool)
     if options.window_left >= 0:
@@ -251,13 +232,13 @@ def _visible(
         pairs &= d >= -options.window_right
     if mask is not None:
         pairs &= mask if mask.dtype == torch.bool else mask != -_INF
-    if program is not None:
-        pairs &= visible_by_program(program, shape[0], shape[2], shape[3])
+    if inputs.mask_program is not None:
+        pairs &= visible_by_program(inputs.mask_program, shape[0], shape[2], shape[3])
     return pairs
 
 
 def poison(x: Tensor, where: Tensor) -> Tensor:
-    """Return x [..., L, D] with the rows of ``where`` [..., L] set to NaN, inf and -inf in turn."""
+    """Return x [..., L, D] with NaN, inf and -inf in turn in the rows of ``where`` [..., L]."""
     turn = torch.arange(x.shape[-2]) % 3
     fill = torch.tensor([float("nan"), _INF, -_INF], dtype=x.dtype)[turn]
     return torch.where(where[..., None], fill[:, None], x)
@@ -426,3 +407,10 @@ PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
         )
     ),
 }
+
+check = Proof(
+    "scaled_dot_product_attention",
+    CASES["scaled_dot_product_attention"],
+    make=make_inputs,
+    coarse=("lse",),  # for 16-bit inputs, lse is a sum of weights rounded to 16 bits
+)

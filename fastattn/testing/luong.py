@@ -13,8 +13,8 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.ops.luong import luong_attention
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import generator_of
+from fastattn.testing.cases import NamedByFields
+from fastattn.testing.draws import numbers_of
 from fastattn.testing.memory import LAYOUTS, place
 from fastattn.testing.verdict import Proof
 
@@ -22,7 +22,7 @@ __all__ = ["LUONG_CASES", "LuongCase", "check_luong"]
 
 
 @dataclass(frozen=True)
-class LuongCase:
+class LuongCase(NamedByFields):
     """Sizes, half the window, and its kind; with ``padded``, some keys are padding and NaN."""
 
     batch: int = 2
@@ -35,18 +35,6 @@ class LuongCase:
     padded: bool = False
     weights: bool = False
     layout: str = "contiguous"
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    slow: bool = False
-
-    @property
-    def name(self) -> str:
-        sizes = (self.batch, self.queries, self.keys, self.width, self.value_width, self.half)
-        marks = [self.window, self.layout]
-        marks += ["padded"] * self.padded + ["weights"] * self.weights
-        return "-".join(["x".join(map(str, sizes)), *marks])
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def _cases() -> Iterator[LuongCase]:
@@ -62,104 +50,79 @@ def _cases() -> Iterator[LuongCase]:
     for layout in LAYOUTS:
         yield LuongCase(layout=layout, weights=True)
     yield LuongCase(queries=0)
-    yield LuongCase(keys=0, weights=True)
     yield LuongCase(batch=0)
+    yield LuongCase(keys=0, weights=True)
     yield LuongCase(width=0, weights=True)
     yield LuongCase(value_width=0, weights=True)
 
 
-LUONG_CASES = tuple(_cases())
+LUONG_CASES = tuple(dict.fromkeys(_cases()))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    key_padding_mask: Tensor | None,
+    window: str,
+    D: int,
+    need_weights: bool,
+) -> Any:
+    """The definition on complete matrices of scores; visibility has no rounding errors."""
+    j, at = torch.arange(key.shape[1]), positions[..., None]
+    visible = (j - D <= at) & (at <= j + D)  # [B, Tq, Tk]
+    if key_padding_mask is not None:
+        visible = visible & ~key_padding_mask[:, None]
+    q, k, v, mask = (x[:, None] for x in (query, key, value, visible))
+    weights = reference.attend(q, k, v, mask, None, None, AttentionOptions(scale=1.0))[2][:, 0]
+    if window == "local-p":
+        weights = weights * torch.exp(-2 * ((j - at) / D) ** 2).to(weights.dtype)
+    return (weights @ value, weights) if need_weights else weights @ value
+
+
+class _Call(Call):
+    function = staticmethod(luong_attention)
+    plain = staticmethod(_attend)
+
+    def doubled(self) -> Any:
+        """In float64, with 0 instead of NaN in the padding."""
+        clean = {name: x.nan_to_num(0.0) for name, x in self.tensors.items()}
+        return Call.doubled(replace(self, tensors=clean))
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {"grad of positions": torch.promote_types(self.grad.dtype, torch.float32)}
 
 
 def _make(case: LuongCase, dtype: torch.dtype) -> Call:
-    draw = generator_of(case.name)
+    draw, normal = numbers_of(case.name)
 
-    def normal(*size: int) -> Tensor:
-        values = torch.randn(size[0], 1, *size[1:], dtype=torch.float64, generator=draw)
-        return place(values.to(dtype), case.layout)[:, 0]
+    def placed(*size: int) -> Tensor:
+        return place(normal(size[0], 1, *size[1:]).to(dtype), case.layout)[:, 0]
 
-    query = normal(case.batch, case.queries, case.width)
-    key = normal(case.batch, case.keys, case.width)
-    value = normal(case.batch, case.keys, case.value_width)
+    query = placed(case.batch, case.queries, case.width)
+    key = placed(case.batch, case.keys, case.width)
+    value = placed(case.batch, case.keys, case.value_width)
     # Some windows cross the ends of the keys or lie outside; a third are centered on a key and
     # have one key more than the others.
     places = torch.rand(case.batch, case.queries, dtype=torch.float64, generator=draw)
-    positions = (places * (case.keys + 4 * case.half) - 2 * case.half).to(_wide(dtype))
+    positions = places * (case.keys + 4 * case.half) - 2 * case.half
+    positions = positions.to(torch.promote_types(dtype, torch.float32))
     positions[:, ::3] = positions[:, ::3].round()
     padding = None
     if case.padded:
         padding = torch.rand(case.batch, case.keys, generator=draw) < 0.3
         for x in (key, value):
             x[padding] = float("nan")
-    sizes = [(case.batch, case.queries, case.value_width)]
-    sizes += [(case.batch, case.queries, case.keys)] if case.weights else []
-    grads = [torch.randn(s, dtype=torch.float64, generator=draw).to(dtype) for s in sizes]
+    grad = normal(case.batch, case.queries, case.value_width).to(dtype)
+    of_weights = normal(case.batch, case.queries, case.keys).to(dtype)
     tensors = {"query": query, "key": key, "value": value}
     options = {"window": case.window, "D": case.half, "key_padding_mask": padding}
     (tensors if case.window == "local-p" else options)["positions"] = positions
     options["need_weights"] = case.weights
-    return Call(tensors, options, grads[0], grads[1] if case.weights else None)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _clean(inputs: Call) -> Call:
-    """The call with 0 instead of NaN in the padding."""
-    clean = {name: x.nan_to_num(0.0) for name, x in inputs.tensors.items()}
-    return replace(inputs, tensors=clean)
-
-
-def _definition(inputs: Call) -> dict[str, Tensor]:
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        key_padding_mask: Tensor | None,
-        window: str,
-        D: int,
-        need_weights: bool,
-    ) -> Any:
-        """The definition on complete matrices of scores; visibility has no rounding errors."""
-        j, at = torch.arange(key.shape[1]), positions[..., None]
-        visible = (j - D <= at) & (at <= j + D)  # [B, Tq, Tk]
-        if key_padding_mask is not None:
-            visible = visible & ~key_padding_mask[:, None]
-        q, k, v, mask = (x[:, None] for x in (query, key, value, visible))
-        weights = reference.attend(q, k, v, mask, None, None, AttentionOptions(scale=1.0))[2][:, 0]
-        if window == "local-p":
-            weights = weights * torch.exp(-2 * ((j - at) / D) ** 2).to(weights.dtype)
-        return (weights @ value, weights) if need_weights else weights @ value
-
-    return _clean(inputs).doubled().run(attend)
-
-
-def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
-    clean, options = _clean(inputs).tensors, inputs.options
-    found: dict[str, Tensor] = naive.luong_attention(
-        *(clean[name] for name in ("query", "key", "value")),
-        positions=clean.get("positions", options.get("positions")),
-        padding=options["key_padding_mask"],
-        half=options["D"],
-        bell=options["window"] == "local-p",
-        grad_out=inputs.grad,
-        grad_weights=inputs.grad_weights,
-    )
-    return found
+    return _Call(tensors, options, grad, of_weights if case.weights else None)
 
 
 check_luong = Proof(
-    "luong_attention",
-    LUONG_CASES,
-    make=_make,
-    watched=Call.watched,
-    primitive=None,
-    run=lambda backend, inputs: inputs.run(luong_attention),
-    definition=_definition,
-    extended=_extended,
-    public=True,
-    dtypes=lambda inputs: {"grad of positions": _wide(inputs.grad.dtype)},
-    coarse=("grad of positions",),
+    "luong_attention", LUONG_CASES, make=_make, public=True, coarse=("grad of positions",)
 )

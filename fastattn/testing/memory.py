@@ -1,16 +1,12 @@
 """Tensors in poisoned memory: every byte around them is poison.
 
 ``place(values, layout)`` copies values into a larger buffer full of NaN (True for a mask), in any
-of LAYOUTS, so that a wrong read changes the results. With ``fence=True`` the buffer ends at an
-inaccessible page: a read past the end is a segmentation fault. Use it only in processes that may
-die (Linux).
+of LAYOUTS, so that a wrong read changes the results.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 from collections.abc import Callable
 
 import torch
@@ -47,7 +43,12 @@ LAYOUTS: dict[str, Callable[[_New, int, int, int, int], Tensor]] = {
 }
 
 
-def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) -> Tensor:
+def allocate(numel: int, dtype: torch.dtype) -> Tensor:
+    """A tensor [numel] inside a larger one."""
+    return torch.empty(numel + 2 * _GUARD, dtype=dtype)[_GUARD : numel + _GUARD]
+
+
+def place(values: Tensor, layout: str = "contiguous") -> Tensor:
     """Return a tensor of ``layout`` inside poisoned memory, equal to ``values`` [B, H, L, D].
 
     An expanded layout repeats the first of the values along its dimension.
@@ -59,15 +60,9 @@ def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) ->
             poison = 127
 
     def new(*shape: int) -> Tensor:
-        numel = math.prod(shape)
-        if fence:
-            buffer = _fenced(numel, values.dtype)
-        else:
-            buffer = torch.empty(numel + 2 * _GUARD, dtype=values.dtype)[_GUARD : numel + _GUARD]
-        allocation = buffer.as_strided(
-            (buffer.untyped_storage().nbytes() // buffer.itemsize,), (1,), 0
-        )
-        allocation.fill_(poison)
+        buffer = allocate(math.prod(shape), values.dtype)
+        count = buffer.untyped_storage().nbytes() // buffer.itemsize
+        buffer.as_strided((count,), (1,), 0).fill_(poison)
         return buffer.view(shape)
 
     view = LAYOUTS[layout](new, *values.shape)
@@ -81,11 +76,12 @@ def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) ->
     return view
 
 
-def place_any(values: Tensor, layout: str = "contiguous", *, fence: bool = False) -> Tensor:
-    """``place`` for values of at most four dimensions."""
-    lead = (1,) * (4 - values.ndim)
-    placed = place(values.view(*lead, *values.shape), layout, fence=fence)
-    return placed[(0,) * len(lead)]
+def place_any(values: Tensor, layout: str = "contiguous") -> Tensor:
+    """``place`` for values of any number of dimensions; those before the last three are as one."""
+    missing = 4 - values.ndim
+    if missing < 0:
+        return place(values.flatten(0, -4), layout).unflatten(0, values.shape[:-3])
+    return place(values[(None,) * missing], layout)[(0,) * missing]
 
 
 class Watch:
@@ -104,18 +100,3 @@ class Watch:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-def _fenced(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor [numel] that ends at the end of the last accessible page."""
-    size = max(numel * dtype.itemsize, 1)
-    length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if libc.mprotect(address + length, mmap.PAGESIZE, 0) != 0:  # 0 is PROT_NONE
-        raise OSError(ctypes.get_errno(), "mprotect failed")
-    count = length // dtype.itemsize
-    buffer = torch.frombuffer(memory, dtype=dtype, count=count)
-    return buffer[count - numel :]

@@ -11,20 +11,13 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.ops.memory_hops import memory_hop_attention, prepare
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import FLOATS, NamedByFields
+from fastattn.testing.cases import NamedByFields
 from fastattn.testing.draws import numbers_of
 from fastattn.testing.inputs import poison
 from fastattn.testing.memory import place_any
 from fastattn.testing.verdict import Proof
 
-__all__ = [
-    "HOP_CASES",
-    "HopCase",
-    "check_hops",
-    "definition",
-    "make_hop_inputs",
-    "with_gradients",
-]
+__all__ = ["HOP_CASES", "HopCase", "HopInputs", "check_hops", "make_hop_inputs"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,6 @@ class HopCase(NamedByFields):
     normalize: str = "softmax"
     scale: float = 0.8
     weights: bool = False
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    slow: bool = False
 
 
 _PLAIN = HopCase()
@@ -90,15 +81,28 @@ HOP_CASES = (
 )
 
 
-def make_hop_inputs(
-    case: HopCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
-) -> Call:
+def _hops(**arguments: Any) -> Any:
+    _, (*tensors, options) = prepare(**arguments)
+    out, _, _, weights = reference.memory_hop_attention(*tensors, options=options)
+    return (out, weights) if arguments["need_weights"] else out
+
+
+class HopInputs(Call):
+    """A call of ``memory_hop_attention``."""
+
+    function = staticmethod(memory_hop_attention)
+    prepare = staticmethod(prepare)
+    plain = staticmethod(_hops)
+
+
+def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous") -> HopInputs:
+    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
     sizes |= {"S": case.hops + 1, "1": 1}
 
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        return place_any(values.to(as_dtype), layout, fence=fence)
+        return place_any(values.to(as_dtype), layout)
 
     def shape(dims: str) -> tuple[int, ...]:
         return tuple(sizes[dim] for dim in dims)
@@ -145,7 +149,7 @@ def make_hop_inputs(
             memory = tensors[name]
             assert memory is not None
             poisoned[name] = placed(poison(memory, excluded))
-    return Call(tensors, options, grad, weights, poisoned)
+    return HopInputs(tensors, options, grad, weights, poisoned)
 
 
 def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -155,47 +159,4 @@ def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
     return by_mask | (none if bias is None else bias == -torch.inf)
 
 
-def with_gradients(inputs: Call) -> dict[str, Tensor]:
-    """Return the results and the gradients, computed by the library."""
-    return inputs.run(memory_hop_attention)
-
-
-def definition(inputs: Call) -> dict[str, Tensor]:
-    """Return the results and the gradients, computed by the reference in float64."""
-
-    def hops(**arguments: Any) -> Any:
-        _, (*tensors, options) = prepare(**arguments)
-        out, _, _, weights = reference.memory_hop_attention(*tensors, options=options)
-        return (out, weights) if arguments["need_weights"] else out
-
-    return inputs.doubled().run(hops)
-
-
-def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
-    tensors, options = inputs.primitive(prepare)
-    query, m, c, hop_proj, *rest = tensors
-    given = [inputs.grad, inputs.grad_weights]
-    if query.ndim == 2:
-        query, *given = (None if x is None else x.unsqueeze(1) for x in (query, *given))
-    m, c = (x.unsqueeze(1) if x is not None and x.ndim == 3 else x for x in (m, c))
-    if hop_proj is not None and hop_proj.ndim == 2:
-        hop_proj = hop_proj.unsqueeze(0)
-    results = naive.memory_hop_attention(query, m, c, hop_proj, *rest, options, *given)
-    shapes = {f"grad of {name}": x.shape for name, x in inputs.tensors.items() if x is not None}
-    shapes |= {"out": inputs.grad.shape}
-    if inputs.grad_weights is not None:
-        shapes["weights"] = inputs.grad_weights.shape
-    return {name: x.reshape(shapes[name]) for name, x in results.items()}
-
-
-check_hops = Proof(
-    "memory_hop_attention",
-    HOP_CASES,
-    make=make_hop_inputs,
-    watched=Call.watched,
-    primitive=lambda inputs: inputs.primitive(prepare),
-    run=lambda backend, inputs: with_gradients(inputs),
-    definition=definition,
-    extended=_extended,
-    public=True,
-)
+check_hops = Proof("memory_hop_attention", HOP_CASES, make=make_hop_inputs, public=True)

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastattn.backends import reference
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import LAYOUTS
 from fastattn.testing import memory
-from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import generator_of
+from fastattn.testing.calls import Operands
+from fastattn.testing.cases import NamedCase
+from fastattn.testing.draws import numbers_of
 from fastattn.testing.verdict import Proof
 
 __all__ = ["SINUSOIDAL_CASES", "SinusoidalCase", "check_sinusoidal"]
 
 
 @dataclass(frozen=True)
-class SinusoidalCase:
+class SinusoidalCase(NamedCase):
     """One call of ``sinusoidal_encoding`` on x [B, H, L, D]."""
 
-    name: str
     shape: tuple[int, int, int, int] = (2, 1, 33, 64)
     layout: str = "interleaved"
     offset: int = 0
@@ -37,8 +34,6 @@ class SinusoidalCase:
     scale: float = 1.0
     padding_idx: int | None = None
     memory: str = "contiguous"
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    slow: bool = False
 
 
 def _cases() -> Iterator[SinusoidalCase]:
@@ -61,16 +56,9 @@ def _cases() -> Iterator[SinusoidalCase]:
 SINUSOIDAL_CASES = tuple(_cases())
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    x: Tensor
-    positions: Tensor | None
-    options: SinusoidalOptions
-
-
-def _make(case: SinusoidalCase, dtype: torch.dtype) -> _Inputs:
-    draw = generator_of(case.name)
-    values = torch.randn(case.shape, generator=draw, dtype=torch.float64).to(dtype)
+def _make(case: SinusoidalCase, dtype: torch.dtype) -> Operands:
+    draw, normal = numbers_of(case.name)
+    x = memory.place(normal(*case.shape).to(dtype), case.memory)
     positions = None
     if case.positions is not None:
         sizes = zip("bhl", case.shape, strict=False)
@@ -80,20 +68,7 @@ def _make(case: SinusoidalCase, dtype: torch.dtype) -> _Inputs:
     options = SinusoidalOptions(
         case.offset, case.layout, case.max_timescale, case.scale, case.padding_idx
     )
-    return _Inputs(memory.place(values, case.memory), positions, options)
+    return Operands("sinusoidal_encoding", {"x": x, "positions": positions}, options)
 
 
-def _run(backend: Any, inputs: _Inputs) -> dict[str, Tensor]:
-    x, positions, options = inputs.x, inputs.positions, inputs.options
-    return {"out": backend.sinusoidal_encoding(x, positions, options=options)}
-
-
-check_sinusoidal = Proof(
-    "sinusoidal_encoding",
-    SINUSOIDAL_CASES,
-    make=_make,
-    watched=lambda inputs: {"x": inputs.x, "positions": inputs.positions},
-    primitive=lambda inputs: ((inputs.x, inputs.positions), inputs.options),
-    run=_run,
-    definition=lambda inputs: _run(reference, replace(inputs, x=inputs.x.double())),
-)
+check_sinusoidal = Proof("sinusoidal_encoding", SINUSOIDAL_CASES, make=_make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,15 +11,14 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
+from fastattn.testing.calls import AnyInputs, Results
 from fastattn.testing.compare import Deviation, deviations
 from fastattn.testing.draws import cached
 from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target, fresh_memory_is_nan
 
-__all__ = ["AnyCase", "Proof", "Results", "Verdict", "fresh_memory_is_nan"]
-
-Results = dict[str, Tensor]
+__all__ = ["EXTENDED", "AnyCase", "Proof", "Results", "Verdict", "fresh_memory_is_nan"]
 
 
 @dataclass
@@ -57,9 +57,6 @@ class Verdict:
         ``dtypes`` are their required dtypes; ``eps_of`` has the coarser dtypes that some of them
         were computed in.
         """
-        if results.keys() != exact.keys():
-            self.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
-            return
         comparable = {}
         for name, want in exact.items():
             x = results[name]
@@ -84,64 +81,93 @@ class AnyCase(Protocol):
     def slow(self) -> bool: ...
 
 
+# Results that are more exact than those of the definition in float64, by operator and dtype. The
+# tests of the project have some, for dtypes that are as exact as the definition.
+EXTENDED: dict[tuple[str, torch.dtype], Callable[[Any], Results]] = {}
+
+
 @dataclass(frozen=True)
 class Proof:
     """The cases of one operator, and how to make, run and judge them.
 
-    The exact results are those of the reference in float64; for float64 candidates, those of
-    ``testing.naive`` in extended precision, which needs NumPy.
+    The exact results are those of the definition, the reference in float64. Its own rounding errors
+    are no larger than those of a candidate in float64, and as the bound is twice the error of right
+    results, it covers both.
     """
 
     operator: str
     cases: Sequence[AnyCase]
-    make: Callable[[Any, torch.dtype], Any]  # the inputs of a case
-    watched: Callable[[Any], Mapping[str, Tensor | None]]  # inputs that must not be modified
-    # The primitive's tensors and options, for ``why_not``; None: any backend can run it.
-    primitive: Callable[[Any], tuple[Sequence[Any], Any]] | None
-    run: Callable[[Any, Any], Results]  # (backend, inputs) -> results by name
-    definition: Callable[[Any], Results]  # the reference in float64
-    # (``testing.naive``, inputs) -> results; None: the definition is exact enough.
-    extended: Callable[[Any, Any], Results] | None = None
-    extended_for: tuple[torch.dtype, ...] = (torch.float64,)
-    public: bool = False  # `run` calls the public function, with the target's backend forced
-    # The results whose dtype is not the judged one; those in `coarse` still have its eps.
-    dtypes: Callable[[Any], Mapping[str, torch.dtype]] = lambda inputs: {}
+    make: Callable[[Any, torch.dtype], Any]  # the inputs of a case, see calls.AnyInputs
+    public: bool = False  # the inputs call the public function, with the target's backend forced
+    # The results with the eps of the dtype that they are computed in, not of their own.
     coarse: tuple[str, ...] = ()
 
     def __call__(self, case: Any, dtype: torch.dtype, target: Target) -> Verdict:
         """Run ``case`` on ``target``, forward and backward, and judge it by the error bound."""
-        inputs, exact, noise = self.expected(case, dtype)
+        inputs: AnyInputs = self.made(case, dtype)
         verdict = Verdict()
         with target.active() as backend:
-            if self.primitive is not None:
-                tensors, options = self.primitive(inputs)
-                verdict.declined = dispatch.reasons_of(backend, self.operator, tensors, options)
+            primitive = inputs.primitive()
+            if primitive is not None:
+                verdict.declined = dispatch.reasons_of(backend, self.operator, *primitive)
                 if verdict.declined:
                     return verdict
-            watch = Watch(**self.watched(inputs))
+            watch = Watch(**inputs.watched())
             results = target.results(self, backend, inputs)
         verdict.faults += [f"{name} was written to" for name in watch.written()]
-        dtypes = {**dict.fromkeys(exact, dtype), **self.dtypes(inputs)}
-        eps_of = dict.fromkeys(self.coarse, dtype)
-        products = target.dtype_of_products(dtype)
-        if products != dtype:
-            noise = Noise(lambda: self.definition(inputs), exact, products)
-            eps_of = dict.fromkeys(exact, products)
-        verdict.judge(results, exact, noise, dtypes, eps_of)
+        self.judge(verdict, case, dtype, results, target.dtype_of_products(dtype))
         return verdict
 
-    def expected(self, case: Any, dtype: torch.dtype) -> tuple[Any, Results, Noise]:
-        """Return the inputs, the exact results, and their noise."""
+    def judge(
+        self,
+        verdict: Verdict,
+        case: Any,
+        dtype: torch.dtype,
+        results: Results,
+        products: torch.dtype,
+    ) -> None:
+        """Compare each result by the noise of the dtype that it is computed in."""
+        inputs: AnyInputs
+        inputs, exact, noise_of = self.expected(case, dtype)
+        if results.keys() != exact.keys():
+            verdict.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
+            return
+        computed = dict.fromkeys(exact, dtype) | inputs.computed()
+        coarse = self.coarse
+        if products != dtype:
+            computed, coarse = dict.fromkeys(exact, products), tuple(exact)
+        required = {**dict.fromkeys(exact, dtype), **inputs.dtypes()}
+        for each in dict.fromkeys(computed.values()):
+            names = tuple(name for name in exact if computed[name] == each)
+            wanted = {name: exact[name] for name in names}
+            eps_of = {name: each for name in names if name in coarse}
+            of_names = {name: results[name] for name in names}
+            verdict.judge(of_names, wanted, noise_of(each, names), required, eps_of)
+
+    def made(self, case: Any, dtype: torch.dtype) -> Any:
+        return self.expected(case, dtype)[0]
+
+    def expected(
+        self, case: Any, dtype: torch.dtype
+    ) -> tuple[Any, Results, Callable[[torch.dtype, tuple[str, ...]], Noise]]:
+        """Return the inputs, the exact results, and the noise of some of them in a dtype."""
         return _expected(self, case, dtype)
 
 
 @cached
-def _expected(proof: Proof, case: Any, dtype: torch.dtype) -> tuple[Any, Results, Noise]:
+def _expected(
+    proof: Proof, case: Any, dtype: torch.dtype
+) -> tuple[Any, Results, Callable[[torch.dtype, tuple[str, ...]], Noise]]:
     inputs = proof.make(case, dtype)
-    if proof.extended is not None and dtype in proof.extended_for:
-        from fastattn.testing import naive  # which needs NumPy
+    extended = EXTENDED.get((proof.operator, dtype))
+    exact = inputs.definition() if extended is None else extended(inputs)
 
-        exact = proof.extended(naive, inputs)
-    else:
-        exact = proof.definition(inputs)
-    return inputs, exact, Noise(lambda: proof.definition(inputs), exact, dtype)
+    @functools.cache
+    def noise_of(computed: torch.dtype, names: tuple[str, ...]) -> Noise:
+        def definition() -> Results:
+            results = inputs.definition()
+            return {name: x for name, x in results.items() if name in names or name not in exact}
+
+        return Noise(definition, {name: exact[name] for name in names}, computed)
+
+    return inputs, exact, noise_of

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processors import on_a_gpu
+from tables import ATTENTION_CASES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,7 +25,7 @@ from fastattn.backends import _torch_cuda, reference
 from fastattn.backends import torch as backend
 from fastattn.backends.primitives import AttentionBackwardOptions
 from fastattn.evidence import Row
-from fastattn.testing import CASES, Target, check
+from fastattn.testing import Target, check
 from fastattn.testing.inputs import make_inputs
 
 attention = fastattn.scaled_dot_product_attention
@@ -77,7 +78,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("part", range(4))
 def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
     taken, faults = 0, []
-    for case in CASES[OP][part::4]:
+    for case in ATTENTION_CASES[part::4]:
         if dtype not in case.dtypes or case.slow or case.partial:
             continue
         case = replace(case, grads=("out",))  # with a gradient of lse, another backend runs

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tile_attention import attention, grows, in_double, qkv
 from torch import Tensor
+from within_bound import assert_right
 
 import fastattn
-from fastattn.testing import assert_right
 
 
 def float_qkv(*shape: int, **kwargs: int) -> list[Tensor]:

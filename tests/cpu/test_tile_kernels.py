@@ -3,7 +3,6 @@ emulation in tests/ops."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from types import ModuleType
@@ -15,8 +14,8 @@ from tile_attention import EMULATED, assert_close, attention, grows, in_double, 
 
 import fastattn
 from fastattn import dispatch, evidence
-from fastattn.testing import Target, oracle, targets
-from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
+from fastattn.testing import Target, targets
+from fastattn.testing.varlen import VarlenCase, make_varlen, sequence_by_sequence
 
 
 @pytest.mark.parametrize("keys", [500, 1300])  # of 512 channels, 512 keys are a piece
@@ -246,8 +245,8 @@ def test_neighbours_in_a_batch_do_not_decide_what_runs(by_size: str, dtype: torc
     case = VarlenCase("sizes", lengths, lengths, head_dim=64, kv_heads=1, bottom_right=True)
     inputs = make_varlen(case, dtype)
     backend: Any = dispatch.load("cpu")
-    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, backend))
-    for name, found in run_varlen(backend, inputs).items():
+    expected = sequence_by_sequence(inputs, lambda alone: alone.results(backend))
+    for name, found in inputs.results(backend).items():
         assert torch.equal(found, expected[name].to(found.dtype)), name
 
 

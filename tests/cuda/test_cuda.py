@@ -17,19 +17,19 @@ import torch
 from emulated import Emulated
 from fenced import run_fenced
 from large_scores import large_scores
+from naive._mask_program import visible_by_program
 from new_option import assert_declined, assert_tensor_declined
+from tables import ATTENTION_CASES
 from torch import Tensor
 
 import fastattn
 from fastattn import dispatch, info
 from fastattn.bias import T5, Window2d
-from fastattn.testing import CASES, Case, Deviation, Verdict, check
+from fastattn.testing import Case, Deviation, Verdict, check
 from fastattn.testing.inputs import PROGRAMS, make_inputs
-from fastattn.testing.naive._mask_program import visible_by_program
-from fastattn.testing.oracle import run
 from fastattn.testing.verdict import fresh_memory_is_nan
 
-TABLE = CASES["scaled_dot_product_attention"]
+TABLE = ATTENTION_CASES
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE = 64  # rows and keys of a tile, computed whole whatever part of it there is
 
@@ -157,17 +157,17 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
 _FENCED = """
 import emulator
 from fastattn.dispatch import reasons_of
-from fastattn.testing import CASES, make_inputs
-from fastattn.testing.oracle import run
+from fastattn.testing import make_inputs
+from tables import ATTENTION_CASES
 adapter = emulator.load()
 dtypes = (torch.bfloat16, torch.float32)
-cases = [c for c in CASES["scaled_dot_product_attention"] if not c.slow]
+cases = [c for c in ATTENTION_CASES if not c.slow]
 for n, case in enumerate(cases[:: int(sys.argv[1])]):
-    inputs = make_inputs(case, dtypes[n % 2], fence=True)
+    inputs = make_inputs(case, dtypes[n % 2])
     print(case.name, flush=True)
     op, args = "scaled_dot_product_attention", inputs.forward_args()
     if not reasons_of(adapter, op, args, inputs.options):
-        run(adapter, inputs)
+        inputs.results(adapter)
 """
 
 
@@ -203,7 +203,7 @@ def test_same_bits_in_whatever_order_warps_run(
     results = []
     for seed in (0, 1, 2):
         adapter._cuda.set_seed(seed)
-        results.append(run(adapter, inputs))
+        results.append(inputs.results(adapter))
     for other in results[1:]:
         for name, found in results[0].items():
             assert torch.equal(found, other[name]), name
@@ -230,17 +230,17 @@ def test_nan_reaches_only_the_queries_that_see_it(
     multiplied by weights of 0: as docs/gpu-kernels.md says, that ends with the block of 128 rows.
     """
     inputs = make_inputs(case, dtype)
-    clean = run(adapter, inputs)
+    clean = inputs.results(adapter)
     first = 150 if case is CAUSAL else 147  # of the queries that see key 150
     before = inputs.key[:, :, 150].clone()
     inputs.key[:, :, 150] = torch.nan
-    found = run(adapter, inputs)
+    found = inputs.results(adapter)
     assert found["out"][:, :, first:].isnan().all()
     for name in ("out", "lse"):
         assert torch.equal(found[name][:, :, :first], clean[name][:, :, :first]), name
     inputs.key[:, :, 150] = before
     inputs.value[:, :, 150] = torch.inf
-    found = run(adapter, inputs)
+    found = inputs.results(adapter)
     assert torch.equal(found["lse"], clean["lse"])
     assert not found["out"][:, :, first:].isfinite().any()
     for name in ("out", "grad_query"):
@@ -359,13 +359,12 @@ def test_tables_of_t5_and_swin(
 _WILD = """
 import emulator
 from fastattn.testing import Case, make_inputs
-from fastattn.testing.oracle import run
 adapter = emulator.load()
 case = Case("wild", heads=2, q_len=20, k_len=30, relative_bias="h", positions="any", head_dim=8)
 for wild in (10**9, -(10**9)):
-    inputs = make_inputs(case, torch.float32, fence=True)
+    inputs = make_inputs(case, torch.float32)
     inputs.positions[::3] += wild
-    run(adapter, inputs)
+    inputs.results(adapter)
 """
 
 
@@ -431,7 +430,7 @@ from fastattn.backends.primitives import AttentionOptions
 from fastattn.testing.memory import place
 adapter = emulator.load()
 query, long = torch.randn(2, 1, 1, 128, 8)
-short = place(long[:, :, :64], fence=True)
+short = place(long[:, :, :64])
 ids = torch.zeros(128, dtype=torch.int32)
 mask = masks.document(ids, (torch.arange(128) >= 64).int())
 program = masks.program("test", mask, query, 128, 0)
@@ -460,7 +459,7 @@ import emulator
 from fastattn.testing import Case, make_inputs
 adapter = emulator.load()
 case = Case("invalid", batch=2, heads=2, q_len=20, k_len=30, program="many", head_dim=8)
-inputs = make_inputs(case, torch.float32, fence=True)
+inputs = make_inputs(case, torch.float32)
 program = inputs.mask_program
 count = 1 + 7 * int(program[0])
 for at in (*range(count), *range(count, len(program), 997)):
@@ -490,7 +489,7 @@ def test_refuses_a_program_that_is_no_array_of_integers(adapter: ModuleType) -> 
     assert inputs.mask_program is not None
     wrong = replace(inputs, mask_program=inputs.mask_program.long())
     with pytest.raises(ValueError, match="mask_program is not valid: it must be"):
-        run(adapter, wrong)
+        wrong.results(adapter)
 
 
 # -- what is refused, and why ---------------------------------------------------------------------
@@ -517,9 +516,9 @@ def test_a_table_that_does_not_fit_is_not_read(
 ) -> None:
     case = Case("table", heads=2, q_len=6, k_len=9, relative_bias="h")
     inputs = make_inputs(case, torch.float32)
-    run(adapter, inputs)
+    inputs.results(adapter)
     with pytest.raises(ValueError, match=message):
-        run(adapter, replace(inputs, **changes))
+        replace(inputs, **changes).results(adapter)
 
 
 def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:

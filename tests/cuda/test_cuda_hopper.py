@@ -20,6 +20,7 @@ import torch
 from emulated import Emulated
 from fenced import run_fenced
 from large_scores import large_scores
+from tables import VARLEN_CASES
 from test_cuda import TABLE
 from test_cuda_sequences import FAR, WAYS, _far
 from torch import Tensor
@@ -27,13 +28,10 @@ from torch import Tensor
 from fastattn.backends._alloc import empty_output
 from fastattn.testing import Case, check
 from fastattn.testing.inputs import Inputs, make_inputs
-from fastattn.testing.oracle import definition, run
 from fastattn.testing.varlen import (
-    VARLEN_CASES,
     VarlenCase,
     check_varlen,
     make_varlen,
-    run_varlen,
     sequence_by_sequence,
 )
 
@@ -75,7 +73,7 @@ def _forward(adapter: ModuleType, inputs: Inputs, seed: int = 0) -> dict[str, Te
 def _both(adapter: ModuleType, inputs: Inputs, seed: int) -> dict[str, Tensor]:
     """Out, lse and the gradients, by the kernels for Hopper."""
     adapter._cuda.set_seed(seed)
-    found = run(adapter, inputs)
+    found = inputs.results(adapter)
     assert {FORWARD, *BACKWARD} <= _launches(adapter)
     return found
 
@@ -154,7 +152,7 @@ def test_maxima_that_grow_through_large_numbers(
     c = torch.tensor([14, 16, 14, 16, 14, 16, 16, 14]).repeat_interleave(96)
     key[..., 5] = (c * torch.rand(keys, generator=generator)).floor()
     inputs = replace(inputs, query=query, key=key, clean_query=query, clean_key=key)
-    found, exact = _forward(adapter, inputs), definition(inputs)
+    found, exact = _forward(adapter, inputs), inputs.definition()
     # Dot products are exact here, which the usual bound does not know; weights and out are rounded.
     torch.testing.assert_close(found["out"].double(), exact["out"], rtol=0.0, atol=0.02)
     torch.testing.assert_close(found["lse"].double(), exact["lse"].double(), rtol=1e-7, atol=0.02)
@@ -273,7 +271,7 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
 
 def test_mask_programs_are_left_to_the_other_kernels(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("program", program="causal", head_dim=64), DTYPES[0])
-    run(adapter, inputs)
+    inputs.results(adapter)
     launches = _launches(adapter)
     assert {"attention_mask", "attention_forward", "attention_backward_q"} <= launches
     assert not launches & {FORWARD, *BACKWARD}
@@ -418,7 +416,7 @@ def test_same_bits_whatever_else_is_in_the_batch(adapter: ModuleType, case: Case
     together = _both(adapter, inputs, 3)
     one = slice(2, 3)
     alone = replace(
-        inputs, **{name: x[one] for name, x in inputs.tensors().items() if x is not None}
+        inputs, **{name: x[one] for name, x in inputs.watched().items() if x is not None}
     )
     for name, found in _both(adapter, alone, 4).items():
         assert torch.equal(found, together[name][one]), name
@@ -522,14 +520,14 @@ def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
     lengths = (40, 1, 140, 0, 7), (40, 9, 140, 3, 80)
     for window in ((-1, -1), (-1, 0)):
         inputs = make_varlen(VarlenCase("nan", *lengths, head_dim=64, window=window), torch.float16)
-        clean = run_varlen(adapter, inputs)
+        clean = inputs.results(adapter)
         query, key, value = inputs.args[:3]
         assert query is not None
         assert key is not None
         assert value is not None
         for x, rows in ((query, (41, 181)), (key, (49, 189)), (value, (49, 189))):
             x[slice(*rows)] = torch.nan  # the third sequence
-        found = run_varlen(adapter, inputs)
+        found = inputs.results(adapter)
         assert {FORWARD, *BACKWARD} <= _launches(adapter)
         queries, keys = torch.arange(query.shape[0]), torch.arange(key.shape[0])
         others = (queries < 41) | (queries >= 181)
@@ -546,21 +544,20 @@ _FENCED = """
 from test_cuda_hopper import CASES, FORWARD, OWN, PACKED
 import emulator
 from fastattn.testing import make_inputs
-from fastattn.testing.oracle import run
-from fastattn.testing.varlen import make_varlen, run_varlen
+from fastattn.testing.varlen import make_varlen
 adapter = emulator.load()
 adapter._cuda.allow_hopper(True)
 every = int(sys.argv[1])
 for n, case in enumerate([c for c in CASES if not c.slow][::every]):
     print(case.name, flush=True)
-    run(adapter, make_inputs(case, torch.bfloat16, fence=True))
+    make_inputs(case, torch.bfloat16).results(adapter)
 for n, case in enumerate([c for c in PACKED if not c.slow or every == 1]):
     print(case.name, flush=True)
-    run_varlen(adapter, make_varlen(case, torch.float16, fence=True))
+    make_varlen(case, torch.float16).results(adapter)
 # Numbers that no caller should give.
 for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)] * 7):
     print("starts", wrong, flush=True)
-    inputs = make_varlen(PACKED[0], torch.bfloat16, fence=True)
+    inputs = make_varlen(PACKED[0], torch.bfloat16)
     for at in (3, 4):
         args = list(inputs.args)
         args[at] = torch.tensor(wrong)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from emulated import Emulated
+from tables import PROOFS
 from torch import Tensor
 
 import fastattn
 from fastattn.testing import Proof
-from fastattn.testing.proofs import PROOFS
 from fastattn.testing.sinusoidal import SinusoidalCase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

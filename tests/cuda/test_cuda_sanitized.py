@@ -22,15 +22,16 @@ _RUN = """
 import sys, torch
 from pathlib import Path
 import emulator
-from fastattn.testing import CASES, check
+from fastattn.testing import check
 from fastattn.testing.varlen import VarlenCase, check_varlen
+from tables import ATTENTION_CASES
 from test_cuda_hopper import BACKWARD, EDGES, FORWARD, OWN, PACKED
 import test_cuda_operators as operators
 from test_cuda_operators import Emulated
 adapter = emulator.load_from(Path(sys.argv[1]))
 names = '''head_dim-33 everything mask-padding-poison results-2-out-lse-weights-mask gqa-causal
 layout-transposed lengths-64x65-upper_left'''.split()
-work = [("attention", check, [c for c in CASES["scaled_dot_product_attention"] if c.name in names])]
+work = [("attention", check, [c for c in ATTENTION_CASES if c.name in names])]
 for name, table in operators.TABLES.items():
     cases = [case for case in table.cases if not table.long(case)]
     work.append((name, table.check, cases[:: max(len(cases) // 5, 1)]))

@@ -3,7 +3,6 @@ test_cuda_operators.py do not ask."""
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import sys
@@ -24,9 +23,8 @@ from fastattn.backends.primitives import (
     DecodeOptions,
     VarlenOptions,
 )
-from fastattn.testing import oracle
 from fastattn.testing.decode import DecodeCase, make_decode
-from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
+from fastattn.testing.varlen import VarlenCase, make_varlen, sequence_by_sequence
 
 WAYS = {
     "causal": VarlenCase("causal", (40, 1, 140, 0, 7), (40, 9, 140, 3, 80), window=(-1, 0)),
@@ -43,8 +41,8 @@ def test_packed_sequences_have_the_bits_of_each_alone(
     adapter: ModuleType, case: VarlenCase, dtype: torch.dtype
 ) -> None:
     inputs = make_varlen(case, dtype)
-    found = run_varlen(adapter, inputs)
-    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, adapter))
+    found = inputs.results(adapter)
+    expected = sequence_by_sequence(inputs, lambda alone: alone.results(adapter))
     for name, want in expected.items():
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 
@@ -100,11 +98,11 @@ def test_nan_in_a_hidden_cached_key_reaches_nothing(
 
 def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
     inputs = make_varlen(WAYS["causal"], torch.bfloat16)
-    clean = run_varlen(adapter, inputs)
+    clean = inputs.results(adapter)
     for x, rows in zip(inputs.args[:3], ((41, 181), (49, 189), (49, 189)), strict=True):
         assert x is not None
         x[slice(*rows)] = torch.nan  # the third sequence
-    found = run_varlen(adapter, inputs)
+    found = inputs.results(adapter)
     for name, x in clean.items():
         first, last = (41, 181) if name in ("out", "lse", "grad_query") else (49, 189)
         rows = torch.arange(x.shape[1 if name == "lse" else 0])
@@ -190,35 +188,37 @@ _FENCED = """
 import emulator
 from fastattn.backends.primitives import AppendOptions
 from fastattn.dispatch import reasons_of
-from fastattn.testing.decode import DECODE_CASES, make_decode
-from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
+from fastattn.testing.decode import make_decode
+from fastattn.testing.varlen import make_varlen
+from tables import DECODE_CASES, VARLEN_CASES
 adapter = emulator.load()
 every = int(sys.argv[1])
 dtypes = (torch.bfloat16, torch.float32)
 for n, case in enumerate([c for c in VARLEN_CASES if not c.slow][::every]):
     print(case.name, flush=True)
-    run_varlen(adapter, make_varlen(case, dtypes[n % 2], fence=True))
+    make_varlen(case, dtypes[n % 2]).results(adapter)
 for n, case in enumerate([c for c in DECODE_CASES if not c.slow][::every]):
     print(case.name, flush=True)
-    inputs = make_decode(case, dtypes[n % 2], fence=True)
+    inputs = make_decode(case, dtypes[n % 2])
     if not reasons_of(adapter, "decode_attention", inputs.args, inputs.options):
         adapter.decode_attention(*inputs.args, options=inputs.options)
 packed = {case.name: case for case in VARLEN_CASES}
 for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)] * 7):
     for name in ("alibi-bottom-right", "relative-everything"):
         print(name, "starts", wrong, flush=True)
-        inputs = make_varlen(packed[name], torch.bfloat16, fence=True)
+        inputs = make_varlen(packed[name], torch.bfloat16)
         for at in (3, 4):
             args = list(inputs.args)
             args[at] = torch.tensor(wrong)
             out, lse = adapter.varlen_attention(*args, options=inputs.options)
             args[7:7] = [out, lse]
-            adapter.varlen_attention_backward(*inputs.given, *args, options=inputs.options)
+            grads = inputs.grads.values()
+            adapter.varlen_attention_backward(*grads, *args, options=inputs.options)
 cases = {case.name: case for case in DECODE_CASES}
 for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5), ("relative", 3)):
     for wrong in (10**9, -(10**9)):
         print(name, at, wrong, flush=True)
-        inputs = make_decode(cases[name], torch.float32, fence=True)
+        inputs = make_decode(cases[name], torch.float32)
         args = list(inputs.args)
         args[at] = torch.full_like(args[at], wrong)
         adapter.decode_attention(*args, options=inputs.options)

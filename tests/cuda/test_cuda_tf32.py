@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tables import ATTENTION_CASES, VARLEN_CASES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.testing import CASES, Case, Inputs, deviation, make_inputs
-from fastattn.testing.oracle import definition, exact, run
+from fastattn.testing import Case, Inputs, deviation, make_inputs
 from fastattn.testing.rounding import Noise
-from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
+from fastattn.testing.varlen import make_varlen
 
-ATTENTION = {case.name: case for case in CASES["scaled_dot_product_attention"]}
+ATTENTION = {case.name: case for case in ATTENTION_CASES}
 PACKED = {case.name: case for case in VARLEN_CASES}
 aten = torch.ops.aten
 
@@ -68,9 +68,9 @@ def judged(inputs: Inputs, found: dict[str, Tensor]) -> list[str]:
 
     def rounded() -> dict[str, Tensor]:
         with Tf32Products():
-            return definition(inputs)
+            return inputs.definition()
 
-    want = exact(inputs)
+    want = inputs.definition()
     moved = Noise(rounded, want, torch.float32)
     measured = [deviation(x, want[n], moved[n], n, torch.float16) for n, x in found.items()]
     return [str(m) for m in measured if not m.ok]
@@ -87,7 +87,7 @@ results-1-out-lse-weights-mask layout-transposed mask-one_key""".split()
 def test_errors_are_those_of_tf32(adapter: ModuleType, name: str) -> None:
     inputs = make_inputs(ATTENTION[name], torch.float32)
     with allowed():
-        found = run(adapter, inputs)
+        found = inputs.results(adapter)
     faults = judged(inputs, found)
     assert not faults, "\n".join(faults)
 
@@ -100,10 +100,10 @@ if hasattr(torch.backends, "fp32_precision"):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_whatever_allows_it_to_pytorch_allows_it_here(adapter: ModuleType, setting: str) -> None:
     inputs = make_inputs(SMALL, torch.float32)
-    full = run(adapter, inputs)
+    full = inputs.results(adapter)
     with allowed(setting):
-        rounded = run(adapter, inputs)
-    again = run(adapter, inputs)
+        rounded = inputs.results(adapter)
+    again = inputs.results(adapter)
     for name, x in full.items():
         assert torch.equal(again[name], x), name
         assert not torch.equal(rounded[name], x), name
@@ -111,9 +111,9 @@ def test_whatever_allows_it_to_pytorch_allows_it_here(adapter: ModuleType, setti
 
 def test_packed_sequences_may_be_rounded_too(adapter: ModuleType) -> None:
     inputs = make_varlen(PACKED["causal-bottom-right"], torch.float32)
-    full = run_varlen(adapter, inputs)
+    full = inputs.results(adapter)
     with allowed():
-        rounded = run_varlen(adapter, inputs)
+        rounded = inputs.results(adapter)
     for name, x in full.items():
         seen = x.isfinite()  # the lse of a query that sees nothing is not
         off = (rounded[name] - x)[seen].abs().max()
@@ -122,8 +122,8 @@ def test_packed_sequences_may_be_rounded_too(adapter: ModuleType) -> None:
 
 def test_sixteen_bits_do_not_care(adapter: ModuleType) -> None:
     inputs = make_inputs(SMALL, torch.bfloat16)
-    full = run(adapter, inputs)
+    full = inputs.results(adapter)
     with allowed():
-        again = run(adapter, inputs)
+        again = inputs.results(adapter)
     for name, x in full.items():
         assert torch.equal(again[name], x), name

@@ -27,10 +27,10 @@ from distributed_cases import (
     layout_of,
     whole,
 )
+from within_bound import assert_right
 
 import fastattn
 from fastattn.distributed import Layout, Share, plan
-from fastattn.testing import assert_right
 
 
 def failures(cases: Sequence[Case], results: list[list[Any]]) -> list[str]:

@@ -15,8 +15,7 @@ from distributed_faults import SECONDS
 from snippets import blocks, run
 from torch import Tensor
 from torch import distributed as dist
-
-from fastattn.testing import assert_right
+from within_bound import assert_right
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/sharded.md"
 Group = list[Any]  # the results of each rank

@@ -12,10 +12,10 @@ import pytest
 import torch
 from gpu_device import DEVICE, skip_without_gpu
 from large_scores import large_scores
+from tables import ATTENTION_CASES, PROOFS
 
 from fastattn import dispatch
 from fastattn.testing import Case, OnGpu, Proof, check
-from fastattn.testing.proofs import PROOFS
 from fastattn.tune import MEASURED
 
 skip_without_gpu()
@@ -64,7 +64,7 @@ def test_large_scores(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", check.cases, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
 def test_attention_by_pytorch(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, grads=("out",))  # with a gradient of lse, another backend runs
     _judge(check, case, dtype, OnGpu("torch", device=DEVICE))

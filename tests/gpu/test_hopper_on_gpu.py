@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from gpu_device import DEVICE, REHEARSED, needs_gpu
+from tables import ATTENTION_CASES, DECODE_CASES, VARLEN_CASES
 
 import fastattn
 from fastattn import dispatch
-from fastattn.testing import CASES, OnGpu, check
-from fastattn.testing.decode import DECODE_CASES, check_decode
-from fastattn.testing.varlen import VARLEN_CASES, check_varlen
+from fastattn.testing import OnGpu, check
+from fastattn.testing.decode import check_decode
+from fastattn.testing.varlen import check_varlen
 
 if not REHEARSED and (
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
@@ -27,7 +28,7 @@ if isinstance(reason := dispatch.load("cuda"), str):
 pytestmark = pytest.mark.gpu
 
 PROOFS: list[tuple[Callable[..., Any], Any]] = [
-    *((check, case) for case in CASES["scaled_dot_product_attention"]),
+    *((check, case) for case in ATTENTION_CASES),
     *((check_varlen, case) for case in VARLEN_CASES),
     *((check_decode, case) for case in DECODE_CASES),
 ]

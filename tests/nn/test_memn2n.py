@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
+from within_bound import assert_right
 
 import fastattn
 from fastattn.nn import MemN2N, insert_empty_memories
-from fastattn.testing import assert_right
-from fastattn.testing.memn2n import PlainMemN2N
 
 pytestmark = pytest.mark.usefixtures("seeded")
+EXAMPLE = Path(__file__).parents[2] / "examples/babi_plain.py"
+PlainMemN2N = runpy.run_path(str(EXAMPLE))["PlainMemN2N"]
 TYINGS = ["adjacent", "layerwise"]
 
 

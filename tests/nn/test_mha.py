@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from within_bound import assert_right
 
 import fastattn
 from fastattn.nn import MultiheadAttention
-from fastattn.testing import assert_right
 
 EMBED, HEADS, BATCH, LENGTH, SOURCE = 32, 4, 3, 11, 13
 

@@ -13,11 +13,11 @@ from processors import be
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
+from within_bound import assert_right
 
 from fastattn.evidence import Processor
 from fastattn.nn import _linear
 from fastattn.nn._linear import linear
-from fastattn.testing import assert_right
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

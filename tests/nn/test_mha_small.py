@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from within_bound import assert_right, assert_within_bound
 
 import fastattn
 from fastattn import dispatch
 from fastattn.nn import _small
-from fastattn.testing import Noise, assert_right, assert_within_bound
+from fastattn.testing import Noise
 from fastattn.testing.memory import place
 from fastattn.testing.targets import Target, targets
 

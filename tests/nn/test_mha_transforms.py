@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from within_bound import assert_right
 
 from fastattn import replace_mha, restore_mha
 from fastattn.nn import MultiheadAttention
-from fastattn.testing import assert_right
 
 EMBED, HEADS = 16, 4
 X = torch.randn(3, 6, EMBED, generator=torch.Generator().manual_seed(0))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import naive
 import pytest
 import torch
 from case_table import each_case
@@ -14,13 +16,12 @@ import fastattn
 from fastattn import additive_attention
 from fastattn.backends import reference
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.testing import Target, naive
+from fastattn.testing import Target
 from fastattn.testing.additive import (
     ADDITIVE_CASES,
     AdditiveCase,
     check_additive,
     make_additive,
-    run_additive,
 )
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -274,24 +275,19 @@ def test_the_same_bits_for_any_number_of_threads(
     target: Target, case: AdditiveCase, dtype: torch.dtype, same_for_any_threads: Any
 ) -> None:
     inputs = make_additive(case, dtype)
-    same_for_any_threads(lambda: run_additive(target.module, inputs))
+    same_for_any_threads(lambda: inputs.results(target.module))
 
 
 @pytest.mark.parametrize("case", BITS[2:], ids=lambda case: case.name)
 def test_the_same_bits_whatever_the_batch(target: Target, case: AdditiveCase) -> None:
     whole = make_additive(case, torch.float32)
-    want = run_additive(target.module, whole)
-    query, key, value, v, bias, mask, _ = whole.args
+    want = whole.results(target.module)
+    of_batch = {n: whole.tensors[n] for n in ("query", "key", "value", "attn_mask")}
     for b in range(case.batch):
         rows = slice(b, b + 1)
-        one = [None if x is None else x[rows] for x in (query, key, value)]
-        part = type(whole)(
-            args=(*one, v, bias, None if mask is None else mask[rows], None),
-            clean=(),
-            given=(whole.given[0][rows], None),
-            options=whole.options,
-        )
-        got = run_additive(target.module, part)
+        one = {name: x[rows] for name, x in of_batch.items() if x is not None}
+        grads = whole.grads | {"out": whole.grads["out"][rows]}
+        got = replace(whole, tensors=whole.tensors | one, grads=grads).results(target.module)
         for name in ("out", "grad_query", "grad_key", "grad_value"):
             assert torch.equal(got[name][0], want[name][b]), name
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import naive
 import pytest
 import torch
 from torch import Tensor
+from within_bound import assert_within_bound
 
 from fastattn import attention_stats, scaled_dot_product_attention
 from fastattn.backends import reference
 from fastattn.bench.memory import peak_extra_bytes
-from fastattn.testing import Noise, assert_within_bound, naive
+from fastattn.testing import Noise
 
 CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     # B, Hq, Hkv, Lq, Lk

@@ -10,11 +10,12 @@ import pytest
 import torch
 from cache_calls import refused
 from case_table import each_case
+from tables import DECODE_CASES
 from torch import Tensor
 
 from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
 from fastattn.testing import Target
-from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
+from fastattn.testing.decode import DecodeCase, check_decode, make_decode
 
 
 @pytest.mark.sampled

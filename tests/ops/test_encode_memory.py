@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
+import fenced
 import pytest
 import torch
 from torch import Tensor
@@ -181,17 +181,17 @@ def test_sizes_may_be_zero(engine: Target) -> None:
 def test_nothing_outside_the_tensors(target: Target, generator: torch.Generator) -> None:
     """Each ends where memory ends: one read or write beyond it would end this process."""
     for dtype in FLOATS:
-        for shape in dict.fromkeys(astuple(case)[:6] for case in ENCODE_CASES):
+        for shape in dict.fromkeys(case.sizes for case in ENCODE_CASES):
             tokens, weight, temporal = draw_sentences(shape, dtype, generator)
 
-            def fenced(x: Tensor) -> Tensor:
-                return place(x.reshape(1, 1, -1, x.shape[-1]), fence=True).view(x.shape)
+            def own(x: Tensor) -> Tensor:
+                return fenced.place(x.reshape(1, 1, -1, x.shape[-1])).view(x.shape)
 
-            bits = place(tokens.view(torch.float64)[None], fence=True)[0]
-            w, t = fenced(weight).requires_grad_(), fenced(temporal).requires_grad_()
+            bits = fenced.place(tokens.view(torch.float64)[None])[0]
+            w, t = own(weight).requires_grad_(), own(temporal).requires_grad_()
             out = encode_memory(bits.view(torch.int64), w, temporal=t)
             assert torch.equal(out, encode_memory(tokens, weight, temporal=temporal))
-            out.backward(fenced(torch.ones_like(out)))
+            out.backward(own(torch.ones_like(out)))
 
 
 def test_threads_give_the_same_bits(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fences need mpr
 # Each target begins with another pair.
 SCRIPT = """
 from fastattn.testing import targets
-from fastattn.testing.proofs import PROOFS
+from tables import PROOFS
 for argument in sys.argv[2:]:
     operator, every = argument.split("=")
     proof = PROOFS[operator]
@@ -25,7 +25,7 @@ for argument in sys.argv[2:]:
                 for m, dtype in enumerate(case.dtypes):
                     if (n + m + k) % int(every) == 0 and target.has_own_kernel(operator, dtype):
                         print(operator, case.name, dtype, target, flush=True)
-                        proof.run(backend, proof.make(case, dtype, fence=True))
+                        proof.make(case, dtype).results(backend)
 """
 STEPS = {
     "scaled_dot_product_attention": 16,
@@ -53,9 +53,8 @@ def test_a_fence_stops_a_read_past_the_end() -> None:
     child = run_python(
         "-c",
         """
-import ctypes, torch
-from fastattn.testing.memory import place
-x = place(torch.ones(1, 1, 3, 5), fence=True)
+import ctypes, fenced, torch
+x = fenced.place(torch.ones(1, 1, 3, 5))
 end = x.data_ptr() + x.numel() * 4
 print(ctypes.string_at(end - 1, 1) is not None, flush=True)
 print(ctypes.string_at(end, 1))

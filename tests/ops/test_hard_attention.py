@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import gradgradcheck
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from within_bound import assert_right
 
 from fastattn import hard_attention
-from fastattn.testing.compare import assert_right
 
 ESTIMATORS = ["reinforce", "straight_through", "gumbel"]
 

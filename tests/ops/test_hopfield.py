@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import naive
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
-from fastattn.testing import Target, naive
+from fastattn.testing import Target
 from fastattn.testing.calls import Call
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import fenced
 import pytest
 import torch
 from child_process import in_fork
@@ -18,7 +19,6 @@ from fastattn.testing.hopfield import (
     HopfieldCase,
     check_hopfield,
     make_hopfield_inputs,
-    retrieved_with_gradients,
 )
 from fastattn.testing.memory import LAYOUTS, Watch
 
@@ -50,7 +50,7 @@ def test_threads_give_the_same_bits(
 ) -> None:
     inputs = make_hopfield_inputs(case, torch.float32)
     inputs.options["update_steps_eps"] = 0.3  # so that some rest before others
-    same_for_any_threads(lambda: retrieved_with_gradients(inputs))
+    same_for_any_threads(lambda: inputs.results())
 
 
 LAID = [
@@ -63,10 +63,10 @@ LAID = [
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
 def test_any_strides(layout: str, case: HopfieldCase) -> None:
     for dtype, close in ((torch.float32, 1e-5), (torch.float16, 4e-3)):  # attention has two kernels
-        want = retrieved_with_gradients(make_hopfield_inputs(case, dtype))
+        want = make_hopfield_inputs(case, dtype).results()
         inputs = make_hopfield_inputs(case, dtype, layout)
         watch = Watch(**{n: x for n, x in inputs.tensors.items() if isinstance(x, Tensor)})
-        got = retrieved_with_gradients(inputs)
+        got = inputs.results()
         assert not watch.written()
         for name, x in got.items():
             torch.testing.assert_close(x, want[name], rtol=close, atol=close)
@@ -76,10 +76,11 @@ def test_nothing_is_read_past_the_end(target: Target) -> None:
     """Every tensor ends where memory ends: one read more and the child dies."""
 
     def child() -> bool:
+        fenced.everywhere()
         torch.set_num_threads(1)
         for case in (*LAID, *SCHEDULES[2:], *HOPFIELD_CASES[:2], HOPFIELD_CASES[-1]):
             for dtype in (torch.float32, torch.float16):
-                retrieved_with_gradients(make_hopfield_inputs(case, dtype, fence=True))
+                make_hopfield_inputs(case, dtype).results()
         return True
 
     in_fork(child, timeout=120)

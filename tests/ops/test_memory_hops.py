@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import extended
+import naive
 import pytest
 import torch
 from torch import Tensor
 
 from fastattn import memory_hop_attention
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.testing import Target, naive
+from fastattn.testing import Target
 from fastattn.testing.calls import Call
-from fastattn.testing.memory_hops import check_hops
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ACTIVATIONS = (None, "relu", "tanh", "sigmoid")
@@ -22,7 +23,7 @@ ACTIVATIONS = (None, "relu", "tanh", "sigmoid")
 
 def is_the_equation(call: Call) -> None:
     """The results and every gradient, of float64."""
-    got, want = call.run(memory_hop_attention), check_hops.extended(naive, call)
+    got, want = call.run(memory_hop_attention), extended.memory_hops(call)
     assert got.keys() == want.keys()
     for name, x in got.items():
         torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
@@ -79,7 +80,7 @@ def test_a_stack_is_each_output_and_the_next_input(
     stack, query = normal(2, 4, 6, 5), normal(2, 5)
     grad = normal(2, 5)
     apart = {"query": query, "in_memory": stack[:, :3], "out_memory": stack[:, 1:]}
-    want = check_hops.extended(naive, Call(apart, {"hops": 3}, grad))
+    want = extended.memory_hops(Call(apart, {"hops": 3}, grad))
     got = Call({"query": query, "in_memory": stack}, {"hops": 3}, grad).run(memory_hop_attention)
     torch.testing.assert_close(got["out"], want["out"])
     inputs, outputs = want["grad of in_memory"], want["grad of out_memory"]

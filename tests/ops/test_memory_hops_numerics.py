@@ -7,6 +7,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+import fenced
 import pytest
 import torch
 from child_process import in_fork
@@ -18,9 +19,7 @@ from fastattn.testing.memory_hops import (
     HOP_CASES,
     HopCase,
     check_hops,
-    definition,
     make_hop_inputs,
-    with_gradients,
 )
 from fastattn.testing.rounding import RandomRounding
 
@@ -53,14 +52,14 @@ def test_threads_give_the_same_bits(
     target: Target, case: HopCase, same_for_any_threads: Any
 ) -> None:
     inputs = make_hop_inputs(case, torch.float32)
-    same_for_any_threads(lambda: with_gradients(inputs))
+    same_for_any_threads(lambda: inputs.results())
 
 
 @pytest.mark.parametrize("queries", [None, 3, 40])
 def test_a_query_does_not_depend_on_its_batch(target: Target, queries: int | None) -> None:
     case = HopCase(batch=4, queries=queries, rows=90, width=21, mask="BN", weights=True)
     inputs = make_hop_inputs(case, torch.float32)
-    whole = with_gradients(inputs)
+    whole = inputs.results()
     for b in range(case.batch):
         tensors = {name: None if x is None else x[b : b + 1] for name, x in inputs.tensors.items()}
         assert inputs.grad_weights is not None
@@ -70,7 +69,7 @@ def test_a_query_does_not_depend_on_its_batch(target: Target, queries: int | Non
             grad=inputs.grad[b : b + 1],
             grad_weights=inputs.grad_weights[b : b + 1],
         )
-        for name, x in with_gradients(one).items():
+        for name, x in one.results().items():
             assert torch.equal(x[0], whole[name][b]), name
 
 
@@ -88,10 +87,10 @@ LAID = [
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
 def test_any_strides(target: Target, layout: str, case: HopCase) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        want = with_gradients(make_hop_inputs(case, dtype))
+        want = make_hop_inputs(case, dtype).results()
         inputs = make_hop_inputs(case, dtype, layout)
         watch = Watch(**inputs.tensors)
-        got = with_gradients(inputs)
+        got = inputs.results()
         assert not watch.written()
         for name, x in got.items():
             assert torch.equal(x, want[name]), name
@@ -128,10 +127,11 @@ def test_nothing_is_read_past_the_end(target: Target) -> None:
     """Every tensor ends where memory ends: one read more and the child dies."""
 
     def child() -> bool:
+        fenced.everywhere()
         torch.set_num_threads(1)
         for case in (*LAID, *SCHEDULES[2:4], *HOP_CASES[:3]):
             for dtype in (torch.float32, torch.float16):
-                with_gradients(make_hop_inputs(case, dtype, fence=True))
+                make_hop_inputs(case, dtype).results()
         return True
 
     in_fork(child)
@@ -179,9 +179,9 @@ def test_where_one_row_has_most_of_the_weight_gradients_are_as_exact_as_rounding
         scale = (20, 60)[number % 2] + 1e-3 * number
         case = HopCase(batch=2, queries=queries, rows=50, width=20, hops=1, scale=scale)
         inputs = make_hop_inputs(case, torch.float32)
-        got, exact = with_gradients(inputs), definition(inputs)
+        got, exact = inputs.results(), inputs.definition()
         with RandomRounding(torch.float32, number):
-            rounded = definition(inputs)
+            rounded = inputs.definition()
         for name, of_all in logs.items():
             rounding = 2**-24 * exact[name].norm()
             ours, theirs = ((x[name].double() - exact[name]).norm() for x in (got, rounded))

@@ -13,19 +13,18 @@ import torch
 from case_table import each_case
 from torch import Tensor
 from torch.autograd import gradgradcheck
+from within_bound import assert_right
 
 import fastattn
 from fastattn import merge_states, scaled_dot_product_attention
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.testing import Target, targets
-from fastattn.testing.compare import assert_right
 from fastattn.testing.merge_states import (
     MERGE_CASES,
     MergeCase,
     check_merge,
     make_merge,
-    run_merge,
 )
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -108,11 +107,11 @@ def test_the_same_bits_for_any_threads_and_batch(
     case = MergeCase("bits", shape=(3, 7, 150, 40), empty=("a", "b", "both"), poison=True)
     inputs = make_merge(case, dtype)
     with target.active() as backend:
-        want = same_for_any_threads(lambda: run_merge(backend, inputs))
+        want = same_for_any_threads(lambda: inputs.results(backend))
         for b, h in itertools.product(range(3), range(7)):
-            one = tuple(x[b, h] for x in inputs.states)
-            given = tuple(None if x is None else x[b, h] for x in inputs.given)
-            got = run_merge(backend, replace(inputs, states=one, given=given))
+            one = {name: x[b, h] for name, x in inputs.tensors.items()}
+            grads = {name: x[b, h] for name, x in inputs.grads.items()}
+            got = replace(inputs, tensors=one, grads=grads).results(backend)
             assert all(torch.equal(got[name], want[name][b, h]) for name in want)
 
 

@@ -9,14 +9,16 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import extended
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from within_bound import assert_within_bound
 
 from fastattn.backends import reference
-from fastattn.testing import Case, Target, assert_within_bound, check, oracle, targets
+from fastattn.testing import Case, Noise, Target, check, targets
 from fastattn.testing.inputs import MASKS, Inputs, make_inputs
 from fastattn.testing.memory import LAYOUTS
 
@@ -56,8 +58,8 @@ def is_on_tiles(backend: ModuleType) -> bool:
 
 def judge(found: dict[str, Tensor], inputs: Inputs) -> None:
     """The error bound, for results that were made in another way than by one call."""
-    exact = oracle.exact(inputs)
-    moved = oracle.noise_of(inputs, exact)
+    exact = extended.exact(inputs)
+    moved = Noise(inputs.definition, exact, inputs.query.dtype)
     for name, result in found.items():
         eps_of = inputs.query.dtype if name == "lse" else None
         assert_within_bound(result, exact[name], moved[name], name, eps_of)
@@ -109,10 +111,10 @@ def test_same_bits_in_every_run_and_for_every_thread_count(
 ) -> None:
     inputs = make_inputs(case, dtype)
     threads(1)
-    first = oracle.run(native_backend, inputs)
+    first = inputs.results(native_backend)
     for count in (1, 2, 3, 7):
         threads(count)
-        assert_same_bits(first, oracle.run(native_backend, inputs))
+        assert_same_bits(first, inputs.results(native_backend))
 
 
 def only(inputs: Inputs, b: int) -> Inputs:
@@ -121,7 +123,7 @@ def only(inputs: Inputs, b: int) -> Inputs:
     def pick(x: Tensor | None) -> Tensor | None:
         return x if x is None or x.dim() == 0 or x.shape[0] == 1 else x[b : b + 1]
 
-    tensors = {name: pick(tensor) for name, tensor in inputs.tensors().items()}
+    tensors = {name: pick(tensor) for name, tensor in inputs.watched().items()}
     return replace(inputs, **tensors)  # type: ignore[arg-type]
 
 
@@ -134,10 +136,10 @@ def test_a_sequence_does_not_depend_on_its_batch_mates(
     if case.dropout_p:
         case = replace(case, dropout_p=0.0)  # the draws are those of the place in the batch
     inputs = make_inputs(case, dtype)
-    whole = oracle.run(native_backend, inputs)
+    whole = inputs.results(native_backend)
     shared = {"grad_mask"} if "b" not in case.mask_dims else set()  # a sum over the batch
     for b in range(case.batch):
-        alone = oracle.run(native_backend, only(inputs, b))
+        alone = only(inputs, b).results(native_backend)
         mine = {name: x[b : b + 1] for name, x in whole.items() if name not in shared}
         assert_same_bits({name: alone[name] for name in mine}, mine)
 
@@ -147,10 +149,10 @@ def test_a_sequence_does_not_see_nan_in_its_batch_mates(
     native_backend: ModuleType, dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(with_all_gradients(WAYS["padding"]), dtype)
-    before = oracle.run(native_backend, inputs)
+    before = inputs.results(native_backend)
     for tensor in (inputs.query, inputs.key, inputs.value):
         tensor[2] = NAN
-    after = oracle.run(native_backend, inputs)
+    after = inputs.results(native_backend)
     for b in (0, 1, 3):
         assert_same_bits(
             {name: x[b] for name, x in before.items()}, {name: x[b] for name, x in after.items()}
@@ -164,11 +166,11 @@ def test_a_query_does_not_depend_on_keys_it_does_not_see(
 ) -> None:
     case = Case("future", q_len=q_len, k_len=q_len + 3, head_dim=32, causal="upper_left", weights=1)
     inputs = make_inputs(case, dtype)
-    before = oracle.run(native_backend, inputs)
+    before = inputs.results(native_backend)
     seen = q_len // 2 + 1  # the queries up to this one do not see the keys from here on
     inputs.key[:, :, seen:] = 100.0
     inputs.value[:, :, seen:] = -100.0
-    after = oracle.run(native_backend, inputs)
+    after = inputs.results(native_backend)
     for name in ("out", "lse", "weights", "grad_query"):
         assert_same_bits({name: before[name][:, :, :seen]}, {name: after[name][:, :, :seen]})
 
@@ -192,7 +194,7 @@ def test_the_order_of_the_keys_does_not_matter(any_backend: ModuleType, dtype: t
         attn_mask=inputs.attn_mask[..., order],
         grad_weights=inputs.grad_weights[..., order],
     )
-    found = oracle.run(any_backend, moved)
+    found = moved.results(any_backend)
     for name in ("grad_key", "grad_value"):
         found[name] = found[name][:, :, back]
     for name in ("weights", "grad_mask"):
@@ -214,9 +216,9 @@ def test_a_constant_added_to_a_row_moves_lse_alone(
         "key": (inputs.key * 4).round() / 4,
         "attn_mask": (inputs.attn_mask * 16).round() / 16,
     }
-    plain = oracle.run(any_backend, replace(inputs, **exact))  # type: ignore[arg-type]
+    plain = replace(inputs, **exact).results(any_backend)  # type: ignore[arg-type]
     exact["attn_mask"] = exact["attn_mask"] + shift
-    moved = oracle.run(any_backend, replace(inputs, **exact))  # type: ignore[arg-type]
+    moved = replace(inputs, **exact).results(any_backend)  # type: ignore[arg-type]
     torch.testing.assert_close(moved["lse"], plain["lse"] + shift)
     if is_on_tiles(any_backend) and dtype == torch.float32:
         # Weights are 2^(unit s - m) with a rounded m, the same for the row, which cancels in their
@@ -287,7 +289,7 @@ def test_dropout_drops_exactly_what_its_definition_says(
     inputs = make_inputs(replace(case, weights=1, grads=()), dtype)
     assert inputs.seed is not None
     keep = reference.dropout_keep((2, 4, q_len, k_len), 0.37, inputs.seed)
-    assert torch.equal(oracle.run(any_backend, inputs)["weights"] != 0, keep)
+    assert torch.equal(inputs.results(any_backend)["weights"] != 0, keep)
 
 
 @floats
@@ -296,7 +298,7 @@ def test_a_gradient_of_zero_gives_zero(any_backend: ModuleType, dtype: torch.dty
     for grad in inputs.cotangents():
         if grad is not None:
             grad.zero_()
-    for name, found in oracle.run(any_backend, inputs).items():
+    for name, found in inputs.results(any_backend).items():
         if name.startswith("grad"):
             assert (found == 0).all(), name
 
@@ -329,7 +331,7 @@ def test_a_fully_masked_row(
     for grad in inputs.cotangents():
         assert grad is not None
         grad[:, :, empty] = NAN
-    found = oracle.run(any_backend, inputs)
+    found = inputs.results(any_backend)
     for name in ("out", "weights", "grad_query"):
         assert (found[name][:, :, empty] == 0).all(), name
     assert (found["lse"][:, :, empty] == -INF).all()
@@ -348,10 +350,10 @@ def test_a_bad_key_or_value_reaches_only_queries_that_see_it(
     """Under a causal mask, so that the bad one stands among keys that are seen."""
     case = Case("bad", q_len=q_len, k_len=q_len, head_dim=32, causal="upper_left", weights=1)
     inputs = make_inputs(case, dtype)
-    before = oracle.run(any_backend, inputs)
+    before = inputs.results(any_backend)
     first = q_len // 2  # the first query that sees it
     getattr(inputs, tensor)[:, :, first, 3] = bad
-    after = oracle.run(any_backend, inputs)
+    after = inputs.results(any_backend)
     for name in ("out", "lse", "weights", "grad_query"):
         clean, dirty = before[name][:, :, :first], after[name][:, :, :first]
         bounds = {}
@@ -379,11 +381,11 @@ def test_a_bad_query_of_a_masked_row_does_not_change_the_gradients_of_keys(
     any_backend: ModuleType, dtype: torch.dtype, bad: float
 ) -> None:
     inputs = make_inputs(Case("bad-query", mask="bool_rows", q_len=40, grads=("out", "lse")), dtype)
-    before = oracle.run(any_backend, inputs)
+    before = inputs.results(any_backend)
     assert inputs.attn_mask is not None
     empty = ~inputs.attn_mask.any(-1)
     inputs.query[empty] = bad
-    after = oracle.run(any_backend, inputs)
+    after = inputs.results(any_backend)
     for name in before:
         torch.testing.assert_close(
             after[name], before[name], msg=lambda text, n=name: f"{n}: {text}"
@@ -397,7 +399,7 @@ def test_a_nan_in_a_visible_place_is_not_hidden(
     for name in ("query", "key", "value", "attn_mask"):
         inputs = make_inputs(Case("visible", mask="float", q_len=40), dtype)
         getattr(inputs, name)[0, 1, 7, 5] = NAN
-        found = oracle.run(any_backend, inputs)
+        found = inputs.results(any_backend)
         assert found["out"][0, 1].isnan().any(), name
         assert not found["out"][1].isnan().any(), name
         assert found["grad_query"][0, 1].isnan().any(), name
@@ -417,7 +419,7 @@ def test_a_row_of_finfo_min_is_uniform(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     mask = torch.full((1, 1, q_len, 130), torch.finfo(wide).min, dtype=wide)
     inputs = replace(inputs, attn_mask=mask, needs_mask_grad=True)
-    found = oracle.run(any_backend, inputs)
+    found = inputs.results(any_backend)
     torch.testing.assert_close(found["weights"], torch.full_like(found["weights"], 1 / 130))
     judge({name: x for name, x in found.items() if name != "lse"}, inputs)
 
@@ -435,7 +437,7 @@ def test_huge_scores_do_not_overflow(
     inputs.query.mul_(large)
     inputs.key.mul_(large)
     best = sign * (inputs.query.double() @ inputs.key.double().mT)
-    found = oracle.run(any_backend, inputs)
+    found = inputs.results(any_backend)
     assert torch.equal(found["weights"].argmax(-1), best.argmax(-1))
     assert (found["weights"].amax(-1) == 1).all()
     torch.testing.assert_close(found["lse"].double(), best.amax(-1), rtol=1e-5, atol=0)
@@ -451,7 +453,7 @@ def test_all_scores_very_low(any_backend: ModuleType, dtype: torch.dtype) -> Non
     assert inputs.attn_mask is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     inputs = replace(inputs, attn_mask=inputs.attn_mask.to(wide) - 5000.0)
-    found = oracle.run(any_backend, inputs)
+    found = inputs.results(any_backend)
     total = found["weights"].double().sum(-1)
     torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=0.02)
     judge({"out": found["out"], "weights": found["weights"]}, inputs)

@@ -15,13 +15,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from tables import ATTENTION_CASES
 
-from fastattn.testing import CASES, Case, Target, check, targets
+from fastattn.testing import Case, Target, check, targets
 from fastattn.testing.inputs import make_inputs
 from fastattn.testing.memory import LAYOUTS, Watch, place
 
 OP = "scaled_dot_product_attention"
-TABLE = CASES[OP]
+TABLE = ATTENTION_CASES
 
 
 def _param(case: Case, dtype: torch.dtype, target: Target) -> object:
@@ -112,8 +113,8 @@ def test_a_write_outside_is_noticed() -> None:
 def test_inputs_are_the_same_every_time() -> None:
     (case,) = [case for case in TABLE if case.name == "everything"]
     first, second = make_inputs(case, torch.float32), make_inputs(case, torch.float32)
-    for name, tensor in first.tensors().items():
-        other = second.tensors()[name]
+    for name, tensor in first.watched().items():
+        other = second.watched()[name]
         assert (tensor is None) == (other is None)
         if tensor is not None:
             assert torch.equal(tensor, other)

@@ -10,11 +10,12 @@ import mpmath
 import pytest
 import torch
 from torch import Tensor
+from within_bound import assert_right
 
 import fastattn
 from fastattn import sinusoidal_encoding, sinusoidal_table
 from fastattn.sinusoids import LAYOUTS, sinusoids
-from fastattn.testing import Target, assert_right
+from fastattn.testing import Target
 from fastattn.testing.memory import LAYOUTS as MEMORY_LAYOUTS
 from fastattn.testing.memory import Watch, place
 

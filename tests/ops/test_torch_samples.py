@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
+from within_bound import assert_right
 
 from fastattn import scaled_dot_product_attention
-from fastattn.testing import assert_right
 
 (OP,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

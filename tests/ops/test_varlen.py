@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from case_table import each_case
+from tables import VARLEN_CASES
 from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention
-from fastattn.testing import Target, oracle, targets
+from fastattn.testing import Target, targets
 from fastattn.testing.varlen import (
-    VARLEN_CASES,
     VarlenCase,
     check_varlen,
     make_varlen,
-    run_varlen,
     sequence_by_sequence,
 )
 
@@ -85,8 +83,8 @@ def test_bitwise_what_a_sequence_alone_gives(
     target: Target, case: VarlenCase, dtype: torch.dtype
 ) -> None:
     inputs = make_varlen(replace(case, head_dim=40), dtype)
-    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, target.module))
-    found = run_varlen(target.module, inputs)
+    expected = sequence_by_sequence(inputs, lambda alone: alone.results(target.module))
+    found = inputs.results(target.module)
     for name, want in expected.items():
         want = want.to(found[name].dtype)
         assert torch.equal(found[name], want), name
@@ -98,7 +96,7 @@ def test_threads_give_the_same_bits(
     target: Target, case: VarlenCase, dtype: torch.dtype, same_for_any_threads: Any
 ) -> None:
     inputs = make_varlen(case, dtype)
-    same_for_any_threads(lambda: run_varlen(target.module, inputs))
+    same_for_any_threads(lambda: inputs.results(target.module))
 
 
 # --- the public function ---------------------------------------------------------------------

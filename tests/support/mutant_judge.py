@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from tables import PROOFS
+
 import fastattn
 from fastattn.testing import Target
-from fastattn.testing.proofs import PROOFS
 
 ATTENTION = ["scaled_dot_product_attention", "varlen_attention", "decode_attention"]
 Work = Iterator[tuple[str, Any, torch.dtype, Any]]  # operator, case, dtype, target

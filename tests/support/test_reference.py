@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference_calls import INF, SEED, attend, normal, row, with_scores
+from tables import ATTENTION_CASES
 from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.testing import CASES, Case, Target, check, make_inputs, oracle
+from fastattn.testing import Case, Target, check, make_inputs
 
 pytestmark = pytest.mark.without_kernels
 
@@ -164,7 +165,7 @@ def test_autocast_does_not_lower_the_precision() -> None:
 # -- the second implementation --------------------------------------------------------------------
 
 # Every case of the table in float64, where the naive implementation judges the reference.
-TABLE = CASES["scaled_dot_product_attention"]
+TABLE = ATTENTION_CASES
 
 
 @pytest.mark.sampled(1)
@@ -192,7 +193,7 @@ def test_is_within_the_bound_as_a_backend(name: str, dtype: torch.dtype) -> None
 def test_backward_is_the_derivative_of_forward() -> None:
     (case,) = [case for case in TABLE if case.name == "everything"]
     inputs = make_inputs(case, torch.float64)
-    found = oracle.run(reference, inputs)
+    found = inputs.results(reference)
     leaves = [inputs.query, inputs.key, inputs.value, inputs.attn_mask]
     for leaf in leaves:
         assert leaf is not None

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tables import PROOFS
 
 from fastattn.testing import Proof, Target
-from fastattn.testing.proofs import PROOFS
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fastattn.testing import Target, oracle
+from fastattn.testing import Target
 from fastattn.testing.varlen import (
     VarlenCase,
     check_varlen,
     make_varlen,
-    run_varlen,
     sequence_by_sequence,
 )
 
@@ -35,8 +33,8 @@ def test_each_sequence_has_the_bits_that_it_has_alone(
     case = replace(case, program=program)
     inputs = make_varlen(replace(case, window=(50, 3), bottom_right=True), dtype)
     module = TRITON.module
-    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, module))
-    found = run_varlen(module, inputs)
+    expected = sequence_by_sequence(inputs, lambda alone: alone.results(module))
+    found = inputs.results(module)
     for name, want in expected.items():
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 

@@ -11,14 +11,14 @@ digits.
 
 from __future__ import annotations
 
-from fastattn.testing.naive.additive import additive_attention
-from fastattn.testing.naive.append import append_to_cache
-from fastattn.testing.naive.encode_memory import encode_memory
-from fastattn.testing.naive.hopfield import hopfield_retrieve
-from fastattn.testing.naive.luong import luong_attention
-from fastattn.testing.naive.memory_hops import memory_hop_attention
-from fastattn.testing.naive.merge_states import merge_states, merge_states_backward
-from fastattn.testing.naive.sdpa import (
+from naive.additive import additive_attention
+from naive.append import append_to_cache
+from naive.encode_memory import encode_memory
+from naive.hopfield import hopfield_retrieve
+from naive.luong import luong_attention
+from naive.memory_hops import memory_hop_attention
+from naive.merge_states import merge_states, merge_states_backward
+from naive.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )

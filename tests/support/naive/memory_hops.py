@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.testing.naive._arrays import (
+from naive._arrays import (
     Array,
     array,
     masked,

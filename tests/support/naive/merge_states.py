@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from fastattn.backends.primitives import NoOptions
-from fastattn.testing.naive._arrays import Array, array, tensor
+from naive._arrays import Array, array, tensor
 
 __all__ = ["merge_states", "merge_states_backward"]
 

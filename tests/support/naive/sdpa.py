@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
-from fastattn.testing.naive._arrays import (
+from naive._arrays import (
     Array,
     array,
     dropout,
@@ -19,7 +19,7 @@ from fastattn.testing.naive._arrays import (
     tensor,
     transposed,
 )
-from fastattn.testing.naive._mask_program import visible_by_program
+from naive._mask_program import visible_by_program
 
 __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
 

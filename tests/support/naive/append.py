@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastattn.backends.primitives import AppendOptions
-from fastattn.testing.naive._arrays import Array, array, tensor
+from naive._arrays import Array, array, tensor
 
 __all__ = ["append_to_cache"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from fastattn.testing.naive._arrays import (
+from naive._arrays import (
     array,
     softmax,
     softmax_backward,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.testing.naive.memory_hops import memory_hop_attention
+from naive.memory_hops import memory_hop_attention
 
 __all__ = ["hopfield_retrieve"]
 

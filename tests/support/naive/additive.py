@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.testing.naive._arrays import (
+from naive._arrays import (
     array,
     dropout,
     masked,

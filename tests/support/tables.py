@@ -1,0 +1,660 @@
+"""The complete tables of the forms of attention: cases worked out for one option or kernel.
+
+They come before those of ``fastattn.testing``, which any machine verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, product
+from typing import Any
+
+import torch
+
+from fastattn.testing import proofs
+from fastattn.testing.cases import FLOATS, SCALED, Case
+from fastattn.testing.decode import DecodeCase
+from fastattn.testing.varlen import PROGRAMS, VarlenCase
+
+__all__ = ["ATTENTION_CASES", "DECODE_CASES", "PROOFS", "VARLEN_CASES"]
+
+
+def _head_dims() -> Iterator[Case]:
+    for d in (1, 2, 3, 5, 8, 16, 31, 32, 33, 48, 64, 80, 96, 100, 128, 160, 192, 256, 512, 1024):
+        yield Case(f"head_dim-{d}", head_dim=d, batch=1 if d > 256 else 2)
+    pairs = [(64, 1), (1, 64), (33, 48), (48, 33), (64, 128), (128, 64), (192, 128), (7, 200)]
+    for d, dv in [*pairs, (256, 5), (5, 256), (576, 512), (24, 1024)]:
+        yield Case(f"head_dim-{d}-value-{dv}", head_dim=d, value_dim=dv, causal="upper_left")
+
+
+# fmt: off
+_LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 96, 127, 128, 129, 192, 193, 257, 300,
+            513)
+# fmt: on
+
+
+def _lengths() -> Iterator[Case]:
+    """All pairs of lengths; except for five per length, they are slow."""
+    rules = (None, "upper_left", "bottom_right")
+    count = len(_LENGTHS)
+    for (a, q_len), (b, k_len) in product(enumerate(_LENGTHS), repeat=2):
+        for n, causal in enumerate(rules):
+            yield Case(
+                f"lengths-{q_len}x{k_len}-{causal or 'full'}",
+                batch=1,
+                q_len=q_len,
+                k_len=k_len,
+                head_dim=8,
+                causal=causal,
+                grads=SCALED,
+                slow=(b - a) % count not in (0, 1, 5, 9, 17) or (a + b) % 3 != n,
+            )
+    yield Case("empty-batch", batch=0)
+    yield Case("empty-heads", heads=0)
+    yield Case("empty-batch-masked", batch=0, mask="bool", weights=2, mask_dims="qk")
+    yield Case("no-keys-masked", k_len=0, mask="float", mask_grad=True, weights=1)
+    yield Case("no-queries-masked", q_len=0, mask="float", mask_grad=True, weights=2)
+
+
+def _heads() -> Iterator[Case]:
+    for heads, kv_heads in ((1, 1), (4, 2), (6, 2), (8, 1), (3, 3), (12, 4), (5, 1)):
+        yield Case(f"heads-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads, q_len=17)
+    grouped = Case("gqa", heads=6, kv_heads=2, k_len=70)
+    yield replace(grouped, name="gqa-causal", causal="bottom_right", weights=1)
+    yield replace(grouped, name="gqa-mask", mask="float", mask_grad=True, weights=2)
+    yield replace(grouped, name="gqa-mask-heads", mask="bool", mask_dims="hqk", causal="upper_left")
+    yield replace(grouped, name="gqa-alibi", alibi="bh", dropout_p=0.25)
+    yield replace(grouped, name="gqa-decode", q_len=1, k_len=257, batch=3, head_dim=64)
+    yield replace(grouped, name="gqa-blhd", layouts=("blhd", "blhd", "blhd"), head_dim=48)
+    yield replace(grouped, name="gqa-lse", grads=("lse",))
+
+
+_ALL_MASK_DIMS = tuple(
+    "".join(dim for dim, present in zip("bhqk", bits, strict=True) if present)
+    for bits in product((False, True), repeat=4)
+)
+
+
+def _masks() -> Iterator[Case]:
+    for dims in _ALL_MASK_DIMS:
+        shape = dims or "one"
+        yield Case(f"mask-bool-{shape}", mask="bool", mask_dims=dims, head_dim=32)
+        added = Case(f"mask-float-{shape}", mask="float", mask_dims=dims, mask_grad=True, k_len=130)
+        added = replace(added, grads=SCALED)
+        yield added
+        yield replace(
+            added,
+            name=f"mask-float32-{shape}",
+            mask="float_inf",
+            mask_float32=True,
+            dtypes=(torch.bfloat16, torch.float16),
+            q_len=65,
+        )
+    kinds = ("bool_rows", "padding", "left_padding", "blocks", "tril", "nothing", "one_key")
+    for kind in kinds:
+        q_len, k_len = (150, 260) if kind == "blocks" else (66, 100)
+        dims = "bk" if "padding" in kind else "bhqk"
+        case = Case(f"mask-{kind}", mask=kind, mask_dims=dims, q_len=q_len, k_len=k_len)
+        case = replace(case, grads=SCALED)
+        added = replace(case, mask=f"{kind}_inf", mask_grad=True)
+        yield replace(case, weights=1)
+        yield replace(case, name=f"{case.name}-poison", poison=True)
+        yield replace(added, name=f"{case.name}-added", weights=2)
+        yield replace(added, name=f"{case.name}-added-full", mask_dims="bhqk", poison=True)
+    yield Case("mask-nan-queries", mask="bool_rows", poison_queries=True, q_len=66, weights=1)
+    yield Case("mask-finfo-min", mask="finfo_min", mask_grad=True, weights=1)
+    yield Case("mask-finfo-min-causal", mask="finfo_min", causal="upper_left", mask_float32=True)
+    yield Case("mask-steep", mask="steep", mask_grad=True, grads=SCALED)
+    for causal in ("upper_left", "bottom_right"):
+        yield Case(f"mask-bool-{causal}", mask="bool_rows", causal=causal, q_len=70, k_len=50)
+        yield Case(f"mask-float-{causal}", mask="float_inf", causal=causal, mask_grad=True)
+        yield Case(f"mask-padding-{causal}", mask="padding", causal=causal, k_len=200, poison=True)
+    for layout in ("unaligned", "transposed", "every_second", "sliced", "expanded_batch",
+                   "expanded_heads", "expanded_rows", "expanded_dims"):  # fmt: skip
+        yield Case(f"mask-bool-{layout}", mask="bool", mask_layout=layout)
+        yield Case(f"mask-float-{layout}", mask="float_inf", mask_layout=layout, mask_grad=True)
+    yield Case("mask-float-no-grad", mask="float_inf", q_len=100, k_len=200)
+
+
+def _windows() -> Iterator[Case]:
+    sides = [(0, -1), (-1, 0), (0, 0), (3, -1), (-1, 3), (3, 5), (16, 0), (64, 64), (1000, 1000)]
+    for left, right in sides:
+        for q_len, k_len in ((65, 65), (40, 130), (130, 40)):
+            for causal in (None, "bottom_right"):
+                yield Case(
+                    f"window-{left}-{right}-{q_len}x{k_len}-{causal or 'full'}",
+                    window=(left, right),
+                    causal=causal,
+                    q_len=q_len,
+                    k_len=k_len,
+                    poison=causal is None,
+                    weights=1 if causal else 0,
+                    grads=SCALED,
+                )
+    yield Case("window-narrow-long", window=(20, 10), q_len=400, k_len=400, batch=1)
+    yield Case("window-sees-nothing", window=(2, 2), q_len=200, k_len=20, weights=2,
+               grads=SCALED)  # fmt: skip
+    yield Case("window-gqa-mask", window=(30, 4), heads=4, kv_heads=2, mask="float", mask_grad=True)
+
+
+def _options() -> Iterator[Case]:
+    for scale in (0.0, 1.0, -0.7, 0.01):
+        yield Case(f"scale-{scale}", scale=scale, weights=1, grads=SCALED)
+        yield Case(f"scale-{scale}-causal", scale=scale, causal="upper_left")
+    for softcap in (0.5, 5.0, 50.0):
+        yield Case(f"softcap-{softcap}", softcap=softcap, head_dim=64, grads=SCALED)
+        yield Case(f"softcap-{softcap}-mask", softcap=softcap, mask="float_inf", mask_grad=True)
+        yield Case(f"softcap-{softcap}-causal", softcap=softcap, causal="upper_left")
+    yield Case("softcap-window", softcap=2.0, window=(7, 9), weights=1)
+    for dims in ("h", "bh"):
+        yield Case(f"alibi-{dims}", alibi=dims, heads=4)
+        yield Case(f"alibi-{dims}-causal", alibi=dims, heads=4, causal="bottom_right", k_len=150)
+        yield Case(f"alibi-{dims}-mask", alibi=dims, mask="float_inf", mask_grad=True, softcap=3.0)
+        yield Case(f"alibi-{dims}-window", alibi=dims, window=(7, 9), weights=1)
+    for p in (0.1, 0.5, 0.99, 1.0):
+        yield Case(f"dropout-{p}", dropout_p=p, k_len=130, weights=1)
+        yield Case(f"dropout-{p}-causal", dropout_p=p, heads=4, kv_heads=2, causal="upper_left")
+        yield Case(f"dropout-{p}-mask", dropout_p=p, mask="float_inf", mask_grad=True, weights=2)
+    yield Case("dropout-long", dropout_p=0.2, q_len=200, k_len=300, batch=1, grads=SCALED)
+    yield Case(
+        "everything",
+        heads=6,
+        kv_heads=3,
+        q_len=97,
+        k_len=131,
+        head_dim=40,
+        value_dim=24,
+        mask="float_inf",
+        mask_dims="hqk",
+        mask_grad=True,
+        causal="bottom_right",
+        window=(90, -1),
+        softcap=4.0,
+        alibi="bh",
+        dropout_p=0.15,
+        weights=1,
+        grads=("out", "lse", "weights"),
+    )
+
+
+def _sinks() -> Iterator[Case]:
+    all_grads = ("out", "lse", "weights")
+    base = Case("sinks", heads=4, kv_heads=2, sinks="h")
+    yield replace(base, name="sinks-h")
+    yield replace(base, name="sinks-bh", sinks="bh", grads=SCALED)
+    yield replace(base, name="sinks-lse", grads=("lse",), causal="upper_left")
+    for q_len, k_len in ((1, 1), (1, 700), (3, 0), (40, 1), (70, 600), (300, 300)):
+        case = replace(base, q_len=q_len, k_len=k_len, grads=SCALED)
+        yield replace(case, name=f"sinks-{q_len}x{k_len}")
+        yield replace(case, name=f"sinks-{q_len}x{k_len}-causal", causal="bottom_right")
+    for kind in ("bool_rows", "padding", "nothing", "float_inf", "finfo_min", "steep"):
+        added = kind not in ("bool_rows", "padding", "nothing")
+        case = replace(base, name=f"sinks-mask-{kind}", mask=kind, mask_grad=added, grads=SCALED)
+        yield replace(case, weights=2 if added else 1, k_len=100)
+        yield replace(case, name=f"{case.name}-long", k_len=700, poison=not added)
+    hidden = replace(base, mask="bool_rows", q_len=66, grads=SCALED)
+    yield replace(hidden, name="sinks-nan-queries", poison_queries=True)
+    yield replace(hidden, name="sinks-nan-queries-long", poison_queries=True, k_len=700)
+    yield replace(base, name="sinks-window", window=(2, 2), q_len=200, k_len=20, grads=SCALED)
+    yield replace(base, name="sinks-softcap", softcap=2.0, weights=1, grads=all_grads)
+    yield replace(base, name="sinks-alibi", alibi="bh", causal="upper_left", scale=-0.3)
+    for weights in (0, 1, 2):
+        grads = all_grads if weights else SCALED
+        case = replace(base, dropout_p=0.3, weights=weights, grads=grads)
+        yield replace(case, name=f"sinks-dropout-weights-{weights}")
+        yield replace(case, name=f"sinks-dropout-weights-{weights}-long", k_len=600)
+    yield replace(base, name="sinks-decode", q_len=1, k_len=1500, mask="padding", weights=1)
+    yield replace(base, name="sinks-decode-window", q_len=2, k_len=1500, window=(70, 0),
+                  causal="bottom_right", grads=SCALED)  # fmt: skip
+    everything = next(case for case in _options() if case.name == "everything")
+    yield replace(everything, name="sinks-everything", sinks="h")
+
+
+def _parts() -> Iterator[Case]:
+    """Parts of a larger call: dropout's draws, backward passes with out and lse of more keys."""
+    part = Case("first", heads=4, kv_heads=2, dropout_p=0.3, k_len=130, weights=1)
+    for first in ((3, 0, 0), (0, 8, 5), (70, 13, 1), (2**20 + 7, 2**20 + 6, 0)):
+        yield replace(part, name=f"first-{'-'.join(map(str, first))}", first=first)
+    yield replace(part, name="first-long", first=(9, 11, 2), q_len=100, k_len=600, weights=0)
+    base = Case("partial", heads=4, kv_heads=2, partial=True, grads=SCALED)
+    for q_len, k_len in ((1, 1), (3, 0), (0, 3), (40, 1), (33, 65), (1, 700), (70, 600)):
+        case = replace(base, q_len=q_len, k_len=k_len, slow=k_len not in (1, 65, 700))
+        yield replace(case, name=f"partial-{q_len}x{k_len}")
+        case = replace(case, name=f"partial-{q_len}x{k_len}-causal", causal="bottom_right")
+        yield replace(case, slow=True)
+    yield replace(base, name="partial-out", grads=("out",), head_dim=40, value_dim=24)
+    yield replace(base, name="partial-lse", grads=("lse",), causal="upper_left", slow=True)
+    for kind in ("bool_rows", "padding", "nothing", "float_inf"):
+        case = replace(base, mask=kind, mask_grad="float" in kind, poison="float" not in kind)
+        yield replace(case, name=f"partial-mask-{kind}", slow=kind in ("padding", "nothing"))
+        yield replace(case, name=f"partial-mask-{kind}-long", k_len=600, slow=True)
+    yield replace(base, name="partial-window", window=(2, 2), q_len=200, k_len=20, slow=True)
+    yield replace(base, name="partial-softcap", softcap=2.0, scale=-0.7, slow=True)
+    yield replace(base, name="partial-alibi", alibi="bh", dropout_p=0.3)
+    yield replace(base, name="partial-relative", relative_bias="h", slow=True)
+    yield replace(base, name="partial-program", program="documents", poison=True)
+
+
+def _relative_biases() -> Iterator[Case]:
+    base = Case("relative", heads=4, kv_heads=2, relative_bias="h", grads=SCALED)
+    yield replace(base, name="relative-h")
+    yield replace(base, name="relative-bh", relative_bias="bh", weights=2)
+    for q_len, k_len in ((1, 1), (3, 0), (0, 3), (40, 1), (65, 16), (130, 130)):
+        case = replace(base, q_len=q_len, k_len=k_len)
+        yield replace(case, name=f"relative-{q_len}x{k_len}")
+        yield replace(case, name=f"relative-{q_len}x{k_len}-causal", causal="bottom_right")
+    for kind in ("bool_rows", "padding", "float_inf", "steep"):
+        added = kind not in ("bool_rows", "padding")
+        case = replace(base, name=f"relative-mask-{kind}", mask=kind, mask_grad=added, weights=1)
+        yield replace(case, mask_dims="bk" if kind == "padding" else "bhqk")
+    yield replace(base, name="relative-window", window=(9, 4), q_len=90, k_len=40, poison=True)
+    yield replace(base, name="relative-softcap", softcap=2.0, weights=1, sinks="h")
+    yield replace(base, name="relative-alibi", alibi="bh", causal="upper_left", scale=-0.3)
+    for weights in (0, 1, 2):
+        case = replace(base, dropout_p=0.3, weights=weights)
+        yield replace(case, name=f"relative-dropout-weights-{weights}")
+    decode = replace(base, q_len=1, k_len=700)
+    yield replace(decode, name="relative-decode", mask="padding", weights=1)
+    yield replace(decode, name="relative-decode-causal", q_len=3, causal="bottom_right", sinks="h")
+    long = replace(base, heads=2, kv_heads=1, q_len=34, k_len=600)
+    yield replace(long, name="relative-long")
+    yield replace(long, name="relative-long-causal", causal="bottom_right", weights=1)
+    yield replace(long, name="relative-long-mask", mask="bool_rows", poison=True)
+    for kind in ("grid", "any"):
+        case = replace(base, positions=kind, q_len=49, k_len=49)
+        yield replace(case, name=f"relative-{kind}")
+        yield replace(case, name=f"relative-{kind}-mask", mask="float_inf", mask_grad=True)
+        yield replace(case, name=f"relative-{kind}-decode", q_len=2, causal="bottom_right")
+        yield replace(long, name=f"relative-{kind}-long", positions=kind, weights=1)
+    everything = next(case for case in _options() if case.name == "everything")
+    yield replace(everything, name="relative-everything", relative_bias="h", sinks="h")
+
+
+def _programs() -> Iterator[Case]:
+    """Masks of fastattn.masks, with each other option."""
+    names = ("causal", "not_causal", "window", "not_window", "prefix", "chunks", "documents",
+             "documents_b", "not_documents", "groups", "function", "not_function", "block_mask",
+             "heads", "nothing", "many")  # fmt: skip
+    base = Case("program", heads=4, kv_heads=2, q_len=70, k_len=130, grads=SCALED)
+    wide = replace(base, batch=1, heads=2, kv_heads=1, k_len=1100, poison=True)
+    for name in names:
+        case = replace(base, name=f"program-{name}", program=name)
+        yield replace(case, weights=1, poison=True)
+    for name in ("causal", "not_window", "documents", "function", "many"):
+        causal = "bottom_right" if name == "many" else None
+        yield replace(wide, name=f"program-{name}-long", program=name, causal=causal)
+    yield replace(wide, name="program-documents-queries", program="documents", q_len=600, k_len=300)
+    for q_len, k_len in ((1, 1), (3, 0), (40, 1), (1, 700), (2, 1500)):
+        for name in ("documents_b", "function", "not_window"):
+            yield replace(base, name=f"program-{name}-{q_len}x{k_len}", program=name, q_len=q_len,
+                          k_len=k_len, poison=True)  # fmt: skip
+    yield replace(base, name="program-groups-1x700", program="groups", q_len=1, k_len=700)
+    yield replace(base, name="program-gap-1x700", program="gap", q_len=1, k_len=700,
+                  causal="bottom_right")  # fmt: skip
+    hidden = replace(base, name="program-nan-queries", program="not_window", q_len=90, k_len=60)
+    hidden = replace(hidden, poison_queries=True, causal="upper_left")
+    yield hidden
+    yield replace(hidden, name="program-sinks-nan-queries", sinks="h")
+    base = replace(base, program="documents", k_len=100)
+    yield replace(base, name="program-mask-finfo-min", mask="finfo_min", grads=("out",))
+    for kind in ("padding", "bool_rows", "float_inf", "float"):
+        added = kind.startswith("float")
+        case = replace(base, name=f"program-mask-{kind}", mask=kind, mask_grad=added)
+        yield replace(case, weights=2 if added else 1, poison=not added)
+        yield replace(case, name=f"{case.name}-keys", mask_dims="bk", program="groups")
+    for kind in ("bool_rows", "float"):
+        yield replace(wide, name=f"program-mask-{kind}-long", mask=kind, program="function",
+                      mask_grad=kind == "float", poison=False)  # fmt: skip
+    yield replace(base, name="program-sinks", sinks="h", program="groups")
+    yield replace(base, name="program-sinks-nothing", sinks="bh", program="nothing", weights=1)
+    yield replace(base, name="program-and-window", window=(30, 4), causal="bottom_right")
+    yield replace(base, name="program-softcap", softcap=2.0, weights=1)
+    yield replace(base, name="program-alibi", alibi="bh", scale=-0.3)
+    for weights in (0, 1, 2):
+        case = replace(base, dropout_p=0.3, weights=weights)
+        yield replace(case, name=f"program-dropout-weights-{weights}", program="many")
+    yield replace(base, name="program-decode", q_len=1, k_len=1500, program="not_documents",
+                  causal="bottom_right", weights=1, poison=True)  # fmt: skip
+    everything = next(case for case in _options() if case.name == "everything")
+    yield replace(everything, name="program-everything", sinks="h", program="many")
+    both = replace(base, relative_bias="h", poison=True)
+    yield replace(both, name="program-relative", program="many")
+    yield replace(both, name="program-relative-padding", mask="padding", mask_dims="bk", sinks="h")
+    yield replace(both, name="program-relative-decode", q_len=1, k_len=700, causal="bottom_right")
+
+
+def _layouts() -> Iterator[Case]:
+    names = ("unaligned", "blhd", "lbhd", "packed", "transposed", "every_second", "sliced",
+             "expanded_batch", "expanded_heads", "expanded_rows", "expanded_dims")  # fmt: skip
+    for name in names:
+        same = (name, name, name)
+        grads = SCALED if name == "expanded_rows" else ("out",)
+        case = Case(f"layout-{name}", layouts=same, grads=grads, grad_layout=name)
+        yield replace(case, head_dim=24, k_len=100)
+        wide = replace(case, name=f"{case.name}-causal-wide", head_dim=67, value_dim=70)
+        yield replace(wide, causal="upper_left", weights=1)
+        for n, tensor in enumerate("qkv"):
+            q, k, v = (name if m == n else "contiguous" for m in range(3))
+            one = replace(case, name=f"layout-{tensor}-{name}", grad_layout="contiguous")
+            yield replace(one, layouts=(q, k, v), q_len=19, head_dim=64)
+    # The gradient of out.sum(): one number, expanded.
+    yield Case("layout-grad-scalar", grad_layout="expanded_all", k_len=100)
+    yield Case("layout-grad-scalar-weights", grad_layout="expanded_all", weights=2,
+               grads=("out", "lse", "weights"))  # fmt: skip
+    mixed = ("transposed", "expanded_heads", "every_second")
+    yield Case("layout-mixed", layouts=mixed, mask="bool", mask_dims="bk", poison=False)
+    yield Case("layout-decode", layouts=("blhd", "sliced", "blhd"), q_len=1, k_len=300, head_dim=64)
+
+
+def _results() -> Iterator[Case]:
+    """All combinations of returned results and of those with a gradient."""
+    for weights in (0, 1, 2):
+        names = ("out", "lse", "weights") if weights else ("out", "lse")
+        for bits in product((False, True), repeat=len(names)):
+            given = tuple(name for name, bit in zip(names, bits, strict=True) if bit)
+            label = "-".join(given) or "none"
+            case = Case(f"results-{weights}-{label}", weights=weights, grads=given, q_len=40)
+            yield case
+            yield replace(case, name=f"{case.name}-causal", causal="upper_left", dropout_p=0.3)
+            if len(given) != 1:
+                yield replace(case, name=f"{case.name}-mask", mask="float_inf", mask_grad=True)
+    yield Case("weights-averaged-many-heads", heads=16, kv_heads=4, weights=2, head_dim=64)
+    yield Case("weights-long", q_len=150, k_len=600, batch=1, weights=2, grads=("out", "weights"))
+    yield Case("weights-decode", q_len=1, k_len=700, weights=1, head_dim=64)
+
+
+def _long() -> Iterator[Case]:
+    float32 = (torch.float32, torch.bfloat16, torch.float16)
+    for q_len, k_len in ((1, 2048), (2, 2500), (5, 4099), (17, 2049), (2048, 1), (2100, 17)):
+        for heads, kv_heads in ((2, 2), (8, 2)):
+            yield Case(
+                f"long-{q_len}x{k_len}-heads-{heads}-{kv_heads}",
+                batch=1,
+                heads=heads,
+                kv_heads=kv_heads,
+                q_len=q_len,
+                k_len=k_len,
+                head_dim=64,
+                dtypes=float32,
+                causal="bottom_right" if heads == 8 else None,
+                grads=SCALED if k_len == 1 else ("out",),
+            )
+    decode = Case("decode", q_len=1, k_len=3000, head_dim=32, dtypes=float32)
+    yield replace(decode, name="decode-padding", mask="padding", poison=True)
+    yield replace(decode, name="decode-float", mask="float_inf", mask_grad=True, weights=2)
+    yield replace(decode, name="decode-window", window=(100, 0), causal="bottom_right")
+    yield replace(decode, name="decode-alibi-dropout", alibi="h", dropout_p=0.1, softcap=8.0)
+    yield replace(decode, name="decode-lse", grads=SCALED, causal="bottom_right", heads=4)
+    # Every remainder of a vector, in keys, in columns, and in the rows that share a key head.
+    for d, dv, group, q_len, k_len in (
+        (5, 1, 1, 1, 1),
+        (72, 40, 2, 1, 77),
+        (100, 33, 3, 1, 130),
+        (40, 100, 5, 1, 66),
+        (33, 65, 7, 1, 515),
+        (129, 136, 8, 1, 63),
+        (200, 72, 2, 2, 90),
+        (17, 24, 1, 3, 129),
+    ):
+        yield Case(
+            f"decode-{q_len}x{k_len}-group-{group}-head_dim-{d}-value-{dv}",
+            heads=2 * group,
+            kv_heads=2,
+            q_len=q_len,
+            k_len=k_len,
+            head_dim=d,
+            value_dim=dv,
+        )
+    # Up to eight queries on enough keys are decoded on some processors, and with what else they ask
+    # for they are a panel.
+    few = Case("few", heads=4, kv_heads=2, q_len=8, k_len=70, head_dim=64)
+    yield few
+    yield replace(few, name="few-causal", causal="bottom_right", q_len=6, k_len=130)
+    yield replace(few, name="few-window", window=(40, 2), heads=16, head_dim=72, sinks="h")
+    yield replace(few, name="few-keys", k_len=63)
+    yield replace(few, name="few-rows-65", q_len=5, heads=26, causal="bottom_right")
+    yield replace(few, name="few-padding", mask="padding", poison=True)
+    yield replace(few, name="few-softcap-weights", softcap=2.0, weights=1, alibi="h")
+    square = Case("long-square", batch=1, q_len=1100, k_len=1100, head_dim=64, dtypes=float32)
+    yield square
+    yield replace(square, name="long-square-causal", causal="upper_left")
+    yield replace(square, name="long-square-wide", head_dim=128, slow=True)
+    yield replace(square, name="long-square-padding", mask="padding", poison=True, batch=2)
+    yield replace(square, name="long-square-blocks", mask="blocks", slow=True)
+    yield replace(square, name="long-square-window", window=(128, 0))
+
+
+def _packed() -> Iterator[VarlenCase]:
+    base = VarlenCase("plain")
+    yield base
+    causal = replace(base, window=(-1, 0))
+    yield replace(causal, name="causal")
+    cross: dict[str, Any] = {"q_lengths": (33, 0, 70, 1, 20, 9), "k_lengths": (65, 4, 0, 129, 5, 9)}
+    for name, bottom_right in (("upper-left", False), ("bottom-right", True)):
+        yield replace(causal, name=f"causal-{name}", bottom_right=bottom_right, **cross)
+        case = replace(base, window=(9, 4), bottom_right=bottom_right, **cross)
+        yield replace(case, name=f"window-{name}", kv_heads=1)
+        yield replace(case, name=f"alibi-{name}", alibi="bh", softcap=3.0)
+    for name, lengths in (
+        ("none", ()),
+        ("one-empty", (0,)),
+        ("one-row", (1,)),
+        ("one-long", (270,)),
+        ("all-empty", (0, 0, 0)),
+        ("equal", (64, 64, 64)),
+        ("many", tuple(n * 7 % 23 for n in range(40))),
+        ("uneven", (1, 270, 2, 3)),
+    ):
+        yield replace(causal, name=f"lengths-{name}", q_lengths=lengths, heads=3)
+    yield replace(base, name="after", after=(7, 3))
+    yield replace(base, name="after-causal", window=(-1, 0), after=(2, 40), **cross)
+    # Sequences of one query use the kernel of decoding, others that of panels.
+    mixed: dict[str, Any] = {
+        "q_lengths": (1, 2, 1, 50, 1, 1),
+        "k_lengths": (530, 1030, 1, 70, 0, 9),
+    }
+    for heads, kv_heads in ((2, 2), (8, 2), (3, 1)):
+        case = replace(causal, name=f"mixed-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads)
+        yield replace(case, bottom_right=True, head_dim=64, **mixed)
+    yield replace(base, name="gqa", heads=6, kv_heads=2, **cross)
+    for d, dv in ((1, 1), (33, 48), (64, 64), (128, 40), (200, 136)):
+        yield replace(causal, name=f"head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
+    with_sinks = replace(causal, sinks=True, heads=4, kv_heads=2, bottom_right=True)
+    yield replace(with_sinks, name="sinks")
+    yield replace(with_sinks, name="sinks-dropout", dropout_p=0.2, softcap=3.0, **cross)
+    yield replace(with_sinks, name="sinks-mixed-after", after=(7, 3), grads=("out",), **mixed)
+    for p in (0.1, 0.5, 1.0):
+        yield replace(causal, name=f"dropout-{p}", dropout_p=p, heads=4, kv_heads=2, **cross)
+    yield replace(base, name="alibi-h", alibi="h")
+    for layout in ("contiguous", "unaligned", "packed", "transposed", "every_second", "sliced",
+                   "expanded_heads", "expanded_dims"):  # fmt: skip
+        yield replace(causal, name=f"layout-{layout}", layouts=(layout,) * 3, head_dim=24)
+    for grads in ((), ("out",), ("lse",)):
+        yield replace(causal, name=f"grads-{'-'.join(grads) or 'none'}", grads=grads)
+    yield replace(causal, name="backward-split", q_lengths=(200, 20), k_lengths=(1300, 30), heads=1)
+    long = replace(causal, name="long", q_lengths=(2100, 3, 500), head_dim=64, slow=True)
+    yield replace(long, dtypes=(torch.float32, torch.bfloat16))
+    yield from _packed_with_biases(replace(base, heads=4, kv_heads=2), cross, mixed)
+
+
+def _packed_with_biases(
+    base: VarlenCase, cross: dict[str, Any], mixed: dict[str, Any]
+) -> Iterator[VarlenCase]:
+    """Relative biases and masks of fastattn.masks, with each other option."""
+    relative = replace(base, relative_bias=True)
+    yield replace(relative, name="relative")
+    yield replace(relative, name="relative-cross", window=(9, 4), **cross)
+    yield replace(relative, name="relative-bottom-right", bottom_right=True, softcap=3.0, **cross)
+    yield replace(relative, name="relative-mixed", bottom_right=True, after=(7, 3), **mixed)
+    split = replace(relative, q_lengths=(200, 20), k_lengths=(1300, 30), heads=2, kv_heads=1)
+    yield replace(split, name="relative-split")
+    for program in PROGRAMS:
+        case = replace(base, program=program, bottom_right=program != "causal", after=(7, 3))
+        yield replace(case, name=f"program-{program}", **cross)
+    yield replace(base, name="program-mixed", program="many", bottom_right=True, **mixed)
+    lengths = tuple(n * 7 % 23 for n in range(40))
+    yield replace(base, name="program-short", program="documents", q_lengths=lengths)
+    yield replace(split, name="program-split", program="many", relative_bias=False)
+    both = replace(relative, program="many", sinks=True, softcap=3.0, alibi="bh", **cross)
+    yield replace(both, name="relative-everything", dropout_p=0.2, window=(50, -1))
+    nothing = replace(both, q_lengths=(), k_lengths=(), alibi="h")
+    yield replace(nothing, name="relative-no-sequences", after=(3, 3))
+
+
+def _decoding() -> Iterator[DecodeCase]:
+    base = DecodeCase("plain")
+    paged = replace(base, page=16)
+    yield base
+    yield replace(paged, name="paged")
+    yield replace(base, name="entries", shuffled=True)
+    for page in (1, 7, 64, 100, 256):
+        yield replace(paged, name=f"page-{page}", page=page)
+    for case in (base, paged):
+        label = "paged-" if case.page else ""
+        for heads, kv_heads in ((1, 1), (3, 1), (8, 2), (6, 3), (40, 2)):
+            name = f"{label}heads-{heads}-{kv_heads}"
+            yield replace(case, name=name, heads=heads, kv_heads=kv_heads)
+        for d, dv in ((1, 1), (5, 40), (64, 64), (100, 33), (128, 128), (600, 20), (24, 520)):
+            yield replace(case, name=f"{label}head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
+        for queries in (0, 2, 4, 5, 40):
+            some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
+            yield replace(some, name=f"{label}queries-{queries}-causal")
+        for queries in (5, 8):
+            some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 8, 63, 129, 64))
+            yield replace(some, name=f"{label}few-{queries}", head_dim=64, capacity=140)
+        # Sixteen rows of a key head are a tile; 32 are a panel.
+        for heads in (15, 16, 33):
+            yield replace(case, name=f"{label}rows-{heads}", heads=heads, kv_heads=1)
+        latent = replace(case, heads=20, kv_heads=1, head_dim=576, value_dim=512)
+        yield replace(latent, name=f"{label}latent", lengths=(70, 0, 129))
+        many = replace(latent, heads=128, window=(90, 0), lengths=(70, 0, 129))
+        many = replace(many, dtypes=(torch.float32, torch.bfloat16))
+        yield replace(many, name=f"{label}latent-128")
+        grouped = replace(many, heads=130, kv_heads=2, head_dim=40, value_dim=24)
+        yield replace(grouped, name=f"{label}rows-65", leftpad=(9, 0, 50), softcap=4.0)
+        stacked = replace(case, heads=12, queries=3, lengths=(70, 2, 129), window=(20, 0))
+        yield replace(stacked, name=f"{label}stacked")
+        yield replace(stacked, name=f"{label}stacked-everything", softcap=4.0, alibi="bh",
+                      sinks=True, window=(70, 1), layouts=("blhd", "blhd"))  # fmt: skip
+        many = replace(case, heads=16, kv_heads=1, lengths=(1100, 513, 512), capacity=1100)
+        yield replace(many, name=f"{label}stacked-long", sinks=True)
+        yield replace(many, name=f"{label}stacked-long-window", window=(600, 0), alibi="h")
+        many = replace(many, dtypes=(torch.float32, torch.bfloat16))
+        yield replace(many, name=f"{label}stacked-long-inf", values="inf", window=(500, 0),
+                      lengths=(1100, 1100))  # fmt: skip
+        # Whatever the scores' rounding, the weights sum to 1.
+        yield replace(many, name=f"{label}stacked-long-ones", values="ones", spread=2000.0)
+        yield replace(case, name=f"{label}window", window=(20, 0), queries=3)
+        yield replace(case, name=f"{label}softcap-alibi", softcap=4.0, alibi="bh", queries=2)
+        yield replace(case, name=f"{label}alibi", alibi="h", window=(-1, 0))
+        yield replace(case, name=f"{label}sinks", sinks=True, window=(20, 0), queries=2)
+        long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
+        yield replace(long, name=f"{label}long")
+        yield replace(long, name=f"{label}long-sinks", sinks=True)
+        yield replace(long, name=f"{label}long-batch", lengths=(600, 9, 700, 512, 0, 1024, 33, 7))
+        for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
+            yield replace(case, name=f"{label}layout-{layout}", layouts=(layout, layout))
+        padded = replace(case, leftpad=(9, 0, 1, 128), sinks=True)
+        yield replace(padded, name=f"{label}leftpad")
+        padded = replace(padded, dtypes=(torch.float32, torch.bfloat16))
+        yield replace(padded, name=f"{label}leftpad-everything", queries=3, alibi="bh", tree="b",
+                      program="many", window=(100, -1), relative_bias=True)  # fmt: skip
+        yield replace(padded, name=f"{label}leftpad-panels", queries=40, window=(-1, 0))
+        yield replace(padded, name=f"{label}leftpad-rows", heads=16, kv_heads=1, queries=2)
+        yield replace(long, name=f"{label}leftpad-long", leftpad=(700, 512, 511, 0),
+                      dtypes=(torch.float32,))  # fmt: skip
+        yield from _quantised(replace(case, quantised=torch.int8), f"{label}int8")
+        yield from _quantised(replace(case, quantised=torch.float8_e4m3fn), f"{label}fp8")
+    # So many key heads that a thread takes all chunks of one, up to four threads.
+    yield replace(base, name="stacked-long-heads", heads=64, kv_heads=4, head_dim=16, capacity=1030,
+                  lengths=(1030, 900, 1024, 700), dtypes=(torch.bfloat16,))  # fmt: skip
+    # More chunks than are merged at once, and a window that begins after the first one.
+    yield replace(base, name="many-chunks", kv_heads=1, head_dim=16, capacity=9000, lengths=(9000,),
+                  window=(6500, 0), dtypes=(torch.float32, torch.bfloat16))  # fmt: skip
+    yield replace(base, name="no-sequences", lengths=())
+    yield replace(paged, name="paged-no-sequences", lengths=())
+    for case in (base, paged):
+        yield from _decoding_with_biases(case, "paged-" if case.page else "")
+
+
+def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
+    yield replace(case, name=label)
+    # For queries of 16 bits, products with int8 can be those of integers.
+    integers = case.quantised is torch.int8
+    case = replace(case, dtypes=(torch.float32, torch.bfloat16)[: 1 + integers])
+    if integers:
+        zeros = replace(case, spread=0.0, dtypes=(torch.bfloat16,))
+        yield replace(zeros, name=f"{label}-queries-of-zero")
+        large = replace(case, spread=50.0, head_dim=128, dtypes=(torch.bfloat16, torch.float16))
+        large = replace(large, lengths=(600, 3), capacity=610)
+        yield replace(large, name=f"{label}-large-scores")
+    for d, dv in ((1, 1), (5, 40), (100, 33), (128, 128), (600, 20), (576, 512)):
+        yield replace(case, name=f"{label}-head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
+    for heads, kv_heads in ((3, 1), (40, 2), (66, 1)):
+        yield replace(
+            case, name=f"{label}-heads-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads
+        )
+    for queries in (0, 4, 40):
+        some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
+        yield replace(some, name=f"{label}-queries-{queries}-causal")
+    yield replace(case, name=f"{label}-everything", queries=3, softcap=4.0, alibi="bh", sinks=True,
+                  relative_bias=True, program="many", leftpad=(9, 0, 1, 128))  # fmt: skip
+    long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
+    yield replace(long, name=f"{label}-long")
+    for layout in ("blhd", "unaligned", "sliced", "every_second"):
+        yield replace(case, name=f"{label}-layout-{layout}", layouts=(layout, layout))
+    # Rows are widened up to the longest sequence; masks are those of the whole cache.
+    spare = replace(case, capacity=400, tree="b", program="many", dtypes=(torch.float32,))
+    yield replace(spare, name=f"{label}-spare-queries", queries=40)
+    yield replace(spare, name=f"{label}-spare-heads", heads=66, kv_heads=1, leftpad=(9, 0, 1, 128))
+    if not case.page:
+        yield replace(case, name=f"{label}-entries", shuffled=True)
+        yield replace(case, name=f"{label}-no-sequences", lengths=())
+    else:
+        yield replace(case, name=f"{label}-pages-of-7", page=7)
+
+
+def _decoding_with_biases(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
+    """Relative biases and masks of fastattn.masks, with the other options."""
+    relative = replace(base, relative_bias=True, queries=2)
+    yield replace(relative, name=f"{label}relative", window=(20, 0))
+    yield replace(relative, name=f"{label}relative-rows", queries=9)  # enough for tiles
+    long = replace(base, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
+    yield replace(long, name=f"{label}relative-long", relative_bias=True, window=(-1, 0))
+    for program in PROGRAMS:
+        case = replace(base, program=program, queries=3, lengths=(70, 1, 40, 129), alibi="h")
+        yield replace(case, name=f"{label}program-{program}")
+    yield replace(long, name=f"{label}program-long", program="documents")
+    for tree, queries in (("b", 3), ("all", 12), ("b", 70)):
+        case = replace(base, tree=tree, queries=queries, lengths=(70, 2, 129, 75))
+        dtypes = FLOATS if queries == 3 else (torch.float32,)
+        yield replace(case, name=f"{label}tree-{queries}", dtypes=dtypes)
+    single = (torch.float32,)
+    yield replace(base, name=f"{label}tree-one", tree="all", dtypes=single)
+    yield replace(long, name=f"{label}tree-long", tree="b", queries=6, heads=2, dtypes=single)
+    stacked = replace(base, tree="b", queries=5, heads=12, kv_heads=2)
+    yield replace(stacked, name=f"{label}tree-everything", program="chunks", alibi="bh", sinks=True)
+    both = replace(relative, program="many", sinks=True, softcap=3.0)
+    yield replace(both, name=f"{label}relative-everything")
+    yield replace(both, name=f"{label}relative-gathered", queries=40, lengths=(70, 3, 40, 129))
+    spare = replace(both, tree="b", queries=40, capacity=400, lengths=(70, 41, 129), dtypes=single)
+    yield replace(spare, name=f"{label}spare-gathered")
+    yield replace(both, name=f"{label}relative-no-sequences", lengths=())
+
+
+_MORE = {
+    "scaled_dot_product_attention": [
+        *(_head_dims(), _lengths(), _heads(), _masks(), _windows(), _options(), _sinks()),
+        *(_relative_biases(), _programs(), _layouts(), _results(), _long(), _parts()),
+    ],
+    "varlen_attention": [_packed()],
+    "decode_attention": [_decoding()],
+}
+PROOFS = {
+    op: replace(proof, cases=(*chain(*_MORE.get(op, ())), *proof.cases))
+    for op, proof in proofs.PROOFS.items()
+}
+ATTENTION_CASES: Any = PROOFS["scaled_dot_product_attention"].cases
+DECODE_CASES: Any = PROOFS["decode_attention"].cases
+VARLEN_CASES: Any = PROOFS["varlen_attention"].cases
