@@ -7,7 +7,11 @@ from torch import Tensor
 
 from fastattn.compat import nothing_watches
 
-__all__ = ["has_plain_memory", "nothing_watches", "runs_eagerly"]
+__all__ = ["LOW", "has_plain_memory", "nothing_watches", "runs_eagerly", "was_freed"]
+
+# A tensor whose storage was freed, as FSDP does, has the address 0, or, if it is a view, its offset
+# in bytes. So addresses below this one are looked at twice (`was_freed`).
+LOW = 2**32
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
@@ -19,9 +23,14 @@ def has_plain_memory(t: Tensor) -> bool:
     (batched gradients; a tensor that outlived ``torch.func``), or a sparse tensor.
     """
     try:
-        return not t.is_neg() and (t.data_ptr() != 0 or t.numel() == 0)
+        return not t.is_neg() and (t.data_ptr() >= LOW or t.numel() == 0)
     except RuntimeError:  # it has no address
         return False
+
+
+def was_freed(t: Tensor) -> bool:
+    """Whether a tensor that has elements has no memory for them."""
+    return t.numel() > 0 and t.data_ptr() == t.storage_offset() * t.element_size()
 
 
 def runs_eagerly(*tensors: Tensor | None) -> bool:
@@ -34,7 +43,7 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
         return False
     try:  # as has_plain_memory(), without a call for each
         for t in tensors:
-            if t is not None and (t.is_neg() or (not t.data_ptr() and t.numel())):
+            if t is not None and (t.is_neg() or (t.data_ptr() < LOW and t.numel())):
                 return False
     except RuntimeError:
         return False

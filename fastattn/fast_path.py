@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.eager import has_plain_memory, nothing_watches
+from fastattn.eager import LOW, has_plain_memory, nothing_watches
 
 __all__ = ["BACKENDS", "Native", "are_plain", "calls_are_open", "differentiable", "is_open"]
 
@@ -129,6 +129,7 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
             and not torch.is_grad_enabled()
             and nothing_watches()
             and has_plain_memory(grad_out)
+            and all([t is None or t.data_ptr() >= LOW for t in saved])  # not freed since
         ):
             grads = getattr(module, kernel_backward)(grad_out, *saved, a, b, wants, *more)
         if grads is None:

@@ -51,7 +51,7 @@ from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
 from fastattn.compat import any_requires_grad, transforms_active
-from fastattn.eager import runs_eagerly
+from fastattn.eager import runs_eagerly, was_freed
 
 __all__ = ["Operator", "operators", "watchers"]
 
@@ -163,7 +163,15 @@ class Operator:
         tensors, options = self._primitive(args)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args)
+        self._check_memory(tensors)
         return self._run(args[-1], tensors, options)
+
+    def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:
+        for name, tensor in zip(self._names, tensors, strict=True):
+            if tensor is not None and was_freed(tensor):
+                raise RuntimeError(
+                    f"{self.name}: {name} has no memory: its storage was freed, or never allocated"
+                )
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
         """Requirements of this call that no kernel supports, but the reference does."""
@@ -219,6 +227,7 @@ class Operator:
         args = self._recorded(args)
         self._shapes.check(args)
         tensors, options = self._primitive(args)
+        self._check_memory(tensors)
         backend = args[-1] or dispatch.choose(self.name, tensors, options)
         if backend == "reference":
             results = compat.run_outside(self._run, backend, tensors, options)

@@ -200,7 +200,9 @@ bool read_tensor(py::handle from, TensorView* to) {
   const bool read = found.exchange != nullptr ? read_by_interface(from.ptr(), to)
                                               : read_by_methods(from.ptr(), to);
   if (!read) PyErr_Clear();
-  return read && (to->data != nullptr || elements(*to) == 0);
+  // A tensor whose storage was freed has the address 0, or, if it is a view, its offset in bytes.
+  constexpr uintptr_t kLow = uintptr_t{1} << 32;
+  return read && (reinterpret_cast<uintptr_t>(to->data) >= kLow || elements(*to) == 0);
 }
 
 Tensor4 operand_of(const TensorView& x) {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
+from fastattn.eager import LOW
 from fastattn.fast_path import is_open
 from fastattn.nn._linear import _WIDE_DTYPES, rule
 
@@ -107,6 +108,8 @@ def self_attention(
             biases = b_in.data_ptr(), b_out.data_ptr()
     except RuntimeError:  # a parameter without memory: wrapped by a transform
         return None
+    if min(weights) < LOW or (b_in is not None and min(biases) < LOW):
+        return None  # or one whose storage was freed
     batch_first = module.batch_first
     batch, length = (first, second) if batch_first else (second, first)
     padding_stride: tuple[int, ...]
@@ -115,6 +118,8 @@ def self_attention(
         if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != (batch, length):
             return None
         padding, padding_stride = key_padding_mask.data_ptr(), key_padding_mask.stride()
+        if padding < LOW:
+            return None
     native = dispatch.load("cpu")
     if isinstance(native, str):
         return None

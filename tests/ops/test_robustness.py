@@ -324,3 +324,45 @@ def test_offsets_beyond_32_bits(dim: int) -> None:
         (a,) = torch.autograd.grad(attention(distant, near, near).sum(), distant)
         (b,) = torch.autograd.grad(attention(close, near, near).sum(), close)
         assert torch.equal(a, b)
+
+
+def freed(x: Tensor) -> Tensor:
+    """A view at an offset, as FSDP leaves parameters between layers."""
+    flat = torch.cat([x.new_zeros(8), x.flatten()])
+    view = flat[8:].view(x.shape)
+    flat.untyped_storage().resize_(0)
+    return view
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize("options", [{}, {"window": (3, 3)}], ids=["plain", "window"])
+def test_a_tensor_without_memory_is_named(name: str, options: dict[str, Any]) -> None:
+    tensors = {n: torch.ones(1, 2, 8, 8) for n in ("query", "key", "value", "attn_mask")}
+    tensors[name] = freed(tensors[name])
+    with pytest.raises(RuntimeError, match=f"{name} has no memory"):
+        fastattn.scaled_dot_product_attention(**tensors, **options)
+
+
+@pytest.mark.parametrize("window", [None, (3, 3)])
+def test_a_tensor_freed_after_the_forward_is_named(window: tuple[int, int] | None) -> None:
+    q, k, v = (torch.ones(1, 2, 8, 8, requires_grad=n == 0) for n in range(3))
+    out = fastattn.scaled_dot_product_attention(q, k, v, window=window)
+    k.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="key has no memory"):
+        out.sum().backward()
+
+
+def test_operators_refuse_a_tensor_without_memory() -> None:
+    rows, lengths = torch.ones(8, 2, 4), torch.tensor([0, 8])
+    cache = torch.ones(1, 2, 8, 4)
+    for call in (
+        lambda: fastattn.varlen_attention(freed(rows), rows, rows, lengths, lengths),
+        lambda: fastattn.varlen_attention(rows, rows, rows, lengths, freed(lengths)),
+        lambda: fastattn.decode_attention(cache[:, :, :1], freed(cache), cache, 8),
+        lambda: fastattn.hopfield_retrieve(rows, freed(rows)),
+        lambda: fastattn.sinusoidal_encoding(freed(rows)),
+        lambda: fastattn.memory_hop_attention(freed(rows[:, 0]), rows),
+    ):
+        # A view of it is refused by PyTorch.
+        with pytest.raises(RuntimeError, match="has no memory|out of bounds for storage"):
+            call()
