@@ -28,11 +28,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from rank_counter import Counter
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from fastattn.bench.environment import describe_environment, processor_slug
-from fastattn.bench.ranks import Counter
 from fastattn.bench.results import json_lines
 from fastattn.distributed import Layout, attention, plan
 

@@ -353,15 +353,15 @@ def main() -> int:
         path.write_text(text)
     import pictures
 
-    from fastattn.bench import charts, plots
+    from fastattn.bench import plots
 
     speeds = first_speeds(on_most_processors(main_results, named(FIGURES))[1])
     for theme in plots.THEMES:
-        charts.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
+        plots.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
     for name, kind in ((MAIN, "speedup"), (BREAKDOWN, "breakdown")):
         for result in list(named(name).values())[:1]:
             for theme in plots.THEMES:
-                charts.draw(result, IMAGES / f"{name}-{theme}.png", kind, theme)
+                plots.draw(result, IMAGES / f"{name}-{theme}.png", kind, theme)
     pages = ", ".join(str(path.relative_to(ROOT)) for path in texts)
     print(f"Written: {pages}, and the pictures in {IMAGES.name}/")
     return 0

@@ -38,12 +38,12 @@ from fastattn import dispatch
 from fastattn.bench import ops, peaks
 from fastattn.bench.cells import Cell, bytes_touched
 from fastattn.bench.environment import describe_environment
+from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.providers.passes import Outputs, run_passes
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
-from fastattn.bench.stopwatch import Stopwatch
 
 __all__ = ["BUDGET", "budget", "columns", "lines", "measure", "microseconds"]
 

@@ -7,13 +7,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fastattn.bench import commands, compare, display, measuring
 from fastattn.bench.cells import DEVICES
-from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN, USAGE
-from fastattn.bench.presets import (
-    WHOLE_MODELS,
-)
+from fastattn.bench.measuring import FAULTS, INTERRUPTED, OK, UNWRITTEN, USAGE
+from fastattn.bench.presets import WHOLE_MODELS
 from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.selection import add_passes, add_what
 from fastattn.spelling import names
@@ -128,167 +127,101 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_how(parser)
 
 
+def _option(
+    parser: argparse._ActionsContainer, flag: str, metavar: str, words: str, **more: Any
+) -> None:
+    parser.add_argument(flag, metavar=metavar, help=words, **more)
+
+
+_FILE: dict[str, Any] = {"metavar": "FILE", "type": Path}
+
+
 def _add_how(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("providers")
-    who.add_argument(
-        "--providers",
-        type=names,
-        default=list(DEFAULT),
-        metavar="LIST",
-        help=f"comma-separated: {', '.join(PROVIDERS)}, a variant such as fastattn@avx2, or an "
-        "importable module "
-        f"(default: {','.join(DEFAULT)})",
-    )
-    who.add_argument(
-        "--baseline",
-        metavar="NAME",
-        help="the provider that the others are compared with (default: torch)",
-    )
+    named = f"{', '.join(PROVIDERS)}, a variant such as fastattn@avx2, or an importable module"
+    words = f"comma-separated: {named} (default: {','.join(DEFAULT)})"
+    _option(who, "--providers", "LIST", words, type=names, default=list(DEFAULT))
+    words = "the provider that the others are compared with (default: torch)"
+    _option(who, "--baseline", "NAME", words)
     how = parser.add_argument_group("how to measure")
     how.add_argument("--device", choices=DEVICES, default="cpu", help="default: cpu")
-    how.add_argument(
-        "--cache",
-        choices=("warm", "cold"),
-        default="warm",
-        help="cold: flush the caches before every call (default: warm)",
-    )
+    words = "cold: flush the caches before every call (default: warm)"
+    how.add_argument("--cache", choices=("warm", "cold"), default="warm", help=words)
     _add_threads(how)
-    how.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of the inputs and of the order of providers (default: 0)",
-    )
-    how.add_argument(
-        "--time-budget",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="time limit for the complete run, in seconds (default: %(default).0f)",
-    )
-    how.add_argument(
-        "--rounds",
-        type=int,
-        default=15,
-        metavar="N",
-        help="comparable rounds per cell (default: %(default)s)",
-    )
-    how.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds without an answer after which a provider is stopped (default: %(default).0f)",
-    )
+    words = "seed of the inputs and of the order of providers (default: 0)"
+    _option(how, "--seed", "N", words, type=int, default=0)
+    words = "time limit for the complete run, in seconds (default: %(default).0f)"
+    _option(how, "--time-budget", "S", words, type=float, default=60.0)
+    words = "comparable rounds per cell (default: %(default)s)"
+    _option(how, "--rounds", "N", words, type=int, default=15)
+    words = "seconds without an answer after which a provider is stopped (default: %(default).0f)"
+    _option(how, "--timeout", "S", words, type=float, default=60.0)
     out = parser.add_argument_group(
         "output", "{processor} in a path is replaced by the folder of this machine, see `bench env`"
     )
-    out.add_argument(
-        "--out", type=Path, metavar="DIR", help="write results.json, .jsonl, .csv, .md and .png"
-    )
-    out.add_argument(
-        "--json", type=Path, metavar="FILE", help="write raw samples and the environment"
-    )
-    out.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write one line per cell and provider"
-    )
-    out.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    out.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write the plot (.png, .svg or .pdf)"
-    )
+    words = "write results.json, .jsonl, .csv, .md and .png"
+    _option(out, "--out", "DIR", words, type=Path)
+    out.add_argument("--json", **_FILE, help="write raw samples and the environment")
+    out.add_argument("--csv", **_FILE, help="write one line per cell and provider")
+    out.add_argument("--markdown", **_FILE, help="write the table")
+    out.add_argument("--plot", **_FILE, help="write the plot (.png, .svg or .pdf)")
     out.add_argument("--resume", action="store_true", help="continue the run in --out")
-    out.add_argument(
-        "--metric",
-        type=names,
-        default=[],
-        metavar="LIST",
-        help=f"columns of the table, comma-separated: {', '.join(display.METRICS)}",
-    )
+    words = f"columns of the table, comma-separated: {', '.join(display.METRICS)}"
+    _option(out, "--metric", "LIST", words, type=names, default=[])
     out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
 
 
 def _add_threads(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="number of threads (default: that of torch)"
-    )
+    _option(parser, "--threads", "N", "number of threads (default: that of torch)", type=int)
 
 
 def _add_breakdown(parser: argparse.ArgumentParser) -> None:
     add_what(parser)
     _add_threads(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed (default: 0)")
-    parser.add_argument(
-        "--rounds", type=int, default=50, metavar="N", help="rounds (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write raw samples and the environment"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture")
+    _option(parser, "--seed", "N", "seed (default: 0)", type=int, default=0)
+    _option(parser, "--rounds", "N", "rounds (default: %(default)s)", type=int, default=50)
+    parser.add_argument("--json", **_FILE, help="write raw samples and the environment")
+    parser.add_argument("--plot", **_FILE, help="write the picture")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help="a .json or .jsonl file that `run` wrote")
     parser.add_argument("after", type=Path, help="the file to compare with it")
-    parser.add_argument(
-        "--metric",
-        choices=compare.METRICS,
-        default="time",
-        help="the metric to compare (default: time)",
-    )
-    parser.add_argument(
-        "--fail-slower",
-        type=_share,
-        metavar="P%",
-        help="exit with 1 if a row is worse by more than this over its complete interval",
-    )
-    parser.add_argument(
-        "--providers", type=names, metavar="LIST", help="compare only these providers"
-    )
+    words = "the metric to compare (default: time)"
+    parser.add_argument("--metric", choices=compare.METRICS, default="time", help=words)
+    words = "exit with 1 if a row is worse by more than this over its complete interval"
+    _option(parser, "--fail-slower", "P%", words, type=_share)
+    _option(parser, "--providers", "LIST", "compare only these providers", type=names)
 
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="a .json or .jsonl file that `run` wrote")
-    parser.add_argument(
-        "--metric",
-        choices=(*commands.PLOTS, "all"),
-        default="speedup",
-        help="which plot (default: speedup); all writes one file for each",
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="output file (default: next to the results)"
-    )
+    words = "which plot (default: speedup); all writes one file for each"
+    kinds = (*commands.PLOTS, "all")
+    parser.add_argument("--metric", choices=kinds, default="speedup", help=words)
+    parser.add_argument("--plot", **_FILE, help="output file (default: next to the results)")
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="a .json or .jsonl file that `run` wrote")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="output file (default: next to the results)"
-    )
+    parser.add_argument("--out", **_FILE, help="output file (default: next to the results)")
     parser.add_argument("--title", default="Attention, measured", help="default: %(default)s")
 
 
 def _add_roofline(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "results", type=Path, nargs="?", help="a result; without it, measure the peaks now"
-    )
+    words = "a result; without it, measure the peaks now"
+    parser.add_argument("results", type=Path, nargs="?", help=words)
     _add_threads(parser)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write the roofline plot of the result"
-    )
+    parser.add_argument("--plot", **_FILE, help="write the roofline plot of the result")
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, default=Path("shapes.txt"), metavar="FILE", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "program",
-        nargs=argparse.REMAINDER,
-        metavar="-- python train.py ...",
-        help="or -- python -m module ...",
-    )
+    default = Path("shapes.txt")
+    parser.add_argument("--out", **_FILE, default=default, help="default: %(default)s")
+    words = "or -- python -m module ..."
+    rest, metavar = argparse.REMAINDER, "-- python train.py ..."
+    parser.add_argument("program", nargs=rest, metavar=metavar, help=words)
 
 
 def _share(text: str) -> float:

@@ -11,14 +11,15 @@ import torch
 from fastattn.bench import compare as comparing
 from fastattn.bench import measuring, ops, results
 from fastattn.bench.display import milliseconds
-from fastattn.bench.exits import FAULTS, OK
+from fastattn.bench.measuring import FAULTS, OK
 from fastattn.bench.presets import PRESETS, WHOLE_MODELS
 from fastattn.bench.providers import PROVIDERS, load, variants
 from fastattn.bench.rounds import QUIET_SHARE
 from fastattn.bench.selection import cells_of
+from fastattn.bench.shapes import parse_line
 from fastattn.bench.summary import summarise
 
-PLOTS = ("speedup", "heatmap", "time", "throughput", "roofline", "memory", "error")
+PLOTS = ("speedup", "time", "roofline")
 
 
 def list_all(args: argparse.Namespace) -> int:
@@ -29,13 +30,13 @@ def list_all(args: argparse.Namespace) -> int:
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
         print(f"  {name:<20}{op.FUNCTION}: {op.ABOUT}\n{'':<22}{keys}; torch: {op.TORCH}")
     print("\nWhole models (bench model NAME)")
-    for name, templates in WHOLE_MODELS.items():
-        for template in templates:
-            op = ops.get(template.op)
-            print(f"  {name:<20}{template.label}: {op.FUNCTION}, {template.op} {template.shape}")
+    for name, lines in WHOLE_MODELS.items():
+        for line in map(parse_line, lines):
+            op = ops.get(line.op)
+            print(f"  {name:<20}{line.label}: {op.FUNCTION}, {line.op} {line.shape}")
     print("\nPresets (--preset)")
-    for name, preset in PRESETS.items():
-        print(f"  {name:<20}{preset.about}")
+    for name, (about, _) in PRESETS.items():
+        print(f"  {name:<20}{about}")
     print("\nProviders (--providers)")
     for name in PROVIDERS:
         provider = load(name)
@@ -124,8 +125,7 @@ def roofline(args: argparse.Namespace) -> int:
     if args.results is None:
         if args.plot:
             raise ValueError("--plot needs a result: the peaks alone have no plot")
-        measuring.check_threads(args.threads)
-        threads = args.threads or torch.get_num_threads()
+        threads = measuring.check_threads(args.threads)
         torch.set_num_threads(threads)
         print(f"{threads} thread{'s' if threads > 1 else ''}")
         peaks, share = roof.measure(threads)
@@ -160,13 +160,12 @@ def breakdown(args: argparse.Namespace) -> int:
     """
     from fastattn.bench import breakdown as parts
 
-    measuring.check_threads(args.threads)
+    threads = measuring.check_threads(args.threads)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
     if args.plot:
         measuring.check_picture(args.plot)
     path = measuring.placed(args.json)
-    threads = args.threads or torch.get_num_threads()
     result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
     print("\n".join(parts.lines(result)))
     if path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import time
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ METRICS = {
     "roof": ("% of roof",),
     "memory": ("peak MB",),
     "error": ("rel. error",),
-    "energy": ("mJ",),
     "speedup": ("speed-up",),
     "rate": ("per second",),
     "attention": ("attention", "at most"),
@@ -48,32 +48,22 @@ def columns_of(metrics: Sequence[str]) -> list[str]:
     return [*HEAD, *(column for metric in metrics for column in METRICS[metric])]
 
 
-COLUMNS = tuple(columns_of(DEFAULT_METRICS))
-_COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": "default", "UNSURE": "yellow"}
+_VERDICTS = ("FASTER", "SLOWER", "SAME", "UNSURE")
 
 
-class PlainWatcher:
-    """Prints one line per finished cell."""
+class Progress:
+    """Prints one line per finished cell; None prints nothing."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.total = 0
         self.began = 0.0
 
-    def __enter__(self) -> PlainWatcher:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
     def start(self, result: Result, cells: Sequence[Cell]) -> None:
         self.total, self.began = len(cells), time.monotonic()
         for name, provider in result.providers.items():
             if provider["status"] != "ok":
                 self._print(f"{name}: {provider['status']}: {provider['reason']}")
-
-    def doing(self, cell: Cell, what: str) -> None:
-        pass
 
     def measured(self, result: Result) -> None:
         if was_skipped(result.cells[-1]):
@@ -126,9 +116,8 @@ def table_line(row: Row) -> dict[str, str]:
     texts["rel. error"] = _number(row["relative_error"], ".1e")
     if row["ms"] is None:
         texts["ms"] = row["status"]
-        texts["speed-up"] = textwrap.shorten(
-            row["reason"], 160
-        )  # the result file has the complete text
+        # The result file has the complete text.
+        texts["speed-up"] = textwrap.shorten(row["reason"], 160)
         return texts
     spread = f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %"
     speedup = "baseline" if row["provider"] == row["baseline"] else ""
@@ -142,7 +131,6 @@ def table_line(row: Row) -> dict[str, str]:
         "GB/s": f"{row['gbs']:.1f}",
         "% of peak": _peak_text(row),
         "% of roof": _number(row["percent_of_roof"], ".0f"),
-        "mJ": "" if row["joules"] is None else f"{1e3 * row['joules']:.3g}",
         "speed-up": speedup,
         "per second": _rate(row),
         "attention": _percent(row["attention_share"]),
@@ -171,14 +159,36 @@ def _peak_text(row: Row) -> str:
     return percent + (" IMPOSSIBLE" if row["impossible"] else "")
 
 
-def plain_table(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
-    texts = [table_line(row) for row in rows]
-    lines = [list(columns), *([text[column] for column in columns] for text in texts)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+def plain_table(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> str:
+    """The rows as aligned text. A cell is named once: its model, if any, above its shape."""
+    columns = columns_of(metrics)
+    lines = [columns]
+    for _, group in itertools.groupby(rows, lambda row: [row["label"], *_cell_of(row)]):
+        of_cell = list(group)
+        label, words = of_cell[0]["label"], cell_words(of_cell[0])
+        names = [f"{label} {words}".strip()] if len(of_cell) == 1 else [label, words]
+        names = [name for name in names if name] + [""] * len(of_cell)
+        for place, (row, name) in enumerate(zip(of_cell, names, strict=False)):
+            text = table_line(row) | {"cell": name}
+            text |= {"dtype": "", "pass": ""} if place else {}
+            lines.append([text[column] for column in columns])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def _cell_of(row: Row) -> list[str]:
+    return [cell_words(row), row["dtype"], row["pass"]]
+
+
+def print_result(
+    result: Result, rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS
+) -> None:
+    """Prints the table, its summary and its conditions to stdout."""
+    print(plain_table([row for row in rows if row["status"] != "SKIPPED"], metrics))
+    print("\n".join([*closing(result, rows), conditions(result)]))
 
 
 def save_markdown(
@@ -192,12 +202,6 @@ def save_markdown(
     path.parent.mkdir(parents=True, exist_ok=True)
     summary = "\n".join(closing(result, rows))
     path.write_text(f"{table}\n\n{summary}\n\n{conditions(result)}\n")
-
-
-def verdict_colour(row: Row) -> str:
-    if row["ms"] is None:
-        return "dim" if row["status"] in ("UNAVAILABLE", "SKIPPED") else "bold red"
-    return "bold red" if row["impossible"] else _COLOURS.get(row["verdict"] or "", "default")
 
 
 def conditions(result: Result) -> str:
@@ -233,7 +237,7 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
     compared = [row for row in rows if row["speedup"] is not None]
     for provider in dict.fromkeys(row["provider"] for row in compared):
         ours = [row for row in compared if row["provider"] == provider]
-        count = {v: sum(row["verdict"] == v for row in ours) for v in _COLOURS}
+        count = {v: sum(row["verdict"] == v for row in ours) for v in _VERDICTS}
         ratios = sorted(row["speedup"] for row in ours)
         lines.append(
             f"{provider} against {ours[0]['baseline']}: "

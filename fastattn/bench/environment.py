@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastattn._version import __version__
-from fastattn.bench.caches import last_level_bytes
+from fastattn.bench.gauges import last_level_bytes
 
 # The instruction sets that affect the speed of attention, out of a processor's long list.
 _RELEVANT_FLAGS = (

@@ -8,18 +8,20 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fastattn.bench import display, ops, results, runner, screen, summary
+from fastattn.bench import display, ops, results, runner, summary
 from fastattn.bench.cells import Cell
 from fastattn.bench.environment import describe_environment, processor_slug
-from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN
-from fastattn.bench.pool import usable_cpus
 from fastattn.bench.providers import check_name
 from fastattn.bench.results import Result
 from fastattn.bench.selection import cells_of, check_names
+from fastattn.bench.workers import usable_cpus
 
+# The exit codes, see docs/benchmarks.md.
+OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
 PROCESSOR = "{processor}"
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -46,22 +48,12 @@ def run(args: argparse.Namespace) -> int:
     _check_settings(args)
     _require(cells)
     out = placed(args.out, args.device)
-    files = {
-        name: placed(given, args.device) or (out / f"results.{suffix}" if out else None)
-        for name, given, suffix in (
-            ("json", args.json, "json"),
-            ("csv", args.csv, "csv"),
-            ("markdown", args.markdown, "md"),
-            ("plot", args.plot, "png"),
-        )
-    }
     if args.plot:
         check_picture(args.plot)
-    baseline = args.baseline or ("torch" if "torch" in args.providers else args.providers[0])
     settings = runner.Settings(
         cells=cells,
         providers=list(dict.fromkeys(args.providers)),
-        baseline=baseline,
+        baseline=args.baseline or ("torch" if "torch" in args.providers else args.providers[0]),
         cache=args.cache,
         seed=args.seed,
         time_budget=args.time_budget,
@@ -69,37 +61,54 @@ def run(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         **({"threads": args.threads} if args.threads else {}),
     )
-    line_by_line = out / "results.jsonl" if out else None
+    journal_path = out / "results.jsonl" if out else None
 
-    def earlier(now: results.Result) -> results.Result | None:
-        return results.resumable(line_by_line, now) if line_by_line and args.resume else None
+    def earlier(now: Result) -> Result | None:
+        return results.resumable(journal_path, now) if journal_path and args.resume else None
 
-    with screen.make_watcher(args.quiet) as watcher:
-        measuring = runner.Runner(settings, watcher, earlier)
-        journal = results.Journal(line_by_line)
-        try:
-            result = measuring.run(journal)
-        finally:
-            journal.close()
+    progress = display.Progress(None if args.quiet else sys.stderr)
+    measuring = runner.Runner(settings, progress, earlier)
+    with results.Journal(journal_path) as journal:
+        result = measuring.run(journal)
     rows = summary.summarise(result)
-    screen.print_result(result, rows, metrics)
-    is_timed = any(row["ms"] is not None for row in rows)
-    written, failures = [], [journal.failure] if journal.failure else []
-    for path, write in (
-        (files["json"], lambda path: results.save_json(result, rows, path)),
-        (files["csv"], lambda path: results.save_csv(rows, path)),
-        (files["markdown"], lambda path: display.save_markdown(result, rows, path, metrics)),
-        (files["plot"] if is_timed else None, lambda path: draw(result, path)),
-    ):
-        if path:
-            failure = _try(write, path)
-            written += [] if failure else [path]
-            failures += [failure] if isinstance(failure, OSError) else []
-    if written:
-        print(f"Written: {', '.join(str(path) for path in written)}")
+    display.print_result(result, rows, metrics)
+    failures = [journal.failure] if journal.failure else []
+    failures += _write(args, out, result, rows, metrics)
     for failure in failures:
         print(f"Not written: {failure.filename}: {failure.strerror}", file=sys.stderr)
     return UNWRITTEN if failures else exit_code(result.ended, rows)
+
+
+def _write(
+    args: argparse.Namespace,
+    out: Path | None,
+    result: Result,
+    rows: list[summary.Row],
+    metrics: Sequence[str],
+) -> list[OSError]:
+    """Writes the files that the arguments name; returns what went wrong."""
+    is_timed = any(row["ms"] is not None for row in rows)
+    written, failures = [], []
+    writers: list[tuple[Path | None, str, Callable[[Path], Any]]] = [
+        (args.json, "json", lambda path: results.save_json(result, rows, path)),
+        (args.csv, "csv", lambda path: results.save_csv(rows, path)),
+        (args.markdown, "md", lambda path: display.save_markdown(result, rows, path, metrics)),
+    ]
+    if is_timed:
+        writers.append((args.plot, "png", lambda path: draw(result, path)))
+    for given, suffix, write in writers:
+        path = placed(given, args.device) or (out / f"results.{suffix}" if out else None)
+        if path is None:
+            continue
+        try:
+            if write(path) is not False:
+                written.append(str(path))
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            failures.append(error)
+    if written:
+        print(f"Written: {', '.join(written)}")
+    return failures
 
 
 def _require(cells: Sequence[Cell]) -> None:
@@ -117,15 +126,6 @@ def placed(path: Path | None, device: str = "cpu") -> Path | None:
     if path is None or PROCESSOR not in str(path):
         return path
     return Path(str(path).replace(PROCESSOR, processor_slug(describe_environment(device))))
-
-
-def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
-    """Calls `write`; returns False on success, True or the system's error if it failed."""
-    try:
-        return write(path) is False
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        return error
 
 
 def exit_code(ended: str, rows: Sequence[summary.Row]) -> int:
@@ -153,24 +153,25 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"--plot {path}: the name must end with {', '.join(PICTURES)}")
 
 
-def check_threads(threads: int | None) -> None:
-    """Raises ValueError for more threads than processors, which would wait for each other."""
+def check_threads(threads: int | None) -> int:
+    """The number of threads. Raises ValueError for more than processors, which would wait."""
     usable = len(usable_cpus(10**6))
     if threads is not None and (threads < 1 or threads > (usable or threads)):
         raise ValueError(f"--threads {threads}: from 1 to {usable or 'as many as there are'}")
+    return threads or torch.get_num_threads()
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> bool:
     """Writes the plot and returns True; without matplotlib, prints a message and returns False."""
     try:
-        from fastattn.bench import charts
+        from fastattn.bench import plots
     except ImportError:
         print(
             f"No plot {path}: matplotlib is missing (pip install 'fastattn[bench]')",
             file=sys.stderr,
         )
         return False
-    charts.draw(result, path, kind, theme)
+    plots.draw(result, path, kind, theme)
     return True
 
 

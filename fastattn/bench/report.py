@@ -13,82 +13,69 @@ from pathlib import Path
 
 from matplotlib import pyplot as plt
 
-from fastattn.bench import charts, display, plots
+from fastattn.bench import display, plots
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, summarise
 
 _TITLES = {
     "speedup": "Speed-up and share of the peak",
-    "heatmap": "Speed-ups, all cells",
     "time": "Time by length",
-    "throughput": "Throughput by length",
     "roofline": "Roofline",
-    "memory": "Memory by length",
-    "error": "Error by length",
 }
-# Heading, key of the row to sort by, and whether the values are numbers.
-_COLUMNS = (
-    ("cell", "shape", False),
-    ("dtype", "dtype", False),
-    ("pass", "pass", False),
-    ("provider", "provider", False),
-    ("ms", "ms", True),
-    ("speed-up", "speedup", True),
-    ("verdict", "verdict", False),
-    ("GFLOP/s", "gflops", True),
-    ("% of peak", "percent_of_peak", True),
-    ("% of roof", "percent_of_roof", True),
-    ("GB/s", "gbs", True),
-    ("MB", "peak_mb", True),
-    ("rel. error", "relative_error", True),
-    ("rounds", "rounds", True),
+_COLUMNS = display.columns_of(
+    ("time", "speedup", "gflops", "peak", "roof", "gbs", "memory", "error")
 )
+# The keys of the columns that are sorted by number.
+_KEYS = {
+    "ms": "ms",
+    "speed-up": "speedup",
+    "GFLOP/s": "gflops",
+    "% of peak": "percent_of_peak",
+    "% of roof": "percent_of_roof",
+    "GB/s": "gbs",
+    "peak MB": "peak_mb",
+    "rel. error": "relative_error",
+}
 
 
 def write(result: Result, path: Path, title: str = "Attention, measured") -> None:
     """Writes the page. Raises ValueError for a result without timings."""
-    rows = summarise(result)
-    env, settings = result.environment, result.settings
-    facts = {"environment": env, "settings": settings, "providers": result.providers}
-    peaks = {kind: vars(peak) for kind, peak in result.peaks.items()}
+    rows, env = summarise(result), result.environment
+    facts = {
+        "environment": env,
+        "settings": result.settings,
+        "providers": result.providers,
+        "peaks": {kind: vars(peak) for kind, peak in result.peaks.items()},
+    }
+    text = html.escape
     parts = [
-        f"<h1>{html.escape(title)}</h1>",
-        f"<p class=faint>{_text(display.conditions(result))}</p>",
-        "<ul>" + "".join(f"<li>{_text(line)}" for line in display.closing(result, rows)) + "</ul>",
-        *_figures(result),
+        f"<h1>{text(title)}</h1>",
+        f"<p class=faint>{text(display.conditions(result))}</p>",
+        "<ul>" + "".join(f"<li>{text(line)}" for line in display.closing(result, rows)) + "</ul>",
+        *(_figure(result, kind) for kind in _TITLES),
         "<h2>All rows</h2>",
+        '<p><input type=search placeholder="filter: bf16 fwd fastattn" aria-label="filter"></p>',
         _table(rows),
         "<h2>Conditions</h2>",
         "<details><summary>Environment, settings, providers, peaks</summary><pre>"
-        f"{_text(json.dumps(facts | {'peaks': peaks}, indent=1))}</pre></details>",
-        f"<p class=faint>{env['utc']}, commit {_text(str(env['commit']))}. One process per "
+        f"{text(json.dumps(facts, indent=1))}</pre></details>",
+        f"<p class=faint>{env['utc']}, commit {text(str(env['commit']))}. One process per "
         "provider, interleaved rounds; every result was compared with float64 before it was timed; "
         "intervals are of 95 %. Written by <code>fastattn bench report</code>.</p>",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = _PAGE.replace("{title}", html.escape(title)).replace("{body}", "\n".join(parts))
+    page = _PAGE.replace("{title}", text(title)).replace("{body}", "\n".join(parts))
     path.write_text(page, encoding="utf-8")
 
 
-def _text(text: str) -> str:
-    return html.escape(text)
-
-
-def _figures(result: Result) -> list[str]:
-    parts = []
-    for kind, title in _TITLES.items():
-        if kind == "heatmap" and len(result.providers) < 2:
-            continue
-        pictures = (
-            f"<div class={theme}>{_svg(result, kind, theme)}</div>" for theme in plots.THEMES
-        )
-        is_first = " open" if kind == "speedup" else ""
-        parts.append(f"<details{is_first}><summary>{title}</summary>{''.join(pictures)}</details>")
-    return parts
+def _figure(result: Result, kind: str) -> str:
+    pictures = (f"<div class={theme}>{_svg(result, kind, theme)}</div>" for theme in plots.THEMES)
+    is_open = " open" if kind == "speedup" else ""
+    return f"<details{is_open}><summary>{_TITLES[kind]}</summary>{''.join(pictures)}</details>"
 
 
 def _svg(result: Result, kind: str, theme: str) -> str:
-    figure = charts.make(result, kind, theme)
+    figure = plots.make(result, kind, theme)
     buffer = io.StringIO()
     # Glyphs as text are much smaller and searchable. The salt makes ids differ between plots.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{kind}-{theme}"}):
@@ -100,44 +87,24 @@ def _svg(result: Result, kind: str, theme: str) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     head = "".join(
-        f"<th{' class=number' if number else ''}><button>{_text(name)}</button>"
-        for name, _, number in _COLUMNS
+        f"<th{' class=number' if name in _KEYS else ''}><button>{html.escape(name)}</button>"
+        for name in _COLUMNS
     )
-    body = "\n".join(_row(row) for row in rows)
-    return (
-        '<p><input type=search placeholder="filter: bf16 fwd fastattn" aria-label="filter"></p>'
-        f"<div class=scroll><table><thead><tr>{head}</thead><tbody>\n{body}\n</tbody></table></div>"
-    )
+    body = "\n".join(_line(row) for row in rows)
+    table = f"<table><thead><tr>{head}</thead><tbody>\n{body}\n</tbody></table>"
+    return f"<div class=scroll>{table}</div>"
 
 
-def _row(row: Row) -> str:
-    texts = display.table_line(row)
-    cell = f"<b>{_text(row['label'])}</b><br>" if row["label"] else ""
-    shown = {
-        "cell": f"{cell}<code>{_text(texts['cell'])}</code>",
-        "ms": _text(texts["ms"]),
-        "MB": _text(texts["peak MB"]),
-        "speed-up": "" if row["speedup"] is None else f"{row['speedup']:.2f}×",
-        "verdict": row["verdict"] or _text(" ".join([row["status"], row["reason"]]).strip()),
-        "rounds": "" if row["rounds"] is None else str(row["rounds"]),
-    }
-    if row["ms"] is not None:
-        shown["ms"] += f"<br><small>{row['ms_low']:.4g} – {row['ms_high']:.4g}"
-    if row["speedup"] is not None:
-        shown["speed-up"] += f"<br><small>{row['speedup_low']:.2f} – {row['speedup_high']:.2f}"
-    if row["busy"]:
-        shown["rounds"] += "<br><small title='ms, GFLOP/s, shares: of disturbed rounds'>busy"
-    elif row["discarded"]:
-        total = row["rounds"] + row["discarded"]
-        shown["rounds"] += f"<br><small title='the other rounds were disturbed'>of {total}"
-    if row["verdict"] is None and row["status"] == "ok":
-        shown["verdict"] = "baseline" if row["provider"] == row["baseline"] else ""
+def _line(row: Row) -> str:
+    texts = {name: html.escape(text) for name, text in display.table_line(row).items()}
+    label = f"<b>{html.escape(row['label'])}</b><br>" if row["label"] else ""
+    texts["cell"] = f"{label}<code>{texts['cell']}</code>"
     cells = []
-    for name, key, number in _COLUMNS:
-        value = row[key]
-        sort = f' data-value="{value:.9g}"' if number and value is not None else ""
-        kind = " class=number" if number else " class=verdict" if name == "verdict" else ""
-        cells.append(f"<td{kind}{sort}>{shown.get(name, _text(texts.get(name, '')))}")
+    for name in _COLUMNS:
+        value = row[_KEYS[name]] if name in _KEYS else None
+        sort = "" if value is None else f' data-value="{value:.9g}"'
+        kind = " class=number" if name in _KEYS and name != "speed-up" else ""
+        cells.append(f"<td{kind}{sort}>{texts[name]}")
     mark = "WRONG" if row["status"] not in ("ok", "UNAVAILABLE", "SKIPPED") else row["verdict"]
     mark = "IMPOSSIBLE" if row["impossible"] else mark
     return f'<tr class="{mark or ""}">{"".join(cells)}'
@@ -148,34 +115,23 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-:root { color-scheme: light dark; --line: #d1d9e0; --faint: #59636e; --ground: #ffffff;
-  --text: #1f2328; --good: #1a7f37; --bad: #cf222e; --unsure: #9a6700; }
-@media (prefers-color-scheme: dark) { :root { --line: #3d444d; --faint: #9198a1;
-  --ground: #0d1117; --text: #e6edf3; --good: #3fb950; --bad: #f85149; --unsure: #d29922; }
-  .light { display: none } }
+:root { color-scheme: light dark }
+@media (prefers-color-scheme: dark) { .light { display: none } }
 @media (prefers-color-scheme: light) { .dark { display: none } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1320px; margin: 2rem auto; padding: 0 1rem;
-  background: var(--ground); color: var(--text); }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem }
-.faint, small { color: var(--faint) }
-details { border-top: 1px solid var(--line); padding: .5rem 0 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1320px; margin: 2rem auto; padding: 0 1rem }
+.faint { opacity: .7 }
+details { border-top: 1px solid #8886; padding: .5rem 0 }
 summary { cursor: pointer; font-weight: 600 }
-svg { max-width: 100%; height: auto } pre { overflow: auto }
-.scroll { overflow-x: auto }
+svg { max-width: 100%; height: auto } pre, .scroll { overflow: auto }
 table { border-collapse: collapse; font-size: 12.5px; width: 100% }
-th, td { border-bottom: 1px solid var(--line); padding: .3rem .35rem; text-align: left;
-  vertical-align: top }
-.verdict { max-width: 15rem }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-th { position: sticky; top: 0; background: var(--ground) }
+th, td { border-bottom: 1px solid #8886; padding: .3rem .35rem; text-align: left }
+.number { text-align: right; white-space: nowrap }
 th button { all: unset; cursor: pointer; font-weight: 600; white-space: nowrap }
 th button:focus-visible { outline: 2px solid }
 th[aria-sort=ascending] button::after { content: " ▲" }
 th[aria-sort=descending] button::after { content: " ▼" }
-input { font: inherit; padding: .3rem .6rem; width: 22rem; max-width: 100% }
-.FASTER .verdict { color: var(--good); font-weight: 600 }
-.SLOWER .verdict, .WRONG .verdict, .IMPOSSIBLE td { color: var(--bad) }
-.UNSURE .verdict { color: var(--unsure) }
+.FASTER td:nth-child(7) { color: #1a7f37 }
+.SLOWER td:nth-child(7), .WRONG td, .IMPOSSIBLE td { color: #cf222e }
 </style></head><body>
 {body}
 <script>

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 
 FORMAT = "fastattn-bench"
@@ -55,20 +54,25 @@ class Round:
     attention      the share of a whole model's time that its attention took
     read           the read bandwidth measured after it, in GB/s; 0 unless data comes from memory
     guard_seconds  the duration of the second measurement: about that of a provider's sample
-    probes         microseconds of a short kernel just before and just after the sample (probe.py);
-                   none on a GPU and in older files
+    probes         microseconds of a short kernel just before and just after the sample; none on
+                   a GPU and in older files
     pushed         how often a second the sample's threads lost a core to another process
     """
 
     guard: tuple[float, float]
     ms: dict[str, float]
     share: float = 1.0
-    joules: dict[str, float] = field(default_factory=dict)
     guard_seconds: float = 0.01
     attention: dict[str, float] = field(default_factory=dict)
     read: float = 0.0
     probes: dict[str, list[float]] = field(default_factory=dict)
     pushed: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Round:
+        """Fields that are not known any more, such as joules, are left out."""
+        names = {field.name for field in dataclasses.fields(cls)} & data.keys()
+        return cls(**{name: data[name] for name in names} | {"guard": tuple(data["guard"])})
 
 
 @dataclass
@@ -89,7 +93,7 @@ class CellResult:
             flops=data["flops"],
             bytes_touched=data["bytes_touched"],
             outcomes={name: Outcome(**outcome) for name, outcome in data["outcomes"].items()},
-            rounds=[Round(**{**r, "guard": tuple(r["guard"])}) for r in data["rounds"]],
+            rounds=[Round.from_json(turn) for turn in data["rounds"]],
         )
 
 
@@ -161,7 +165,10 @@ class Journal:
             error.filename = self._file.name
             self.failure = error
 
-    def close(self) -> None:
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             try:
                 self._file.close()
@@ -234,11 +241,11 @@ def load(path: Path) -> Result:
         document = _document(path.read_text(encoding="utf-8"))
         if document.get("format") != FORMAT:
             raise ResultFileError(f"{path} is not a result of fastattn bench")
-        if document["version"] == 1:
-            _upgrade(document)
-        elif document["version"] != VERSION:
-            found = document["version"]
-            raise ResultFileError(f"{path} has format version {found}, this is version {VERSION}")
+        if document["version"] != VERSION:
+            raise ResultFileError(
+                f"{path} has format version {document['version']}, this is version {VERSION}: "
+                "measure again, with `fastattn bench run`"
+            )
         return Result(
             environment=document["environment"],
             settings=document["settings"],
@@ -250,24 +257,6 @@ def load(path: Path) -> Result:
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ResultFileError(f"{path} is not a result of fastattn bench ({reason})") from error
-
-
-_SIZES_OF_VERSION_1 = "batch heads kv_heads q_len kv_len head_dim value_dim".split()
-_NAMES_IN_VERSION_1 = {
-    "sdpa": dict(zip(("B", "H", "Hkv", "Lq", "Lk", "D", "Dv"), _SIZES_OF_VERSION_1, strict=True)),
-    "mha": {"B": "batch", "L": "q_len", "H": "heads"},
-    "sinusoidal": {"B": "batch", "L": "q_len"},
-}
-
-
-def _upgrade(document: dict[str, Any]) -> None:
-    """Converts from version 1, which had seven sizes for every operator, with other names."""
-    for found in document["cells"]:
-        cell = found["cell"]
-        sizes = {key: cell[name] for key, name in _NAMES_IN_VERSION_1[cell["op"]].items()}
-        if cell["op"] != "sdpa":
-            sizes["E"] = cell["heads"] * cell["head_dim"]
-        cell["sizes"] = {key: sizes[key] for key in ops.get(cell["op"]).SIZES}
 
 
 def _document(text: str) -> dict[str, Any]:

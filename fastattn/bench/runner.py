@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import random
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops
+from fastattn.bench.display import Progress
 from fastattn.bench.environment import describe_environment
 from fastattn.bench.inputs import true_in_mask
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import KIND_OF_DTYPE
-from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
 from fastattn.bench.rounds import (
@@ -33,6 +31,7 @@ from fastattn.bench.rounds import (
     usual_states,
 )
 from fastattn.bench.summary import is_from_memory
+from fastattn.bench.workers import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 
 PEAK_SECONDS = 0.2
 # A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within
@@ -66,26 +65,18 @@ class Settings:
         return plain
 
 
-class Watcher(Protocol):
-    """Shows the progress."""
-
-    def start(self, result: Result, cells: Sequence[Cell]) -> None: ...
-    def doing(self, cell: Cell, what: str) -> None: ...
-    def measured(self, result: Result) -> None: ...
-
-
 class Runner:
     """One run. `run()` returns its measurements even after crashes, hangs and Ctrl-C."""
 
     def __init__(
         self,
         settings: Settings,
-        watcher: Watcher,
+        progress: Progress,
         earlier: Callable[[Result], Result | None] = lambda result: None,
     ) -> None:
         """`earlier` returns the result of the run that this one continues, if any."""
         self.settings = settings
-        self.watcher = watcher
+        self.progress = progress
         self.journal = Journal(None)
         self.cpus = usable_cpus(settings.threads)
         self.workers: dict[str, WorkerProcess] = {}
@@ -119,7 +110,7 @@ class Runner:
             for index, cell in enumerate(self.settings.cells):
                 if cell.name in self.done:
                     self.result.cells.append(self.earlier[cell.name])
-                    self.watcher.measured(self.result)
+                    self.progress.measured(self.result)
                     continue
                 found = CellResult(cell, 0, bytes_touched(cell))
                 self.result.cells.append(found)
@@ -134,7 +125,7 @@ class Runner:
                     raise
                 finally:
                     self.journal.write("cell", found.to_json())
-                self.watcher.measured(self.result)
+                self.progress.measured(self.result)
             self._measure_peaks()
         except KeyboardInterrupt:
             self.result.ended = "interrupted"
@@ -164,7 +155,7 @@ class Runner:
         self.journal.write("header", self.result.header())
         for found in self.earlier.values():
             self.journal.write("cell", found.to_json())
-        self.watcher.start(self.result, self.settings.cells)
+        self.progress.start(self.result, self.settings.cells)
         self._measure_peaks()
 
     def _new_worker(self, name: str) -> WorkerProcess:
@@ -203,7 +194,7 @@ class Runner:
 
     def _peak(self, kind: str, seconds: float) -> tuple[float, float]:
         """Measures a peak and keeps the best of the run."""
-        reply = self.workers[""].ask(
+        found = self.workers[""].ask(
             START_SECONDS,
             "peak",
             kind=kind,
@@ -211,11 +202,10 @@ class Runner:
             seconds=seconds,
             device=self.settings.cells[0].device,
         )
-        rate = float(reply["rate"])
-        new = Peak(rate, reply["method"], unit=reply["unit"])
+        new = Peak(found.rate, found.method, unit=found.unit)
         best = self.result.peaks.setdefault(kind, new)
-        best.rate = max(best.rate, rate)
-        return rate, float(reply["share"])
+        best.rate = max(best.rate, found.rate)
+        return found.rate, found.share
 
     # One cell
 
@@ -226,7 +216,6 @@ class Runner:
         ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
         if not ready:
             return
-        self.watcher.doing(cell, "computing the fp64 reference")
         try:
             found.flops = flops(cell, true_in_mask(cell, self.settings.seed))
             oracle = self._oracle_for(cell)
@@ -235,7 +224,6 @@ class Runner:
             found.outcomes |= {name: Outcome("ERROR", reason) for name in ready}
             return
         for name in ready:
-            self.watcher.doing(cell, f"checking {name}")
             self._guarded(name, found, partial(self._prepare, name, found, oracle))
         self._rounds(found, end)
 
@@ -248,11 +236,10 @@ class Runner:
             provider = self.result.providers[name]
             return Outcome(provider["status"], provider["reason"])
         try:
-            reply = self.workers[name].ask(self.settings.timeout, "why_not", cell=cell.to_json())
+            reasons = self.workers[name].ask(self.settings.timeout, "why_not", cell=cell)
         except ProviderError as error:
             self._restart(name, error)
             return Outcome(error.status, error.reason)
-        reasons = reply["reasons"]
         return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else Outcome()
 
     def _oracle_for(self, cell: Cell) -> Oracle:
@@ -268,20 +255,17 @@ class Runner:
     def _prepare(self, name: str, found: CellResult, oracle: Oracle) -> None:
         """Prepares a provider and checks its first result; a wrong one is not timed."""
         outcome = found.outcomes[name]
-        with tempfile.TemporaryDirectory(prefix="fastattn-bench-") as folder:
-            path = Path(folder) / "outputs.pt"
-            reply = self.workers[name].ask(
-                self.settings.timeout,
-                "prepare",
-                cell=found.cell.to_json(),
-                seed=self.settings.seed,
-                save=str(path),
-                sample=self.settings.sample_ms / 1e3,
-                cold=self.settings.cache == "cold",
-            )
-            check = oracle.check(torch.load(path))
+        reply = self.workers[name].ask(
+            self.settings.timeout,
+            "prepare",
+            cell=found.cell,
+            seed=self.settings.seed,
+            sample=self.settings.sample_ms / 1e3,
+            cold=self.settings.cache == "cold",
+        )
+        check = oracle.check(torch.load(io.BytesIO(reply["outputs"])))
         outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
-        self.sample_seconds[name] = reply["inner"] * reply["first_ms"] / 1e3
+        self.sample_seconds[name] = reply["seconds"]
         outcome.max_error, outcome.bound = check.max_error, check.bound
         outcome.largest = check.largest
         outcome.worst_tensor, outcome.compared = check.tensor, check.compared
@@ -302,7 +286,6 @@ class Runner:
                 return
             turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):
-                self.watcher.doing(found.cell, f"round {number + 1}")
                 self._guarded(name, found, partial(self._time, name, found.outcomes[name], turn))
             turn.guard_seconds = seconds = self._guard_seconds(found)
             after = self._guard(kind, seconds, before[0])
@@ -328,8 +311,6 @@ class Runner:
         if reply["probes"]:
             turn.probes[name] = reply["probes"]
         self.sample_seconds[name] = (outcome.inner or 1) * reply["ms"] / 1e3
-        if reply["joules"] is not None:
-            turn.joules[name] = reply["joules"]
         if reply["attention"] is not None:
             turn.attention[name] = reply["attention"]
 

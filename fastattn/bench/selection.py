@@ -10,7 +10,7 @@ from pathlib import Path
 from fastattn import spelling
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES, MASKS, OPTIONS, PASSES, WEIGHTS, Cell
-from fastattn.bench.presets import PRESETS, Template, model_cells, preset_cells, template_cells
+from fastattn.bench.presets import PRESETS, line_cells, model_cells, preset_cells
 from fastattn.bench.shapes import Line, parse_line, read_lines
 from fastattn.spelling import names
 
@@ -67,13 +67,9 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
         cells = [cell for cell in cells if not wanted or cell.op in wanted]
         if not cells:
             raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
-    if args.mask:
-        cells = [dataclasses.replace(cell, mask=args.mask) for cell in cells]
-    if args.weights:
-        cells = [dataclasses.replace(cell, weights=args.weights) for cell in cells]
-    if args.option:
-        cells = [dataclasses.replace(cell, option=args.option) for cell in cells]
-    return cells
+    given = {key: getattr(args, key) for key in ("mask", "weights", "option")}
+    changes = {key: value for key, value in given.items() if value}
+    return [dataclasses.replace(cell, **changes) for cell in cells] if changes else cells
 
 
 def check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None:
@@ -82,20 +78,15 @@ def check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None
             raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
 
 
-def _split(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _lines(text: str) -> list[Line]:
     return read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
 
 
 def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
     """The cells of one line; none for an operator that --op excludes."""
-    given = {flag: _split(line.options.get(flag, "")) for flag in ("dtype", "pass")}
-    given["dtype"] = spelling.dtypes(given["dtype"], DTYPES, "dtype=")
-    check_names("pass=", given["pass"], PASSES)
-    passes = args.passes or given["pass"] or ["fwd"]
+    dtypes = spelling.dtypes(line.listed("dtype"), DTYPES, "dtype=")
+    check_names("pass=", line.listed("pass"), PASSES)
+    passes = args.passes or line.listed("pass") or ["fwd"]
     named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]
     for op in named:
         if not set(passes) & set(ops.get(op).PASSES):
@@ -104,16 +95,5 @@ def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list
         cell
         for op in named
         if op in (wanted or named)
-        for cell in template_cells(
-            Template(
-                line.label,
-                op,
-                line.shape,
-                line.options.get("mask", "none"),
-                line.options.get("weights", "none"),
-                option=line.options.get("option", "none"),
-            ),
-            args.dtype or given["dtype"] or ["fp32"],
-            passes,
-        )
+        for cell in line_cells(line, args.dtype or dtypes or ["fp32"], passes, op)
     ]

@@ -36,6 +36,10 @@ class Line:
     options: Mapping[str, str]
     label: str
 
+    def listed(self, key: str) -> list[str]:
+        """The names of a list among the options; empty if it is missing."""
+        return [name.strip() for name in self.options.get(key, "").split(",") if name.strip()]
+
 
 def parse_line(text: str) -> Line:
     """Parses a line. Raises ValueError, which names the word that does not belong."""
@@ -104,7 +108,7 @@ def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
 
 
 def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
-    """The shape in this grammar, without the sizes that have their default, and those of 0."""
+    """Format sizes in this grammar, leaving out defaults and zeros."""
     parts = []
     for key, default in defaults.items():
         size = sizes.get(key, 0)

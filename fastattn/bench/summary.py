@@ -106,7 +106,7 @@ def _length(sizes: Mapping[str, int]) -> int:
 _TIMED = (
     *("rounds", "discarded", "busy", "ms", "ms_q1", "ms_q3", "ms_low", "ms_high"),
     *("gflops", "peak_gflops", "percent_of_peak", "percent_low", "percent_high", "impossible"),
-    *("gbs", "percent_of_bandwidth", "intensity", "roof_gflops", "percent_of_roof", "joules"),
+    *("gbs", "percent_of_bandwidth", "intensity", "roof_gflops", "percent_of_roof"),
     *("baseline", "speedup", "speedup_low", "speedup_high", "comparable", "verdict"),
     *("items_per_second", "item", "attention_share", "speedup_limit"),
 )
@@ -157,8 +157,6 @@ def _metrics(
         if from_memory:
             metrics["roof_gflops"] = roof = min(roof, stats.median(read) * metrics["intensity"])
         metrics["percent_of_roof"] = 100 * gflops / roof
-    used = [r.joules[provider] for r in rounds if provider in r.joules]
-    metrics["joules"] = stats.median(used) if used else None
     return metrics | _of_model(cell, rounds, provider, ms)
 
 

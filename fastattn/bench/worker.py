@@ -1,16 +1,7 @@
-"""The worker process of one provider: reads requests and writes replies as JSON lines.
+"""The worker process of one provider: receives requests and sends replies.
 
-    {"do": "open", "provider", "threads"}                  -> {"about", "versions"}
-    {"do": "why_not", "cell"}                              -> {"reasons"}
-    {"do": "prepare", "cell", "seed", "save", "sample", "cold"}
-                                                           -> {"first_ms", "inner", "peak_bytes"}
-    {"do": "time"}                                         -> {"ms", "joules", "attention"} of a
-                                                              call (attention: share of its time),
-                                                              {"probes", "pushed"} of a sample
-    {"do": "peak", "kind", "threads", "seconds", "device"} -> {"rate", "method", "share", "unit"}
-
-`prepare` writes the outputs to the file `save`. Every reply has "ok"; if it is false, also "error".
-Output of libraries goes to stderr, never between the replies.
+A request is the name of a method of :class:`Worker` and its keyword arguments, a reply (True, what
+it returned) or (False, its error). What libraries print goes to a file of the parent.
 """
 
 from __future__ import annotations
@@ -19,30 +10,24 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
+import io
 import math
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.bench import ops, peaks
-from fastattn.bench.caches import Sweeper
 from fastattn.bench.cells import Cell
-from fastattn.bench.energy import joules
+from fastattn.bench.gauges import Probe, Stopwatch, Sweeper, peak_extra_bytes, times_pushed
 from fastattn.bench.inputs import make_inputs, output_names
-from fastattn.bench.memory import peak_extra_bytes
-from fastattn.bench.probe import Probe, times_pushed
 from fastattn.bench.providers import Provider, load
-from fastattn.bench.stopwatch import Stopwatch
 
-Request = dict[str, Any]
 MAX_INNER = 10_000
 MAX_INNER_COLD = 10  # flushing the caches takes longer than most calls
 SETTLE_SECONDS = 0.25
@@ -67,50 +52,58 @@ class Worker:
         self.probe: Callable[[], float] = float
         self.sweeper = Sweeper()
 
-    def open(self, request: Request) -> Request:
-        torch.set_num_threads(request["threads"])
+    def open(self, provider: str, threads: int) -> dict[str, Any]:
+        """Loads the provider; returns what it is and its versions."""
+        torch.set_num_threads(threads)
         _keep_freed_memory()
-        self.provider = load(request["provider"])
+        self.provider = load(provider)
         shared = getattr(self.provider, "THREADS_OF_TORCH", True)
-        self.probe = Probe(request["threads"] if shared else 1)
+        self.probe = Probe(threads if shared else 1)
         self.probe()  # loads the code
         return {"about": self.provider.ABOUT, "versions": self.provider.versions()}
 
-    def why_not(self, request: Request) -> Request:
+    def why_not(self, cell: Cell) -> list[str]:
+        """The reasons why the provider cannot run the cell."""
         assert self.provider is not None
-        return {"reasons": self.provider.why_not(Cell.from_json(request["cell"]))}
+        return self.provider.why_not(cell)
 
-    def prepare(self, request: Request) -> Request:
+    def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
+        """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
         assert self.provider is not None
-        cell = Cell.from_json(request["cell"])
         self.call = None  # frees the previous cell before this one is measured
         self._load_code(cell)
-        call = self.provider.prepare(cell, _on_device(cell, request["seed"]))
+        call = self.provider.prepare(cell, _on_device(cell, seed))
         outputs, peak_bytes = peak_extra_bytes(call, cell.device)
-        save_outputs(cell, outputs, Path(request["save"]))
+        saved = saved_outputs(cell, outputs)
         del outputs
-        self.device, self.cold = cell.device, request["cold"]
+        self.device, self.cold = cell.device, cold
         self.stopwatch = ops.get(cell.op).stopwatch
-        seconds = self._seconds(call, 1)
-        self.call = call
-        self.seconds = seconds
-        most = MAX_INNER_COLD if self.cold else MAX_INNER
-        self.inner = max(1, min(most, math.ceil(request["sample"] / max(seconds, 1e-9))))
-        return {"first_ms": seconds * 1e3, "inner": self.inner, "peak_bytes": peak_bytes}
+        self.call, self.seconds = call, self._seconds(call, 1)
+        most = MAX_INNER_COLD if cold else MAX_INNER
+        self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
+        return {
+            "outputs": saved,
+            "seconds": self.inner * self.seconds,
+            "inner": self.inner,
+            "peak_bytes": peak_bytes,
+        }
 
     def _load_code(self, cell: Cell) -> None:
         """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
         ops.get(cell.op).require()
         least = ops.get(cell.op).TINY
         sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
-        tiny = dataclasses.replace(cell, sizes=sizes)
-        if (kind := dataclasses.replace(tiny, preset="", label="")) not in self.loaded:
+        tiny = dataclasses.replace(cell, sizes=sizes, preset="", label="")
+        if tiny not in self.loaded:
             assert self.provider is not None
             with contextlib.suppress(Exception):  # the cell itself reports the error
                 self.provider.prepare(tiny, _on_device(tiny, 0))()
-            self.loaded.add(kind)
+            self.loaded.add(tiny)
 
-    def time(self, request: Request) -> Request:
+    def time(self) -> dict[str, Any]:
+        """A sample: milliseconds of a call, the share of attention in it, and the state of the
+        cores: the probes before and after, and how often a second they were lost.
+        """
         call, inner = self.call, self.inner
         assert call is not None
         gc.collect()
@@ -123,17 +116,15 @@ class Worker:
             warm()
         lost, began = times_pushed(), time.perf_counter()
         probes = [self.probe()] if self.device == "cpu" else []
-        watched, before = self._watched(), joules()
+        watched = self._watched()
         seconds = self._seconds_cold(call, inner) if self.cold else self._seconds(call, inner)
-        watched, after = self._watched() - watched, joules()
+        watched = self._watched() - watched
         probes += [self.probe()] if self.device == "cpu" else []
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
-        used = None if before is None or after is None or self.cold else (after - before) / inner
         _settle()
         return {
             "ms": seconds / inner * 1e3,
-            "joules": used,
             "attention": watched / seconds or None,
             "probes": probes,
             "pushed": pushed,
@@ -158,12 +149,9 @@ class Worker:
             total += self._seconds(call, 1)
         return total
 
-    def peak(self, request: Request) -> Request:
-        torch.set_num_threads(request["threads"])
-        found = peaks.measure_peak(
-            request["kind"], request["threads"], request["seconds"], request["device"]
-        )
-        return found._asdict()
+    def peak(self, kind: str, threads: int, seconds: float, device: str) -> peaks.Rate:
+        torch.set_num_threads(threads)
+        return peaks.measure_peak(kind, threads, seconds, device)
 
 
 def _keep_freed_memory() -> None:
@@ -193,16 +181,15 @@ def _on_device(cell: Cell, seed: int) -> dict[str, Tensor]:
     return {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
 
 
-def save_outputs(cell: Cell, outputs: Any, path: Path) -> None:
-    """Writes the outputs of a provider, which the parent compares."""
+def saved_outputs(cell: Cell, outputs: Any) -> bytes:
+    """The outputs of a provider, which the parent compares."""
     names = output_names(cell)
     if len(outputs) != len(names):
         raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
-    tensors: dict[str, Tensor] = {
-        name: torch.as_tensor(array).detach().cpu().clone()
-        for name, array in zip(names, outputs, strict=True)
-    }
-    torch.save(tensors, path)
+    buffer = io.BytesIO()
+    pairs = zip(names, outputs, strict=True)
+    torch.save({name: torch.as_tensor(x).detach().cpu().clone() for name, x in pairs}, buffer)
+    return buffer.getvalue()
 
 
 def end_with_parent() -> None:
@@ -212,23 +199,20 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def main() -> int:
+def main() -> None:
     end_with_parent()
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of a library must not break the protocol
-    worker = Worker()
-    actions: dict[str, Callable[[Request], Request]] = {
-        name: getattr(worker, name) for name in ("open", "why_not", "prepare", "time", "peak")
-    }
-    for line in sys.stdin:
-        request = json.loads(line)
+    connection, worker = Connection(int(sys.argv[1])), Worker()
+    while True:
         try:
-            reply = {"ok": True, **actions[request["do"]](request)}
+            do, request = connection.recv()
+        except EOFError:
+            return
+        try:
+            reply = True, getattr(worker, do)(**request)
         except Exception as error:  # reported in the provider's row; the run continues
-            reply = {"ok": False, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        replies.write(json.dumps(reply) + "\n")
-    return 0
+            reply = False, f"{type(error).__name__}: {error}".splitlines()[0]
+        connection.send(reply)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,7 +11,7 @@ from bench_results import bench, cell_of
 
 from fastattn.bench import results, runner
 from fastattn.bench.cells import Cell
-from fastattn.bench.display import PlainWatcher
+from fastattn.bench.display import Progress
 
 
 @pytest.mark.complete
@@ -65,7 +65,7 @@ def test_a_budget_that_runs_out_cuts_the_last_cells_and_not_the_rounds_of_the_fi
     monkeypatch.setattr(runner.Runner, "_availability", availability)
     cells = [cell_of("sdpa", f"H=1,L={length},D=8") for length in (4, 5, 6, 7, 8)]
     settings = runner.Settings(cells, threads=1, time_budget=20.0)
-    result = runner.Runner(settings, PlainWatcher(None)).run(results.Journal(None))
+    result = runner.Runner(settings, Progress(None)).run(results.Journal(None))
     assert [len(found.rounds) for found in result.cells] == [9, 9, 3, 0, 0]
     assert [found.outcomes["torch"].status for found in result.cells] == [
         *["ok"] * 3,

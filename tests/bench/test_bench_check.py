@@ -21,7 +21,7 @@ from fastattn.bench.cells import (
     flops,
 )
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers import PROVIDERS, fastattn_, load, torch_default
+from fastattn.bench.providers import PROVIDERS, load, pytorch
 from fastattn.bench.providers.passes import leave
 
 # Sizes that are 0 unless given, and memories of one for all.
@@ -113,12 +113,11 @@ def test_the_kernels_for_hopper_can_be_left_out(monkeypatch: pytest.MonkeyPatch)
     allowed: list[bool] = []
     native = SimpleNamespace(allow_hopper=allowed.append)
     monkeypatch.setitem(sys.modules, "fastattn._cuda", native)
-    monkeypatch.setattr(fastattn_, "load", lambda name: native)
-    monkeypatch.setattr(fastattn_, "_forced", "")  # which the next line changes
+    monkeypatch.setattr(pytorch, "load", lambda name: native)
     provider = load("fastattn@sm_80")
     assert allowed == [False]
     assert not provider.why_not(cell_of("sdpa", SMALL["sdpa"]))
-    monkeypatch.setattr(fastattn_, "load", lambda name: f"{name}: not built")
+    monkeypatch.setattr(pytorch, "load", lambda name: f"{name}: not built")
     assert provider.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
         "the backend cuda is cuda: not built"
     ]
@@ -152,10 +151,7 @@ def test_the_kernels_and_pytorch_agree_on_a_latent_cache(mask: str, dtype: str) 
 
 @pytest.mark.parametrize("option", ops.get("varlen").OPTIONS)
 @pytest.mark.parametrize("mask", ops.get("varlen").MASKS)
-def test_a_loop_over_packed_sequences_agrees_too(
-    mask: str, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_default, "_variant", "")  # which the next line changes
+def test_a_loop_over_packed_sequences_agrees_too(mask: str, option: str) -> None:
     loop = load("torch@loop")
     assert loop.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
         "it has no packed sequences to loop over"

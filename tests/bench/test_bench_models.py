@@ -80,7 +80,7 @@ def test_a_tiny_pool_still_fills_a_large_weight() -> None:
 
 def test_a_constructor_draws_nothing() -> None:
     drawn = torch.full((2, 3), 9.0)
-    with _model._NothingDrawn():
+    with _model.NothingDrawn():
         drawn[0].normal_()
         drawn[1].uniform_()
     assert not drawn.any()
@@ -284,7 +284,7 @@ def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
     assert stock["attention_share"] == 0.25
     assert stock["speedup_limit"] == pytest.approx(4 / 3)
     assert ours["speedup"] == 1.25
-    table = display.plain_table([stock, ours], display.columns_of(display.MODEL_METRICS))
+    table = display.plain_table([stock, ours], display.MODEL_METRICS)
     assert "60 tokens" in table
     assert "25.0 %" in table
     assert "1.33×" in table

@@ -42,7 +42,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").touch()
     common = """
         import os, time
-        from fastattn.bench.providers.torch_default import ABOUT, prepare, versions, why_not
+        from fastattn.bench.providers.pytorch import Torch
+        ABOUT, prepare, versions, why_not = "", Torch().prepare, Torch().versions, Torch().why_not
         right = prepare
     """
     faults = {
@@ -433,7 +434,7 @@ def test_calls_find_the_memory_that_the_one_before_freed() -> None:
     program = """
 import resource, torch
 from fastattn.bench.worker import Worker
-Worker().open({"provider": "torch", "threads": 1})
+Worker().open("torch", 1)
 def fresh_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     parts = [torch.ones(1 << 19) for _ in range(12)]  # 24 MB

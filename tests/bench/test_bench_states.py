@@ -16,7 +16,7 @@ from bench_results import TINY
 from fastattn import use_backend
 from fastattn.bench import rounds
 from fastattn.bench.cells import Cell
-from fastattn.bench.probe import Probe, times_pushed
+from fastattn.bench.gauges import Probe, times_pushed
 from fastattn.bench.results import CellResult, Round
 
 RUNS = 100

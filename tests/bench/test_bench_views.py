@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 import shutil
@@ -17,8 +16,6 @@ from bench_results import bench
 from fastattn.bench import cli, commands, compare, display, results, summary
 from fastattn.bench.cells import Cell
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def a_result(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Result:
@@ -253,34 +250,20 @@ def test_the_roof_is_the_lower_of_arithmetic_and_memory(
 
 def test_the_table_has_the_columns_that_are_asked_for() -> None:
     rows = summary.summarise(a_result())
-    table = display.plain_table(rows, display.columns_of(["gbs", "roof", "speedup"]))
+    table = display.plain_table(rows, ["gbs", "roof", "speedup"])
     head = table.splitlines()[0]
     assert re.split(r"\s{2,}", head) == [*display.HEAD, "GB/s", "% of roof", "speed-up"]
     assert bench("run", "--metric", "luck") == cli.USAGE
 
 
 def test_the_table_on_the_screen_names_the_model_above_its_shape() -> None:
-    pytest.importorskip("rich")
-    from rich.console import Console
-
-    from fastattn.bench.live import rich_table
-
     result = a_result()
     result.cells[0].cell = dataclasses.replace(result.cells[0].cell, label="A model")
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(rich_table(summary.summarise(result), console.width))
-    lines = [re.split(r"\s*[│┃]\s*", line)[1:5] for line in console.export_text().splitlines()]
-    head = ["A model", "fp32", "fwd", "torch"]
-    assert lines[3:5] == [head, ["sdpa B=1,H=2,L=16,D=8", "", "", "fastattn"]]
-    assert ["sdpa B=1,H=2,L=32,D=8", "fp32", "fwd", "torch"] in lines  # without a label
-
-
-def test_energy_is_shown_where_it_was_counted() -> None:
-    result = a_result()
-    assert display.table_line(summary.summarise(result)[0])["mJ"] == ""
-    for turn in result.cells[0].rounds:
-        turn.joules["torch"] = 0.25
-    assert display.table_line(summary.summarise(result)[0])["mJ"] == "250"
+    table = display.plain_table(summary.summarise(result)).splitlines()
+    lines = [re.split(r"\s{2,}", line)[:4] for line in table[1:]]
+    assert lines[0] == ["A model", "fp32", "fwd", "torch"]
+    assert lines[1][:2] == ["sdpa B=1,H=2,L=16,D=8", "fastattn"]
+    assert lines[3] == ["sdpa B=1,H=2,L=32,D=8", "fp32", "fwd", "torch"]  # without a label
 
 
 def test_a_round_that_lost_its_cores_does_not_count() -> None:
@@ -289,8 +272,3 @@ def test_a_round_that_lost_its_cores_does_not_count() -> None:
         turn.share = 0.6
     row = summary.summarise(result)[1]
     assert (row["rounds"], row["discarded"]) == (6, 3)
-
-
-def test_committed_results_of_the_first_version_can_be_read() -> None:
-    for path in RESULTS.glob("*.json"):
-        assert summary.summarise(results.load(path))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from distributed_cases import B, Case, call, layout_of
 
-from fastattn.bench.ranks import Counter
 from fastattn.distributed import (
     Share,
     decode_attention,
@@ -14,6 +16,10 @@ from fastattn.distributed import (
     memory_hop_attention,
     plan,
 )
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from rank_counter import Counter
 
 CASES = (
     Case("counts-ring"),

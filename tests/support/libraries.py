@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import pytest
 from required import REQUIRE_NATIVE
 
-from fastattn.bench.models._library import imported
+from fastattn.bench.models._model import imported
 
 FOLDER = Path(sys.prefix) / "models"  # `make test` installs them there
 

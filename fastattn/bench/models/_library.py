@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn.bench.models._importing import imported
 from fastattn.bench.models._model import Model, widen
-from fastattn.bench.models._watching import watching_function
+from fastattn.bench.models._watching import watching
 
 _FUNCTION = "scaled_dot_product_attention"
 
@@ -20,15 +20,7 @@ class LibraryModel(Model):
     """`torch` runs the model as it is, fastattn within `activate`."""
 
     TORCH = "the model as it is, the same parameters"
-    PACKAGE: ClassVar[str]
-    INSTALL: ClassVar[str]
-    CALLER: ClassVar[str] = "torch.nn.functional"  # the module in which layers find the function
-
-    def require(self) -> None:
-        try:
-            imported(self.PACKAGE)
-        except ImportError as error:
-            raise ImportError(f"{self.FUNCTION} needs {self.INSTALL} ({error})") from error
+    CALLER = "torch.nn.functional"  # the module in which layers find the function
 
     def choose(self, model: Any, attention: str) -> None:
         pass
@@ -42,11 +34,12 @@ class LibraryModel(Model):
 
     def watching(self, attention: str) -> contextlib.AbstractContextManager[None]:
         caller = importlib.import_module(self.CALLER)
-        return watching_function(caller, _FUNCTION, self.stopwatch)
+        function = getattr(caller, _FUNCTION)
+        return watching(function, functools.partial(setattr, caller, _FUNCTION), self.stopwatch)
 
     def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
         return sdpa_kernel(SDPBackend.MATH)
 
     def widen(self, model: nn.Module) -> None:
-        """All at once: a part of a layer may also be called from outside of it."""
+        """Converts all parameters together: parts of a layer may be called on their own."""
         widen(list(model.parameters()))

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
+from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.inputs import Draw
-from fastattn.bench.models._importing import imported
-from fastattn.bench.models._watching import watching_registry
-from fastattn.bench.ops._attention import softmax_of
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
-from fastattn.bench.stopwatch import Stopwatch
-from fastattn.compat import DispatchMode
+from fastattn.bench.models._watching import watching
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, value_of
+from fastattn.bench.ops._module import NothingDrawn
 
 Call = Callable[[], Tensor]
-EXTRA = "pip install fastattn[transformers]"
 _EXACT = "fastattn-bench-exact"  # registered with transformers for the reference
 _POOL = 2**24  # random numbers; drawing a billion would take longer than running the model
+_declared: list[torch.library.Library] = []  # declarations end with their last reference
 
 
 class Model(Operator):
@@ -34,12 +34,23 @@ class Model(Operator):
     """
 
     TORCH = 'attn_implementation="sdpa", the same parameters'
-    PASSES: ClassVar[Sequence[str]] = ("fwd", "fwd+bwd")
-    TINY: ClassVar[Mapping[str, int]] = {"B": 1, "L": 16, "N": 1, "V": 64}
-    CAUSAL: ClassVar[bool] = False
+    PACKAGE = "transformers"
+    INSTALL = "pip install fastattn[transformers]"
+    PASSES: Sequence[str] = ("fwd", "fwd+bwd")
+    TINY: Mapping[str, int] = {"B": 1, "L": 16, "N": 1, "V": 64}
+    CAUSAL = False
+    # Formulas of the sizes: the weights of a layer that multiply each token; outside of the layers,
+    # the weights and the products with them; the tokens; and the pairs of one layer and head, of
+    # which `pairs` counts the mask only.
+    LAYER = "4 * E**2 + 2 * E * F"
+    OTHER = ("0", "0")
+    TOKENS = "B * L"
+    PAIRS = "pairs"
+    ITEMS = ("B * L", "tokens")  # what a call processes
     stopwatch: Stopwatch
 
-    def __init__(self) -> None:
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
         self.stopwatch = Stopwatch()
 
     # Defined by each model
@@ -54,21 +65,6 @@ class Model(Operator):
         if cell.mask == "padding":
             inputs["attention_mask"] = draw.valid(cell["B"], cell["L"]).long()
         return inputs
-
-    def weights(self, sizes: Mapping[str, int]) -> int:
-        """The number of weights in a layer that multiply each token; here of an encoder layer."""
-        return 4 * sizes["E"] ** 2 + 2 * sizes["E"] * sizes["F"]
-
-    def other(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Outside the layers: the number of weights, and of products with them."""
-        return 0, 0
-
-    def tokens(self, sizes: Mapping[str, int]) -> int:
-        return sizes["B"] * sizes["L"]
-
-    def pairs(self, cell: Cell, visible: int) -> int:
-        """The pairs of one layer and head, over the batch; `visible` counts the mask only."""
-        return cell["B"] * cell["L"] * (cell["L"] + 1) // 2 if self.CAUSAL else visible
 
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
         """The call that is timed."""
@@ -89,7 +85,11 @@ class Model(Operator):
 
     def watching(self, attention: str) -> contextlib.AbstractContextManager[None]:
         """The context in which the stopwatch measures attention."""
-        return watching_registry(attention, self.stopwatch)
+        if attention == "eager":  # each model has its own, which is in no registry
+            return contextlib.nullcontext()
+        interface = imported("transformers").AttentionInterface
+        register = functools.partial(interface.register, attention)
+        return watching(interface()[attention], register, self.stopwatch, before=1)
 
     def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """The context in which attention is spelled out, in the dtype of the queries."""
@@ -104,23 +104,26 @@ class Model(Operator):
 
     def require(self) -> None:
         try:
-            imported("transformers")
+            imported(self.PACKAGE)
         except ImportError as error:
-            raise ImportError(f"whole models need transformers: {EXTRA} ({error})") from error
+            raise ImportError(f"{self.FUNCTION} needs {self.INSTALL} ({error})") from error
 
     def items(self, cell: Cell) -> tuple[float, str]:
-        return self.tokens(cell.sizes), "tokens"
+        return value_of(self.ITEMS[0], cell), self.ITEMS[1]
+
+    def tokens(self, cell: Cell) -> int:
+        return int(value_of(self.TOKENS, cell))
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        sizes = cell.sizes
-        attention = sizes["N"] * self.pairs(cell, pairs) * sizes["E"]
-        weights = sizes["N"] * self.weights(sizes)
-        products = 2 * (self.tokens(sizes) * weights + self.other(sizes)[1])
+        pairs = value_of("B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS, cell, pairs=pairs)
+        attention = cell["N"] * pairs * cell["E"]
+        weights = cell["N"] * value_of(self.LAYER, cell)
+        products = 2 * (self.tokens(cell) * weights + value_of(self.OTHER[1], cell))
         return products + 4 * attention, 2 * products + 10 * attention
 
     def elements(self, cell: Cell) -> tuple[int, int]:
-        weights = cell["N"] * self.weights(cell.sizes) + self.other(cell.sizes)[0]
-        tokens = self.tokens(cell.sizes) * cell["E"]
+        weights = cell["N"] * value_of(self.LAYER, cell) + value_of(self.OTHER[0], cell)
+        tokens = self.tokens(cell) * cell["E"]
         return weights + tokens, tokens
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
@@ -133,7 +136,7 @@ class Model(Operator):
                 inputs[name] = window(count, (count // shape[0]) ** -0.5).view(shape)
             else:
                 inputs[name] = window(count, 0.1) + (1 if name.endswith("weight") else 0)
-        length = self.tokens(cell.sizes) // cell["B"]
+        length = self.tokens(cell) // cell["B"]
         return inputs | {"grad_out": draw.normal(cell["B"], length, cell["E"])}
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
@@ -168,7 +171,7 @@ class Model(Operator):
     def _model(self, cell: Cell, inputs: Inputs) -> Any:
         """The model with the parameters that are in `inputs`, of their dtype."""
         dtype = inputs[next(iter(_on_meta(self, cell).named_parameters()))[0]].dtype
-        with _default_dtype(dtype), _NothingDrawn():
+        with _default_dtype(dtype), NothingDrawn():
             model = self.make(cell)
         model.train(cell.passes != "fwd")
         for name, parameter in model.named_parameters():
@@ -211,12 +214,10 @@ class Model(Operator):
 
         The start is enough in a causal model, whose tokens do not depend on later ones.
         """
-        return [self.few(cell)] if few and cell.passes == "fwd" else [()]
-
-    def few(self, cell: Cell) -> tuple[int, ...]:
-        """(sequence,), or (sequence, tokens)."""
+        if not few or cell.passes != "fwd":
+            return [()]
         last = cell["B"] - 1
-        return (last, min(cell["L"], 64)) if self.CAUSAL else (last,)
+        return [(last, min(cell["L"], 64)) if self.CAUSAL else (last,)]
 
     def unjudged(self, cell: Cell) -> Collection[str]:
         """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
@@ -243,9 +244,6 @@ def _summed_in_16_bits(model: nn.Module) -> list[str]:
         if isinstance(module, (nn.LayerNorm, nn.Embedding))
         for own, _ in module.named_parameters()
     ]
-
-
-TEXT_SIZES: Sizes = {"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V": 30522}
 
 
 def _windows(draw: Draw) -> Callable[[int, float], Tensor]:
@@ -284,21 +282,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-class _NothingDrawn(DispatchMode):
-    """Fills new weights with 0 instead of random numbers, which is faster.
-
-    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        aten = torch.ops.aten
-        if func.overloadpacket in (aten.normal_, aten.uniform_):
-            return args[0].zero_()
-        return func(*args, **(kwargs or {}))
 
 
 def _double(x: Tensor) -> Tensor:
@@ -350,5 +333,31 @@ def _exact(
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    weights = softmax_of(query @ key.mT * scale, None, attention_mask)
+    scores = query @ key.mT * scale
+    weights = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
     return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def imported(name: str) -> ModuleType:
+    """Import a library of models."""
+    _declare_operators()
+    return importlib.import_module(name)
+
+
+def _declare_operators() -> None:
+    """Make torchvision importable, which timm, transformers and others import for their images.
+
+    The import fails if torchvision was built for another PyTorch: operators that it extends do not
+    exist then. Models call none of them, so they are only declared.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return  # those that need it say so
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(library)

@@ -9,91 +9,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.bench.stopwatch import Stopwatch
+from fastattn.bench.gauges import Stopwatch
 
 
-class _StartsBackward(torch.autograd.Function):
-    """The identity on the output of attention; its backward runs before that of attention."""
-
-    @staticmethod
-    def forward(ctx: Any, watch: Stopwatch, x: Tensor) -> Tensor:
-        ctx.watch = watch
-        return x.view_as(x)
+class _Mark(torch.autograd.Function):
+    """The identity; `then` is called in its backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.watch.start()
-        return None, *grads
-
-
-class _StopsBackward(torch.autograd.Function):
-    """The identity on query, key and value; its backward runs after that of attention."""
-
-    @staticmethod
-    def forward(ctx: Any, watch: Stopwatch, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.watch = watch
+    def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.watch.stop()
+        ctx.then()
         return None, *grads
 
 
 def _timed(attend: Callable[..., Any], watch: Stopwatch, *tensors: Tensor) -> Any:
     """Calls attention on query, key and value, and times its forward and backward.
 
-    The result is the output, or a tuple that begins with it.
+    The result is the output, or a tuple that begins with it. In the backward, the mark on the
+    output comes before attention, and those on its inputs after it.
     """
     has_backward = torch.is_grad_enabled() and tensors[0].requires_grad
     if has_backward:
-        tensors = _StopsBackward.apply(watch, *tensors)
+        tensors = _Mark.apply(watch.stop, *tensors)
     watch.start()
     result = attend(*tensors)
     watch.stop()
     if not has_backward:
         return result
     if isinstance(result, tuple):
-        return _StartsBackward.apply(watch, result[0]), *result[1:]
-    return _StartsBackward.apply(watch, result)
+        return *_Mark.apply(watch.start, result[0]), *result[1:]
+    return _Mark.apply(watch.start, result)[0]
 
 
 @contextlib.contextmanager
-def watching_function(owner: Any, name: str, watch: Stopwatch) -> Iterator[None]:
-    """Within the block, a function of query, key and value that `owner` has is timed."""
-    function = getattr(owner, name)
+def watching(
+    function: Callable[..., Any],
+    replace: Callable[[Any], object],
+    watch: Stopwatch,
+    before: int = 0,
+) -> Iterator[None]:
+    """Within the block, a function of query, key and value is timed.
 
-    def watched(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    `replace` puts another function in its place; `before` arguments come before the query.
+    """
+
+    def watched(*args: Any, **options: Any) -> Any:
         def attend(*tensors: Tensor) -> Any:
-            return function(*tensors, *args, **options)
+            return function(*args[:before], *tensors, *args[before + 3 :], **options)
 
-        return _timed(attend, watch, query, key, value)
+        return _timed(attend, watch, *args[before : before + 3])
 
-    setattr(owner, name, watched)
+    replace(watched)
     try:
         yield
     finally:
-        setattr(owner, name, function)
-
-
-@contextlib.contextmanager
-def watching_registry(implementation: str, watch: Stopwatch) -> Iterator[None]:
-    """Within the block, the function that transformers has under this name is timed."""
-    from transformers import AttentionInterface
-
-    if implementation == "eager":  # each model has its own, which is in no registry
-        yield
-        return
-    registered = AttentionInterface()[implementation]
-
-    def watched(module: Any, *args: Any, **options: Any) -> Any:
-        def attend(*tensors: Tensor) -> Any:
-            return registered(module, *tensors, *args[3:], **options)
-
-        return _timed(attend, watch, *args[:3])
-
-    AttentionInterface.register(implementation, watched)
-    try:
-        yield
-    finally:
-        AttentionInterface.register(implementation, registered)
+        replace(function)

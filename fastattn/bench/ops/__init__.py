@@ -1,8 +1,7 @@
-"""The operators that can be measured: one file for each operator and module of the library.
+"""The operators that can be measured: every operator and module of the library, and whole models.
 
-A file `fastattn/bench/ops/<name>.py` defines OP, an instance of `_base.Operator`; OPS lists the
-names. MODELS lists those of whole models, in `fastattn/bench/models/<name>.py`. Any importable
-module with an OP can be measured too: `--op mypackage.myoperator`.
+`_FILES` has the operators of each file; there, an operator is a constant with its name in capitals.
+Any importable module with an OP can be measured too: `--op mypackage.myoperator`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,18 @@ MODELS = (
     *("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode"),
     *("timm_vit", "diffusers_dit", "openai_whisper"),
 )
-_MODULES = {name: f"{__name__}.{name}" for name in (*OPS, *LOOPS)} | {
-    name: f"fastattn.bench.models.{name}" for name in MODELS
+_FILES = {
+    "ops.sdpa": ("sdpa",),
+    "ops.varlen": ("varlen",),
+    "ops.decode": ("decode",),
+    "ops.transformer": OPS[1:7],
+    "ops.around_attention": OPS[9:13],
+    "ops.recurrent": (*OPS[13:19], *LOOPS),
+    "ops.memories": OPS[19:28],
+    "ops.encodings": OPS[28:],
+    "models": MODELS,
 }
+_FILE_OF = {name: f"fastattn.bench.{file}" for file, names in _FILES.items() for name in names}
 
 __all__ = ["LOOPS", "MODELS", "OPS", "Operator", "get", "missing", "names_of", "resolve"]
 
@@ -36,13 +44,13 @@ __all__ = ["LOOPS", "MODELS", "OPS", "Operator", "get", "missing", "names_of", "
 @functools.cache
 def get(name: str) -> Operator:
     """The operator of this name. Raises ValueError for an unknown one."""
-    if name not in _MODULES and "." not in name:
-        raise ValueError(f"--op {name!r}: known are {', '.join(_MODULES)}, or an importable module")
+    if name not in _FILE_OF and "." not in name:
+        raise ValueError(f"--op {name!r}: known are {', '.join(_FILE_OF)}, or an importable module")
     try:
-        module = importlib.import_module(_MODULES.get(name, name))
+        module = importlib.import_module(_FILE_OF.get(name, name))
     except ImportError as error:
         raise ValueError(f"--op {name!r} cannot be imported: {error}") from error
-    operator = getattr(module, "OP", None)
+    operator = getattr(module, name.upper() if name in _FILE_OF else "OP", None)
     if not isinstance(operator, Operator):
         raise ValueError(f"--op {name!r} has no OP that is a fastattn.bench.ops.Operator")
     return operator
@@ -59,7 +67,7 @@ def missing(name: str) -> str:
 
 def resolve(name: str) -> str:
     """The name in OPS or MODELS of an operator, also given by its name in the library."""
-    for op in _MODULES:
+    for op in _FILE_OF:
         if name in names_of(op):
             return op
     get(name)

@@ -1,19 +1,21 @@
-"""Masks and plain attention, shared by the operators."""
+"""Masks and attention, shared by the operators."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from fastattn.backends.primitives import AttentionOptions
+from fastattn.backends.reference import attend as defined_attention
 from fastattn.bench.cells import DOCUMENTS, Cell, keys_of
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs
+from fastattn.bench.ops._base import Operator, Outputs
 
 PAIRS_CHECKED = 1 << 26
 PAIRS_OF_FEW = 1 << 22
@@ -22,7 +24,7 @@ PAIRS_OF_FEW = 1 << 22
 class SampledHeads(Operator):
     """An attention with the sizes B, H, Hkv, Lq and Lk; the check of a long one takes a sample."""
 
-    JOINT: ClassVar[Sequence[str]] = ()  # options with an input of all heads: they are not sampled
+    JOINT: Sequence[str] = ()  # options with an input of all heads: they are not sampled
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
         """A sample of (sequence, key head), because they do not depend on each other.
@@ -57,6 +59,39 @@ class SampledHeads(Operator):
         if len(parts[0]) == 1:
             return f"{len(parts)} of {cell['B']} sequences"
         return f"{len(parts)} of {cell['B'] * cell['Hkv']} (sequence, head)"
+
+
+def attend(
+    query: Tensor,  # [B, H, Lq, D]
+    key: Tensor,  # [B, Hkv, Lk, D]
+    value: Tensor,  # [B, Hkv, Lk, Dv]
+    mask: Tensor | None = None,  # broadcastable to [B, H, Lq, Lk]: True takes part, or added
+    slopes: Tensor | None = None,  # [B|1, H]
+    *,
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The definition of attention: the output, and the weights [B, H, Lq, Lk].
+
+    `options` are those of `AttentionOptions`, `given` the other tensors of the definition.
+    """
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    record = AttentionOptions(scale=query.shape[-1] ** -0.5, **options)
+    out, _, weights = defined_attention(
+        query, key, value, mask, slopes, None, record, **given or {}
+    )
+    return out.to(query.dtype), weights.to(query.dtype)
+
+
+def softmax_weights(
+    query: Tensor, key: Tensor, visible: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """softmax(query keyᵀ · scale), as a user writes it; True in `visible` takes part."""
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1)
 
 
 def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
@@ -94,13 +129,18 @@ def distances(queries: int, keys: int, device: torch.device, offset: int = 0) ->
     return rows[:, None] + offset - columns
 
 
-def table_biases(table: Tensor, distances: Tensor) -> Tensor:
-    """The bias of all pairs [H, queries, keys], from a table of distances [H, 2 M + 1]."""
-    return embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)
+def table_biases(table: Tensor, distances: Tensor, visible: Tensor | None = None) -> Tensor:
+    """The bias of all pairs [1, H, queries, keys], from a table of distances [H, 2 M + 1].
+
+    -inf where `visible` is False.
+    """
+    biases = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
+    return biases if visible is None else biases.masked_fill(~visible, -torch.inf)
 
 
 def t5_biases(table: Tensor, distances: Tensor) -> Tensor:
-    """The same from the buckets [32, H] of a decoder of T5 (https://arxiv.org/abs/1910.10683).
+    """The same [H, queries, keys] from the buckets [32, H] of a decoder of T5
+    (https://arxiv.org/abs/1910.10683).
 
     A distance below 16 has its own bucket; up to 128 the others grow by a constant factor.
     """
@@ -110,48 +150,8 @@ def t5_biases(table: Tensor, distances: Tensor) -> Tensor:
     return embedding(buckets, table).permute(2, 0, 1)
 
 
-def softmax_of(
-    scores: Tensor,  # [..., Lq, Lk]
-    visible: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """The weights, with `bias` added to the scores and invisible keys excluded."""
-    if bias is not None:
-        scores = scores + bias
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    return scores.softmax(-1)
-
-
-def attend(
-    query: Tensor,  # [B, H, Lq, D]
-    key: Tensor,  # [B, Hkv, Lk, D]
-    value: Tensor,  # [B, Hkv, Lk, Dv]
-    visible: Tensor | None = None,  # broadcastable to [B, H, Lq, Lk]
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The output, and the weights [B, H, Lq, Lk]."""
-    heads, rows = key.shape[-3], query.shape[-2]
-
-    def of_keys(x: Tensor) -> Tensor:  # [B, H, Lq, n] as [B, Hkv, H / Hkv Lq, n]
-        return x.unflatten(-3, (heads, -1)).flatten(-3, -2)
-
-    def of_queries(x: Tensor) -> Tensor:
-        return x.unflatten(-2, (-1, rows)).flatten(-4, -3)
-
-    scores = of_queries(of_keys(query) @ key.mT) * query.shape[-1] ** -0.5
-    weights = softmax_of(scores, visible, bias)
-    return of_queries(of_keys(weights) @ value), weights
-
-
 def with_weights(cell: Cell, out: Tensor, weights: Tensor) -> Outputs:
     """`out`, and the weights [B, H, Lq, Lk] in the form that the cell returns."""
     if cell.weights == "none":
         return (out,)
     return out, weights.mean(1) if cell.weights == "average" else weights
-
-
-def split_mask(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """`attn_mask` as (visible, bias), one of which is None; True in visible takes part."""
-    mask = inputs.get("attn_mask")
-    return (mask, None) if mask is not None and mask.dtype == torch.bool else (None, mask)

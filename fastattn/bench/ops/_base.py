@@ -2,54 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import fastattn
+from fastattn import compat
+from fastattn.backends import reference
+from fastattn.library import operators
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
+    from fastattn.bench.gauges import Stopwatch
     from fastattn.bench.inputs import Draw
-    from fastattn.bench.stopwatch import Stopwatch
 
 Inputs = dict[str, Tensor]
 Outputs = tuple[Tensor, ...]
 Forward = Callable[[], Outputs]
 Sizes = Mapping[str, "int | str"]
-Prepared = tuple[Forward, Sequence[Tensor]]
+Prepared = tuple[Forward, Sequence[Tensor]]  # a call, and the leaves of its gradient
+
+_AT_ONCE = 1 << 25  # elements of the largest intermediate tensor of the float64 reference: 256 MB
 
 
 class Operator:
-    """An operator: its sizes, inputs and cost, its equation in plain PyTorch, and its call.
+    """An operator: its sizes, inputs and cost, its call, and what PyTorch's users write instead.
 
-    A function of the library defines `arguments`; modules derive from `_module.Module`. The
-    defaults suit an operator that is a function of its inputs, without masks and weights.
+    A simple one is an instance, whose keyword arguments replace the attributes and methods below:
+
+        OP = Operator(FUNCTION="learned_scale", SIZES={"B": 1, "E": 512}, ...,
+                      arguments=lambda cell, inputs: ([inputs["x"]], {}))
+
+    The defaults suit a function of `fastattn` without masks and weights; modules are instances of
+    `_module.Module`. The exact result is the library's call with the definitions of
+    `fastattn.backends.reference` in place of kernels, in float64.
     """
 
-    FUNCTION: ClassVar[str]  # its name in `fastattn`; "nn.Name" for a module
-    ABOUT: ClassVar[str]  # the equation, for `bench list`
-    # What the provider `torch` runs instead.
-    TORCH: ClassVar[str] = "the equation: torch has no such function"
-    SIZES: ClassVar[Sizes]  # keys of --shapes; a default is a number or another key
-    MASKS: ClassVar[Sequence[str]] = ("none",)
-    WEIGHTS: ClassVar[Sequence[str]] = ("none",)
-    OPTIONS: ClassVar[Sequence[str]] = ("none",)
-    PASSES: ClassVar[Sequence[str]] = ("fwd", "bwd", "fwd+bwd")
+    FUNCTION: str  # its name in `fastattn`; "nn.Name" for a module
+    ABOUT: str  # the equation, for `bench list`
+    TORCH: str = "the equation: torch has no such function"  # what the provider `torch` runs
+    SIZES: Sizes  # keys of --shapes; a default is a number or another key
+    MASKS: Sequence[str] = ("none",)
+    WEIGHTS: Sequence[str] = ("none",)
+    OPTIONS: Sequence[str] = ("none",)
+    PASSES: Sequence[str] = ("fwd", "bwd", "fwd+bwd")
     # The inputs that have a gradient, in order, and the output; "B L*E" is [B, L * E].
-    SHAPES: ClassVar[Mapping[str, str]]
-    OUTPUT: ClassVar[str]
+    SHAPES: Mapping[str, str]
+    OUTPUT: str
+    # Formulas of the sizes and of `pairs`, the visible pairs of one head over the batch: the
+    # operations of the forward and of the backward pass, and the elements of the largest
+    # intermediate tensor of the definition.
+    FLOPS: tuple[str, str]
+    HIDDEN: str = "0"
     # Batch and lengths of the tiny cell that loads the code; widths stay, because they select it.
-    TINY: ClassVar[Mapping[str, int]] = dict.fromkeys(("B", "S"), 1) | dict.fromkeys(
+    TINY: Mapping[str, int] = dict.fromkeys(("B", "S"), 1) | dict.fromkeys(
         ("L", "Lq", "Lk", "N"), 16
     )
+    SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
     # Measures the attention in a call that also does other work.
     stopwatch: Stopwatch | None = None
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    # Sizes and cost
 
     def require(self) -> None:
         """Imports the packages of this operator; an ImportError says what to install."""
@@ -70,8 +93,9 @@ class Operator:
         """Raises ValueError if the option is not available for the rest of the cell."""
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        """Those of the forward and of the backward pass; `pairs`: the visible pairs of one head."""
-        raise NotImplementedError
+        """The operations of the forward and of the backward pass."""
+        forward, backward = (int(value_of(text, cell, pairs=pairs)) for text in self.FLOPS)
+        return forward, backward
 
     def size(self, cell: Cell, key: str) -> int:
         """The value of a key in SHAPES and OUTPUT."""
@@ -83,10 +107,6 @@ class Operator:
             math.prod(self.size(cell, key) for key in size.split("*")) for size in sizes.split()
         ]
 
-    def scale(self, cell: Cell, name: str) -> float:
-        """The standard deviation of an input of SHAPES."""
-        return 1.0
-
     def elements(self, cell: Cell) -> tuple[int, int]:
         """The number of elements of all inputs, and of the output."""
         inputs = (math.prod(self.shape(cell, sizes)) for sizes in self.SHAPES.values())
@@ -96,41 +116,53 @@ class Operator:
         """The number of elements of the inputs that the result does not depend on."""
         return 0
 
+    # Inputs and calls
+
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         """All inputs by name: the leaves, `grad_out`, masks and others."""
-        drawn = {
-            name: draw.normal(*self.shape(cell, sizes), scale=self.scale(cell, name))
-            for name, sizes in self.SHAPES.items()
-        }
+        drawn = {}
+        for name, sizes in self.SHAPES.items():
+            scale = float(value_of(str(self.SCALES.get(name, 1.0)), cell))
+            drawn[name] = draw.normal(*self.shape(cell, sizes), scale=scale)
         grad_out = self.shape(cell, self.OUTPUT) if "bwd" in self.PASSES else (0,)
-        return drawn | {"grad_out": draw.normal(*grad_out)}
+        return self.others(cell, draw) | drawn | {"grad_out": draw.normal(*grad_out)}
 
-    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        """The equation in plain PyTorch."""
-        raise NotImplementedError
+    def others(self, cell: Cell, draw: Draw) -> Inputs:
+        """Inputs without a gradient, such as tokens and masks."""
+        return {}
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments of the library's function."""
-        raise NotImplementedError
+        return self.leaves(inputs), {}
+
+    def results(self, found: Any, dtype: torch.dtype) -> Any:
+        """The compared outputs among the results of a call whose inputs have this dtype."""
+        return found
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """A call of the library, and the leaves of its gradient."""
+        """The library's call."""
         function = operator.attrgetter(self.FUNCTION)(fastattn)
         args, kwargs = self.arguments(cell, inputs)
-        forward = returning_tuples(functools.partial(function, *args, **kwargs))
+        call, dtype = functools.partial(function, *args, **kwargs), inputs["grad_out"].dtype
+        forward = returning_tuples(lambda: self.results(call(), dtype))
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
+
+    def equation(self, cell: Cell, inputs: Inputs) -> Any:
+        """The result as a user of PyTorch computes it, without any fused attention."""
+        raise NotImplementedError
+
+    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
+        """The call of the provider `torch-eager`."""
+        forward = returning_tuples(lambda: self.equation(cell, inputs))
         return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """The same by what a user of PyTorch writes today."""
+        """The call of the provider `torch`: the best that PyTorch has."""
         return self.eager(cell, inputs)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """The reasons why PyTorch has nothing for this cell."""
         return []
-
-    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """The same without any fused attention."""
-        return lambda: self.plain(cell, inputs), [inputs[name] for name in self.leaf_names(cell)]
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
@@ -140,27 +172,57 @@ class Operator:
         """The inputs of SHAPES."""
         return [inputs[name] for name in self.SHAPES]
 
+    # The exact result
+
     def in_double(self, inputs: Inputs) -> Inputs:
         """The inputs of `expected`."""
         return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
-    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
-        """All outputs of the cell by name, in the dtype of `inputs`, by the plain equation."""
-        leaves = self.fresh_leaves(cell, inputs)
-        with torch.set_grad_enabled(cell.passes != "fwd"):
-            out, *weights = self.plain(cell, inputs | leaves)
-        results = {"out": out.detach()}
-        if weights:
-            results["weights"] = weights[0].detach()
-        if cell.passes != "fwd":
-            out.backward(inputs["grad_out"])
-        return results | gradients(leaves)
+    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
+        """The definition of a block of the call, on inputs in float64."""
+        forward, leaves = self.ours(cell, inputs)
+        return _by_definition(forward), leaves
 
-    def fresh_leaves(self, cell: Cell, inputs: Inputs) -> Inputs:
-        """Copies of the leaves, which require a gradient if the cell has a backward pass."""
-        wanted = cell.passes != "fwd"
-        names = self.leaf_names(cell)
-        return {name: inputs[name].clone().requires_grad_(wanted) for name in names}
+    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
+        """All outputs of the cell by name, a block at a time, to bound the memory."""
+        names, wanted = self.leaf_names(cell), cell.passes != "fwd"
+        whole = inputs | {
+            name: inputs[name].clone().requires_grad_(wanted) for name in names if name in inputs
+        }
+        outputs: list[Outputs] = []
+        gradients: list[Outputs] = []
+        with torch.set_grad_enabled(wanted):
+            for block in self.blocks(cell, inputs):
+                taken = {name: self.within(cell, name, x, block) for name, x in whole.items()}
+                forward, leaves = self.exact(cell, taken, block)
+                results = forward()
+                if wanted:
+                    # A parameter of a module has its gradient; the others, that of the whole input.
+                    pairs = zip(names, leaves, strict=True)
+                    by = [whole[n] if x is taken.get(n) else x for n, x in pairs]
+                    gradients.append(torch.autograd.grad(results[0], by, taken["grad_out"]))
+                outputs.append(tuple(x.detach() for x in results))
+        found = {
+            name: torch.cat(parts, self.BLOCKED) if len(parts) > 1 else parts[0]
+            for name, parts in zip(("out", "weights"), zip(*outputs, strict=True), strict=False)
+        }
+        sums = (functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
+        return found | {f"grad_{name}": x for name, x in zip(names, sums, strict=False)}
+
+    BLOCKED = 0  # the dimension of the outputs that is divided into blocks
+
+    def blocks(self, cell: Cell, inputs: Inputs) -> Sequence[slice]:
+        """Blocks of sequences whose intermediate tensors are not too large together."""
+        batch = cell.sizes.get("B", 1)
+        step = max(1, batch * _AT_ONCE // max(int(value_of(self.HIDDEN, cell)), 1))
+        return [slice(n, n + step) for n in range(0, batch, step)]
+
+    def within(self, cell: Cell, name: str, x: Tensor, block: slice) -> Tensor:
+        """The part of an input that belongs to a block."""
+        has_batch = name not in self.SHAPES or self.SHAPES[name].startswith("B ")
+        if self.HIDDEN == "0" or not has_batch or (name == "attn_mask" and x.dim() < 3):
+            return x
+        return x[block]
 
     # The check of a long cell may compare a sample of its parts.
 
@@ -185,9 +247,10 @@ class Operator:
         return "all"
 
 
-def gradients(leaves: Inputs) -> Inputs:
-    """The gradients that a backward pass left in the leaves, by the names of the outputs."""
-    return {f"grad_{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+def value_of(formula: str, cell: Cell, **names: int) -> Any:
+    """The value of a formula in an operator's declaration."""
+    known = {"min": min, "max": max, **cell.sizes, **names}
+    return eval(formula, {"__builtins__": {}}, known)
 
 
 def returning_tuples(call: Callable[[], Any]) -> Forward:
@@ -196,3 +259,29 @@ def returning_tuples(call: Callable[[], Any]) -> Forward:
         return result if isinstance(result, tuple) else (result,)
 
     return forward
+
+
+class _Definitions(TorchFunctionMode):
+    """Runs the definition of each primitive, which PyTorch differentiates, in place of a kernel."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (primitive := operators.get(func)) is None:
+            return func(*args, **(kwargs or {}))
+        tensors, options = primitive.split(args)
+        return getattr(reference, primitive.name)(*tensors, options=options)
+
+
+@contextlib.contextmanager
+def _definitions() -> Iterator[None]:
+    with compat.through_the_dispatcher(), _Definitions():
+        yield
+
+
+def _by_definition(forward: Forward) -> Forward:
+    def defined() -> Outputs:
+        with _definitions():
+            return forward()
+
+    return defined

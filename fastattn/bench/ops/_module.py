@@ -1,19 +1,22 @@
-"""The base classes of operators that are modules."""
+"""Operators that are modules."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn.nn
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Prepared, returning_tuples
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, returning_tuples
+from fastattn.compat import DispatchMode
 
 Make = Callable[..., nn.Module]
 
@@ -22,6 +25,7 @@ class Module(Operator):
     """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
 
     TORCH = "the equation: torch has no such module"
+    KEYWORDS: Mapping[str, Any] = {}  # arguments of its call
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         """The module; `made` is the device and the dtype of its parameters."""
@@ -29,7 +33,7 @@ class Module(Operator):
 
     def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Any:
         """The call that is timed."""
-        return module(*self.leaves(inputs))
+        return module(*self.leaves(inputs), **self.KEYWORDS)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         return (*self.SHAPES, *parameter_shapes(self, cell))
@@ -45,6 +49,10 @@ class Module(Operator):
             drawn[name] = self.parameter(name, shape, draw)
         return drawn
 
+    def within(self, cell: Cell, name: str, x: Tensor, block: slice) -> Tensor:
+        is_parameter = name in parameter_shapes(self, cell)
+        return x if is_parameter else super().within(cell, name, x, block)
+
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Matrices that preserve the scale of their inputs; weights of norms near 1."""
         if len(shape) > 1:
@@ -58,19 +66,27 @@ class Module(Operator):
     def prepared(self, make: Make, cell: Cell, inputs: Inputs) -> Prepared:
         """Eval mode for the forward only, else training; no module here has dropout."""
         like = inputs["grad_out"]
-        module = make(cell, dtype=like.dtype, device=like.device)
+        with NothingDrawn():
+            module = make(cell, dtype=like.dtype, device=like.device)
         own = dict(module.named_parameters())
         # Not strict, because buffers are no inputs; a parameter that is none raises a KeyError.
         module.load_state_dict({name: inputs[name] for name in own}, strict=False)
         module.train(cell.passes != "fwd")
         leaves = [own[name] if name in own else inputs[name] for name in self.leaf_names(cell)]
-        return returning_tuples(functools.partial(self.call, cell, module, inputs)), leaves
+
+        def call() -> Any:
+            return self.results(self.call(cell, module, inputs), like.dtype)
+
+        return returning_tuples(call), leaves
 
 
 class Twin(Module):
-    """A module that `torch.nn` has under the same name, with the same parameters."""
+    """A module that `torch.nn` has under the same name, with the same parameters.
 
-    def build(self, library: ModuleType, cell: Cell, **made: Any) -> nn.Module:
+    PyTorch's, in float64, is also the definition.
+    """
+
+    def build(self, library: Any, cell: Cell, **made: Any) -> nn.Module:
         """The module of `library`, which is `fastattn.nn` or `torch.nn`."""
         raise NotImplementedError
 
@@ -80,6 +96,19 @@ class Twin(Module):
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         return self.prepared(functools.partial(self.build, nn), cell, inputs)
 
+    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
+        forward, leaves = self.theirs(cell, inputs)
+
+        def with_scores() -> Outputs:
+            with sdpa_kernel(SDPBackend.MATH):
+                return forward()
+
+        return with_scores, leaves
+
+    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
+        """In training mode and in one step, without PyTorch's fused layers."""
+        return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), inputs)
+
 
 @functools.lru_cache(maxsize=64)
 def parameter_shapes(module: Module, cell: Cell) -> dict[str, tuple[int, ...]]:
@@ -88,6 +117,26 @@ def parameter_shapes(module: Module, cell: Cell) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
+def first(found: Sequence[Tensor], dtype: Any) -> Tensor:
+    """The `results` of a module that also returns weights or states."""
+    return found[0]
+
+
 def below(inputs: Inputs, prefix: str) -> Inputs:
     """The parameters of a submodule, by their names in it."""
     return {n.removeprefix(prefix): x for n, x in inputs.items() if n.startswith(prefix)}
+
+
+class NothingDrawn(DispatchMode):
+    """Fills new weights with 0 instead of random numbers, which is faster.
+
+    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.normal_, aten.uniform_):
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ cache: the value of a row is a view of the first Dv columns of its key.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,14 @@ from fastattn.bench.ops._attention import (
     t5_biases,
     visible_to_last,
 )
-from fastattn.bench.ops._base import Forward, Inputs, Outputs, Prepared, Sizes
+from fastattn.bench.ops._base import Forward, Inputs, Outputs, Prepared
 from fastattn.bias import T5
 
 # The dtype and the scale of a quantised cache.
 _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 
 
-class Decode(SampledHeads):
+class _Decode(SampledHeads):
     FUNCTION = "decode_attention"
     ABOUT = (
         "the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D], "
@@ -45,22 +45,11 @@ class Decode(SampledHeads):
         "F.scaled_dot_product_attention on the contiguous cache; with option=latent, on the "
         "complete keys as values, and the first Dv columns of its result"
     )
-    SIZES: ClassVar[Sizes] = {
-        "B": 1,
-        "H": 32,
-        "Hkv": 8,
-        "Lq": 1,
-        "Lk": 4096,
-        "D": 128,
-        "Dv": "D",
-        "P": 0,
-    }
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "t5", *_QUANTISED, "latent")
     JOINT = ("t5",)
     PASSES = ("fwd",)
-    TINY: ClassVar[Mapping[str, int]] = {**SampledHeads.TINY, "P": 1}
-    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
+    TINY = {**SampledHeads.TINY, "P": 1}  # noqa: RUF012
     OUTPUT = "B H Lq Dv"
 
     def check(self, sizes: Mapping[str, int]) -> None:
@@ -149,9 +138,15 @@ class Decode(SampledHeads):
         both = cell.option == "t5" and cell.mask != "none"
         return ["F.scaled_dot_product_attention has one mask"] if both else []
 
-    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
+    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
         query, *caches = self.tensors(cell, inputs)
-        return attend(query, *_key_and_value(cell, caches), *_pairs(cell, inputs))[:1]
+        mask, bias = _pairs(cell, inputs)
+        if bias is not None:
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        return attend(query, *_key_and_value(cell, caches), mask)[0]
+
+    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
+        return self.eager(cell, inputs)
 
     def tensors(self, cell: Cell, inputs: Inputs) -> list[Tensor]:
         """The query, the key and, unless it is a view of the key, the value."""
@@ -234,4 +229,7 @@ def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
     return placed
 
 
-OP = Decode()
+DECODE = _Decode(
+    SIZES={"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "Dv": "D", "P": 0},
+    SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"},
+)

@@ -9,47 +9,47 @@ products, the forward two:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from fastattn import masks
 from fastattn._seed import draw_seed
-from fastattn.backends.reference._dropout import dropout_keep, kept_scale
+from fastattn.backends.reference import dropout_keep
 from fastattn.bench.cells import Cell, window_width
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import (
     SampledHeads,
+    attend,
     distances,
     document_ids,
-    softmax_of,
-    split_mask,
     table_biases,
     visible_keys,
     with_weights,
 )
-from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Sizes, gradients
+from fastattn.bench.ops._base import Inputs, Outputs, Prepared
 
 _SCORES_AT_ONCE = 1 << 23  # 64 MB in fp64
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
 _DROPOUT = 0.1
 
 
-class Sdpa(SampledHeads):
+class _Sdpa(SampledHeads):
     FUNCTION = "scaled_dot_product_attention"
     ABOUT = "softmax(Q Kᵀ / √D) V on [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]"
     TORCH = "F.scaled_dot_product_attention"
-    SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
-    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
     OUTPUT = "B H Lq Dv"
+    FLOPS = ("pairs * H * (2*D + 2*Dv)", "pairs * H * (6*D + 4*Dv)")
     JOINT = ("learnable", "relative")
+    BLOCKED = -2
 
     def check_option(self, cell: Cell) -> None:
         if cell.option == "window" and cell.mask not in ("none", "causal"):
@@ -63,13 +63,8 @@ class Sdpa(SampledHeads):
         if cell.option == "dropout" and cell.device != "cpu":
             raise ValueError("option=dropout: the check needs the seed of a CPU generator")
 
-    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        pairs *= cell["H"]
-        key, value = cell["D"], cell["Dv"]
-        return pairs * (2 * key + 2 * value), pairs * (6 * key + 4 * value)
-
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        inputs, heads = super().inputs(cell, draw), cell["H"]
+    def others(self, cell: Cell, draw: Draw) -> Inputs:
+        inputs, heads = {}, cell["H"]
         if cell.mask == "bias":  # the shape of a learned relative position bias
             inputs["attn_mask"] = draw.normal(heads, cell["Lq"], cell["Lk"])
         elif cell.mask != "causal" and (visible := visible_keys(cell, draw)) is not None:
@@ -113,7 +108,7 @@ class Sdpa(SampledHeads):
 
         def biases() -> Tensor:
             before = distances(cell["Lq"], cell["Lk"], query.device)
-            return table_biases(inputs["relative_bias"], before)[None]  # the fused kernel wants 4-D
+            return table_biases(inputs["relative_bias"], before)
 
         if cell.option == "relative" and cell.passes == "fwd":
             options["attn_mask"] = biases()
@@ -137,30 +132,45 @@ class Sdpa(SampledHeads):
             reasons.append("PyTorch drops other weights, so its result cannot be checked")
         return reasons
 
-    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        return with_weights(cell, *_attended(cell, inputs, slice(None)))
+    def equation(self, cell: Cell, inputs: Inputs, first: int = 0) -> Outputs:
+        """The definition, for the queries from the one at position `first` on."""
+        query, key, value = self.leaves(inputs)
+        slopes, table, sinks = map(inputs.get, ("alibi_slopes", "relative_bias", "sinks"))
+        width = window_width(cell) if cell.option == "window" else -1
+        dropout = _DROPOUT if cell.option == "dropout" else 0.0
+        given = {
+            "keep": inputs.get("kept"),
+            "sinks": None if sinks is None else sinks.flatten(1),
+            "relative_bias": None if table is None else table[None],
+        }
+        out, weights = attend(
+            query,
+            key,
+            value,
+            inputs.get("attn_mask"),
+            None if slopes is None else slopes.flatten(1),
+            given=given,
+            offset=first,
+            window_left=width,
+            window_right=0 if cell.mask == "causal" else width,
+            softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
+            dropout_p=dropout,
+        )
+        return with_weights(cell, out, weights)
 
-    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
-        """A block of queries at a time, to bound the memory."""
-        wanted = cell.passes != "fwd"
-        leaves = self.fresh_leaves(cell, inputs)
-        query = inputs["query"]
-        step = max(1, _SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * cell["Lk"]))
-        outs, all_weights = [], []
-        for first in range(0, cell["Lq"], step):
-            rows = slice(first, min(first + step, cell["Lq"]))
-            with torch.set_grad_enabled(wanted):
-                out, weights = _attended(cell, inputs | leaves, rows)
-                if wanted:
-                    out.backward(inputs["grad_out"][:, :, rows])
-            outs.append(out.detach())
-            if cell.weights != "none":
-                all_weights.append(weights.detach())
-        results = {"out": torch.cat(outs, 2)}
-        if cell.weights != "none":
-            weights = torch.cat(all_weights, 2)
-            results["weights"] = with_weights(cell, results["out"], weights)[1]
-        return results | gradients(leaves)
+    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
+        forward = functools.partial(self.equation, cell, inputs, block.start)
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
+
+    def blocks(self, cell: Cell, inputs: Inputs) -> Sequence[slice]:
+        """Blocks of queries."""
+        batch, heads, rows, _ = inputs["query"].shape
+        step = max(1, _SCORES_AT_ONCE // (batch * heads * cell["Lk"]))
+        return [slice(n, n + step) for n in range(0, rows, step)]
+
+    def within(self, cell: Cell, name: str, x: Tensor, block: slice) -> Tensor:
+        has_rows = name in ("query", "grad_out", "attn_mask", "kept") and x.shape[-2] > 1
+        return x[..., block, :] if has_rows else x
 
 
 def _options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
@@ -194,39 +204,7 @@ def _first_seed() -> tuple[torch.device, torch.Generator]:
     return torch.device("cpu"), torch.Generator().manual_seed(0)
 
 
-def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
-    """The output and the weights [B, H, rows, Lk] of some queries."""
-    query, key, value = (inputs[name] for name in ("query", "key", "value"))
-    group = query.shape[1] // key.shape[1]
-    visible, bias = (_rows(x, rows) for x in split_mask(inputs))
-    before = distances(cell["Lq"], cell["Lk"], query.device)[rows]
-    if cell.mask == "causal":
-        visible = before >= 0
-    if cell.option == "window":
-        near = before.abs() <= window_width(cell)
-        visible = near if visible is None else visible & near
-    if cell.option == "alibi":
-        slopes = -inputs["alibi_slopes"] * before.abs()
-        bias = slopes if bias is None else bias + slopes
-    if cell.option == "relative":
-        added = table_biases(inputs["relative_bias"], before)
-        bias = added if bias is None else bias + added
-    scores = query[:, :, rows] @ key.repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5
-    if cell.option == "softcap":
-        scores = _SOFTCAP * (scores / _SOFTCAP).tanh()
-    if cell.option == "sinks":  # one more key, whose value is 0
-        scores = torch.cat([scores, inputs["sinks"].expand(*scores.shape[:3], 1)], -1)
-        visible = visible if visible is None else pad(visible, (0, 1), value=True)
-        bias = bias if bias is None else pad(bias, (0, 1))
-    weights = softmax_of(scores, visible, bias).to(value.dtype)  # slopes are float32
-    weights = weights[..., : cell["Lk"]]
-    if cell.option == "dropout":
-        weights = weights * inputs["kept"][:, :, rows] * kept_scale(_DROPOUT)
-    return weights @ value.repeat_interleave(group, 1), weights
-
-
-def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
-    return mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
-
-
-OP = Sdpa()
+SDPA = _Sdpa(
+    SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"},
+    SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"},
+)

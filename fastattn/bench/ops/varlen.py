@@ -8,7 +8,7 @@ are those within a sequence; torch gets them as a mask of all pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +24,15 @@ from fastattn.bench.ops._attention import (
     table_biases,
     visible_to_last,
 )
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared
 
 
-class Varlen(Operator):
+class _Varlen(Operator):
     FUNCTION = "varlen_attention"
     ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]"
     TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
-    SIZES: ClassVar[Sizes] = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "relative")
-    SHAPES: ClassVar = {"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"}
     OUTPUT = "T H D"
 
     def check(self, sizes: Mapping[str, int]) -> None:
@@ -49,9 +47,9 @@ class Varlen(Operator):
     def size(self, cell: Cell, key: str) -> int:
         return sum(_lengths(cell)) if key == "T" else super().size(cell, key)
 
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+    def others(self, cell: Cell, draw: Draw) -> Inputs:
         lengths = _lengths(cell)
-        inputs = super().inputs(cell, draw) | {"ends": torch.tensor([0, *lengths]).cumsum(0)}
+        inputs = {"ends": torch.tensor([0, *lengths]).cumsum(0)}
         if cell.option == "relative":
             inputs["relative_bias"] = draw.normal(cell["H"], 2 * max(lengths) - 1)
         return inputs
@@ -82,7 +80,7 @@ class Varlen(Operator):
                 visible[b, 0, :n, :n] = square
 
         def mask() -> Tensor:
-            return visible if table is None else _masked_biases(table, longest, visible)
+            return visible if table is None else _biases(table, longest, visible)
 
         ready = mask()
 
@@ -110,7 +108,7 @@ class Varlen(Operator):
         def masks_of_all() -> list[Tensor | None]:
             if table is None:
                 return visible
-            return [_masked_biases(table, n, x) for n, x in zip(lengths, visible, strict=True)]
+            return [_biases(table, n, x) for n, x in zip(lengths, visible, strict=True)]
 
         ready = masks_of_all()
 
@@ -127,15 +125,19 @@ class Varlen(Operator):
 
         return forward, [inputs[name] for name in self.leaf_names(cell)]
 
-    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
+    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
+        """The definition of attention, for each sequence: it has no pairs of two sequences."""
         outs, table = [], inputs.get("relative_bias")
         for parts in zip(*(x.split(_lengths(cell)) for x in self.leaves(inputs)), strict=True):
             q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
-            n = q.shape[2]
-            bias = None if table is None else table_biases(table, distances(n, n, q.device))
-            visible = visible_to_last(cell, n, n, q.device)
-            outs.append(attend(q, k, v, visible, bias)[0][0].transpose(0, 1))
-        return (torch.cat(outs),)
+            mask = visible_to_last(cell, q.shape[2], q.shape[2], q.device)
+            if table is not None:
+                mask = _biases(table, q.shape[2], mask)
+            outs.append(attend(q, k, v, mask)[0][0].transpose(0, 1))
+        return torch.cat(outs)
+
+    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
+        return self.eager(cell, inputs)
 
 
 def _lengths(cell: Cell) -> list[int]:
@@ -156,10 +158,12 @@ def _mask(cell: Cell) -> masks.Mask | None:
     return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None
 
 
-def _masked_biases(table: Tensor, length: int, visible: Tensor | None) -> Tensor:
+def _biases(table: Tensor, length: int, visible: Tensor | None) -> Tensor:
     """The bias of all pairs of a sequence [1, H, L, L], and -inf where `visible` is False."""
-    biases = table_biases(table, distances(length, length, table.device))[None]
-    return biases if visible is None else biases.masked_fill(~visible, -torch.inf)
+    return table_biases(table, distances(length, length, table.device), visible)
 
 
-OP = Varlen()
+VARLEN = _Varlen(
+    SIZES={"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64},
+    SHAPES={"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"},
+)

@@ -1,4 +1,6 @@
-"""The implementations that are compared. A provider is a module, imported in its own process.
+"""The implementations that are compared. Each is imported in its own process.
+
+A provider is a module, or an object, with
 
     ABOUT                                one line for `bench list`
     VARIANTS                             the suffixes that may follow an @ in its name; optional
@@ -9,31 +11,39 @@
     prepare(cell, inputs) -> callable    everything that is not timed: layouts, modules, sessions
 
 The callable is timed. It returns the arrays of `inputs.output_names(cell)` in that order, as torch
-tensors or numpy arrays. Any importable module of this form is a provider: `--providers
-fastattn,mypackage.mykernel`.
+tensors or numpy arrays.
+
+Any importable module is a provider: `--providers fastattn,mypackage.mykernel`. If it has no
+`prepare`, its functions and modules are called: those with the names that they have in this
+library, such as `scaled_dot_product_attention(query, key, value, is_causal=True)`, with the
+arguments of this library's. Options that are None or False are left out.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from fastattn.bench import ops
 from fastattn.bench.cells import MASKS, Cell
+from fastattn.bench.ops._base import returning_tuples
+from fastattn.bench.ops._module import Twin
+from fastattn.bench.providers.passes import Outputs, run_passes
 
+_OF_PYTORCH, _OF_RUNTIMES = (f"{__name__}.{file}" for file in ("pytorch", "runtimes"))
 PROVIDERS = {
-    "fastattn": "fastattn.bench.providers.fastattn_",
-    "torch": "fastattn.bench.providers.torch_default",
-    "torch-eager": "fastattn.bench.providers.torch_eager",
-    "torch-flex": "fastattn.bench.providers.torch_flex",
-    "onnxruntime": "fastattn.bench.providers.onnxruntime_",
-    "openvino": "fastattn.bench.providers.openvino_",
-    "jax": "fastattn.bench.providers.jax_",
-    "executorch": "fastattn.bench.providers.executorch_",
-    "flash-attn": "fastattn.bench.providers.flash_attn_",
-    "xformers": "fastattn.bench.providers.xformers_",
+    "fastattn": (_OF_PYTORCH, "Fastattn"),
+    "torch": (_OF_PYTORCH, "Torch"),
+    "torch-eager": (_OF_PYTORCH, "Eager"),
+    "torch-flex": (_OF_PYTORCH, "Flex"),
+    "torch-compiled": (_OF_PYTORCH, "Compiled"),
+    "onnxruntime": (_OF_RUNTIMES, "OnnxRuntime"),
+    "openvino": (_OF_RUNTIMES, "OpenVino"),
 }
 DEFAULT = ("torch", "fastattn")
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
@@ -45,6 +55,37 @@ class Provider(Protocol):
     def versions(self) -> dict[str, str]: ...
     def why_not(self, cell: Cell) -> list[str]: ...
     def prepare(self, cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Sequence[Any]]: ...
+
+
+class Functions:
+    """A module whose functions and modules have the names and arguments of this library's."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.ABOUT = (module.__doc__ or module.__name__).strip().splitlines()[0]
+
+    def versions(self) -> dict[str, str]:
+        package = importlib.import_module(self.module.__name__.partition(".")[0])
+        return {package.__name__: str(getattr(package, "__version__", "of no version"))}
+
+    def why_not(self, cell: Cell) -> list[str]:
+        op = ops.get(cell.op)
+        name = op.FUNCTION.removeprefix("nn.")
+        if op.FUNCTION.startswith("nn.") and not isinstance(op, Twin):
+            return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
+        return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
+
+    def prepare(self, cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
+        op = ops.get(cell.op)
+        if isinstance(op, Twin):
+            forward, leaves = op.prepared(functools.partial(op.build, self.module), cell, inputs)
+        else:
+            args, kwargs = op.arguments(cell, inputs)
+            options = {name: x for name, x in kwargs.items() if x is not None and x is not False}
+            call = functools.partial(getattr(self.module, op.FUNCTION), *args, **options)
+            forward = returning_tuples(lambda: op.results(call(), inputs["grad_out"].dtype))
+            leaves = [inputs[name] for name in op.leaf_names(cell)]
+        return run_passes(cell, forward, leaves, inputs["grad_out"])
 
 
 def split(name: str) -> tuple[str, str]:
@@ -65,24 +106,25 @@ def variants(name: str) -> Sequence[str]:
 
 
 def load(name: str) -> Provider:
-    """The provider's module. Raises ImportError if it is unknown or cannot be imported."""
+    """The provider. Raises ImportError if it is unknown or cannot be imported."""
     name, variant = split(name)
-    if name not in PROVIDERS and "." not in name:
-        raise ImportError(f"unknown provider {name!r}; known are {', '.join(PROVIDERS)}")
-    module: Any = importlib.import_module(PROVIDERS.get(name, name))
-    parts = ("ABOUT", "versions", "why_not", "prepare")
-    missing = [part for part in parts if not hasattr(module, part)]
-    if missing:
-        raise ImportError(f"provider {name!r} has no {', '.join(missing)}")
+    check_name(name)
+    if name in PROVIDERS:
+        file, kind = PROVIDERS[name]
+        provider = getattr(importlib.import_module(file), kind)()
+    else:
+        provider = importlib.import_module(name)
+        if not hasattr(provider, "prepare"):
+            provider = Functions(provider)
     if variant:
-        module.select(variant)
-    return cast(Provider, module)
+        provider.select(variant)
+    return cast(Provider, provider)
 
 
 def check_name(name: str) -> None:
     """Raises ValueError for an unknown provider or variant."""
     provider, variant = split(name)
-    if provider not in PROVIDERS and "." not in provider:
+    if provider not in PROVIDERS and "." not in provider and find_spec(provider) is None:
         raise ValueError(
             f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or an importable module"
         )

@@ -28,10 +28,6 @@ def leave() -> None:
     _entered.close()
 
 
-def torch_versions() -> dict[str, str]:
-    return {"torch": torch.__version__}
-
-
 def run_passes(
     cell: Cell, forward: Callable[[], Outputs], leaves: Sequence[Tensor], grad_out: Tensor
 ) -> Callable[[], Outputs]:

@@ -1,0 +1,168 @@
+"""Around attention: merged states, statistics of weights, the most probable key, head networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._attention import softmax_weights
+from fastattn.bench.ops._base import Inputs, Operator
+from fastattn.bench.ops._module import Module
+from fastattn.nn import HeadNetwork
+
+
+class _MergeStates(Operator):
+    """It is memory bound: it reads two outputs and writes one, with 4 operations per element."""
+
+    FUNCTION = "merge_states"
+    ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
+    OUTPUT = "B H L D"
+    FLOPS = ("4 * B*H*L*D", "8 * B*H*L*D")
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        inputs = super().inputs(cell, draw)
+        return {name: x.to(self.dtype_of(name, x.dtype)) for name, x in inputs.items()}
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32) if "lse" in name else dtype
+
+    def results(self, found: Any, dtype: torch.dtype) -> Any:
+        return found[0]
+
+    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
+        out_a, lse_a, out_b, lse_b = self.leaves(inputs)
+        a, b = torch.stack([lse_a, lse_b]).softmax(0)[..., None]
+        return (a * out_a + b * out_b).to(out_a.dtype)
+
+
+MERGE_STATES = _MergeStates(
+    SIZES={"B": 8, "H": 8, "L": 512, "D": 64},
+    SHAPES={"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"},
+)
+
+
+class _Stats(Operator):
+    """The cost is that of the scores, Q Kᵀ; the sums are O(Lq·Lk) and not counted.
+
+    The backward is not timed, because it stores the weights, which the function exists to avoid.
+    """
+
+    FUNCTION = "attention_stats"
+    ABOUT = (
+        "column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
+        "[B, H, Lq, D], [B, Hkv, Lk, D]"
+    )
+    MASKS = ("none", "causal")
+    PASSES = ("fwd",)
+    TINY = Operator.TINY | {"K": 1}  # type: ignore[operator]
+    OUTPUT = "B H Lq"  # and more, see elements
+    FLOPS = ("2 * pairs * H * D", "0")
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        super().check(sizes)
+        if sizes["K"] > sizes["Lk"]:
+            raise ValueError(f"K={sizes['K']} is more than the Lk={sizes['Lk']} keys")
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        read, queries = super().elements(cell)
+        return read, queries * (1 + cell["K"]) + cell["B"] * cell["H"] * cell["Lk"]
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
+        options = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
+        return self.leaves(inputs), options | {"top_k": cell["K"]}
+
+    def results(self, found: Any, dtype: torch.dtype) -> Tensor:
+        """One output, [B, H, Lk + Lq (1 + K)]."""
+        joined = [found.column_sums, found.entropy]
+        joined += [] if found.top_values is None else [found.top_values.flatten(-2)]
+        return torch.cat(joined, -1).to(dtype)
+
+    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
+        query, key = self.leaves(inputs)
+        visible = None
+        if cell.mask == "causal":
+            square = torch.ones(cell["Lq"], cell["Lk"], dtype=torch.bool, device=query.device)
+            visible = square.tril()
+        key = key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
+        weights = softmax_weights(query, key, visible)
+        found = [weights.sum(-2), torch.special.entr(weights).sum(-1)]
+        found += [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
+        return torch.cat(found, -1)
+
+
+ATTENTION_STATS = _Stats(
+    SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "K": 0},
+    SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D"},
+)
+
+
+class _Hard(Operator):
+    """The most probable key instead of a random one, because two computations must agree.
+
+    Every query is close to one key, so that rounding does not decide. The score of a pair costs
+    2·D. The backward is that of soft attention without the product with the values, whose rows are
+    gathered.
+    """
+
+    FUNCTION = "hard_attention"
+    ABOUT = "V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]"
+    OUTPUT = "B H Lq Dv"
+    FLOPS = ("2 * pairs * H * D", "pairs * H * (6*D + 2*Dv)")
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        inputs = super().inputs(cell, draw)
+        wanted = draw.integers(0, cell["Lk"], cell["Lq"])
+        toward = 4 * cell["D"] ** -0.5  # a score of about 4; other scores are about 0
+        query = inputs["key"][:, :, wanted] * toward + 0.1 * inputs["query"]
+        return inputs | {"query": query.to(draw.dtype)}
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
+        return self.leaves(inputs), {"estimator": "straight_through", "deterministic": True}
+
+    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
+        query, key, value = self.leaves(inputs)
+        weights = softmax_weights(query, key)
+        chosen = weights.argmax(-1, keepdim=True)
+        out = value.gather(-2, chosen.expand(*chosen.shape[:-1], cell["Dv"]))
+        if not torch.is_grad_enabled():
+            return out
+        mean = weights @ value.detach()
+        return out + (mean - mean.detach())  # the value of `out`, the derivative of `mean`
+
+
+HARD = _Hard(
+    SIZES={"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"},
+    SHAPES={"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"},
+)
+
+
+class _HeadNetwork(Module):
+    FUNCTION = "nn.HeadNetwork"
+    ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units"
+    OUTPUT = "B H L D"
+    FLOPS = ("4 * B*H*L*D*F", "8 * B*H*L*D*F")
+
+    def make(self, cell: Cell, **made: Any) -> HeadNetwork:
+        return HeadNetwork(cell["H"], cell["D"], cell["F"], **made)
+
+    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        """Half of the units are far below 0 and half far above.
+
+        The gradient of a ReLU is discontinuous at 0, where rounding alone would decide it.
+        """
+        drawn = super().parameter(name, shape, draw)
+        return drawn + 8 * (2 * (torch.arange(shape[-1]) % 2) - 1) if name == "bias1" else drawn
+
+    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
+        hidden = (inputs["x"] @ inputs["weight1"].mT + inputs["bias1"][:, None]).relu()
+        return hidden @ inputs["weight2"].mT + inputs["bias2"][:, None]
+
+
+HEAD_NETWORK = _HeadNetwork(
+    SIZES={"B": 8, "H": 8, "L": 128, "D": 64, "F": 64}, SHAPES={"x": "B H L D"}
+)
