@@ -10,6 +10,7 @@ path, and the library's operators go through the dispatcher.
 from __future__ import annotations
 
 import contextlib
+import math
 import runpy
 import subprocess
 import sys
@@ -24,13 +25,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fastattn import compat
-from fastattn.backends.primitives import (
-    AdditiveOptions,
-    AttentionOptions,
-    HopfieldOptions,
-    MemoryHopOptions,
-    VarlenOptions,
-)
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES
 from fastattn.bench.inputs import TORCH_DTYPES
@@ -69,7 +63,7 @@ class Recording:
         self.lines: Counter[str] = Counter()
 
     def note_operator(self, op: str, tensors: Sequence[Any], options: Any) -> None:
-        if (note := _PRIMITIVES.get(op)) is not None and (line := note(*tensors, options=options)):
+        if (note := _PRIMITIVES.get(op)) is not None and (line := note(tensors, options)):
             self.lines[line] += 1
 
     def note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -126,7 +120,7 @@ def run_program(command: Sequence[str], path: Path) -> int:
     return done.returncode
 
 
-# Each of these returns a call as a line of --shapes, or None if the benchmark has no such cell.
+# A call as a line of --shapes, or None if the benchmark has no such cell.
 
 
 def _line(op: str, sizes: Mapping[str, int], x: Tensor, grad: bool, **options: str) -> str | None:
@@ -136,6 +130,20 @@ def _line(op: str, sizes: Mapping[str, int], x: Tensor, grad: bool, **options: s
     words.append(f"pass={'fwd+bwd' if grad else 'fwd'}")
     words += [f"{name}={value}" for name, value in options.items() if value != "none"]
     return " ".join(words)
+
+
+def _sizes(shapes: str, *tensors: Tensor) -> dict[str, int]:
+    """The sizes that `shapes` names, such as "B L D, B N D"; the first of a name counts.
+
+    The first of a tensor is all of its leading dimensions; `_` is not recorded.
+    """
+    sizes: dict[str, int] = {}
+    for keys, x in zip((text.split() for text in shapes.split(",")), tensors, strict=True):
+        inner = len(keys) - 1
+        shape = [1] * (inner - x.dim()) + [*x.shape]
+        split = len(shape) - inner
+        sizes = dict(zip(keys, (math.prod(shape[:split]), *shape[split:]), strict=True)) | sizes
+    return {key: size for key, size in sizes.items() if key != "_"}
 
 
 def _wants_grad(*tensors: Any) -> bool:
@@ -158,13 +166,7 @@ def _mask_kind(mask: Tensor | None, causal: bool) -> str:
     return "bool" if mask.dtype == torch.bool else "bias"
 
 
-def _attention_sizes(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
-    """[..., H, L, D]; all dimensions before the heads are the batch."""
-    heads, kv_heads = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
-    batch = query.shape[:-3].numel()
-    lengths = {"Lq": query.shape[-2], "Lk": key.shape[-2]}
-    widths = {"D": query.shape[-1], "Dv": value.shape[-1]}
-    return {"B": batch, "H": heads, "Hkv": kv_heads, **lengths, **widths}
+_HEADS = "B H Lq D, B Hkv Lk D, B Hkv Lk Dv"
 
 
 def _note_sdpa(
@@ -174,11 +176,12 @@ def _note_sdpa(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    weights: str = "none",
     **options: Any,
 ) -> str | None:
-    sizes = _attention_sizes(query, key, value)
-    mask = _mask_kind(attn_mask, is_causal)
-    return _line("sdpa", sizes, query, _wants_grad(query, key, value), mask=mask)
+    tensors = (query, key, value)
+    words = {"mask": _mask_kind(attn_mask, is_causal), "weights": weights}
+    return _line("sdpa", _sizes(_HEADS, *tensors), query, _wants_grad(*tensors), **words)
 
 
 def _note_module(
@@ -188,7 +191,6 @@ def _note_module(
     embed_dim_to_check: int,
     num_heads: int,
     *args: Any,
-    training: bool = True,
     key_padding_mask: Tensor | None = None,
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
@@ -198,102 +200,77 @@ def _note_module(
 ) -> str | None:
     """`F.multi_head_attention_forward`: [L, B, E], and True in a mask is ignored."""
     length, batch = query.shape[0], query.shape[1] if query.dim() == 3 else 1
-    grad = _wants_grad(query, key, value, *args)
     weights = ("average" if average_attn_weights else "per-head") if need_weights else "none"
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = ~attn_mask
     mask = "padding" if key_padding_mask is not None else _mask_kind(attn_mask, is_causal)
-    if query.shape == key.shape == value.shape:
-        sizes = {"B": batch, "L": length, "E": query.shape[-1], "H": num_heads}
-        return _line("mha", sizes, query, grad, mask=mask, weights=weights)
-    head_dim = query.shape[-1] // num_heads  # cross-attention: without the projections
-    lengths = {"Lq": length, "Lk": key.shape[0]}
-    sizes = {"B": batch, "H": num_heads, "Hkv": num_heads, **lengths, "D": head_dim, "Dv": head_dim}
-    return _line("sdpa", sizes, query, grad, mask=mask, weights=weights)
+    op, sizes = "mha", {"B": batch, "L": length, "E": query.shape[-1], "H": num_heads}
+    if not query.shape == key.shape == value.shape:  # cross-attention: without the projections
+        width = query.shape[-1] // num_heads
+        op, sizes = "sdpa", {"B": batch, "H": num_heads, "Hkv": num_heads, "Lq": length}
+        sizes |= {"Lk": key.shape[0], "D": width, "Dv": width}
+    grad = _wants_grad(query, key, value, *args)
+    return _line(op, sizes, query, grad, mask=mask, weights=weights)
 
 
-def _primitive_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *rest: Any,
-    options: AttentionOptions,
-) -> str | None:
+def _primitive_sdpa(tensors: Sequence[Any], options: Any) -> str | None:
     causal = options.window_right == 0 and options.window_left < 0
     weights = ("none", "per-head", "average")[options.weights]
-    sizes = _attention_sizes(query, key, value)
-    kind = _mask_kind(mask, causal)
-    return _line("sdpa", sizes, query, _wants_grad(query, key, value), mask=kind, weights=weights)
+    return _note_sdpa(*tensors[:4], is_causal=causal, weights=weights)
 
 
-def _primitive_additive(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any, options: AdditiveOptions
-) -> str | None:
-    lengths = {"Lq": query.shape[1], "Lk": key.shape[1]}
-    sizes = {"B": query.shape[0], **lengths, "A": query.shape[2], "Dv": value.shape[2]}
-    kind = _mask_kind(rest[2] if len(rest) > 2 else None, options.causal)
-    return _line("additive", sizes, query, _wants_grad(query, key, value), mask=kind)
+def _primitive_additive(tensors: Sequence[Any], options: Any) -> str | None:
+    sizes = _sizes("B Lq A, B Lk A, B Lk Dv", *tensors[:3])
+    kind = _mask_kind(tensors[5], options.causal)
+    return _line("additive", sizes, tensors[0], _wants_grad(*tensors[:3]), mask=kind)
 
 
-def _primitive_hops(
-    query: Tensor, in_memory: Tensor, *rest: Any, options: MemoryHopOptions
-) -> str | None:
-    batch = query.shape[:-1].numel()
-    stories = batch if in_memory.shape[0] > 1 or batch == 1 else 1
-    sizes = {"B": batch, "S": stories, "N": in_memory.shape[-2], "D": query.shape[-1]}
-    sizes["K"] = options.hops
-    return _line("memory_hops", sizes, query, _wants_grad(query, in_memory))
+def _primitive_hops(tensors: Sequence[Any], options: Any) -> str | None:
+    query, memory = tensors[:2]
+    sizes = _sizes("B D, _ N D", query, memory) | {"K": options.hops}
+    sizes["S"] = sizes["B"] if memory.shape[0] > 1 or sizes["B"] == 1 else 1
+    return _line("memory_hops", sizes, query, _wants_grad(query, memory))
 
 
-def _primitive_encode(tokens: Tensor, weight: Tensor, *rest: Any, **_: Any) -> str | None:
-    batch, sentences, words = tokens.shape[-3:]
-    sizes = {"B": batch, "N": sentences, "J": words, "V": weight.shape[-2], "D": weight.shape[-1]}
-    return _line("encode_memory", sizes, weight, _wants_grad(weight))
+def _primitive_encode(tensors: Sequence[Any], options: Any) -> str | None:
+    sizes = _sizes("_ B N J, _ V D", tensors[0], tensors[1])
+    return _line("encode_memory", sizes, tensors[1], _wants_grad(tensors[1]))
 
 
-def _primitive_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *rest: Any, options: VarlenOptions
-) -> str | None:
+def _primitive_varlen(tensors: Sequence[Any], options: Any) -> str | None:
     """L is twice the mean length: in the benchmark's cells, L is the length and the mean is L/2."""
-    batch = max(ends.numel() - 1, 1)
-    sizes = {"B": batch, "H": query.shape[-2], "Hkv": key.shape[-2]}
-    sizes |= {"L": -(-2 * query.shape[0] // batch), "D": query.shape[-1]}
-    causal = options.window_right == 0 and options.window_left < 0
-    mask = "causal" if causal else "none"
+    query, key, value, ends = tensors[:4]
+    sizes = _sizes("T H D, _ Hkv D", query, key) | {"B": max(ends.numel() - 1, 1)}
+    sizes["L"] = -(-2 * sizes.pop("T") // sizes["B"])
+    mask = "causal" if options.window_right == 0 and options.window_left < 0 else "none"
     return _line("varlen", sizes, query, _wants_grad(query, key, value), mask=mask)
 
 
-def _primitive_decode(
-    query: Tensor, keys: Tensor, values: Tensor, seqlens: Tensor, table: Any, *rest: Any, **_: Any
-) -> str | None:
+def _primitive_decode(tensors: Sequence[Any], options: Any) -> str | None:
+    query, keys, values, _, table = tensors[:5]
     if table is not None:  # paged: the shapes do not include the length of the cache
         return None
     narrower = values.shape[-1] < keys.shape[-1]
     latent = narrower and values.data_ptr() == keys.data_ptr()  # the first columns of the keys
     option = "latent" if latent else "none"
-    return _line("decode", _attention_sizes(query, keys, values), query, False, option=option)
+    return _line("decode", _sizes(_HEADS, query, keys, values), query, False, option=option)
 
 
-def _primitive_hopfield(
-    state: Tensor, stored: Tensor, *rest: Any, options: HopfieldOptions
-) -> str | None:
-    sizes = {"B": state.shape[:-2].numel(), "H": 1, "L": state.shape[-2]}  # heads are in the batch
-    sizes |= {"N": stored.shape[-2], "D": state.shape[-1], "K": options.steps_max}
-    return _line("hopfield", sizes, state, _wants_grad(state, stored))
+def _primitive_hopfield(tensors: Sequence[Any], options: Any) -> str | None:
+    sizes = _sizes("B L D, _ N D", tensors[0], tensors[1])  # heads are in the batch
+    sizes |= {"H": 1, "K": options.steps_max}
+    return _line("hopfield", sizes, tensors[0], _wants_grad(*tensors[:2]))
 
 
-def _primitive_sinusoidal(x: Tensor, *rest: Any, **_: Any) -> str | None:
-    length = x.shape[-2] if x.dim() > 1 else 1
-    sizes = {"B": x.shape[:-2].numel(), "L": length, "E": x.shape[-1]}
-    return _line("sinusoidal", sizes, x, _wants_grad(x))
+def _primitive_sinusoidal(tensors: Sequence[Any], options: Any) -> str | None:
+    return _line("sinusoidal", _sizes("B L E", tensors[0]), tensors[0], _wants_grad(tensors[0]))
 
 
 _NOTES: dict[Any, Callable[..., str | None]] = {
     functional.scaled_dot_product_attention: _note_sdpa,
     functional.multi_head_attention_forward: _note_module,
 }
-_PRIMITIVES: dict[str, Callable[..., str | None]] = {
+_PRIMITIVES: dict[str, Callable[[Sequence[Any], Any], str | None]] = {
     "scaled_dot_product_attention": _primitive_sdpa,
     "additive_attention": _primitive_additive,
     "memory_hop_attention": _primitive_hops,
