@@ -20,20 +20,8 @@ MASKS = ("none", "causal", "padding", "bool", "bias", "documents", "prefix", "wi
 DOCUMENTS = 8  # of a cell with mask=documents
 WEIGHTS = ("none", "average", "per-head")
 OPTIONS = (
-    "none",
-    "window",
-    "softcap",
-    "alibi",
-    "sinks",
-    "relative",
-    "t5",
-    "int8",
-    "fp8",
-    "latent",
-    "dropout",
-    "learnable",
-    "stepwise",
-    "layerwise",
+    *("none", "window", "softcap", "alibi", "sinks", "relative", "t5", "int8", "fp8", "latent"),
+    *("dropout", "learnable", "stepwise", "layerwise"),
 )
 DEVICES = ("cpu", "cuda")
 

@@ -1,4 +1,4 @@
-"""The arguments of the `bench` commands; `commands` and `measuring` implement them."""
+"""The arguments of the `bench` commands; `commands` implements them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastattn.bench import commands, compare, display, measuring
+from fastattn.bench import commands, compare, display
 from fastattn.bench.cells import DEVICES
-from fastattn.bench.measuring import FAULTS, INTERRUPTED, OK, UNWRITTEN, USAGE
+from fastattn.bench.commands import FAULTS, INTERRUPTED, OK, UNWRITTEN, USAGE
 from fastattn.bench.presets import WHOLE_MODELS
 from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.selection import add_passes, add_what
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(dest="bench_command", metavar="COMMAND")
     parser.set_defaults(bench_function=lambda args: _no_command(parser))
     for function, add, words in (
-        (measuring.run, _add_run, "measure operators and modules"),
-        (measuring.model, _add_model, "measure whole models"),
+        (commands.run, _add_run, "measure operators and modules"),
+        (commands.model, _add_model, "measure whole models"),
         (commands.breakdown, _add_breakdown, "measure where the time of small calls goes"),
         (commands.compare, _add_compare, "compare two results; can fail on a slowdown"),
         (commands.plot, _add_plot, "plot a result"),

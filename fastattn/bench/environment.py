@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastattn._processor import cpuinfo
 from fastattn._version import __version__
 from fastattn.bench.gauges import last_level_bytes
 
@@ -76,31 +77,30 @@ def _slug(name: str) -> str:
 
 def describe_environment(device: str = "cpu") -> dict[str, Any]:
     gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name()}
+    core = native_core()
     return {
         "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "fastattn": __version__,
         "commit": _commit(),
-        "isa": _isa(),
+        "isa": None if core is None else str(core.build_info()["isa"]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        **_processor(),
+        **_processor(core),
         **gpu,
         "last_cache": last_level_bytes(),
         "cores": torch.get_num_threads(),
     }
 
 
-def _processor() -> dict[str, Any]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+def _processor(core: Any) -> dict[str, Any]:
+    fields = cpuinfo()
+    if not fields:
         return {"cpu": platform.processor() or platform.machine(), "cpu_flags": []}
-    fields: dict[str, str] = {}
-    for line in lines:  # the first processor's
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())
-    flags = _usable(fields.get("flags", fields.get("Features", "")).split())
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    if core is not None:  # Linux may list AMX, but not let this process use it, as in a sandbox
+        usable = core.processor()["features"]
+        flags = [flag for flag in flags if not flag.startswith("amx_") or flag in usable]
     design = {}
     if "cpu family" in fields:
         design = {
@@ -108,32 +108,13 @@ def _processor() -> dict[str, Any]:
             "cpu_family": int(fields["cpu family"]),
             "cpu_model": int(fields["model"]),
         }
-    return {
-        "cpu": fields.get("model name", platform.machine()),
-        **design,
-        "cpu_flags": [flag for flag in _RELEVANT_FLAGS if flag in flags],
-    }
+    relevant = [flag for flag in _RELEVANT_FLAGS if flag in flags]
+    return {"cpu": fields.get("model name", platform.machine()), **design, "cpu_flags": relevant}
 
 
-def _usable(flags: list[str]) -> list[str]:
-    """Without AMX if Linux lists it but this process may not use it, as in a sandbox."""
-    core = _core()
-    if core is None:
-        return flags
-    features = core.processor()["features"]
-    return [flag for flag in flags if not flag.startswith("amx_") or flag in features]
-
-
-def _isa() -> str | None:
-    """The instruction set that the native core chose; None if it is not built."""
-    core = _core()
-    return None if core is None else str(core.build_info()["isa"])
-
-
-def _core() -> Any:
-    """The native core; None if it is not built."""
+def native_core() -> Any:
+    """The native core, by its adapter, which chooses the instruction set of each dtype; or None."""
     try:
-        # By its adapter, which chooses the instruction set of each dtype.
         return importlib.import_module("fastattn.backends.cpu")._cpu
     except ImportError:
         return None
@@ -144,22 +125,16 @@ def _commit() -> str | None:
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists():
         return None
-    command = ["git", "-C", str(checkout)]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(checkout), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            [*command, "rev-parse", "--short=12", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-        changed = subprocess.run(
-            [*command, "status", "--porcelain", "--", "fastattn", "csrc", "setup.py"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--", "fastattn", "csrc", "setup.py")
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{commit}-dirty" if changed else commit

@@ -10,12 +10,14 @@ as an estimate. The copy rate is that of torch; it counts both reads and writes.
 from __future__ import annotations
 
 import functools
-import importlib
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from fastattn.bench.environment import native_core
+from fastattn.bench.results import Peak
 
 KINDS = ("fma_f32", "fma_f64", "dot_bf16", "dot_f16", "read_bandwidth", "copy_bandwidth")
 KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
@@ -40,6 +42,7 @@ _MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": t
 _MM_SIZE = 768
 _READ_ELEMENTS = 1 << 26  # 256 MB in fp32
 _COPY_ELEMENTS = 1 << 25
+_ROOF_SECONDS = 0.3
 
 
 class Rate(NamedTuple):
@@ -72,11 +75,7 @@ def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -
         target = torch.zeros_like(source)
         rate = _best_rate(lambda: target.copy_(source), 8 * _COPY_ELEMENTS, seconds, device)
         return Rate(rate, "torch copy")
-    try:
-        # The adapter chooses the instruction set of each dtype.
-        core = importlib.import_module("fastattn.backends.cpu")._cpu if device == "cpu" else None
-    except ImportError:
-        core = None
+    core = native_core() if device == "cpu" else None
     if core is None:
         return Rate(*_estimate(kind, seconds, device))
     info = core.build_info()
@@ -137,3 +136,54 @@ def _best_rate(call: Callable[[], object], work: int, seconds: float, device: st
         best = min(best, now - start)
         if now >= end:
             return work / best / 1e9
+
+
+# The roofline: the limits of arithmetic and memory, and the share of them that a cell reaches.
+
+
+def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
+    """Measures every peak; also returns the least share of the cores that it received."""
+    peaks, least = {}, 1.0
+    for kind in KINDS:
+        samples = [measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)]
+        rates = [sample.rate for sample in samples]
+        peaks[kind] = Peak(max(rates), samples[0].method, rates, samples[0].unit)
+        least = min(least, *(sample.share for sample in samples))
+    return peaks, least
+
+
+def roof_lines(peaks: dict[str, Peak]) -> list[str]:
+    """The peaks, and the intensity from which arithmetic is the limit."""
+    read = peaks["read_bandwidth"].rate
+    lines = [f"reading memory  {read:8.1f} GB/s  {_spread(peaks['read_bandwidth'])}"]
+    if copy := peaks.get("copy_bandwidth"):
+        lines.append(f"copying it      {copy.rate:8.1f} GB/s  {_spread(copy)}")
+    for dtype, kind in KIND_OF_DTYPE.items():
+        if kind in peaks:
+            rate = peaks[kind].rate
+            lines.append(
+                f"{dtype} arithmetic {rate:8.1f} GFLOP/s  {_spread(peaks[kind])}; the limit from "
+                f"{rate / read:.1f} FLOP per byte on"
+            )
+    return lines
+
+
+def _spread(peak: Peak) -> str:
+    method = f", {UNIT_NAMES[peak.unit]}" if peak.unit in UNIT_NAMES else ""
+    method += "" if peak.method == "measured" else f", {peak.method}"
+    if not peak.samples:
+        return method.removeprefix(", ")
+    return f"({min(peak.samples):.1f} to {max(peak.samples):.1f}{method})"
+
+
+def cell_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The intensity of each row, its limit, and the share of it that it reaches."""
+    lines = [f"{'FLOP/byte':>10} {'GFLOP/s':>8} {'roof':>8} {'share':>6}  cell"]
+    for row in rows:
+        if row["percent_of_roof"] is not None:
+            name = f"{row['op']} {row['shape']} {row['dtype']} {row['pass']} {row['provider']}"
+            lines.append(
+                f"{row['intensity']:10.1f} {row['gflops']:8.1f} {row['roof_gflops']:8.1f} "
+                f"{row['percent_of_roof']:4.0f} %  {name}"
+            )
+    return lines

@@ -216,7 +216,8 @@ def _note_module(
 def _primitive_sdpa(tensors: Sequence[Any], options: Any) -> str | None:
     causal = options.window_right == 0 and options.window_left < 0
     weights = ("none", "per-head", "average")[options.weights]
-    return _note_sdpa(*tensors[:4], is_causal=causal, weights=weights)
+    query, key, value, mask = tensors[:4]
+    return _note_sdpa(query, key, value, mask, is_causal=causal, weights=weights)
 
 
 def _primitive_additive(tensors: Sequence[Any], options: Any) -> str | None:

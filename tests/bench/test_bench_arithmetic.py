@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_results import SMALL, TINY, a_result, cell_of
 
-from fastattn.bench import cli, display, inputs, measuring, ops, stats, summary
+from fastattn.bench import cli, commands, display, inputs, ops, stats, summary
 from fastattn.bench.cells import (
     Cell,
     bytes_touched,
@@ -383,8 +383,8 @@ def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[st
     assert not torch_row["impossible"]
     assert "IMPOSSIBLE" in display.plain_table([ours])
     assert "1 row IMPOSSIBLE" in " ".join(display.closing(result, rows))
-    assert measuring.exit_code("complete", rows) == cli.FAULTS
-    assert measuring.exit_code("complete", rows[:1]) == cli.OK
+    assert commands.exit_code("complete", rows) == cli.FAULTS
+    assert commands.exit_code("complete", rows[:1]) == cli.OK
     printed = capsys.readouterr().err
     assert "ours ran at 125 % of the peak measured beside it, 95 % interval 125 to 125 %" in printed
     estimate = summary.summarise(a_result(rounds, method="torch.mm estimate"))[1]

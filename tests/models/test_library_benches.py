@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastattn.bench import cli, inputs, ops
 from fastattn.bench.cells import Cell, flops
 from fastattn.bench.models import _model
-from fastattn.bench.models._library import LibraryModel
+from fastattn.bench.models._model import LibraryModel
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.providers import load
 from fastattn.bench.providers.passes import leave

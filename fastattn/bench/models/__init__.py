@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.models._library import LibraryModel
-from fastattn.bench.models._model import Call, Model, imported
+from fastattn.bench.models._model import Call, LibraryModel, Model, imported
 from fastattn.bench.ops._base import Inputs, value_of
 
 _TEXT = "N layers of width E, H heads, F hidden units, V words, on B sentences of L tokens"

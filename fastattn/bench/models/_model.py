@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.gauges import Stopwatch
@@ -21,13 +22,14 @@ from fastattn.bench.ops._module import NothingDrawn
 
 Call = Callable[[], Tensor]
 _EXACT = "fastattn-bench-exact"  # registered with transformers for the reference
+_FUNCTION = "scaled_dot_product_attention"
 _POOL = 2**24  # random numbers; drawing a billion would take longer than running the model
 _declared: list[torch.library.Library] = []  # declarations end with their last reference
 
 
 class Model(Operator):
     """A model of transformers. `torch` runs it with attention "sdpa", fastattn with "fastattn".
-    `_library.LibraryModel` is one of another library.
+    `LibraryModel` is one of another library.
 
     The inputs are the arguments of the model, and its parameters by their names. The output is
     `last_hidden_state` unless `bind` selects another. All parameters have gradients.
@@ -234,6 +236,35 @@ class Model(Operator):
             return x
         x = x[where[0] : where[0] + 1]
         return x[:, : where[1]] if len(where) > 1 else x
+
+
+class LibraryModel(Model):
+    """`torch` runs the model as it is, fastattn within `activate`."""
+
+    TORCH = "the model as it is, the same parameters"
+    CALLER = "torch.nn.functional"  # the module in which layers find the function
+
+    def choose(self, model: Any, attention: str) -> None:
+        pass
+
+    def serving(self, attention: str) -> contextlib.AbstractContextManager[Any]:
+        from fastattn.integrations.torch import activate
+
+        if attention == "eager":
+            return sdpa_kernel(SDPBackend.MATH)
+        return activate() if attention == "fastattn" else contextlib.nullcontext()
+
+    def watching(self, attention: str) -> contextlib.AbstractContextManager[None]:
+        caller = importlib.import_module(self.CALLER)
+        function = getattr(caller, _FUNCTION)
+        return watching(function, functools.partial(setattr, caller, _FUNCTION), self.stopwatch)
+
+    def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return sdpa_kernel(SDPBackend.MATH)
+
+    def widen(self, model: nn.Module) -> None:
+        """Converts all parameters together: parts of a layer may be called on their own."""
+        widen(list(model.parameters()))
 
 
 def _summed_in_16_bits(model: nn.Module) -> list[str]:
