@@ -188,11 +188,11 @@ def test_a_result_beyond_the_peak_is_not_rendered(
 def test_what_linux_shows_and_does_not_let_use_is_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     core = ModuleType("core")
     core.__dict__["processor"] = lambda: {"features": ["avx2", "amx_tile"]}
-    monkeypatch.setattr(environment, "_core", lambda: core)
-    shown = ["fma", "avx2", "amx_tile", "amx_bf16"]
-    assert environment._usable(shown) == ["fma", "avx2", "amx_tile"]
-    monkeypatch.setattr(environment, "_core", lambda: None)
-    assert environment._usable(shown) == shown
+    shown = {"flags": "fma avx2 amx_tile amx_bf16"}
+    monkeypatch.setattr(environment, "cpuinfo", lambda: shown)
+    assert environment._processor(core)["cpu_flags"] == ["avx2", "fma", "amx_tile"]
+    every = environment._processor(None)["cpu_flags"]
+    assert every == ["avx2", "fma", "amx_tile", "amx_bf16"]
 
 
 XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6, "cpu_model": 143}

@@ -23,6 +23,7 @@ class _MergeStates(Operator):
     ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
     OUTPUT = "B H L D"
     FLOPS = ("4 * B*H*L*D", "8 * B*H*L*D")
+    BY_EQUATION = True
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)

@@ -48,6 +48,7 @@ class _Decode(SampledHeads):
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "t5", *_QUANTISED, "latent")
     JOINT = ("t5",)
+    BY_EQUATION = True
     PASSES = ("fwd",)
     TINY = {**SampledHeads.TINY, "P": 1}  # noqa: RUF012
     OUTPUT = "B H Lq Dv"
@@ -144,9 +145,6 @@ class _Decode(SampledHeads):
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         return attend(query, *_key_and_value(cell, caches), mask)[0]
-
-    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
-        return self.eager(cell, inputs)
 
     def tensors(self, cell: Cell, inputs: Inputs) -> list[Tensor]:
         """The query, the key and, unless it is a view of the key, the value."""

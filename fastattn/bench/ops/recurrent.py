@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_weights, visible_keys
-from fastattn.bench.ops._base import Inputs, Operator, Prepared
+from fastattn.bench.ops._base import Inputs, Operator
 from fastattn.bench.ops._module import Module, first
 from fastattn.nn import AdditiveAttention, BahdanauAttention, GlobalAttention, LuongAttention
 
@@ -190,6 +190,7 @@ class _Luong(Operator):
         "pairs * (6*D + 4*Dv) + 4 * B * Lq * D**2",
     )
     HIDDEN = "B * Lq * Lk"
+    BY_EQUATION = True
 
     def check(self, sizes: Mapping[str, int]) -> None:
         if sizes["P"] > 1:
@@ -245,10 +246,6 @@ class _Luong(Operator):
         if "positions" in inputs:
             weights = weights * torch.exp(-2 * (distance / cell["W"]) ** 2)
         return weights @ value if cell.weights == "none" else (weights @ value, weights)
-
-    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
-        """The equation: the library's definition of local attention gathers all windows."""
-        return self.eager(cell, inputs)
 
 
 def _is_local(cell: Cell) -> bool:

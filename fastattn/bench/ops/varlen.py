@@ -34,6 +34,7 @@ class _Varlen(Operator):
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "relative")
     OUTPUT = "T H D"
+    BY_EQUATION = True
 
     def check(self, sizes: Mapping[str, int]) -> None:
         super().check(sizes)
@@ -135,9 +136,6 @@ class _Varlen(Operator):
                 mask = _biases(table, q.shape[2], mask)
             outs.append(attend(q, k, v, mask)[0][0].transpose(0, 1))
         return torch.cat(outs)
-
-    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
-        return self.eager(cell, inputs)
 
 
 def _lengths(cell: Cell) -> list[int]:
