@@ -288,7 +288,7 @@ def _called_directly(module: nn.Module) -> Iterator[None]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return compat.compiled_call_of(module) is not None or type(module).__name__ == "OptimizedModule"
+    return compat.may_be_compiled(module) or type(module).__name__ == "OptimizedModule"
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:

@@ -80,9 +80,19 @@ def _subnormal_slowdown() -> float:
 
 
 def torch_version(facts: Facts) -> Finding | None:
-    """A torch that is newer than every tested version; one out of range stops the import."""
+    """A torch newer than every tested version, or without what the fast route of calls needs.
+
+    One out of range stops the import.
+    """
+    newest = ".".join(map(str, compat.NEWEST_TESTED))
+    if facts["fast_route_lacks"]:
+        return Finding(
+            "problem",
+            f"torch {facts['torch']} lacks {', '.join(facts['fast_route_lacks'])}, so every call "
+            "takes a slower route",
+            f"look for a newer fastattn, or `pip install 'torch<={newest}'`",
+        )
     if facts["torch_untested"]:
-        newest = ".".join(map(str, compat.NEWEST_TESTED))
         return Finding(
             "note",
             f"torch {facts['torch']} is newer than {newest}, the newest version tested",

@@ -108,14 +108,11 @@ class Operator:
         self._fake, self._flops = fake, flops
         self._shapes = Shapes(self.name, shapes, self._names)
 
-        setup_context = setup_context or self._save_all
-        backward = backward or self._backward_through_reference
-        self.with_gradient = _function(
-            self.name, self.run, setup_context, backward, eager=True
-        ).apply
-        self._traced = _function(
-            self.name, self._below_autograd, setup_context, backward, eager=False
-        ).apply
+        self._setup_context = setup_context or self._save_all
+        self._backward = backward or self._backward_through_reference
+        rules = self._setup_context, self._backward
+        self.with_gradient = _function(self.name, self.run, *rules, eager=True).apply
+        self._traced = _function(self.name, self._below_autograd, *rules, eager=False).apply
         arguments = ", ".join(filter(None, (tensors, schema_of(options), "str backend")))
         results = ", ".join(["Tensor"] * returns)
         results = f"({results})" if returns > 1 else results
@@ -141,6 +138,9 @@ class Operator:
     def dispatched(self, *args: Any) -> Any:
         """The same through PyTorch's dispatcher; the last argument is the backend or empty."""
         *tensors, options, backend = args
+        if compat.MISSING and (obstacles := self._obstacles_of_public_autograd(args)):
+            self.choose(args, obstacles)
+            return self._through_reference(*args)
         return self.op(*tensors, *values_of(options), backend)
 
     def _exported(self, *args: Any) -> Any:
@@ -261,7 +261,12 @@ class Operator:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = f"fastattn::{self.name}"
         _library.impl(self.name, self._run_for_dispatcher, "CompositeExplicitAutograd")
-        _library.impl(self.name, self._autograd_kernel, "Autograd")
+        if compat.MISSING:
+            torch.library.register_autograd(
+                name, self._backward_publicly, setup_context=self._set_up_publicly, lib=_library
+            )
+        else:
+            _library.impl(self.name, self._autograd_kernel, "Autograd")
         torch.library.register_fake(name, self._shaped, lib=_library)
 
         def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
@@ -282,8 +287,7 @@ class Operator:
     def _autograd_kernel(self, *args: Any) -> Any:
         """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""
         given, args = args, self._recorded(args)
-        obstacles = self.obstacles(args) + compat.autograd_obstacles
-        if obstacles:
+        if obstacles := self.obstacles(args):
             self.choose(args, obstacles)
             run = functools.partial(self._through_reference, *args)
             for watch in watchers.get():
@@ -301,6 +305,25 @@ class Operator:
         grad = torch.enable_grad() if transforms_active() else contextlib.nullcontext()
         with compat.below_autograd(), grad:
             return self.dispatched(*args)
+
+    # If PyTorch lacks what the Autograd kernel needs, torch.library.register_autograd has this.
+
+    def _obstacles_of_public_autograd(self, args: Sequence[Any]) -> list[str]:
+        differentiated = torch.is_grad_enabled() and any_requires_grad(*args[: self._tensors])
+        # In a graph PyTorch raises where it cannot differentiate.
+        if differentiated and not torch.compiler.is_compiling() and transforms_active():
+            return ["torch.func differentiates through the reference"]
+        return self.obstacles(args)
+
+    def _set_up_publicly(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.eager = False
+        ctx.set_materialize_grads(False)
+        self._setup_context(ctx, self._recorded(inputs), output)
+
+    def _backward_publicly(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needed, n = ctx.needs_input_grad, self._tensors
+        ctx.needs_input_grad = (*needed[:n], False, False)  # the record is one argument
+        return *self._backward(ctx, *grads)[:n], *[None] * (len(needed) - n)
 
     def _through_reference(self, *args: Any) -> Any:
         tensors, options = self._primitive(args)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.compat import mha_check_mask
+from fastattn.compat import canonical_mask
 from fastattn.nn._eager import is_plain
 
 
@@ -21,15 +21,29 @@ def check_mask_dtypes(
     """Raise and warn about the masks' dtypes as PyTorch does, by passing it empty masks."""
     dtypes = {mask.dtype for mask in (key_padding_mask, attn_mask) if mask is not None}
     alike = len(dtypes) < 2 and all(d == torch.bool or d.is_floating_point for d in dtypes)
-    if alike:
+    if alike or canonical_mask is None:
         return
     padding = None if key_padding_mask is None else key_padding_mask.new_empty(0)
     attention = None if attn_mask is None else attn_mask.new_empty(0)
     # PyTorch checks twice: in nn.MultiheadAttention, then F.multi_head_attention_forward checks
     # the result.
     for _ in range(2):
-        padding = mha_check_mask(padding, "key_padding_mask", query_dtype, attention, "attn_mask")
-        attention = mha_check_mask(attention, "attn_mask", query_dtype, None, "")
+        padding = canonical_mask(
+            mask=padding,
+            mask_name="key_padding_mask",
+            other_type=None if attention is None else attention.dtype,
+            other_name="attn_mask",
+            target_type=query_dtype,
+            check_other=attention is not None,
+        )
+        attention = canonical_mask(
+            mask=attention,
+            mask_name="attn_mask",
+            other_type=None,
+            other_name="",
+            target_type=query_dtype,
+            check_other=False,
+        )
 
 
 def is_causal_mask(mask: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Every promised version of PyTorch: its private names in one file, and what is done without each.
+"""Every promised version of PyTorch: its private names in one list, and the route without them.
 
 `make test-torch` runs this file with one version after the other; `make test` with the pinned one.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import compat_tier
+import compat_without
 import pytest
 import torch
 from child_process import run_python
@@ -84,7 +84,8 @@ def _private_names_of_torch(source: str, own: frozenset[str]) -> list[str]:
     return found
 
 
-_LAST_PARTS = {path.removesuffix(".default").rpartition(".")[2] for path in compat.NAMES} - {
+_ALL_NAMES = (*compat.NAMES, *compat.OPTIONAL)
+_LAST_PARTS = {path.removesuffix(".default").rpartition(".")[2] for path in _ALL_NAMES} - {
     "FakeTensorMode",
     "TorchDispatchMode",
 }
@@ -110,16 +111,6 @@ def test_no_other_file_has_a_private_name() -> None:
 )
 def test_a_private_name_would_be_found(source: str) -> None:
     assert _private_names_of_torch(source, _own_names())
-
-
-def test_each_name_says_which_versions_have_it() -> None:
-    """The comment above a name, or the docstring after it, begins with the versions."""
-    lines = (PACKAGE / "compat.py").read_text().splitlines()
-    for name in compat.NAMES:
-        (at,) = [n for n, line in enumerate(lines) if f'"{name}"' in line]
-        nearby = "\n".join(lines[max(0, at - 9) : at + 12])
-        assert re.search(r"2\.\d+ to 2\.\d+", nearby), name
-        assert "Without" in nearby, name
 
 
 # --- each way, and each name taken away -----------------------------------------------------------
@@ -153,17 +144,33 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     return run_python(*arguments, cwd=ROOT, OMP_NUM_THREADS="1", **environment)
 
 
-_PRESENT = [name for name, there in compat.NAMES.items() if there]
+_NAMES = [name for name in _ALL_NAMES if name not in compat.LACKING]
+_PARTS = [_NAMES[n::8] for n in range(8)]  # each imports PyTorch once, which takes a while
+
+
+@pytest.mark.parametrize(
+    "names", [_PARTS[0], *(pytest.param(part, marks=pytest.mark.complete) for part in _PARTS[1:])]
+)
+def test_calls_without_a_name(names: list[str]) -> None:
+    done = _run(compat_without.__file__, *names)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("part", range(2))  # each imports PyTorch once, which takes a while
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
-def test_without_each_name(part: int, every: int) -> None:
-    names = _PRESENT[part::2]
-    done = _run(compat_tier.__file__, str(every), *names)
+def test_every_way_without_a_name() -> None:
+    done = _run(compat_without.__file__, "--all", "torch._C._len_torch_dispatch_stack")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.stdout.splitlines() == [f"{name}: 0 failed" for name in names]
+
+
+def test_what_needs_a_mode_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mode(compat._NoDispatchMode):
+        pass
+
+    with pytest.raises(RuntimeError, match="lacks the modes that this needs"):
+        Mode("argument")
+    monkeypatch.setitem(compat._found, "torch._subclasses.fake_tensor.FakeTensorMode", None)
+    with pytest.raises(RuntimeError, match="lacks the modes that this needs"):
+        compat.tensors_without_memory()
 
 
 # --- the range ------------------------------------------------------------------------------------
@@ -235,7 +242,7 @@ def test_info_says_what_was_not_tested(
 
 def test_info_names_what_pytorch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lacks" not in info.format_text({**info.collect(), "torch_lacks": []})
-    monkeypatch.setitem(compat.NAMES, "torch._C._any_requires_grad", False)
+    monkeypatch.setattr(compat, "LACKING", ["torch._C._any_requires_grad"])
     assert "lacks torch._C._any_requires_grad" in info.format_text(info.collect())
 
 

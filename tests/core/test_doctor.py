@@ -32,6 +32,7 @@ def healthy() -> dict[str, Any]:
     return {
         "torch": "2.13.0",
         "torch_untested": False,
+        "fast_route_lacks": [],
         "cpu": {"cores": 8, "usable_cores": 8, "quota": None, "features": ["avx2", "avx512f"]},
         "threads": 8,
         "openmp": {"runtimes": ["libgomp.so.1"], "shared": "libgomp.so.1"},
@@ -59,6 +60,7 @@ def refused(reason: str) -> dict[str, Any]:
 # The check, what differs from a healthy machine, the level, and words of the finding and its fix.
 FINDINGS = [
     ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
+    ("torch_version", {"fast_route_lacks": ["torch._C._x"]}, "problem", "2.13.0 lacks", "newer"),
     (
         "measured_gpu",
         {"choices": [{"device": "cuda", "source": evidence.unmeasured("cuda")}]},

@@ -1,4 +1,4 @@
-"""The operators and their equations, for ``compat_tier.py``. They import fastattn when called."""
+"""The operators and their equations, for ``test_compat.py``. They import fastattn when called."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""The modules and the tools of the library, for ``compat_tier.py``."""
+"""The modules and the tools of the library, for ``test_compat.py``."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from compat_cases import operators, rand, softmax_over
@@ -69,31 +67,6 @@ def small_self_attention() -> None:
         assert_close(ours(x, x, x, need_weights=False), stock(x, x, x, need_weights=False))
 
 
-def wrong_arguments_of_multihead_attention() -> None:
-    import fastattn as fa
-
-    ours, x = fa.MultiheadAttention(8, 2), torch.randn(3, 1, 8)
-    mask = torch.zeros(3, 3)
-    ours(x, x, x, attn_mask=mask, key_padding_mask=torch.zeros(1, 3))
-    for wrong in (
-        (torch.randn(2, 3, 1, 8), x, x),
-        (x, x[0], x),
-        (x, x, x, torch.zeros(3)),
-        (x[:, 0], x[:, 0], x[:, 0], None, True, torch.zeros(5, 3, 3)),
-        (x, x, x, None, True, torch.zeros(3, 3, dtype=torch.int32)),
-        (x, x, x, torch.zeros(1, 3, dtype=torch.int64)),
-    ):
-        with pytest.raises(AssertionError, match=r"query|key|attn_mask|mask"):
-            ours(*wrong)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ours(x, x, x, attn_mask=mask, key_padding_mask=torch.zeros(1, 3, dtype=torch.bool))
-    assert any("key_padding_mask" in str(w.message) for w in caught)
-    padding = torch.tensor([[False, False, True]])
-    expected = ours(x[:2], x[:2], x[:2])[0]
-    assert_close(ours(x, x, x, padding)[0][:2], expected)
-
-
 def the_projections() -> None:
     from fastattn.nn._linear import linear
 
@@ -136,12 +109,12 @@ def captured() -> None:
 
 
 def a_mask_for_transformers() -> None:
-    from fastattn.integrations.transformers._masks import structured_mask
+    from fastattn.integrations.transformers._masks import StructuredMask
     from fastattn.integrations.transformers._patterns import Pattern
 
     padding = torch.tensor([[True, True, True, True], [False, True, True, True]])
     pattern = Pattern(left=2, right=0)
-    mask = structured_mask((2, 1, 3, 4), pattern, 1, padding, torch.device("cpu"))
+    mask = StructuredMask((2, 1, 3, 4), pattern, 1, padding, torch.device("cpu"))
     distance = torch.arange(3)[:, None] + 1 - torch.arange(4)
     expected = (distance >= 0) & (distance <= 2) & padding[:, None, None]
     assert mask.shape == expected.shape
@@ -216,7 +189,6 @@ TOOLS: list[Callable[[], None]] = [
     a_layer_of_an_encoder,
     a_layer_of_a_decoder,
     small_self_attention,
-    wrong_arguments_of_multihead_attention,
     the_projections,
     explained,
     recorded,

@@ -15,7 +15,7 @@ from fastattn.integrations.transformers._patterns import Pattern, in_window, pat
 from fastattn.integrations.transformers._support import takes_any_mask
 from fastattn.library import watchers
 
-__all__ = ["StructuredMask", "attention_mask", "dense_mask", "structured_mask"]
+__all__ = ["StructuredMask", "attention_mask", "dense_mask"]
 
 
 class StructuredMask(Tensor):
@@ -42,7 +42,6 @@ class StructuredMask(Tensor):
         padding: Tensor | None,
         device: torch.device,
     ) -> StructuredMask:
-        assert compat.wrapper_tensor is not None
         mask = compat.wrapper_tensor(cls, shape, dtype=torch.bool, device=device)
         mask.pattern, mask.offset, mask.padding = pattern, offset, padding
         mask.starts = None if pattern.segments is None else _starts(pattern.segments)
@@ -65,18 +64,6 @@ class StructuredMask(Tensor):
         """The same mask as an ordinary tensor."""
         shape = (*self.shape,)
         return _dense(shape, self.pattern, self.offset, self.padding, self.device)
-
-
-def structured_mask(
-    shape: tuple[int, int, int, int],
-    pattern: Pattern,
-    offset: int,
-    padding: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """A :class:`StructuredMask`, or a dense one if PyTorch has no tensors without memory."""
-    make = _dense if compat.wrapper_tensor is None else StructuredMask
-    return make(shape, pattern, offset, padding, device)
 
 
 def _dense(
@@ -172,7 +159,7 @@ def attention_mask(
     # A trace only watches: the model must take the same mask as without it.
     if torch.compiler.is_compiling():  # it cannot trace the variable of watchers
         return as_tensor()
-    if not (compat.watched_by_modes_alone(len(watchers.get())) and all(map(_is_plain, read))):
+    if not (compat.nothing_watches(len(watchers.get())) and all(map(_is_plain, read))):
         return as_tensor()
     pattern = pattern_of(mask_function)
     if pattern is None:
@@ -200,7 +187,7 @@ def attention_mask(
     device = torch.device(others.get("device", "cpu") if positions is None else positions.device)
     if q_length == 1:  # decoding may be compiled, and one row is small
         return _dense(shape, pattern, offset, padding, device)
-    return structured_mask(shape, pattern, offset, padding, device)
+    return StructuredMask(shape, pattern, offset, padding, device)
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -1,0 +1,138 @@
+"""What test_compat.py runs where PyTorch lacks a private name.
+
+    python tests/support/compat_without.py torch.Tensor()._base ...    # the commonest calls
+    python tests/support/compat_without.py --all torch.Tensor()._base  # every way of a call
+
+Each name has a process of its own, forked before fastattn is imported. PyTorch itself needs most of
+the names, so it lacks one only while `fastattn.compat` is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from compat_cases import loss_of, operators, rand, softmax_over
+from compat_tools import TOOLS
+from compat_ways import QUICK, SLOW, check_operator
+from torch.testing import assert_close
+
+
+class _Gone:
+    """An attribute of a class that no instance has."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        raise AttributeError("taken away by a test")
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        pass
+
+
+_GONE = _Gone()
+
+
+class _Without:
+    """Another object, but for one attribute."""
+
+    def __init__(self, whole: Any, name: str) -> None:
+        self._whole, self._name = whole, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
+def _take_away(path: str, patch: pytest.MonkeyPatch) -> None:
+    *owners, name = path.removesuffix(".default").split(".")
+    holder: Any = None
+    owner: Any = torch
+    for part in owners[1:]:
+        holder, owner = owner, getattr(owner, part.removesuffix("()"))
+    if owners[-1].endswith("()"):
+        patch.setattr(owner, name, _GONE, raising=False)
+    elif owners[:2] == ["torch", "ops"]:  # looked up again on every access
+        patch.setattr(holder, owners[-1], _Without(owner, name))
+    else:
+        patch.delattr(owner, name)
+
+
+def _import_without(path: str) -> Any:
+    """Import fastattn, where `fastattn.compat` finds no such name in PyTorch."""
+    spec = importlib.util.find_spec("fastattn")
+    assert spec is not None
+    assert spec.loader is not None
+    package = sys.modules["fastattn"] = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.MonkeyPatch.context() as patch:
+            _take_away(path, patch)
+            compat = importlib.import_module("fastattn.compat")
+        spec.loader.exec_module(package)
+    assert path in compat.LACKING
+    assert [path] * (path in compat.NAMES) == compat.MISSING
+    messages = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert len(messages) == len(compat.MISSING)
+    for message in messages:
+        assert message.startswith(f"torch {torch.__version__} lacks {path}, ")
+    return package
+
+
+def check_calls(fa: Any) -> None:
+    leaves = [rand(2, 2, 5, 4, seed=n).requires_grad_() for n in range(3)]
+
+    def gradients(f: Any) -> Any:
+        return torch.autograd.grad(loss_of(f)(*leaves), leaves)
+
+    ours = gradients(fa.scaled_dot_product_attention)
+    assert_close(ours, gradients(lambda q, k, v: softmax_over(q @ k.mT / 2, v)))
+    torch.manual_seed(0)
+    stock = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    module = fa.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    module.load_state_dict(stock.state_dict())
+    x, padding = rand(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
+    with torch.no_grad():
+        assert_close(module(x, x, x, padding), stock(x, x, x, padding))
+    grads = [
+        torch.autograd.grad(m(x, x, x, padding)[0].sin().sum(), list(m.parameters()))
+        for m in (module, stock)
+    ]
+    assert_close(*grads)
+
+
+def check_all(fa: Any) -> None:
+    for way in QUICK + SLOW:
+        for name in operators():
+            check_operator(name, way)
+    for tool in TOOLS:
+        tool()
+
+
+def main(paths: list[str]) -> int:
+    check = check_all if paths[0] == "--all" else check_calls
+    failed = 0
+    for path in paths[check is check_all :]:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                warnings.simplefilter("ignore")
+                check(_import_without(path))
+                status = 0
+            except Exception:
+                print(f"without {path}:\n{traceback.format_exc()}", flush=True)
+            finally:
+                os._exit(status)
+        failed += os.waitpid(child, 0)[1] != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
