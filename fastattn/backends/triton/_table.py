@@ -15,6 +15,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,307 +52,133 @@ class Launch(NamedTuple):
 _Rows = list[tuple[int, Launch]]
 _Table = dict[str, dict[int, _Rows]]
 
-
-def _with(rows: _Rows, changed: dict[int, Launch]) -> _Rows:
-    """These rows with some of their launches replaced."""
-    return [(up_to, changed.get(up_to, launch)) for up_to, launch in rows]
-
-
 # Small, so that a short sequence has several tiles; used by tests.
 _INTERPRETER = Launch(32, 32, 4, 1)
 
-_HOPPER: _Table = {
-    "forward": {
-        16: [
-            (64, Launch(128, 64, 8, 3)),
-            (128, Launch(128, 64, 8, 3)),
-            (256, Launch(128, 32, 8, 2)),
-            (512, Launch(32, 32, 8, 2)),
-        ],
-        32: [
-            (64, Launch(32, 32, 4, 2)),
-            (128, Launch(32, 16, 8, 1)),
-            (256, Launch(32, 16, 8, 1)),
-            (512, Launch(16, 16, 8, 1)),
-        ],
-    },
-    "backward_query": {
-        16: [
-            (64, Launch(64, 64, 8, 2)),
-            (128, Launch(64, 64, 8, 2)),
-            (256, Launch(32, 32, 8, 1)),
-            (512, Launch(16, 32, 8, 1)),
-        ],
-        32: [
-            (64, Launch(32, 32, 8, 1)),
-            (128, Launch(16, 16, 8, 1)),
-            (256, Launch(16, 16, 8, 1)),
-            (512, Launch(16, 16, 8, 1)),
-        ],
-    },
-    "backward_key_value": {
-        16: [
-            (64, Launch(64, 64, 8, 2)),
-            (128, Launch(32, 64, 8, 1)),
-            (256, Launch(32, 32, 8, 1)),
-            (512, Launch(16, 32, 8, 1)),
-        ],
-        32: [
-            (64, Launch(32, 32, 4, 1)),
-            (128, Launch(16, 32, 8, 1)),
-            (256, Launch(16, 16, 8, 1)),
-            (512, Launch(16, 16, 8, 1)),
-        ],
-    },
-}
-
-# Rows are the query heads of a key head, 16 or more. Memory bound.
-_HOPPER["decode"] = {
-    16: [
-        (128, Launch(16, 64, 4, 3)),
-        (256, Launch(16, 32, 4, 3)),
-        (512, Launch(16, 32, 8, 2)),
-    ],
-    32: [
-        (64, Launch(16, 32, 4, 2)),
-        (256, Launch(16, 16, 4, 2)),
-        (512, Launch(16, 16, 8, 2)),
-    ],
-}
-_HOPPER["decode_rows"] = {
-    16: [
-        (128, Launch(64, 64, 8, 3)),
-        (256, Launch(32, 32, 8, 3)),
-        (512, Launch(16, 32, 8, 2)),
-    ],
-    32: _HOPPER["decode"][32],
-}
-# A program computes all hops of a tile of queries. Most calls have few queries.
-_HOPPER["hops"] = {
-    16: [(256, Launch(16, 32, 4, 1))],
-    32: [(128, Launch(16, 16, 4, 1, greedy=1)), (256, Launch(16, 16, 8, 1))],
-}
-_HOPPER["hops_backward"] = {
-    16: [(128, Launch(16, 32, 4, 1, greedy=1)), (256, Launch(16, 16, 8, 1))],
-    32: [(256, Launch(16, 16, 8, 1))],
-}
+# A kernel, then lines of: bits, architectures, and for each maximum width BMxBN,warps,stages. The
+# star lets ptxas use all registers where it would otherwise spill; elsewhere it would then take too
+# many and spill.
+#
+# mma.sync of sm_80 keeps its operands in registers, and the GPU has less shared memory. gfx942 has
+# waves of 64 lanes, 64 KiB of local memory, and 512 registers a lane with 4 waves, 256 with 8.
+_LAUNCHES = """
+forward
+    16 sm_80              64:64x64,8,3 128:64x64,8,2 256:32x32,8,2 512:16x32,8,1
+    16 sm_90              64:128x64,8,3 128:128x64,8,3 256:128x32,8,2 512:32x32,8,2
+    16 sm_100             64:128x64,8,3* 128:128x64,8,3* 256:128x32,8,2* 512:32x32,8,2*
+    16 gfx942             64:64x64,4,2 128:64x32,4,2 256:32x32,4,2 512:16x32,4,1
+    32 sm_80              64:32x32,4,2 128:16x32,8,1 256:32x16,8,1 512:16x16,8,1
+    32 sm_90,sm_100       64:32x32,4,2 128:32x16,8,1 256:32x16,8,1 512:16x16,8,1
+    32 gfx942             64:32x32,4,2 128:32x32,4,1 256:16x16,4,1 512:16x16,4,1
 # A mask needs registers, and so do the values that are summed with it.
-_HOPPER["forward_masked"] = {
-    16: _with(_HOPPER["forward"][16], {128: Launch(128, 32, 8, 3), 256: Launch(64, 32, 8, 2)}),
-    32: _HOPPER["forward"][32],
-}
-_HOPPER["backward_query_masked"] = {
-    16: _with(_HOPPER["backward_query"][16], {128: Launch(64, 32, 8, 2)}),
-    32: _HOPPER["backward_query"][32],
-}
-_HOPPER["backward_key_value_masked"] = {
-    16: _with(
-        _HOPPER["backward_key_value"][16], {64: Launch(64, 64, 8, 1), 512: Launch(16, 16, 8, 1)}
-    ),
-    32: _with(_HOPPER["backward_key_value"][32], {64: Launch(32, 32, 8, 1)}),
-}
-_HOPPER["statistics"] = {
-    16: _with(_HOPPER["backward_query"][16], {256: Launch(32, 16, 8, 1)}),
-    32: _HOPPER["backward_query"][32],
-}
-_HOPPER["backward_mask"] = {
-    16: _with(_HOPPER["backward_key_value"][16], {256: Launch(16, 32, 4, 1)}),
-    32: _HOPPER["backward_key_value_masked"][32],
-}
+forward_masked
+    16 sm_80              64:64x64,8,3 128:64x64,8,2 256:32x32,8,2 512:16x32,8,1
+    16 sm_90              64:128x64,8,3 128:128x32,8,3 256:64x32,8,2 512:32x32,8,2
+    16 sm_100             64:128x64,8,3* 128:128x32,8,3* 256:64x32,8,2* 512:32x32,8,2*
+    16 gfx942             64:64x64,4,2 128:64x32,4,2 256:32x32,4,2 512:16x32,4,1
+    32 sm_80              64:32x32,4,2 128:32x16,4,1 256:32x16,8,1 512:16x16,8,1
+    32 sm_90,sm_100       64:32x32,4,2 128:32x16,8,1 256:32x16,8,1 512:16x16,8,1
+    32 gfx942             64:32x32,4,2 128:32x32,4,1 256:16x16,4,1 512:16x16,4,1
+# With 16 bits on sm_80 a bias spills at 64 x 64.
+backward_query
+    16 sm_80              64:64x32,8,2 128:64x64,8,2 256:32x32,8,1 512:16x32,8,1
+    16 sm_90              64:64x64,8,2 128:64x64,8,2 256:32x32,8,1 512:16x32,8,1
+    16 sm_100             64:64x64,8,2 128:64x64,8,2 256:32x32,8,1 512:16x16,8,1
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
+    32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x16,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
+backward_query_masked
+    16 sm_80              64:64x32,8,2 128:64x64,8,2 256:32x32,8,1 512:16x32,8,1
+    16 sm_90              64:64x64,8,2 128:64x32,8,2 256:32x32,8,1 512:16x32,8,1
+    16 sm_100             64:64x64,8,2 128:64x64,8,2 256:32x32,8,1 512:16x16,8,1
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
+    32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x16,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
+statistics
+    16 sm_80              64:64x64,8,2 128:64x32,8,2 256:32x16,8,1 512:16x32,8,1
+    16 sm_90              64:64x64,8,2 128:64x64,8,2 256:32x16,8,1 512:16x32,8,1
+    16 sm_100             64:64x64,8,2* 128:64x64,4,2* 256:16x32,8,1* 512:16x32,4,1*
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
+    32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x16,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
+backward_key_value
+    16 sm_80              64:32x32,4,1 128:32x64,8,1 256:32x32,8,1 512:16x32,8,1
+    16 sm_90              64:64x64,8,2 128:32x64,8,1 256:32x32,8,1 512:16x32,8,1
+    16 sm_100             64:64x64,8,2 128:32x64,4,1 256:32x32,8,1 512:16x32,8,1
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
+    32 sm_80,sm_90,sm_100 64:32x32,4,1* 128:16x32,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
+backward_key_value_masked
+    16 sm_80              64:32x32,4,1 128:32x64,8,1 256:32x32,8,1 512:16x32,8,1
+    16 sm_90              64:64x64,8,1 128:32x64,8,1 256:32x32,8,1 512:16x16,8,1
+    16 sm_100             64:64x64,8,1* 128:32x64,4,1 256:32x32,8,1 512:16x16,8,1
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
+    32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x32,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
+backward_mask
+    16 sm_80,sm_90,sm_100 64:64x64,8,2 128:32x64,8,1 256:16x32,4,1 512:16x32,8,1
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
+    32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x32,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
+# Rows are the query heads of a key head, 16 or more. Memory bound.
+decode
+    16 sm_80,sm_90        128:16x64,4,3 256:16x32,4,3 512:16x32,8,2
+    16 sm_100             128:16x64,4,3* 256:16x32,4,3* 512:16x32,8,2*
+    16 gfx942             128:16x64,4,2 256:16x32,4,2 512:16x16,4,2
+    32 sm_80,sm_90        64:16x32,4,2 256:16x16,4,2 512:16x16,8,2
+    32 sm_100             64:16x32,4,2 256:16x16,8,2 512:16x16,8,2
+    32 gfx942             128:16x32,4,1 512:16x16,4,1
+decode_rows
+    16 sm_80,sm_90        128:64x64,8,3 256:32x32,8,3 512:16x32,8,2
+    16 sm_100             128:64x64,8,3* 256:32x32,8,3* 512:16x32,8,2*
+    16 gfx942             128:32x32,4,2 256:16x32,4,2 512:16x16,4,2
+    32 sm_80,sm_90        64:16x32,4,2 256:16x16,4,2 512:16x16,8,2
+    32 sm_100             64:16x32,4,2 256:16x16,8,2 512:16x16,8,2
+    32 gfx942             128:16x32,4,1 512:16x16,4,1
+# A program computes all hops of a tile of queries. Most calls have few queries.
+hops
+    16 sm_80,sm_90        256:16x32,4,1
+    16 sm_100             256:16x32,4,1*
+    16 gfx942             128:16x32,4,1 256:16x16,4,1
+    32 sm_80              256:16x16,8,1
+    32 sm_90              128:16x16,4,1* 256:16x16,8,1
+    32 sm_100             64:16x16,4,1 128:16x16,2,1 256:16x16,8,1
+    32 gfx942             128:16x32,4,1 256:16x16,4,1
+hops_backward
+    16 sm_80,sm_90,sm_100 128:16x32,4,1* 256:16x16,8,1
+    16 gfx942             128:16x32,4,1 256:16x16,4,1
+    32 sm_80,sm_90,sm_100 256:16x16,8,1*
+    32 gfx942             128:16x32,4,1 256:16x16,4,1
 # Bound by tanh: a tile needs only enough pairs for its threads.
-_HOPPER["additive"] = {
-    16: [(512, Launch(16, 32, 4, 1))],
-    32: [(64, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 8, 1)), (512, Launch(16, 16, 16, 1))],
-}
-
-# mma.sync keeps its operands in registers, and the GPU has less shared memory.
-_AMPERE: _Table = {
-    **_HOPPER,
-    "forward": {
-        16: [
-            (64, Launch(64, 64, 8, 3)),
-            (128, Launch(64, 64, 8, 2)),
-            (256, Launch(32, 32, 8, 2)),
-            (512, Launch(16, 32, 8, 1)),
-        ],
-        32: _with(_HOPPER["forward"][32], {128: Launch(16, 32, 8, 1)}),
-    },
-    "backward_query": {
-        16: [(64, Launch(64, 32, 8, 2)), *_HOPPER["backward_query"][16][1:]],  # a bias spills at 64
-        32: _HOPPER["backward_query"][32],
-    },
-    "backward_key_value": {
-        16: [(64, Launch(32, 32, 4, 1)), *_HOPPER["backward_key_value"][16][1:]],
-        32: _HOPPER["backward_key_value"][32],
-    },
-}
-
-_AMPERE["forward_masked"] = {
-    16: _AMPERE["forward"][16],
-    32: _with(_HOPPER["forward"][32], {128: Launch(32, 16, 4, 1)}),
-}
-_AMPERE["backward_query_masked"] = _AMPERE["backward_query"]
-_AMPERE["backward_key_value_masked"] = {
-    16: _AMPERE["backward_key_value"][16],
-    32: _HOPPER["backward_key_value_masked"][32],
-}
-_AMPERE["statistics"] = {
-    16: _with(_HOPPER["statistics"][16], {128: Launch(64, 32, 8, 2)}),
-    32: _HOPPER["statistics"][32],
-}
-
-_AMPERE["hops"] = {
-    16: _HOPPER["hops"][16],
-    32: [(256, Launch(16, 16, 8, 1))],
-}
-
-# Waves of 64 lanes: 4 waves leave 512 registers per lane, 8 only 256. 64 KiB of local memory.
-_CDNA: _Table = {
-    "forward": {
-        16: [
-            (64, Launch(64, 64, 4, 2)),
-            (128, Launch(64, 32, 4, 2)),
-            (256, Launch(32, 32, 4, 2)),
-            (512, Launch(16, 32, 4, 1)),
-        ],
-        32: [
-            (64, Launch(32, 32, 4, 2)),
-            (128, Launch(32, 32, 4, 1)),
-            (256, Launch(16, 16, 4, 1)),
-            (512, Launch(16, 16, 4, 1)),
-        ],
-    },
-    "backward_query": {
-        16: [
-            (64, Launch(32, 64, 4, 1)),
-            (128, Launch(32, 32, 4, 1)),
-            (256, Launch(16, 32, 4, 1)),
-            (512, Launch(16, 16, 4, 1)),
-        ],
-        32: [
-            (64, Launch(32, 32, 4, 1)),
-            (128, Launch(16, 16, 4, 1)),
-            (512, Launch(16, 16, 4, 1)),
-        ],
-    },
-    "backward_key_value": {
-        16: [
-            (64, Launch(32, 64, 4, 1)),
-            (128, Launch(32, 32, 4, 1)),
-            (256, Launch(16, 32, 4, 1)),
-            (512, Launch(16, 16, 4, 1)),
-        ],
-        32: [
-            (64, Launch(32, 32, 4, 1)),
-            (128, Launch(16, 16, 4, 1)),
-            (512, Launch(16, 16, 4, 1)),
-        ],
-    },
-}
-
-_CDNA["decode"] = {
-    16: [
-        (128, Launch(16, 64, 4, 2)),
-        (256, Launch(16, 32, 4, 2)),
-        (512, Launch(16, 16, 4, 2)),
-    ],
-    32: [
-        (128, Launch(16, 32, 4, 1)),
-        (512, Launch(16, 16, 4, 1)),
-    ],
-}
-_CDNA["decode_rows"] = {
-    16: [(128, Launch(32, 32, 4, 2)), *_CDNA["decode"][16][1:]],
-    32: _CDNA["decode"][32],
-}
-_CDNA["hops"] = {
-    16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 4, 1))],
-    32: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 4, 1))],
-}
-_CDNA["hops_backward"] = _CDNA["hops"]
-_CDNA["additive"] = {
-    16: [(512, Launch(16, 32, 4, 1))],
-    32: [(512, Launch(16, 32, 4, 1))],
-}
-_CDNA["forward_masked"] = _CDNA["forward"]
-_CDNA["backward_query_masked"] = _CDNA["backward_query"]
-_CDNA["backward_key_value_masked"] = _CDNA["backward_key_value"]
-_CDNA["statistics"] = _CDNA["backward_query"]
-_CDNA["backward_mask"] = _CDNA["backward_key_value"]
-
-_BLACKWELL: _Table = {
-    **_HOPPER,
-    "decode": {
-        16: _HOPPER["decode"][16],
-        32: _with(_HOPPER["decode"][32], {256: Launch(16, 16, 8, 2)}),
-    },
-    "decode_rows": {
-        16: _HOPPER["decode_rows"][16],
-        32: _with(_HOPPER["decode_rows"][32], {256: Launch(16, 16, 8, 2)}),
-    },
-    "backward_query": {
-        16: _with(_HOPPER["backward_query"][16], {512: Launch(16, 16, 8, 1)}),
-        32: _HOPPER["backward_query"][32],
-    },
-    "hops": {
-        16: _HOPPER["hops"][16],
-        32: [(64, Launch(16, 16, 4, 1)), (128, Launch(16, 16, 2, 1)), (256, Launch(16, 16, 8, 1))],
-    },
-    "backward_key_value": {
-        16: _with(_HOPPER["backward_key_value"][16], {128: Launch(32, 64, 4, 1)}),
-        32: _HOPPER["backward_key_value"][32],
-    },
-    "backward_query_masked": {
-        16: _with(_HOPPER["backward_query"][16], {512: Launch(16, 16, 8, 1)}),
-        32: _HOPPER["backward_query"][32],
-    },
-    "backward_key_value_masked": {
-        16: _with(
-            _HOPPER["backward_key_value_masked"][16],
-            {64: Launch(64, 64, 8, 1, greedy=1), 128: Launch(32, 64, 4, 1)},
-        ),
-        32: _HOPPER["backward_key_value_masked"][32],
-    },
-    "statistics": {
-        16: [
-            (64, Launch(64, 64, 8, 2)),
-            (128, Launch(64, 64, 4, 2)),
-            (256, Launch(16, 32, 8, 1)),
-            (512, Launch(16, 32, 4, 1)),
-        ],
-        32: _HOPPER["statistics"][32],
-    },
-}
+additive
+    16 sm_80,sm_90,sm_100,gfx942 512:16x32,4,1
+    32 sm_80,sm_90,sm_100 64:16x32,4,1* 256:16x16,8,1* 512:16x16,16,1*
+    32 gfx942             512:16x32,4,1
+"""
 
 
-def _greedy(table: _Table, *bits: int) -> _Table:
-    """Let ptxas use all registers for elements of these sizes, where it would otherwise spill.
-
-    With 16 bits this concerns the forward kernels and the statistics, with float32 additive
-    attention and the backward kernels. For the others ptxas would then take too many registers and
-    spill. Entries of the table may set it, too.
-    """
-
-    def of_size(kernel: str, size: int, rows: _Rows) -> _Rows:
-        forward = kernel.startswith(("forward", "decode")) or kernel == "hops"
-        wanted = forward or kernel == "statistics" if size == 16 else not forward
-        if size not in bits or not wanted:
-            return rows
-        return [(up_to, launch._replace(greedy=1)) for up_to, launch in rows]
-
-    return {
-        kernel: {size: of_size(kernel, size, rows) for size, rows in of_kernel.items()}
-        for kernel, of_kernel in table.items()
-    }
+def _parsed(text: str) -> dict[str, _Table]:
+    tables: dict[str, _Table] = {}
+    kernel = ""
+    for line in text.splitlines():
+        if line[:1] in ("", "#"):
+            continue
+        if line[0] != " ":
+            kernel = line
+            continue
+        bits, architectures, *entries = line.split()
+        for architecture in architectures.split(","):
+            of_kernel = tables.setdefault(architecture, {}).setdefault(kernel, {})
+            of_kernel[int(bits)] = [_entry(entry) for entry in entries]
+    return tables
 
 
-ARCHITECTURES: dict[str, _Table] = {
-    "sm_80": _greedy(_AMPERE, 32),
-    "sm_90": _greedy(_HOPPER, 32),
-    "sm_100": _greedy(_BLACKWELL, 16, 32),
-    "gfx942": _CDNA,
-}
+def _entry(text: str) -> tuple[int, Launch]:
+    numbers = map(int, re.findall(r"\d+", text))
+    return next(numbers), Launch(*numbers)._replace(greedy=int(text.endswith("*")))
 
+
+ARCHITECTURES = _parsed(_LAUNCHES)
 
 _trials: dict[str, Launch] = {}
 
