@@ -15,9 +15,16 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 def _frames_inside() -> int:
-    """How many stack frames are in fastattn and torch."""
+    """How many stack frames are in fastattn and torch, as ``stacklevel`` counts them.
+
+    It leaves out the frames of the import system.
+    """
     frame: FrameType | None = sys._getframe(1)
     depth = 1
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("fastattn", "torch"):
-        frame, depth = frame.f_back, depth + 1
+    while frame:
+        package, _, module = frame.f_globals.get("__name__", "").partition(".")
+        imports = package == "importlib" and module.startswith("_bootstrap")
+        if package not in ("fastattn", "torch") and not imports:
+            break
+        frame, depth = frame.f_back, depth + (not imports)
     return depth - 1

@@ -78,10 +78,10 @@ def _import_without(path: str) -> Any:
         spec.loader.exec_module(package)
     assert path in compat.LACKING
     assert [path] * (path in compat.NAMES) == compat.MISSING
-    messages = [str(w.message) for w in caught if w.category is RuntimeWarning]
-    assert len(messages) == len(compat.MISSING)
-    for message in messages:
-        assert message.startswith(f"torch {torch.__version__} lacks {path}, ")
+    own = [w for w in caught if w.category is RuntimeWarning]
+    assert len(own) == len(compat.MISSING)
+    for warning in own:
+        assert str(warning.message).startswith(f"torch {torch.__version__} lacks {path}, ")
     return package
 
 
