@@ -214,9 +214,17 @@ def changes(path: Path, rules: Sequence[str]) -> dict[int, list[str]]:
     with contextlib.redirect_stdout(io.StringIO()):
         mutants = mutator.mutants_regexp(lines, ruleFiles=list(rules), ignorePatterns=IGNORED)
     for line, text, *_ in mutants:
-        if line in chosen and text.count("\n") == 1:  # an added `break` seldom compiles
+        if line in chosen and may_compile(lines[line - 1], text):
             texts.setdefault(line, []).append(text)
     return texts
+
+
+def may_compile(was: str, text: str) -> bool:
+    """Leave out added lines, comments, and what is part of a type: brackets, references, digits."""
+    pairs = zip(was, text, strict=False)
+    at = next((n for n, (a, b) in enumerate(pairs) if a != b), 0)
+    in_type = re.search(r"\S[<>&*]|[a-z]\d", was[max(at - 2, 0) : at + 1])
+    return not in_type and text.count("\n") == 1 and not text.lstrip().startswith("/*")
 
 
 def run(kernels: Kernels, options: argparse.Namespace) -> dict[str, object]:
@@ -224,9 +232,9 @@ def run(kernels: Kernels, options: argparse.Namespace) -> dict[str, object]:
     draw, end = random.Random(options.seed), time.monotonic() + 60 * options.minutes
     counts = {"caught": 0, "survived": 0, "equivalent": 0, "invalid": 0}
     survivors = []
-    sources, units = ROOT / kernels.sources, sorted(kernels.units())
+    sources, units, unit = ROOT / kernels.sources, sorted(kernels.units()), ""
     while counts["caught"] + counts["survived"] < options.sample and time.monotonic() < end:
-        unit = draw.choice(units)
+        unit = unit or draw.choice(units)
         kernels.prepare(unit)
         file = draw.choice(kernels.files[unit])
         texts = changes(sources / file, kernels.rules)
@@ -240,6 +248,7 @@ def run(kernels: Kernels, options: argparse.Namespace) -> dict[str, object]:
         mutant = {"where": f"{file}:{line}", "in": unit, "was": was, "is": text.strip()}
         print(f"{verdict}\n    {mutant}", flush=True)
         survivors += [mutant] * (verdict == "survived")
+        unit = unit if verdict in ("invalid", "equivalent") else ""
     score = counts["caught"] / max(counts["caught"] + counts["survived"], 1)
     return {"score": round(score, 3), **counts, "survivors": survivors}
 
