@@ -99,8 +99,8 @@ class Kernels:
             return "caught: it does not end"
         if done.returncode == 0:
             return "survived"
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return f"caught: {(last or [f'status {done.returncode}'])[0]}"
+        (last,) = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it died"]
+        return "invalid" if "undefined symbol" in last else f"caught: {last}"
 
 
 class Cpu(Kernels):

@@ -28,7 +28,8 @@ Work = Iterator[tuple[str, Any, torch.dtype, Any]]  # operator, case, dtype, tar
 def cpu_work(unit: str, folder: Path) -> Work:
     target = Target("cpu", unit.split(".")[1])
     # Some instruction sets have nothing of their own but products of bf16.
-    dtypes = [torch.bfloat16] if "512_bf16" in unit else [torch.float32, torch.bfloat16]
+    every = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    dtypes = [torch.bfloat16] if "512_bf16" in unit else every
     for op, proof in PROOFS.items():
         for n, case in enumerate(proof.cases):
             dtype = dtypes[n % len(dtypes)]
