@@ -129,7 +129,7 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
             and not torch.is_grad_enabled()
             and nothing_watches()
             and has_plain_memory(grad_out)
-            and all([t is None or t.data_ptr() >= LOW for t in saved])  # not freed since
+            and all(t is None or t.data_ptr() >= LOW for t in saved)  # not freed since
         ):
             grads = getattr(module, kernel_backward)(grad_out, *saved, a, b, wants, *more)
         if grads is None:

@@ -364,5 +364,5 @@ def test_operators_refuse_a_tensor_without_memory() -> None:
         lambda: fastattn.memory_hop_attention(freed(rows[:, 0]), rows),
     ):
         # A view of it is refused by PyTorch.
-        with pytest.raises(RuntimeError, match="has no memory|out of bounds for storage"):
+        with pytest.raises(RuntimeError, match=r"has no memory|out of bounds for storage"):
             call()
