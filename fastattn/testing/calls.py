@@ -120,7 +120,7 @@ class Operands(AnyInputs):
             name = f"{self.operator}_backward"
             grads = {f"grad_{name}": grad for name, grad in self.grads.items()}
             known = grads | self.tensors | self.saved(results)
-            args = [known[parameter] for parameter in _parameters(name)]
+            args = [known[parameter] for parameter in _parameters_of(name)]
             backward = getattr(backend, name)
             options = self.backward_options or self.options
             gradients = backward(*dispatch.taken_by(backward, args), options=options)
@@ -147,7 +147,7 @@ class Operands(AnyInputs):
 
 
 @functools.cache
-def _parameters(name: str) -> list[str]:
+def _parameters_of(name: str) -> list[str]:
     """The tensors that a primitive takes."""
     parameters = inspect.signature(getattr(reference, name)).parameters
     return [parameter for parameter in parameters if parameter != "options"]

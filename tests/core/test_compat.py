@@ -145,7 +145,7 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 _NAMES = [name for name in _ALL_NAMES if name not in compat.LACKING]
-_PARTS = [_NAMES[n::8] for n in range(8)]  # each imports PyTorch once, which takes a while
+_PARTS = [_NAMES[n::16] for n in range(16)]  # each imports PyTorch once, which takes a while
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import ATTENTION_CASES
 from emulated import Emulated
 from fenced import run_fenced
 from large_scores import large_scores
 from naive._mask_program import visible_by_program
 from new_option import assert_declined, assert_tensor_declined
-from tables import ATTENTION_CASES
 from torch import Tensor
 
 import fastattn
@@ -158,7 +158,7 @@ _FENCED = """
 import emulator
 from fastattn.dispatch import reasons_of
 from fastattn.testing import make_inputs
-from tables import ATTENTION_CASES
+from attention_cases import ATTENTION_CASES
 adapter = emulator.load()
 dtypes = (torch.bfloat16, torch.float32)
 cases = [c for c in ATTENTION_CASES if not c.slow]

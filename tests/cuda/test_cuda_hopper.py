@@ -17,10 +17,10 @@ from typing import Any
 import emulator
 import pytest
 import torch
+from attention_cases import VARLEN_CASES
 from emulated import Emulated
 from fenced import run_fenced
 from large_scores import large_scores
-from tables import VARLEN_CASES
 from test_cuda import TABLE
 from test_cuda_sequences import FAR, WAYS, _far
 from torch import Tensor

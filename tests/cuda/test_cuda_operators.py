@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import PROOFS
 from emulated import Emulated
-from tables import PROOFS
 from torch import Tensor
 
 import fastattn

@@ -24,7 +24,7 @@ from pathlib import Path
 import emulator
 from fastattn.testing import check
 from fastattn.testing.varlen import VarlenCase, check_varlen
-from tables import ATTENTION_CASES
+from attention_cases import ATTENTION_CASES
 from test_cuda_hopper import BACKWARD, EDGES, FORWARD, OWN, PACKED
 import test_cuda_operators as operators
 from test_cuda_operators import Emulated

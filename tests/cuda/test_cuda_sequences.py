@@ -190,7 +190,7 @@ from fastattn.backends.primitives import AppendOptions
 from fastattn.dispatch import reasons_of
 from fastattn.testing.decode import make_decode
 from fastattn.testing.varlen import make_varlen
-from tables import DECODE_CASES, VARLEN_CASES
+from attention_cases import DECODE_CASES, VARLEN_CASES
 adapter = emulator.load()
 every = int(sys.argv[1])
 dtypes = (torch.bfloat16, torch.float32)

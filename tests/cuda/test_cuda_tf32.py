@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import ATTENTION_CASES, VARLEN_CASES
+from attention_cases import ATTENTION_CASES, VARLEN_CASES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import ATTENTION_CASES, PROOFS
 from gpu_device import DEVICE, skip_without_gpu
 from large_scores import large_scores
-from tables import ATTENTION_CASES, PROOFS
 
 from fastattn import dispatch
 from fastattn.testing import Case, OnGpu, Proof, check

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import ATTENTION_CASES, DECODE_CASES, VARLEN_CASES
 from gpu_device import DEVICE, REHEARSED, needs_gpu
-from tables import ATTENTION_CASES, DECODE_CASES, VARLEN_CASES
 
 import fastattn
 from fastattn import dispatch

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import DECODE_CASES
 from cache_calls import refused
 from case_table import each_case
-from tables import DECODE_CASES
 from torch import Tensor
 
 from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend

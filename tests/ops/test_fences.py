@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fences need mpr
 # Each target begins with another pair.
 SCRIPT = """
 from fastattn.testing import targets
-from tables import PROOFS
+from attention_cases import PROOFS
 for argument in sys.argv[2:]:
     operator, every = argument.split("=")
     proof = PROOFS[operator]
@@ -28,7 +28,7 @@ for argument in sys.argv[2:]:
                         proof.make(case, dtype).results(backend)
 """
 STEPS = {
-    "scaled_dot_product_attention": 16,
+    "scaled_dot_product_attention": 24,
     "varlen_attention": 4,
     "decode_attention": 4,
     "append_to_cache": 4,
@@ -37,7 +37,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("share", [6, pytest.param(1, marks=pytest.mark.complete)])
 def test_nothing_is_read_past_the_end(share: int, native: object) -> None:
     steps = {operator: every * share for operator, every in STEPS.items()}
     run_fenced(SCRIPT, "quick", *(f"{operator}={every}" for operator, every in steps.items()))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import VARLEN_CASES
 from case_table import each_case
-from tables import VARLEN_CASES
 from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention

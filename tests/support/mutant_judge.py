@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import PROOFS
+from attention_cases import PROOFS
 
 import fastattn
 from fastattn.testing import Target

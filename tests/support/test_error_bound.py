@@ -176,7 +176,7 @@ def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
 _SCRIPT = """
 import json, torch
 from fastattn.testing import check
-from tables import ATTENTION_CASES
+from attention_cases import ATTENTION_CASES
 names = ("gqa-causal", "mask-steep", "decode-1x63-group-8-head_dim-129-value-136")
 found = {}
 for case in ATTENTION_CASES:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import ATTENTION_CASES
 from reference_calls import INF, SEED, attend, normal, row, with_scores
-from tables import ATTENTION_CASES
 from torch import Tensor
 
 from fastattn.backends import reference

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import PROOFS
+from attention_cases import PROOFS
 
 from fastattn.testing import Proof, Target
 
