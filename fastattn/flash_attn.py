@@ -103,14 +103,21 @@ def flash_attn_qkvpacked_func(
     )
 
 
+def _number(length: int | Tensor) -> Any:
+    """An integer tensor without dimensions as a number; anything else as it is."""
+    if isinstance(length, Tensor) and length.ndim == 0 and not length.is_floating_point():
+        return int(length)
+    return length
+
+
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -126,7 +133,8 @@ def flash_attn_varlen_func(
     """:func:`fastattn.varlen_attention` of packed q, k, v [T, H, D].
 
     ``deterministic`` and ``return_attn_probs`` are as in :func:`flash_attn_func`, with
-    ``softmax_lse`` [H, Tq].
+    ``softmax_lse`` [H, Tq]. ``max_seqlen_q`` and ``max_seqlen_k`` may be integer tensors without
+    dimensions, as ``(cu_seqlens[1:] - cu_seqlens[:-1]).max()`` is.
 
     With a ``block_table`` [B, P], int32 or int64, k and v are caches of pages, [pages, page size,
     Hkv, D]: the keys of sequence b are the first ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]`` rows of
@@ -135,6 +143,7 @@ def flash_attn_varlen_func(
     :func:`flash_attn_with_kvcache` reads the pages in place.
     """
     _refuse_probabilities("flash_attn_varlen_func", return_attn_probs, dropout_p)
+    max_seqlen_q, max_seqlen_k = _number(max_seqlen_q), _number(max_seqlen_k)
     if block_table is not None:
         k, v = gather_pages(q, k, v, cu_seqlens_k, max_seqlen_k, block_table)
     result = varlen_attention(

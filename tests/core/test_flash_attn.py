@@ -85,6 +85,9 @@ def test_varlen_is_func_of_each_sequence(qkv: list[Tensor]) -> None:
     want, want_lse, _ = flash_attn.flash_attn_func(*qkv, causal=True, return_attn_probs=True)
     assert torch.equal(out.unflatten(0, (2, 5)), want)
     assert torch.equal(lse.unflatten(1, (2, 5)).transpose(0, 1), want_lse)
+    longest = [(ends[1:] - ends[:-1]).max() for ends in (q_ends, k_ends)]
+    found = flash_attn.flash_attn_varlen_func(*args[:-2], *longest, causal=True)
+    assert torch.equal(found, out)
     wide = varlen_attention(*args, softcap=2.0, causal_alignment="bottom_right", window=(3, 1))
     got = flash_attn.flash_attn_varlen_func(*args, softcap=2.0, window_size=(3, 1))
     assert torch.equal(got, wide)
