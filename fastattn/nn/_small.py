@@ -53,6 +53,7 @@ def self_attention(
         or module.add_zero_attn
         or module.bias_k is not None
         or module.bias_v is not None
+        or not module._qkv_same_embed_dim  # changed by the user: PyTorch raises an error
         or type(w_in) not in _PLAIN
         or type(w_out) not in _PLAIN
         or not is_open(x, key_padding_mask)
