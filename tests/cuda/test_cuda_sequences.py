@@ -47,6 +47,18 @@ def test_packed_sequences_have_the_bits_of_each_alone(
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 
 
+def test_a_distance_that_a_table_lacks_has_its_last_entry(adapter: ModuleType) -> None:
+    """On a GPU the host does not know the longest sequence, and no kernel may read elsewhere."""
+    inputs = make_varlen(VarlenCase("short", (40, 9), relative_bias=True), torch.float32)
+    *args, table = inputs.args
+    assert table is not None
+    short = table[:, :, 30:-30]
+    long = torch.nn.functional.pad(short, (30, 30), mode="replicate")
+    outs = (adapter.varlen_attention(*args, bias, options=inputs.options) for bias in (short, long))
+    for found, want in zip(*outs, strict=True):
+        assert torch.equal(found, want)
+
+
 def test_a_decoded_row_has_the_same_bits_whatever_is_in_the_batch(adapter: ModuleType) -> None:
     case = DecodeCase("batch", lengths=(300, 700, 1), capacity=720, heads=4, kv_heads=2)
     inputs = make_decode(case, torch.bfloat16)
