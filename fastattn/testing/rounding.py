@@ -253,7 +253,7 @@ def _packets(names: str) -> list[Any]:
 
 
 _ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
-_IN_PLACE = frozenset(_packets("add_ sub_ mul_ div_"))
+_IN_PLACE = frozenset(_packets("add_ sub_ mul_ div_ sigmoid_ tanh_"))
 # The units of error: 1 for operations with one rounding, 2 for elementary functions.
 _UNITS = {
     **dict.fromkeys(_packets("add sub rsub mul div reciprocal sqrt square frac remainder"), 1),
@@ -261,7 +261,7 @@ _UNITS = {
     **dict.fromkeys(
         _packets(
             "exp exp2 expm1 log log1p log2 tanh sigmoid pow rsqrt sin cos erf special_entr"
-            " tanh_backward sigmoid_backward norm linalg_vector_norm"
+            " sigmoid_ tanh_ tanh_backward sigmoid_backward norm linalg_vector_norm"
         ),
         2,
     ),
@@ -272,7 +272,8 @@ _EXACT = frozenset(
     _packets(
         # copies, indices, shapes
         "_unsafe_view _reshape_alias alias clone copy_ _to_copy to detach lift_fresh expand_copy"
-        " repeat cat stack split split_with_sizes unbind flip roll triu tril constant_pad_nd"
+        " repeat cat stack split unsafe_split split_with_sizes unbind flip roll triu tril"
+        " constant_pad_nd"
         " index gather index_select embedding scatter slice_scatter select_scatter slice_backward"
         " select_backward value_selecting_reduction_backward"
         # selections
