@@ -77,13 +77,14 @@ def ranges(rows: Sequence[Row], bold: str = "") -> str:
 
 def claim(processor: str, result: Result) -> str:
     """The main result, in one sentence with its conditions."""
-    rows = ours_compared(summary.summarise(result))
-    modules = [row for row in rows if row["op"] == "mha"]
+    modules = [row for row in ours_compared(summary.summarise(result)) if row["op"] == "mha"]
+    quiet = [row for row in modules if row["comparable"]]
+    disturbed = f" ({len(quiet)} of {len(modules)} cells; in the others the machine was busy)"
     return (
         f"On {machine_of(processor, result)}: in place of `nn.MultiheadAttention` of torch "
         f"{result.environment['torch'].split('+')[0]}, on the shapes of BERT, ViT and a padded "
         "batch, forward and forward + backward, the drop-in is "
-        f"{ranges(modules, bold='**')} as fast."
+        f"{ranges(quiet, bold='**')} as fast{disturbed if quiet != modules else ''}."
     )
 
 
@@ -102,12 +103,14 @@ def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
     """The reasons why a result is not valid."""
     reasons = [] if result.ended == "complete" else [f"the run was {result.ended}"]
     for what, found in (
-        ("not measured", [row for row in rows if row["status"] not in ("ok", "UNAVAILABLE")]),
-        ("measured on a busy machine", [row for row in rows if row["busy"]]),
+        (
+            "wrong or failed",
+            [r for r in rows if r["status"] not in ("ok", "UNAVAILABLE", "SKIPPED")],
+        ),
         ("faster than the peak", [row for row in rows if row["impossible"]]),
     ):
         if found:
-            reasons.append(f"{len(found)} of {len(rows)} rows were {what}")
+            reasons.append(f"{len(found)} of {len(rows)} rows are {what}")
     return reasons
 
 

@@ -240,13 +240,29 @@ def test_the_committed_texts_are_those_of_the_committed_results(
     assert render.main() == 0
 
 
-def test_a_run_of_a_busy_machine_is_no_evidence() -> None:
-    result = a_result([Round((1e3, 500.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)])
+def test_an_interrupted_or_wrong_run_is_no_evidence() -> None:
+    result = a_result([Round((1e3, 1e3), {"torch": 4.0, "ours": 2.0}) for _ in range(6)])
     result.ended = "interrupted"
+    result.cells[0].outcomes["ours"].status = "WRONG"
     assert load_render().why_not(result, summary.summarise(result)) == [
         "the run was interrupted",
-        "2 of 2 rows were measured on a busy machine",
+        "1 of 2 rows are wrong or failed",
     ]
+
+
+def test_the_claim_is_of_cells_that_nothing_disturbed() -> None:
+    rounds = [Round((1e3, 500.0), {"torch": 4.0, "fastattn": 1.0}) for _ in range(6)]
+    result = a_result(rounds)
+    result.cells[0].cell = cell_of("mha", "B=2,L=6,E=16,H=2", label="A busy model")
+    result.cells[0].outcomes = {p: Outcome() for p in ("torch", "fastattn")}
+    quiet = a_result([Round((1e3, 1e3), {"torch": 4.0, "fastattn": 2.0}) for _ in range(6)])
+    quiet.cells[0].cell = cell_of("mha", "B=4,L=6,E=16,H=2", label="A quiet model")
+    quiet.cells[0].outcomes = {p: Outcome() for p in ("torch", "fastattn")}
+    result.cells += quiet.cells
+    claim = load_render().claim("a-processor", result)
+    assert (
+        "in fp32 **2.00 to 2.00 times** as fast (1 of 2 cells; in the others the machine" in claim
+    )
 
 
 def test_a_page_has_the_rows_of_its_operator() -> None:
