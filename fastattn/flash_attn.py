@@ -143,17 +143,17 @@ def flash_attn_varlen_func(
     :func:`flash_attn_with_kvcache` reads the pages in place.
     """
     _refuse_probabilities("flash_attn_varlen_func", return_attn_probs, dropout_p)
-    max_seqlen_q, max_seqlen_k = _number(max_seqlen_q), _number(max_seqlen_k)
+    longest_q, longest_k = _number(max_seqlen_q), _number(max_seqlen_k)
     if block_table is not None:
-        k, v = gather_pages(q, k, v, cu_seqlens_k, max_seqlen_k, block_table)
+        k, v = gather_pages(q, k, v, cu_seqlens_k, longest_k, block_table)
     result = varlen_attention(
         q,
         k,
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        longest_q,
+        longest_k,
         dropout_p,
         causal,
         softmax_scale,
