@@ -37,7 +37,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("share", [6, pytest.param(1, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.complete)])
 def test_nothing_is_read_past_the_end(share: int, native: object) -> None:
     steps = {operator: every * share for operator, every in STEPS.items()}
     run_fenced(SCRIPT, "quick", *(f"{operator}={every}" for operator, every in steps.items()))
