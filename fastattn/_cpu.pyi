@@ -32,76 +32,51 @@ def additive_backward(
     /,
 ) -> None: ...
 
-# The scale alone may stand for the options: the others then have their defaults.
-def attention_forward(
-    dtype: int,
-    may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits
-    threads: int,
-    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
-    q: int,
-    q_stride: Ints,
-    k: int,
-    k_stride: Ints,
-    v: int,
-    v_stride: Ints,
-    out: int,
-    out_stride: Ints,
-    lse: int,
-    options: primitives.AttentionOptions | float,
-    # mask, mask_dtype, alibi, sinks, relative_bias, their strides, ..., or the address of sinks
-    operands: Operands | int | None,
+# Attention reads its tensors and makes its results; (out, lse or None, weights or None).
+def attention(
+    options: primitives.AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    positions: Tensor | None,
+    mask_program: Tensor | None,
+    needs_lse: bool,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+
+# The gradients of query, key, value, attn_mask, sinks and relative_bias.
 def attention_backward(
-    dtype: int,
-    may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits
-    threads: int,
-    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
-    q: int,
-    q_stride: Ints,
-    k: int,
-    k_stride: Ints,
-    v: int,
-    v_stride: Ints,
-    out: int,
-    out_stride: Ints,
-    lse: int,
-    options: primitives.AttentionOptions | float,
-    operands: Operands | int | None,
-    # grad_out, grad_lse, grad_weights, grad_query, ..., grad_mask; or the addresses and strides of
-    # grad_out, grad_query, grad_key, grad_value alone
-    gradients: Operands | tuple[int | Ints, ...],
+    options: primitives.AttentionBackwardOptions,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    positions: Tensor | None,
+    mask_program: Tensor | None,
     /,
-) -> None: ...
+) -> tuple[Tensor | None, ...]: ...
+
+# The signature of a call (fastattn/call.py); None: it has none.
+def signature(tensors: tuple[Any, ...], rows: int, options: tuple[Any, ...], /) -> bytes | None: ...
 
 # Plain calls, without other options: the core reads their tensors itself, and makes the results
 # (csrc/cpu/tensors.h). `plain_*_call` looks at the arguments: 0, the general path has to see them.
 def use_torch(torch: ModuleType, interface: Any) -> bool: ...
-def plain_attention_call(query: Any, key: Any, value: Any, grouped: bool, /) -> int: ...
-def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool,
-    needs_lse: bool,
-    threads: int,
-    may_reduce: Callable[[], bool],
-    /,
-) -> tuple[Tensor, Tensor | None] | None: ...
-def plain_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    threads: int,
-    may_reduce: Callable[[], bool],
-    /,
-) -> tuple[Tensor, Tensor, Tensor] | None: ...
+def use_rules(new_rows: Callable[..., Tensor], may_round: Callable[[], bool]) -> None: ...
 def plain_hops_call(
     query: Any, in_memory: Any, out_memory: Any, mask: Any, hops: int, /
 ) -> int: ...

@@ -235,6 +235,12 @@ def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice |
     return found
 
 
+def asks_torch_first(op: str, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's kernel may go first on the CPU; it declines calls for what they hold."""
+    found = evidence.choose("backends", "cpu", op, dtype)
+    return forced.get() == "" and found is not None and found.use[0] == "torch"
+
+
 def _device(tensors: Sequence[Any]) -> str:
     for tensor in tensors:
         if tensor is not None:

@@ -76,6 +76,7 @@ class Operator:
     reference does not read. ``not_in_onnx`` maps names of tensors to the reason why a call with
     them cannot become a part of an ONNX graph. ``derived`` computes an option that is None from the
     tensors, at run time: during tracing this would specialize the graph to one size.
+    ``checked_by`` names backends that check themselves that their tensors have memory.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Operator:
         recomputed: Sequence[str] = (),
         not_in_onnx: Mapping[str, str] | None = None,
         derived: Mapping[str, Callable[..., Any]] | None = None,
+        checked_by: Sequence[str] = (),
     ) -> None:
         self.name, tensors = schema.removesuffix(")").split("(")
         self._names = [argument.split()[1] for argument in tensors.split(",")]
@@ -104,6 +106,7 @@ class Operator:
         reasons = {**_NOT_IN_ONNX, **(not_in_onnx or {})}
         self._not_in_onnx = {n: reasons[x] for n, x in enumerate(self._names) if x in reasons}
         self._derived = derived or {}
+        self._checked_by = checked_by
         self.returns = returns
         self._fake, self._flops = fake, flops
         self._shapes = Shapes(self.name, shapes, self._names)
@@ -163,8 +166,10 @@ class Operator:
         tensors, options = self._primitive(args)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args)
-        self._check_memory(tensors)
-        return self._run(args[-1], tensors, options)
+        backend = args[-1]
+        if backend not in self._checked_by:
+            self._check_memory(tensors)
+        return self._run(backend, tensors, options)
 
     def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:
         for name, tensor in zip(self._names, tensors, strict=True):
@@ -227,8 +232,9 @@ class Operator:
         args = self._recorded(args)
         self._shapes.check(args)
         tensors, options = self._primitive(args)
-        self._check_memory(tensors)
         backend = args[-1] or dispatch.choose(self.name, tensors, options)
+        if backend not in self._checked_by:
+            self._check_memory(tensors)
         if backend == "reference":
             results = compat.run_outside(self._run, backend, tensors, options)
         else:

@@ -1,17 +1,19 @@
-// Python's view of attention: addresses, shapes and strides.
+// Attention as Python calls it: tensors in, tensors out.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../relative_bias_arguments.h"
 #include "kernel_table.h"
 #include "mask_program.h"
 #include "memory.h"
+#include "named.h"
+#include "operands.h"
 #include "sdpa_arguments.h"
-#include "tensors.h"
 
 namespace py = pybind11;
 
@@ -19,9 +21,9 @@ namespace fastattn {
 namespace {
 
 // The arguments of a call, and the memory that they point to.
-struct Arguments : AttentionParams {
-  int64_t positions_length = 0;
+struct Call : AttentionParams {
   std::vector<MaskStep> steps;
+  std::vector<double> sink_gradients;  // [B, Hq]
 };
 
 // The distances of positions, which are in the memory of the host here.
@@ -33,185 +35,230 @@ void check_positions(const AttentionParams& p) {
                    int64_t{*queries.second} - *keys.first);
 }
 
-// operands: see optional_arguments and read_mask_program; and applied, the weights; how many positions
-// there are.
-Arguments arguments(const AttentionParams& common, const py::object& options,
-                    const py::object& operands) {
-  static const auto others =
-      std::make_tuple(field("applied", &AttentionParams::applied),
-                      field("positions_length", &Arguments::positions_length));
-  Arguments p{common, 0, {}};
-  read_attention_options(named(options), p);
-  if (!optional_arguments(p, operands)) return p;
-  named(operands).read_given(p, others);
-  check_relative_bias(p, p.positions_length);
-  check_positions(p);
-  read_mask_program(named(operands), p, p.steps);
-  return p;
+// What only the backward pass is asked for.
+struct BackwardOptions {
+  bool needs_mask_grad = false, partial = false;
+};
+
+struct Biases {
+  py::handle attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program;
+};
+
+// One number a head: the heads do not share it.
+void expect_heads(const char* name, const TensorView& x, DType acc, int64_t heads) {
+  expect_dtype(name, x, {acc});
+  expect(
+      x.rank > 0 && x.size[x.rank - 1] == heads,
+      std::string(name) + " must have an element for each of " + std::to_string(heads) + " heads");
 }
 
-void attention_forward(int dtype, const py::object& may_reduce, int threads, const py::tuple& sizes,
-                       uintptr_t q, const py::tuple& q_stride, uintptr_t k,
-                       const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
-                       uintptr_t out, const py::tuple& out_stride, uintptr_t lse,
-                       const py::object& options, const py::object& operands) {
-  Arguments p = arguments(common_arguments(dtype, may_reduce, threads, sizes, q, q_stride, k,
-                                           k_stride, v, v_stride, out, out_stride, lse),
-                          options, operands);
-  py::gil_scoped_release release;
-  const int64_t weights =
-      p.B * (p.weights == Weights::per_head ? p.Hq : 1) * p.Lq * p.Lk * element_bytes(p.dtype);
-  if (p.weights != Weights::none) expect_to_fill(p.applied.data, static_cast<size_t>(weights));
-  kernels(p.dtype).attention_forward(p);
-}
-
-// Of a small call: the address and the strides of grad_out, grad_query, grad_key and grad_value, in
-// this order, in one tuple; nothing is then read by name.
-bool plain_gradients(const py::object& from, AttentionParams& p) {
-  if (!PyTuple_CheckExact(from.ptr())) return false;
-  constexpr int kOperands = 4;
-  if (PyTuple_GET_SIZE(from.ptr()) != 2 * kOperands)
-    throw py::value_error(
-        "fastattn: expected an address and strides for each of 4 gradients, got " +
-        std::to_string(PyTuple_GET_SIZE(from.ptr())) + " values");
-  Tensor4* const to[kOperands] = {&p.grad_out, &p.grad_q, &p.grad_k, &p.grad_v};
-  for (int n = 0; n < kOperands; ++n)
-    *to[n] = operand(static_cast<uintptr_t>(integer(PyTuple_GET_ITEM(from.ptr(), 2 * n))),
-                     py::reinterpret_borrow<py::tuple>(PyTuple_GET_ITEM(from.ptr(), 2 * n + 1)));
-  return true;
-}
-
-// gradients: see plain_gradients; or, by name, see read_gradients and SinkGradients; grad_mask; and
-// partial, if it is.
-void attention_backward(int dtype, const py::object& may_reduce, int threads,
-                        const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride, uintptr_t k,
-                        const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
-                        uintptr_t out, const py::tuple& out_stride, uintptr_t lse,
-                        const py::object& options, const py::object& operands,
-                        const py::object& gradients) {
-  static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
-  static const auto partial = std::make_tuple(field("partial", &AttentionParams::partial));
-  Arguments p = arguments(common_arguments(dtype, may_reduce, threads, sizes, q, q_stride, k,
-                                           k_stride, v, v_stride, out, out_stride, lse),
-                          options, operands);
-  if (plain_gradients(gradients, p)) {
-    py::gil_scoped_release release;
-    kernels(p.dtype).attention_backward(p);
-    return;
+void read_biases(Call& p, const Biases& from) {
+  const DType acc = accumulator(p.dtype);
+  if (!from.attn_mask.is_none()) {
+    const TensorView x =
+        read_broadcast("attn_mask", from.attn_mask, {p.B, p.Hq, p.Lq, p.Lk}, p.mask.stride);
+    expect_dtype("attn_mask", x, {DType::boolean, p.dtype, DType::f32});
+    p.mask.data = x.data, p.mask_dtype = x.dtype;
   }
-  read_gradients(named(gradients), p);
-  named(gradients).read(p, mask);
-  named(gradients).read_given(p, partial);
-  const SinkGradients of_sinks(named(gradients), p);
-  py::gil_scoped_release release;
-  kernels(p.dtype).attention_backward(p);
-  of_sinks.write();
+  if (!from.alibi_slopes.is_none()) {
+    const TensorView x =
+        read_broadcast("alibi_slopes", from.alibi_slopes, {p.B, p.Hq}, p.alibi_stride);
+    expect_heads("alibi_slopes", x, acc, p.Hq);
+    p.alibi = x.data;
+  }
+  if (!from.sinks.is_none()) {
+    const TensorView x = read_broadcast("sinks", from.sinks, {p.B, p.Hq}, p.sinks_stride);
+    expect_heads("sinks", x, acc, p.Hq);
+    p.sinks = x.data;
+  }
+  p.seed = read_seed(from.seed);
+  int64_t positions = 0;
+  if (!from.relative_bias.is_none()) {
+    const TensorView x = view_of("relative_bias", from.relative_bias);
+    p.relative_bias_size = x.rank == 3 ? x.size[2] : 0;
+    int64_t stride[3];
+    read_broadcast("relative_bias", from.relative_bias, {p.B, p.Hq, p.relative_bias_size}, stride);
+    expect_dtype("relative_bias", x, {acc});
+    expect(p.relative_bias_size <= 1 || stride[2] == 1,
+           "the last dimension of relative_bias must be contiguous");
+    p.relative_bias = x.data;
+    std::copy_n(stride, 2, p.relative_bias_stride);
+  }
+  if (!from.positions.is_none()) p.positions = read_words("positions", from.positions, &positions);
+  check_relative_bias(p, positions);
+  check_positions(p);
+  if (!from.mask_program.is_none()) {
+    int64_t count = 0;
+    const int32_t* words = read_words("mask_program", from.mask_program, &count);
+    read_mask_program(words, count, p, p.steps);
+  }
 }
 
-// -- calls without a mask or other options, whose tensors are read here ---------------------------
-//
-// plain_attention_call() looks at the tensors of a call once; the caller has done so for the others, and for
-// grad_out.
-
-// Reads the operands and the sizes; false if the general path has to see them.
-bool read_plain_call(py::handle query, py::handle key, py::handle value, AttentionParams& p) {
-  TensorView q, k, v;
-  if (!read_tensor(query, &q) || !read_tensor(key, &k) || !read_tensor(value, &v)) return false;
-  if (q.rank != 4 || k.rank != 4 || v.rank != 4) return false;
-  if (q.dtype == DType::boolean || k.dtype != q.dtype || v.dtype != q.dtype) return false;
+void read_call(Call& p, const py::object& options, py::handle query, py::handle key,
+               py::handle value, const Biases& biases) {
+  read_attention_options(named(options), p);
+  const TensorView q = view_of("query", query), k = view_of("key", key),
+                   v = view_of("value", value);
+  expect_dtype("query", q, {DType::f32, DType::f64, DType::bf16, DType::f16});
   p.dtype = q.dtype;
   p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2], p.D = q.size[3];
   p.Hkv = k.size[1], p.Lk = k.size[2], p.Dv = v.size[3];
+  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});  // of four dimensions
+  expect_sizes("key", k, p.dtype, {p.B, p.Hkv, p.Lk, p.D});
+  expect_sizes("value", v, p.dtype, {p.B, p.Hkv, p.Lk, p.Dv});
   p.q = operand_of(q), p.k = operand_of(k), p.v = operand_of(v);
-  return k.has_sizes({p.B, p.Hkv, p.Lk, p.D}) && v.has_sizes({p.B, p.Hkv, p.Lk, p.Dv});
+  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
+  p.threads = threads();
+  p.reduced = reduces(p, rule_of_rounding());
+  read_biases(p, biases);
 }
 
-// 0 if the general path has to see a call; else a number that is the same for calls of the same dtype and
-// columns, and odd if a tensor requires a gradient.
-int64_t plain_attention_call(py::handle query, py::handle key, py::handle value, bool grouped) {
-  constexpr int64_t kWidest = 1 << 24;
-  AttentionParams p{};
-  if (!read_plain_call(query, key, value, p)) return 0;
-  if (p.B == 0 || p.Hq == 0 || p.Hkv == 0 || p.Lq == 0 || p.Lk == 0) return 0;
-  if (p.D == 0 || p.Dv == 0 || p.D > kWidest || p.Dv > kWidest) return 0;
-  if (p.Hq != p.Hkv && !(grouped && p.Hq % p.Hkv == 0)) return 0;
-  const int64_t number = number_of_call(p.dtype, {query, key, value});
-  return number == 0 ? 0 : (p.D * kWidest + p.Dv) * 16 + number;
-}
-
-void plain_options(AttentionParams& p, double scale, bool causal, int threads,
-                   const py::object& may_reduce) {
-  p.scale = scale;
-  if (causal) p.window_right = 0;
-  p.threads = threads;
-  p.reduced = reduces(p, may_reduce);
-}
-
-// torch.empty_like(tensor) and its operand; null if its columns are not contiguous.
-py::object new_rows_like(py::handle tensor, Tensor4* to) {
-  TensorView view;
-  py::object made = new_like(tensor, &view);
-  if (view.stride[3] != 1) return {};
-  *to = operand_of(view);
-  return made;
-}
-
-// (out, lse or None), new; None if the general path has to see the call.
-py::object plain_attention(py::handle query, py::handle key, py::handle value, double scale,
-                           bool causal, bool needs_lse, int threads, const py::object& may_reduce) {
-  AttentionParams p{};
-  if (!read_plain_call(query, key, value, p) || p.D != p.Dv) return py::none();
-  plain_options(p, scale, causal, threads, may_reduce);
-  const py::object out = new_rows_like(query, &p.out);
-  if (!out) return py::none();
-  py::object lse = py::none();
-  if (needs_lse) {
+// (out, lse or None, weights or None), new. Whoever needs no gradient may leave out lse.
+py::tuple attention(const py::object& options, py::handle query, py::handle key, py::handle value,
+                    py::handle attn_mask, py::handle alibi_slopes, py::handle seed,
+                    py::handle sinks, py::handle relative_bias, py::handle positions,
+                    py::handle mask_program, bool needs_lse) {
+  Call p{};
+  read_call(p, options, query, key, value,
+            {attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program});
+  const py::object out = new_rows(query, p.Dv, &p.out);
+  py::object lse = py::none(), weights = py::none();
+  if (needs_lse || p.weights != Weights::none) {
     void* data;
     lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &data);
     p.lse = static_cast<double*>(data);
   }
+  if (p.weights != Weights::none) {
+    weights = p.weights == Weights::per_head
+                  ? new_result(p.dtype, {p.B, p.Hq, p.Lq, p.Lk}, &p.applied.data)
+                  : new_result(p.dtype, {p.B, p.Lq, p.Lk}, &p.applied.data);
+    const int64_t heads = p.weights == Weights::per_head ? p.Hq : 1;
+    const int64_t stride[] = {heads * p.Lq * p.Lk, heads > 1 ? p.Lq * p.Lk : 0, p.Lk, 1};
+    std::copy_n(stride, 4, p.applied.stride);
+  }
   {
     py::gil_scoped_release release;
+    if (p.weights != Weights::none)
+      expect_to_fill(p.applied.data,
+                     static_cast<size_t>(p.B * p.applied.stride[0] * element_bytes(p.dtype)));
     kernels(p.dtype).attention_forward(p);
   }
-  return py::make_tuple(out, lse);
+  return py::make_tuple(out, lse, weights);
 }
 
-// The gradients of query, key and value, new; None if the general path has to see the call.
-py::object plain_attention_backward(py::handle grad_out, py::handle query, py::handle key,
-                                    py::handle value, py::handle out, py::handle lse, double scale,
-                                    bool causal, int threads, const py::object& may_reduce) {
-  AttentionParams p{};
-  TensorView of_out, of_grad, of_lse;
-  if (!read_plain_call(query, key, value, p) || !read_tensor(out, &of_out) ||
-      !read_tensor(grad_out, &of_grad) || !read_tensor(lse, &of_lse))
-    return py::none();
-  for (const TensorView* x : {&of_out, &of_grad})
-    if (x->dtype != p.dtype || !x->has_sizes({p.B, p.Hq, p.Lq, p.Dv})) return py::none();
-  if (of_lse.dtype != DType::f64 || !of_lse.has_sizes({p.B, p.Hq, p.Lq}) || !of_lse.is_contiguous())
-    return py::none();
-  p.out = operand_of(of_out), p.grad_out = operand_of(of_grad);
-  p.lse = static_cast<double*>(of_lse.data);
-  plain_options(p, scale, causal, threads, may_reduce);
-  const py::object grad_query = new_rows_like(query, &p.grad_q),
-                   grad_key = new_rows_like(key, &p.grad_k),
-                   grad_value = new_rows_like(value, &p.grad_v);
-  if (!grad_query || !grad_key || !grad_value) return py::none();
+// A number for each query, contiguous; `kept` owns it.
+double* read_rows(const char* name, const Call& p, py::handle from, py::object* kept) {
+  *kept = contiguous_double(name, from);
+  return static_cast<double*>(read_sizes(name, *kept, DType::f64, {p.B, p.Hq, p.Lq}).data);
+}
+
+void read_grad_weights(Call& p, py::handle from) {
+  if (from.is_none()) return;
+  expect(p.weights != Weights::none, "grad_weights needs a call that returns weights");
+  const TensorView x = p.weights == Weights::averaged
+                           ? read_sizes("grad_weights", from, p.dtype, {p.B, p.Lq, p.Lk})
+                           : read_sizes("grad_weights", from, p.dtype, {p.B, p.Hq, p.Lq, p.Lk});
+  p.grad_weights.data = x.data;
+  const int64_t *s = x.stride, averaged[] = {s[0], 0, s[1], s[2]};
+  std::copy_n(x.rank == 4 ? s : averaged, 4, p.grad_weights.stride);
+}
+
+// New, of the mask's sizes: f64 where one element sums those of many queries or keys.
+py::object new_grad_mask(Call& p, py::handle mask) {
+  const TensorView x = view_of("attn_mask", mask);
+  if (x.rank != 4) throw py::value_error("fastattn: attn_mask must have four dimensions");
+  const DType wide = x.size[2] == 1 || x.size[3] == 1 ? DType::f64 : accumulator(p.dtype);
+  const int64_t* n = x.size;
+  py::object made = new_zeros(wide, {n[0], n[1], n[2], n[3]}, &p.grad_mask.data);
+  int64_t stride = 1;
+  for (int d = 3; d >= 0; --d) {
+    p.grad_mask.stride[d] = n[d] == 1 ? 0 : stride;
+    stride *= n[d];
+  }
+  return made;
+}
+
+// New, of the sizes of the sinks: the sum over the sequences that share one, in their order.
+py::object summed_sink_gradients(const Call& p, py::handle sinks) {
+  const TensorView x = view_of("sinks", sinks);
+  const int64_t entries = x.rank == 2 ? x.size[0] : 1, heads = x.size[x.rank - 1];
+  void* data;
+  py::object made = x.rank == 2 ? new_zeros(x.dtype, {entries, heads}, &data)
+                                : new_zeros(x.dtype, {heads}, &data);
+  const int64_t sharing = entries == 1 ? p.B : 1;
+  for (int64_t n = 0; n < entries * heads; ++n) {
+    double sum = 0;
+    for (int64_t b = 0; b < sharing; ++b)
+      sum += p.sink_gradients[static_cast<size_t>(b * heads + n)];
+    if (x.dtype == DType::f64)
+      static_cast<double*>(data)[n] = sum;
+    else
+      static_cast<float*>(data)[n] = static_cast<float>(sum);
+  }
+  return made;
+}
+
+// The gradients, new: of query, key and value, and of attn_mask, sinks and relative_bias, or None
+// without them. That of the mask only where the options ask for it, in the type that sums it; that of
+// the table [B, Hq, relative_bias_size].
+py::tuple attention_backward(const py::object& options, py::handle grad_out, py::handle grad_lse,
+                             py::handle grad_weights, py::handle query, py::handle key,
+                             py::handle value, py::handle attn_mask, py::handle alibi_slopes,
+                             py::handle seed, py::handle out, py::handle lse, py::handle sinks,
+                             py::handle relative_bias, py::handle positions,
+                             py::handle mask_program) {
+  static constexpr double kZero = 0;
+  Call p{};
+  read_call(p, options, query, key, value,
+            {attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program});
+  static const auto fields =
+      std::make_tuple(field("needs_mask_grad", &BackwardOptions::needs_mask_grad),
+                      field("partial", &BackwardOptions::partial));
+  BackwardOptions asked;
+  named(options).read(asked, fields);
+  p.partial = asked.partial;
+  TensorView of_out = read_sizes("out", out, p.dtype, {p.B, p.Hq, p.Lq, p.Dv});
+  py::object kept[3];
+  if (of_out.stride[3] != 1) of_out = view_of("out", kept[0] = contiguous(out));
+  p.out = operand_of(of_out);
+  p.grad_out.data = const_cast<double*>(&kZero);
+  if (!grad_out.is_none())
+    p.grad_out = operand_of(read_sizes("grad_out", grad_out, p.dtype, {p.B, p.Hq, p.Lq, p.Dv}));
+  if (!grad_lse.is_none()) p.grad_lse = read_rows("grad_lse", p, grad_lse, &kept[1]);
+  p.lse = read_rows("lse", p, lse, &kept[2]);
+  read_grad_weights(p, grad_weights);
+
+  const bool nothing = p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // the kernels write nothing then
+  const auto new_gradient = [&](py::handle of, int64_t width, Tensor4* to) {
+    py::object made = new_rows(of, width, to);
+    if (nothing) made.attr("zero_")();
+    return made;
+  };
+  const py::object of_query = new_gradient(query, p.D, &p.grad_q),
+                   of_key = new_gradient(key, p.D, &p.grad_k),
+                   of_value = new_gradient(value, p.Dv, &p.grad_v);
+  py::object of_mask = py::none(), of_sinks = py::none(), of_table = py::none();
+  if (asked.needs_mask_grad && !attn_mask.is_none()) of_mask = new_grad_mask(p, attn_mask);
+  if (p.sinks != nullptr) {
+    p.sink_gradients.resize(static_cast<size_t>(p.B * p.Hq));
+    p.grad_sinks = p.sink_gradients.data();
+  }
+  if (!relative_bias.is_none())
+    of_table =
+        new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.relative_bias_size}, &p.grad_relative_bias);
   {
     py::gil_scoped_release release;
     kernels(p.dtype).attention_backward(p);
   }
-  return py::make_tuple(grad_query, grad_key, grad_value);
+  if (p.sinks != nullptr) of_sinks = summed_sink_gradients(p, sinks);
+  return py::make_tuple(of_query, of_key, of_value, of_mask, of_sinks, of_table);
 }
 
 }  // namespace
 
 void bind_sdpa(py::module_& m) {
-  m.def("attention_forward", &attention_forward);
+  m.def("attention", &attention);
   m.def("attention_backward", &attention_backward);
-  m.def("plain_attention_call", &plain_attention_call);
-  m.def("plain_attention", &plain_attention);
-  m.def("plain_attention_backward", &plain_attention_backward);
 }
 
 }  // namespace fastattn

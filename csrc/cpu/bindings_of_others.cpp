@@ -4,5 +4,7 @@
 #include "bind_local_attention.cpp"
 #include "bind_memory_hops.cpp"
 #include "bind_merge_states.cpp"
+#include "bind_signature.cpp"
 #include "bind_sinusoidal.cpp"
+#include "operands.cpp"
 #include "tensors.cpp"

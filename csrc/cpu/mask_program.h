@@ -10,19 +10,12 @@
 
 namespace fastattn {
 
-// Reads the program of a call, if it has one and computes something; p then points to `steps`.
-// Raises if anything in it points outside.
-inline void read_mask_program(const Named& operands, AttentionParams& p,
+// Reads the program of a call that computes something; p then points to `steps`. Raises if anything in
+// it points outside.
+inline void read_mask_program(const int32_t* words, int64_t count, AttentionParams& p,
                               std::vector<MaskStep>& steps, bool packed = false) {
-  struct Words {
-    const int32_t* at = nullptr;
-    int64_t count = 0;
-  } words;
-  static const auto fields =
-      std::make_tuple(field("mask_program", &Words::at), field("mask_length", &Words::count));
-  operands.read_given(words, fields);
-  if (words.at == nullptr || p.B == 0) return;
-  MaskProgramReader reader(words.at, words.count, p, packed);
+  if (p.B == 0) return;
+  MaskProgramReader reader(words, count, p, packed);
   int64_t partial[kMaskSteps];
   steps.resize(kMaskSteps);
   steps.resize(static_cast<size_t>(reader.read(steps.data(), partial)));
@@ -37,6 +30,19 @@ inline void read_mask_program(const Named& operands, AttentionParams& p,
   if (wrong != nullptr)
     throw pybind11::value_error(std::string("fastattn: mask_program is not valid: ") + wrong);
   p.mask_program = steps.data(), p.mask_steps = static_cast<int>(steps.size());
+}
+
+// The same from operands by name, if they have one.
+inline void read_mask_program(const Named& operands, AttentionParams& p,
+                              std::vector<MaskStep>& steps, bool packed = false) {
+  struct Words {
+    const int32_t* at = nullptr;
+    int64_t count = 0;
+  } words;
+  static const auto fields =
+      std::make_tuple(field("mask_program", &Words::at), field("mask_length", &Words::count));
+  operands.read_given(words, fields);
+  if (words.at != nullptr) read_mask_program(words.at, words.count, p, steps, packed);
 }
 
 }  // namespace fastattn

@@ -8,6 +8,7 @@
 
 #include "isa.h"
 #include "kernel_table.h"
+#include "operands.h"
 #include "peaks/peaks.h"
 #include "processor.h"
 #include "tensors.h"
@@ -25,6 +26,7 @@ void bind_memory_hops(py::module_& m);
 void bind_merge_states(py::module_& m);
 void bind_encode_memory(py::module_& m);
 void bind_varlen(py::module_& m);
+void bind_signature(py::module_& m);
 void bind_sinusoidal(py::module_& m);
 
 namespace {
@@ -83,6 +85,7 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_merge_states(m);
   fastattn::bind_encode_memory(m);
   fastattn::bind_varlen(m);
+  fastattn::bind_signature(m);
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);
@@ -116,6 +119,7 @@ PYBIND11_MODULE(_cpu, m) {
       py::arg("type"), py::kw_only(), py::arg("leaf7_edx"), py::arg("leaf7_1_eax"), py::arg("xcr0"),
       py::arg("error"));
   m.def("use_torch", &fastattn::use_torch, py::arg("torch"), py::arg("interface"));
+  m.def("use_rules", &fastattn::use_rules, py::arg("new_rows"), py::arg("may_round"));
   m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
         py::arg("seconds") = 0.1);
 }

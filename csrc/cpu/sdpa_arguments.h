@@ -43,22 +43,13 @@ inline AttentionParams common_arguments(int dtype, const py::object& may_reduce,
   return p;
 }
 
-// operands: see read_biases, and seed, those that the call has. None: none of them. A number: sinks
-// [Hq] alone, contiguous, by their address; a small call with them then reads nothing by name.
-// Returns whether there may be other operands.
-inline bool optional_arguments(AttentionParams& p, const py::object& operands) {
+// operands: see read_biases, and seed, those that the call has.
+inline void optional_arguments(AttentionParams& p, const py::object& operands) {
   using P = AttentionParams;
   static const auto seed = std::make_tuple(field("seed", &P::seed));
-  if (operands.is_none()) return false;
-  if (PyLong_CheckExact(operands.ptr())) {
-    p.sinks = reinterpret_cast<const void*>(operands.cast<uintptr_t>());
-    p.sinks_stride[1] = 1;
-    return false;
-  }
   const Named given = named(operands);
   read_biases(given, p);
   given.read_given(p, seed);
-  return true;
 }
 
 // The gradient of sinks. The kernels write that of every sequence; those that share a sink are added

@@ -35,19 +35,19 @@ struct Exchange {
 };
 
 constexpr int kMostDimensions = 4;
-constexpr int kDTypes = 5;
-constexpr int kCpu = 1;                               // DLPack's number of the device
-constexpr uint8_t kFloat = 2, kBrain = 4, kBool = 6;  // and of types
+constexpr int kDTypes = 7;
+constexpr int kCpu = 1;                                             // DLPack's number of the device
+constexpr uint8_t kInteger = 0, kFloat = 2, kBrain = 4, kBool = 6;  // and of types
 
 // They live as long as the process: a module that Python unloads must not release them.
 struct Interface {
   const Exchange* exchange = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr;
-  PyObject *empty = nullptr, *empty_like = nullptr;
+  PyObject *empty = nullptr, *empty_like = nullptr, *get_num_threads = nullptr;
   PyObject* contiguous_format = nullptr;
   PyObject* dtypes[kDTypes] = {};  // of torch, in the order of DType
   // names
-  PyObject *is_neg, *requires_grad, *is_cpu, *dtype, *shape, *stride, *data_ptr;
+  PyObject *is_neg, *requires_grad, *is_cpu, *dtype, *shape, *stride, *data_ptr, *contiguous;
   PyObject *of_dtype_and_device, *of_format;  // tuples of the names of arguments
   PyObject* cpu;                              // the name of the device
 };
@@ -71,6 +71,8 @@ bool read_dtype(const Record& r, DType* to) {
     *to = DType::bf16;
   else if (r.type_code == kBool && r.type_bits == 8)
     *to = DType::boolean;
+  else if (r.type_code == kInteger && (r.type_bits == 32 || r.type_bits == 64))
+    *to = r.type_bits == 32 ? kInt32 : kInt64;
   else if (r.type_code != kFloat)
     return false;
   else if (r.type_bits == 64)
@@ -149,8 +151,17 @@ PyObject* tuple_of(Names... names) {
   return py::make_tuple(interned(names)...).release().ptr();
 }
 
-void read_new(const py::object& made, TensorView* to) {
-  if (!read_tensor(made, to)) throw std::runtime_error("fastattn: a new tensor has no memory");
+// A tensor whose storage was freed has the address 0, or, if it is a view, its offset in bytes.
+bool has_memory(const TensorView& x) {
+  constexpr uintptr_t kLow = uintptr_t{1} << 32;
+  return reinterpret_cast<uintptr_t>(x.data) >= kLow || elements(x) == 0;
+}
+
+bool read(PyObject* from, TensorView* to) {
+  const bool read =
+      found.exchange != nullptr ? read_by_interface(from, to) : read_by_methods(from, to);
+  if (!read) PyErr_Clear();
+  return read;
 }
 
 }  // namespace
@@ -161,13 +172,16 @@ bool use_torch(const py::module_& torch, const py::object& interface) {
   found.parameter = reinterpret_cast<PyTypeObject*>(attribute(torch.attr("nn"), "Parameter"));
   found.empty = attribute(torch, "empty");
   found.empty_like = attribute(torch, "empty_like");
+  found.get_num_threads = attribute(torch, "get_num_threads");
   found.contiguous_format = attribute(torch, "contiguous_format");
-  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16", "bool"};
+  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16",
+                                      "bool",    "int32",   "int64"};
   for (int n = 0; n < kDTypes; ++n) found.dtypes[n] = attribute(torch, names[n]);
   const auto name = PyUnicode_InternFromString;
   found.is_neg = name("is_neg"), found.requires_grad = name("requires_grad");
   found.is_cpu = name("is_cpu"), found.dtype = name("dtype"), found.shape = name("shape");
   found.stride = name("stride"), found.data_ptr = name("data_ptr");
+  found.contiguous = name("contiguous");
   found.of_dtype_and_device = tuple_of("dtype", "device"), found.cpu = name("cpu");
   found.of_format = tuple_of("memory_format");
 
@@ -197,12 +211,29 @@ bool TensorView::is_contiguous() const {
 bool read_tensor(py::handle from, TensorView* to) {
   PyTypeObject* const type = Py_TYPE(from.ptr());
   if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
-  const bool read = found.exchange != nullptr ? read_by_interface(from.ptr(), to)
-                                              : read_by_methods(from.ptr(), to);
-  if (!read) PyErr_Clear();
-  // A tensor whose storage was freed has the address 0, or, if it is a view, its offset in bytes.
-  constexpr uintptr_t kLow = uintptr_t{1} << 32;
-  return read && (reinterpret_cast<uintptr_t>(to->data) >= kLow || elements(*to) == 0);
+  return read(from.ptr(), to) && to->dtype <= DType::boolean && has_memory(*to);
+}
+
+TensorView view_of(const char* name, py::handle from) {
+  if (found.tensor == nullptr || !PyObject_TypeCheck(from.ptr(), found.tensor))
+    throw py::type_error(std::string("fastattn: ") + name + " must be a tensor, got " +
+                         Py_TYPE(from.ptr())->tp_name);
+  TensorView view;
+  if (!read(from.ptr(), &view))
+    throw py::type_error(
+        std::string("fastattn: ") + name +
+        " must be a tensor in the memory of the CPU, of at most 4 dimensions and a "
+        "dtype that the kernels have");
+  if (!has_memory(view))
+    throw std::runtime_error(std::string("fastattn: ") + name +
+                             " has no memory: its storage was freed, or never allocated");
+  return view;
+}
+
+int threads() {
+  const auto count = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(found.get_num_threads));
+  if (!count) throw py::error_already_set();
+  return count.cast<int>();
 }
 
 Tensor4 operand_of(const TensorView& x) {
@@ -219,11 +250,17 @@ int64_t number_of_call(DType dtype, std::initializer_list<py::handle> tensors) {
   return 2 * (static_cast<int64_t>(dtype) + 1) + wants;
 }
 
+py::object contiguous(py::handle tensor) {
+  py::object made = call(tensor.ptr(), found.contiguous);
+  if (!made) throw py::error_already_set();
+  return made;
+}
+
 py::object new_like(py::handle tensor, TensorView* to) {
   auto made =
       py::reinterpret_steal<py::object>(PyObject_CallOneArg(found.empty_like, tensor.ptr()));
   if (!made) throw py::error_already_set();
-  read_new(made, to);
+  *to = view_of("a new tensor", made);
   return made;
 }
 
@@ -233,7 +270,7 @@ py::object new_contiguous_like(py::handle tensor, void** data) {
   if (!view.is_contiguous()) {
     PyObject* const arguments[] = {tensor.ptr(), found.contiguous_format};
     made = call_named(found.empty_like, arguments, found.of_format);
-    read_new(made, &view);
+    view = view_of("a new tensor", made);
   }
   *data = view.data;
   return made;
@@ -246,9 +283,7 @@ py::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** 
   // With the device: torch.set_default_device() may have made another one the default.
   PyObject* const arguments[] = {shape.ptr(), found.dtypes[static_cast<int>(dtype)], found.cpu};
   py::object made = call_named(found.empty, arguments, found.of_dtype_and_device);
-  TensorView view;
-  read_new(made, &view);
-  *data = view.data;
+  *data = view_of("a new tensor", made).data;
   return made;
 }
 

@@ -12,6 +12,9 @@
 
 namespace fastattn {
 
+// Of tensors that are read, but that no kernel computes with: indices and random keys.
+constexpr DType kInt32{5}, kInt64{6};
+
 // A tensor of at most four dimensions, in the memory of the CPU.
 struct TensorView {
   void* data;
@@ -32,11 +35,17 @@ bool use_torch(const pybind11::module_& torch, const pybind11::object& interface
 // four dimensions and a dtype that the kernels have. Not if its address is below 4 GiB, which may be
 // the offset of a view whose storage was freed, unless it is empty. Sets no error.
 bool read_tensor(pybind11::handle from, TensorView* to);
+// The same for a tensor of any subclass and of integers too. Otherwise the error names the tensor.
+TensorView view_of(const char* name, pybind11::handle from);
 Tensor4 operand_of(const TensorView& view);  // of four dimensions
 // 0 if one of these tensors (or None) is a lazy negation, which DLPack does not tell; else a number of
 // the dtype, odd if one of them requires a gradient.
 int64_t number_of_call(DType dtype, std::initializer_list<pybind11::handle> tensors);
 
+int threads();  // torch.get_num_threads()
+
+// tensor.contiguous()
+pybind11::object contiguous(pybind11::handle tensor);
 // torch.empty_like(tensor), and where it is.
 pybind11::object new_like(pybind11::handle tensor, TensorView* to);
 // The same, contiguous.

@@ -38,6 +38,10 @@ _GRADIENTS = (
 )
 
 
+# Indices in the tensors of the forward.
+_MASK, _SINKS, _TABLE = 3, 6, 7
+
+
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, attn_mask, alibi_slopes, seed, *last, ctx.options, ctx.backend = args
     out, lse, _ = results  # the weights are not saved: O(L) memory
@@ -54,18 +58,21 @@ def _backward(
         grad_weights = None
     if grad_out is None and grad_lse is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
-    _, _, _, needs_mask_grad, _, _, *needed, _, _, _, _ = ctx.needs_input_grad
-    options = extended(AttentionBackwardOptions, ctx.options, needs_mask_grad=needs_mask_grad)
-    seen = (*ctx.saved_tensors, options, ctx.backend)
-    given = (grad_out, grad_lse, grad_weights)
-    *grads, grad_mask, grad_sinks, grad_table = attention_backward.resume(ctx, given, seen)
-    more = zip((grad_sinks, grad_table), needed, strict=True)
+    needs = ctx.needs_input_grad
+    options = extended(AttentionBackwardOptions, ctx.options, needs_mask_grad=needs[_MASK])
+    grads = attention_backward.resume(
+        ctx, (grad_out, grad_lse, grad_weights), (*ctx.saved_tensors, options, ctx.backend)
+    )
+    grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table = grads
     return (
-        *grads,
-        grad_mask if needs_mask_grad else None,
+        grad_query,
+        grad_key,
+        grad_value,
+        grad_mask if needs[_MASK] else None,
         None,
         None,
-        *(grad if needs_grad else None for grad, needs_grad in more),
+        grad_sinks if needs[_SINKS] else None,
+        grad_table if needs[_TABLE] else None,
         None,
         None,
         None,
@@ -181,8 +188,8 @@ def _vmap_backward(
         return one_by_one(attention_backward, n, in_dims, args)
     batch = size_of_batch(tensors[_QUERY], in_dims[_QUERY])
     folded = _folded(tensors, in_dims, n, batch)
-    wanted = {_MASK: options.needs_mask_grad}
-    wanted |= {place: folded[place] is not None for place in (_SINKS, _TABLE)}
+    wanted = {_BACKWARD_MASK: options.needs_mask_grad}
+    wanted |= {place: folded[place] is not None for place in (_BACKWARD_SINKS, _BACKWARD_TABLE)}
     for n_th, needed in wanted.items():
         x = folded[n_th]
         if needed and x is not None and x.shape[0] == 1:
@@ -200,8 +207,9 @@ def _vmap_backward(
     return tuple(results), (0,) * len(results)
 
 
-# Indices in the tensors of the backward, after three gradients.
-_QUERY, _MASK, _OUT, _SINKS, _TABLE = 3, 6, 9, 11, 12
+# Indices in the tensors of the backward: after three gradients; the last also after out and lse.
+_QUERY, _OUT = 3, 9
+_BACKWARD_MASK, _BACKWARD_SINKS, _BACKWARD_TABLE = _MASK + 3, _SINKS + 5, _TABLE + 5
 
 
 class _Backward(Operator):
@@ -213,7 +221,7 @@ class _Backward(Operator):
 
     def _by_ours(self, tensors: Sequence[Any], options: Any) -> Any:
         """PyTorch's kernel takes no gradient of lse. Ours do, with the lse of their own forward."""
-        seen, last = tensors[_QUERY:_OUT], tensors[_SINKS:]
+        seen, last = tensors[_QUERY:_OUT], tensors[_BACKWARD_SINKS:]
         backend = dispatch.choose(attention.name, (*seen, *last), options, without="torch")
         out, lse, _ = attention.run(*seen, *last, options, backend)
         return super()._run(backend, (*tensors[:_QUERY], *seen, out, lse, *last), options)
@@ -230,6 +238,7 @@ attention = Operator(
     flops=_flops,
     shapes=_SHAPES,
     opaque=("alibi_slopes",),
+    checked_by=("cpu",),
     derived={
         "scale": lambda query, *_: default_scale(query.shape[-1]),
         "offset": _last_at_last,
@@ -246,6 +255,7 @@ attention_backward = _Backward(
     flops=_flops_backward,
     shapes=f"{_SHAPES}; {_GRADIENTS}",
     recomputed=("out", "lse"),
+    checked_by=("cpu",),
     derived={
         "scale": lambda _out, _lse, _weights, query, *_: default_scale(query.shape[-1]),
         "offset": lambda _out, _lse, _weights, *seen: _last_at_last(*seen),

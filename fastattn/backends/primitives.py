@@ -270,4 +270,4 @@ def with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any],
 
 def extended(record: type[Record], options: Any, **more: Any) -> Record:
     """The options of a forward pass as those of its backward pass."""
-    return record(**vars(options), **more)
+    return record(**{**vars(options), **more})

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,11 +33,8 @@ from fastattn.backends.primitives import (
 )
 
 __all__ = [
-    "plain_attention",
-    "plain_attention_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
-    "serves_plainly",
     "why_not",
 ]
 
@@ -91,13 +88,6 @@ def _why_not_attend(
     if causal and attn_mask is not None:
         reasons.append("a mask and causal exclusion together are not in PyTorch's kernel")
     return reasons or _why_not_plain(query, key, value, attn_mask, options.scale, causal)
-
-
-def serves_plainly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
-) -> bool:
-    """Whether :func:`plain_attention` keeps the contract for this call."""
-    return not _why_not_plain(query, key, value, mask, scale, causal)
 
 
 def _why_not_plain(
@@ -170,9 +160,16 @@ def scaled_dot_product_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, weights)``, see ``docs/design.md``."""
     causal = options.window_right == 0
-    out, lse = plain_attention(query, key, value, attn_mask, options.scale, causal, True)
-    assert lse is not None
-    return out, lse, query.new_empty(0)
+    if not query.is_cpu:
+        out, lse = _torch_cuda.forward(query, key, value, options.scale, causal)
+        return _as_promised(out, query), lse.double(), query.new_empty(0)
+    assert _forward is not None
+    added = None if attn_mask is None else _added(unexpanded(attn_mask), query.dtype, key.shape[2])
+    out, lse = _forward(query, key, value, 0.0, causal, attn_mask=added, scale=options.scale)
+    lse = lse.to(torch.float64, memory_format=torch.contiguous_format)
+    if attn_mask is not None:  # PyTorch's lse of a fully masked row is 0
+        lse.masked_fill_(~unexpanded(attn_mask).any(3), -math.inf)
+    return _as_promised(out, query), lse, query.new_empty(0)
 
 
 def scaled_dot_product_attention_backward(
@@ -194,65 +191,23 @@ def scaled_dot_product_attention_backward(
     assert grad_out is not None  # with a gradient of lse, another backend runs
     assert grad_lse is None
     scale, causal = options.scale, options.window_right == 0
-    seen = (query, key, value, attn_mask)
-    return *plain_attention_backward(grad_out, *seen, out, lse, scale, causal), None
-
-
-def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,  # [B|1, Hq|1, Lq|1, Lk|1], or expanded
-    scale: float,
-    causal: bool,
-    needs_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``(out, lse)`` of a call without other options."""
-    if not query.is_cpu:
-        out, lse = _torch_cuda.forward(query, key, value, scale, causal)
-        return _as_promised(out, query), lse.double()
-    assert _forward is not None
-    added = None if mask is None else _added(unexpanded(mask), query.dtype, key.shape[2])
-    out, lse = _forward(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
-    out = _as_promised(out, query)
-    if not needs_lse:
-        return out, None
-    lse = lse.to(torch.float64, memory_format=torch.contiguous_format)
-    if mask is not None:  # PyTorch's lse of a fully masked row is 0
-        lse.masked_fill_(~unexpanded(mask).any(3), -math.inf)
-    return out, lse
-
-
-def plain_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    wants: Sequence[bool] | None = None,  # all three are computed anyway
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of a ``plain_attention``; nothing is empty."""
     if not query.is_cpu:
         grads = _torch_cuda.backward(grad_out, query, key, value, out, lse, scale, causal)
-        return _all_as_promised(grads, query, key, value)
+        return *_all_as_promised(grads, query, key, value), None
     assert _backward is not None
     added = None
-    if mask is not None:
-        mask = unexpanded(mask)
-        added = _added(mask, query.dtype, key.shape[2])
+    if attn_mask is not None:
+        attn_mask = unexpanded(attn_mask)
+        added = _added(attn_mask, query.dtype, key.shape[2])
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is 0
-    masked = causal or mask is not None
+    masked = causal or attn_mask is not None
     if (masked and not _is_finite(grad_out)) or not lse.abs().max() <= _LARGEST_LSE:
-        return _ours(grad_out, query, key, value, mask, scale, causal)
+        return *_ours(grad_out, query, key, value, attn_mask, scale, causal), None
     if grad_out.stride(3) != 1:
         grad_out = grad_out.contiguous()
     given = (grad_out, query, key, value, out, lse.float())
     grads = _backward(*given, 0.0, causal, attn_mask=added, scale=scale)
-    return _all_as_promised(grads, query, key, value)
+    return *_all_as_promised(grads, query, key, value), None
 
 
 def _added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:

@@ -65,15 +65,20 @@ class Part:
     one_thread: bool = False
 
 
+_NO_ADAPTERS = ("serves_all", "signature", "why_not")
+
+
 def _adapters() -> Sequence[tuple[Any, str]]:
     module: Any = dispatch.load("cpu")
-    return [(module, name) for name in module.__all__ if name not in ("serves_all", "why_not")]
+    of_backend = [(module, name) for name in module.__all__ if name not in _NO_ADAPTERS]
+    return [*of_backend, *_natives()]  # a plan may call the native function itself
 
 
 def _natives() -> Sequence[tuple[Any, str]]:
     module: Any = dispatch.load("cpu")
     core = vars(module._cpu).items()
-    return [(module._cpu, name) for name, x in core if callable(x) and name[0] != "_"]
+    natives = [name for name, x in core if callable(x) and name[0] != "_"]
+    return [(module._cpu, name) for name in natives if name not in _NO_ADAPTERS]
 
 
 PARTS = {
@@ -282,6 +287,8 @@ def _timed(function: Callable[..., Any], watch: Stopwatch, part: Part) -> Callab
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
+        if watch.is_running:  # within another function of the part
+            return function(*args, **kwargs)
         given = _emptied(args) if part.emptied else args
         watch.start()
         result = function(*given, **kwargs)

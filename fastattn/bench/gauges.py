@@ -37,13 +37,16 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.is_running = False
         self._began = 0.0
 
     def start(self) -> None:
+        self.is_running = True
         self._began = time.perf_counter()
 
     def stop(self) -> None:
         self.seconds += time.perf_counter() - self._began
+        self.is_running = False
 
 
 def last_level_bytes() -> int:

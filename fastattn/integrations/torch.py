@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.compat import stock_attention
 from fastattn.integrations._registration import lock
-from fastattn.ops._sdpa_plain import attend_plainly
+from fastattn.ops._sdpa_plan import find, keep
 from fastattn.ops.sdpa import prepare
 
 __all__ = ["Activation", "activate"]
@@ -132,10 +132,11 @@ def _attend(
         return None
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
-    if dropout_p == 0.0:
-        out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-        if out is not None:
-            return out
+    tensors = (query, key, value, attn_mask, None, None)
+    signature, plan = find(tensors, None, dropout_p, is_causal, scale, enable_gqa)
+    if plan is not None:
+        out: Tensor = plan.run(*tensors, None)
+        return out
     if any(0 in x.shape[:-2] for x in (query, key, value)):
         return None  # PyTorch's result then has the heads of query, without broadcasting
     try:
@@ -146,5 +147,8 @@ def _attend(
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None  # checks only: PyTorch accepts the call, or raises its own error
+    if signature is not None and (plan := keep(signature, tensors, call)) is not None:
+        first: Tensor = plan.run(*tensors, None)
+        return first
     result: Tensor = folding.restore(operator(*checks.with_seed(operator, call, None))[0])
     return result

@@ -15,7 +15,7 @@ from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops._relative_bias import fold_relative_bias
-from fastattn.ops._sdpa_plain import attend_plainly
+from fastattn.ops._sdpa_plan import find, keep
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -164,23 +164,25 @@ def scaled_dot_product_attention(
         >>> out.abs().max(), lse[0, 0, 0]
         (tensor(0.), tensor(-inf))
     """
-    if (
-        dropout_p == 0.0
-        and window is None
-        and softcap is None
-        and alibi_slopes is None
-        and relative_bias is None
-        and causal_alignment == "upper_left"
-        and generator is None
-        and return_lse is False
-        and need_weights is False
-        and average_weights is False
-    ):
-        out = attend_plainly(
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, sinks, mask
+    tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
+    signature = None
+    if relative_bias is None and generator is None:
+        signature, plan = find(
+            tensors,
+            mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window,
+            softcap,
+            causal_alignment,
+            return_lse,
+            need_weights,
+            average_weights,
         )
-        if out is not None:
-            return out
+        if plan is not None:
+            return plan.run(*tensors, mask)
     given = arguments.Arguments(
         query,
         key,
@@ -203,6 +205,11 @@ def scaled_dot_product_attention(
         average_weights,
     )
     operator, call, folding = _prepared(given)
+    if signature is not None:
+        bottom_right = causal_alignment == "bottom_right"
+        plan = keep(signature, tensors, call, bottom_right, return_lse, need_weights)
+        if plan is not None:
+            return plan.run(*tensors, mask)
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
     out = folding.restore(out)

@@ -1,8 +1,12 @@
 """Runs the calls of :mod:`remote_core` with the native module of this process. Needs no package."""
 
 import ctypes
+import math
+import mmap
+import os
 import pickle
 import sys
+import types
 
 GUARD = 4096  # bytes before and after each region, which no kernel may touch
 PATTERN = b"\xa5" * GUARD
@@ -13,8 +17,9 @@ class Region:
 
     def __init__(self, place, content):
         self.size = len(content)
-        self.buffer = ctypes.create_string_buffer(3 * GUARD + self.size + GUARD)
-        first = ctypes.addressof(self.buffer) + GUARD
+        # Pages of its own: the core takes an address below 4 GiB for that of freed memory.
+        self.buffer = mmap.mmap(-1, 3 * GUARD + self.size + GUARD)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) + GUARD
         self.address = first + (place - first) % GUARD
         ctypes.memmove(self.address - GUARD, PATTERN + content + PATTERN, self.size + 2 * GUARD)
 
@@ -25,6 +30,87 @@ class Region:
         return around[GUARD:-GUARD]
 
 
+class Tensor:
+    """What the native core asks of a tensor, over the memory of a region or its own."""
+
+    is_cpu, requires_grad = True, False
+
+    def __init__(self, dtype, shape, strides, memory, address):
+        # The core compares dtypes by their identity.
+        self.dtype, self.shape, self._strides = sys.intern(dtype), shape, strides
+        self._memory, self._address = memory, address
+
+    def stride(self):
+        return self._strides
+
+    def data_ptr(self):
+        return self._address
+
+    def is_neg(self):
+        return False
+
+    def __int__(self):
+        return ctypes.c_int64.from_address(self._address).value
+
+    def zero_(self):
+        ctypes.memset(self._address, 0, math.prod(self.shape) * BYTES[self.dtype])
+
+    def contiguous(self):
+        made, size = empty(self.shape, self.dtype), BYTES[self.dtype]
+        for n, place in enumerate(places(self.shape, self._strides)):
+            ctypes.memmove(made._address + n * size, self._address + place * size, size)
+        return made
+
+    def double(self):
+        made, kinds = empty(self.shape, "float64"), {"float32": ctypes.c_float}
+        kind = kinds.get(self.dtype, ctypes.c_double)
+        for n, place in enumerate(places(self.shape, self._strides)):
+            number = kind.from_address(self._address + place * ctypes.sizeof(kind)).value
+            ctypes.c_double.from_address(made._address + n * 8).value = number
+        return made
+
+    def sent(self):
+        return "tensor", self.dtype, self.shape, self._memory.content()
+
+
+BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1, "int32": 4, "int64": 8}
+
+
+def places(shape, strides):
+    """The places of all elements, in the order of their indices."""
+    found = [0]
+    for size, stride in zip(shape, strides):  # noqa: B905  (of any Python)
+        found = [place + n * stride for place in found for n in range(size)]
+    return found
+
+
+def empty(shape, dtype, device="cpu"):
+    strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+    memory = Region(0, bytes(math.prod(shape) * BYTES[dtype]))
+    return Tensor(dtype, tuple(shape), strides, memory, memory.address)
+
+
+def torch_for_the_core():
+    """The parts of PyTorch that csrc/cpu/tensors.cpp uses."""
+    torch = types.ModuleType("torch")
+    torch.Tensor, torch.nn = (
+        Tensor,
+        types.SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
+    )
+    torch.empty = empty
+    torch.empty_like = lambda like, memory_format=None: empty(like.shape, like.dtype)
+    torch.contiguous_format, torch.get_num_threads = None, lambda: os.cpu_count() or 1
+    for name in BYTES:
+        setattr(torch, name, name)
+    return torch
+
+
+def returned(value):
+    if isinstance(value, tuple):
+        return ("tuple", *(returned(item) for item in value))
+    return value.sent() if isinstance(value, Tensor) else value
+
+
 def arrived(value, regions):
     if isinstance(value, dict):
         return {name: arrived(item, regions) for name, item in value.items()}
@@ -33,6 +119,9 @@ def arrived(value, regions):
     kind, *rest = value
     if kind == "address":
         return regions[rest[0]].address + rest[1]
+    if kind == "tensor":
+        number, offset, dtype, shape, strides = rest
+        return Tensor(dtype, shape, strides, regions[number], regions[number].address + offset)
     if kind == "answer":
         return lambda: rest[0]
     return tuple(arrived(item, regions) for item in rest)
@@ -42,6 +131,8 @@ def main():
     sys.path.insert(0, sys.argv[1])
     import _cpu
 
+    _cpu.use_torch(torch_for_the_core(), None)
+    _cpu.use_rules(lambda like, width: empty((*like.shape[:-1], width), like.dtype), lambda: False)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:
@@ -51,7 +142,7 @@ def main():
         regions = [Region(*part) for part in memory]
         error = None
         try:
-            result = getattr(_cpu, name)(*(arrived(arg, regions) for arg in args))
+            result = returned(getattr(_cpu, name)(*(arrived(arg, regions) for arg in args)))
             written = [region.content() for region in regions]
         except Exception as raised:
             error, result = type(raised).__name__, str(raised)

@@ -1,8 +1,9 @@
 """The native core in another process: its kernels on another processor, judged here.
 
-A call of ``fastattn._cpu`` is sent to :mod:`core_server` with the memory behind its addresses, and
-what it wrote comes back. So the operators, the case tables and their judges run in this process, as
-always, and only the native code runs on the other processor, which needs a Python but no PyTorch.
+A call of ``fastattn._cpu`` is sent to :mod:`core_server` with the memory of its tensors and behind
+its addresses; what it wrote and made comes back. So the operators, the case tables and their judges
+run in this process, as always, and only the native code runs on the other processor, which needs a
+Python but no PyTorch.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class RemoteCore(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "use_torch" or name.startswith("plain_"):
-            # Tensors of this process are not those of the other: None, take the general path.
+        if name in ("use_torch", "use_rules", "signature") or name.startswith("plain_"):
+            # The other process has its own, and its calls take the general path.
             return lambda *args: None
         return functools.partial(self._call, name)
 
@@ -89,7 +90,7 @@ class RemoteCore(types.ModuleType):
             ctypes.memmove(start, content, size)
         if error is not None:
             raise getattr(builtins, error, RuntimeError)(result)
-        return result
+        return _made(result)
 
     def _portable(self, value: Any, regions: dict[tuple[int, int], int]) -> Any:
         """The value without addresses, records and functions of this process."""
@@ -99,6 +100,13 @@ class RemoteCore(types.ModuleType):
             start = storage.data_ptr()
             number = regions.setdefault((start, storage.nbytes()), len(regions))
             return ("address", number, value - start)
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            start = storage.data_ptr()
+            number = regions.setdefault((start, storage.nbytes()), len(regions))
+            dtype = str(value.dtype).removeprefix("torch.")
+            place = value.data_ptr() - start
+            return ("tensor", number, place, dtype, tuple(value.shape), value.stride())
         if isinstance(value, dict):
             return {name: self._portable(item, regions) for name, item in value.items()}
         if isinstance(value, tuple):
@@ -107,6 +115,19 @@ class RemoteCore(types.ModuleType):
             fields = dataclasses.fields(value)
             return types.SimpleNamespace(**{f.name: getattr(value, f.name) for f in fields})
         return ("answer", value()) if callable(value) else value
+
+
+def _made(value: Any) -> Any:
+    """The tensors in a result of the other process."""
+    if not isinstance(value, tuple):
+        return value
+    kind, *rest = value
+    if kind != "tensor":
+        return tuple(_made(item) for item in rest)
+    dtype, shape, content = rest
+    if not content:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(shape)
 
 
 def install(command: list[str], folder: Path) -> RemoteCore:

@@ -16,7 +16,7 @@ FLOORS = (
     "evidence backends",
     "dispatch batching",
     "explanation",
-    "fast_path library",
+    "call fast_path library",
     "autograd",
     "checks masks",
     "ops",

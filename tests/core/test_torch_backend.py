@@ -23,7 +23,7 @@ import fastattn
 from fastattn import dispatch, evidence, explain, use_backend
 from fastattn.backends import _torch_cuda, reference
 from fastattn.backends import torch as backend
-from fastattn.backends.primitives import AttentionBackwardOptions
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.evidence import Row
 from fastattn.testing import Target, check
 from fastattn.testing.inputs import make_inputs
@@ -251,11 +251,12 @@ def test_no_math_path_where_pytorch_has_the_fused_kernel_switched_off(
 def test_what_it_takes_pytorch_takes_fused() -> None:
     for q_len, k_len, width in ((1, 1, 1), (7, 300, 65), (33, 33, 256), (513, 40, 8)):
         inputs = qkv(q_len, k_len, width)
-        if not backend.serves_plainly(*inputs, None, 1.0, False):
+        options = AttentionOptions(scale=1.0)
+        if backend.why_not(OP, dict(zip(("query", "key", "value"), inputs, strict=True)), options):
             continue
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where it would fall back
             want = F.scaled_dot_product_attention(*inputs, scale=1.0)
-        assert torch.equal(backend.plain_attention(*inputs, None, 1.0, False, False)[0], want)
+        assert torch.equal(backend.scaled_dot_product_attention(*inputs, options=options)[0], want)
 
 
 def test_without_the_operator(monkeypatch: pytest.MonkeyPatch, torch_first: None) -> None:

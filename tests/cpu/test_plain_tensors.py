@@ -15,6 +15,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import compat, fast_path
+from fastattn.backends.primitives import AttentionBackwardOptions
+from fastattn.ops import _sdpa_plan
 
 attention = fastattn.scaled_dot_product_attention
 WAYS = {"interface": compat.exchange_interface, "methods": None}
@@ -38,6 +40,7 @@ def way(request: pytest.FixtureRequest, exchange: Callable[[Any], bool]) -> None
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
         patch.setattr(fast_path, "BACKENDS", ("",))
+        patch.setattr(_sdpa_plan, "may_plan", lambda: False)
         return run()
 
 
@@ -159,23 +162,6 @@ def test_others_have_the_bits_of_the_general_path(
         assert got.stride() == want.stride()
 
 
-def test_a_number_stands_for_a_dtype_and_widths(way: None, native: ModuleType) -> None:
-    q, k, v = heads(1, 4, 16, 16)
-    number = native.plain_attention_call(q, k, v, False)
-    assert number % 2 == 0
-    assert number == native.plain_attention_call(*heads(3, 2, 5, 16), False)
-    assert native.plain_attention_call(q, k.clone().requires_grad_(), v, False) == number + 1
-    others = [
-        native.plain_attention_call(q.double(), k.double(), v.double(), False),
-        native.plain_attention_call(q, k, v[..., :8], False),
-        native.plain_attention_call(q[..., :8], k[..., :8], v, False),
-        native.plain_attention_call(q.bfloat16(), k.bfloat16(), v.bfloat16(), False),
-        native.plain_attention_call(q.half(), k.half(), v.half(), False),
-    ]
-    assert all(others)
-    assert len({number, *others}) == 1 + len(others)
-
-
 class _Own(Tensor):
     pass
 
@@ -183,66 +169,87 @@ class _Own(Tensor):
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(lambda q: q[0], id="dimensions"),
-        pytest.param(lambda q: q.double(), id="dtype"),
         pytest.param(lambda q: q.int(), id="integers"),
         pytest.param(lambda q: q.to(torch.complex64), id="complex"),
-        pytest.param(lambda q: q[:, :3], id="heads"),
-        pytest.param(lambda q: torch.cat([q, q]), id="batch"),
         pytest.param(lambda q: q[:, :, :0], id="no-queries"),
+        pytest.param(lambda q: q[None], id="dimensions"),
         pytest.param(lambda q: q.to("meta"), id="device"),
         pytest.param(lambda q: q.to_sparse(), id="sparse"),
         pytest.param(lambda q: q.as_subclass(_Own), id="subclass"),
         pytest.param(lambda q: torch.complex(q, q).conj().imag, id="lazy-negation"),
         pytest.param(lambda q: torch._efficientzerotensor(q.shape), id="without-memory"),
-        pytest.param(lambda q: None, id="none"),
         pytest.param(lambda q: q.tolist(), id="list"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_general_path_sees_others(
+def test_tensors_without_a_signature(
     place: int, wrong: Callable[[Tensor], Any], way: None, native: ModuleType
 ) -> None:
     tensors: list[Any] = list(heads(1, 4, 16, 16))
+    assert native.signature(tuple(tensors), 3, ()) is not None
     tensors[place] = wrong(tensors[place])
-    assert native.plain_attention_call(*tensors, False) == 0
+    assert native.signature(tuple(tensors), 3, ()) is None
 
 
-def test_parameters_are_tensors(way: None, native: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("query", lambda x: x[0], r"query is not valid: it must be float32 \(4, 16, 16, 0\)"),
+        ("key", lambda x: x.double(), "key is not valid: it must be float32"),
+        ("key", lambda x: x[:, :3], "value is not valid: it must be float32"),
+        ("value", lambda x: x[:, :, :15], "value is not valid: it must be float32"),
+        ("value", lambda x: torch.cat([x, x]), "value is not valid: it must be float32"),
+        ("value", lambda x: x.tolist(), "value must be a tensor"),
+        ("value", lambda x: x.to("meta"), "in the memory of the CPU"),
+        ("attn_mask", lambda x: torch.ones(15), "attn_mask is not valid: it must broadcast to"),
+        ("attn_mask", lambda x: torch.ones(16, dtype=torch.bfloat16), "bool or float32"),
+        ("alibi_slopes", lambda x: torch.ones(1), "alibi_slopes must have an element"),
+        ("sinks", lambda x: torch.ones(4).double(), "sinks is not valid: it must be float32"),
+        ("relative_bias", lambda x: torch.ones(1, 4, 29), "at least 31"),
+        ("positions", lambda x: torch.ones(16), "positions is not valid"),
+        ("mask_program", lambda x: torch.ones(1, dtype=torch.int32), "mask_program is not valid"),
+    ],
+)
+def test_native_attention_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
+) -> None:
     q, k, v = heads(1, 4, 16, 16)
-    number = native.plain_attention_call(q, k, v, False)
-    assert native.plain_attention_call(q, torch.nn.Parameter(k), v, False) == number + 1
-
-
-def test_queries_and_keys_have_one_width(native: ModuleType) -> None:
-    q, k, v = heads(1, 4, 16, 16)
-    assert native.plain_attention_call(q[..., :8], k, v, False) == 0
-    assert native.plain_attention_call(q, k[..., :8], v, False) == 0
-
-
-def test_heads_share_a_key_head_only_if_asked(native: ModuleType) -> None:
-    (q, *_), (_, k, v) = heads(1, 4, 16, 16), heads(1, 2, 16, 16)
-    assert native.plain_attention_call(q, k, v, False) == 0
-    assert native.plain_attention_call(q, k, v, True) == native.plain_attention_call(q, q, q, False)
-    assert native.plain_attention_call(q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], True) == 0
-
-
-def test_only_saved_tensors_that_fit_are_used(way: None, native: ModuleType) -> None:
-    q, k, v = heads(1, 4, 16, 16)
-    out, lse = native.plain_attention(q, k, v, 0.25, False, True, 1, None)
-    assert lse.dtype is torch.float64
+    biases = ("attn_mask", "alibi_slopes", "seed", "sinks", "relative_bias", "positions")
+    tensors = {"query": q, "key": k, "value": v, **dict.fromkeys((*biases, "mask_program"))}
+    options = AttentionBackwardOptions(scale=0.25)
+    _, lse, weights = native.attention(options, *tensors.values(), True)
+    assert weights is None
     torch.testing.assert_close(lse.float(), (q @ k.mT * 0.25).logsumexp(-1))
+    tensors[name] = wrong(tensors[name])
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.attention(options, *tensors.values(), True)
 
-    def gradients(grad_out: Any = out, out: Any = out, lse: Any = lse) -> Any:
-        return native.plain_attention_backward(grad_out, q, k, v, out, lse, 0.25, False, 1, None)
 
-    assert len(gradients()) == 3
-    assert gradients(grad_out=out[:, :, :15]) is None
-    assert gradients(out=out[:, :3]) is None
-    assert gradients(lse=lse[:, :, :15]) is None
-    assert gradients(lse=lse.float()) is None
-    assert gradients(lse=lse.mT) is None
-    assert gradients(lse=None) is None
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("grad_out", lambda x: x[:, :, :15]),
+        ("grad_out", lambda x: x.double()),
+        ("grad_lse", lambda x: x[:, :3]),
+        ("grad_weights", lambda x: x),
+        ("out", lambda x: x[:, :3]),
+        ("lse", lambda x: x[:, :, :15]),
+        ("lse", lambda x: None),
+    ],
+)
+def test_native_attention_backward_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
+) -> None:
+    q, k, v = heads(1, 4, 16, 16)
+    options = AttentionBackwardOptions(scale=0.25)
+    out, lse, _ = native.attention(options, q, k, v, *(None,) * 7, True)
+    tensors = {"grad_out": out, "grad_lse": lse, "grad_weights": None}
+    tensors |= {"query": q, "key": k, "value": v, "attn_mask": None, "alibi_slopes": None}
+    tensors |= {"seed": None, "out": out, "lse": lse}
+    assert len(native.attention_backward(options, *tensors.values(), *(None,) * 4)) == 6
+    tensors[name] = wrong(out if tensors[name] is None else tensors[name])
+    with pytest.raises((TypeError, ValueError), match=name):
+        native.attention_backward(options, *tensors.values(), *(None,) * 4)
 
 
 def test_only_kept_steps_that_fit_are_used(way: None, native: ModuleType) -> None:
@@ -304,10 +311,10 @@ def capsule(name: bytes, *words: int) -> Any:
 def test_an_interface_of_another_version_is_not_used(
     exchange: Callable[[Any], bool], native: ModuleType
 ) -> None:
-    number = native.plain_attention_call(*heads(1, 4, 16, 16), False)
+    signature = native.signature(tuple(heads(1, 4, 16, 16)), 3, ())
     for words in ((2, 0, 1, 1, 1, 1), (1, 0, 1, 1, 1, 0)):  # the next major version; no reader
         assert not exchange(capsule(b"dlpack_exchange_api", *words))
-        assert native.plain_attention_call(*heads(1, 4, 16, 16), False) == number
+        assert native.signature(tuple(heads(1, 4, 16, 16)), 3, ()) == signature
 
 
 def test_a_capsule_of_another_name_is_refused(exchange: Callable[[Any], bool]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 import fastattn
-from fastattn.backends.primitives import HopfieldOptions
+from fastattn.backends.primitives import AttentionOptions, HopfieldOptions
 
 NUMBERS = (0, 2, 3, 17, 32, -4, 2**31, 2**63 - 1, 2**63, 4.0, float("nan"))
 VALUES = (*NUMBERS, "4", None, True, torch.tensor(4), nn.Identity())
@@ -212,14 +212,15 @@ def test_tensors_that_are_no_parameters_take_part(change: Callable[[Any], None])
 
 @pytest.mark.parametrize("heads", [0, 3, 17, 32, -4, 2**62])
 def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) -> None:
-    sizes, message = (1, 16, heads, 7, 9, 8, 8), f"must be positive and divide 16, got {heads}"
-    none, strides = (0, (0, 0, 0, 0)), (0, (16, 1))
+    message, strides = f"must be positive and divide 16, got {heads}", (0, (16, 1))
     with pytest.raises(ValueError, match=f"num_heads {message}"):
         native.self_attention(
             0, 1, (2, 7, 16, heads), (7, 1), 0, 0, 16, 0, 0, 16, 0, 0, (0, 0), False, 0
         )
-    with pytest.raises(ValueError, match=f"heads of key {message}"):
-        native.attention_forward(0, None, 1, sizes, *none, *none, *none, *none, 0, 1.0, None)
+    if 0 <= heads < 100:
+        query, key = torch.ones(1, 16, 7, 8), torch.ones(1, 1, 9, 8).expand(1, heads, 9, 8)
+        with pytest.raises(ValueError, match=f"heads of key {message}"):
+            native.attention(AttentionOptions(scale=1.0), query, key, key, *(None,) * 7, False)
     operands = dict.fromkeys(("query", "in_memory", "out_memory", "hop_proj"))
     operands |= {"query": strides, "trace": 0, "stats": 0, "shared": False}
     options = HopfieldOptions(together=heads)

@@ -23,6 +23,7 @@ from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.masks._blocks import _IndexWithTensors
+from fastattn.ops import _sdpa_plan
 
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
@@ -267,8 +268,8 @@ def test_attention_is_that_of_the_dense_mask(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("others", [(), ("sinks",), ("attn_mask",), ("sinks", "attn_mask")])
-def test_the_fast_path_has_the_results_of_the_general_one(
-    dtype: torch.dtype, others: tuple[str, ...]
+def test_a_plan_has_the_bits_of_the_general_path(
+    dtype: torch.dtype, others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = masks.sliding_window(40, 3) | masks.document(BATCH_IDS[:, :130], BATCH_IDS)
     given = {
@@ -278,9 +279,12 @@ def test_the_fast_path_has_the_results_of_the_general_one(
     options: dict[str, Any] = {"mask": mask} | {name: given[name] for name in others}
     leaves = [x.requires_grad_() for x in qkv(dtype=dtype)]
     wanted = [*leaves, *(options[name].requires_grad_() for name in others if name == "sinks")]
-    fast, (general, _) = attend(*leaves, **options), attend(*leaves, **options, return_lse=True)
+    fast = attend(*leaves, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(_sdpa_plan, "may_plan", lambda: False)
+        general = attend(*leaves, **options)
     assert [out.grad_fn.name() for out in (fast, general)] == [
-        "plain_attentionBackward",
+        "PlannedAttentionBackward",
         "scaled_dot_product_attentionBackward",
     ]
     assert torch.equal(fast, general)

@@ -17,7 +17,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import fastattn
 from fastattn import dispatch
 from fastattn.backends import reference
-from fastattn.ops import _sdpa_plain
+from fastattn.call import Plans
+from fastattn.ops import _sdpa_plan
 
 attention = fastattn.scaled_dot_product_attention
 
@@ -133,13 +134,10 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
     cpu = dispatch.load("cpu")
     if not isinstance(cpu, str):
-        forbidden: Any = Forbidden()
-        # It looks at the tensors, and runs nothing.
-        forbidden.plain_attention_call = cpu.sdpa._cpu.plain_attention_call
-        monkeypatch.setattr(cpu.sdpa, "_cpu", forbidden)
-        monkeypatch.setattr(_sdpa_plain._native, "call", cpu.sdpa.plain_attention_call)
+        monkeypatch.setattr(cpu.sdpa, "_cpu", Forbidden())
+        monkeypatch.setattr(cpu, "_cpu", Forbidden())  # which new plans call
     monkeypatch.setattr(reference, "attend", Forbidden())
-    monkeypatch.setattr(_sdpa_plain, "_found", {})  # nothing known from the calls of other tests
+    monkeypatch.setattr(_sdpa_plan, "_plans", Plans())  # none of other tests
     state = torch.get_rng_state()
     with pytest.raises(Exception) as caught:
         attention(*args, **kwargs)

@@ -19,6 +19,7 @@ from fastattn import (
     use_backend,
     varlen_attention,
 )
+from fastattn.ops import _sdpa_plan
 
 pytestmark = pytest.mark.usefixtures("seeded")
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -132,8 +133,8 @@ def test_derivatives(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("is_parameter", [False, True])
-def test_the_fast_path_has_the_results_of_the_general_one(
-    is_parameter: bool, dtype: torch.dtype
+def test_a_plan_has_the_bits_of_the_general_path(
+    is_parameter: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sinks: Tensor = torch.randn(8, dtype=torch.promote_types(dtype, torch.float32))[::2]
     sinks[3] = -math.inf
@@ -142,13 +143,15 @@ def test_the_fast_path_has_the_results_of_the_general_one(
     mask = torch.rand(6, 9) < 0.5
     mask[2] = False
 
-    def call(**options: Any) -> Tensor:
-        results = attend(*leaves[:3], mask, sinks=sinks, **options)
-        return results[0] if options else results
+    def call() -> Tensor:
+        return attend(*leaves[:3], mask, sinks=sinks)
 
-    fast, general = call(), call(return_lse=True)
+    fast = call()
+    with monkeypatch.context() as patch:
+        patch.setattr(_sdpa_plan, "may_plan", lambda: False)
+        general = call()
     assert [out.grad_fn.name() for out in (fast, general)] == [
-        "plain_attentionBackward",
+        "PlannedAttentionBackward",
         "scaled_dot_product_attentionBackward",
     ]
     assert torch.equal(fast, general)

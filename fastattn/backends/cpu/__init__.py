@@ -49,9 +49,6 @@ from fastattn.backends.cpu.memory_hops import (
 from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
 from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.cpu.sdpa import (
-    plain_attention,
-    plain_attention_backward,
-    plain_attention_call,
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
@@ -62,6 +59,8 @@ from fastattn.backends.cpu.sinusoidal import (
 )
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
+
+signature = _cpu.signature
 
 __all__ = [
     "additive_attention",
@@ -82,9 +81,6 @@ __all__ = [
     "plain_additive",
     "plain_additive_backward",
     "plain_additive_call",
-    "plain_attention",
-    "plain_attention_backward",
-    "plain_attention_call",
     "plain_hops",
     "plain_hops_backward",
     "plain_hops_call",
@@ -100,6 +96,7 @@ __all__ = [
     "scaled_dot_product_attention_backward",
     "self_attention",
     "serves_all",
+    "signature",
     "sinusoidal_encoding",
     "varlen_attention",
     "varlen_attention_backward",

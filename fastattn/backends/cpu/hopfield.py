@@ -6,6 +6,7 @@ of steps until every query has converged, and computes the three derivatives.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,20 @@ from fastattn.backends._hopfield import (
 from fastattn.backends._operands import address, operand
 from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
 from fastattn.backends.cpu.operands import DTYPES, accumulator
-from fastattn.backends.cpu.sdpa import plain_attention, plain_attention_backward
-from fastattn.backends.primitives import HopfieldOptions
+from fastattn.backends.primitives import AttentionBackwardOptions, HopfieldOptions
 
 # The first arguments of both native functions.
 _Common = tuple[int, int, tuple[int, ...], HopfieldOptions, dict[str, Any], dict[str, Any] | None]
+
+
+# A mask, slopes, a seed, sinks, a relative bias with its positions, and a mask program.
+_NO_BIASES = (None,) * 7
+
+
+@functools.lru_cache(maxsize=64)
+def _reading(scale: float) -> AttentionBackwardOptions:
+    """The attention that reads the stored patterns at the end."""
+    return AttentionBackwardOptions(scale=scale)
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,8 @@ def plain_retrieval(
         xi, taken = _Memory(rows, None, None, None, options).search(start)[:2]
     xi = xi.view_as(state)  # view(shape) takes 2 us more
     value = stored if projection is None else projection
-    out, lse = plain_attention(xi, stored, value, None, options.scale, False, differentiable)
+    reading = _reading(options.scale)
+    out, lse, _ = _cpu.attention(reading, xi, stored, value, *_NO_BIASES, differentiable)
     return out, lse, xi, kept, taken
 
 
@@ -197,8 +208,10 @@ def plain_retrieval_backward(
     general path has to compute them.
     """
     value = stored if projection is None else projection
-    reading = (xi, stored, value, None, out, lse, options.scale, False)
-    grad_xi, grad_stored, grad_value = plain_attention_backward(grad_out, *reading)
+    reading = _reading(options.scale)
+    tensors = (xi, stored, value, None, None, None, out, lse, None, None, None, None)
+    grads: Any = _cpu.attention_backward(reading, grad_out, None, None, *tensors)
+    grad_xi, grad_stored, grad_value, *_ = grads
     if projection is None:
         grad_stored += grad_value
     if not (wants[0] or wants[1]):

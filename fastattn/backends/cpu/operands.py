@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu, compat
+from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import (
     broadcast_operand,
     operand,
     program_operands,
     table_operands,
 )
+from fastattn.backends._precision import allows_bf16_parts
 
 _cpu.use_torch(torch, compat.exchange_interface)
+_cpu.use_rules(empty_output, allows_bf16_parts)
 
 DTYPES = {
     torch.float32: 0,

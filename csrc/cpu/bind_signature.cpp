@@ -1,0 +1,107 @@
+// The signature of a call: everything that the choice of its kernel and the checks of its arguments
+// depend on, as bytes. Calls with the same signature share a plan (fastattn/call.py).
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "tensors.h"
+
+namespace py = pybind11;
+
+namespace fastattn {
+namespace {
+
+class Signature {
+ public:
+  // Lengths and batch sizes change from call to call, so of them only the relations count: whether a
+  // size is 1, or which earlier size of the call it equals. Heads and columns of the first `rows`
+  // tensors count by their numbers. False for a tensor without a signature: not plain memory of the
+  // CPU, or empty.
+  bool add_tensor(py::handle from, bool is_rows) {
+    if (from.is_none()) return put('-');
+    TensorView x;
+    if (!read_tensor(from, &x)) return false;
+    const int64_t number = number_of_call(x.dtype, {from});  // odd if it requires a gradient
+    if (number == 0) return false;
+    bool fits = put(static_cast<char>('a' + number)) && put(static_cast<char>('0' + x.rank));
+    for (int n = 0; n < x.rank; ++n) {
+      const bool exact = is_rows && (n == x.rank - 1 || (x.rank == 4 && n == 1));
+      fits = fits && x.size[n] > 0 &&
+             (exact ? put_bytes(&x.size[n], sizeof x.size[n]) : put_relation(x.size[n]));
+    }
+    return fits;
+  }
+
+  // None, a bool, an int, a float but NaN, a string, or a tuple of them; their types count too.
+  bool add_option(PyObject* value) {
+    if (value == Py_None) return put('N');
+    if (value == Py_True || value == Py_False) return put(value == Py_True ? 'T' : 'F');
+    if (PyFloat_CheckExact(value)) {
+      const double number = PyFloat_AS_DOUBLE(value);
+      return !std::isnan(number) && put('f') && put_bytes(&number, sizeof number);
+    }
+    if (PyLong_CheckExact(value)) {
+      int overflow = 0;
+      const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+      return overflow == 0 && put('i') && put_bytes(&number, sizeof number);
+    }
+    if (PyUnicode_CheckExact(value)) {
+      Py_ssize_t size = 0;
+      const char* text = PyUnicode_AsUTF8AndSize(value, &size);
+      if (text == nullptr) return PyErr_Clear(), false;
+      return put('s') && put_bytes(&size, sizeof size) &&
+             put_bytes(text, static_cast<size_t>(size));
+    }
+    if (!PyTuple_CheckExact(value)) return false;
+    if (!put('(')) return false;
+    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(value); ++n)
+      if (!add_option(PyTuple_GET_ITEM(value, n))) return false;
+    return put(')');
+  }
+
+  py::bytes bytes() const { return {text_, length_}; }
+
+ private:
+  static constexpr size_t kLongest = 512;
+  static constexpr int kMostSizes = 64;
+  char text_[kLongest];
+  size_t length_ = 0;
+  int64_t sizes_[kMostSizes];
+  int count_ = 0;
+
+  bool put(char c) { return put_bytes(&c, 1); }
+
+  bool put_bytes(const void* from, size_t size) {
+    if (length_ + size > kLongest) return false;
+    std::copy_n(static_cast<const char*>(from), size, text_ + length_);
+    length_ += size;
+    return true;
+  }
+
+  bool put_relation(int64_t size) {
+    if (size == 1) return put('1');
+    const auto same = std::find(sizes_, sizes_ + count_, size) - sizes_;
+    if (same == count_) {
+      if (count_ == kMostSizes) return false;
+      sizes_[count_++] = size;
+    }
+    return put(static_cast<char>('A' + same));
+  }
+};
+
+py::object signature(const py::tuple& tensors, size_t rows, const py::tuple& options) {
+  Signature found;
+  for (size_t n = 0; n < tensors.size(); ++n)
+    if (!found.add_tensor(PyTuple_GET_ITEM(tensors.ptr(), n), n < rows)) return py::none();
+  if (!found.add_option(options.ptr())) return py::none();
+  return found.bytes();
+}
+
+}  // namespace
+
+void bind_signature(py::module_& m) { m.def("signature", &signature); }
+
+}  // namespace fastattn
