@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,15 +15,14 @@ from typing import Any
 import torch
 
 from fastattn.bench import compare as comparing
-from fastattn.bench import display, ops, peaks, results, runner
+from fastattn.bench import display, ops, peaks, recording, results, runner
 from fastattn.bench.cells import Cell
 from fastattn.bench.environment import describe_environment, processor_slug
 from fastattn.bench.presets import PRESETS, WHOLE_MODELS
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
-from fastattn.bench.results import Result
+from fastattn.bench.results import CellResult, Result
 from fastattn.bench.rounds import QUIET_SHARE
 from fastattn.bench.selection import cells_of, check_names
-from fastattn.bench.shapes import parse_line
 from fastattn.bench.summary import Row, summarise
 from fastattn.bench.workers import usable_cpus
 
@@ -48,84 +48,93 @@ def run(args: argparse.Namespace) -> int:
     for name in args.providers:
         check_name(name)
     cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no GPU here")
     metrics = args.metric or display.default_metrics(cells)
     check_names("--metric", metrics, tuple(display.METRICS))
-    _check_settings(args)
-    _require(cells)
-    out = placed(args.out, args.device)
-    if args.plot:
-        check_picture(args.plot)
+    _check_run(args, cells)
     settings = runner.Settings(
         cells=cells,
         providers=list(dict.fromkeys(args.providers)),
         baseline=args.baseline or ("torch" if "torch" in args.providers else args.providers[0]),
+        threads=check_threads(args.threads),
         cache=args.cache,
         seed=args.seed,
         time_budget=args.time_budget,
         rounds=args.rounds,
         timeout=args.timeout,
-        **({"threads": args.threads} if args.threads else {}),
     )
-    journal_path = out / "results.jsonl" if out else None
+    folder, earlier = placed(args.out, args.device), None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        if args.resume:
+            earlier = results.resumable(folder / "results.json", settings.new_result())
 
-    def earlier(now: Result) -> Result | None:
-        return results.resumable(journal_path, now) if journal_path and args.resume else None
+    def measured(result: Result, found: CellResult) -> None:
+        if display.was_skipped(found):
+            return
+        if not args.quiet:
+            print(display.progress(result, found, len(cells)), file=sys.stderr, flush=True)
+        if folder:
+            _save_so_far(result, folder / "results.json")
 
-    progress = display.Progress(None if args.quiet else sys.stderr)
-    measuring = runner.Runner(settings, progress, earlier)
-    with results.Journal(journal_path) as journal:
-        result = measuring.run(journal)
+    result = runner.Runner(settings, earlier, measured).run()
     rows = summarise(result)
-    display.print_result(result, rows, metrics)
-    failures = [journal.failure] if journal.failure else []
-    failures += _write(args, out, result, rows, metrics)
-    for failure in failures:
-        print(f"Not written: {failure.filename}: {failure.strerror}", file=sys.stderr)
+    text = display.page(result, rows, metrics)
+    print(text)
+    writers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
+        "json": (args.json, lambda path: results.save_json(result, rows, path)),
+        "csv": (args.csv, lambda path: results.save_csv(rows, path)),
+        "md": (args.markdown, lambda path: path.write_text(text)),
+    }
+    if any(row["ms"] is not None for row in rows):
+        writers["png"] = args.plot, lambda path: draw(result, path)
+    failures = 0
+    for suffix, (given, write) in writers.items():
+        path = placed(given, args.device) or (folder / f"results.{suffix}" if folder else None)
+        failures += path is not None and not _written(path, write)
     return UNWRITTEN if failures else exit_code(result.ended, rows)
 
 
-def _write(
-    args: argparse.Namespace,
-    out: Path | None,
-    result: Result,
-    rows: list[Row],
-    metrics: Sequence[str],
-) -> list[OSError]:
-    """Writes the files that the arguments name; returns what went wrong."""
-    is_timed = any(row["ms"] is not None for row in rows)
-    written, failures = [], []
-    writers: list[tuple[Path | None, str, Callable[[Path], Any]]] = [
-        (args.json, "json", lambda path: results.save_json(result, rows, path)),
-        (args.csv, "csv", lambda path: results.save_csv(rows, path)),
-        (args.markdown, "md", lambda path: display.save_markdown(result, rows, path, metrics)),
-    ]
-    if is_timed:
-        writers.append((args.plot, "png", lambda path: draw(result, path)))
-    for given, suffix, write in writers:
-        path = placed(given, args.device) or (out / f"results.{suffix}" if out else None)
-        if path is None:
-            continue
-        try:
-            if write(path) is not False:
-                written.append(str(path))
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            failures.append(error)
-    if written:
-        print(f"Written: {', '.join(written)}")
-    return failures
-
-
-def _require(cells: Sequence[Cell]) -> None:
-    """Raises ValueError, which says what to install, if no cell can be measured without it.
-
-    Of several libraries some may be missing: their rows say so.
-    """
+def _check_run(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    """Raises ValueError, which names the wrong argument or what is not installed."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here")
+    for flag in ("--time-budget", "--rounds", "--timeout"):
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if not 0 < value < math.inf:
+            raise ValueError(f"{flag} {value}: must be a positive number")
+    if args.resume and not args.out:
+        raise ValueError("--resume: give the --out DIR of the run to continue")
+    if args.baseline is not None and args.baseline not in args.providers:
+        among = ",".join(args.providers)
+        raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")
+    check_picture(args.plot)
+    # Of several libraries some may be missing: their rows say so.
     missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
-    if missing and all(missing):
+    if all(missing):
         raise ValueError(missing[0])
+
+
+def _save_so_far(result: Result, path: Path) -> None:
+    """Replaces the file in one step, so a run that is killed keeps the cells measured before.
+
+    The table of a run counts for more than a full disk, which is reported at the end.
+    """
+    part = path.with_suffix(".part")
+    with contextlib.suppress(OSError):
+        results.save_json(result, summarise(result), part)
+        part.replace(path)
+
+
+def _written(path: Path, write: Callable[[Path], Any]) -> bool:
+    """Writes a file, and says so; False if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if write(path) is not False:
+            print(f"Written: {path}")
+    except OSError as error:
+        print(f"Not written: {error.filename or path}: {error.strerror}", file=sys.stderr)
+        return False
+    return True
 
 
 def placed(path: Path | None, device: str = "cpu") -> Path | None:
@@ -150,13 +159,12 @@ def exit_code(ended: str, rows: Sequence[Row]) -> int:
             f"it, 95 % interval {row['percent_low']:.0f} to {row['percent_high']:.0f} %",
             file=sys.stderr,
         )
-    faults = {"WRONG", "ERROR", "CRASHED", "HUNG"}
-    return FAULTS if impossible or any(row["status"] in faults for row in rows) else OK
+    return FAULTS if impossible or any(map(display.is_fault, rows)) else OK
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path | None) -> None:
     """Raises ValueError for a suffix that matplotlib cannot write."""
-    if path.suffix not in PICTURES:
+    if path and path.suffix not in PICTURES:
         raise ValueError(f"--plot {path}: the name must end with {', '.join(PICTURES)}")
 
 
@@ -173,30 +181,11 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
     try:
         from fastattn.bench import plots
     except ImportError:
-        print(
-            f"No plot {path}: matplotlib is missing (pip install 'fastattn[bench]')",
-            file=sys.stderr,
-        )
+        message = f"No plot {path}: matplotlib is missing (pip install 'fastattn[bench]')"
+        print(message, file=sys.stderr)
         return False
     plots.draw(result, path, kind, theme)
     return True
-
-
-def _check_settings(args: argparse.Namespace) -> None:
-    """Raises ValueError, which names the wrong argument."""
-    check_threads(args.threads)
-    for flag, value in (
-        ("--time-budget", args.time_budget),
-        ("--rounds", args.rounds),
-        ("--timeout", args.timeout),
-    ):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{flag} {value}: must be a positive number")
-    if args.resume and not args.out:
-        raise ValueError("--resume: give the --out DIR of the run to continue")
-    if args.baseline is not None and args.baseline not in args.providers:
-        among = ",".join(args.providers)
-        raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")
 
 
 def list_all(args: argparse.Namespace) -> int:
@@ -206,14 +195,16 @@ def list_all(args: argparse.Namespace) -> int:
         op = ops.get(name)
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
         print(f"  {name:<20}{op.FUNCTION}: {op.ABOUT}\n{'':<22}{keys}; torch: {op.TORCH}")
-    print("\nWhole models (bench model NAME)")
-    for name, lines in WHOLE_MODELS.items():
-        for line in map(parse_line, lines):
-            op = ops.get(line.op)
-            print(f"  {name:<20}{line.label}: {op.FUNCTION}, {line.op} {line.shape}")
-    print("\nPresets (--preset)")
-    for name, (about, _) in PRESETS.items():
-        print(f"  {name:<20}{about}")
+    for title, abouts in (
+        (
+            "Whole models (bench model NAME)",
+            {name: "; ".join(lines) for name, lines in WHOLE_MODELS.items()},
+        ),
+        ("Presets (--preset)", {name: preset.about for name, preset in PRESETS.items()}),
+    ):
+        print(f"\n{title}")
+        for name, about in abouts.items():
+            print(f"  {name:<20}{about}")
     print("\nProviders (--providers)")
     for name in PROVIDERS:
         provider = load(name)
@@ -232,23 +223,16 @@ def compare(args: argparse.Namespace) -> int:
     """Compare two results row by row, and show which conditions differ."""
     before, after = (results.load(path) for path in (args.before, args.after))
     found, alone = comparing.changes(before, after, args.metric)
-    if args.providers:
-        known = list(dict.fromkeys(change.provider for change in found))
-        for name in args.providers:
-            if name not in known:
-                raise ValueError(f"--providers {name!r}: in both results are {', '.join(known)}")
-        found = [change for change in found if change.provider in args.providers]
     for line in comparing.differences(before, after):
         print(f"Different conditions: {line}")
     if not found:
         raise ValueError(
             f"{args.before} and {args.after} have no row with a {args.metric} in common"
         )
-    form = display.milliseconds if args.metric == "time" else "{:.3g}".format
     print(f"{'before':>9} {'after':>9}  {'times as good':<23} {args.metric} of")
     for change in sorted(found, key=lambda change: change.ratio):
         interval = f"{change.ratio:5.2f}× [{change.low:.2f}, {change.high:.2f}]"
-        numbers = f"{form(change.before):>9} {form(change.after):>9}"
+        numbers = f"{change.before:>9.3g} {change.after:>9.3g}"
         busy = ", busy" if change.busy else ""
         print(f"{numbers}  {interval:<23} {change.name}: {change.verdict}{busy}")
     verdicts = [change.verdict for change in found]
@@ -268,12 +252,10 @@ def compare(args: argparse.Namespace) -> int:
 
 def plot(args: argparse.Namespace) -> int:
     """Plot a result."""
-    if args.plot:
-        check_picture(args.plot)
+    check_picture(args.plot)
     result = results.load(args.results)
-    kinds = PLOTS if args.metric == "all" else (args.metric,)
-    for kind in kinds:
-        name = args.results.with_suffix(".png") if args.plot is None else args.plot
+    for kind in PLOTS if args.metric == "all" else (args.metric,):
+        name = args.plot or args.results.with_suffix(".png")
         if args.metric == "all" or (args.plot is None and kind != "speedup"):
             name = name.with_name(f"{name.stem}-{kind}{name.suffix}")
         if not draw(result, name, kind, args.theme):
@@ -296,24 +278,13 @@ def report(args: argparse.Namespace) -> int:
 
 
 def roofline(args: argparse.Namespace) -> int:
-    """Measure the peaks of this machine, or compare a result with its own (a roofline)."""
-    if args.results is None:
-        if args.plot:
-            raise ValueError("--plot needs a result: the peaks alone have no plot")
-        threads = check_threads(args.threads)
-        torch.set_num_threads(threads)
-        print(f"{threads} thread{'s' if threads > 1 else ''}")
-        rates, share = peaks.measure_all(threads)
-        print("\n".join(peaks.roof_lines(rates)))
-        if share < QUIET_SHARE:
-            print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
-        return OK
-    if args.plot:
-        check_picture(args.plot)
-    result = results.load(args.results)
-    print("\n".join([*peaks.roof_lines(result.peaks), "", *peaks.cell_lines(summarise(result))]))
-    if args.plot and draw(result, args.plot, "roofline"):
-        print(f"Written: {args.plot}")
+    """Measure the peaks of this machine."""
+    threads = check_threads(args.threads)
+    torch.set_num_threads(threads)
+    rates, share = peaks.measure_all(threads)
+    print("\n".join([f"{threads} thread{'s' if threads > 1 else ''}", *peaks.roof_lines(rates)]))
+    if share < QUIET_SHARE:
+        print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
     return OK
 
 
@@ -322,8 +293,6 @@ def record(args: argparse.Namespace) -> int:
 
     `bench run --shapes @FILE` measures them. The exit code is that of the program.
     """
-    from fastattn.bench import recording
-
     return recording.run_program(args.program, args.out)
 
 
@@ -338,17 +307,15 @@ def breakdown(args: argparse.Namespace) -> int:
     threads = check_threads(args.threads)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
-    if args.plot:
-        check_picture(args.plot)
+    check_picture(args.plot)
     path = placed(args.json)
     result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
     print("\n".join(parts.lines(result)))
     if path:
-        results.save_json(result, summarise(result), path)
-        print(f"Written: {path}")
+        _written(path, lambda path: results.save_json(result, summarise(result), path))
     if args.plot and draw(result, args.plot, "breakdown"):
         print(f"Written: {args.plot}")
-    wrong = [found for found in result.cells if found.outcomes["call"].status != "ok"]
+    wrong = [found for found in result.cells if not found.outcomes["call"].ok]
     for found in wrong:
         print(f"WRONG: {found.cell.name}: {found.outcomes['call'].reason}", file=sys.stderr)
     return FAULTS if wrong else OK
@@ -360,6 +327,5 @@ def env(args: argparse.Namespace) -> int:
     `processor` is the folder of its results, which replaces {processor} in output paths.
     """
     environment = describe_environment()
-    facts = {"processor": processor_slug(environment), **environment}
-    print(json.dumps(facts, indent=1))
+    print(json.dumps({"processor": processor_slug(environment), **environment}, indent=1))
     return OK

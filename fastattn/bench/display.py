@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-import time
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TextIO
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.peaks import UNIT_NAMES
 from fastattn.bench.results import CellResult, Result
-from fastattn.bench.summary import Row, option_words, summarise
+from fastattn.bench.rounds import usual_states
+from fastattn.bench.summary import Row, option_words, rows_of
 
 # The columns that identify a row, and those of each metric.
 HEAD = ("cell", "dtype", "pass", "provider")
@@ -30,12 +29,21 @@ METRICS = {
     "attention": ("attention", "at most"),
 }
 DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
-
-
 # For whole models: also the share of time in attention, and the largest possible speed-up.
 MODEL_METRICS = ("time", "rate", "memory", "error", "attention", "speedup")
 # For steps of a server, whose limit is reading or arithmetic.
 STEP_METRICS = ("time", "rate", "peak", "memory", "error", "speedup")
+# The columns that are a number of the row.
+_NUMBERS = {
+    "GFLOP/s": ("gflops", "{:.0f}"),
+    "GB/s": ("gbs", "{:.1f}"),
+    "% of roof": ("percent_of_roof", "{:.0f}"),
+    "peak MB": ("peak_mb", "{:.1f}"),
+    "rel. error": ("relative_error", "{:.1e}"),
+    "attention": ("attention_share", "{:.1%}"),
+    "at most": ("speedup_limit", "{:.2f}×"),
+}
+_FINE = ("ok", "UNAVAILABLE", "SKIPPED")  # any other status is a fault
 
 
 def default_metrics(cells: Sequence[Cell]) -> Sequence[str]:
@@ -44,55 +52,14 @@ def default_metrics(cells: Sequence[Cell]) -> Sequence[str]:
     return STEP_METRICS if all(ops.get(cell.op).items(cell) for cell in cells) else DEFAULT_METRICS
 
 
-def columns_of(metrics: Sequence[str]) -> list[str]:
-    return [*HEAD, *(column for metric in metrics for column in METRICS[metric])]
+def progress(result: Result, found: CellResult, total: int) -> str:
+    """A line about the cell that was measured last."""
+    rows = rows_of(result, found, usual_states(result.cells))
+    outcomes = "; ".join(f"{row['provider']} {_short(row)}" for row in rows)
+    return f"[{len(result.cells)}/{total}] {found.cell.name}: {outcomes}"
 
 
-_VERDICTS = ("FASTER", "SLOWER", "SAME", "UNSURE")
-
-
-class Progress:
-    """Prints one line per finished cell; None prints nothing."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = stream
-        self.total = 0
-        self.began = 0.0
-
-    def start(self, result: Result, cells: Sequence[Cell]) -> None:
-        self.total, self.began = len(cells), time.monotonic()
-        for name, provider in result.providers.items():
-            if provider["status"] != "ok":
-                self._print(f"{name}: {provider['status']}: {provider['reason']}")
-
-    def measured(self, result: Result) -> None:
-        if was_skipped(result.cells[-1]):
-            return
-        done = len(result.cells)
-        left = remaining(self.began, done, self.total, result.settings["time_budget"])
-        name = result.cells[-1].cell.name
-        rows = summarise(result)[-len(result.cells[-1].outcomes) :]
-        outcomes = "; ".join(f"{row['provider']} {short(row)}" for row in rows)
-        self._print(f"[{done}/{self.total}, {left} left] {name}: {outcomes}")
-
-    def _print(self, text: str) -> None:
-        if self.stream is not None:
-            print(text, file=self.stream, flush=True)
-
-
-def was_skipped(cell: CellResult) -> bool:
-    return all(outcome.status == "SKIPPED" for outcome in cell.outcomes.values())
-
-
-def remaining(began: float, done: int, total: int, budget: float) -> str:
-    """The remaining time: as long per cell as so far, within the budget."""
-    elapsed = time.monotonic() - began
-    seconds = max(0.0, min(elapsed / max(done, 1) * (total - done), budget - elapsed))
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
-def short(row: Row) -> str:
-    """A row in a few words."""
+def _short(row: Row) -> str:
     if row["ms"] is None:
         return f"{row['status']} ({row['reason']})" if row["reason"] else row["status"]
     speedup = "" if row["speedup"] is None else f", {row['speedup']:.2f}×"
@@ -108,100 +75,72 @@ def cell_words(row: Row) -> str:
     return " ".join([row["op"], row["shape"], *option_words(row)])
 
 
-def table_line(row: Row) -> dict[str, str]:
-    """The text of every column."""
-    texts = dict.fromkeys(columns_of(tuple(METRICS)), "")
-    texts |= {"cell": cell_words(row), **{name: row[name] for name in HEAD[1:]}}
-    texts["peak MB"] = _number(row["peak_mb"], ".1f")
-    texts["rel. error"] = _number(row["relative_error"], ".1e")
-    if row["ms"] is None:
-        texts["ms"] = row["status"]
-        # The result file has the complete text.
-        texts["speed-up"] = textwrap.shorten(row["reason"], 160)
-        return texts
-    spread = f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %"
-    speedup = "baseline" if row["provider"] == row["baseline"] else ""
-    if row["speedup"] is not None:
+def _texts(row: Row) -> dict[str, str]:
+    """The text of every column of METRICS."""
+    texts = {
+        column: "" if row[key] is None else form.format(row[key])
+        for column, (key, form) in _NUMBERS.items()
+    }
+    blank = dict.fromkeys(("±", "% of peak", "per second"), "")
+    if row["ms"] is None:  # the result file has the complete reason
+        return (
+            texts | blank | {"ms": row["status"], "speed-up": textwrap.shorten(row["reason"], 160)}
+        )
+    rate, speedup = row["items_per_second"], row["speedup"]
+    against = "baseline" if row["provider"] == row["baseline"] else ""
+    if speedup is not None:
         interval = f"[{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
-        speedup = f"{row['speedup']:.2f}× {interval} {row['verdict']}"
+        against = f"{speedup:.2f}× {interval} {row['verdict']}"
     return texts | {
         "ms": ("busy " if row["busy"] else "") + milliseconds(row["ms"]),
-        "±": spread,
-        "GFLOP/s": f"{row['gflops']:.0f}",
-        "GB/s": f"{row['gbs']:.1f}",
-        "% of peak": _peak_text(row),
-        "% of roof": _number(row["percent_of_roof"], ".0f"),
-        "speed-up": speedup,
-        "per second": _rate(row),
-        "attention": _percent(row["attention_share"]),
-        "at most": "" if row["speedup_limit"] is None else f"{row['speedup_limit']:.2f}×",
+        "±": f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %",
+        "% of peak": _share_of_peak(row),
+        "per second": "" if rate is None else f"{milliseconds(rate)} {row['item']}",
+        "speed-up": against,
     }
 
 
-def _rate(row: Row) -> str:
-    rate = row["items_per_second"]
-    return "" if rate is None else f"{milliseconds(rate)} {row['item']}"
+def _share_of_peak(row: Row) -> str:
+    percent, bandwidth = row["percent_of_peak"], row["percent_of_bandwidth"]
+    text = "" if percent is None else f"{percent:.0f}"
+    if bandwidth is not None and bandwidth > (percent or 0):
+        text = f"{bandwidth:.0f} (read)"
+    return text + (" IMPOSSIBLE" if row["impossible"] else "")
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f} %"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def _peak_text(row: Row) -> str:
-    percent = _number(row["percent_of_peak"], ".0f")
-    bandwidth = row["percent_of_bandwidth"]
-    if bandwidth is not None and bandwidth > (row["percent_of_peak"] or 0):
-        percent = f"{bandwidth:.0f} (read)"
-    return percent + (" IMPOSSIBLE" if row["impossible"] else "")
-
-
-def plain_table(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> str:
-    """The rows as aligned text. A cell is named once: its model, if any, above its shape."""
-    columns = columns_of(metrics)
-    lines = [columns]
-    for _, group in itertools.groupby(rows, lambda row: [row["label"], *_cell_of(row)]):
+def lines(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> list[list[str]]:
+    """The headings and the rows. A cell is named once: its model, if any, above its shape."""
+    columns = [column for metric in metrics for column in METRICS[metric]]
+    found = [[*HEAD, *columns]]
+    for (label, cell, dtype, passes), group in itertools.groupby(
+        rows, lambda row: (row["label"], cell_words(row), row["dtype"], row["pass"])
+    ):
         of_cell = list(group)
-        label, words = of_cell[0]["label"], cell_words(of_cell[0])
-        names = [f"{label} {words}".strip()] if len(of_cell) == 1 else [label, words]
+        names = [f"{label} {cell}".strip()] if len(of_cell) == 1 else [label, cell]
         names = [name for name in names if name] + [""] * len(of_cell)
         for place, (row, name) in enumerate(zip(of_cell, names, strict=False)):
-            text = table_line(row) | {"cell": name}
-            text |= {"dtype": "", "pass": ""} if place else {}
-            lines.append([text[column] for column in columns])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+            texts = _texts(row)
+            head = [name, *(("", "") if place else (dtype, passes)), row["provider"]]
+            found.append(head + [texts[column] for column in columns])
+    return found
+
+
+def table(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> str:
+    """The rows as a Markdown table whose columns are aligned."""
+    head, *body = ([text.replace("|", "\\|") for text in line] for line in lines(rows, metrics))
+    widths = [max(3, *map(len, column)) for column in zip(head, *body, strict=True)]
+    padded = (
+        [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        for line in (head, ["-" * width for width in widths], *body)
     )
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
-def _cell_of(row: Row) -> list[str]:
-    return [cell_words(row), row["dtype"], row["pass"]]
-
-
-def print_result(
-    result: Result, rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS
-) -> None:
-    """Prints the table, its summary and its conditions to stdout."""
-    print(plain_table([row for row in rows if row["status"] != "SKIPPED"], metrics))
-    print("\n".join([*closing(result, rows), conditions(result)]))
-
-
-def save_markdown(
-    result: Result, rows: Sequence[Row], path: Path, metrics: Sequence[str] = DEFAULT_METRICS
-) -> None:
-    """Writes the table, its summary and its conditions."""
-    texts, columns = [table_line(row) for row in rows], columns_of(metrics)
-    lines = [columns, ["---"] * len(columns), *([text[c] for c in columns] for text in texts)]
-    cells = ([text.replace("|", "\\|") for text in line] for line in lines)
-    table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def page(result: Result, rows: Sequence[Row], metrics: Sequence[str]) -> str:
+    """The table, the summary and the conditions of a result, in Markdown."""
+    shown = [row for row in rows if row["status"] != "SKIPPED"]
     summary = "\n".join(closing(result, rows))
-    path.write_text(f"{table}\n\n{summary}\n\n{conditions(result)}\n")
+    return f"{table(shown, metrics)}\n\n{summary}\n\n{conditions(result)}\n"
 
 
 def conditions(result: Result) -> str:
@@ -215,78 +154,78 @@ def conditions(result: Result) -> str:
         ("read_bandwidth", "GB/s", "reading memory"),
         ("copy_bandwidth", "GB/s", "copying it"),
     ):
-        if kind in result.peaks:
-            peak = result.peaks[kind]
+        if (peak := result.peaks.get(kind)) is not None:
             if kind.startswith("dot_") and (which := UNIT_NAMES.get(peak.unit or kind)):
                 words += f" {which}"
             note = "" if peak.method == "measured" else f", {peak.method}"
             peaks.append(f"{words} {peak.rate:.0f} {unit}{note}")
     threads = settings["threads"]
+    rates = f" Best rates of this machine in the same run: {'; '.join(peaks)}." if peaks else ""
     return (
         f"{env.get('gpu') or env['cpu']}, {threads} thread{'s' if threads != 1 else ''}, "
         f"fastattn {env['fastattn']} ({env['isa'] or 'native core not built'}), "
         f"torch {env['torch']}. Medians of interleaved rounds, {settings.get('cache', 'warm')} "
-        f"caches; × is the median ratio to {settings['baseline']} within a round. Best rates of "
-        f"this machine in the same run: {'; '.join(peaks)}."
+        f"caches; × is the median ratio to {settings['baseline']} within a round.{rates}"
     )
 
 
 def closing(result: Result, rows: Sequence[Row]) -> list[str]:
     """A summary of the run, in sentences."""
-    lines = []
     compared = [row for row in rows if row["speedup"] is not None]
+    sentences = []
     for provider in dict.fromkeys(row["provider"] for row in compared):
         ours = [row for row in compared if row["provider"] == provider]
-        count = {v: sum(row["verdict"] == v for row in ours) for v in _VERDICTS}
+        count = Counter(row["verdict"] for row in ours)
         ratios = sorted(row["speedup"] for row in ours)
-        lines.append(
+        sentences.append(
             f"{provider} against {ours[0]['baseline']}: "
             f"{count['FASTER']} of {len(ours)} cells faster, {count['SLOWER']} slower, "
-            f"{count['SAME']} the same, {count['UNSURE']} unsure"
-            f"{' (whose 95 % interval reaches 1)' if count['UNSURE'] else ''}; "
+            f"{count['SAME']} the same, {count['UNSURE']} unsure; "
             f"{ratios[0]:.2f}× to {ratios[-1]:.2f}×, median {ratios[len(ratios) // 2]:.2f}×."
         )
-    faults: dict[str, int] = {}
-    for row in rows:
-        if row["status"] not in ("ok", "UNAVAILABLE", "SKIPPED"):
-            key = f"{row['provider']} {row['status']}"
-            faults[key] = faults.get(key, 0) + 1
-    lines += [f"{key} in {count} cell{'s' if count > 1 else ''}." for key, count in faults.items()]
-    if impossible := sum(bool(row["impossible"]) for row in rows):
-        lines.append(
-            f"{impossible} row{'s' if impossible > 1 else ''} IMPOSSIBLE: faster than the peak "
-            "measured beside it. A time, a count of operations or the peak is wrong."
-        )
+    faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
+    sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
     skipped = sum(was_skipped(cell) for cell in result.cells)
-    if skipped and result.ended == "complete":
-        budget = result.settings["time_budget"]
-        lines.append(
-            f"{skipped} of {len(result.cells)} cells were not measured: the time budget of "
-            f"{budget:.0f} s was used up (--time-budget)."
-        )
-    lines += _about_busy_rounds(rows)
-    checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
-    lines.append(f"{checked} results were compared with fp64 before being timed, and are right.")
-    if result.ended != "complete":
-        lines.append(f"The run was {result.ended}; these are the cells measured until then.")
-    return lines
-
-
-def _about_busy_rounds(rows: Sequence[Row]) -> list[str]:
-    lines = []
     absolute = "ms, GFLOP/s and % of peak"
-    if discarded := sum(row["discarded"] or 0 for row in rows):
-        lines.append(f"{discarded} samples of busy rounds are left out of {absolute}.")
-    if busy := sum(bool(row["busy"]) for row in rows):
-        timed = sum(row["ms"] is not None for row in rows)
-        lines.append(
-            f"{busy} of {timed} rows are busy: something else used the cores in most of their "
-            f"rounds, so do not trust {absolute}."
-        )
-    compared = [row for row in rows if row["speedup"] is not None]
-    if disturbed := sum(not row["comparable"] for row in compared):
-        lines.append(
-            f"{disturbed} of {len(compared)} speed-ups are of disturbed rounds, so their intervals "
-            "are wide."
-        )
-    return lines
+    for number, words in (
+        (
+            sum(bool(row["impossible"]) for row in rows),
+            "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of "
+            "operations or the peak is wrong.",
+        ),
+        (
+            skipped if result.ended == "complete" else 0,
+            f"of {len(result.cells)} cells were not measured: the time budget was used up "
+            "(--time-budget).",
+        ),
+        (
+            sum(row["discarded"] or 0 for row in rows),
+            f"samples of busy rounds are left out of {absolute}.",
+        ),
+        (
+            sum(bool(row["busy"]) for row in rows),
+            f"of {sum(row['ms'] is not None for row in rows)} rows are busy: something else used "
+            f"the cores in most of their rounds, so do not trust {absolute}.",
+        ),
+        (
+            sum(not row["comparable"] for row in compared),
+            f"of {len(compared)} speed-ups are of disturbed rounds, so their intervals are wide.",
+        ),
+    ):
+        if number:
+            sentences.append(f"{number} {words}")
+    checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
+    sentences.append(
+        f"{checked} results were compared with fp64 before being timed, and are right."
+    )
+    if result.ended != "complete":
+        sentences.append(f"The run was {result.ended}; these are the cells measured until then.")
+    return sentences
+
+
+def is_fault(row: Row) -> bool:
+    return row["status"] not in _FINE
+
+
+def was_skipped(cell: CellResult) -> bool:
+    return all(outcome.status == "SKIPPED" for outcome in cell.outcomes.values())

@@ -11,7 +11,6 @@ An operator may compare a random sample of a long cell; the result file records 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,23 +18,11 @@ from torch import Tensor
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
+from fastattn.bench.results import Outcome
 from fastattn.testing.compare import deviations
 from fastattn.testing.rounding import Noise
 
 Outputs = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The worst tensor of a comparison: its error, its bound, and how much was compared."""
-
-    ok: bool
-    tensor: str
-    max_error: float
-    bound: float
-    largest: float  # max|ref|, which the relative error refers to
-    compared: str
-    reason: str = ""
 
 
 class Oracle:
@@ -54,8 +41,8 @@ class Oracle:
         dtype = TORCH_DTYPES[cell.dtype]
         self.noise = Noise(functools.partial(self._expected, few), of_few, dtype)
 
-    def check(self, outputs: Outputs) -> Check:
-        """Compares all outputs; returns the one with the largest ratio of error to bound."""
+    def check(self, outputs: Outputs) -> Outcome:
+        """Compares all outputs; has the error of the one with the largest ratio to its bound."""
         dtype = TORCH_DTYPES[self.cell.dtype]
         unjudged = self.op.unjudged(self.cell)
         sampled = {n: self._sample(n, whole) for n, whole in outputs.items() if n not in unjudged}
@@ -65,20 +52,21 @@ class Oracle:
                 reason = (
                     f"{name} is {got.dtype} {list(got.shape)}, expected {wanted} {list(want.shape)}"
                 )
-                return Check(False, name, float("inf"), 0.0, 1.0, self.compared, reason)
+                return Outcome("WRONG", reason, float("inf"), 0.0, 1.0, name, self.compared)
         if not sampled:
-            return Check(True, "", 0.0, 0.0, 1.0, self.compared)
-        found = deviations(sampled, self.reference, self.noise)
-        worst = max(found, key=lambda deviation: deviation.ratio)
+            return Outcome("ok", "", 0.0, 0.0, 1.0, "", self.compared)
+        worst = max(
+            deviations(sampled, self.reference, self.noise), key=lambda deviation: deviation.ratio
+        )
         want = self.reference[worst.name]
-        return Check(
-            ok=worst.ok,
-            tensor=worst.name,
+        return Outcome(
+            status="ok" if worst.ok else "WRONG",
+            reason="" if worst.ok else str(worst),
             max_error=worst.error,
             bound=worst.bound,
             largest=float(want.abs().max()) if want.numel() else 1.0,
+            worst_tensor=worst.name,
             compared=self.compared,
-            reason="" if worst.ok else str(worst),
         )
 
     def _expected(self, parts: list[tuple[int, ...]]) -> Outputs:

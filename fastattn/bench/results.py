@@ -1,11 +1,8 @@
-"""The result file: raw samples, and everything needed to judge them.
+"""The result file: one JSON document with the raw samples, and everything needed to judge them.
 
-Three kinds of records, one per line during a run (JSONL, so a killed run loses nothing), or all in
-one JSON document:
-
-    header  format, version, environment, settings, providers and why one is missing
-    cell    the cell, its FLOPs, each provider's status, and the rounds: guards and times
-    end     the best value of each peak, and how the run ended
+Format, version, environment, settings, providers (and why one is missing), the best value of each
+peak, how the run ended; and the cells, each with its FLOPs, the status of each provider, and its
+rounds: guards and times. `rows` are computed from these, for other programs.
 """
 
 from __future__ import annotations
@@ -13,8 +10,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +25,11 @@ VERSION = 2
 class Outcome:
     """The outcome of one provider on one cell.
 
-    status  ok, UNAVAILABLE (see reason), WRONG (not timed), ERROR, CRASHED, HUNG, SKIPPED (the time
-            budget was used up)
+    status     ok, UNAVAILABLE (see reason), WRONG (not timed), ERROR, CRASHED, HUNG, SKIPPED (the
+               time budget was used up)
+    max_error  the error of `worst_tensor`, the tensor that is closest to its `bound`; `largest` is
+               max|ref|, which the relative error refers to
+    compared   how much was compared
     """
 
     status: str = "ok"
@@ -43,6 +41,10 @@ class Outcome:
     compared: str = ""
     peak_bytes: int | None = None
     inner: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
 
 
 @dataclass
@@ -83,8 +85,9 @@ class CellResult:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "name": self.cell.name}
+    def ready(self) -> list[str]:
+        """The providers that can be timed."""
+        return [name for name, outcome in self.outcomes.items() if outcome.ok]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CellResult:
@@ -118,62 +121,11 @@ class Result:
     providers: dict[str, dict[str, Any]]
     cells: list[CellResult] = field(default_factory=list)
     peaks: dict[str, Peak] = field(default_factory=dict)
-    ended: str = "complete"
-
-    def header(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "environment": self.environment,
-            "settings": self.settings,
-            "providers": self.providers,
-        }
-
-    def end(self) -> dict[str, Any]:
-        peaks = {kind: dataclasses.asdict(peak) for kind, peak in self.peaks.items()}
-        return {"peaks": peaks, "ended": self.ended}
+    ended: str = "complete"  # or "interrupted" by Ctrl-C, or "killed" while it was measuring
 
 
 class ResultFileError(ValueError):
     """The file is not a result of this benchmark, or has another version."""
-
-
-class Journal:
-    """Writes each record as soon as it exists, so a killed run keeps its measurements."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = None
-        self.failure: OSError | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")  # lines of an earlier run stay until there is a new header
-        self._has_begun = False
-
-    def write(self, record: str, data: dict[str, Any]) -> None:
-        """Writes a record. A full disk ends the journal, not the run: results are still printed."""
-        if self._file is None or self.failure is not None:
-            return
-        if not self._has_begun and record != "header":
-            return
-        try:
-            if not self._has_begun and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                self._file.truncate(0)
-            self._has_begun = True
-            self._file.write(json.dumps({"record": record, **data}) + "\n")
-            self._file.flush()
-        except OSError as error:
-            error.filename = self._file.name
-            self.failure = error
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as error:
-                self.failure = self.failure or error
 
 
 # The conditions that must agree before cells of two runs are merged.
@@ -183,8 +135,8 @@ _SAME = {
 }
 
 
-def resumable(path: Path, result: Result) -> Result | None:
-    """The journal of an earlier run that `result` continues; None without a journal.
+def resumable(path: Path, now: Result) -> Result | None:
+    """The earlier result that `now` continues; None without a file.
 
     Raises ResultFileError, which names the condition that differs.
     """
@@ -192,21 +144,20 @@ def resumable(path: Path, result: Result) -> Result | None:
         return None
     earlier = load(path)
     for where, names in _SAME.items():
-        before, now = getattr(earlier, where), getattr(result, where)
         for name in names:
-            if before.get(name) != now.get(name):
+            before, after = (getattr(result, where).get(name) for result in (earlier, now))
+            if before != after:
                 raise ResultFileError(
-                    f"--resume: {path} was measured with {name} {before.get(name)}, now it is "
-                    f"{now.get(name)}"
+                    f"--resume: {path} was measured with {name} {before}, now it is {after}"
                 )
     return earlier
 
 
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Writes one document: the raw records, and the rows computed from them for other programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    cells = (cell.to_json() for cell in result.cells)
-    path.write_text(json_lines({**result.header(), **result.end()}, rows=rows, cells=cells))
+    head = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(result)}
+    cells = head.pop("cells")
+    path.write_text(json_lines(head, rows=rows, cells=cells))
 
 
 def json_lines(head: dict[str, Any], **lists: Iterable[dict[str, Any]]) -> str:
@@ -236,9 +187,9 @@ def save_csv(rows: Iterable[dict[str, Any]], path: Path) -> None:
 
 
 def load(path: Path) -> Result:
-    """Reads a document or a journal. Raises ResultFileError, which names the file and the error."""
+    """Reads a result. Raises ResultFileError, which names the file and the error."""
     try:
-        document = _document(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
         if document.get("format") != FORMAT:
             raise ResultFileError(f"{path} is not a result of fastattn bench")
         if document["version"] != VERSION:
@@ -257,20 +208,3 @@ def load(path: Path) -> Result:
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ResultFileError(f"{path} is not a result of fastattn bench ({reason})") from error
-
-
-def _document(text: str) -> dict[str, Any]:
-    if not text.startswith('{"record"'):
-        document: dict[str, Any] = json.loads(text)
-        return document
-    lines = text.splitlines(keepends=True)
-    if len(lines) > 1 and not lines[-1].endswith("\n"):
-        lines.pop()  # the run was killed while it wrote this line
-    records = [json.loads(line) for line in lines]
-    document = dict(records[0])
-    document.update(next((r for r in records if r["record"] == "end"), {"ended": "killed"}))
-    document.setdefault("peaks", {})
-    # A cell that was measured twice occurs twice; the last one counts.
-    cells = {json.dumps(r["cell"]): r for r in records if r["record"] == "cell"}
-    document["cells"] = list(cells.values())
-    return document

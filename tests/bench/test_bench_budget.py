@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bench_results import bench, cell_of
 
 from fastattn.bench import results, runner
-from fastattn.bench.cells import Cell
-from fastattn.bench.display import Progress
+from fastattn.bench.peaks import Rate
 
 
 @pytest.mark.complete
@@ -35,37 +36,27 @@ def test_a_budget_that_runs_out_cuts_the_last_cells_and_not_the_rounds_of_the_fi
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
 
-    def sample(
-        self: runner.Runner, name: str, outcome: results.Outcome, turn: results.Round
-    ) -> None:
+    def time() -> dict[str, Any]:
         clock.now += 0.5
-        turn.ms[name], turn.probes[name], turn.pushed[name] = 500.0, [30.0, 30.0], 0.0
+        return {"ms": 500.0, "probes": [30.0, 30.0], "pushed": 0.0, "attention": None}
 
-    def prepare(self: runner.Runner, name: str, *_: object) -> None:
-        self.sample_seconds[name] = 0.5
-
-    def start(self: runner.Runner) -> None:
-        self.workers = dict.fromkeys(self.settings.providers, SimpleNamespace(stop=lambda: None))
-
+    replies: dict[str, Callable[..., Any]] = {
+        "open": lambda **_: {},
+        "peak": lambda **_: Rate(1.0, "measured"),
+        "why_not": lambda **_: [],
+        "prepare": lambda **_: {"outputs": b"", "seconds": 0.5, "inner": 1, "peak_bytes": 0},
+        "time": time,
+    }
+    worker = SimpleNamespace(
+        ask=lambda timeout, do, **request: replies[do](**request), stop=lambda: None
+    )
     monkeypatch.setattr(runner, "time", clock)
-    for name, function in (
-        ("_start", start),
-        ("_prepare", prepare),
-        ("_time", sample),
-        ("_oracle_for", lambda *_: None),
-        ("_measure_peaks", lambda *_: None),
-        ("_peak", lambda *_: (1.0, 1.0)),
-    ):
-        monkeypatch.setattr(runner.Runner, name, function)
-    available = runner.Runner._availability
-
-    def availability(self: runner.Runner, name: str, cell: Cell, seconds: float) -> results.Outcome:
-        return results.Outcome() if seconds > 0 else available(self, name, cell, seconds)
-
-    monkeypatch.setattr(runner.Runner, "_availability", availability)
+    monkeypatch.setattr(runner, "WorkerProcess", lambda *_: worker)
+    monkeypatch.setattr(runner, "torch", SimpleNamespace(set_num_threads=id, load=id))
+    right = SimpleNamespace(check=lambda _: results.Outcome())
+    monkeypatch.setattr(runner.Runner, "_oracle_for", lambda *_: right)
     cells = [cell_of("sdpa", f"H=1,L={length},D=8") for length in (4, 5, 6, 7, 8)]
-    settings = runner.Settings(cells, threads=1, time_budget=20.0)
-    result = runner.Runner(settings, Progress(None)).run(results.Journal(None))
+    result = runner.Runner(runner.Settings(cells, threads=1, time_budget=20.0)).run()
     assert [len(found.rounds) for found in result.cells] == [9, 9, 3, 0, 0]
     assert [found.outcomes["torch"].status for found in result.cells] == [
         *["ok"] * 3,

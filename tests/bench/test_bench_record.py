@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from bench_results import parse
+from bench_results import bench, parse
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import fastattn
-from fastattn.bench import cli, record, selection
+from fastattn.bench import commands, record, selection
 from fastattn.bench.cells import Cell
 
 
@@ -146,7 +145,5 @@ def test_a_program_is_recorded_and_its_exit_code_kept(
 def test_what_is_no_python_program_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    assert cli.run(parser.parse_args(["record", *words])) == cli.USAGE
+    assert bench("record", *words) == commands.USAGE
     assert "is no Python program" in capsys.readouterr().err

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench_results import cell_of, parse
+from bench_results import bench, cell_of
 from libraries import library
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastattn.bench import cli, inputs, ops
+from fastattn.bench import inputs, ops
 from fastattn.bench.cells import Cell, flops
 from fastattn.bench.models import _model
 from fastattn.bench.models._model import LibraryModel
@@ -117,7 +117,7 @@ def test_a_missing_library_leaves_the_others(
     path = tmp_path / "models.json"
     shapes = ("--shapes", f"timm_vit {SMALL['timm_vit']}", "--shapes", "sdpa B=1,H=1,L=4,D=8")
     run = ("--threads", "1", "--rounds", "1", "--quiet", "--json", str(path))
-    assert cli.run(parse("run", *shapes, *run)) == 0
+    assert bench("run", *shapes, *run) == 0
     rows = json.loads(path.read_text())["rows"]
     found = {(row["op"], row["provider"]): (row["status"], row["reason"]) for row in rows}
     for provider in ("torch", "fastattn"):
@@ -131,5 +131,5 @@ def test_only_missing_libraries(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    assert cli.run(parse("model", "vit-s16-timm")) == 2
+    assert bench("model", "vit-s16-timm") == 2
     assert "pip install fastattn[timm]" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from fastattn.bench import cli, ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 from fastattn.bench.shapes import parse_shapes
+from fastattn.cli import main
 
 # One small shape of each operator.
 SMALL = {
@@ -55,7 +56,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def bench(*arguments: str) -> int:
     """The exit code of `fastattn bench` with these arguments."""
-    return cli.run(parse(*arguments))
+    return main(["bench", *arguments])
 
 
 def cell_of(op: str, shape: str, **options: str) -> Cell:
