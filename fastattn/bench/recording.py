@@ -10,6 +10,7 @@ path, and the library's operators go through the dispatcher.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import runpy
 import subprocess
@@ -17,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,12 +64,16 @@ class Recording:
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
 
-    def note_operator(self, op: str, tensors: Sequence[Any], options: Any) -> None:
-        if (note := _PRIMITIVES.get(op)) is not None and (line := note(tensors, options)):
-            self.lines[line] += 1
+    def note_operator(self, name: str, tensors: Sequence[Any], options: Any) -> None:
+        if name in _PRIMITIVES:
+            self._note(_primitive(*_PRIMITIVES[name], tensors, options))
 
     def note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if (note := _NOTES.get(func)) is not None and (line := note(*args, **kwargs)):
+        if func in _FUNCTIONS:
+            self._note(_FUNCTIONS[func](*args, **kwargs))
+
+    def _note(self, line: str) -> None:
+        if line:
             self.lines[line] += 1
 
     def text(self) -> str:
@@ -120,19 +126,22 @@ def run_program(command: Sequence[str], path: Path) -> int:
     return done.returncode
 
 
-# A call as a line of --shapes, or None if the benchmark has no such cell.
+# A call as a line of --shapes; "" if the benchmark has no such cell.
 
 
-def _line(op: str, sizes: Mapping[str, int], x: Tensor, grad: bool, **options: str) -> str | None:
-    if _DTYPE_NAMES.get(x.dtype) not in DTYPES or min(sizes.values()) < 1:
-        return None
-    words = [op, shape_text(sizes, ops.get(op).SIZES), f"dtype={_DTYPE_NAMES[x.dtype]}"]
+def _line(op: str, sizes: Mapping[str, int], tensors: Sequence[Any], **options: str) -> str:
+    """`tensors` are those that may have a gradient."""
+    dtype = next(_DTYPE_NAMES.get(x.dtype) for x in tensors if x.is_floating_point())
+    if dtype not in DTYPES or min(sizes.values()) < 1:
+        return ""
+    wants = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    grad = wants and "fwd+bwd" in ops.get(op).PASSES
+    words = [op, shape_text(sizes, ops.get(op).SIZES), f"dtype={dtype}"]
     words.append(f"pass={'fwd+bwd' if grad else 'fwd'}")
-    words += [f"{name}={value}" for name, value in options.items() if value != "none"]
-    return " ".join(words)
+    return " ".join(words + [f"{name}={x}" for name, x in options.items() if x != "none"])
 
 
-def _sizes(shapes: str, *tensors: Tensor) -> dict[str, int]:
+def _sizes(shapes: str, tensors: Sequence[Tensor]) -> dict[str, int]:
     """The sizes that `shapes` names, such as "B L D, B N D"; the first of a name counts.
 
     The first of a tensor is all of its leading dimensions; `_` is not recorded.
@@ -144,11 +153,6 @@ def _sizes(shapes: str, *tensors: Tensor) -> dict[str, int]:
         split = len(shape) - inner
         sizes = dict(zip(keys, (math.prod(shape[:split]), *shape[split:]), strict=True)) | sizes
     return {key: size for key, size in sizes.items() if key != "_"}
-
-
-def _wants_grad(*tensors: Any) -> bool:
-    found = (x.requires_grad for x in tensors if isinstance(x, Tensor))
-    return torch.is_grad_enabled() and any(found)
 
 
 def _mask_kind(mask: Tensor | None, causal: bool) -> str:
@@ -167,119 +171,86 @@ def _mask_kind(mask: Tensor | None, causal: bool) -> str:
 
 
 _HEADS = "B H Lq D, B Hkv Lk D, B Hkv Lk Dv"
+# The operator of the benchmark and the sizes of the first tensors.
+_PRIMITIVES = {
+    "scaled_dot_product_attention": ("sdpa", _HEADS),
+    "additive_attention": ("additive", "B Lq A, B Lk A, B Lk Dv"),
+    "memory_hop_attention": ("memory_hops", "B D, _ N D"),
+    "encode_memory": ("encode_memory", "_ B N J, _ V D"),
+    "sinusoidal_encoding": ("sinusoidal", "B L E"),
+    "varlen_attention": ("varlen", "T H D, _ Hkv D, _ Hkv D"),
+    "decode_attention": ("decode", _HEADS),
+    "hopfield_retrieve": ("hopfield", "B L D, _ N D"),
+}
 
 
-def _note_sdpa(
+def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> str:
+    """A call of a primitive, with all of its tensors and its record of options."""
+    used, words = tensors[: shapes.count(",") + 1], {}
+    sizes = _sizes(shapes, used)
+    if op in ("sdpa", "varlen"):
+        mask = tensors[3] if op == "sdpa" else None
+        words["mask"] = _mask_kind(mask, options.window_right == 0 and options.window_left < 0)
+    if op == "sdpa":
+        words["weights"] = ("none", "per-head", "average")[options.weights]
+    elif op == "additive":
+        words["mask"] = _mask_kind(tensors[5], options.causal)
+    elif op == "memory_hops":
+        own = used[1].shape[0] > 1 or sizes["B"] == 1
+        sizes |= {"K": options.hops, "S": sizes["B"] if own else 1}
+    elif op == "varlen":
+        # In the benchmark's cells L is the length, and the mean is L / 2.
+        sizes["B"] = max(tensors[3].numel() - 1, 1)
+        sizes["L"] = -(-2 * sizes.pop("T") // sizes["B"])
+    elif op == "decode":
+        _, keys, values, _, table = tensors[:5]
+        if table is not None:  # paged: the shapes do not include the length of the cache
+            return ""
+        if values.shape[-1] < keys.shape[-1] and values.data_ptr() == keys.data_ptr():
+            words["option"] = "latent"  # the first columns of the keys
+    elif op == "hopfield":
+        sizes |= {"H": 1, "K": options.steps_max}  # heads are in the batch
+    return _line(op, sizes, used, **words)
+
+
+def _sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    weights: str = "none",
     **options: Any,
-) -> str | None:
+) -> str:
     tensors = (query, key, value)
-    words = {"mask": _mask_kind(attn_mask, is_causal), "weights": weights}
-    return _line("sdpa", _sizes(_HEADS, *tensors), query, _wants_grad(*tensors), **words)
+    mask = _mask_kind(attn_mask, is_causal)
+    return _line("sdpa", _sizes(_HEADS, tensors), tensors, mask=mask)
 
 
-def _note_module(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    *args: Any,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    **options: Any,
-) -> str | None:
+def _module(*args: Any, **kwargs: Any) -> str:
     """`F.multi_head_attention_forward`: [L, B, E], and True in a mask is ignored."""
+    call = inspect.signature(functional.multi_head_attention_forward).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = SimpleNamespace(**call.arguments)
+    query, key, value, heads = given.query, given.key, given.value, given.num_heads
+    weights = "average" if given.average_attn_weights else "per-head"
+    mask = given.attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = ~mask
+    kind = "padding" if given.key_padding_mask is not None else _mask_kind(mask, given.is_causal)
     length, batch = query.shape[0], query.shape[1] if query.dim() == 3 else 1
-    weights = ("average" if average_attn_weights else "per-head") if need_weights else "none"
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = ~attn_mask
-    mask = "padding" if key_padding_mask is not None else _mask_kind(attn_mask, is_causal)
-    op, sizes = "mha", {"B": batch, "L": length, "E": query.shape[-1], "H": num_heads}
+    op, sizes = "mha", {"B": batch, "L": length, "E": query.shape[-1], "H": heads}
     if not query.shape == key.shape == value.shape:  # cross-attention: without the projections
-        width = query.shape[-1] // num_heads
-        op, sizes = "sdpa", {"B": batch, "H": num_heads, "Hkv": num_heads, "Lq": length}
+        width = query.shape[-1] // heads
+        op, sizes = "sdpa", {"B": batch, "H": heads, "Hkv": heads, "Lq": length}
         sizes |= {"Lk": key.shape[0], "D": width, "Dv": width}
-    grad = _wants_grad(query, key, value, *args)
-    return _line(op, sizes, query, grad, mask=mask, weights=weights)
+    tensors = [x for x in call.arguments.values() if isinstance(x, Tensor)]
+    return _line(op, sizes, tensors, mask=kind, weights=weights if given.need_weights else "none")
 
 
-def _primitive_sdpa(tensors: Sequence[Any], options: Any) -> str | None:
-    causal = options.window_right == 0 and options.window_left < 0
-    weights = ("none", "per-head", "average")[options.weights]
-    query, key, value, mask = tensors[:4]
-    return _note_sdpa(query, key, value, mask, is_causal=causal, weights=weights)
-
-
-def _primitive_additive(tensors: Sequence[Any], options: Any) -> str | None:
-    sizes = _sizes("B Lq A, B Lk A, B Lk Dv", *tensors[:3])
-    kind = _mask_kind(tensors[5], options.causal)
-    return _line("additive", sizes, tensors[0], _wants_grad(*tensors[:3]), mask=kind)
-
-
-def _primitive_hops(tensors: Sequence[Any], options: Any) -> str | None:
-    query, memory = tensors[:2]
-    sizes = _sizes("B D, _ N D", query, memory) | {"K": options.hops}
-    sizes["S"] = sizes["B"] if memory.shape[0] > 1 or sizes["B"] == 1 else 1
-    return _line("memory_hops", sizes, query, _wants_grad(query, memory))
-
-
-def _primitive_encode(tensors: Sequence[Any], options: Any) -> str | None:
-    sizes = _sizes("_ B N J, _ V D", tensors[0], tensors[1])
-    return _line("encode_memory", sizes, tensors[1], _wants_grad(tensors[1]))
-
-
-def _primitive_varlen(tensors: Sequence[Any], options: Any) -> str | None:
-    """L is twice the mean length: in the benchmark's cells, L is the length and the mean is L/2."""
-    query, key, value, ends = tensors[:4]
-    sizes = _sizes("T H D, _ Hkv D", query, key) | {"B": max(ends.numel() - 1, 1)}
-    sizes["L"] = -(-2 * sizes.pop("T") // sizes["B"])
-    mask = "causal" if options.window_right == 0 and options.window_left < 0 else "none"
-    return _line("varlen", sizes, query, _wants_grad(query, key, value), mask=mask)
-
-
-def _primitive_decode(tensors: Sequence[Any], options: Any) -> str | None:
-    query, keys, values, _, table = tensors[:5]
-    if table is not None:  # paged: the shapes do not include the length of the cache
-        return None
-    narrower = values.shape[-1] < keys.shape[-1]
-    latent = narrower and values.data_ptr() == keys.data_ptr()  # the first columns of the keys
-    option = "latent" if latent else "none"
-    return _line("decode", _sizes(_HEADS, query, keys, values), query, False, option=option)
-
-
-def _primitive_hopfield(tensors: Sequence[Any], options: Any) -> str | None:
-    sizes = _sizes("B L D, _ N D", tensors[0], tensors[1])  # heads are in the batch
-    sizes |= {"H": 1, "K": options.steps_max}
-    return _line("hopfield", sizes, tensors[0], _wants_grad(*tensors[:2]))
-
-
-def _primitive_sinusoidal(tensors: Sequence[Any], options: Any) -> str | None:
-    return _line("sinusoidal", _sizes("B L E", tensors[0]), tensors[0], _wants_grad(tensors[0]))
-
-
-_NOTES: dict[Any, Callable[..., str | None]] = {
-    functional.scaled_dot_product_attention: _note_sdpa,
-    functional.multi_head_attention_forward: _note_module,
-}
-_PRIMITIVES: dict[str, Callable[[Sequence[Any], Any], str | None]] = {
-    "scaled_dot_product_attention": _primitive_sdpa,
-    "additive_attention": _primitive_additive,
-    "memory_hop_attention": _primitive_hops,
-    "encode_memory": _primitive_encode,
-    "sinusoidal_encoding": _primitive_sinusoidal,
-    "varlen_attention": _primitive_varlen,
-    "decode_attention": _primitive_decode,
-    "hopfield_retrieve": _primitive_hopfield,
+_FUNCTIONS: dict[Any, Callable[..., str]] = {
+    functional.scaled_dot_product_attention: _sdpa,
+    functional.multi_head_attention_forward: _module,
 }
 
 
