@@ -26,7 +26,7 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -35,20 +35,16 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
-from fastattn.bench import ops, peaks
+from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched
 from fastattn.bench.environment import describe_environment
 from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.providers.passes import Outputs, run_passes
-from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
-
-__all__ = ["BUDGET", "budget", "columns", "lines", "measure", "microseconds"]
+from fastattn.bench.results import CellResult, Outcome, Result, Round
 
 SAMPLE_SECONDS = 0.002
-GUARD_SECONDS = 0.02
 _ALLOCATORS = (
     *((torch, name) for name in ("empty", "empty_like", "empty_strided", "zeros")),
     (Tensor, "new_empty"),
@@ -57,10 +53,10 @@ _ALLOCATORS = (
 
 @dataclass(frozen=True)
 class Part:
-    """`inside` lists the functions that are timed, within the pass; None: the pass itself."""
+    """`inside` lists the functions that are timed, within the pass; without: the pass itself."""
 
     within: str  # call, forward or plain
-    inside: Callable[[], Sequence[tuple[Any, str]]] | None = None
+    inside: Callable[[], Sequence[tuple[Any, str]]] = tuple
     emptied: bool = False
     one_thread: bool = False
 
@@ -160,52 +156,35 @@ def lines(result: Result) -> list[str]:
 def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) -> Result:
     """Measure every part of every cell, in rounds of random order, in this process."""
     torch.set_num_threads(threads)
-    settings = {
-        "threads": threads,
-        "rounds": rounds,
-        "seed": seed,
-        "baseline": "call",
-        "cache": "warm",
-        "providers": list(PARTS),
-    }
-    providers = {name: {"status": "ok"} for name in PARTS}
-    result = Result(describe_environment() | {"threads": threads}, settings, providers)
+    settings = {"threads": threads, "rounds": rounds, "seed": seed, "baseline": "call"}
+    environment = describe_environment() | {"threads": threads}
+    result = Result(environment, settings, {name: {"status": "ok"} for name in PARTS})
     order = random.Random(seed)
     with dispatch.use_backend("cpu"):
-        for cell in cells:
-            result.cells.append(_measured(cell, result, rounds, order))
+        result.cells = [_measured(cell, threads, rounds, seed, order) for cell in cells]
     return result
 
 
-def _measured(cell: Cell, result: Result, rounds: int, order: random.Random) -> CellResult:
-    # The parts have no count of operations: 0 keeps them from being compared with the peak.
-    found = CellResult(cell, 0, bytes_touched(cell))
-    seed, threads = result.settings["seed"], result.settings["threads"]
+def _measured(cell: Cell, threads: int, rounds: int, seed: int, order: random.Random) -> CellResult:
+    found = CellResult(cell, 0, bytes_touched(cell))  # parts have no count of operations
     samples = _Samples(cell, make_inputs(cell, seed))
     check = Oracle(cell, seed).check(samples.outputs())
+    found.outcomes["call"] = check
     if not check.ok:
-        found.outcomes = {"call": Outcome("WRONG", check.reason)}
         return found
     same = _same(cell, threads)
-    parts = {name: part for name, part in PARTS.items() if part.within in samples.calls}
-    measured = [name for name in parts if name not in same]
-    for name in measured:
-        # The least: the first calls of a part may take a hundred times as long as later ones.
-        seconds = min(samples.seconds(name, 1) for _ in range(5))
-        count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-6))))
-        found.outcomes[name] = Outcome(inner=count)
-    checked = found.outcomes["call"]
-    checked.max_error, checked.bound, checked.largest = check.max_error, check.bound, check.largest
-    before = _guard(cell, result, threads)
+    for name, part in PARTS.items():
+        if part.within in samples.calls and name not in same:
+            # The least: the first calls of a part may take a hundred times as long as later ones.
+            seconds = min(samples.seconds(name, 1) for _ in range(5))
+            count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-6))))
+            found.outcomes.setdefault(name, Outcome()).inner = count
     for _ in range(rounds):
-        turn = Round((0.0, 0.0), {}, guard_seconds=GUARD_SECONDS)
-        for name in order.sample(measured, len(measured)):
+        turn = Round((0.0, 0.0), {})
+        for name in order.sample(list(found.outcomes), len(found.outcomes)):
             turn.ms[name] = samples.seconds(name, found.outcomes[name].inner or 1) * 1e3
         turn.ms |= {name: turn.ms[other] for name, other in same.items()}
-        after = _guard(cell, result, threads)
-        turn.guard, turn.share = (before[0], after[0]), min(before[1], after[1])
         found.rounds.append(turn)
-        before = after
     return found
 
 
@@ -216,14 +195,6 @@ def _same(cell: Cell, threads: int) -> dict[str, str]:
         same |= {"forward": "call", "plain": "call"}
         same |= {"forward adapter": "adapter", "plain adapter": "adapter"}
     return same
-
-
-def _guard(cell: Cell, result: Result, threads: int) -> tuple[float, float]:
-    kind = KIND_OF_DTYPE[cell.dtype]
-    found = peaks.measure_peak(kind, threads, GUARD_SECONDS)
-    best = result.peaks.setdefault(kind, Peak(found.rate, found.method, unit=found.unit))
-    best.rate = max(best.rate, found.rate)
-    return found.rate, found.share
 
 
 class _Samples:
@@ -255,10 +226,12 @@ class _Samples:
     def seconds(self, name: str, count: int) -> float:
         """The mean time of a part in `count` calls."""
         part = PARTS[name]
-        call = self.calls[part.within]
+        call, watch = self.calls[part.within], Stopwatch()
         gradient = self.cell.passes != "fwd" and part.within != "plain"
         with torch.set_grad_enabled(gradient), contextlib.ExitStack() as stack:
-            watch = None if part.inside is None else stack.enter_context(_watch(part))
+            for owner, function in part.inside():
+                timed = _timed(getattr(owner, function), watch, part.emptied)
+                stack.enter_context(mock.patch.object(owner, function, timed))
             if part.one_thread:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(1)
@@ -267,34 +240,21 @@ class _Samples:
                 call()
             total = time.perf_counter() - start
         # Where no function of a part is called, a nanosecond: rates divide by it.
-        return max(1e-9, (total if watch is None else watch.seconds) / count)
+        return max(1e-9, (total if part.inside is tuple else watch.seconds) / count)
 
 
-@contextlib.contextmanager
-def _watch(part: Part) -> Iterator[Stopwatch]:
-    """A stopwatch of the time inside the functions of a part."""
-    watch = Stopwatch()
-    assert part.inside is not None
-    with contextlib.ExitStack() as stack:
-        for owner, name in part.inside():
-            original = getattr(owner, name)
-            stack.enter_context(mock.patch.object(owner, name, _timed(original, watch, part)))
-        yield watch
-
-
-def _timed(function: Callable[..., Any], watch: Stopwatch, part: Part) -> Callable[..., Any]:
+def _timed(function: Callable[..., Any], watch: Stopwatch, emptied: bool) -> Callable[..., Any]:
     own = _own_seconds()
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
         if watch.is_running:  # within another function of the part
             return function(*args, **kwargs)
-        given = _emptied(args) if part.emptied else args
         watch.start()
-        result = function(*given, **kwargs)
+        result = function(*(_emptied(args) if emptied else args), **kwargs)
         watch.stop()
         watch.seconds -= own
-        return function(*args, **kwargs) if part.emptied else result
+        return function(*args, **kwargs) if emptied else result
 
     return timed
 
