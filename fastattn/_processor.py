@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Processor", "cpuinfo", "processor"]
+__all__ = ["Processor", "cpuinfo", "described", "processor"]
 
 _DISTINGUISHING = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
@@ -44,10 +44,7 @@ def processor(device: str = "cpu", index: int = 0) -> Processor:
         return Processor(device, vendor, torch.cuda.get_device_name(index))
     if device != "cpu":
         return Processor(device)
-    try:
-        native = importlib.import_module("fastattn._cpu").processor()
-    except Exception:  # not built, or broken: `fastattn info` says which
-        native = _processor_by_linux()
+    native = described()
     vendor, name = _VENDORS.get(native["vendor"], native["vendor"]), native["brand"]
     if native["family"]:  # a hypervisor may hide the name
         name = f"{name} (family {native['family']}, model {native['model']})".strip()
@@ -69,9 +66,15 @@ def cpuinfo() -> dict[str, str]:
     return fields
 
 
-def _processor_by_linux() -> dict[str, Any]:
-    """The same as ``_cpu.processor``, as far as Linux provides it."""
-    fields = cpuinfo()
+def described() -> dict[str, Any]:
+    """The vendor, brand, family, model and features of this processor, with Linux's names.
+
+    Features are those that this process may use; without the native core, those that Linux lists.
+    """
+    try:
+        return dict(importlib.import_module("fastattn._cpu").processor())
+    except Exception:  # not built, or broken: `fastattn info` says which
+        fields = cpuinfo()
     return {
         "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
         "brand": fields.get("model name", ""),

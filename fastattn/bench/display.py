@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
-from fastattn.bench.peaks import UNIT_NAMES
+from fastattn.bench.peaks import KINDS, words_of
 from fastattn.bench.results import CellResult, Result
 from fastattn.bench.rounds import usual_states
 from fastattn.bench.summary import Row, option_words, rows_of
@@ -146,19 +146,7 @@ def page(result: Result, rows: Sequence[Row], metrics: Sequence[str]) -> str:
 def conditions(result: Result) -> str:
     """The conditions of a result in one paragraph, to print below a table or plot."""
     env, settings = result.environment, result.settings
-    peaks = []
-    for kind, unit, words in (
-        ("fma_f32", "GFLOP/s", "fp32 FMA"),
-        ("dot_bf16", "GFLOP/s", "bf16"),
-        ("dot_f16", "GFLOP/s", "fp16"),
-        ("read_bandwidth", "GB/s", "reading memory"),
-        ("copy_bandwidth", "GB/s", "copying it"),
-    ):
-        if (peak := result.peaks.get(kind)) is not None:
-            if kind.startswith("dot_") and (which := UNIT_NAMES.get(peak.unit or kind)):
-                words += f" {which}"
-            note = "" if peak.method == "measured" else f", {peak.method}"
-            peaks.append(f"{words} {peak.rate:.0f} {unit}{note}")
+    peaks = [words_of(kind, result.peaks[kind]) for kind in KINDS if kind in result.peaks]
     threads = settings["threads"]
     rates = f" Best rates of this machine in the same run: {'; '.join(peaks)}." if peaks else ""
     return (

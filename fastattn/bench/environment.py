@@ -6,14 +6,14 @@ import importlib
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastattn._processor import cpuinfo
+from fastattn._processor import described
 from fastattn._version import __version__
 from fastattn.bench.gauges import last_level_bytes
 
@@ -22,20 +22,18 @@ _RELEVANT_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
     *("amx_tile", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve"),
 )
-
-
 # Vendor, family, models and name of a design; a hypervisor may hide the name of the processor.
-_GENERATIONS = (
-    ("AuthenticAMD", 23, (range(0x30),), "zen"),
-    ("AuthenticAMD", 23, (range(0x30, 0x100),), "zen2"),
-    ("AuthenticAMD", 25, (range(0x10), range(0x20, 0x60)), "zen3"),
-    ("AuthenticAMD", 25, (range(0x10, 0x20), range(0x60, 0x80), range(0xA0, 0xB0)), "zen4"),
-    ("AuthenticAMD", 26, (range(0x100),), "zen5"),
-    ("GenuineIntel", 6, ((0x55,),), "skylake"),
-    ("GenuineIntel", 6, ((0x6A, 0x6C),), "ice-lake"),
-    ("GenuineIntel", 6, ((0x8F,),), "sapphire-rapids"),
-    ("GenuineIntel", 6, ((0xCF,),), "emerald-rapids"),
-    ("GenuineIntel", 6, ((0xAD, 0xAE),), "granite-rapids"),
+_GENERATIONS: tuple[tuple[str, int, Collection[int], str], ...] = (
+    ("AuthenticAMD", 23, range(0x30), "zen"),
+    ("AuthenticAMD", 23, range(0x30, 0x100), "zen2"),
+    ("AuthenticAMD", 25, {*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)}, "zen4"),
+    ("AuthenticAMD", 25, range(0x60), "zen3"),
+    ("AuthenticAMD", 26, range(0x100), "zen5"),
+    ("GenuineIntel", 6, (0x55,), "skylake"),
+    ("GenuineIntel", 6, (0x6A, 0x6C), "ice-lake"),
+    ("GenuineIntel", 6, (0x8F,), "sapphire-rapids"),
+    ("GenuineIntel", 6, (0xCF,), "emerald-rapids"),
+    ("GenuineIntel", 6, (0xAD, 0xAE), "granite-rapids"),
 )
 # The strongest of these is part of the folder name.
 _NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
@@ -60,13 +58,11 @@ def processor_slug(environment: Mapping[str, Any]) -> str:
 
 
 def _generation(environment: Mapping[str, Any]) -> str:
-    vendor, family, model = (
-        environment.get(key) for key in ("cpu_vendor", "cpu_family", "cpu_model")
-    )
-    if family is None:
+    vendor, family, model = (environment.get(f"cpu_{key}") for key in ("vendor", "family", "model"))
+    if not family:
         return ""
-    for known_vendor, known_family, ranges, name in _GENERATIONS:
-        if (vendor, family) == (known_vendor, known_family) and any(model in r for r in ranges):
+    for known_vendor, known_family, models, name in _GENERATIONS:
+        if (vendor, family) == (known_vendor, known_family) and model in models:
             return name
     return f"family{family}-model{model}"
 
@@ -76,8 +72,8 @@ def _slug(name: str) -> str:
 
 
 def describe_environment(device: str = "cpu") -> dict[str, Any]:
+    core, processor = native_core(), described()
     gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name()}
-    core = native_core()
     return {
         "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "fastattn": __version__,
@@ -86,30 +82,13 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        **_processor(core),
+        "cpu": processor["brand"] or platform.machine(),
+        **{f"cpu_{key}": processor[key] for key in ("vendor", "family", "model")},
+        "cpu_flags": [flag for flag in _RELEVANT_FLAGS if flag in processor["features"]],
         **gpu,
         "last_cache": last_level_bytes(),
         "cores": torch.get_num_threads(),
     }
-
-
-def _processor(core: Any) -> dict[str, Any]:
-    fields = cpuinfo()
-    if not fields:
-        return {"cpu": platform.processor() or platform.machine(), "cpu_flags": []}
-    flags = fields.get("flags", fields.get("Features", "")).split()
-    if core is not None:  # Linux may list AMX, but not let this process use it, as in a sandbox
-        usable = core.processor()["features"]
-        flags = [flag for flag in flags if not flag.startswith("amx_") or flag in usable]
-    design = {}
-    if "cpu family" in fields:
-        design = {
-            "cpu_vendor": fields["vendor_id"],
-            "cpu_family": int(fields["cpu family"]),
-            "cpu_model": int(fields["model"]),
-        }
-    relevant = [flag for flag in _RELEVANT_FLAGS if flag in flags]
-    return {"cpu": fields.get("model name", platform.machine()), **design, "cpu_flags": relevant}
 
 
 def native_core() -> Any:

@@ -10,6 +10,7 @@ it takes the core for milliseconds at a time; the system counts that.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import resource
 import time
@@ -58,17 +59,15 @@ def last_level_bytes() -> int:
         return _UNKNOWN_CACHE
 
 
-class Sweeper:
+def flush_caches(device: str) -> None:
     """Writes a buffer twice as large as the last-level cache, which evicts all other data."""
+    _buffer(device).add_(1)
 
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
 
-    def sweep(self, device: str) -> None:
-        if self._buffer is None or self._buffer.device.type != device:
-            count = 2 * last_level_bytes() // 4 if device == "cpu" else 64 << 20
-            self._buffer = torch.zeros(count, device=device)
-        self._buffer.add_(1)
+@functools.cache
+def _buffer(device: str) -> Tensor:
+    count = 2 * last_level_bytes() // 4 if device == "cpu" else 64 << 20
+    return torch.zeros(count, device=device)
 
 
 def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> tuple[Any, int | None]:
@@ -113,10 +112,9 @@ class Probe:
 
     def __call__(self) -> float:
         """The microseconds of the kernel."""
-        usual = torch.get_num_threads()
+        usual, best = torch.get_num_threads(), float("inf")
         if usual != self.threads:  # only then, because it empties the caches of oneDNN
             torch.set_num_threads(self.threads)
-        best = float("inf")
         with torch.no_grad(), use_backend(self.backend):  # whatever the provider forces
             for _ in range(_PROBES):
                 start = time.perf_counter()

@@ -11,15 +11,23 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 
 from fastattn.bench.environment import native_core
 from fastattn.bench.results import Peak
 
-KINDS = ("fma_f32", "fma_f64", "dot_bf16", "dot_f16", "read_bandwidth", "copy_bandwidth")
+# In words, and the unit of the rate.
+KINDS = {
+    "fma_f32": ("fp32 FMA", "GFLOP/s"),
+    "fma_f64": ("fp64 FMA", "GFLOP/s"),
+    "dot_bf16": ("bf16", "GFLOP/s"),
+    "dot_f16": ("fp16", "GFLOP/s"),
+    "read_bandwidth": ("reading memory", "GB/s"),
+    "copy_bandwidth": ("copying it", "GB/s"),
+}
 KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
 # The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak.
 _UNITS = {
@@ -45,39 +53,23 @@ _COPY_ELEMENTS = 1 << 25
 _ROOF_SECONDS = 0.3
 
 
-class Rate(NamedTuple):
-    """A rate in GFLOP/s (GB/s for a bandwidth), and how it was measured.
-
-    method  "measured", or why the rate is not an upper limit
-    share   the share of its threads' time that this process received: less than 1 if others use
-            the cores. 1 for all but loops of arithmetic, which alone keep all threads busy
-    unit    the unit that reached it, if there are several
-    """
-
-    rate: float
-    method: str
-    share: float = 1.0
-    unit: str = ""
-
-
 def kind_of(dtype: str, measured: Container[str]) -> str:
     """The kind of peak of a dtype; files without dot_f16 in `measured` use fma_f32 for fp16."""
     kind = KIND_OF_DTYPE[dtype]
     return "fma_f32" if kind == "dot_f16" and kind not in measured else kind
 
 
-def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -> Rate:
-    """Measures a rate for `seconds`; a longer load may run at a lower clock."""
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of peak {kind!r}; known are {', '.join(KINDS)}")
-    if kind == "copy_bandwidth":
-        source = torch.ones(_COPY_ELEMENTS, device=device)
-        target = torch.zeros_like(source)
-        rate = _best_rate(lambda: target.copy_(source), 8 * _COPY_ELEMENTS, seconds, device)
-        return Rate(rate, "torch copy")
+def measure_peak(
+    kind: str, threads: int, seconds: float, device: str = "cpu"
+) -> tuple[Peak, float]:
+    """Measures a peak for `seconds`; a longer load may run at a lower clock.
+
+    Also returns the share of its threads' time that this process received: less than 1 if others
+    use the cores. 1 for all but loops of arithmetic, which alone keep all threads busy.
+    """
     core = native_core() if device == "cpu" else None
-    if core is None:
-        return Rate(*_estimate(kind, seconds, device))
+    if core is None or kind == "copy_bandwidth":
+        return _estimate(kind, seconds, device), 1.0
     info = core.build_info()
     # The machine's peak is that of its best instruction set, also if another one is forced.
     core.set_isa(info["supported"][-1])
@@ -89,9 +81,8 @@ def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -
     finally:
         core.set_isa(info["isa"])
     method = f"without {unmeasured}, which was not built" if unmeasured else "measured"
-    if kind == "read_bandwidth":
-        return Rate(rate, method)
-    return Rate(rate, method, share, unit if kind in _UNITS else "")
+    share = 1.0 if kind == "read_bandwidth" else share
+    return Peak(rate, method, unit=unit if kind in _UNITS else ""), share
 
 
 @functools.cache
@@ -106,16 +97,23 @@ def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
     return max(units, key=lambda unit: rates[unit]), ", ".join(unmeasured)
 
 
-def _estimate(kind: str, seconds: float, device: str) -> tuple[float, str]:
-    if kind == "read_bandwidth":
+def _estimate(kind: str, seconds: float, device: str) -> Peak:
+    if kind == "copy_bandwidth":
+        source = torch.ones(_COPY_ELEMENTS, device=device)
+        target = torch.zeros_like(source)
+        work, method = 8 * _COPY_ELEMENTS, "torch copy"
+        rate = _best_rate(lambda: target.copy_(source), work, seconds, device)
+    elif kind == "read_bandwidth":
         buffer = torch.ones(_READ_ELEMENTS, device=device)
-        rate = _best_rate(buffer.sum, 4 * _READ_ELEMENTS, seconds, device)
-        return rate, "torch.sum estimate"
-    dtype = _MM_DTYPES.get(kind, torch.float32)
-    size = _MM_SIZE if device == "cpu" else 8 * _MM_SIZE
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    rate = _best_rate(lambda: matrix @ matrix, 2 * size**3, seconds, device)
-    return rate, "torch.mm estimate"
+        work, method = 4 * _READ_ELEMENTS, "torch.sum estimate"
+        rate = _best_rate(buffer.sum, work, seconds, device)
+    else:
+        dtype = _MM_DTYPES.get(kind, torch.float32)
+        size = _MM_SIZE if device == "cpu" else 8 * _MM_SIZE
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        work, method = 2 * size**3, "torch.mm estimate"
+        rate = _best_rate(lambda: matrix @ matrix, work, seconds, device)
+    return Peak(rate, method)
 
 
 def synchronize(device: str) -> None:
@@ -138,52 +136,32 @@ def _best_rate(call: Callable[[], object], work: int, seconds: float, device: st
             return work / best / 1e9
 
 
-# The roofline: the limits of arithmetic and memory, and the share of them that a cell reaches.
+def words_of(kind: str, peak: Peak) -> str:
+    """The peak, how it was measured, and by which unit."""
+    words, unit = KINDS[kind]
+    if kind in _UNITS and (which := UNIT_NAMES.get(peak.unit or kind)):
+        words += f" {which}"
+    note = "" if peak.method == "measured" else f", {peak.method}"
+    return f"{words} {peak.rate:.0f} {unit}{note}"
 
 
 def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
     """Measures every peak; also returns the least share of the cores that it received."""
     peaks, least = {}, 1.0
     for kind in KINDS:
-        samples = [measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)]
-        rates = [sample.rate for sample in samples]
-        peaks[kind] = Peak(max(rates), samples[0].method, rates, samples[0].unit)
-        least = min(least, *(sample.share for sample in samples))
+        found = [measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)]
+        peaks[kind], _ = max(found, key=lambda one: one[0].rate)
+        peaks[kind].samples = [peak.rate for peak, _ in found]
+        least = min(least, *(share for _, share in found))
     return peaks, least
 
 
 def roof_lines(peaks: dict[str, Peak]) -> list[str]:
     """The peaks, and the intensity from which arithmetic is the limit."""
-    read = peaks["read_bandwidth"].rate
-    lines = [f"reading memory  {read:8.1f} GB/s  {_spread(peaks['read_bandwidth'])}"]
-    if copy := peaks.get("copy_bandwidth"):
-        lines.append(f"copying it      {copy.rate:8.1f} GB/s  {_spread(copy)}")
-    for dtype, kind in KIND_OF_DTYPE.items():
-        if kind in peaks:
-            rate = peaks[kind].rate
-            lines.append(
-                f"{dtype} arithmetic {rate:8.1f} GFLOP/s  {_spread(peaks[kind])}; the limit from "
-                f"{rate / read:.1f} FLOP per byte on"
-            )
-    return lines
-
-
-def _spread(peak: Peak) -> str:
-    method = f", {UNIT_NAMES[peak.unit]}" if peak.unit in UNIT_NAMES else ""
-    method += "" if peak.method == "measured" else f", {peak.method}"
-    if not peak.samples:
-        return method.removeprefix(", ")
-    return f"({min(peak.samples):.1f} to {max(peak.samples):.1f}{method})"
-
-
-def cell_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The intensity of each row, its limit, and the share of it that it reaches."""
-    lines = [f"{'FLOP/byte':>10} {'GFLOP/s':>8} {'roof':>8} {'share':>6}  cell"]
-    for row in rows:
-        if row["percent_of_roof"] is not None:
-            name = f"{row['op']} {row['shape']} {row['dtype']} {row['pass']} {row['provider']}"
-            lines.append(
-                f"{row['intensity']:10.1f} {row['gflops']:8.1f} {row['roof_gflops']:8.1f} "
-                f"{row['percent_of_roof']:4.0f} %  {name}"
-            )
+    lines, read = [], peaks["read_bandwidth"].rate
+    for kind, peak in peaks.items():
+        line = f"{words_of(kind, peak)} ({min(peak.samples):.1f} to {max(peak.samples):.1f})"
+        if kind in KIND_OF_DTYPE.values():
+            line += f"; the limit from {peak.rate / read:.1f} FLOP per byte on"
+        lines.append(line)
     return lines

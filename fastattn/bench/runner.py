@@ -20,7 +20,7 @@ from fastattn.bench.inputs import true_in_mask
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.providers import DEFAULT, isa_of
-from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
+from fastattn.bench.results import CellResult, Outcome, Result, Round
 from fastattn.bench.rounds import (
     MIN_KEPT,
     QUIET,
@@ -175,11 +175,10 @@ class Runner:
         """Measures a peak and keeps the best of the run."""
         threads, device = self.settings.threads, self.settings.cells[0].device
         request = {"kind": kind, "threads": threads, "seconds": seconds, "device": device}
-        found = self.workers[""].ask(START_SECONDS, "peak", **request)
-        new = Peak(found.rate, found.method, unit=found.unit)
-        best = self.result.peaks.setdefault(kind, new)
+        found, share = self.workers[""].ask(START_SECONDS, "peak", **request)
+        best = self.result.peaks.setdefault(kind, found)
         best.rate = max(best.rate, found.rate)
-        return found.rate, found.share
+        return found.rate, share
 
     # One cell
 

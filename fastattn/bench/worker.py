@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.bench import ops, peaks
+from fastattn.bench import ops, peaks, results
 from fastattn.bench.cells import Cell
-from fastattn.bench.gauges import Probe, Stopwatch, Sweeper, peak_extra_bytes, times_pushed
+from fastattn.bench.gauges import Probe, Stopwatch, flush_caches, peak_extra_bytes, times_pushed
 from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.providers import Provider, load
 
@@ -50,7 +50,6 @@ class Worker:
         self.device, self.cold = "cpu", False
         self.stopwatch: Stopwatch | None = None
         self.probe: Callable[[], float] = float
-        self.sweeper = Sweeper()
 
     def open(self, provider: str, threads: int) -> dict[str, Any]:
         """Loads the provider; returns what it is and its versions."""
@@ -117,7 +116,7 @@ class Worker:
         lost, began = times_pushed(), time.perf_counter()
         probes = [self.probe()] if self.device == "cpu" else []
         watched = self._watched()
-        seconds = self._seconds_cold(call, inner) if self.cold else self._seconds(call, inner)
+        seconds = self._seconds(call, inner)
         watched = self._watched() - watched
         probes += [self.probe()] if self.device == "cpu" else []
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
@@ -134,6 +133,11 @@ class Worker:
         return 0.0 if self.stopwatch is None else self.stopwatch.seconds
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
+        """The duration of so many calls; flushing the caches before each is not timed."""
+        if self.cold and count > 1:
+            return sum(self._seconds(call, 1) for _ in range(count))
+        if self.cold:
+            flush_caches(self.device)
         peaks.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
@@ -141,15 +145,9 @@ class Worker:
         peaks.synchronize(self.device)
         return time.perf_counter() - start
 
-    def _seconds_cold(self, call: Callable[[], Any], count: int) -> float:
-        """The same, but flushes the caches before each call, outside the timing."""
-        total = 0.0
-        for _ in range(count):
-            self.sweeper.sweep(self.device)
-            total += self._seconds(call, 1)
-        return total
-
-    def peak(self, kind: str, threads: int, seconds: float, device: str) -> peaks.Rate:
+    def peak(
+        self, kind: str, threads: int, seconds: float, device: str
+    ) -> tuple[results.Peak, float]:
         torch.set_num_threads(threads)
         return peaks.measure_peak(kind, threads, seconds, device)
 

@@ -12,7 +12,6 @@ import pytest
 from bench_results import bench, cell_of
 
 from fastattn.bench import results, runner
-from fastattn.bench.peaks import Rate
 
 
 @pytest.mark.complete
@@ -42,7 +41,7 @@ def test_a_budget_that_runs_out_cuts_the_last_cells_and_not_the_rounds_of_the_fi
 
     replies: dict[str, Callable[..., Any]] = {
         "open": lambda **_: {},
-        "peak": lambda **_: Rate(1.0, "measured"),
+        "peak": lambda **_: (results.Peak(1.0, "measured"), 1.0),
         "why_not": lambda **_: [],
         "prepare": lambda **_: {"outputs": b"", "seconds": 0.5, "inner": 1, "peak_bytes": 0},
         "time": time,

@@ -99,7 +99,7 @@ def test_the_peak_of_a_dtype_is_that_of_its_fastest_unit(
 ) -> None:
     core = fake_core(rates, features)
     monkeypatch.setattr(peaks, "native_core", lambda: core)
-    found = peaks.measure_peak(kind, 2, 0.01)
+    found, _ = peaks.measure_peak(kind, 2, 0.01)
     assert (found.rate, found.unit, found.method) == expected
 
 

@@ -185,16 +185,6 @@ def test_a_result_beyond_the_peak_is_not_rendered(
     assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in printed
 
 
-def test_what_linux_shows_and_does_not_let_use_is_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = ModuleType("core")
-    core.__dict__["processor"] = lambda: {"features": ["avx2", "amx_tile"]}
-    shown = {"flags": "fma avx2 amx_tile amx_bf16"}
-    monkeypatch.setattr(environment, "cpuinfo", lambda: shown)
-    assert environment._processor(core)["cpu_flags"] == ["avx2", "fma", "amx_tile"]
-    every = environment._processor(None)["cpu_flags"]
-    assert every == ["avx2", "fma", "amx_tile", "amx_bf16"]
-
-
 XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6, "cpu_model": 143}
 XEON_FLAGS = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
 

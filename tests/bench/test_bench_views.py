@@ -198,8 +198,8 @@ def test_the_roof_is_the_lower_of_arithmetic_and_memory() -> None:
     cold.cells[0].bytes_touched = 10**8 // 2
     assert summary.summarise(cold)[1]["roof_gflops"] == pytest.approx(60)
     printed = "\n".join(peaks.roof_lines(cold.peaks))
-    assert "reading memory      30.0 GB/s" in printed
-    assert "copying it          25.0 GB/s  (25.0 to 25.0, torch copy)" in printed
+    assert "reading memory 30 GB/s (30.0 to 30.0)" in printed
+    assert "copying it 25 GB/s, torch copy (25.0 to 25.0)" in printed
     assert "the limit from 6.7 FLOP per byte on" in printed
 
 
