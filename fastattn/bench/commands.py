@@ -198,7 +198,7 @@ def list_all(args: argparse.Namespace) -> int:
     for title, abouts in (
         (
             "Whole models (bench model NAME)",
-            {name: "; ".join(lines) for name, lines in WHOLE_MODELS.items()},
+            {name: "; ".join(x.label for x in lines) for name, lines in WHOLE_MODELS.items()},
         ),
         ("Presets (--preset)", {name: preset.about for name, preset in PRESETS.items()}),
     ):

@@ -9,13 +9,14 @@ A shape with several ranges means every combination. The operator defines the ke
 defaults. `L` sets both Lq and Lk. If an operator has H and one of D and E, the other one may be
 given instead. A line, on the command line or in a file, may contain more:
 
-    [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] [option=NAME]
+    [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=LIST] [weights=LIST] [option=LIST]
     [# LABEL]
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 
 Defaults = Mapping[str, "int | str"]
 MAX_SHAPES = 1000
-_RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
+_VALUE = re.compile(r"(\d+)(?::(\d+):([x+])(\d+))?")
 _OPTIONS = ("dtype", "pass", "mask", "weights", "option")
 
 
@@ -56,8 +57,8 @@ def parse_line(text: str) -> Line:
         else:
             raise ValueError(
                 f"--shapes: {word!r} does not belong in {text.strip()!r}; the form is "
-                "[OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] "
-                "[option=NAME] [# LABEL]"
+                "[OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=LIST] [weights=LIST] "
+                "[option=LIST] [# LABEL]"
             )
     if not shape and not op:
         raise ValueError(f"--shapes: {text.strip()!r} has no KEY=VALUE and no operator")
@@ -81,7 +82,8 @@ def read_lines(path: Path) -> list[Line]:
 def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
     """Every combination that `text` describes, each with all keys of the operator."""
     keys = [*defaults, *_aliases(defaults)]
-    given: dict[str, list[int] | str] = {}
+    ranges: dict[str, list[int]] = {}
+    references: dict[str, str] = {}  # to other keys
     for part in text.split(",") if text else ():
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not value:
@@ -90,17 +92,15 @@ def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
             )
         if key not in keys:
             raise ValueError(f"--shapes: unknown key {key!r}; keys are {', '.join(keys)}")
-        if key in given:
+        if key in ranges or key in references:
             raise ValueError(f"--shapes: {key} is given twice")
-        given[key] = value if value in keys else _values(key, value, defaults.get(key))
-
-    ranges = {key: values for key, values in given.items() if not isinstance(values, str)}
-    count = 1
-    for values in ranges.values():
-        count *= len(values)
+        if value in keys:
+            references[key] = value
+        else:
+            ranges[key] = _values(key, value, defaults.get(key))
+    count = math.prod(map(len, ranges.values()))
     if count > MAX_SHAPES:
         raise ValueError(f"--shapes: {count} combinations, at most {MAX_SHAPES} are allowed")
-    references = {key: other for key, other in given.items() if isinstance(other, str)}
     return [
         _complete(dict(zip(ranges, combination, strict=True)), references, defaults)
         for combination in itertools.product(*ranges.values())
@@ -130,30 +130,23 @@ def _aliases(defaults: Defaults) -> list[str]:
 def _values(key: str, text: str, default: int | str | None) -> list[int]:
     values: list[int] = []
     for item in text.split("|"):
-        match = _RANGE.fullmatch(item)
-        if match:
-            values += _range(key, item, *match.groups())
-        elif item.isdecimal():
-            values.append(int(item))
-        else:
+        match = _VALUE.fullmatch(item)
+        if match is None:
             raise ValueError(
                 f"--shapes: {key}={text} is neither a number, a list 1|2|4, a range FROM:TO:x2 or "
                 "FROM:TO:+64, nor another key"
             )
+        value, end, by = int(match[1]), int(match[2] or match[1]), int(match[4] or 1)
+        if match[2] and (value < 1 or value > end or by < (2 if match[3] == "x" else 1)):
+            raise ValueError(
+                f"--shapes: the range {key}={item} does not go upwards from at least 1"
+            )
+        values.append(value)
+        while match[2] and (value := value * by if match[3] == "x" else value + by) <= end:
+            values.append(value)
     least = 0 if default == 0 else 1  # only a size whose default is 0 may be 0
     if min(values) < least:
         raise ValueError(f"--shapes: {key}={text} must be at least {least}")
-    return values
-
-
-def _range(key: str, text: str, first: str, last: str, kind: str, step: str) -> list[int]:
-    value, end, by = int(first), int(last), int(step)
-    if value < 1 or value > end or by < (2 if kind == "x" else 1):
-        raise ValueError(f"--shapes: the range {key}={text} does not go upwards from at least 1")
-    values = []
-    while value <= end:
-        values.append(value)
-        value = value * by if kind == "x" else value + by
     return values
 
 
