@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.presets import preset_cells
 from fastattn.bench.providers import DEFAULT
+from fastattn.bench.selection import preset_cells
 
 
 @pytest.mark.parametrize("provider", DEFAULT)

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from fastattn import spelling
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES, MASKS, OPTIONS, PASSES, WEIGHTS, Cell
-from fastattn.bench.presets import PRESETS, line_cells, model_cells, preset_cells
-from fastattn.bench.shapes import Line, parse_line, read_lines
+from fastattn.bench.presets import ALL, COMMON_FIRST, PRESETS, RARER, WHOLE_MODELS
+from fastattn.bench.shapes import Line, parse_line, parse_shapes, read_lines
 from fastattn.spelling import names
-
-__all__ = ["add_passes", "add_what", "cells_of", "check_names"]
 
 
 def add_what(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that select cells."""
     parser.set_defaults(models=[])
     what = parser.add_argument_group("what to measure")
-    what.add_argument(
-        "--preset",
-        metavar="LIST",
-        help=f"shapes of real models, comma-separated: {', '.join(PRESETS)}, all (default: quick)",
+    words = f"shapes of real models, comma-separated: {', '.join(PRESETS)}, all (default: quick)"
+    what.add_argument("--preset", metavar="LIST", help=words)
+    words = f"only these operators (default with --shapes: sdpa): {', '.join(ops.OPS)}"
+    spelling.add_list(what, "--op", words)
+    words = (
+        'e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
+        "or @FILE with one such line per line; may be repeated"
     )
-    spelling.add_list(
-        what, "--op", f"only these operators (default with --shapes: sdpa): {', '.join(ops.OPS)}"
-    )
-    what.add_argument(
-        "--shapes",
-        action="append",
-        metavar="S",
-        help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
-        "or @FILE with one such line per line; may be repeated",
-    )
+    what.add_argument("--shapes", action="append", metavar="S", help=words)
     add_passes(what)
     what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
     what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
@@ -60,7 +53,7 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
         raise ValueError("give either --shapes or --preset")
     if args.shapes:
         lines = [line for text in args.shapes for line in _lines(text)]
-        cells = [cell for line in lines for cell in _line_cells(line, args, wanted)]
+        cells = [cell for line in lines for cell in _given_cells(line, args, wanted)]
     else:
         preset = args.preset or ("all" if wanted else "quick")
         cells = preset_cells(preset, args.dtype, args.passes)
@@ -78,22 +71,73 @@ def check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None
             raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
 
 
+def model_cells(
+    names: Sequence[str], dtypes: Sequence[str] = (), passes: Sequence[str] = ()
+) -> list[Cell]:
+    """The cells of whole models; `all` is every one. Raises ValueError for an unknown name."""
+    check_names("model", names, [*WHOLE_MODELS, "all"])
+    chosen = WHOLE_MODELS if "all" in names else dict.fromkeys(names)
+    lines = [line for name in chosen for line in WHOLE_MODELS[name]]
+    cells = [cell for line in lines for cell in _preset_line(line, dtypes, passes, "models")]
+    if not cells:
+        raise ValueError(f"--pass {','.join(passes)}: {', '.join(names)} has no such pass")
+    return cells
+
+
+def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:
+    """The cells of presets, such as "a,b" or "all"; dtypes and passes replace their defaults."""
+    cells = []
+    check_names("--preset", name.split(","), [*PRESETS, "all"])
+    for preset in ALL if name == "all" else name.split(","):
+        lines = PRESETS[preset].lines
+        found = [cell for line in lines for cell in _preset_line(line, dtypes, passes, preset)]
+        if preset in COMMON_FIRST:
+            found.sort(key=_rarity)
+        cells += found
+    return cells
+
+
+def _rarity(cell: Cell) -> tuple[bool, int, int]:
+    return cell.label in RARER, DTYPES.index(cell.dtype), PASSES.index(cell.passes)
+
+
+def _preset_line(
+    line: Line, dtypes: Sequence[str], passes: Sequence[str], preset: str
+) -> list[Cell]:
+    dtypes = dtypes or line.listed("dtype") or ("fp32", "bf16")
+    return _cells(
+        line, line.op, dtypes, passes or line.listed("pass") or ("fwd", "fwd+bwd"), preset
+    )
+
+
 def _lines(text: str) -> list[Line]:
     return read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
 
 
-def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
-    """The cells of one line; none for an operator that --op excludes."""
-    dtypes = spelling.dtypes(line.listed("dtype"), DTYPES, "dtype=")
+def _given_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
+    """The cells of a line of --shapes; none for an operator that --op excludes."""
+    dtypes = args.dtype or spelling.dtypes(line.listed("dtype"), DTYPES, "dtype=") or ["fp32"]
     check_names("pass=", line.listed("pass"), PASSES)
     passes = args.passes or line.listed("pass") or ["fwd"]
     named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]
     for op in named:
         if not set(passes) & set(ops.get(op).PASSES):
             raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(ops.get(op).PASSES)}")
+    chosen = [op for op in named if op in (wanted or named)]
+    return [cell for op in chosen for cell in _cells(line, op, dtypes, passes)]
+
+
+def _cells(
+    line: Line, op: str, dtypes: Sequence[str], passes: Sequence[str], preset: str = ""
+) -> list[Cell]:
+    """Every combination; passes that the operator does not have are left out."""
+    operator = ops.get(op)
+    options = [line.listed(key) or ["none"] for key in ("mask", "weights", "option")]
     return [
-        cell
-        for op in named
-        if op in (wanted or named)
-        for cell in line_cells(line, args.dtype or dtypes or ["fp32"], passes, op)
+        Cell(op, sizes, dtype, direction, *chosen, preset=preset, label=line.label)
+        for sizes in parse_shapes(line.shape, operator.SIZES)
+        for chosen in itertools.product(*options)
+        for dtype in dtypes
+        for direction in passes
+        if direction in operator.PASSES
     ]

@@ -48,7 +48,7 @@ class Worker:
         self.seconds = 0.0  # of one call, estimated
         self.loaded: set[Cell] = set()
         self.device, self.cold = "cpu", False
-        self.stopwatch: Stopwatch | None = None
+        self.stopwatch = Stopwatch()
         self.probe: Callable[[], float] = float
 
     def open(self, provider: str, threads: int) -> dict[str, Any]:
@@ -76,16 +76,12 @@ class Worker:
         saved = saved_outputs(cell, outputs)
         del outputs
         self.device, self.cold = cell.device, cold
-        self.stopwatch = ops.get(cell.op).stopwatch
+        self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
         self.call, self.seconds = call, self._seconds(call, 1)
         most = MAX_INNER_COLD if cold else MAX_INNER
         self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
-        return {
-            "outputs": saved,
-            "seconds": self.inner * self.seconds,
-            "inner": self.inner,
-            "peak_bytes": peak_bytes,
-        }
+        seconds = self.inner * self.seconds
+        return {"outputs": saved, "seconds": seconds, "inner": self.inner, "peak_bytes": peak_bytes}
 
     def _load_code(self, cell: Cell) -> None:
         """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
@@ -103,8 +99,9 @@ class Worker:
         """A sample: milliseconds of a call, the share of attention in it, and the state of the
         cores: the probes before and after, and how often a second they were lost.
         """
-        call, inner = self.call, self.inner
+        call, inner, watch = self.call, self.inner, self.stopwatch
         assert call is not None
+        is_cpu = self.device == "cpu"
         gc.collect()
         gc.disable()
         # Wakes the threads, and loads the inputs of a short call into the caches.
@@ -113,24 +110,19 @@ class Worker:
         warm()
         while time.perf_counter() < end:
             warm()
-        lost, began = times_pushed(), time.perf_counter()
-        probes = [self.probe()] if self.device == "cpu" else []
-        watched = self._watched()
+        lost, began, watched = times_pushed(), time.perf_counter(), watch.seconds
+        probes = [self.probe()] if is_cpu else []
         seconds = self._seconds(call, inner)
-        watched = self._watched() - watched
-        probes += [self.probe()] if self.device == "cpu" else []
+        probes += [self.probe()] if is_cpu else []
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
         _settle()
         return {
             "ms": seconds / inner * 1e3,
-            "attention": watched / seconds or None,
+            "attention": (watch.seconds - watched) / seconds or None,
             "probes": probes,
             "pushed": pushed,
         }
-
-    def _watched(self) -> float:
-        return 0.0 if self.stopwatch is None else self.stopwatch.seconds
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
         """The duration of so many calls; flushing the caches before each is not timed."""
@@ -190,15 +182,11 @@ def saved_outputs(cell: Cell, outputs: Any) -> bytes:
     return buffer.getvalue()
 
 
-def end_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies, even during a call that hangs."""
+def main() -> None:
+    # Linux kills this process when its parent dies, even during a call that hangs.
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def main() -> None:
-    end_with_parent()
     connection, worker = Connection(int(sys.argv[1])), Worker()
     while True:
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 START_SECONDS = 120.0
@@ -31,7 +30,7 @@ class WorkerProcess:
 
     def __init__(self, threads: int, cpus: Sequence[int], isa: str = "") -> None:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
-        ours, theirs = socket.socketpair()
+        self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fastattn.bench.worker", str(theirs.fileno())],
@@ -45,7 +44,6 @@ class WorkerProcess:
             )
         if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self._process.pid, cpus)
-        self._connection = Connection(ours.detach())
 
     def ask(self, timeout: float, do: str, **request: Any) -> Any:
         """Sends a request, returns the reply; raises ProviderError on an error, crash or hang."""

@@ -13,8 +13,9 @@ from bench_results import SMALL, bench, parse
 import fastattn
 from fastattn.bench import commands, ops, selection
 from fastattn.bench.cells import DTYPES
-from fastattn.bench.presets import PRESETS, preset_cells
+from fastattn.bench.presets import PRESETS
 from fastattn.bench.providers import PROVIDERS
+from fastattn.bench.selection import preset_cells
 from fastattn.bench.shapes import parse_shapes, shape_text
 
 # Shapes

@@ -19,8 +19,8 @@ from fastattn.bench.cells import (
     visible_pairs,
 )
 from fastattn.bench.peaks import kind_of
-from fastattn.bench.presets import preset_cells
 from fastattn.bench.results import Round
+from fastattn.bench.selection import preset_cells
 
 
 def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:

@@ -19,10 +19,11 @@ from fastattn.bench import display, inputs, ops, selection, summary
 from fastattn.bench.cells import Cell, flops
 from fastattn.bench.models import _model
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.presets import WHOLE_MODELS, model_cells, preset_cells
+from fastattn.bench.presets import WHOLE_MODELS
 from fastattn.bench.providers import load
 from fastattn.bench.providers.passes import leave
 from fastattn.bench.results import Outcome, Result, Round
+from fastattn.bench.selection import model_cells, preset_cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -312,7 +313,7 @@ def test_each_model_has_a_command_and_all_are_a_preset() -> None:
     assert every == preset_cells("models") == model_cells([*WHOLE_MODELS])
     assert {cell.op for cell in every} == {*ops.MODELS}
     assert not {cell.op for cell in preset_cells("all")} & {*ops.MODELS}
-    with pytest.raises(ValueError, match=r"'bert': known are bert-base, .*, all"):
+    with pytest.raises(ValueError, match=r"'bert': allowed are bert-base, .*, all"):
         selection.cells_of(parse("model", "bert"))
     with pytest.raises(ValueError, match="gpt2 has no such pass"):
         selection.cells_of(parse("model", "gpt2", "--pass", "bwd"))
