@@ -6,7 +6,6 @@ The operator's file in `bench/ops` defines the sizes and the cost of the passes.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,24 +30,12 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement as plain data, so it can be sent to another process as JSON.
+    """One measurement as plain data; docs/benchmarks.md explains masks, weights and options.
 
-    op        a name of `bench.ops`, or an importable module of that form
-    sizes     the operator's sizes by their keys, such as {"B": 1, "H": 8, "Lq": 512, ...}
-    passes    fwd (no gradient), bwd (the backward only) or fwd+bwd
-    mask      none, causal (upper left), padding (a key padding mask, half of the keys on average),
-              bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask), or a mask of
-              `fastattn.masks`, for others a [Lq, Lk] mask: documents (eight of equal lengths),
-              prefix (the first half of the keys, and those before the query) or window (keys at
-              most Lk / 4 places before the query)
-    weights   which attention weights are returned: none, average (over the heads) or per-head
-    option    none, window (keys at most Lk / 4 places away), softcap (2), alibi (the slopes of its
-              paper), sinks (a logit per head), relative (a learned bias of every distance), t5
-              (one of 32 buckets of distances), int8 or fp8 (a quantised cache), latent (values are
-              the first columns of the keys), dropout (of 0.1), learnable (the bias of the mask has
-              a gradient), stepwise (one position at a time, on a cache) or layerwise (tying of a
-              memory network)
-    label     a description, such as the model that has this shape
+    op      a name of `bench.ops`, or an importable module of that form
+    sizes   the operator's sizes by their keys, such as {"B": 1, "H": 8, "Lq": 512, ...}
+    passes  fwd (no gradient), bwd (the backward only) or fwd+bwd
+    label   a description, such as the model that has this shape
     """
 
     op: str
@@ -65,18 +52,16 @@ class Cell:
     def __post_init__(self) -> None:
         op = ops.get(self.op)
         for name, allowed in (
-            ("dtype", tuple(DTYPE_BYTES)),
+            ("dtype", DTYPE_BYTES),
             ("passes", op.PASSES),
             ("mask", op.MASKS),
             ("weights", op.WEIGHTS),
             ("option", op.OPTIONS),
             ("device", DEVICES),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, allowed for {self.op} are "
-                    f"{', '.join(allowed)}"
-                )
+            if (given := getattr(self, name)) not in allowed:
+                names = ", ".join(allowed)
+                raise ValueError(f"{name} is {given!r}, allowed for {self.op} are {names}")
         op.check(self.sizes)
         op.check_option(self)
 
@@ -92,19 +77,12 @@ class Cell:
         return shape_text(self.sizes, ops.get(self.op).SIZES)
 
     @property
-    def options(self) -> str:
-        """Mask, weights and option in words; empty if all are "none"."""
-        return ", ".join(options_in_words(self.mask, self.weights, self.option))
-
-    @property
     def name(self) -> str:
         """A name that is unique within a run and readable in a log."""
+        options = ", ".join(options_in_words(self.mask, self.weights, self.option))
         device = "" if self.device == "cpu" else f"on {self.device}"
-        words = [self.op, self.shape, self.dtype, self.passes, self.options, device]
+        words = [self.op, self.shape, self.dtype, self.passes, options, device]
         return " ".join(word for word in words if word)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cell:
@@ -130,12 +108,6 @@ def padding_lengths(batch: int, keys: int) -> list[int]:
     return [max(1, round(keys * share)) for share in middle]
 
 
-def document_lengths(length: int) -> list[int]:
-    """The lengths of the documents, if row i is of document `i * DOCUMENTS // length`."""
-    ends = [-(-n * length // DOCUMENTS) for n in range(DOCUMENTS + 1)]
-    return [end - start for start, end in itertools.pairwise(ends)]
-
-
 def window_width(cell: Cell) -> int:
     """The window of a cell with option=window or mask=window: its largest distance."""
     return max(1, cell.sizes.get("Lk", cell.sizes.get("L", 0)) // 4)
@@ -146,16 +118,23 @@ def prefix_length(length: int) -> int:
     return length // 2
 
 
-def keys_of(cell: Cell, at: int, length: int) -> range:
-    """The visible keys of the query at a position of a sequence: with these masks, neighbours."""
+def keys_of(cell: Cell, at: int, length: int, queries: int = 0) -> range:
+    """The visible keys of the query at a position of a sequence: with these masks, neighbours.
+
+    `queries` is the number of queries, if it is not that of the keys.
+    """
+    if cell.option == "window":
+        width = window_width(cell)
+        last = at if cell.mask == "causal" else at + width
+        return range(max(0, at - width), min(length, last + 1))
     if cell.mask == "causal":
-        return range(at + 1)
+        return range(min(length, at + 1))
     if cell.mask == "prefix":
         return range(max(at + 1, prefix_length(length)))
     if cell.mask == "window":
         return range(max(0, at - window_width(cell)), at + 1)
     if cell.mask == "documents":
-        own = at * DOCUMENTS // length
+        own = at * DOCUMENTS // (queries or length)
         return range(-(-own * length // DOCUMENTS), -(-(own + 1) * length // DOCUMENTS))
     return range(length)
 
@@ -165,34 +144,24 @@ def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
 
     `true_in_mask` is the number of True in the random [Lq, Lk] mask of a `bool` cell.
     """
-    sizes = cell.sizes
-    batch = sizes.get("B", 1)
-    queries, keys = (sizes.get(key, sizes.get("L", 0)) for key in ("Lq", "Lk"))
+    batch = cell.sizes.get("B", 1)
+    queries, keys = (cell.sizes.get(key, cell.sizes.get("L", 0)) for key in ("Lq", "Lk"))
     if cell.mask == "padding":
         return queries * sum(padding_lengths(batch, keys))
     if cell.mask == "bool":
         if true_in_mask is None:
             raise ValueError("a cell with a bool mask needs true_in_mask")
         return batch * true_in_mask
-    if cell.mask == "documents":
-        lengths = zip(document_lengths(queries), document_lengths(keys), strict=True)
-        return batch * sum(a * b for a, b in lengths)
-    if cell.option == "window":
-        width, causal = window_width(cell), cell.mask == "causal"
-        return batch * sum(
-            min(keys, i + 1 if causal else i + width + 1) - max(0, i - width)
-            for i in range(queries)
-        )
-    if cell.mask == "causal":
-        return batch * sum(min(keys, i + 1) for i in range(queries))
-    return batch * queries * keys
+    if cell.mask == cell.option == "none":
+        return batch * queries * keys
+    return batch * sum(len(keys_of(cell, i, keys, queries)) for i in range(queries))
 
 
 def flops(cell: Cell, true_in_mask: int | None = None) -> int:
     """The floating-point operations of a cell, including the projections of a module."""
     pairs = visible_pairs(cell, true_in_mask)
     forward, backward = ops.get(cell.op).flops(cell, pairs)
-    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[cell.passes]
+    return _of_pass(cell, forward, backward)
 
 
 def bytes_touched(cell: Cell) -> int:
@@ -205,5 +174,8 @@ def bytes_touched(cell: Cell) -> int:
     inputs, outputs = op.elements(cell)
     forward = inputs - op.unread(cell) + outputs
     backward = forward + inputs + outputs
-    count = {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[cell.passes]
-    return DTYPE_BYTES[cell.dtype] * count
+    return DTYPE_BYTES[cell.dtype] * _of_pass(cell, forward, backward)
+
+
+def _of_pass(cell: Cell, forward: int, backward: int) -> int:
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[cell.passes]
