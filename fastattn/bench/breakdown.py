@@ -41,7 +41,7 @@ from fastattn.bench.environment import describe_environment
 from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers.passes import Outputs, run_passes
+from fastattn.bench.providers.passes import run_passes
 from fastattn.bench.results import CellResult, Outcome, Result, Round
 
 SAMPLE_SECONDS = 0.002
@@ -161,86 +161,78 @@ def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) 
     result = Result(environment, settings, {name: {"status": "ok"} for name in PARTS})
     order = random.Random(seed)
     with dispatch.use_backend("cpu"):
-        result.cells = [_measured(cell, threads, rounds, seed, order) for cell in cells]
+        for cell in cells:
+            found = CellResult(cell, 0, bytes_touched(cell))  # parts have no count of operations
+            result.cells.append(found)
+            calls = _calls(cell, make_inputs(cell, seed))
+            outputs = dict(zip(output_names(cell), calls["call"](), strict=True))
+            found.outcomes["call"] = Oracle(cell, seed).check(outputs)
+            if found.outcomes["call"].ok:
+                _measure(found, calls, rounds, order)
     return result
 
 
-def _measured(cell: Cell, threads: int, rounds: int, seed: int, order: random.Random) -> CellResult:
-    found = CellResult(cell, 0, bytes_touched(cell))  # parts have no count of operations
-    samples = _Samples(cell, make_inputs(cell, seed))
-    check = Oracle(cell, seed).check(samples.outputs())
-    found.outcomes["call"] = check
-    if not check.ok:
-        return found
-    same = _same(cell, threads)
-    for name, part in PARTS.items():
-        if part.within in samples.calls and name not in same:
-            # The least: the first calls of a part may take a hundred times as long as later ones.
-            seconds = min(samples.seconds(name, 1) for _ in range(5))
-            count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-6))))
-            found.outcomes.setdefault(name, Outcome()).inner = count
-    for _ in range(rounds):
-        turn = Round((0.0, 0.0), {})
-        for name in order.sample(list(found.outcomes), len(found.outcomes)):
-            turn.ms[name] = samples.seconds(name, found.outcomes[name].inner or 1) * 1e3
-        turn.ms |= {name: turn.ms[other] for name, other in same.items()}
-        found.rounds.append(turn)
-    return found
-
-
-def _same(cell: Cell, threads: int) -> dict[str, str]:
-    """The parts that are another part of this call."""
-    same = {"one thread": "native"} if threads == 1 else {}
+def _measure(
+    found: CellResult, calls: dict[str, Callable[[], Any]], rounds: int, order: random.Random
+) -> None:
+    cell = found.cell
+    # The parts that are another part of this call.
+    same = {"one thread": "native"} if torch.get_num_threads() == 1 else {}
     if cell.passes == "fwd":
         same |= {"forward": "call", "plain": "call"}
         same |= {"forward adapter": "adapter", "plain adapter": "adapter"}
-    return same
+    parts = {name: p for name, p in PARTS.items() if p.within in calls and name not in same}
+
+    def seconds(name: str, count: int) -> float:
+        part = parts[name]
+        gradient = cell.passes != "fwd" and part.within != "plain"
+        with torch.set_grad_enabled(gradient):
+            return _seconds(part, calls[part.within], count)
+
+    for name in parts:
+        # The least: the first calls of a part may take a hundred times as long as later ones.
+        least = min(seconds(name, 1) for _ in range(5))
+        count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(least, 1e-6))))
+        found.outcomes.setdefault(name, Outcome()).inner = count
+    for _ in range(rounds):
+        turn = Round((0.0, 0.0), {})
+        for name in order.sample(list(parts), len(parts)):
+            turn.ms[name] = seconds(name, found.outcomes[name].inner or 1) * 1e3
+        turn.ms |= {name: turn.ms[other] for name, other in same.items()}
+        found.rounds.append(turn)
 
 
-class _Samples:
-    """The calls of one cell, and how long their parts take."""
-
-    def __init__(self, cell: Cell, inputs: dict[str, Tensor]) -> None:
-        self.cell = cell
-        forward, leaves = ops.get(cell.op).ours(cell, inputs)
-        both = run_passes(cell, forward, leaves, inputs["grad_out"])
-        is_forward = cell.passes == "fwd"
+def _calls(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+    """The calls that `Part.within` names."""
+    op, grad = ops.get(cell.op), inputs["grad_out"]
+    forward, leaves = op.ours(cell, inputs)
+    calls: dict[str, Callable[[], Any]] = {"call": forward, "forward": forward, "plain": forward}
+    calls["floor"] = tuple
+    if cell.passes != "fwd":
         out = forward()[0].detach()
+        calls["call"] = run_passes(cell, forward, leaves, grad)
+        calls["floor"] = lambda: torch.autograd.grad(_Nothing.apply(out, *leaves), leaves, grad)
+    if not op.why_not_theirs(cell):
+        calls["torch"] = run_passes(cell, *op.theirs(cell, inputs), grad)
+    return calls
 
-        def floor() -> Outputs:
-            return torch.autograd.grad(_Nothing.apply(out, *leaves), leaves, inputs["grad_out"])
 
-        self.calls: dict[str, Callable[[], Any]] = {
-            "call": forward if is_forward else both,
-            "forward": forward,
-            "plain": forward,
-            "floor": tuple if is_forward else floor,
-        }
-        op = ops.get(cell.op)
-        if not op.why_not_theirs(cell):
-            self.calls["torch"] = run_passes(cell, *op.theirs(cell, inputs), inputs["grad_out"])
-
-    def outputs(self) -> dict[str, Tensor]:
-        return dict(zip(output_names(self.cell), self.calls["call"](), strict=True))
-
-    def seconds(self, name: str, count: int) -> float:
-        """The mean time of a part in `count` calls."""
-        part = PARTS[name]
-        call, watch = self.calls[part.within], Stopwatch()
-        gradient = self.cell.passes != "fwd" and part.within != "plain"
-        with torch.set_grad_enabled(gradient), contextlib.ExitStack() as stack:
-            for owner, function in part.inside():
-                timed = _timed(getattr(owner, function), watch, part.emptied)
-                stack.enter_context(mock.patch.object(owner, function, timed))
-            if part.one_thread:
-                stack.callback(torch.set_num_threads, torch.get_num_threads())
-                torch.set_num_threads(1)
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            total = time.perf_counter() - start
-        # Where no function of a part is called, a nanosecond: rates divide by it.
-        return max(1e-9, (total if part.inside is tuple else watch.seconds) / count)
+def _seconds(part: Part, call: Callable[[], Any], count: int) -> float:
+    """The mean time of a part in `count` calls."""
+    watch = Stopwatch()
+    with contextlib.ExitStack() as stack:
+        for owner, function in part.inside():
+            timed = _timed(getattr(owner, function), watch, part.emptied)
+            stack.enter_context(mock.patch.object(owner, function, timed))
+        if part.one_thread:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        total = time.perf_counter() - start
+    # Where no function of a part is called, a nanosecond: rates divide by it.
+    return max(1e-9, (total if part.inside is tuple else watch.seconds) / count)
 
 
 def _timed(function: Callable[..., Any], watch: Stopwatch, emptied: bool) -> Callable[..., Any]:

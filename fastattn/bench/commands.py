@@ -8,7 +8,10 @@ import dataclasses
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
 PROCESSOR = "{processor}"
 PLOTS = ("speedup", "time", "roofline")
 PICTURES = (".png", ".svg", ".pdf")
+NO_PLOTS = "matplotlib is missing (pip install 'fastattn[bench]')"
 
 
 def model(args: argparse.Namespace) -> int:
@@ -85,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
         "csv": (args.csv, lambda path: results.save_csv(rows, path)),
         "md": (args.markdown, lambda path: path.write_text(text)),
     }
-    if any(row["ms"] is not None for row in rows):
+    if any(row["ms"] is not None for row in rows) and find_spec("matplotlib"):
         writers["png"] = args.plot, lambda path: draw(result, path)
+    elif folder:
+        print(f"No plot: nothing was measured, or {NO_PLOTS}", file=sys.stderr)
     failures = 0
     for suffix, (given, write) in writers.items():
         path = placed(given, args.device) or (folder / f"results.{suffix}" if folder else None)
@@ -129,8 +135,8 @@ def _written(path: Path, write: Callable[[Path], Any]) -> bool:
     """Writes a file, and says so; False if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if write(path) is not False:
-            print(f"Written: {path}")
+        write(path)
+        print(f"Written: {path}")
     except OSError as error:
         print(f"Not written: {error.filename or path}: {error.strerror}", file=sys.stderr)
         return False
@@ -163,9 +169,11 @@ def exit_code(ended: str, rows: Sequence[Row]) -> int:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raises ValueError for a suffix that matplotlib cannot write."""
+    """Raises ValueError for a suffix that matplotlib cannot write, or without matplotlib."""
     if path and path.suffix not in PICTURES:
         raise ValueError(f"--plot {path}: the name must end with {', '.join(PICTURES)}")
+    if path and not find_spec("matplotlib"):
+        raise ValueError(f"--plot {path}: {NO_PLOTS}")
 
 
 def check_threads(threads: int | None) -> int:
@@ -176,46 +184,38 @@ def check_threads(threads: int | None) -> int:
     return threads or torch.get_num_threads()
 
 
-def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> bool:
-    """Writes the plot and returns True; without matplotlib, prints a message and returns False."""
-    try:
-        from fastattn.bench import plots
-    except ImportError:
-        message = f"No plot {path}: matplotlib is missing (pip install 'fastattn[bench]')"
-        print(message, file=sys.stderr)
-        return False
+def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
+    from fastattn.bench import plots  # imports matplotlib
+
     plots.draw(result, path, kind, theme)
-    return True
 
 
 def list_all(args: argparse.Namespace) -> int:
     """List operators, whole models, presets and providers, and why a provider is unavailable."""
-    print("Operators (--op)")
+    operators, providers = {}, {}
     for name in ops.OPS:
         op = ops.get(name)
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
-        print(f"  {name:<20}{op.FUNCTION}: {op.ABOUT}\n{'':<22}{keys}; torch: {op.TORCH}")
-    for title, abouts in (
-        (
-            "Whole models (bench model NAME)",
-            {name: "; ".join(x.label for x in lines) for name, lines in WHOLE_MODELS.items()},
-        ),
-        ("Presets (--preset)", {name: preset.about for name, preset in PRESETS.items()}),
-    ):
-        print(f"\n{title}")
-        for name, about in abouts.items():
-            print(f"  {name:<20}{about}")
-    print("\nProviders (--providers)")
+        operators[name] = f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"
+    models = {name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()}
+    presets = {name: [preset.about] for name, preset in PRESETS.items()}
     for name in PROVIDERS:
         provider = load(name)
         try:
-            versions = provider.versions()
-            about = ", ".join(f"{package} {version}" for package, version in versions.items())
+            about = ", ".join(f"{of} {version}" for of, version in provider.versions().items())
         except Exception as error:  # also covers a broken installation
             about = f"unavailable: {error}"
-        print(f"  {name:<20}{provider.ABOUT}\n{'':<22}{about}")
-        if known := variants(name):
-            print(f"{'':<22}{', '.join(f'{name}@{variant}' for variant in known)}")
+        kinds = ", ".join(f"{name}@{kind}" for kind in variants(name))
+        providers[name] = [text for text in (provider.ABOUT, about, kinds) if text]
+    for title, entries in (
+        ("Operators (--op)", operators),
+        ("Whole models (bench model NAME)", models),
+        ("Presets (--preset)", presets),
+        ("Providers (--providers)", providers),
+    ):
+        print(f"\n{title}")
+        for name, texts in entries.items():
+            print(f"  {name:<20}" + f"\n{'':<22}".join(texts))
     return OK
 
 
@@ -235,10 +235,10 @@ def compare(args: argparse.Namespace) -> int:
         numbers = f"{change.before:>9.3g} {change.after:>9.3g}"
         busy = ", busy" if change.busy else ""
         print(f"{numbers}  {interval:<23} {change.name}: {change.verdict}{busy}")
-    verdicts = [change.verdict for change in found]
+    count = Counter(change.verdict for change in found)
     print(
-        f"{len(found)} rows: {verdicts.count('FASTER')} better, {verdicts.count('SLOWER')} worse, "
-        f"{verdicts.count('SAME')} the same, {verdicts.count('UNSURE')} unsure."
+        f"{len(found)} rows: {count['FASTER']} better, {count['SLOWER']} worse, "
+        f"{count['SAME']} the same, {count['UNSURE']} unsure."
     )
     if alone:
         print(f"{len(alone)} rows are in one result alone: {'; '.join(alone)}")
@@ -252,29 +252,24 @@ def compare(args: argparse.Namespace) -> int:
 
 def plot(args: argparse.Namespace) -> int:
     """Plot a result."""
-    check_picture(args.plot)
+    path = args.plot or args.results.with_suffix(".png")
+    check_picture(path)
     result = results.load(args.results)
     for kind in PLOTS if args.metric == "all" else (args.metric,):
-        name = args.plot or args.results.with_suffix(".png")
-        if args.metric == "all" or (args.plot is None and kind != "speedup"):
-            name = name.with_name(f"{name.stem}-{kind}{name.suffix}")
-        if not draw(result, name, kind, args.theme):
-            return FAULTS
-        print(f"Written: {name}")
+        is_only = args.metric != "all" and (args.plot or kind == "speedup")
+        name = path if is_only else path.with_name(f"{path.stem}-{kind}{path.suffix}")
+        if not _written(name, partial(draw, result, kind=kind, theme=args.theme)):
+            return UNWRITTEN
     return OK
 
 
 def report(args: argparse.Namespace) -> int:
     """Write a result as one self-contained HTML file."""
-    try:
-        from fastattn.bench import report as html
-    except ImportError:
-        print("a report needs matplotlib: pip install 'fastattn[bench]'", file=sys.stderr)
-        return FAULTS
+    from fastattn.bench import report as html  # imports matplotlib
+
     path = args.out or args.results.with_suffix(".html")
-    html.write(results.load(args.results), path, args.title)
-    print(f"Written: {path}")
-    return OK
+    result = results.load(args.results)
+    return OK if _written(path, lambda path: html.write(result, path, args.title)) else UNWRITTEN
 
 
 def roofline(args: argparse.Namespace) -> int:
@@ -313,8 +308,8 @@ def breakdown(args: argparse.Namespace) -> int:
     print("\n".join(parts.lines(result)))
     if path:
         _written(path, lambda path: results.save_json(result, summarise(result), path))
-    if args.plot and draw(result, args.plot, "breakdown"):
-        print(f"Written: {args.plot}")
+    if args.plot:
+        _written(args.plot, lambda path: draw(result, path, "breakdown"))
     wrong = [found for found in result.cells if not found.outcomes["call"].ok]
     for found in wrong:
         print(f"WRONG: {found.cell.name}: {found.outcomes['call'].reason}", file=sys.stderr)

@@ -10,14 +10,14 @@ from fastattn.bench import stats
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, kept_rounds, summarise
 
-METRICS = ("time", "speedup", "memory", "error")
+# The metrics, and their columns.
+METRICS = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
 # The conditions that make two results comparable.
 _CONDITIONS = {
     "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
     "settings": ("threads", "cache", "seed"),
 }
 _KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
-_COLUMN = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,7 @@ class Change:
     ratio: float
     low: float
     high: float
-    busy: bool = False
-
-    @property
-    def provider(self) -> str:
-        return self.name.split()[-1]
+    busy: bool
 
     @property
     def verdict(self) -> str:
@@ -58,44 +54,37 @@ def differences(before: Result, after: Result) -> list[str]:
 
 def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
     """The changes of common rows, and the names of rows that only one result has."""
-    old, new = (_measured(result, _COLUMN[metric]) for result in (before, after))
-    both = [key for key in old if key in new]
-    found = [_change(key, old[key], new[key], metric) for key in both]
-    alone = [_name(key) for key in [*old, *new] if (key in old) != (key in new)]
-    return found, alone
+    old, new = (_measured(result, METRICS[metric]) for result in (before, after))
+    found = [_change(name, old[name], new[name], metric) for name in old if name in new]
+    return found, [name for name in [*old, *new] if (name in old) != (name in new)]
 
 
-_Measured = tuple[Row, Sequence[float]]
-
-
-def _measured(result: Result, column: str) -> dict[tuple[str, ...], _Measured]:
-    """Every row that has a value, with its samples in milliseconds."""
-    samples = kept_rounds(result)
-    rows = summarise(result)
+def _measured(result: Result, column: str) -> dict[str, tuple[Row, list[float]]]:
+    """Every row that has a value, with its samples in milliseconds, by its name."""
+    rows = zip(summarise(result), kept_rounds(result), strict=True)
     return {
-        tuple(row[name] for name in _KEY): (row, ms)
-        for row, ms in zip(rows, samples, strict=True)
+        " ".join(word for name in _KEY if (word := row[name]) not in ("none", "cpu")): (row, ms)
+        for row, ms in rows
         if row[column] is not None
     }
 
 
-def _name(key: tuple[str, ...]) -> str:
-    return " ".join(word for word in key if word not in ("none", "cpu"))
-
-
-def _change(key: tuple[str, ...], old: _Measured, new: _Measured, metric: str) -> Change:
-    before, after = (row[_COLUMN[metric]] for row, _ in (old, new))
+def _change(
+    name: str, old: tuple[Row, list[float]], new: tuple[Row, list[float]], metric: str
+) -> Change:
+    (was, old_ms), (now, new_ms) = old, new
+    before, after = was[METRICS[metric]], now[METRICS[metric]]
     if metric == "time":
-        low, high = _interval(old[1], new[1])
-        busy = old[0]["busy"] or new[0]["busy"]
-        return Change(_name(key), before, after, before / after, low, high, busy)
+        low, high = _interval(old_ms, new_ms)
+        busy = was["busy"] or now["busy"]
+        return Change(name, before, after, before / after, low, high, busy)
     if metric == "speedup":
         # A ratio to the baseline of its own run is comparable between machines and days.
-        bounds = [row[f"speedup_{end}"] for row, _ in (old, new) for end in ("low", "high")]
-        low, high = bounds[2] / bounds[1], bounds[3] / bounds[0]
-        return Change(_name(key), before, after, after / before, low, high)
-    ratio = 1.0 if before == after else before / after if after else float("inf")
-    return Change(_name(key), before, after, ratio, ratio, ratio)
+        low = now["speedup_low"] / was["speedup_high"]
+        high = now["speedup_high"] / was["speedup_low"]
+        return Change(name, before, after, after / before, low, high, busy=False)
+    ratio = 1.0 if before == after else before / after if after else math.inf
+    return Change(name, before, after, ratio, ratio, ratio, busy=False)
 
 
 def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
@@ -105,10 +94,7 @@ def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, f
     """
     ratio = stats.median(before) / stats.median(after)
     (low, high), (least, most) = (
-        [end / stats.median(samples) for end in stats.median_interval(samples)]
+        [math.log(end / stats.median(samples)) for end in stats.median_interval(samples)]
         for samples in (before, after)
     )
-    return (
-        ratio / math.exp(math.hypot(math.log(low), math.log(most))),
-        ratio * math.exp(math.hypot(math.log(high), math.log(least))),
-    )
+    return ratio * math.exp(-math.hypot(low, most)), ratio * math.exp(math.hypot(high, least))

@@ -173,31 +173,26 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
         )
     faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
     sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
-    skipped = sum(was_skipped(cell) for cell in result.cells)
-    absolute = "ms, GFLOP/s and % of peak"
+    skipped = sum(map(was_skipped, result.cells)) if result.ended == "complete" else 0
     for number, words in (
         (
             sum(bool(row["impossible"]) for row in rows),
-            "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of "
-            "operations or the peak is wrong.",
+            "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations "
+            "or the peak is wrong.",
         ),
-        (
-            skipped if result.ended == "complete" else 0,
-            f"of {len(result.cells)} cells were not measured: the time budget was used up "
-            "(--time-budget).",
-        ),
+        (skipped, "cells were not measured: the time budget was used up (--time-budget)."),
         (
             sum(row["discarded"] or 0 for row in rows),
-            f"samples of busy rounds are left out of {absolute}.",
+            "samples of busy rounds are left out of ms, GFLOP/s and % of peak.",
         ),
         (
             sum(bool(row["busy"]) for row in rows),
-            f"of {sum(row['ms'] is not None for row in rows)} rows are busy: something else used "
-            f"the cores in most of their rounds, so do not trust {absolute}.",
+            "rows are busy: something else used the cores in most of their rounds, so do not "
+            "trust their ms, GFLOP/s and % of peak.",
         ),
         (
             sum(not row["comparable"] for row in compared),
-            f"of {len(compared)} speed-ups are of disturbed rounds, so their intervals are wide.",
+            "speed-ups are of disturbed rounds, so their intervals are wide.",
         ),
     ):
         if number:

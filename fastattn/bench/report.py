@@ -51,7 +51,6 @@ def write(result: Result, path: Path, title: str = "Attention, measured") -> Non
         "peaks": {kind: vars(peak) for kind, peak in result.peaks.items()},
     }
     lines = display.lines(rows, _METRICS)
-    path.parent.mkdir(parents=True, exist_ok=True)
     page = _PAGE.format(
         title=text(title),
         conditions=text(display.conditions(result)),

@@ -178,7 +178,6 @@ def _rounded(data: Any) -> Any:
 
 
 def save_csv(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     table = list(rows)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(table[0]) if table else ["op"])

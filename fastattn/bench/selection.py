@@ -134,9 +134,9 @@ def _cells(
     operator = ops.get(op)
     options = [line.listed(key) or ["none"] for key in ("mask", "weights", "option")]
     return [
-        Cell(op, sizes, dtype, direction, *chosen, preset=preset, label=line.label)
+        Cell(op, sizes, dtype, direction, mask, weights, option, preset=preset, label=line.label)
         for sizes in parse_shapes(line.shape, operator.SIZES)
-        for chosen in itertools.product(*options)
+        for mask, weights, option in itertools.product(*options)
         for dtype in dtypes
         for direction in passes
         if direction in operator.PASSES
