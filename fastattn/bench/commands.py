@@ -66,11 +66,10 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         timeout=args.timeout,
     )
-    folder, earlier = placed(args.out, args.device), None
+    folder = placed(args.out, args.device)
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-        if args.resume:
-            earlier = results.resumable(folder / "results.json", settings.new_result())
+    earlier = _earlier(folder / "results.json", settings) if folder and args.resume else None
 
     def measured(result: Result, found: CellResult) -> None:
         if display.was_skipped(found):
@@ -118,6 +117,16 @@ def _check_run(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
     if all(missing):
         raise ValueError(missing[0])
+
+
+def _earlier(path: Path, settings: runner.Settings) -> Result | None:
+    """The result that a run continues; None if there is none. Raises ValueError for another one."""
+    if not path.exists():
+        return None
+    earlier = results.load(path)
+    if differ := results.differences(earlier, settings.new_result()):
+        raise ValueError(f"--resume: {path} was measured with another {'; '.join(differ)}")
+    return earlier
 
 
 def _save_so_far(result: Result, path: Path) -> None:
@@ -223,7 +232,7 @@ def compare(args: argparse.Namespace) -> int:
     """Compare two results row by row, and show which conditions differ."""
     before, after = (results.load(path) for path in (args.before, args.after))
     found, alone = comparing.changes(before, after, args.metric)
-    for line in comparing.differences(before, after):
+    for line in results.differences(before, after):
         print(f"Different conditions: {line}")
     if not found:
         raise ValueError(

@@ -12,11 +12,6 @@ from fastattn.bench.summary import Row, kept_rounds, summarise
 
 # The metrics, and their columns.
 METRICS = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
-# The conditions that make two results comparable.
-_CONDITIONS = {
-    "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
-    "settings": ("threads", "cache", "seed"),
-}
 _KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
 
 
@@ -39,17 +34,6 @@ class Change:
     def is_slower_than(self, share: float) -> bool:
         """Whether the complete interval is slower by more than this share."""
         return self.high < 1 / (1 + share)
-
-
-def differences(before: Result, after: Result) -> list[str]:
-    """The conditions that differ, in words."""
-    found = []
-    for where, names in _CONDITIONS.items():
-        for name in names:
-            old, new = (getattr(result, where).get(name) for result in (before, after))
-            if old != new:
-                found.append(f"{name}: {old} and {new}")
-    return found
 
 
 def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Round:
     pushed         how often a second the sample's threads lost a core to another process
     """
 
-    guard: tuple[float, float]
+    guard: Sequence[float]
     ms: dict[str, float]
     share: float = 1.0
     guard_seconds: float = 0.01
@@ -69,12 +69,6 @@ class Round:
     read: float = 0.0
     probes: dict[str, list[float]] = field(default_factory=dict)
     pushed: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Round:
-        """Fields that are not known any more, such as joules, are left out."""
-        names = {field.name for field in dataclasses.fields(cls)} & data.keys()
-        return cls(**{name: data[name] for name in names} | {"guard": tuple(data["guard"])})
 
 
 @dataclass
@@ -88,16 +82,6 @@ class CellResult:
     def ready(self) -> list[str]:
         """The providers that can be timed."""
         return [name for name, outcome in self.outcomes.items() if outcome.ok]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> CellResult:
-        return cls(
-            cell=Cell.from_json(data["cell"]),
-            flops=data["flops"],
-            bytes_touched=data["bytes_touched"],
-            outcomes={name: Outcome(**outcome) for name, outcome in data["outcomes"].items()},
-            rounds=[Round.from_json(turn) for turn in data["rounds"]],
-        )
 
 
 @dataclass
@@ -128,29 +112,22 @@ class ResultFileError(ValueError):
     """The file is not a result of this benchmark, or has another version."""
 
 
-# The conditions that must agree before cells of two runs are merged.
-_SAME = {
-    "settings": ("threads", "seed", "cache", "baseline"),
-    "environment": ("cpu", "fastattn", "commit", "isa", "torch", "python"),
+# What makes two results comparable.
+_CONDITIONS = {
+    "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
+    "settings": ("threads", "cache", "seed", "baseline"),
 }
 
 
-def resumable(path: Path, now: Result) -> Result | None:
-    """The earlier result that `now` continues; None without a file.
-
-    Raises ResultFileError, which names the condition that differs.
-    """
-    if not path.exists():
-        return None
-    earlier = load(path)
-    for where, names in _SAME.items():
+def differences(before: Result, after: Result) -> list[str]:
+    """The conditions that differ, in words."""
+    found = []
+    for where, names in _CONDITIONS.items():
         for name in names:
-            before, after = (getattr(result, where).get(name) for result in (earlier, now))
-            if before != after:
-                raise ResultFileError(
-                    f"--resume: {path} was measured with {name} {before}, now it is {after}"
-                )
-    return earlier
+            old, new = (getattr(result, where).get(name) for result in (before, after))
+            if old != new:
+                found.append(f"{name}: {old} and {new}")
+    return found
 
 
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
@@ -200,10 +177,22 @@ def load(path: Path) -> Result:
             environment=document["environment"],
             settings=document["settings"],
             providers=document["providers"],
-            cells=[CellResult.from_json(cell) for cell in document["cells"]],
+            cells=list(map(_cell, document["cells"])),
             peaks={kind: Peak(**peak) for kind, peak in document["peaks"].items()},
             ended=document["ended"],
         )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ResultFileError(f"{path} is not a result of fastattn bench ({reason})") from error
+
+
+def _cell(data: dict[str, Any]) -> CellResult:
+    # Fields of rounds that are not known any more, such as joules, are left out.
+    known = {field.name for field in dataclasses.fields(Round)}
+    return CellResult(
+        cell=Cell.from_json(data["cell"]),
+        flops=data["flops"],
+        bytes_touched=data["bytes_touched"],
+        outcomes={name: Outcome(**outcome) for name, outcome in data["outcomes"].items()},
+        rounds=[Round(**{k: x for k, x in of.items() if k in known}) for of in data["rounds"]],
+    )

@@ -299,7 +299,7 @@ def test_a_run_is_resumed(
     assert [cell.cell["Lq"] for cell in both.cells] == [4, 5]
     assert both.cells[0].rounds == first.cells[0].rounds
     assert bench(*run, "--shapes", "H=1,L=4", "--resume", "--seed", "7") == commands.USAGE
-    assert "seed 0, now it is 7" in capsys.readouterr().err
+    assert "another seed: 0 and 7" in capsys.readouterr().err
     assert bench(*TINY_RUN, "--resume") == commands.USAGE
     assert "--resume: give the --out DIR" in capsys.readouterr().err
     assert len(results.load(tmp_path / "results.json").cells) == 2  # a refusal destroys nothing
