@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,12 +51,6 @@ _MM_SIZE = 768
 _READ_ELEMENTS = 1 << 26  # 256 MB in fp32
 _COPY_ELEMENTS = 1 << 25
 _ROOF_SECONDS = 0.3
-
-
-def kind_of(dtype: str, measured: Container[str]) -> str:
-    """The kind of peak of a dtype; files without dot_f16 in `measured` use fma_f32 for fp16."""
-    kind = KIND_OF_DTYPE[dtype]
-    return "fma_f32" if kind == "dot_f16" and kind not in measured else kind
 
 
 def measure_peak(

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from fastattn.bench import breakdown as parts
 from fastattn.bench.display import cell_words, conditions
-from fastattn.bench.peaks import kind_of
+from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, option_words, summarise
 
@@ -183,7 +183,7 @@ def _roofline(result: Result, rows: Sequence[Row]) -> Figure:
     read = result.peaks.get("read_bandwidth")
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     for dtype in dtypes:
-        peak = result.peaks.get(kind_of(dtype, result.peaks))
+        peak = result.peaks.get(KIND_OF_DTYPE[dtype])
         if peak is None:
             continue
         ridge = left if read is None else max(peak.rate / read.rate, left)

@@ -7,13 +7,12 @@ from typing import Any
 
 from fastattn.bench import ops, stats
 from fastattn.bench.cells import options_in_words
-from fastattn.bench.peaks import kind_of
+from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.results import CellResult, Result, Round
 from fastattn.bench.rounds import MIN_KEPT, Usual, peak_beside, quiet_rounds, speedup, usual_states
 
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
-_CACHE_OF_OLD_FILES = 32 << 20
 # ARM features that the measured peak does not use; with them, a rate beyond it is possible.
 _FASTER_UNITS = {"bf16": {"bf16", "sve"}, "fp16": {"asimd"}}
 # A core's tiles of AMX multiply 32 times as much bf16 in a cycle as its two units multiply and add
@@ -123,7 +122,7 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
     if from_memory:
         shares = [found.bytes_touched / x / 1e4 / of for x, of in zip(samples, read, strict=True)]
         metrics["percent_of_bandwidth"] = stats.median(shares)
-    if kind_of(found.cell.dtype, result.peaks) in result.peaks:
+    if KIND_OF_DTYPE[found.cell.dtype] in result.peaks:
         peaks = [peak_beside(r) for r in rounds]
         percents = [found.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
         low, high = stats.median_interval(percents)
@@ -145,14 +144,14 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
 
 def is_from_memory(result: Result, found: CellResult) -> bool:
     """Whether data is read from memory: caches are flushed, or are much smaller than the data."""
-    cache = result.environment.get("last_cache", _CACHE_OF_OLD_FILES)
+    cache = result.environment["last_cache"]
     return result.settings.get("cache") == "cold" or found.bytes_touched > _BEYOND_CACHES * cache
 
 
 def _highest_percent(result: Result, found: CellResult) -> float:
     """The share of the measured peak that a right measurement can reach."""
     dtype, flags = found.cell.dtype, set(result.environment["cpu_flags"])
-    is_measured = result.peaks[kind_of(dtype, result.peaks)].method == "measured"
+    is_measured = result.peaks[KIND_OF_DTYPE[dtype]].method == "measured"
     if not is_measured or flags & _FASTER_UNITS.get(dtype, set()):
         return float("inf")
     return 100 * (_FP32_ON_TILES if dtype == "fp32" and "amx_bf16" in flags else 1)

@@ -18,7 +18,6 @@ from fastattn.bench.cells import (
     padding_lengths,
     visible_pairs,
 )
-from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import Round
 from fastattn.bench.selection import preset_cells
 
@@ -401,9 +400,3 @@ def test_above_the_peak_within_the_interval_is_not_impossible() -> None:
     row = summary.summarise(a_result(rounds))[1]
     assert row["percent_low"] < 100 < row["percent_high"]
     assert not row["impossible"]
-
-
-def test_the_dtypes_of_old_files_have_the_peaks_that_they_had() -> None:
-    assert kind_of("fp16", {"fma_f32": 1, "dot_bf16": 2}) == "fma_f32"
-    assert kind_of("fp16", {"fma_f32": 1, "dot_f16": 2}) == "dot_f16"
-    assert kind_of("bf16", {}) == "dot_bf16"

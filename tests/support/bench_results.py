@@ -74,6 +74,7 @@ def a_result(rounds: list[Round], method: str = "measured") -> Result:
         "isa": "avx2",
         "fastattn": "0",
         "torch": "2",
+        "last_cache": 32 << 20,
     }
     settings = {"baseline": "torch", "threads": 1, "time_budget": 1.0}
     peaks = {"fma_f32": Peak(2e3, method)}
