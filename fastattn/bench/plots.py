@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +33,6 @@ _OTHERS = (
     ("#c9a227", "#e0c878", "#f0e3bb"),
 )
 _DTYPES = ("fp32", "bf16", "fp16")
-_MARKERS = "osD^vPX*"
 _PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 
@@ -135,74 +133,46 @@ def _bars(axes: Axes, bars: dict[float, Row], height: float, metric: str, **look
 
 
 def _time(result: Result, rows: Sequence[Row]) -> Figure:
-    """By length: a panel per operator, dtype and pass; a line per provider and shape."""
-    panels: dict[tuple[str, str, str], dict[tuple[str, str], list[Row]]] = {}
-    for row in sorted(rows, key=_length):
-        panel = panels.setdefault((row["op"], row["dtype"], row["pass"]), {})
-        panel.setdefault((row["provider"], _family(row)), []).append(row)
-    columns = min(len(panels), 3)
-    lines = math.ceil(len(panels) / columns)
-    figure = plt.figure(figsize=(4.4 * columns + 0.6, 3.1 * lines + 0.6))
-    colours, families = _colours(rows), list(dict.fromkeys(map(_family, rows)))
-    for place, (name, panel) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(lines, columns, place, title=" ".join(name), ylabel="ms")
-        for (provider, family), line in panel.items():
-            colour, marker = colours[provider, "fp32"], families.index(family) % len(_MARKERS)
-            x, (y, low, high) = list(map(_length, line)), zip(*map(_interval, line), strict=True)
-            axes.plot(x, y, color=colour, marker=_MARKERS[marker], label=f"{provider} {family}")
-            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-        axes.legend(fontsize=6)
-        axes.set_xlabel("length")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
+    """Times by the length of the sequence or memory."""
+    figure, axes = plt.subplots(figsize=(11, 6))
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        sizes = dict(part.split("=") for part in row["shape"].split(","))
+        length = next((int(sizes[key]) for key in ("Lk", "L", "N") if key in sizes), 1)
+        family = ",".join(f"{key}={size}" for key, size in sizes.items() if key[0] not in "LN")
+        words = [row["provider"], row["op"], family, *option_words(row), row["dtype"], row["pass"]]
+        lines.setdefault(" ".join(words), []).append((length, row["ms"]))
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
+    axes.set(xlabel="length", ylabel="ms", yscale="log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    figure.legend(loc="outside lower left", ncols=2, fontsize=7)
     return figure
-
-
-def _interval(row: Row) -> tuple[float, float, float]:
-    return row["ms"], row["ms_low"], row["ms_high"]
-
-
-def _length(row: Row) -> int:
-    """The length of the sequence or memory."""
-    sizes = dict(part.split("=") for part in row["shape"].split(","))
-    return next((int(sizes[key]) for key in ("Lk", "L", "N") if key in sizes), 1)
-
-
-def _family(row: Row) -> str:
-    """The shape without lengths."""
-    sizes = ",".join(part for part in row["shape"].split(",") if part[0] not in "LN")
-    return " ".join([row["op"], sizes, *option_words(row)])
 
 
 def _roofline(result: Result, rows: Sequence[Row]) -> Figure:
     """Throughput by intensity, with the limits of arithmetic and memory."""
     figure, axes = plt.subplots(figsize=(8, 5))
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        point = row["intensity"], row["gflops"]
+        points.setdefault(f"{row['provider']} {row['dtype']}", []).append(point)
+    for name, xy in points.items():
+        axes.plot(*zip(*xy, strict=True), "o", label=name)
     intensities = [row["intensity"] for row in rows]
     left, right = min(intensities) / 2, max(intensities) * 2
-    read = result.peaks.get("read_bandwidth")
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    for dtype in dtypes:
-        peak = result.peaks.get(KIND_OF_DTYPE[dtype])
-        if peak is None:
-            continue
-        ridge = left if read is None else max(peak.rate / read.rate, left)
-        ys = [peak.rate if read is None else min(peak.rate, read.rate * left), peak.rate, peak.rate]
-        axes.plot([left, ridge, max(ridge, right)], ys, color=plt.rcParams["text.color"])
-        axes.annotate(f"{dtype} {peak.rate:.0f} GFLOP/s", (ridge, peak.rate), (14, 3),
+    read = result.peaks["read_bandwidth"].rate
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        peak = result.peaks[KIND_OF_DTYPE[dtype]].rate
+        ridge = max(peak / read, left)  # from here on, arithmetic is the limit
+        limits = [min(peak, read * left), peak, peak]
+        axes.plot([left, ridge, max(ridge, right)], limits, color=plt.rcParams["text.color"])
+        axes.annotate(f"{dtype} {peak:.0f} GFLOP/s", (ridge, peak), (14, 3),
                       textcoords="offset points", fontsize=8)  # fmt: skip
-    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        of = points.setdefault((row["provider"], row["dtype"]), [])
-        of.append((row["intensity"], row["gflops"]))
-    colours = _colours(rows)
-    for series, xy in points.items():
-        axes.scatter(*zip(*xy, strict=True), color=colours[series], label=" ".join(series))
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylabel="GFLOP/s")
     axes.set_xlabel("FLOP per byte of input and output")
-    if read is not None:
-        slope = f"The slope: {read.rate:.0f} GB/s from memory; cells in the caches may be above it"
-        axes.set_title(slope)
+    axes.set_title(f"The slope: {read:.0f} GB/s from memory; cells in the caches may be above it")
     axes.legend()
     return figure
 
