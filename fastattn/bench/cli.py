@@ -14,38 +14,19 @@ from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.selection import add_passes, add_what
 from fastattn.spelling import names
 
-EXAMPLES = {
-    "run": """\
+EXAMPLES = """\
 examples:
   fastattn bench run
   fastattn bench run --preset bert --dtype fp32,bf16 --pass fwd,fwd+bwd --out DIR
   fastattn bench run --shapes "B=1,H=8,L=128:8192:x2,D=64" --mask causal
   fastattn bench run --op mha,encoder_layer --providers torch,fastattn,fastattn@avx2
-  fastattn bench run --shapes @shapes.txt    (a file that `bench record` wrote)
-
-""",
-    "model": """\
-examples:
-  fastattn bench model bert-base
+  fastattn bench record --out shapes.txt -- python train.py --epochs 1
+  fastattn bench run --shapes @shapes.txt
   fastattn bench model all --dtype bf16 --pass fwd --json models.json
-
-""",
-    "breakdown": """\
-example:
   fastattn bench breakdown --op memory_hops --shapes "B=32,N=50,D=20,K=3" --pass fwd,fwd+bwd
-
-""",
-    "compare": """\
-example:
   fastattn bench compare main/results.json mine/results.json --fail-slower 5%
 
-""",
-    "record": """\
-example:
-  fastattn bench record --out shapes.txt -- python train.py --epochs 1
-
-""",
-}
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name,
             help=words,
             description=inspect.cleandoc(function.__doc__ or ""),
-            epilog=EXAMPLES.get(name, "") + (parser.epilog or ""),
+            epilog=EXAMPLES + (parser.epilog or ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(bench_function=function)

@@ -58,17 +58,18 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Recording:
+class Recording(Calls):
     """The recorded lines of `--shapes` and their counts."""
 
     def __init__(self) -> None:
+        super().__init__(self._note_operator, self._note_function)
         self.lines: Counter[str] = Counter()
 
-    def note_operator(self, name: str, tensors: Sequence[Any], options: Any) -> None:
+    def _note_operator(self, name: str, tensors: Sequence[Any], options: Any) -> None:
         if name in _PRIMITIVES:
             self._note(_primitive(*_PRIMITIVES[name], tensors, options))
 
-    def note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func in _FUNCTIONS:
             self._note(_FUNCTIONS[func](*args, **kwargs))
 
@@ -95,10 +96,7 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
     """
     recording = Recording()
     try:
-        with (
-            compat.through_the_dispatcher(),
-            Calls(recording.note_operator, recording.note_function),
-        ):
+        with compat.through_the_dispatcher(), recording:
             yield recording
     finally:
         if path is not None:

@@ -3,7 +3,7 @@ samples can be compared.
 
 Times and shares of the peak are absolute, so the peaks beside a round must show that the machine
 was undisturbed. A ratio needs less: that both of its samples ran in the same state of the cores
-(:mod:`fastattn.bench.probe`), which is the usual one of the run.
+(:mod:`fastattn.bench.gauges`), which is the usual one of the run.
 """
 
 from __future__ import annotations

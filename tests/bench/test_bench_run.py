@@ -328,6 +328,7 @@ def test_a_run_resumes_after_any_interruption(
 ) -> None:
     monkeypatch.setattr("fastattn.bench.rounds.QUIET", 0.0)
     monkeypatch.setattr("fastattn.bench.rounds.QUIET_SHARE", 0.0)
+    monkeypatch.setattr("fastattn.bench.rounds.slowness", lambda *_: 1.0)
     monkeypatch.setattr("fastattn.bench.environment._commit", lambda: None)  # somebody edits
     run = (*TINY_RUN, "--out", str(tmp_path), "--shapes", "H=1,L=4|5")
     path = tmp_path / "results.json"
