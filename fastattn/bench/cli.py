@@ -31,7 +31,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `bench` to its parser."""
-    subparsers = parser.add_subparsers(dest="bench_command", required=True)
+    subparsers = parser.add_subparsers(dest="COMMAND", required=True)
     for function, add, words in (
         (commands.run, _add_run, "measure operators and modules"),
         (commands.model, _add_model, "measure whole models"),

@@ -117,7 +117,8 @@ def run_program(command: Sequence[str], path: Path) -> int:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()  # an unwritable path raises now, not after the program has run for hours
-    command = [python, "-m", "fastattn.bench.recording", str(path), *words]
+    program = "from fastattn.bench.recording import main; main()"
+    command = [python, "-c", program, str(path), *words]
     done = subprocess.run(command, check=False)
     if path.exists():
         print(f"Written: {path}")
@@ -262,7 +263,3 @@ def main() -> None:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(words[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

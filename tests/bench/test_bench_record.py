@@ -137,6 +137,7 @@ def test_a_program_is_recorded_and_its_exit_code_kept(
         check=False,
     )
     assert done.returncode == 3, done.stderr
+    assert done.stderr == ""
     assert "['--epochs', '2']" in done.stdout
     assert list(recorded(path)) == ["sdpa B=1,H=2,L=7,D=4 fp32 fwd"]
 
