@@ -174,29 +174,21 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
     faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
     sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
     skipped = sum(map(was_skipped, result.cells)) if result.ended == "complete" else 0
-    for number, words in (
-        (
-            sum(bool(row["impossible"]) for row in rows),
-            "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations "
-            "or the peak is wrong.",
+    absolute = "ms, GFLOP/s and % of peak"
+    notes = {
+        "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations or the "
+        "peak is wrong.": sum(bool(row["impossible"]) for row in rows),
+        "cells were not measured: the time budget was used up (--time-budget).": skipped,
+        f"samples of busy rounds are left out of {absolute}.": sum(
+            row["discarded"] or 0 for row in rows
         ),
-        (skipped, "cells were not measured: the time budget was used up (--time-budget)."),
-        (
-            sum(row["discarded"] or 0 for row in rows),
-            "samples of busy rounds are left out of ms, GFLOP/s and % of peak.",
+        "rows are busy: something else used the cores in most of their rounds, so do not trust "
+        f"their {absolute}.": sum(bool(row["busy"]) for row in rows),
+        "speed-ups are of disturbed rounds, so their intervals are wide.": sum(
+            not row["comparable"] for row in compared
         ),
-        (
-            sum(bool(row["busy"]) for row in rows),
-            "rows are busy: something else used the cores in most of their rounds, so do not "
-            "trust their ms, GFLOP/s and % of peak.",
-        ),
-        (
-            sum(not row["comparable"] for row in compared),
-            "speed-ups are of disturbed rounds, so their intervals are wide.",
-        ),
-    ):
-        if number:
-            sentences.append(f"{number} {words}")
+    }
+    sentences += [f"{number} {words}" for words, number in notes.items() if number]
     checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
     sentences.append(
         f"{checked} results were compared with fp64 before being timed, and are right."

@@ -46,6 +46,12 @@ class Outcome:
     def ok(self) -> bool:
         return self.status == "ok"
 
+    @property
+    def relative_error(self) -> float | None:
+        if self.max_error is None or not self.largest:
+            return None
+        return self.max_error / self.largest
+
 
 @dataclass
 class Round:

@@ -61,25 +61,16 @@ def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> li
     """The rows of one cell."""
     cell, baseline, rows = found.cell, result.settings["baseline"], []
     for provider, outcome in found.outcomes.items():
-        error = outcome.max_error
         row: Row = {
-            "op": cell.op,
-            "preset": cell.preset,
-            "label": cell.label,
-            "shape": cell.shape,
-            "device": cell.device,
+            **{name: getattr(cell, name) for name in ("op", "preset", "label", "shape", "device")},
             "dtype": cell.dtype,
             "pass": cell.passes,
-            "mask": cell.mask,
-            "weights": cell.weights,
-            "option": cell.option,
+            **{name: getattr(cell, name) for name in ("mask", "weights", "option")},
             "provider": provider,
             "status": outcome.status,
             "reason": outcome.reason,
-            "max_error": error,
-            "relative_error": None
-            if error is None or not outcome.largest
-            else error / outcome.largest,
+            "max_error": outcome.max_error,
+            "relative_error": outcome.relative_error,
             "bound": outcome.bound,
             "peak_mb": None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6,
             **dict.fromkeys(_TIMED),
