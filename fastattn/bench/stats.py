@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-import torch
-
 __all__ = ["CONFIDENCE", "FEWEST", "median", "median_interval", "quantile", "verdict"]
 
 CONFIDENCE = 0.95
@@ -19,8 +17,12 @@ SAME_WITHIN = 0.02
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """Linear interpolation between the order statistics."""
-    return float(torch.quantile(torch.tensor(samples, dtype=torch.float64), share))
+    """Linear interpolation between the order statistics, as numpy's default does."""
+    ordered = sorted(samples)
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
