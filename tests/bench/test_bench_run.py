@@ -382,40 +382,18 @@ def test_a_process_that_spins_is_waited_for(
 
 
 @pytest.mark.slow
-def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
-    """Four processes, because a short measurement may meet no time slice of a single one."""
+@pytest.mark.parametrize(("threads", "processes", "budget"), [(1, 4, "1"), (2, 1, "5")])
+def test_busy_cores_are_noticed(threads: int, processes: int, budget: str, tmp_path: Path) -> None:
+    """Four processes on one core, because a short measurement may meet no time slice of one."""
     path = tmp_path / "results.json"
-    mine = sorted(os.sched_getaffinity(0))[:1]
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
-    try:
-        for process in busy:
-            os.sched_setaffinity(process.pid, mine)
-        bench(
-            *("run", "--shapes", "B=1,H=2,L=64,D=8", "--threads", "1", "--rounds", "4"),
-            *("--time-budget", "1", "--json", str(path), "--quiet"),
-        )
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    rows = json.loads(path.read_text())["rows"]
-    for row in rows:
-        assert row["busy"] or row["discarded"], row
-        assert not row["comparable"]
-
-
-@pytest.mark.slow
-def test_a_machine_whose_cores_are_all_busy_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    spin = [sys.executable, "-c", "while True: pass"]
-    busy = [subprocess.Popen(spin) for _ in cores]
+    cores = sorted(os.sched_getaffinity(0))[:threads] * processes
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
     try:
         for process, core in zip(busy, cores, strict=True):
             os.sched_setaffinity(process.pid, [core])
         bench(
-            *("run", "--shapes", "B=1,H=2,L=64,D=8", "--threads", str(len(cores))),
-            *("--rounds", "4", "--time-budget", "5", "--json", str(path), "--quiet"),
+            *("run", "--shapes", "B=1,H=2,L=64,D=8", "--threads", str(min(threads, len(cores)))),
+            *("--rounds", "4", "--time-budget", budget, "--json", str(path), "--quiet"),
         )
     finally:
         for process in busy:
