@@ -149,26 +149,41 @@ def plain_additive_backward(
     /,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None: ...
 def varlen_attention(
-    dtype: int,
-    may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits
-    threads: int,
-    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
-    q: int,
-    q_stride: Ints,
-    k: int,
-    k_stride: Ints,
-    v: int,
-    v_stride: Ints,
-    out: int,
-    out_stride: Ints,
-    lse: int,
     options: primitives.VarlenOptions,
-    operands: Operands,  # mask, mask_dtype, alibi, alibi_stride, seed
-    q_starts: int,
-    k_starts: int,
-    gradients: Operands | None,  # None: the forward pass
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,  # int64 or int32
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    mask_program: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor]: ...
+
+# The gradients of query, key, value, sinks and relative_bias.
+def varlen_attention_backward(
+    options: primitives.VarlenOptions,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    mask_program: Tensor | None,
+    /,
+) -> tuple[Tensor | None, ...]: ...
 def decode_attention(
     dtype: int,
     threads: int,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../relative_bias_arguments.h"
+#include "attention_call.h"
 #include "kernel_table.h"
 #include "mask_program.h"
 #include "memory.h"
@@ -40,60 +41,6 @@ struct BackwardOptions {
   bool needs_mask_grad = false, partial = false;
 };
 
-struct Biases {
-  py::handle attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program;
-};
-
-// One number a head: the heads do not share it.
-void expect_heads(const char* name, const TensorView& x, DType acc, int64_t heads) {
-  expect_dtype(name, x, {acc});
-  expect(
-      x.rank > 0 && x.size[x.rank - 1] == heads,
-      std::string(name) + " must have an element for each of " + std::to_string(heads) + " heads");
-}
-
-void read_biases(Call& p, const Biases& from) {
-  const DType acc = accumulator(p.dtype);
-  if (!from.attn_mask.is_none()) {
-    const TensorView x =
-        read_broadcast("attn_mask", from.attn_mask, {p.B, p.Hq, p.Lq, p.Lk}, p.mask.stride);
-    expect_dtype("attn_mask", x, {DType::boolean, p.dtype, DType::f32});
-    p.mask.data = x.data, p.mask_dtype = x.dtype;
-  }
-  if (!from.alibi_slopes.is_none()) {
-    const TensorView x =
-        read_broadcast("alibi_slopes", from.alibi_slopes, {p.B, p.Hq}, p.alibi_stride);
-    expect_heads("alibi_slopes", x, acc, p.Hq);
-    p.alibi = x.data;
-  }
-  if (!from.sinks.is_none()) {
-    const TensorView x = read_broadcast("sinks", from.sinks, {p.B, p.Hq}, p.sinks_stride);
-    expect_heads("sinks", x, acc, p.Hq);
-    p.sinks = x.data;
-  }
-  p.seed = read_seed(from.seed);
-  int64_t positions = 0;
-  if (!from.relative_bias.is_none()) {
-    const TensorView x = view_of("relative_bias", from.relative_bias);
-    p.relative_bias_size = x.rank == 3 ? x.size[2] : 0;
-    int64_t stride[3];
-    read_broadcast("relative_bias", from.relative_bias, {p.B, p.Hq, p.relative_bias_size}, stride);
-    expect_dtype("relative_bias", x, {acc});
-    expect(p.relative_bias_size <= 1 || stride[2] == 1,
-           "the last dimension of relative_bias must be contiguous");
-    p.relative_bias = x.data;
-    std::copy_n(stride, 2, p.relative_bias_stride);
-  }
-  if (!from.positions.is_none()) p.positions = read_words("positions", from.positions, &positions);
-  check_relative_bias(p, positions);
-  check_positions(p);
-  if (!from.mask_program.is_none()) {
-    int64_t count = 0;
-    const int32_t* words = read_words("mask_program", from.mask_program, &count);
-    read_mask_program(words, count, p, p.steps);
-  }
-}
-
 void read_call(Call& p, const py::object& options, py::handle query, py::handle key,
                py::handle value, const Biases& biases) {
   read_attention_options(named(options), p);
@@ -110,7 +57,11 @@ void read_call(Call& p, const py::object& options, py::handle query, py::handle 
   if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
   p.threads = threads();
   p.reduced = reduces(p, rule_of_rounding());
-  read_biases(p, biases);
+  int64_t positions = 0;
+  read_biases(p, biases, &positions);
+  check_relative_bias(p, positions);
+  check_positions(p);
+  read_mask_program(biases.mask_program, p, p.steps);
 }
 
 // (out, lse or None, weights or None), new. Whoever needs no gradient may leave out lse.
@@ -146,12 +97,6 @@ py::tuple attention(const py::object& options, py::handle query, py::handle key,
   return py::make_tuple(out, lse, weights);
 }
 
-// A number for each query, contiguous; `kept` owns it.
-double* read_rows(const char* name, const Call& p, py::handle from, py::object* kept) {
-  *kept = contiguous_double(name, from);
-  return static_cast<double*>(read_sizes(name, *kept, DType::f64, {p.B, p.Hq, p.Lq}).data);
-}
-
 void read_grad_weights(Call& p, py::handle from) {
   if (from.is_none()) return;
   expect(p.weights != Weights::none, "grad_weights needs a call that returns weights");
@@ -174,26 +119,6 @@ py::object new_grad_mask(Call& p, py::handle mask) {
   for (int d = 3; d >= 0; --d) {
     p.grad_mask.stride[d] = n[d] == 1 ? 0 : stride;
     stride *= n[d];
-  }
-  return made;
-}
-
-// New, of the sizes of the sinks: the sum over the sequences that share one, in their order.
-py::object summed_sink_gradients(const Call& p, py::handle sinks) {
-  const TensorView x = view_of("sinks", sinks);
-  const int64_t entries = x.rank == 2 ? x.size[0] : 1, heads = x.size[x.rank - 1];
-  void* data;
-  py::object made = x.rank == 2 ? new_zeros(x.dtype, {entries, heads}, &data)
-                                : new_zeros(x.dtype, {heads}, &data);
-  const int64_t sharing = entries == 1 ? p.B : 1;
-  for (int64_t n = 0; n < entries * heads; ++n) {
-    double sum = 0;
-    for (int64_t b = 0; b < sharing; ++b)
-      sum += p.sink_gradients[static_cast<size_t>(b * heads + n)];
-    if (x.dtype == DType::f64)
-      static_cast<double*>(data)[n] = sum;
-    else
-      static_cast<float*>(data)[n] = static_cast<float>(sum);
   }
   return made;
 }
@@ -224,8 +149,9 @@ py::tuple attention_backward(const py::object& options, py::handle grad_out, py:
   p.grad_out.data = const_cast<double*>(&kZero);
   if (!grad_out.is_none())
     p.grad_out = operand_of(read_sizes("grad_out", grad_out, p.dtype, {p.B, p.Hq, p.Lq, p.Dv}));
-  if (!grad_lse.is_none()) p.grad_lse = read_rows("grad_lse", p, grad_lse, &kept[1]);
-  p.lse = read_rows("lse", p, lse, &kept[2]);
+  if (!grad_lse.is_none())
+    p.grad_lse = read_rows("grad_lse", grad_lse, {p.B, p.Hq, p.Lq}, &kept[1]);
+  p.lse = read_rows("lse", lse, {p.B, p.Hq, p.Lq}, &kept[2]);
   read_grad_weights(p, grad_weights);
 
   const bool nothing = p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // the kernels write nothing then
@@ -250,7 +176,7 @@ py::tuple attention_backward(const py::object& options, py::handle grad_out, py:
     py::gil_scoped_release release;
     kernels(p.dtype).attention_backward(p);
   }
-  if (p.sinks != nullptr) of_sinks = summed_sink_gradients(p, sinks);
+  if (p.sinks != nullptr) of_sinks = summed_sink_gradients(p.sink_gradients, p.B, sinks);
   return py::make_tuple(of_query, of_key, of_value, of_mask, of_sinks, of_table);
 }
 

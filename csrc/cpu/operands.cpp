@@ -88,13 +88,19 @@ py::object contiguous_double(const char* name, py::handle from) {
   return contiguous(from.attr("double")());
 }
 
+py::object new_rows(py::handle like, int64_t width, TensorView* to) {
+  py::object made = new_like(like, to);
+  const int last = to->rank - 1;
+  if (to->size[last] != width || to->stride[last] != 1) {
+    made = py::reinterpret_borrow<py::object>(make_rows)(like, width);
+    *to = view_of("a new tensor", made);
+  }
+  return made;
+}
+
 py::object new_rows(py::handle like, int64_t width, Tensor4* to) {
   TensorView view;
-  py::object made = new_like(like, &view);
-  if (view.size[3] != width || view.stride[3] != 1) {
-    made = py::reinterpret_borrow<py::object>(make_rows)(like, width);
-    view = view_of("a new tensor", made);
-  }
+  py::object made = new_rows(like, width, &view);
   *to = operand_of(view);
   return made;
 }

@@ -38,8 +38,9 @@ pybind11::object rule_of_rounding();
 // The tensor as contiguous float64, itself if it is.
 pybind11::object contiguous_double(const char* name, pybind11::handle from);
 
-// A new tensor with rows of `width` columns, otherwise like `like`, and its operand.
-pybind11::object new_rows(pybind11::handle like, int64_t width, Tensor4* to);
+// A new tensor with rows of `width` columns, otherwise like `like`.
+pybind11::object new_rows(pybind11::handle like, int64_t width, TensorView* to);
+pybind11::object new_rows(pybind11::handle like, int64_t width, Tensor4* to);  // of four dimensions
 
 // A new tensor of these sizes, contiguous and filled with zeros.
 pybind11::object new_zeros(DType dtype, Sizes sizes, void** data);

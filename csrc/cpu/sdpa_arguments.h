@@ -2,8 +2,6 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
-#include <vector>
-
 #include "../arguments.h"
 #include "isa.h"
 #include "kernel_table.h"
@@ -51,40 +49,5 @@ inline void optional_arguments(AttentionParams& p, const py::object& operands) {
   read_biases(given, p);
   given.read_given(p, seed);
 }
-
-// The gradient of sinks. The kernels write that of every sequence; those that share a sink are added
-// up here, in double and in their order.
-class SinkGradients {
- public:
-  // Reads grad_sinks, (address, strides) of acc [B, Hq], if it is wanted; stride 0: one for the batch.
-  SinkGradients(const Named& gradients, AttentionParams& p) : p_(p) {
-    static const auto result = std::make_tuple(field("grad_sinks", &SinkGradients::to_));
-    gradients.read_given(*this, result);
-    if (to_.data == nullptr) return;
-    of_sequences_.resize(static_cast<size_t>(p.B * p.Hq));
-    p.grad_sinks = of_sequences_.data();
-  }
-
-  void write() const {
-    for (size_t h = 0; to_.data != nullptr && h < static_cast<size_t>(p_.Hq); ++h) {
-      double sum = 0;
-      for (int64_t b = 0; b < p_.B; ++b) {
-        sum += of_sequences_[static_cast<size_t>(b * p_.Hq) + h];
-        if (to_.stride[0] == 0 && b + 1 < p_.B) continue;
-        const int64_t at = b * to_.stride[0] + static_cast<int64_t>(h) * to_.stride[1];
-        if (p_.dtype == DType::f64)
-          static_cast<double*>(to_.data)[at] = sum;
-        else
-          static_cast<float*>(to_.data)[at] = static_cast<float>(sum);
-        sum = 0;
-      }
-    }
-  }
-
- private:
-  const AttentionParams& p_;
-  Strided to_{};
-  std::vector<double> of_sequences_;  // [B, Hq]
-};
 
 }  // namespace fastattn

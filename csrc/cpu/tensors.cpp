@@ -208,10 +208,14 @@ bool TensorView::is_contiguous() const {
   return true;
 }
 
-bool read_tensor(py::handle from, TensorView* to) {
+bool read_exact(py::handle from, TensorView* to) {
   PyTypeObject* const type = Py_TYPE(from.ptr());
   if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
-  return read(from.ptr(), to) && to->dtype <= DType::boolean && has_memory(*to);
+  return read(from.ptr(), to) && has_memory(*to);
+}
+
+bool read_tensor(py::handle from, TensorView* to) {
+  return read_exact(from, to) && to->dtype <= DType::boolean;
 }
 
 TensorView view_of(const char* name, py::handle from) {

@@ -35,6 +35,7 @@ bool use_torch(const pybind11::module_& torch, const pybind11::object& interface
 // four dimensions and a dtype that the kernels have. Not if its address is below 4 GiB, which may be
 // the offset of a view whose storage was freed, unless it is empty. Sets no error.
 bool read_tensor(pybind11::handle from, TensorView* to);
+bool read_exact(pybind11::handle from, TensorView* to);  // of integers, too
 // The same for a tensor of any subclass and of integers too. Otherwise the error names the tensor.
 TensorView view_of(const char* name, pybind11::handle from);
 Tensor4 operand_of(const TensorView& view);  // of four dimensions

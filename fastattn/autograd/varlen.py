@@ -131,6 +131,7 @@ packed_attention = Operator(
     flops=_flops,
     shapes=_SHAPES,
     opaque=("alibi_slopes",),
+    checked_by=("cpu",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
@@ -144,5 +145,6 @@ packed_attention_backward = Operator(
     flops=_flops_backward,
     shapes=f"{_SHAPES}; {_GRADIENTS}",
     recomputed=("out", "lse"),
+    checked_by=("cpu",),
     derived={"scale": lambda _out, _lse, query, *_: default_scale(query.shape[-1])},
 )

@@ -16,6 +16,7 @@ from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._relative_bias import fold_distances, largest
+from fastattn.ops._varlen_plan import find, keep
 
 __all__ = ["varlen_attention"]
 
@@ -109,6 +110,16 @@ def varlen_attention(
         >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
         torch.Size([12, 2, 64])
     """
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
+    longest = (max_seqlen_q, max_seqlen_k)
+    signature = None
+    if relative_bias is None and mask is None and generator is None:
+        flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
+        signature, plan = find(tensors, longest, *flags)
+        if plan is not None:
+            results = plan.run(*tensors, longest)
+            if results is not None:
+                return results
     operator, call = prepare(
         query,
         key,
@@ -130,6 +141,8 @@ def varlen_attention(
         generator=generator,
         return_lse=return_lse,
     )
+    if signature is not None:
+        keep(signature, tensors, call, return_lse)
     out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out

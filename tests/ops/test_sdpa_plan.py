@@ -108,7 +108,8 @@ def test_a_hit_has_the_bits_of_the_complete_path(
 
 
 def test_lengths_and_batches_share_a_plan(plans: Plans) -> None:
-    for batch, q_len, k_len in ((2, 6, 9), (3, 6, 10), (5, 7, 11), (4, 13, 200)):
+    """Unless sizes that may differ are equal by chance, such as batch and heads."""
+    for batch, q_len, k_len in ((2, 6, 9), (3, 6, 10), (5, 7, 11), (9, 13, 200)):
         q, k, v = (torch.randn(batch, 4, n, 16) for n in (q_len, k_len, k_len))
         out = attend(q, k, v, is_causal=True, causal_alignment="bottom_right")
         with fastattn.use_backend("reference"):
@@ -159,6 +160,14 @@ def test_each_fact_makes_a_new_plan(change: str, plans: Plans) -> None:
     assert count(plans) == 2
     attend(*tensors, **options)
     assert count(plans) == 2
+
+
+def test_another_size_of_a_mask_is_refused_by_the_complete_path() -> None:
+    tensors = qkv()
+    attend(*tensors, torch.randn(4, 6, 9))
+    for wrong in ((3, 6, 9), (4, 5, 9), (4, 6, 8)):
+        with pytest.raises(RuntimeError, match="attn_mask must be broadcastable"):
+            attend(*tensors, torch.randn(wrong))
 
 
 @pytest.mark.parametrize(
