@@ -15,6 +15,7 @@ from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
+from fastattn.ops._decode_plan import find, keep
 from fastattn.ops._quantised import check_memory, check_rotated, check_scales
 from fastattn.ops._relative_bias import fold_distances, largest
 from fastattn.ops._rotary import check_rotary
@@ -146,6 +147,19 @@ def decode_attention(
         >>> keys[0, 0, 2:5, 0]
         tensor([0., 1., 0.])
     """
+    tensors = (
+        *(query, key_cache, value_cache, cache_seqlens, key, value),
+        *(block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks),
+    )
+    others = (key_scales, value_scales, relative_bias, mask, rotary_cos, rotary_sin)
+    signature = None
+    if all([x is None for x in others]) and rotary_positions is None:  # noqa: C419  (faster)
+        flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
+        signature, plan = find(tensors, *flags)
+        if plan is not None:
+            results = plan.run(*tensors)
+            if results is not None:
+                return results
     operator, args, append = prepare(
         query,
         key_cache,
@@ -173,6 +187,8 @@ def decode_attention(
         layout=layout,
         return_lse=return_lse,
     )
+    if signature is not None:
+        keep(signature, tensors, args, append, layout == "bnhd", return_lse)
     if append is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
