@@ -31,8 +31,7 @@ from fastattn._warning import warn
 
 __all__ = ["FallbackWarning", "choose", "use_backend"]
 
-# The backends of each device, in the usual order; evidence may put "torch" before, or choose
-# another order. On a GPU our kernels run only where evidence admits them: they were verified there.
+# Our backends for each device. Evidence chooses their order, with "torch" among them.
 ON_GPU = ("cuda", "triton")
 PRIORITY = {"cpu": ("cpu", "reference"), "cuda": (*ON_GPU, "reference")}
 BACKENDS = ("torch", "cpu", "cuda", "triton", "reference")
@@ -101,9 +100,8 @@ def why_not(
     if isinstance(backend, str):
         return [backend]
     # Triton's interpreter runs on any device, and only when it is requested.
-    usual = PRIORITY.get(device, ("reference",))
-    on_device = name in usual or (name == "torch" and device in PRIORITY)
-    if not on_device and not getattr(backend, "INTERPRETED", False):
+    on_device = (*PRIORITY[device], "torch") if device in PRIORITY else ("reference",)
+    if name not in on_device and not getattr(backend, "INTERPRETED", False):
         return [f"does not run on {device} tensors"]
     if not hasattr(backend, op):
         return [f"has no {op}"]
@@ -177,7 +175,7 @@ def choose(
     only = forced.get()
     if only == without:
         only = ""
-    refused: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, Sequence[str]] = {}
     for name in (only,) if only else _order(device, op, tensors):
         if name == without:
             continue
@@ -185,13 +183,14 @@ def choose(
         if not against:
             break
         if name != "torch" and isinstance(load(name), ModuleType):  # of ours, that is
-            refused[name] = tuple(against)
+            refused[name] = against
     else:
         raise RuntimeError(f"the backend {only!r} cannot run {op}: {'; '.join(against)}")
     if name == "reference" and refused:
-        _warn_once(op, tuple(refused.items()))
-    if device == "cuda" and not only and _evidence(device, op, tensors) is None:
-        _warn_unverified()
+        reasons = "; ".join(f"{name}: {', '.join(against)}" for name, against in refused.items())
+        _warn_once(f"{op} runs on the slow reference ({reasons})")
+    if device == "cuda" and not only:
+        _warn_if_unverified(_evidence(device, op, tensors))
     return name
 
 
@@ -201,72 +200,55 @@ def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
         return getattr(load("reference"), op)(*tensors, options=options)
 
 
-def usual_order(device: str) -> tuple[str, ...]:
-    """The backends of a device in the order of preference where no evidence says another one."""
-    return ("torch", "reference") if device == "cuda" else PRIORITY.get(device, ("reference",))
-
-
 def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:
     """The backends of a device in the order of preference for this call."""
-    usual = usual_order(device)
-    found = _evidence(device, op, tensors)
-    # A table of other backends than the device has is not for it.
-    if found is None or not {*found.use} <= {"torch", *PRIORITY.get(device, ())}:
-        return usual
-    if device == "cuda":  # what the row leaves out is not admitted
-        return (*found.use, "reference")
-    return (*found.use, *(name for name in usual if name not in found.use))
+    row, ours = _evidence(device, op, tensors), PRIORITY.get(device, ("reference",))
+    if not {*row.use} <= {"torch", *ours}:  # a row of other backends than the device has
+        return ours
+    if row.least_queries > 0 and _first(tensors).shape[-2] < row.least_queries:
+        return (*(name for name in row.use if name != "torch"), "reference")
+    return (*row.use, "reference")
 
 
-def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice | None:
+def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Row:
+    first, op = _first(tensors), op.removesuffix("_backward")
+    if op == "append_to_cache":  # verified and admitted together
+        op = "decode_attention"
+    index = first.device.index or 0  # GPUs of one machine may differ
+    return evidence.choose("backends", device, op, first.dtype, index=index)
+
+
+def _first(tensors: Sequence[Any]) -> Any:
     first = tensors[0]
-    if first is None:
-        first = next(tensor for tensor in tensors if tensor is not None)
-    op = op.removesuffix("_backward")
-    found = evidence.choose(
-        "backends",
-        device,
-        "decode_attention" if op == "append_to_cache" else op,  # verified and admitted together
-        first.dtype,
-        index=first.device.index or 0,  # GPUs of one machine may differ
-    )
-    if found is not None and found.least_queries > 0 and first.shape[-2] < found.least_queries:
-        return None
-    return found
+    return first if first is not None else next(x for x in tensors if x is not None)
 
 
 def asks_torch_first(op: str, dtype: torch.dtype) -> bool:
     """Whether PyTorch's kernel may go first on the CPU; it declines calls for what they hold."""
-    found = evidence.choose("backends", "cpu", op, dtype)
-    return forced.get() == "" and found is not None and found.use[0] == "torch"
+    return forced.get() == "" and evidence.choose("backends", "cpu", op, dtype).use[0] == "torch"
 
 
 def _device(tensors: Sequence[Any]) -> str:
-    for tensor in tensors:
-        if tensor is not None:
-            return "cpu" if tensor.is_cpu else tensor.device.type
-    raise AssertionError("a primitive without a tensor")
+    first = _first(tensors)
+    return "cpu" if first.is_cpu else first.device.type
 
 
 @functools.cache
-def _warn_once(op: str, refused: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
-    reasons = "; ".join(f"{name}: {', '.join(against)}" for name, against in refused)
-    warn(f"{op} runs on the slow reference ({reasons})", FallbackWarning)
+def _warn_once(message: str) -> None:
+    warn(message, FallbackWarning)
 
 
-@functools.cache
-def _warn_unverified() -> None:
+evidence.on_change(_warn_once.cache_clear)
+
+
+def _warn_if_unverified(row: evidence.Row) -> None:
     built = [name for name in ON_GPU if not isinstance(load(name), str)]
-    if built:
-        warn(
+    if built and row.source == evidence.UNVERIFIED:
+        _warn_once(
             f"fastattn's kernels for GPUs ({', '.join(built)}) are built, but unverified on this "
             "GPU, so PyTorch's kernels or the reference run. `fastattn tune` verifies, measures "
-            f'and admits them; fastattn.use_backend("{built[0]}") runs them at once.',
-            FallbackWarning,
+            f'and admits them; fastattn.use_backend("{built[0]}") runs them at once.'
         )
-
-
-evidence.on_change(_warn_unverified.cache_clear)
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

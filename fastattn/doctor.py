@@ -141,7 +141,7 @@ def fresh_build(facts: Facts) -> Finding | None:
 def measured_gpu(facts: Facts) -> Finding | None:
     """A GPU on which our kernels were not verified, so that PyTorch's or the reference run."""
     sources = [made["source"] for made in facts["choices"] if made["device"] == "cuda"]
-    if evidence.unmeasured("cuda") not in sources:
+    if evidence.UNVERIFIED not in sources:
         return None
     what = "our kernels are unverified on this GPU, so PyTorch's or the slow reference run"
     return Finding("note", what, "run `fastattn tune`, which verifies, measures and admits them")

@@ -1,7 +1,8 @@
 """Which choice is fastest on which processor: one table, one row a choice, with its source.
 
-The first row that matches the processor, the operator and the dtype decides. The rows that
-``fastattn tune`` measured on this machine come first; they are in the user's cache folder.
+The first row that matches the processor, the operator and the dtype decides; the last ones match
+all. The rows that ``fastattn tune`` measured on this machine come first; they are in the user's
+cache folder.
 """
 
 # ruff: noqa: E501  (one row a line)
@@ -17,17 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn._processor import Processor, cpuinfo, processor
+from fastattn._processor import Processor, processor
 from fastattn._version import __version__
 from fastattn._warning import warn
 
 __all__ = [
-    "Choice",
     "Gemm",
     "Processor",
     "Row",
     "choose",
-    "cpuinfo",
     "forget",
     "has_tiles",
     "isa",
@@ -57,8 +56,13 @@ class Row(NamedTuple):
     use: Any
     source: str  # a result file, or a page of docs
     op: str = ""  # "" matches all
-    least_queries: int = 0  # for calls of at least so many queries
+    least_queries: int = 0  # calls of fewer queries do not run on PyTorch's kernel
     version: str = ""  # of fastattn, in the user's rows
+
+    @property
+    def because(self) -> str:
+        own = f"your `fastattn tune`, with version {self.version}: " if self.version else ""
+        return own + self.source
 
 
 ATTENTION = "scaled_dot_product_attention"
@@ -68,6 +72,8 @@ _AVX2 = "benchmarks/results/amd-epyc-zen4-avx512_bf16/isas.json, with AVX2 force
 _ZEN4 = "benchmarks/results/amd-epyc-zen4-avx512_bf16/figures.json"
 _PAGE = "docs/performance.md"
 _BORROWED = "not measured on this processor: what is fastest on an AMD EPYC"
+_UNMEASURED = "not measured on this processor"
+UNVERIFIED = "our kernels are unverified on this GPU; run `fastattn tune`"
 # fmt: off
 # choice, on, dtypes, use, source, op, least_queries
 ROWS = (
@@ -77,11 +83,15 @@ ROWS = (
     Row("backends", "cpu Intel", "float32", ["cpu"], f"with AMX {_AMX}; on vectors {_PAGE}: ours 1.1 to 1.4 times PyTorch"),
     Row("backends", "cpu AMD -avx512f", "", ["cpu"], _AVX2),
     Row("backends", "cpu AMD", "", ["cpu"], _ZEN4),
+    Row("backends", "cpu", "", ["cpu"], _UNMEASURED),
+    Row("backends", "cuda", "", ["torch"], UNVERIFIED),
+    Row("backends", "", "", [], "not measured: the device has no kernels of its own"),
 
     Row("isa", "cpu amx_bf16", "bfloat16 float32", "amx_bf16", f"{_AMX}; small calls run on vectors"),
     Row("isa", "cpu Intel avx512_bf16", "bfloat16", "avx512", f"{_PAGE}: avx512 139 GFLOP/s, avx512_bf16 95"),
     Row("isa", "cpu AMD avx512_bf16", "", "avx512_bf16", _ZEN4),
     Row("isa", "cpu amx_bf16", "", "avx512_bf16", f"float16: {_AMX}; float64 is not measured"),
+    Row("isa", "", "", "the strongest", _UNMEASURED),
 
     Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "torch", 0, 2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98"),
     Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", 0, 2**22), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
@@ -95,6 +105,7 @@ ROWS = (
     Row("gemm", "", "bfloat16", Gemm("onednn", "torch", 2**24 - 1, 2**25), _BORROWED),
     Row("gemm", "", "float16", Gemm("torch", "torch", ANY, ANY), _BORROWED),
     Row("gemm", "", "float64", Gemm("torch", "torch", 0, 2**20), "not measured: PyTorch, and ours for small layers"),
+    Row("gemm", "", "", Gemm("torch", "torch"), _UNMEASURED),
 )
 # fmt: on
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -103,13 +114,7 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16")
 # -- choosing --------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
-    use: Any
-    source: str
-    least_queries: int = 0
-    is_own: bool = False  # from the user's `fastattn tune`
-
-
+@functools.cache
 def choose(
     choice: str,
     device: str,
@@ -118,39 +123,23 @@ def choose(
     *,
     index: int = 0,
     own: bool = True,
-) -> Choice | None:
-    """Return the choice of the first matching row, None if there is none.
+) -> Row:
+    """Return the first row that matches.
 
     ``index`` says which GPU; ``own=False`` ignores the user's rows.
     """
-    return _choose(choice, processor(device, index), op, dtype, own)
-
-
-@functools.cache
-def _choose(
-    choice: str, on: Processor, op: str, dtype: torch.dtype | None, own: bool
-) -> Choice | None:
+    on = processor(device, index)
     kind = str(dtype).removeprefix("torch.")
-    rows = [*(_own() if own else ()), *ROWS]
-    for row in rows:
-        if (
-            row.choice == choice
-            and on.is_like(row.on)
-            and row.op in ("", op)
-            and (not row.dtypes or kind in row.dtypes.split())
-            # Changed kernels of a GPU are as unverified as new ones.
-            and not (on.device == "cuda" and row.version not in ("", __version__))
-        ):
-            tune = f"your `fastattn tune`, with version {row.version}: " if row.version else ""
-            return Choice(row.use, tune + row.source, row.least_queries, bool(row.version))
-    return None
-
-
-def unmeasured(device: str) -> str:
-    """What `info` and `explain` say of a choice that no row makes."""
-    if device == "cuda":
-        return "our kernels are unverified on this GPU; run `fastattn tune`"
-    return "not measured on this processor"
+    return next(
+        row
+        for row in (*(_own() if own else ()), *ROWS)
+        if row.choice == choice
+        and on.is_like(row.on)
+        and row.op in ("", op)
+        and (not row.dtypes or kind in row.dtypes.split())
+        # Changed kernels of a GPU are as unverified as new ones.
+        and not (on.device == "cuda" and row.version not in ("", __version__))
+    )
 
 
 def has_tiles(isa: str) -> bool:
@@ -167,8 +156,8 @@ def isa(supported: Sequence[str]) -> str:
     strongest = [name for name in supported if not has_tiles(name)][-1]
     chosen = {}
     for name in _DTYPES:
-        found = choose("isa", "cpu", dtype=getattr(torch, name))
-        chosen[name] = found.use if found and found.use in supported else strongest
+        measured = choose("isa", "cpu", dtype=getattr(torch, name)).use
+        chosen[name] = measured if measured in supported else strongest
     most = chosen.pop("float32")
     return ",".join([most, *(f"{name}={isa}" for name, isa in chosen.items() if isa != most)])
 
@@ -247,18 +236,15 @@ def _checked(row: Row) -> Row:
 
 # -- caches ----------------------------------------------------------------------------------------
 
-_listeners: list[Callable[[], Any]] = []
+_caches: list[Callable[[], Any]] = [processor.cache_clear, choose.cache_clear, _own.cache_clear]
 
 
 def on_change(clear: Callable[[], Any]) -> None:
     """Register a function that is called when cached choices become invalid."""
-    _listeners.append(clear)
+    _caches.append(clear)
 
 
 def forget() -> None:
     """Clear all caches, so the user's file is read and every choice is made again."""
-    for cached in (processor, _choose, _own):
-        if hasattr(cached, "cache_clear"):  # missing if a test has replaced it
-            cached.cache_clear()
-    for clear in _listeners:
+    for clear in _caches:
         clear()

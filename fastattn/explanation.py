@@ -108,9 +108,7 @@ def _because(
         return ""
     if dispatch.forced.get():
         return f"{dispatch.forced.get()} is forced"
-    found = dispatch._evidence(device, op, tensors)
-    source = evidence.unmeasured(device) if found is None else found.source
-    because = f"{', '.join(order)} ({source})"
+    because = f"{', '.join(order)} ({dispatch._evidence(device, op, tensors).because})"
     if runs != "cpu":
         return because
     dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
@@ -122,9 +120,9 @@ def instruction_set(dtype: torch.dtype) -> str:
     """The instruction set that the CPU's kernels use for this dtype, and why."""
     native = importlib.import_module("fastattn._cpu").build_info()
     used = _instruction_set(native, dtype)
-    found = evidence.choose("isa", "cpu", dtype=dtype)
-    if found is not None and found.use == used:
-        return f"{used} ({found.source})"
+    row = evidence.choose("isa", "cpu", dtype=dtype)
+    if row.use == used:
+        return f"{used} ({row.because})"
     if used == native["supported"][-1]:
         return f"{used} (the strongest that there is)"
     return f"{used} (requested)"

@@ -16,8 +16,9 @@ import torch
 
 from fastattn import _cgroup, builds, compat, evidence
 from fastattn import _openmp as _openmp_runtimes
+from fastattn._processor import cpuinfo
 from fastattn._version import __version__
-from fastattn.dispatch import BACKENDS, usual_order
+from fastattn.dispatch import BACKENDS
 
 # The CPU flags that affect the speed of attention, out of the hundred that Linux lists.
 CPU_FEATURES = """
@@ -60,15 +61,11 @@ def _choices() -> list[dict[str, str]]:
     found = []
     for device, what, op in queries:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            choice = evidence.choose(what, device, op, dtype)
-            if choice is None:
-                use = ", ".join(usual_order(device)) if what == "backends" else "the strongest"
-                source = evidence.unmeasured(device)
-            else:
-                use, source = _spelled(choice.use), choice.source
-                use += f" (from {choice.least_queries} queries on)" * (choice.least_queries > 0)
+            row = evidence.choose(what, device, op, dtype)
+            use = _spelled(row.use)
+            use += f" (from {row.least_queries} queries on)" * (row.least_queries > 0)
             names = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
-            found.append({**names, "use": use, "source": source})
+            found.append({**names, "use": use, "source": row.because})
     return found
 
 
@@ -96,7 +93,7 @@ def _most(value: Any) -> str:
 
 
 def _cpu() -> dict[str, Any]:
-    fields = evidence.cpuinfo()  # empty if not on Linux: fall back to `platform`
+    fields = cpuinfo()  # empty if not on Linux: fall back to `platform`
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),

@@ -52,8 +52,7 @@ _LEAST_ROWS_OF_OURS = 8
 @functools.cache
 def rule(dtype: torch.dtype) -> evidence.Gemm:
     """Return which GEMM to use for this dtype on this processor."""
-    found = evidence.choose("gemm", "cpu", dtype=dtype)
-    gemm = evidence.Gemm("torch", "torch") if found is None else found.use
+    gemm: evidence.Gemm = evidence.choose("gemm", "cpu", dtype=dtype).use
     if dtype == torch.float32 and gemm.forward == "torch" and not torch.backends.mkl.is_available():
         return gemm._replace(forward="onednn", weight_grad="onednn")
     return gemm

@@ -92,7 +92,7 @@ _retrieve = differentiable("plain_retrieval", 0, _resume)
 
 
 def _find(number: int, state: Tensor, stored: Tensor) -> Any:
-    found = evidence.choose("backends", "cpu", attention.name, state.dtype)
-    if found is not None and found.use[0] == "torch":  # the general path reads the states by it
+    row = evidence.choose("backends", "cpu", attention.name, state.dtype)
+    if row.use[0] == "torch":  # the general path reads the states by it
         return None
     return _native.find(number, state, stored, None, None, None, HopfieldOptions())

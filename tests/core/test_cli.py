@@ -189,7 +189,7 @@ def test_info_json_carries_every_fact() -> None:
 
 def test_info_says_in_words_which_products_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
     use = evidence.Gemm("onednn", "torch", 2**24 - 1, 2**62)
-    chosen = evidence.Choice(use, "a measurement")
+    chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
     (found,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
     assert found == (

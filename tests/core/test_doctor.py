@@ -63,7 +63,7 @@ FINDINGS = [
     ("torch_version", {"fast_route_lacks": ["torch._C._x"]}, "problem", "2.13.0 lacks", "newer"),
     (
         "measured_gpu",
-        {"choices": [{"device": "cuda", "source": evidence.unmeasured("cuda")}]},
+        {"choices": [{"device": "cuda", "source": evidence.UNVERIFIED}]},
         "note",
         "unverified on this GPU",
         "fastattn tune",
@@ -173,7 +173,8 @@ FINDINGS = [
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strongest instruction set is the choice, whatever processor runs the tests."""
-    monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: None)
+    row = evidence.Row("isa", "cpu", "", "the strongest", "a test")
+    monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: row)
 
 
 @pytest.mark.parametrize(("check", "changed", "level", "what", "fix"), FINDINGS)
@@ -245,8 +246,9 @@ def with_tiles(left_out: dict[str, str]) -> dict[str, Any]:
 def test_a_build_is_complete_if_it_has_what_each_dtype_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def choose(choice: str, device: str, *, dtype: torch.dtype) -> evidence.Choice | None:
-        return evidence.Choice("amx_bf16", "a test") if dtype == torch.bfloat16 else None
+    def choose(choice: str, device: str, *, dtype: torch.dtype) -> evidence.Row:
+        use = "amx_bf16" if dtype == torch.bfloat16 else "the strongest"
+        return evidence.Row("isa", "cpu", "", use, "a test")
 
     monkeypatch.setattr(evidence, "choose", choose)
     assert doctor.complete_build(with_tiles({"avx512": NOT_REQUESTED})) is None

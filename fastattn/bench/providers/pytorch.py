@@ -19,7 +19,7 @@ from fastattn.bench.inputs import TORCH_DTYPES
 from fastattn.bench.ops._attention import document_ids
 from fastattn.bench.providers import ISAS, sdpa_reasons
 from fastattn.bench.providers.passes import Outputs, run_passes, stay_in
-from fastattn.dispatch import BACKENDS, PRIORITY, load, usual_order
+from fastattn.dispatch import BACKENDS, PRIORITY, load
 
 Call = Callable[[], Outputs]
 Inputs = dict[str, Tensor]
@@ -174,5 +174,5 @@ class Fastattn(Torch):
 
 def _pytorch_is_first(cell: Cell) -> bool:
     attention = "scaled_dot_product_attention"
-    found = evidence.choose("backends", cell.device, attention, TORCH_DTYPES[cell.dtype])
-    return (usual_order(cell.device) if found is None else found.use)[0] == "torch"
+    row = evidence.choose("backends", cell.device, attention, TORCH_DTYPES[cell.dtype])
+    return "torch" in row.use[:1]
