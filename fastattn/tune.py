@@ -15,7 +15,6 @@ import functools
 import importlib
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,10 +27,11 @@ from fastattn import dispatch, evidence, spelling
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
+from fastattn.bench.providers.passes import run_passes
 from fastattn.bench.shapes import parse_shapes
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.nn import _linear
-from fastattn.testing import OnGpu
+from fastattn.testing import OnGpu, Target
 from fastattn.verify import PROOFS, results_of
 
 __all__ = ["add_arguments", "run"]
@@ -115,33 +115,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def race(what: str, candidates: Mapping[str, _Call]) -> dict[str, float]:
-    """Return the median seconds of each call, run in turn; progress goes to a terminal."""
+    """Return the median seconds of each call, run in turn."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for call in candidates.values():
         call()
     end = time.perf_counter() + _SECONDS
     for n in itertools.count(1):
-        if sys.stderr.isatty():
-            print(f"\r{what}: round {n}\033[K", end="", file=sys.stderr, flush=True)
         for name, call in candidates.items():
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
         if n >= _ROUNDS and time.perf_counter() >= end:
             break
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-    found = {name: statistics.median(taken) for name, taken in times.items()}
-    print(f"{what}: {_milliseconds(found)}")
-    return found
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    print(f"{what}: {_milliseconds(medians)}")
+    return medians
 
 
 def clearly_fastest(times: dict[str, float], usual: str) -> str:
     """Return the fastest candidate, or the usual one if the difference is within the noise."""
     best = min(times, key=lambda name: times[name])
-    if usual in times and not times[best] < _FASTER * times[usual]:
-        return usual
-    return best
+    return usual if usual in times and not times[best] < _FASTER * times[usual] else best
 
 
 def seconds(
@@ -149,37 +143,26 @@ def seconds(
 ) -> dict[str, float]:
     """The time of each candidate that can run: the geometric mean of forward and of both passes."""
     stem, sizes, mask = of
-    known, means = ops.get(stem), dict.fromkeys(on, 1.0)
+    op, means = ops.get(stem), dict.fromkeys(on, 1.0)
     kind = next(name for name, x in TORCH_DTYPES.items() if x == dtype)
-    shape = parse_shapes(sizes, known.SIZES)[0]
-    passes = [name for name in ("fwd", "fwd+bwd") if name in known.PASSES]
+    shape = parse_shapes(sizes, op.SIZES)[0]
+    passes = [name for name in ("fwd", "fwd+bwd") if name in op.PASSES]
     for of_pass in passes:
         cell = Cell(stem, shape, dtype=kind, passes=of_pass, mask=mask, device=device.type)
-        call = functools.partial(_call, *_prepared(cell, device))
-        calls = {name: functools.partial(call, on[name]) for name in means}
+        inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
+        call = run_passes(cell, *op.ours(cell, inputs), inputs["grad_out"])
+        calls = {name: functools.partial(_call, call, on[name]) for name in means}
         runs = {name: call for name, call in calls.items() if _runs(name, call)}
         times = race(f"{what}, {of_pass}", runs) if runs else {}
         means = {name: means[name] * times[name] ** (1 / len(passes)) for name in times}
     return means
 
 
-def _prepared(cell: Cell, device: torch.device) -> tuple[_Call, Sequence[torch.Tensor], Any]:
-    """The function of a cell, and the tensors and the gradient of its backward pass."""
-    inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
-    forward, leaves = ops.get(cell.op).ours(cell, inputs)
-    leaves = leaves if cell.passes == "fwd+bwd" else ()
-    for leaf in leaves:
-        leaf.requires_grad_()
-    return forward, leaves, inputs.get("grad_out")
-
-
-def _call(forward: _Call, leaves: Sequence[torch.Tensor], grad: Any, on: _On) -> None:
+def _call(run: _Call, on: _On) -> None:
     with on():
-        out = forward()[0]
-        if leaves:
-            torch.autograd.grad(out, leaves, grad.to(out.dtype))
-        if out.is_cuda:
-            torch.cuda.synchronize(out.device)
+        device = run()[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _runs(name: str, call: _Call) -> bool:
@@ -221,16 +204,14 @@ def on_gpu(operators: Sequence[str], dtypes: Sequence[torch.dtype]) -> Path | No
 
 def order(op: str, dtype: torch.dtype, device: torch.device) -> Row | None:
     """The row of an operator's backends, fastest first; None if none of them is right here."""
-    what = f"{op} {str(dtype)[6:]}"
-    candidates = ("torch", *dispatch.ON_GPU)
-    names = [name for name in candidates if is_right(name, op, dtype, device)]
-    on = {name: functools.partial(dispatch.use_backend, name) for name in names}
+    what, names = f"{op} {str(dtype)[6:]}", ("torch", *dispatch.ON_GPU)
+    right = [name for name in names if is_right(name, op, dtype, device)]
+    on = {name: functools.partial(dispatch.use_backend, name) for name in right}
     times = seconds(what, MEASURED[op], dtype, device, on)
     if not times:
         print(f"{what}: no backend runs it here")
         return None
-    found = evidence.choose("backends", "cuda", op, dtype, index=device.index or 0)
-    usual = found.use if found else ["torch"]
+    usual = evidence.choose("backends", "cuda", op, dtype, index=device.index or 0).use
     first = clearly_fastest(times, usual[0])
     use = sorted(times, key=lambda name: (name != first, times[name]))
     return _row("backends", device, dtype, use, usual, times, op)
@@ -244,10 +225,9 @@ def is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> bo
     if name == "torch":
         return True
     target, kind = OnGpu(name, device=device.type), str(dtype)[6:]
-    verified = (op, "append_to_cache") if op == "decode_attention" else (op,)
     work = [
         (one, case, kind, target)
-        for one in verified
+        for one in ((op, "append_to_cache") if op == "decode_attention" else (op,))
         for case in PROOFS[one].cases
         if dtype in case.dtypes and not case.slow
     ]
@@ -273,33 +253,28 @@ def on_cpu(dtypes: Sequence[torch.dtype]) -> Path:
 
 def attention(dtype: torch.dtype) -> list[Row]:
     """The rows of instruction set and backend."""
-    native = importlib.import_module("fastattn._cpu")
-    supported = native.build_info()["supported"]
+    supported = importlib.import_module("fastattn._cpu").build_info()["supported"]
     isas = [isa for isa in supported if isa != "baseline"] or supported
-    before = evidence.choose("isa", "cpu", dtype=dtype, own=False)
-    usual_isa = before.use if before and before.use in supported else supported[-1]
-    found = evidence.choose("backends", "cpu", ATTENTION, dtype, own=False)
-    usual = found.use if found else ["cpu"]
+    usual_isa = evidence.choose("isa", "cpu", dtype=dtype, own=False).use
+    usual_isa = usual_isa if usual_isa in supported else supported[-1]
+    usual = evidence.choose("backends", "cpu", ATTENTION, dtype, own=False).use
 
     @contextlib.contextmanager
     def on(isa: str) -> Iterator[None]:
-        kept = native.build_info()["isa"]
-        with dispatch.use_backend("torch" if isa == "torch" else "cpu"):
-            try:
-                native.set_isa(kept if isa == "torch" else isa)
-                yield
-            finally:
-                native.set_isa(kept)
+        with dispatch.use_backend("cpu"), Target("cpu", isa).active():
+            yield
 
-    candidates = {name: functools.partial(on, name) for name in (*isas, "torch")}
+    candidates: dict[str, _On] = {name: functools.partial(on, name) for name in isas}
+    candidates["torch"] = functools.partial(dispatch.use_backend, "torch")
     times = seconds(f"attention {str(dtype)[6:]}", ON_CPU, dtype, _CPU, candidates)
-    isa = clearly_fastest({name: times[name] for name in isas}, usual_isa)
-    rivals = {"cpu": times[isa], **{name: times[name] for name in times if name == "torch"}}
-    use = ["torch", "cpu"] if clearly_fastest(rivals, usual[0]) == "torch" else ["cpu"]
-    least = _LEAST_QUERIES if use[0] == "torch" else 0
+    by_torch = {name: times.pop(name) for name in ("torch",) if name in times}
+    isa = clearly_fastest(times, usual_isa)
+    rivals = {"cpu": times[isa], **by_torch}
+    first = clearly_fastest(rivals, usual[0])
+    use, least = (["torch", "cpu"], _LEAST_QUERIES) if first == "torch" else (["cpu"], 0)
     return [
         _row("backends", _CPU, dtype, use, usual, rivals, ATTENTION, least),
-        _row("isa", _CPU, dtype, isa, usual_isa, {name: times[name] for name in isas}),
+        _row("isa", _CPU, dtype, isa, usual_isa, times),
     ]
 
 
@@ -308,31 +283,30 @@ def projections(dtype: torch.dtype) -> list[Row]:
     onednn: Any = _linear._ONEDNN_LINEAR
     if onednn is None or dtype not in _linear._ONEDNN_DTYPES:
         return []
-    found = evidence.choose("gemm", "cpu", dtype=dtype, own=False)
-    usual = Gemm("torch", "torch") if found is None else found.use
+    what = f"projection {str(dtype)[6:]}"
+    usual: Gemm = evidence.choose("gemm", "cpu", dtype=dtype, own=False).use
     m, k, n = _LARGE
     x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
 
     def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> _Call:
         return lambda: onednn(x, weight, None, "none", [], "")
 
-    what = f"projection {str(dtype)[6:]}"
+    def fastest(of: str, usual: str, **calls: _Call) -> str:
+        return clearly_fastest(race(what + of, calls), usual)
+
     times = race(what, {"torch": lambda: F.linear(x, weight), "onednn": by_onednn(x, weight)})
-    calls = {"torch": lambda: grad.t() @ x, "onednn": by_onednn(grad.t(), x.t())}
     use = usual._replace(
         forward=clearly_fastest(times, usual.forward),
-        weight_grad=clearly_fastest(
-            race(f"{what}, gradient of the weight", calls), usual.weight_grad
-        ),
-    )
+        weight_grad=fastest(", gradient of the weight", usual.weight_grad,
+                            torch=lambda: grad.t() @ x, onednn=by_onednn(grad.t(), x.t())),
+    )  # fmt: skip
     if dtype is torch.bfloat16 and use.forward == "onednn":
         m, k, n = _FEW_ROWS
         few, square = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
         native: Any = dispatch.load("cpu")
-        calls = {"ours": lambda: native.linear(few, square, None), "onednn": by_onednn(few, square)}
-        fastest = clearly_fastest(
-            race(f"{what}, few rows", calls), "ours" if usual.ours_up_to else "onednn"
-        )
-        ours = (usual.ours_up_to or _OURS_UP_TO) if fastest == "ours" else 0
+        best = fastest(", few rows", "ours" if usual.ours_up_to else "onednn",
+                       ours=lambda: native.linear(few, square, None),
+                       onednn=by_onednn(few, square))  # fmt: skip
+        ours = (usual.ours_up_to or _OURS_UP_TO) if best == "ours" else 0
         use = use._replace(ours_up_to=ours)
     return [_row("gemm", _CPU, dtype, use, usual, times)]
