@@ -138,7 +138,8 @@ class RandomRounding(DispatchMode):
                 rounded = self._rounded(result, _UNITS[operation])
             else:
                 rounded = self._added(result, smaller)
-            return result.copy_(rounded) if operation in _IN_PLACE else rounded
+            in_place = operation.__name__.endswith("_")
+            return result.copy_(rounded) if in_place else rounded
         if operation in _BACKWARD_STABLE:  # the exact result of slightly perturbed arguments
             return func(*(self._rounded(x) if _is_double(x) else x for x in args), **kwargs)
         with self:  # a composite operation: each step has its own error
@@ -189,53 +190,45 @@ def _is_double(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.float64
 
 
-def _squares_of_product(
-    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Tensor, int]:
+# The sum of the squares of the terms of each result, and the number of terms.
+_Squares = tuple[Tensor, int]
+
+
+def _squares_of_product(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
     a, b = args[:2]  # [..., M, N] @ [..., N, P]
     return func(a * a, b * b), a.shape[-1]
 
 
-def _squares_of_sum(
-    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Tensor, int]:
+def _squares_of_sum(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
     x = args[0]
     terms = x.numel() // max(result.numel(), 1)
     squares = func(x * x, *args[1:], **kwargs)
     return (squares / terms if func.overloadpacket is aten.mean else squares), terms
 
 
-def _squares_of_rows(
-    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Tensor, int]:
+def _squares_of_rows(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
     """embedding_dense_backward(grad, indices, rows, ...): each row is a sum of rows of grad."""
     most = int(args[1].flatten().bincount().max()) if args[1].numel() else 1
     return func(args[0] ** 2, *args[1:], **kwargs), most
 
 
-def _squares_of_cumulated(
-    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Tensor, int]:
+def _squares_of_cumulated(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
     return func(args[0] ** 2, *args[1:], **kwargs), args[0].shape[args[1]] if args[0].ndim else 1
 
 
-def _squares_of_accumulated(
-    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Tensor, int]:
+def _squares_of_accumulated(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
     """index_put and similar: the old value and the added one."""
     return result * result, 2
 
 
-def _squares_of_convolution(
-    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Tensor, int]:
+def _squares_of_convolution(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
     """convolution(x, weight, bias, ...), with the bias as one more term."""
     x, weight, bias, *rest = args
     squares = None if bias is None else bias * bias
     return func(x * x, weight * weight, squares, *rest, **kwargs), weight[0].numel() + 1
 
 
-_SUMS: dict[Any, Callable[..., tuple[Tensor, int]]] = {
+_SUMS: dict[Any, Callable[..., _Squares]] = {
     **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _squares_of_product),
     **dict.fromkeys((aten.sum, aten.mean), _squares_of_sum),
     aten.embedding_dense_backward: _squares_of_rows,
@@ -253,11 +246,12 @@ def _packets(names: str) -> list[Any]:
 
 
 _ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
-_IN_PLACE = frozenset(_packets("add_ sub_ mul_ div_ sigmoid_ tanh_"))
 # The units of error: 1 for operations with one rounding, 2 for elementary functions.
 _UNITS = {
-    **dict.fromkeys(_packets("add sub rsub mul div reciprocal sqrt square frac remainder"), 1),
-    **dict.fromkeys(_IN_PLACE, 1),
+    **dict.fromkeys(
+        _packets("add sub rsub mul div add_ sub_ mul_ div_ reciprocal sqrt square frac remainder"),
+        1,
+    ),
     **dict.fromkeys(
         _packets(
             "exp exp2 expm1 log log1p log2 tanh sigmoid pow rsqrt sin cos erf special_entr"
