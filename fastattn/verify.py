@@ -19,10 +19,8 @@ from xml.etree import ElementTree
 import torch
 
 from fastattn import dispatch, evidence, spelling
-from fastattn.testing import OnGpu, Target, Verdict, targets
-from fastattn.testing.draws import draw
-from fastattn.testing.proofs import PROOFS
-from fastattn.testing.verdict import AnyCase
+from fastattn.testing import PROOFS, OnGpu, Target, Verdict, targets
+from fastattn.testing.cases import AnyCase, draw
 
 __all__ = ["PROOFS", "add_arguments", "results_of", "run"]
 

@@ -29,7 +29,7 @@ from tile_attention import EMULATED, REAL, on
 import fastattn
 from fastattn import dispatch, info
 from fastattn.testing import Target, targets
-from fastattn.testing.verdict import fresh_memory_is_nan
+from fastattn.testing.targets import fresh_memory_is_nan
 
 pytest_plugins = ["sample"]  # which tests `make test` leaves to the complete run
 

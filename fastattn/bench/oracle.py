@@ -19,7 +19,7 @@ from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
 from fastattn.bench.results import Outcome
-from fastattn.testing.compare import deviations
+from fastattn.testing.judge import deviations
 from fastattn.testing.rounding import Noise
 
 Outputs = dict[str, Tensor]

@@ -1,17 +1,26 @@
 """The tests of operators: the tables of cases, the exact results and the error bound."""
 
+from fastattn.testing.additive import check_additive
+from fastattn.testing.append import check_append
 from fastattn.testing.cases import CASES, Case
-from fastattn.testing.compare import Deviation, deviation
-from fastattn.testing.inputs import Inputs, check, make_inputs
+from fastattn.testing.decode import check_decode
+from fastattn.testing.encode_memory import check_encoding
+from fastattn.testing.hopfield import check_hopfield
+from fastattn.testing.inputs import check, make_inputs
+from fastattn.testing.judge import Deviation, Proof, Verdict, deviation
+from fastattn.testing.luong import check_luong
+from fastattn.testing.memory_hops import check_hops
+from fastattn.testing.merge_states import check_merge
 from fastattn.testing.rounding import Noise
+from fastattn.testing.sinusoidal import check_sinusoidal
 from fastattn.testing.targets import OnGpu, Target, targets
-from fastattn.testing.verdict import Proof, Verdict
+from fastattn.testing.varlen import check_varlen
 
 __all__ = [
     "CASES",
+    "PROOFS",
     "Case",
     "Deviation",
-    "Inputs",
     "Noise",
     "OnGpu",
     "Proof",
@@ -22,3 +31,9 @@ __all__ = [
     "make_inputs",
     "targets",
 ]
+
+_ALL = (
+    *(check, check_additive, check_append, check_decode, check_encoding, check_hopfield),
+    *(check_luong, check_hops, check_merge, check_sinusoidal, check_varlen),
+)
+PROOFS = {proof.operator: proof for proof in _ALL}

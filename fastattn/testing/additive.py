@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, extended
+from fastattn.backends.primitives import AdditiveOptions
 from fastattn.testing import memory
 from fastattn.testing.calls import Operands
-from fastattn.testing.cases import NamedCase
-from fastattn.testing.draws import dropout_seed, numbers_of
+from fastattn.testing.cases import NamedCase, dropout_seed, numbers_of
 from fastattn.testing.inputs import make_mask, poison
-from fastattn.testing.verdict import Proof
+from fastattn.testing.judge import Proof
 
 __all__ = ["ADDITIVE_CASES", "AdditiveCase", "check_additive", "make_additive"]
 
@@ -106,7 +105,10 @@ def make_additive(case: AdditiveCase, dtype: torch.dtype) -> Operands:
         "query": placed(case.spread * normal(b, q, case.width), case.layouts[0])
     }
     key = placed(case.spread * normal(b, k, case.width), case.layouts[1])
-    clean = {"key": key, "value": placed(normal(b, k, case.value_dim), case.layouts[2])}
+    clean = {
+        "key": key,
+        "value": placed(normal(b, k, case.value_dim), case.layouts[2]),
+    }
     tensors |= clean
     tensors["v"] = (2 * normal(case.width) / max(case.width, 1) ** 0.5).to(dtype)
     tensors["bias"] = normal(case.width).to(dtype) if case.bias else None
@@ -130,7 +132,7 @@ def make_additive(case: AdditiveCase, dtype: torch.dtype) -> Operands:
         tensors,
         options,
         {"out": grad_out, "weights": grad_weights},
-        extended(AdditiveBackwardOptions, options, needs_mask_grad=needs_mask_grad),
+        {"needs_mask_grad": needs_mask_grad},
         clean,
     )
 

@@ -20,9 +20,9 @@ from fastattn.backends.primitives import QUANTISED, AppendOptions
 from fastattn.backends.reference.decode import elements
 from fastattn.testing import memory
 from fastattn.testing.calls import Operands, Results, double
-from fastattn.testing.cases import FLOATS, NamedCase
-from fastattn.testing.draws import numbers_of
-from fastattn.testing.verdict import Proof, Verdict
+from fastattn.testing.cases import FLOATS, NamedCase, numbers_of
+from fastattn.testing.judge import Proof, Verdict
+from fastattn.testing.targets import moved
 
 __all__ = ["APPEND_CASES", "AppendCase", "CacheCase", "Places", "check_append", "make_append"]
 
@@ -131,7 +131,7 @@ class AppendInputs(Operands):
     def results(self, backend: Any) -> Results:
         """The new rows, the rotated queries, and the number of bytes that changed elsewhere."""
         written = {name: self.tensors[name] for name in _WRITTEN}
-        copies = {name: _copied(x) for name, x in written.items() if x is not None}
+        copies = {name: moved(x, x.device) for name, x in written.items() if x is not None}
         rotated = self._appended(backend, self.tensors | copies)
         results: Results = {} if rotated is None else {"query": rotated}
         entry, row = self.places
@@ -142,7 +142,7 @@ class AppendInputs(Operands):
             of_copy, of_old = (elements(x, entry, slice(None), row) for x in (copy, old))
             results[result] = of_copy.transpose(1, 2).clone()
             copy[entry, :, row] = of_old
-            changed += int((_bytes(copy) != _bytes(old)).sum())
+            changed += int((memory.bytes_of(copy) != memory.bytes_of(old)).sum())
         return results | {"changed": torch.tensor([changed], dtype=torch.float64)}
 
     def definition(self) -> Results:
@@ -150,8 +150,9 @@ class AppendInputs(Operands):
 
     def define(self, backend: Any) -> Results:
         """The same results in float64, by operations that have rules of rounding."""
-        tensors: dict[str, Any] = double(self.tensors)
-        caches = {name: tensors[name].clone() for name in _WRITTEN[:2]}
+        tensors: dict[str, Any] = {n: double(x) for n, x in self.tensors.items()}
+        tensors |= dict.fromkeys(_WRITTEN[2:])
+        caches = {name: torch.zeros(tensors[name].shape).double() for name in _WRITTEN[:2]}
         rotated = self._appended(backend, tensors | caches)
         entry, row = self.places
         key, value = (x[entry, :, row].transpose(1, 2) for x in caches.values())
@@ -222,34 +223,16 @@ def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
     return AppendInputs("append_to_cache", tensors, options, places=places)
 
 
-def _copied(x: Tensor) -> Tensor:
-    """The same view of a copy of the whole memory."""
-    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone())
-    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-
-
 class _AppendProof(Proof):
     """Judges quantised rows by the rows that they stand for."""
 
-    def made(self, case: Any, dtype: torch.dtype) -> Any:
-        return super().made(case, dtype) if case.quantised is None else self.make(case, dtype)
-
     def judge(
-        self,
-        verdict: Verdict,
-        case: Any,
-        dtype: torch.dtype,
-        results: Results,
-        products: torch.dtype,
+        self, verdict: Verdict, case: Any, dtype: torch.dtype, results: Results, products: Any
     ) -> None:
         if case.quantised is None:
             super().judge(verdict, case, dtype, results, products)
             return
-        _, exact, _ = self.expected(replace(case, quantised=None), dtype)
+        _, exact, _ = self.expected(case, dtype)
         if results["changed"].item():
             verdict.faults.append(f"{results['changed'].item()} bytes changed elsewhere")
         for name in ("key", "value"):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+import fastattn
 from fastattn import dispatch
 from fastattn.backends import reference
+from fastattn.backends.primitives import (
+    AdditiveBackwardOptions,
+    AttentionBackwardOptions,
+    extended,
+)
 
-__all__ = ["AnyInputs", "Call", "Operands", "Results", "double"]
+__all__ = ["Call", "Operands", "Results", "double"]
 
 Results = dict[str, Tensor]
 
@@ -30,87 +36,80 @@ _NAMES = {
     "sinusoidal_encoding": ("out", ""),
     "varlen_attention": ("out lse", "query key value sinks relative_bias"),
 }
-# How many tensors at the beginning a backend takes, whatever the call.
-_ALWAYS = {
-    "additive_attention": 7,
-    "append_to_cache": 7,
-    "decode_attention": 7,
-    "scaled_dot_product_attention": 6,
-    "sinusoidal_encoding": 2,
-    "varlen_attention": 7,
+_BACKWARD_OPTIONS: dict[str, Any] = {
+    "additive_attention": AdditiveBackwardOptions,
+    "scaled_dot_product_attention": AttentionBackwardOptions,
 }
+_ALWAYS = 7  # how many tensors at the beginning a backend takes, whatever the call
 
 
-class AnyInputs:
-    """The inputs of a case."""
-
-    def watched(self) -> dict[str, Tensor | None]:
-        """All tensors, which must not be modified."""
-        raise NotImplementedError
-
-    def primitive(self) -> tuple[list[Any], Any] | None:
-        """The primitive's tensors and options, for ``why_not``; None: any backend can run it."""
-        return None
-
-    def results(self, backend: Any) -> Results:
-        """The results of a backend and the gradients, by name."""
-        raise NotImplementedError
-
-    def definition(self) -> Results:
-        """The same in float64, by operations that have rules of rounding."""
-        raise NotImplementedError
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the results that are not of the judged dtype."""
-        return {}
-
-    def computed(self) -> dict[str, torch.dtype]:
-        """The dtypes that results are computed in, where that is not the judged dtype."""
-        return {}
+def is_tensor(x: Any) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor)
 
 
 def double(x: Any) -> Any:
-    """Convert a floating tensor, or those of a dictionary, to float64; return the rest as is."""
-    if isinstance(x, dict):
-        return {name: double(value) for name, value in x.items()}
-    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+    """Convert a floating tensor to float64; return the rest as is."""
+    return x.double() if is_tensor(x) and x.is_floating_point() else x
 
 
 @dataclass(frozen=True)
-class Operands(AnyInputs):
+class Operands:
     """The arguments of a primitive, and the gradients of its results."""
 
     operator: str
     tensors: dict[str, Tensor | None]  # by the names of the primitive's parameters
     options: Any
-    grads: dict[str, Tensor | None] = field(default_factory=dict)  # of out, lse, weights
-    backward_options: Any = None  # if they are others than the options
-    clean: dict[str, Tensor] = field(default_factory=dict)  # instead of what has NaN or inf
+    grads: Mapping[str, Tensor | None] = field(default_factory=dict)  # of out, lse, weights
+    of_backward: dict[str, bool] = field(default_factory=dict)  # the options that only it has
+    clean: Mapping[str, Tensor | None] = field(default_factory=dict)  # instead of NaN and inf
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor, or the gradient of a result, by its name."""
+        kind, key = ("grads", name[5:]) if name.startswith("grad_") else ("tensors", name)
+        try:
+            return self.__dict__[kind][key]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def changed(self, **changes: Any) -> Any:
+        """The same with other tensors, gradients (``grad_out``) or options; none is poisoned."""
+        options = changes.pop("options", self.options)
+        clean = {name: x for name, x in self.clean.items() if name not in changes}
+        tensors = {name: changes.pop(name, x) for name, x in self.tensors.items()}
+        grads = {name: changes.pop(f"grad_{name}", x) for name, x in self.grads.items()}
+        of_backward = self.of_backward | changes
+        return replace(self, tensors=tensors, options=options, grads=grads, clean=clean,
+                       of_backward=of_backward)  # fmt: skip
 
     @property
     def args(self) -> tuple[Tensor | None, ...]:
         """The tensors but for optional ones at the end, which a backend need not take."""
         found = list(self.tensors.values())
-        while found[-1] is None and len(found) > _ALWAYS.get(self.operator, 0):
+        while found[-1] is None and len(found) > _ALWAYS:
             found.pop()
         return tuple(found)
 
     def watched(self) -> dict[str, Tensor | None]:
+        """All tensors, which must not be modified."""
         return self.tensors | {f"grad_{name}": grad for name, grad in self.grads.items()}
 
     def primitive(self) -> tuple[list[Any], Any] | None:
+        """The primitive's tensors and options, for ``why_not``; None: any backend can run it."""
         return list(self.args), self.options
 
     def definition(self) -> Results:
-        return self.cleaned(double).results(reference)
+        """The results in float64, by operations that have rules of rounding."""
+        found: Results = self.cleaned(double).results(reference)
+        return found
 
-    def cleaned(self, convert: Callable[[Any], Any] = lambda x: x) -> Operands:
+    def cleaned(self, convert: Callable[[Any], Any] = lambda x: x) -> Any:
         """The same with finite tensors, each of them converted."""
         tensors = {name: convert(self.clean.get(name, x)) for name, x in self.tensors.items()}
         grads = {n: convert(self.clean.get(f"grad_{n}", x)) for n, x in self.grads.items()}
         return replace(self, tensors=tensors, grads=grads, clean={})
 
     def results(self, backend: Any) -> Results:
+        """The results of a backend and the gradients, by name."""
         names, differentiable = (part.split() for part in _NAMES[self.operator])
         forward = getattr(backend, self.operator)
         found = forward(*dispatch.taken_by(forward, self.args), options=self.options)
@@ -122,7 +121,10 @@ class Operands(AnyInputs):
             known = grads | self.tensors | self.saved(results)
             args = [known[parameter] for parameter in _parameters_of(name)]
             backward = getattr(backend, name)
-            options = self.backward_options or self.options
+            options = self.options
+            if self.operator in _BACKWARD_OPTIONS:
+                record = _BACKWARD_OPTIONS[self.operator]
+                options = extended(record, options, **self.of_backward)
             gradients = backward(*dispatch.taken_by(backward, args), options=options)
             named = zip(differentiable, gradients, strict=False)
             results |= {f"grad_{name}": grad for name, grad in named if grad is not None}
@@ -139,11 +141,14 @@ class Operands(AnyInputs):
         return results
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        first = next(x for x in self.tensors.values() if x is not None)
-        wide = torch.promote_types(first.dtype, torch.float32)
-        own = {name: x.dtype for name, x in self.tensors.items() if x is not None}
-        own["mask"] = own.get("attn_mask", wide)
-        return {"lse": wide} | {f"grad_{name}": dtype for name, dtype in own.items()}
+        """The dtypes of the results that are not of the judged dtype."""
+        own = {f"grad_{name}": x.dtype for name, x in self.tensors.items() if is_tensor(x)}
+        wide = torch.promote_types(next(iter(own.values())), torch.float32)
+        return {"lse": wide, "grad_mask": own.get("grad_attn_mask", wide)} | own
+
+    def computed(self) -> dict[str, torch.dtype]:
+        """The dtypes that results are computed in, where that is not the judged dtype."""
+        return {}
 
 
 @functools.cache
@@ -153,33 +158,18 @@ def _parameters_of(name: str) -> list[str]:
     return [parameter for parameter in parameters if parameter != "options"]
 
 
-@dataclass
-class Call(AnyInputs):
+@dataclass(frozen=True)
+class Call(Operands):
     """The arguments of a public function by name, and the gradients of its results.
 
     The floating tensors in ``tensors`` are differentiated, those in ``options`` are not.
     """
 
-    tensors: dict[str, Any]
-    options: dict[str, Any]
-    grad: Tensor
-    grad_weights: Tensor | None = None
-    poisoned: dict[str, Any] = field(default_factory=dict)  # instead, for the backend
-
-    # The public function, that which makes the arguments of its primitive, and its definition.
-    function: ClassVar[Callable[..., Any] | None] = None
-    prepare: ClassVar[Callable[..., Any] | None] = None
-    plain: ClassVar[Callable[..., Any] | None] = None
-
-    def doubled(self) -> Any:
-        """The same in float64, without poison."""
-        tensors, weights = double(self.tensors), double(self.grad_weights)
-        return type(self)(tensors, self.options, self.grad.double(), weights)
+    plain: Callable[..., Any] | None = None  # the definition
+    prepare: Callable[..., Any] | None = None  # makes the arguments of its primitive
 
     def watched(self) -> dict[str, Tensor | None]:
-        given = self.tensors | self.options | self.poisoned
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        return {**tensors, "grad": self.grad, "grad_weights": self.grad_weights}
+        return {n: x for n, x in (super().watched() | self.options).items() if is_tensor(x)}
 
     def primitive(self) -> tuple[list[Any], Any] | None:
         if self.prepare is None:
@@ -188,26 +178,23 @@ class Call(AnyInputs):
         return tensors, options
 
     def results(self, backend: Any = None) -> Results:
-        assert self.function is not None
-        return self.run(self.function)
+        return self.run(getattr(fastattn, self.operator))
 
     def definition(self) -> Results:
-        found: Results = self.doubled().run(self.plain)
+        assert self.plain is not None
+        found: Results = self.cleaned(double).run(self.plain)
         return found
 
     def run(self, function: Callable[..., Any]) -> Results:
         """The results of ``function`` and the gradients of its arguments, by name."""
-        arguments = {
+        leaves = {
             name: x.detach().requires_grad_()
-            if isinstance(x, Tensor) and x.is_floating_point()
-            else x
-            for name, x in (self.tensors | self.poisoned).items()
+            for name, x in self.tensors.items()
+            if is_tensor(x) and x.is_floating_point()
         }
-        leaves = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
-        out = function(**arguments, **self.options)
+        out = function(**self.tensors | leaves, **self.options)
         outs = out if isinstance(out, tuple) else (out,)
-        named = dict(zip(("out", "weights"), outs, strict=False))
-        given = zip(outs, (self.grad, self.grad_weights), strict=False)
+        given = zip(outs, self.grads.values(), strict=False)
         pairs = [(x, g.to(x.dtype)) for x, g in given if g is not None and x.requires_grad]
         grads = torch.autograd.grad(
             [x for x, _ in pairs],
@@ -216,5 +203,6 @@ class Call(AnyInputs):
             allow_unused=True,
             materialize_grads=True,
         )
-        derived = {f"grad of {name}": g for name, g in zip(leaves, grads, strict=True)}
-        return {name: x.detach() for name, x in named.items()} | derived
+        named = dict(zip(("out", "weights"), outs, strict=False))
+        named |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        return {name: x.detach() for name, x in named.items()}

@@ -1,4 +1,4 @@
-"""The case table of attention, for tests and ``fastattn verify``.
+"""What the cases of all operators share, and the case table of attention.
 
 A case is data: lengths, heads, mask, options, memory layout, which results carry a gradient.
 ``fastattn.testing.inputs`` makes its tensors. Add a value here to cover more.
@@ -6,13 +6,17 @@ A case is data: lengths, heads, mask, options, memory layout, which results carr
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fastattn.backends.primitives import Weights
 from fastattn.testing.memory import LAYOUTS
@@ -21,11 +25,17 @@ __all__ = [
     "CASES",
     "FLOATS",
     "SCALED",
+    "AnyCase",
     "AttentionCase",
     "Case",
     "NamedByFields",
     "NamedCase",
+    "alibi_slopes",
+    "current_draw",
+    "draw",
     "drawn",
+    "dropout_seed",
+    "numbers_of",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -63,6 +73,9 @@ class NamedByFields:
 
     def __str__(self) -> str:
         return self.name
+
+
+AnyCase = NamedCase | NamedByFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +144,53 @@ def drawn(
             names = name.split()
             changes.update(zip(names, x if len(names) > 1 else [x], strict=True))
         yield replace(base, **changes)
+
+
+# The random numbers of a case: those of the default draw, or of another one.
+_current: ContextVar[int] = ContextVar("fastattn_draw", default=0)
+
+
+@contextlib.contextmanager
+def draw(number: int) -> Iterator[None]:
+    """Give all cases the values of this draw within the block; 0 is the default."""
+    token = _current.set(number)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_draw() -> int:
+    return _current.get()
+
+
+def numbers_of(name: str) -> tuple[torch.Generator, Callable[..., Tensor]]:
+    """Return the generator of the case with this name, in the current draw, and a function that
+    draws normal numbers from it, float64."""
+    seed = zlib.crc32(name.encode()) + (_current.get() << 32)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return generator, normal
+
+
+def dropout_seed(generator: torch.Generator, dropout_p: float) -> Tensor | None:
+    """Return the seed of a case's dropout; None without dropout."""
+    if dropout_p == 0:
+        return None
+    return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, dtype=torch.int64)
+
+
+def alibi_slopes(
+    generator: torch.Generator, kind: str | None, batch: int, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """[1, heads] for "h", [batch, heads] for "bh", else None; float64 for float64, else float32."""
+    if kind is None:
+        return None
+    slopes = torch.rand(batch if kind == "bh" else 1, heads, generator=generator)
+    return slopes.to(torch.promote_types(dtype, torch.float32))
 
 
 _SIZES: dict[str, Sequence[Any]] = {

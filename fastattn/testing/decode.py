@@ -1,12 +1,12 @@
-"""The cases of ``decode_attention`` and their proof: the oracle of attention, by sequence.
+"""The cases of ``decode_attention`` and their proof.
 
 All elements of the cache outside the sequences are NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,24 +14,15 @@ from torch import Tensor
 
 from fastattn import masks
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions, DecodeOptions
+from fastattn.backends.primitives import DecodeOptions
 from fastattn.testing import memory
 from fastattn.testing.append import CacheCase, Places
-from fastattn.testing.calls import Operands, Results
-from fastattn.testing.cases import FLOATS, AttentionCase, drawn
-from fastattn.testing.draws import alibi_slopes, numbers_of
-from fastattn.testing.inputs import Inputs
-from fastattn.testing.varlen import PROGRAMS, alone, biases
-from fastattn.testing.verdict import Proof
+from fastattn.testing.cases import FLOATS, AttentionCase, alibi_slopes, drawn, numbers_of
+from fastattn.testing.judge import Proof
+from fastattn.testing.sequences import Sequences
+from fastattn.testing.varlen import PROGRAMS, biases
 
-__all__ = [
-    "DECODE_CASES",
-    "DecodeCase",
-    "DecodeInputs",
-    "check_decode",
-    "make_decode",
-    "sequence_by_sequence",
-]
+__all__ = ["DECODE_CASES", "DecodeCase", "check_decode", "make_decode"]
 
 
 @dataclass(frozen=True)
@@ -98,19 +89,7 @@ def _cases() -> Iterator[DecodeCase]:
 DECODE_CASES = tuple(_cases())
 
 
-@dataclass(frozen=True)
-class DecodeInputs(Operands):
-    """The primitive's arguments, and the keys and values of each sequence."""
-
-    keys: list[Tensor] = field(kw_only=True)  # [Hkv, length, D]; those that are padding too
-    values: list[Tensor] = field(kw_only=True)
-    programs: list[Tensor | None] = field(kw_only=True)  # the mask program of each sequence alone
-
-    def definition(self) -> Results:
-        return sequence_by_sequence(self, Inputs.definition)
-
-
-def make_decode(case: DecodeCase, dtype: torch.dtype) -> DecodeInputs:
+def make_decode(case: DecodeCase, dtype: torch.dtype) -> Sequences:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
     where = case.places(draw)
@@ -122,43 +101,42 @@ def make_decode(case: DecodeCase, dtype: torch.dtype) -> DecodeInputs:
         values = [torch.ones_like(x) for x in values]
     if case.values == "inf":
         values[0][:, -1] = torch.inf
-    key_cache, key_scales = _cache(case, where, keys, case.head_dim, dtype)
-    value_cache, value_scales = _cache(case, where, values, value_dim, dtype)
-    if case.quantised is not None:  # what the caches hold
-        keys, values = ([_dequantised(x, case.quantised) for x in r] for r in (keys, values))
+    key_cache, key_scales, of_keys = _cache(case, where, keys, case.head_dim, dtype)
+    value_cache, value_scales, of_values = _cache(case, where, values, value_dim, dtype)
     query = case.spread * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
+    lengths = torch.tensor(case.lengths, dtype=torch.int64)
     tensors: dict[str, Tensor | None] = {
         "query": memory.place(query, case.layouts[0]),
         "key_cache": key_cache,
         "value_cache": value_cache,
-        "cache_seqlens": torch.tensor(case.lengths, dtype=torch.int64),
+        "cache_seqlens": lengths,
         "block_table": None,
         "cache_batch_idx": None,
         "alibi_slopes": alibi_slopes(draw, case.alibi, batch, case.heads, dtype),
     }
     if case.page:
-        used = torch.arange(pages) * where.page < torch.tensor(case.lengths)[:, None]
+        used = torch.arange(pages) * where.page < lengths[:, None]
         tensors["block_table"] = torch.where(used, where.table.int(), -7)  # must not be read
     elif case.shuffled:
         tensors["cache_batch_idx"] = where.table[:, 0].contiguous()
     tensors |= biases(case, normal, max((*case.lengths, case.queries)), dtype)
-    programs: list[Tensor | None] = [None for _ in case.lengths]
     tensors["mask_program"] = None
     if case.program is not None or case.tree is not None:
-        program, programs = _programs(case, query, pages * where.page, draw)
+        mask = _mask(case, pages * where.page, draw)
+        program = masks.cache_program("testing", mask, query, pages * where.page, lengths)
         tensors["mask_program"] = memory.place_any(program)
     tensors["cache_leftpad"] = torch.tensor(case.leftpad) if case.leftpad else None
     tensors |= {"key_scales": key_scales, "value_scales": value_scales}
     options = DecodeOptions(case.head_dim**-0.5, *case.window, case.softcap)
-    return DecodeInputs(
-        "decode_attention", tensors, options, keys=keys, values=values, programs=programs
-    )
+    clean = {"key_cache": of_keys, "value_cache": of_values}
+    clean |= {"key_scales": None, "value_scales": None}
+    return Sequences("decode_attention", tensors, options, clean=clean).with_each_alone()
 
 
 def _cache(
     case: DecodeCase, where: Places, rows: list[Tensor], width: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """A cache of the rows of each sequence, and its scales."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A cache of the rows of each sequence, its scales, and what it stands for, with 0 for NaN."""
     filled = torch.full((where.entries, case.kv_heads, where.page, width), torch.nan, dtype=dtype)
     for b, x in enumerate(rows):
         if case.leftpad:
@@ -166,85 +144,29 @@ def _cache(
         for n, part in enumerate(x.split(where.page, 1)):
             filled[where.table[b, n], :, : part.shape[1]] = part
     if case.quantised is None:
-        return memory.place(filled, case.layouts[1]), None
+        clean = filled.masked_fill(filled.isnan(), 0.0)
+        return memory.place(filled, case.layouts[1]), None, clean
     numbers, scales = reference.quantise(filled.double(), case.quantised)
+    clean = (numbers.double() * scales.double()[..., None]).nan_to_num(0.0)
     # NaN: any number, and a scale of NaN
     placed = memory.place(scales[..., None], case.layouts[1])[..., 0]
-    return memory.place(numbers, case.layouts[1]), placed
+    return memory.place(numbers, case.layouts[1]), placed, clean
 
 
-def _dequantised(x: Tensor, dtype: torch.dtype) -> Tensor:
-    numbers, scales = reference.quantise(x.double(), dtype)
-    return numbers.double() * scales.double()[..., None]
-
-
-def _programs(
-    case: DecodeCase, query: Tensor, capacity: int, draw: torch.Generator
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the mask program of all sequences, and those of each."""
-    make = PROGRAMS.get(case.program or "", lambda documents, prefix: None)
-    trees = _trees(case, draw)
+def _mask(case: DecodeCase, capacity: int, draw: torch.Generator) -> masks.Mask:
+    """The mask of all sequences."""
+    tree = None
+    if case.tree is not None:  # which of the new tokens each of them sees, [B|1, Lq, Lq]
+        size = (1 if case.tree == "all" else len(case.lengths), case.queries, case.queries)
+        seen = torch.rand(size, generator=draw).gt(0.4).tril() | torch.eye(case.queries).bool()
+        tree = masks.draft_tree(seen[0] if case.tree == "all" else seen)
     prefixes = torch.randint(60, (len(case.lengths),), generator=draw)
     ids = torch.randint(3, (len(case.lengths), capacity), generator=draw).sort(1).values
-    lengths = torch.tensor(case.lengths, dtype=torch.int64)
-    whole = make(masks.document(ids), masks.prefix_lm(prefixes))
-    if trees is not None:
-        tree = masks.draft_tree(trees[0] if case.tree == "all" else trees)
-        whole = tree if whole is None else whole & tree
-    each: list[Tensor | None] = []
-    for b, n in enumerate(case.lengths):
-        offset = n - case.queries
-        own = ids[b, (torch.arange(case.queries) + offset).clamp(min=0)]
-        mask = make(masks.document(own, ids[b, :n]), masks.prefix_lm(int(prefixes[b])))
-        if trees is not None:
-            tree = _tree_by_pairs(trees[b % len(trees)], offset, n)
-            mask = tree if mask is None else mask & tree
-        each.append(masks.program("testing", mask, query[b : b + 1], n, offset))
-    return masks.cache_program("testing", whole, query, capacity, lengths), each
-
-
-def _trees(case: DecodeCase, draw: torch.Generator) -> Tensor | None:
-    """Which of the new tokens each of them sees, [B|1, Lq, Lq]."""
-    if case.tree is None:
-        return None
-    size = (1 if case.tree == "all" else len(case.lengths), case.queries, case.queries)
-    return torch.rand(size, generator=draw).gt(0.4).tril() | torch.eye(case.queries).bool()
-
-
-def _tree_by_pairs(visible: Tensor, offset: int, length: int) -> masks.Mask:
-    """The mask of a draft tree from its definition, pair by pair."""
-
-    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k < offset) | visible[q, (k - offset).clamp(min=0)]
-
-    return masks.from_function(sees, None, None, visible.shape[0], length)
-
-
-def sequence_by_sequence(inputs: DecodeInputs, run: Callable[[Inputs], Results]) -> Results:
-    """Apply ``run``, the proof's attention, to each sequence."""
-    query, value_cache = inputs.tensors["query"], inputs.tensors["value_cache"]
-    assert query is not None
-    assert value_cache is not None
-    shape = query.shape[:3]
-    results = {
-        "out": torch.zeros(*shape, value_cache.shape[3], dtype=torch.float64),
-        "lse": torch.zeros(shape, dtype=torch.float64),
-    }
-    for b in range(shape[0]):
-        found = run(_alone(inputs, query[b : b + 1], b))
-        for name, result in results.items():
-            result[b] = found[name][0]
-    return results
-
-
-def _alone(inputs: DecodeInputs, query: Tensor, b: int) -> Inputs:
-    padding, key, value = inputs.tensors["cache_leftpad"], inputs.keys[b][None], inputs.values[b]
-    filled = None
-    if padding is not None:
-        filled = (torch.arange(key.shape[2]) >= padding[b])[None, None, None]
-    options = AttentionOptions(offset=key.shape[2] - query.shape[2], **vars(inputs.options))
-    own = {"query": query, "key": key, "value": value[None], "attn_mask": filled}
-    return alone(inputs, b, options=options, **own)
+    if case.program is None:
+        assert tree is not None
+        return tree
+    mask = PROGRAMS[case.program](masks.document(ids), masks.prefix_lm(prefixes))
+    return mask if tree is None else mask & tree
 
 
 check_decode = Proof("decode_attention", DECODE_CASES, make=make_decode, coarse=("lse",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
-from fastattn.ops.encode_memory import encode_memory, encoding_factors, prepare
-from fastattn.testing.calls import Call, Results
-from fastattn.testing.cases import NamedByFields
-from fastattn.testing.draws import numbers_of
-from fastattn.testing.verdict import Proof
+from fastattn.ops.encode_memory import encoding_factors, prepare
+from fastattn.testing.calls import Call
+from fastattn.testing.cases import NamedByFields, numbers_of
+from fastattn.testing.judge import Proof
 
 __all__ = ["ENCODE_CASES", "EncodeCase", "check_encoding", "draw_sentences", "factors_of"]
 
@@ -64,39 +63,28 @@ def draw_sentences(
     return tokens, normal(v, d), normal(n, d)
 
 
-def factors_of(inputs: Call) -> Tensor:
+def factors_of(encoding: str | Tensor, words: int, width: int) -> Tensor:
     """The factors of a call in float64, [J, D]."""
-    encoding, weight = inputs.options["encoding"], inputs.tensors["weight"]
     if isinstance(encoding, Tensor):
         return encoding
-    words = inputs.tensors["tokens"].shape[-1]
-    return encoding_factors(encoding, words, weight.shape[-1], dtype=torch.float64)
+    return encoding_factors(encoding, words, width, dtype=torch.float64)
 
 
-def _encode(one: bool, **arguments: Any) -> Tensor:
-    _, (*tensors, options) = prepare(**arguments)
+def _encode(tokens: Tensor, weight: Tensor, temporal: Tensor, encoding: Any) -> Tensor:
+    factors = factors_of(encoding, tokens.shape[-1], weight.shape[-1])
+    _, (*tensors, options) = prepare(tokens, weight, encoding=factors, temporal=temporal)
     out = reference.encode_memory(*tensors, options=options).squeeze(0)
-    return out.squeeze(1) if one else out
-
-
-class _Encoding(Call):
-    function = staticmethod(encode_memory)
-    prepare = staticmethod(prepare)
-
-    def definition(self) -> Results:
-        one = self.tensors["weight"].ndim == 2
-        exact = replace(self.doubled(), options={"encoding": factors_of(self), "one": one})
-        return exact.run(_encode)
+    return out.squeeze(1) if weight.ndim == 2 else out
 
 
 def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
     draw, normal = numbers_of(case.name)
     tokens, weight, temporal = draw_sentences(case.sizes, dtype, draw)
     own = case.encoding == "own"
-    encoding = normal(case.sizes[2], case.sizes[4]) if own else case.encoding
-    grad = normal(case.sizes[0], *temporal.shape).to(dtype)
-    tensors = {"tokens": tokens, "weight": weight, "temporal": temporal}
-    return _Encoding(tensors, {"encoding": encoding}, grad)
+    options = {"encoding": normal(case.sizes[2], case.sizes[4]) if own else case.encoding}
+    grads = {"out": normal(case.sizes[0], *temporal.shape).to(dtype)}
+    tensors: dict[str, Any] = {"tokens": tokens, "weight": weight, "temporal": temporal}
+    return Call("encode_memory", tensors, options, grads, plain=_encode, prepare=prepare)
 
 
-check_encoding = Proof("encode_memory", ENCODE_CASES, make=_make, public=True)
+check_encoding = Proof("encode_memory", ENCODE_CASES, make=_make)

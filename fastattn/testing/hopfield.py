@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.ops.hopfield import hopfield_retrieve, prepare, prepared, primitive
+from fastattn.ops.hopfield import prepare, prepared, primitive
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import NamedByFields
-from fastattn.testing.draws import numbers_of
+from fastattn.testing.cases import NamedByFields, numbers_of
+from fastattn.testing.judge import Proof
 from fastattn.testing.memory import place_any
-from fastattn.testing.verdict import Proof
 
 __all__ = ["HOPFIELD_CASES", "HopfieldCase", "check_hopfield", "make_hopfield_inputs"]
 
@@ -60,7 +59,7 @@ HOPFIELD_CASES = (
 )
 
 
-def _retrieve_plainly(
+def _retrieve(
     state: Tensor,
     stored: Tensor,
     projection: Tensor | None,
@@ -79,12 +78,6 @@ def _retrieve_plainly(
     lead, options = (call.state.shape[0], -1, -1, -1), AttentionOptions(scale=call.scale)
     operands = (back(xi), key.expand(lead), value.expand(lead), call.mask)
     return reference.attend(*operands, None, None, options)[0]
-
-
-class _Retrieval(Call):
-    function = staticmethod(hopfield_retrieve)
-    prepare = staticmethod(prepare)
-    plain = staticmethod(_retrieve_plainly)
 
 
 def make_hopfield_inputs(
@@ -119,7 +112,8 @@ def make_hopfield_inputs(
     if case.bias is not None:
         tensors["attn_mask"] = placed(normal(*(sizes[dim] for dim in case.bias)))
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
-    return _Retrieval(tensors, options, placed(normal(*tensors["state"].shape)))
+    grads = {"out": placed(normal(*tensors["state"].shape))}
+    return Call("hopfield_retrieve", tensors, options, grads, plain=_retrieve, prepare=prepare)
 
 
-check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs, public=True)
+check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs)

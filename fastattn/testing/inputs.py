@@ -13,103 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from fastattn import masks
+from fastattn import dispatch, masks
 from fastattn.backends import reference
-from fastattn.backends.primitives import (
-    AttentionBackwardOptions,
-    AttentionOptions,
-    NoOptions,
-    extended,
-)
+from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.backends.reference._mask_program import visible_by_program
-from fastattn.testing.calls import AnyInputs, Operands, Results
-from fastattn.testing.cases import CASES, Case
-from fastattn.testing.draws import dropout_seed, numbers_of
+from fastattn.testing.calls import Operands, Results
+from fastattn.testing.cases import CASES, Case, alibi_slopes, dropout_seed, numbers_of
+from fastattn.testing.judge import Proof
 from fastattn.testing.memory import place, place_any
-from fastattn.testing.verdict import Proof
 
-__all__ = ["MASKS", "PROGRAMS", "Inputs", "check", "make_inputs", "make_mask", "poison"]
+__all__ = ["MASKS", "PROGRAMS", "check", "make_inputs", "make_mask", "poison"]
 
 _INF = float("inf")
-_TENSORS = (
-    *("query", "key", "value", "attn_mask", "alibi_slopes", "seed"),
-    *("sinks", "relative_bias", "positions", "mask_program"),
-)
-
-
-@dataclass(frozen=True)
-class Inputs(AnyInputs):
-    """The arguments of attention's primitive, and of its backward."""
-
-    query: Tensor
-    key: Tensor  # like value, with NaN and inf where no query can see it, if the case has poison
-    value: Tensor
-    options: AttentionOptions
-    attn_mask: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    seed: Tensor | None = None
-    sinks: Tensor | None = None
-    relative_bias: Tensor | None = None
-    positions: Tensor | None = None
-    mask_program: Tensor | None = None
-    grad_out: Tensor | None = None
-    grad_lse: Tensor | None = None
-    grad_weights: Tensor | None = None
-    needs_mask_grad: bool = False
-    # out and lse of other keys, which those that the backward gets include.
-    elsewhere: tuple[Tensor, Tensor] | None = None
-    # For the references: finite versions of the tensors above.
-    clean_query: Tensor | None = None
-    clean_key: Tensor | None = None
-    clean_value: Tensor | None = None
-    clean_grad_out: Tensor | None = None
-
-    def operands(self) -> Operands:
-        names = ("query", "key", "value", "grad_out")
-        clean = {name: getattr(self, f"clean_{name}") for name in names}
-        options = extended(
-            AttentionBackwardOptions,
-            self.options,
-            needs_mask_grad=self.needs_mask_grad,
-            partial=self.elsewhere is not None,
-        )
-        return _Operands(
-            "scaled_dot_product_attention",
-            {name: getattr(self, name) for name in _TENSORS},
-            self.options,
-            {name: getattr(self, f"grad_{name}") for name in ("out", "lse", "weights")},
-            options,
-            {name: x for name, x in clean.items() if x is not None},
-            elsewhere=self.elsewhere,
-        )
-
-    def forward_args(self) -> tuple[Tensor | None, ...]:
-        return self.operands().args
-
-    def cotangents(self) -> tuple[Tensor | None, ...]:
-        return self.grad_out, self.grad_lse, self.grad_weights
-
-    def watched(self) -> dict[str, Tensor | None]:
-        """The tensors that the primitive must not modify."""
-        grads = ("grad_out", "grad_lse", "grad_weights")
-        hidden = ("seed", "mask_program")
-        return {x: getattr(self, x) for x in (*_TENSORS, *grads) if x not in hidden}
-
-    def primitive(self) -> tuple[list[Any], Any] | None:
-        return self.operands().primitive()
-
-    def results(self, backend: Any) -> Results:
-        return self.operands().results(backend)
-
-    def definition(self) -> Results:
-        return self.operands().definition()
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return self.operands().dtypes()
 
 
 @dataclass(frozen=True)
 class _Operands(Operands):
+    # out and lse of other keys, which those that the backward gets include.
     elsewhere: tuple[Tensor, Tensor] | None = None
 
     def saved(self, results: Results) -> Results:
@@ -121,7 +41,16 @@ class _Operands(Operands):
         return {"out": out, "lse": lse}
 
 
-def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
+def attention_operands(options: AttentionOptions, elsewhere: Any = None, **given: Any) -> Operands:
+    """The operands of attention by name; gradients of results begin with ``grad_``."""
+    operator = "scaled_dot_product_attention"
+    tensors = dict.fromkeys(dispatch.named(operator, range(10)))
+    grads = dict.fromkeys(("out", "lse", "weights"))
+    found: Operands = _Operands(operator, tensors, options, grads, elsewhere=elsewhere)
+    return found.changed(**given)
+
+
+def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
     """Return the tensors of ``case`` in ``dtype``; equal from call to call."""
     draw, normal = numbers_of(case.name)
     b, h, hkv = case.batch, case.heads, case.kv_heads or case.heads
@@ -135,13 +64,13 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
     # Twice the usual spread: with nearly equal weights, errors would cancel in the mean.
     query = placed(2 * normal(b, h, case.q_len, d), case.layouts[0])
     made: dict[str, Any] = {
+        "query": query,
         "key": placed(normal(b, hkv, case.k_len, d), case.layouts[1]),
         "value": placed(normal(b, hkv, case.k_len, dv), case.layouts[2]),
     }
     made["attn_mask"] = make_mask(case, (b, h, case.q_len, case.k_len), draw, dtype)
-    if case.alibi is not None:
-        slopes = torch.rand(b if case.alibi == "bh" else 1, h, generator=draw)
-        made["alibi_slopes"] = placed(slopes, as_dtype=wide)
+    slopes = alibi_slopes(draw, case.alibi, b, h, dtype)
+    made["alibi_slopes"] = None if slopes is None else placed(slopes, as_dtype=wide)
     made["seed"] = dropout_seed(draw, case.dropout_p)
     if "out" in case.grads:
         made["grad_out"] = placed(normal(b, h, case.q_len, dv), case.grad_layout)
@@ -169,7 +98,8 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
         mask = PROGRAMS[case.program](case, draw)
         program = masks.program("testing", mask, query, case.k_len, options.offset)
         made["mask_program"] = placed(program, as_dtype=torch.int32)
-    inputs = Inputs(query=query, **made, options=options, needs_mask_grad=case.mask_grad)
+    of_backward = {"needs_mask_grad": case.mask_grad, "partial": case.partial}
+    inputs = attention_operands(options, **made, **of_backward)
     return _poisoned(case, inputs) if case.poison or case.poison_queries else inputs
 
 
@@ -187,7 +117,7 @@ def make_mask(
     return place(values, getattr(case, "mask_layout", "contiguous"))
 
 
-def _poisoned(case: Case, inputs: Inputs) -> Inputs:
+def _poisoned(case: Case, inputs: Operands) -> Operands:
     """The inputs with NaN and inf in what no pair needs."""
     pairs, groups = _visible(inputs), (inputs.key.shape[1], -1)
     hidden_keys = ~pairs.any(2).unflatten(1, groups).any(2)
@@ -197,11 +127,9 @@ def _poisoned(case: Case, inputs: Inputs) -> Inputs:
     if case.poison_queries:
         parts += [("query", case.layouts[0], ~pairs.any(3))]
         parts += [("grad_out", case.grad_layout, ~pairs.any(3))] * ("out" in case.grads)
-    changes: dict[str, Any] = {}
-    for name, layout, where in parts:
-        clean = changes[f"clean_{name}"] = getattr(inputs, name)
-        changes[name] = place(poison(clean, where), layout)
-    return replace(inputs, **changes)
+    clean = {name: getattr(inputs, name) for name, _, _ in parts}
+    placed = {name: place(poison(clean[name], where), layout) for name, layout, where in parts}
+    return replace(inputs.changed(**placed), clean=clean)
 
 
 def _options(case: Case) -> AttentionOptions:
@@ -220,7 +148,7 @@ def _options(case: Case) -> AttentionOptions:
     )
 
 
-def _visible(inputs: Inputs) -> Tensor:
+def _visible(inputs: Operands) -> Tensor:
     """Return the visible pairs, [B, Hq, Lq, Lk]."""
     options, mask = inputs.options, inputs.attn_mask
     shape = (*inputs.query.shape[:3], inputs.key.shape[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +11,10 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.ops.luong import luong_attention
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import NamedByFields
-from fastattn.testing.draws import numbers_of
+from fastattn.testing.cases import NamedByFields, numbers_of
+from fastattn.testing.judge import Proof
 from fastattn.testing.memory import LAYOUTS, place
-from fastattn.testing.verdict import Proof
 
 __all__ = ["LUONG_CASES", "LuongCase", "check_luong"]
 
@@ -81,19 +79,6 @@ def _attend(
     return (weights @ value, weights) if need_weights else weights @ value
 
 
-class _Call(Call):
-    function = staticmethod(luong_attention)
-    plain = staticmethod(_attend)
-
-    def doubled(self) -> Any:
-        """In float64, with 0 instead of NaN in the padding."""
-        clean = {name: x.nan_to_num(0.0) for name, x in self.tensors.items()}
-        return Call.doubled(replace(self, tensors=clean))
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {"grad of positions": torch.promote_types(self.grad.dtype, torch.float32)}
-
-
 def _make(case: LuongCase, dtype: torch.dtype) -> Call:
     draw, normal = numbers_of(case.name)
 
@@ -114,15 +99,15 @@ def _make(case: LuongCase, dtype: torch.dtype) -> Call:
         padding = torch.rand(case.batch, case.keys, generator=draw) < 0.3
         for x in (key, value):
             x[padding] = float("nan")
-    grad = normal(case.batch, case.queries, case.value_width).to(dtype)
-    of_weights = normal(case.batch, case.queries, case.keys).to(dtype)
-    tensors = {"query": query, "key": key, "value": value}
+    out = normal(case.batch, case.queries, case.value_width).to(dtype)
+    weights = normal(case.batch, case.queries, case.keys).to(dtype) if case.weights else None
+    tensors: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
     options = {"window": case.window, "D": case.half, "key_padding_mask": padding}
     (tensors if case.window == "local-p" else options)["positions"] = positions
     options["need_weights"] = case.weights
-    return _Call(tensors, options, grad, of_weights if case.weights else None)
+    clean = {"key": key.nan_to_num(0.0), "value": value.nan_to_num(0.0)}
+    grads = {"out": out, "weights": weights}
+    return Call("luong_attention", tensors, options, grads, clean=clean, plain=_attend)
 
 
-check_luong = Proof(
-    "luong_attention", LUONG_CASES, make=_make, public=True, coarse=("grad of positions",)
-)
+check_luong = Proof("luong_attention", LUONG_CASES, make=_make, coarse=("grad_positions",))

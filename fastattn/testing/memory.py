@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Watch", "place", "place_any"]
+__all__ = ["LAYOUTS", "Watch", "bytes_of", "place", "place_any"]
 
 _GUARD = 2048  # poisoned elements before and after a tensor, a multiple of all vector widths
 
@@ -89,7 +89,7 @@ class Watch:
 
     def __init__(self, **tensors: Tensor | None) -> None:
         self._memory = {
-            name: (_bytes(tensor), _bytes(tensor).clone())
+            name: (bytes_of(tensor), bytes_of(tensor).clone())
             for name, tensor in tensors.items()
             if tensor is not None
         }
@@ -98,5 +98,6 @@ class Watch:
         return [name for name, (now, then) in self._memory.items() if not torch.equal(now, then)]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+def bytes_of(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
-from fastattn.ops.memory_hops import memory_hop_attention, prepare
+from fastattn.ops.memory_hops import prepare
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import NamedByFields
-from fastattn.testing.draws import numbers_of
+from fastattn.testing.cases import NamedByFields, numbers_of
 from fastattn.testing.inputs import poison
+from fastattn.testing.judge import Proof
 from fastattn.testing.memory import place_any
-from fastattn.testing.verdict import Proof
 
-__all__ = ["HOP_CASES", "HopCase", "HopInputs", "check_hops", "make_hop_inputs"]
+__all__ = ["HOP_CASES", "HopCase", "check_hops", "make_hop_inputs"]
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,7 @@ def _hops(**arguments: Any) -> Any:
     return (out, weights) if arguments["need_weights"] else out
 
 
-class HopInputs(Call):
-    """A call of ``memory_hop_attention``."""
-
-    function = staticmethod(memory_hop_attention)
-    prepare = staticmethod(prepare)
-    plain = staticmethod(_hops)
-
-
-def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous") -> HopInputs:
+def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous") -> Call:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
@@ -138,18 +129,19 @@ def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous
         "scale": case.scale,
         "need_weights": case.weights,
     }
-    weights = None
+    grads: dict[str, Tensor | None] = {"out": None, "weights": None}
     if case.weights:
-        weights = placed(normal(*lead, case.hops, case.rows))
-    grad = placed(normal(*lead, d))
-    poisoned: dict[str, Tensor | None] = {}
+        grads["weights"] = placed(normal(*lead, case.hops, case.rows))
+    grads["out"] = placed(normal(*lead, d))
+    clean = {}
     if case.poison:
         excluded = _excluded(tensors["memory_mask"], tensors["memory_bias"])
         for name in ("in_memory", "out_memory"):
-            memory = tensors[name]
+            memory = clean[name] = tensors[name]
             assert memory is not None
-            poisoned[name] = placed(poison(memory, excluded))
-    return HopInputs(tensors, options, grad, weights, poisoned)
+            tensors[name] = placed(poison(memory, excluded))
+    return Call("memory_hop_attention", tensors, options, grads, clean=clean, plain=_hops,
+                prepare=prepare)  # fmt: skip
 
 
 def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -159,4 +151,4 @@ def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
     return by_mask | (none if bias is None else bias == -torch.inf)
 
 
-check_hops = Proof("memory_hop_attention", HOP_CASES, make=make_hop_inputs, public=True)
+check_hops = Proof("memory_hop_attention", HOP_CASES, make=make_hop_inputs)

@@ -15,9 +15,8 @@ from torch import Tensor
 from fastattn.backends.primitives import NoOptions
 from fastattn.testing import memory
 from fastattn.testing.calls import Operands
-from fastattn.testing.cases import NamedCase
-from fastattn.testing.draws import numbers_of
-from fastattn.testing.verdict import Proof
+from fastattn.testing.cases import NamedCase, numbers_of
+from fastattn.testing.judge import Proof
 
 __all__ = ["MERGE_CASES", "MergeCase", "check_merge", "make_merge"]
 

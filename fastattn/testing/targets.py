@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from fastattn import dispatch
 from fastattn.backends._precision import allows_tf32
+from fastattn.testing.calls import Call
 
-__all__ = ["OnGpu", "Target", "fresh_memory_is_nan", "moved", "on_device", "targets"]
+__all__ = ["OnGpu", "Target", "fresh_memory_is_nan", "moved", "targets"]
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,14 @@ class Target:
             native.set_all_sizes_on_tiles(sizes)
             native.set_isa(before)
 
-    def results(self, proof: Any, backend: Any, inputs: Any) -> dict[str, torch.Tensor]:
-        """Run a proof on a backend; memory that a kernel never writes is NaN."""
-        chosen = dispatch.use_backend(self.backend) if proof.public else contextlib.nullcontext()
+    def placed(self, inputs: Any) -> Any:
+        """The inputs of a case, where the target takes them."""
+        return inputs
+
+    def results(self, backend: Any, inputs: Any) -> dict[str, torch.Tensor]:
+        """Run a call on a backend; memory that a kernel never writes is NaN."""
+        public = isinstance(inputs, Call)
+        chosen = dispatch.use_backend(self.backend) if public else contextlib.nullcontext()
         with fresh_memory_is_nan(), chosen:
             results: dict[str, torch.Tensor] = inputs.results(backend)
         return results
@@ -80,60 +83,22 @@ class Target:
 
 @dataclass(frozen=True)
 class OnGpu(Target):
-    """A backend of the GPU for CPU tensors, which are copied to the GPU and back."""
+    """A backend of the GPU, where the tensors of a case are copied to."""
 
     device: str = "cuda"
 
-    @property
-    def module(self) -> Any:
-        return on_device(super().module, self.device)
+    def placed(self, inputs: Any) -> Any:
+        return moved(inputs, self.device)
 
     def has_own_kernel(self, op: str, dtype: torch.dtype) -> bool:
-        return hasattr(super().module, op) and dtype != torch.float64
+        return hasattr(self.module, op) and dtype != torch.float64
 
     def dtype_of_products(self, dtype: torch.dtype) -> torch.dtype:
         """The same; tf32 has the fraction of float16."""
         return torch.float16 if dtype == torch.float32 and allows_tf32() else dtype
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[Any]:
-        """Make the library use this backend for CPU tensors within the block."""
-        found, load = self.module, dispatch.load
 
-        def loaded(name: str) -> ModuleType | str:
-            return found if name == self.backend else load(name)
-
-        order = {"cpu": (self.backend, "reference")}
-        with (
-            mock.patch.object(dispatch, "load", loaded),
-            mock.patch.dict(dispatch.PRIORITY, order),
-        ):
-            yield found
-
-
-def on_device(module: Any, device: str) -> SimpleNamespace:
-    """Return the functions of a backend for CPU tensors, which are copied to a device and back."""
-
-    def wrapped(name: str) -> Callable[..., Any]:
-        function = getattr(module, name)
-
-        @functools.wraps(function)  # its parameters name the tensors that it takes
-        def call(*args: Any, **options: Any) -> Any:
-            sent = moved(args, device)
-            results = moved(function(*sent, **options), "cpu")
-            if name == "append_to_cache":  # in place
-                for x, y in zip(args, sent, strict=True):
-                    if isinstance(x, torch.Tensor):
-                        _whole(x).copy_(_whole(y))
-            return results
-
-        return call
-
-    names = [name for name in module.__all__ if callable(getattr(module, name))]
-    return SimpleNamespace(**{name: wrapped(name) for name in {*names, "why_not"}})
-
-
-def moved(x: Any, device: str) -> Any:
+def moved(x: Any, device: torch.device | str) -> Any:
     """Copy a tensor, or a tuple, dict or record of them, to a device; strides stay, also 0."""
     if isinstance(x, tuple):
         return tuple(moved(item, device) for item in x)
@@ -143,13 +108,8 @@ def moved(x: Any, device: str) -> Any:
         return dataclasses.replace(x, **moved(vars(x), device))
     if not isinstance(x, torch.Tensor):
         return x
-    memory = _whole(x).to(device, copy=True)
-    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """All elements of the memory that a tensor is a view of."""
-    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return whole.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def targets(*, emulated: bool = False) -> list[Target]:

@@ -1,37 +1,29 @@
-"""The cases of ``varlen_attention`` and their proof: the oracle of attention, sequence by sequence.
-
-The proof is independent of packing, so it also judges the packed reference.
-"""
+"""The cases of ``varlen_attention`` and their proof."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import masks
-from fastattn.backends.primitives import AttentionOptions, VarlenOptions
+from fastattn.backends.primitives import VarlenOptions
 from fastattn.testing import memory
-from fastattn.testing.calls import Operands, Results
-from fastattn.testing.cases import SCALED, AttentionCase, drawn
-from fastattn.testing.draws import alibi_slopes, dropout_seed, numbers_of
-from fastattn.testing.inputs import Inputs
-from fastattn.testing.verdict import Proof
+from fastattn.testing.cases import (
+    SCALED,
+    AttentionCase,
+    alibi_slopes,
+    drawn,
+    dropout_seed,
+    numbers_of,
+)
+from fastattn.testing.judge import Proof
+from fastattn.testing.sequences import Sequences
 
-__all__ = [
-    "PROGRAMS",
-    "VARLEN_CASES",
-    "VarlenCase",
-    "VarlenInputs",
-    "alone",
-    "biases",
-    "check_varlen",
-    "make_varlen",
-    "sequence_by_sequence",
-]
+__all__ = ["PROGRAMS", "VARLEN_CASES", "VarlenCase", "biases", "check_varlen", "make_varlen"]
 
 
 @dataclass(frozen=True)
@@ -105,18 +97,7 @@ _OPTIONS: dict[str, Sequence[Any]] = {
 VARLEN_CASES = tuple(drawn(VarlenCase("mixed"), 100, _SIZES, _OPTIONS))
 
 
-@dataclass(frozen=True)
-class VarlenInputs(Operands):
-    """The primitive's arguments, and what the proof of each sequence needs."""
-
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] = field(kw_only=True)
-    programs: Sequence[Tensor | None] = field(kw_only=True)  # the mask program of each sequence
-
-    def definition(self) -> Results:
-        return sequence_by_sequence(self, Inputs.definition)
-
-
-def make_varlen(case: VarlenCase, dtype: torch.dtype) -> VarlenInputs:
+def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
 
@@ -145,28 +126,15 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype) -> VarlenInputs:
         wide = torch.promote_types(dtype, torch.float32)
         grads["lse"] = normal(case.heads, q_all).abs().to(wide).double()
     tensors |= biases(case, normal, max((*q_lengths, *k_lengths, 1)), dtype)
-    programs: Sequence[Tensor | None] = [None for _ in q_lengths]
     tensors["mask_program"] = None
     if case.program is not None:
-        mask, alone = _masks(case, (q_lengths, k_lengths), draw)
+        mask = _mask(case, (q_lengths, k_lengths), draw)
         operands = (query, key, (starts[0], starts[1]), case.bottom_right)
         tensors["mask_program"] = memory.place_any(masks.packed_program("testing", mask, *operands))
-        heads = [query.new_empty(1, case.heads, n, 1) for n in q_lengths]
-        programs = [
-            masks.program("testing", one, rows, m, (m - rows.shape[2]) * case.bottom_right)
-            for one, rows, m in zip(alone, heads, k_lengths, strict=True)
-        ]
     options = VarlenOptions(
         case.head_dim**-0.5, case.bottom_right, *case.window, case.softcap, case.dropout_p
     )
-    return VarlenInputs(
-        "varlen_attention",
-        tensors,
-        options,
-        grads,
-        lengths=(q_lengths, k_lengths),
-        programs=programs,
-    )
+    return Sequences("varlen_attention", tensors, options, grads).with_each_alone()
 
 
 def biases(
@@ -179,88 +147,15 @@ def biases(
     return {"sinks": sinks, "relative_bias": table}
 
 
-def _masks(
+def _mask(
     case: VarlenCase, lengths: tuple[tuple[int, ...], tuple[int, ...]], draw: torch.Generator
-) -> tuple[masks.Mask, list[masks.Mask]]:
-    """Return the mask of all sequences, and those of each."""
-    make = PROGRAMS[case.program or ""]
+) -> masks.Mask:
+    """The mask of all sequences."""
     prefixes = [int(torch.randint(n + 1, (), generator=draw)) for n in lengths[1]]
     ids = [[torch.randint(3, (n,), generator=draw).sort().values for n in side] for side in lengths]
     rows = [torch.cat([*own, torch.arange(n)]) for own, n in zip(ids, case.after, strict=True)]
-    whole = make(masks.document(*rows), masks.prefix_lm(torch.tensor(prefixes, dtype=torch.int64)))
-    each = zip(*ids, prefixes, strict=True)
-    return whole, [make(masks.document(q, k), masks.prefix_lm(n)) for q, k, n in each]
-
-
-_PACKED = ("query", "key", "value", "sinks", "relative_bias")
-
-
-def sequence_by_sequence(inputs: VarlenInputs, run: Callable[[Inputs], Results]) -> Results:
-    """Apply ``run``, the proof's attention, to each sequence, and pack the results."""
-    query, key, value, *more = (inputs.tensors[name] for name in _PACKED)
-    assert query is not None
-    assert value is not None
-    (q_rows, heads, _), dv = query.shape, value.shape[2]
-    packed: Results = {
-        "out": query.new_zeros(q_rows, heads, dv, dtype=torch.float64),
-        "lse": query.new_full((heads, q_rows), -torch.inf, dtype=torch.float64),
-    }
-    if any(grad is not None for grad in inputs.grads.values()):
-        for name, x in zip(_PACKED, (query, key, value, *more), strict=True):
-            if x is not None:
-                packed[f"grad_{name}"] = torch.zeros_like(x, dtype=torch.float64)
-    ends = [0, 0]
-    for b, lengths in enumerate(zip(*inputs.lengths, strict=True)):
-        q, k = (slice(end, end + n) for end, n in zip(ends, lengths, strict=True))
-        ends = [q.stop, k.stop]
-        for name, result in run(_alone(inputs, b, q, k)).items():
-            if name in ("grad_sinks", "grad_relative_bias"):
-                packed[name] += result.double()
-            elif name == "lse":
-                packed[name][:, q] = result[-1].double()
-            else:
-                rows = k if name in ("grad_key", "grad_value") else q
-                packed[name][rows] = result[-1].transpose(0, 1).double()
-    return packed
-
-
-def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
-    """Sequence b as the last of a batch, so that its dropout has the same batch index."""
-    given, seed = inputs.tensors, inputs.tensors["seed"]
-    batch = b + 1 if seed is not None else 1
-
-    def last(x: Tensor | None, rows: slice) -> Any:
-        if x is None:
-            return None
-        full = x.new_zeros(batch, x.shape[1], rows.stop - rows.start, x.shape[2])
-        full[-1] = x[rows].transpose(0, 1)
-        return full
-
-    grad_lse = inputs.grads["lse"]
-    if grad_lse is not None:
-        grad_lse = last(grad_lse.mT[..., None], q)[..., 0]
-    options = vars(inputs.options).copy()
-    lengths = q.stop - q.start, k.stop - k.start
-    offset = lengths[1] - lengths[0] if options.pop("bottom_right") else 0
-    return alone(
-        inputs,
-        b,
-        query=last(given["query"], q),
-        key=last(given["key"], k),
-        value=last(given["value"], k),
-        options=AttentionOptions(offset=offset, **options),
-        seed=seed,
-        grad_out=last(inputs.grads["out"], q),
-        grad_lse=grad_lse,
-    )
-
-
-def alone(inputs: Any, b: int, **own: Any) -> Inputs:
-    """The inputs of sequence b alone, with what all sequences share."""
-    slopes = inputs.tensors["alibi_slopes"]
-    own["alibi_slopes"] = None if slopes is None else slopes[b % slopes.shape[0]][None]
-    shared = {name: inputs.tensors[name] for name in ("sinks", "relative_bias")}
-    return Inputs(mask_program=inputs.programs[b], **shared, **own)
+    prefix = masks.prefix_lm(torch.tensor(prefixes, dtype=torch.int64))
+    return PROGRAMS[case.program or ""](masks.document(*rows), prefix)
 
 
 check_varlen = Proof("varlen_attention", VARLEN_CASES, make=make_varlen, coarse=("lse",))

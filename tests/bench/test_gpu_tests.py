@@ -19,8 +19,8 @@ import fastattn
 from fastattn import dispatch
 from fastattn.backends import reference
 from fastattn.testing import OnGpu
-from fastattn.testing.append import APPEND_CASES, check_append
-from fastattn.testing.verdict import Verdict
+from fastattn.testing.append import APPEND_CASES, AppendCase, check_append
+from fastattn.testing.judge import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,9 +133,10 @@ def before_the_cache(*args: Tensor | None, options: Any) -> None:
     cache.as_strided((1,), (1,), cache.storage_offset() - 1).zero_()
 
 
-def appended(kernel: Callable[..., None], name: str, monkeypatch: pytest.MonkeyPatch) -> Verdict:
+def appended(
+    kernel: Callable[..., None], case: AppendCase, monkeypatch: pytest.MonkeyPatch
+) -> Verdict:
     """The verdict on a case of a kernel for GPUs."""
-    (case,) = (case for case in APPEND_CASES if case.name == name)
     backend = ModuleType("fastattn.backends.triton")
     backend.__dict__.update(
         __all__=["append_to_cache"], append_to_cache=kernel, why_not=lambda *_: []
@@ -158,18 +159,28 @@ def appended(kernel: Callable[..., None], name: str, monkeypatch: pytest.MonkeyP
 def test_a_wrong_append_is_found_on_a_device(
     kernel: Callable[..., None], words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = appended(kernel, "layout-sliced", monkeypatch).faults
+    case = AppendCase("sliced", layouts=("sliced", "sliced"))
+    found = appended(kernel, case, monkeypatch).faults
     assert bool(found) == (words is not None)
     assert any(words in fault for fault in found) if words else not found
 
 
-@pytest.mark.parametrize("name", ["half", "int8", "fp8", "half-int8"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        AppendCase("half", rotary=32),
+        AppendCase("int8", quantised=torch.int8),
+        AppendCase("fp8", quantised=torch.float8_e4m3fn),
+        AppendCase("half-int8", rotary=32, quantised=torch.int8),
+    ],
+    ids=lambda case: case.name,
+)
 def test_a_kernel_without_an_option_is_not_called(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    case: AppendCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plain(key_cache: Tensor, value_cache: Tensor, key: Tensor, *, options: Any) -> None:
         pytest.fail("it was called")
 
-    verdict = appended(plain, name, monkeypatch)
+    verdict = appended(plain, case, monkeypatch)
     assert verdict.declined
     assert not verdict.faults

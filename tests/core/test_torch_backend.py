@@ -83,7 +83,7 @@ def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
             continue
         case = replace(case, grads=("out",))  # with a gradient of lse, another backend runs
         inputs = make_inputs(case, dtype)
-        if not dispatch.reasons_of(backend, OP, inputs.forward_args(), inputs.options):
+        if not dispatch.reasons_of(backend, OP, inputs.args, inputs.options):
             taken += 1
             verdict = check(case, dtype, Target("torch"))
             faults += [f"{case.name}: {fault}" for fault in verdict.faults]

@@ -15,7 +15,7 @@ from tile_attention import EMULATED, assert_close, attention, grows, in_double, 
 import fastattn
 from fastattn import dispatch, evidence
 from fastattn.testing import Target, targets
-from fastattn.testing.varlen import VarlenCase, make_varlen, sequence_by_sequence
+from fastattn.testing.varlen import VarlenCase, make_varlen
 
 
 @pytest.mark.parametrize("keys", [500, 1300])  # of 512 channels, 512 keys are a piece
@@ -245,7 +245,7 @@ def test_neighbours_in_a_batch_do_not_decide_what_runs(by_size: str, dtype: torc
     case = VarlenCase("sizes", lengths, lengths, head_dim=64, kv_heads=1, bottom_right=True)
     inputs = make_varlen(case, dtype)
     backend: Any = dispatch.load("cpu")
-    expected = sequence_by_sequence(inputs, lambda alone: alone.results(backend))
+    expected = inputs.by_sequence(lambda alone: alone.results(backend))
     for name, found in inputs.results(backend).items():
         assert torch.equal(found, expected[name].to(found.dtype)), name
 

@@ -27,7 +27,7 @@ from fastattn import dispatch, info
 from fastattn.bias import T5, Window2d
 from fastattn.testing import Case, Deviation, Verdict, check
 from fastattn.testing.inputs import PROGRAMS, make_inputs
-from fastattn.testing.verdict import fresh_memory_is_nan
+from fastattn.testing.targets import fresh_memory_is_nan
 
 TABLE = ATTENTION_CASES
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -165,7 +165,7 @@ cases = [c for c in ATTENTION_CASES if not c.slow]
 for n, case in enumerate(cases[:: int(sys.argv[1])]):
     inputs = make_inputs(case, dtypes[n % 2])
     print(case.name, flush=True)
-    op, args = "scaled_dot_product_attention", inputs.forward_args()
+    op, args = "scaled_dot_product_attention", inputs.args
     if not reasons_of(adapter, op, args, inputs.options):
         inputs.results(adapter)
 """
@@ -393,7 +393,7 @@ def _tiles(
 
     monkeypatch.setattr(adapter.sdpa, "mask_workspace", make_and_keep)
     with fresh_memory_is_nan():  # and 255 in bytes
-        adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
+        adapter.scaled_dot_product_attention(*inputs.args, options=inputs.options)
     shape = (case.batch, case.heads, case.q_len, case.k_len)
     size = (*shape[:2], -(-case.q_len // TILE), -(-case.k_len // TILE))
     found = kept[0][-torch.Size(size).numel() :].view(size)
@@ -468,12 +468,12 @@ for at in (*range(count), *range(count, len(program), 997)):
         before = int(program[at])
         program[at] = wrong
         out, *_ = adapter.scaled_dot_product_attention(
-            *inputs.forward_args(), options=inputs.options
+            *inputs.args, options=inputs.options
         )
         assert out.isfinite().all()
         program[at] = before
 program[0] = 0
-out, *_ = adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
+out, *_ = adapter.scaled_dot_product_attention(*inputs.args, options=inputs.options)
 assert not out.any()
 """
 
@@ -487,7 +487,7 @@ def test_reads_nothing_past_the_end_of_a_program_that_is_not_valid(adapter: Modu
 def test_refuses_a_program_that_is_no_array_of_integers(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("program", program="causal"), torch.float32)
     assert inputs.mask_program is not None
-    wrong = replace(inputs, mask_program=inputs.mask_program.long())
+    wrong = inputs.changed(mask_program=inputs.mask_program.long())
     with pytest.raises(ValueError, match="mask_program is not valid: it must be"):
         wrong.results(adapter)
 
@@ -518,13 +518,13 @@ def test_a_table_that_does_not_fit_is_not_read(
     inputs = make_inputs(case, torch.float32)
     inputs.results(adapter)
     with pytest.raises(ValueError, match=message):
-        replace(inputs, **changes).results(adapter)
+        inputs.changed(**changes).results(adapter)
 
 
 def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
     inputs = make_inputs(Case("plain"), changes.pop("dtype", torch.float16))
     op = "scaled_dot_product_attention"
-    tensors = {**dispatch.named(op, inputs.forward_args())}
+    tensors = {**dispatch.named(op, inputs.args)}
     if "mask" in changes:
         tensors["attn_mask"] = changes.pop("mask")
     reasons: list[str] = adapter.why_not(op, tensors, replace(inputs.options, **changes))

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
 from fastattn.testing import Case, check
-from fastattn.testing.inputs import Inputs, make_inputs
+from fastattn.testing.calls import Operands
+from fastattn.testing.inputs import make_inputs
 from fastattn.testing.varlen import (
     VarlenCase,
     check_varlen,
     make_varlen,
-    sequence_by_sequence,
 )
 
 FORWARD = "attention_forward_hopper"
@@ -60,17 +60,15 @@ def _launches(adapter: ModuleType) -> set[str]:
     return set(adapter._cuda.take_launches())
 
 
-def _forward(adapter: ModuleType, inputs: Inputs, seed: int = 0) -> dict[str, Tensor]:
+def _forward(adapter: ModuleType, inputs: Operands, seed: int = 0) -> dict[str, Tensor]:
     """Out and lse, by the kernel for Hopper."""
     adapter._cuda.set_seed(seed)
-    out, lse, _ = adapter.scaled_dot_product_attention(
-        *inputs.forward_args(), options=inputs.options
-    )
+    out, lse, _ = adapter.scaled_dot_product_attention(*inputs.args, options=inputs.options)
     assert FORWARD in _launches(adapter)
     return {"out": out, "lse": lse}
 
 
-def _both(adapter: ModuleType, inputs: Inputs, seed: int) -> dict[str, Tensor]:
+def _both(adapter: ModuleType, inputs: Operands, seed: int) -> dict[str, Tensor]:
     """Out, lse and the gradients, by the kernels for Hopper."""
     adapter._cuda.set_seed(seed)
     found = inputs.results(adapter)
@@ -78,7 +76,7 @@ def _both(adapter: ModuleType, inputs: Inputs, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def _is_for_hopper(inputs: Inputs) -> bool:
+def _is_for_hopper(inputs: Operands) -> bool:
     """Is there something to do, in tensors that TMA can copy?"""
     query, key, value = inputs.query, inputs.key, inputs.value
     tensors = (query, key, value, empty_output(query, value.shape[-1]))
@@ -151,7 +149,7 @@ def test_maxima_that_grow_through_large_numbers(
         key[..., n] = (torch.tensor(b) / min(unit / 1.37, 100)).round().repeat_interleave(96)
     c = torch.tensor([14, 16, 14, 16, 14, 16, 16, 14]).repeat_interleave(96)
     key[..., 5] = (c * torch.rand(keys, generator=generator)).floor()
-    inputs = replace(inputs, query=query, key=key, clean_query=query, clean_key=key)
+    inputs = inputs.changed(query=query, key=key)
     found, exact = _forward(adapter, inputs), inputs.definition()
     # Dot products are exact here, which the usual bound does not know; weights and out are rounded.
     torch.testing.assert_close(found["out"].double(), exact["out"], rtol=0.0, atol=0.02)
@@ -165,7 +163,7 @@ def test_large_scores_of_other_rows_change_no_bit(adapter: ModuleType, dtype: to
     small = inputs.query / 512
     large = small.clone()
     large[..., 100:, :] *= 2**22  # rows 96 to 111 are those of a warp
-    found, want = (_forward(adapter, replace(inputs, query=query)) for query in (large, small))
+    found, want = (_forward(adapter, inputs.changed(query=query)) for query in (large, small))
     for name, x in found.items():
         assert torch.equal(x[:, :, :100], want[name][:, :, :100]), name
         assert not torch.equal(x[:, :, 100:], want[name][:, :, 100:]), name
@@ -312,7 +310,7 @@ def _packed_faults(
     assert not verdict.declined, verdict.declined
     args: Any = make_varlen(case, dtype).args[:3]
     query, key, value = (x[None].transpose(1, 2) for x in args)
-    made = replace(make_inputs(Case("any"), dtype), query=query, key=key, value=value)
+    made = make_inputs(Case("any"), dtype).changed(query=query, key=key, value=value)
     took, takes = FORWARD in _launches(adapter), _is_for_hopper(made)
     return [*verdict.faults, *([] if took == takes else [f"the kernel for Hopper ran: {took}"])]
 
@@ -417,8 +415,8 @@ def test_same_bits_whatever_else_is_in_the_batch(adapter: ModuleType, case: Case
     inputs = make_inputs(replace(case, batch=3), torch.float16)
     together = _both(adapter, inputs, 3)
     one = slice(2, 3)
-    alone = replace(
-        inputs, **{name: x[one] for name, x in inputs.watched().items() if x is not None}
+    alone = inputs.changed(
+        **{name: x[one] for name, x in inputs.watched().items() if x is not None}
     )
     for name, found in _both(adapter, alone, 4).items():
         assert torch.equal(found, together[name][one]), name
@@ -434,15 +432,13 @@ def test_packed_sequences_have_the_bits_of_each_alone(
 ) -> None:
     inputs = make_varlen(replace(case, head_dim=64), torch.bfloat16)
 
-    def alone(single: Inputs) -> dict[str, Tensor]:
-        out, lse, _ = adapter.scaled_dot_product_attention(
-            *single.forward_args(), options=single.options
-        )
+    def alone(single: Operands) -> dict[str, Tensor]:
+        out, lse, _ = adapter.scaled_dot_product_attention(*single.args, options=single.options)
         return {"out": out, "lse": lse}
 
     out, lse = adapter.varlen_attention(*inputs.args, options=inputs.options)
     assert FORWARD in _launches(adapter)
-    want = sequence_by_sequence(inputs, alone)
+    want = inputs.by_sequence(alone)
     assert FORWARD in _launches(adapter)
     assert torch.equal(out, want["out"].to(out.dtype))
     assert torch.equal(lse, want["lse"])
@@ -458,7 +454,7 @@ def test_heads_go_in_sections_that_fit_the_cache(adapter: ModuleType) -> None:
         torch.cat([x.new_zeros(1, 5, rows - 960, 64), x], 2) for x in (inputs.key, inputs.value)
     )
     options = replace(inputs.options, offset=rows - 150)
-    found = _forward(adapter, replace(inputs, key=key, value=value, options=options))
+    found = _forward(adapter, inputs.changed(key=key, value=value, options=options))
     for name, x in found.items():
         assert torch.equal(x, want[name]), name
 
@@ -585,7 +581,7 @@ def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
         "rows": [_far(x, (64, 128, FAR // 8, 1)) for x in (inputs.query, inputs.key, inputs.value)],
     }
     for query, key, value in tensors.values():
-        found = _forward(adapter, replace(inputs, query=query, key=key, value=value))
+        found = _forward(adapter, inputs.changed(query=query, key=key, value=value))
         for name, x in found.items():
             assert torch.equal(x, want[name]), name
 
@@ -595,7 +591,7 @@ def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
 
 def test_the_others_run_unless_the_kernels_are_allowed(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("off", head_dim=64), torch.bfloat16)
-    args = inputs.forward_args()
+    args = inputs.args
     adapter._cuda.allow_hopper(False)
     adapter.scaled_dot_product_attention(*args, options=inputs.options)
     assert _launches(adapter) == {"attention_forward"}
@@ -606,5 +602,5 @@ def test_the_others_run_unless_the_kernels_are_allowed(adapter: ModuleType) -> N
 
 def test_float32_is_left_to_the_others(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("float32", head_dim=64), torch.float32)
-    adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
+    adapter.scaled_dot_product_attention(*inputs.args, options=inputs.options)
     assert FORWARD not in _launches(adapter)

@@ -24,7 +24,7 @@ from fastattn.backends.primitives import (
     VarlenOptions,
 )
 from fastattn.testing.decode import DecodeCase, make_decode
-from fastattn.testing.varlen import VarlenCase, make_varlen, sequence_by_sequence
+from fastattn.testing.varlen import VarlenCase, make_varlen
 
 WAYS = {
     "causal": VarlenCase("causal", (40, 1, 140, 0, 7), (40, 9, 140, 3, 80), window=(-1, 0)),
@@ -42,7 +42,7 @@ def test_packed_sequences_have_the_bits_of_each_alone(
 ) -> None:
     inputs = make_varlen(case, dtype)
     found = inputs.results(adapter)
-    expected = sequence_by_sequence(inputs, lambda alone: alone.results(adapter))
+    expected = inputs.by_sequence(lambda alone: alone.results(adapter))
     for name, want in expected.items():
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 

@@ -13,7 +13,8 @@ from attention_cases import ATTENTION_CASES, VARLEN_CASES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.testing import Case, Inputs, deviation, make_inputs
+from fastattn.testing import Case, deviation, make_inputs
+from fastattn.testing.calls import Operands
 from fastattn.testing.rounding import Noise
 from fastattn.testing.varlen import make_varlen
 
@@ -63,7 +64,7 @@ class Tf32Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def judged(inputs: Inputs, found: dict[str, Tensor]) -> list[str]:
+def judged(inputs: Operands, found: dict[str, Tensor]) -> list[str]:
     """The faults, by the bound of every test with the eps of tf32, which is that of float16."""
 
     def rounded() -> dict[str, Tensor]:

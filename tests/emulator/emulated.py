@@ -20,6 +20,7 @@ class Emulated:
     seed: int = 0
     backend: str = "cuda"
 
+    placed = Target.placed
     results = Target.results
     dtype_of_products = Target.dtype_of_products
 

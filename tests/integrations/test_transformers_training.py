@@ -25,7 +25,7 @@ from transformers_runs import (
     with_gradients,
 )
 
-from fastattn.testing.compare import deviations
+from fastattn.testing.judge import deviations
 from fastattn.testing.rounding import Noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")

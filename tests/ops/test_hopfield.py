@@ -43,7 +43,7 @@ def test_follows_the_equations(
     drawn = {name: normal(*shape) for name, shape in shapes.items()}
     grad = normal(3, 2, queries, 5)
     tensors = {name: drawn[name] for name in ("state", "stored", "projection")}
-    got = Call(tensors | {"beta": 0.7}, options, grad).run(hopfield_retrieve)
+    got = Call("", tensors | {"beta": 0.7}, options, {"out": grad}).run(hopfield_retrieve)
     want = naive.hopfield_retrieve(*tensors.values(), 0.7, None, 3, "unroll", grad)
     torch.testing.assert_close(got["out"], want["out"], rtol=1e-12, atol=1e-13)
     assert got.keys() == want.keys()

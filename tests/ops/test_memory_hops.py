@@ -70,8 +70,8 @@ def test_follows_the_equations(
         for projection in (None, hop_proj, hop_proj[0]):
             tensors = {"query": query, "in_memory": memories[0], "out_memory": memories[1]}
             rest = {"activation": activation, "normalize": normalize, "scale": 0.7}
-            grad = normal(3, 5)
-            is_the_equation(Call(tensors | {"hop_proj": projection}, {"hops": 2} | rest, grad))
+            grads = {"out": normal(3, 5)}
+            is_the_equation(Call("", tensors | {"hop_proj": projection}, {"hops": 2} | rest, grads))
 
 
 def test_a_stack_is_each_output_and_the_next_input(
@@ -80,13 +80,15 @@ def test_a_stack_is_each_output_and_the_next_input(
     stack, query = normal(2, 4, 6, 5), normal(2, 5)
     grad = normal(2, 5)
     apart = {"query": query, "in_memory": stack[:, :3], "out_memory": stack[:, 1:]}
-    want = extended.memory_hops(Call(apart, {"hops": 3}, grad))
-    got = Call({"query": query, "in_memory": stack}, {"hops": 3}, grad).run(memory_hop_attention)
+    want = extended.memory_hops(Call("", apart, {"hops": 3}, {"out": grad}))
+    got = Call("", {"query": query, "in_memory": stack}, {"hops": 3}, {"out": grad}).run(
+        memory_hop_attention
+    )
     torch.testing.assert_close(got["out"], want["out"])
-    inputs, outputs = want["grad of in_memory"], want["grad of out_memory"]
+    inputs, outputs = want["grad_in_memory"], want["grad_out_memory"]
     expected = torch.nn.functional.pad(inputs, (0, 0, 0, 0, 0, 1))
     expected[:, 1:] += outputs
-    torch.testing.assert_close(got["grad of in_memory"], expected)
+    torch.testing.assert_close(got["grad_in_memory"], expected)
 
 
 def test_a_single_memory_is_its_own_output(engine: Target, normal: Callable[..., Tensor]) -> None:
@@ -94,7 +96,7 @@ def test_a_single_memory_is_its_own_output(engine: Target, normal: Callable[...,
         "query": normal(2, 5),
         "in_memory": normal(2, 6, 5),
     }
-    is_the_equation(Call(tensors, {"hops": 3}, normal(2, 5)))
+    is_the_equation(Call("", tensors, {"hops": 3}, {"out": normal(2, 5)}))
 
 
 @pytest.mark.parametrize("dims", ["N", "BN", "1N", "BQN", "1QN", "B1N", "BQKN", "B1KN", "1QK1"])
@@ -111,7 +113,8 @@ def test_masks_and_biases_of_every_shape(
     whole = [x.reshape(full.get(len(shape), shape)) for x in (mask, bias)]
     grads = normal(2, 3, 5), normal(2, 3, 2, 6)
     tensors = {"query": query, "in_memory": memory, "memory_mask": mask, "memory_bias": bias}
-    got = Call(tensors, {"hops": 2, "need_weights": True}, *grads).run(memory_hop_attention)
+    given = dict(zip(("out", "weights"), grads, strict=True))
+    got = Call("", tensors, {"hops": 2, "need_weights": True}, given).run(memory_hop_attention)
     options = MemoryHopOptions(hops=2, weights=True)
     memories = (memory.unsqueeze(1), None, None)
     want = naive.memory_hop_attention(query, *memories, *whole, options, *grads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import replace
 from typing import Any
 
 import fenced
@@ -62,13 +61,8 @@ def test_a_query_does_not_depend_on_its_batch(target: Target, queries: int | Non
     whole = inputs.results()
     for b in range(case.batch):
         tensors = {name: None if x is None else x[b : b + 1] for name, x in inputs.tensors.items()}
-        assert inputs.grad_weights is not None
-        one = replace(
-            inputs,
-            tensors=tensors,
-            grad=inputs.grad[b : b + 1],
-            grad_weights=inputs.grad_weights[b : b + 1],
-        )
+        grads = {f"grad_{name}": x[b : b + 1] for name, x in inputs.grads.items() if x is not None}
+        one = inputs.changed(**tensors, **grads)
         for name, x in one.results().items():
             assert torch.equal(x[0], whole[name][b]), name
 
@@ -174,7 +168,7 @@ def test_where_one_row_has_most_of_the_weight_gradients_are_as_exact_as_rounding
     target: Target, queries: int
 ) -> None:
     """There nearly all of an error is that of one exponential, so it takes many draws."""
-    logs: dict[str, list[float]] = {"grad of query": [], "grad of in_memory": []}
+    logs: dict[str, list[float]] = {"grad_query": [], "grad_in_memory": []}
     for number in range(120):
         scale = (20, 60)[number % 2] + 1e-3 * number
         case = HopCase(batch=2, queries=queries, rows=50, width=20, hops=1, scale=scale)

@@ -19,7 +19,8 @@ from within_bound import assert_within_bound
 
 from fastattn.backends import reference
 from fastattn.testing import Case, Noise, Target, check, targets
-from fastattn.testing.inputs import MASKS, Inputs, make_inputs
+from fastattn.testing.calls import Operands
+from fastattn.testing.inputs import MASKS, make_inputs
 from fastattn.testing.memory import LAYOUTS
 
 INF = float("inf")
@@ -56,7 +57,7 @@ def is_on_tiles(backend: ModuleType) -> bool:
     return backend.__name__ == "fastattn.backends.cpu" and isa.startswith("amx")
 
 
-def judge(found: dict[str, Tensor], inputs: Inputs) -> None:
+def judge(found: dict[str, Tensor], inputs: Operands) -> None:
     """The error bound, for results that were made in another way than by one call."""
     exact = extended.exact(inputs)
     moved = Noise(inputs.definition, exact, inputs.query.dtype)
@@ -117,14 +118,14 @@ def test_same_bits_in_every_run_and_for_every_thread_count(
         assert_same_bits(first, inputs.results(native_backend))
 
 
-def only(inputs: Inputs, b: int) -> Inputs:
+def only(inputs: Operands, b: int) -> Operands:
     """The inputs of one sequence."""
 
     def pick(x: Tensor | None) -> Tensor | None:
         return x if x is None or x.dim() == 0 or x.shape[0] == 1 else x[b : b + 1]
 
     tensors = {name: pick(tensor) for name, tensor in inputs.watched().items()}
-    return replace(inputs, **tensors)  # type: ignore[arg-type]
+    return inputs.changed(**tensors)
 
 
 @pytest.mark.sampled
@@ -187,8 +188,7 @@ def test_the_order_of_the_keys_does_not_matter(any_backend: ModuleType, dtype: t
     back = order.argsort()
     assert inputs.attn_mask is not None
     assert inputs.grad_weights is not None
-    moved = replace(
-        inputs,
+    moved = inputs.changed(
         key=inputs.key[:, :, order],
         value=inputs.value[:, :, order],
         attn_mask=inputs.attn_mask[..., order],
@@ -216,9 +216,9 @@ def test_a_constant_added_to_a_row_moves_lse_alone(
         "key": (inputs.key * 4).round() / 4,
         "attn_mask": (inputs.attn_mask * 16).round() / 16,
     }
-    plain = replace(inputs, **exact).results(any_backend)  # type: ignore[arg-type]
+    plain = inputs.changed(**exact).results(any_backend)
     exact["attn_mask"] = exact["attn_mask"] + shift
-    moved = replace(inputs, **exact).results(any_backend)  # type: ignore[arg-type]
+    moved = inputs.changed(**exact).results(any_backend)
     torch.testing.assert_close(moved["lse"], plain["lse"] + shift)
     if is_on_tiles(any_backend) and dtype == torch.float32:
         # Weights are 2^(unit s - m) with a rounded m, the same for the row, which cancels in their
@@ -257,9 +257,7 @@ def test_parts_of_the_keys_merge_through_lse(
 def test_lse_is_saved_in_float64(any_backend: ModuleType, dtype: torch.dtype) -> None:
     """Backward computes the weights from it: rounded to float32 it would make them all wrong."""
     inputs = make_inputs(WAYS["square"], dtype)
-    lse = any_backend.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)[
-        1
-    ]
+    lse = any_backend.scaled_dot_product_attention(*inputs.args, options=inputs.options)[1]
     assert lse.dtype == torch.float64
 
 
@@ -274,7 +272,7 @@ def test_weights_are_those_applied_to_the_values(
     out, _, weights = any_backend.scaled_dot_product_attention(
         inputs.query, inputs.key, eye, None, None, inputs.seed, options=inputs.options
     )
-    inputs = replace(inputs, value=eye, clean_value=eye)
+    inputs = inputs.changed(value=eye)
     judge({"out": weights, "weights": weights}, inputs)
     judge({"out": out, "weights": out}, inputs)
 
@@ -295,7 +293,7 @@ def test_dropout_drops_exactly_what_its_definition_says(
 @floats
 def test_a_gradient_of_zero_gives_zero(any_backend: ModuleType, dtype: torch.dtype) -> None:
     inputs = make_inputs(with_all_gradients(WAYS["mask"]), dtype)
-    for grad in inputs.cotangents():
+    for grad in inputs.grads.values():
         if grad is not None:
             grad.zero_()
     for name, found in inputs.results(any_backend).items():
@@ -318,17 +316,17 @@ def test_a_fully_masked_row(
         case = replace(case, window=(5, 0), k_len=max(q_len // 2, 1))
     inputs = make_inputs(case, dtype)
     if kind == "window":
-        inputs = replace(
-            inputs, options=replace(inputs.options, offset=10)
+        inputs = inputs.changed(
+            options=replace(inputs.options, offset=10)
         )  # masks the last rows, or the only one
         empty = torch.arange(q_len) + 10 - 5 >= case.k_len
     else:
         empty = torch.arange(q_len) % 3 == 0
         seen = ~empty[:, None].expand(q_len, 90)
         mask = seen if kind == "bool" else torch.where(seen, 0.25, -INF).to(dtype)
-        inputs = replace(inputs, attn_mask=mask[None, None], needs_mask_grad=kind == "additive")
+        inputs = inputs.changed(attn_mask=mask[None, None], needs_mask_grad=kind == "additive")
     assert empty.any()
-    for grad in inputs.cotangents():
+    for grad in inputs.grads.values():
         assert grad is not None
         grad[:, :, empty] = NAN
     found = inputs.results(any_backend)
@@ -418,7 +416,7 @@ def test_a_row_of_finfo_min_is_uniform(
     inputs = make_inputs(case, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     mask = torch.full((1, 1, q_len, 130), torch.finfo(wide).min, dtype=wide)
-    inputs = replace(inputs, attn_mask=mask, needs_mask_grad=True)
+    inputs = inputs.changed(attn_mask=mask, needs_mask_grad=True)
     found = inputs.results(any_backend)
     torch.testing.assert_close(found["weights"], torch.full_like(found["weights"], 1 / 130))
     judge({name: x for name, x in found.items() if name != "lse"}, inputs)
@@ -452,7 +450,7 @@ def test_all_scores_very_low(any_backend: ModuleType, dtype: torch.dtype) -> Non
     inputs = make_inputs(Case("low", mask="float", weights=1, head_dim=8), dtype)
     assert inputs.attn_mask is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    inputs = replace(inputs, attn_mask=inputs.attn_mask.to(wide) - 5000.0)
+    inputs = inputs.changed(attn_mask=inputs.attn_mask.to(wide) - 5000.0)
     found = inputs.results(any_backend)
     total = found["weights"].double().sum(-1)
     torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=0.02)

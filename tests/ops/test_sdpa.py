@@ -128,8 +128,8 @@ def test_poison_is_where_no_query_looks_and_nowhere_else() -> None:
     causal = torch.ones(case.q_len, case.k_len, dtype=torch.bool).tril()
     assert torch.equal(poisoned, ~(inputs.attn_mask & causal).any(2).expand_as(poisoned))
     assert poisoned.any()
-    assert torch.equal(inputs.key[~poisoned], inputs.clean_key[~poisoned])
-    assert torch.isfinite(inputs.clean_key).all()
+    assert torch.equal(inputs.key[~poisoned], inputs.clean["key"][~poisoned])
+    assert torch.isfinite(inputs.clean["key"]).all()
 
 
 # -- the judge: it must see each of these mistakes ------------------------------------------------

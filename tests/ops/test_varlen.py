@@ -18,7 +18,6 @@ from fastattn.testing.varlen import (
     VarlenCase,
     check_varlen,
     make_varlen,
-    sequence_by_sequence,
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -83,7 +82,7 @@ def test_bitwise_what_a_sequence_alone_gives(
     target: Target, case: VarlenCase, dtype: torch.dtype
 ) -> None:
     inputs = make_varlen(replace(case, head_dim=40), dtype)
-    expected = sequence_by_sequence(inputs, lambda alone: alone.results(target.module))
+    expected = inputs.by_sequence(lambda alone: alone.results(target.module))
     found = inputs.results(target.module)
     for name, want in expected.items():
         want = want.to(found[name].dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastattn.testing import proofs
+from fastattn import testing
 from fastattn.testing.cases import FLOATS, SCALED, Case
 from fastattn.testing.decode import DecodeCase
 from fastattn.testing.varlen import PROGRAMS, VarlenCase
@@ -650,7 +650,7 @@ _MORE = {
 }
 PROOFS = {
     op: replace(proof, cases=(*chain(*_MORE.get(op, ())), *proof.cases))
-    for op, proof in proofs.PROOFS.items()
+    for op, proof in testing.PROOFS.items()
 }
 ATTENTION_CASES: Any = PROOFS["scaled_dot_product_attention"].cases
 DECODE_CASES: Any = PROOFS["decode_attention"].cases

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastattn.testing import Target, targets
-from fastattn.testing.verdict import AnyCase
+from fastattn.testing.cases import AnyCase
 
 
 def each_case(op: str, cases: Iterable[AnyCase], *more: Target) -> Any:

@@ -234,18 +234,18 @@ def definition(case: Case) -> dict[str, Tensor]:
         given["grad_out"], given["grad_lse"], None, *tensors, out, lse, *last, options=back
     )
     found = {"out": out, "lse": lse}
-    found |= dict(zip(("grad of query", "grad of key", "grad of value"), grads, strict=False))
+    found |= dict(zip(("grad_query", "grad_key", "grad_value"), grads, strict=False))
     if needs_mask:
-        found["grad of attn_mask"] = grads[3]
+        found["grad_attn_mask"] = grads[3]
     if sinks is not None:
-        found["grad of sinks"] = grads[4][0]
+        found["grad_sinks"] = grads[4][0]
     if case.slopes == "differentiated":
         leaf = slopes.requires_grad_()
         results = reference.scaled_dot_product_attention(*tensors, *last, options=options)[:2]
         given_grads = (given["grad_out"], given["grad_lse"])
-        found["grad of alibi_slopes"] = torch.autograd.grad(results, leaf, given_grads)[0][0]
+        found["grad_alibi_slopes"] = torch.autograd.grad(results, leaf, given_grads)[0][0]
     if case.poisoned:  # the key that no query can see has no gradient
-        for name in ("grad of key", "grad of value"):
+        for name in ("grad_key", "grad_value"):
             found[name] = torch.nn.functional.pad(found[name], (0, 0, 0, 1))
     return found
 
@@ -301,7 +301,7 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
             (out, lse), list(leaves.values()), (grads["grad_out"], grads["grad_lse"].to(lse.dtype))
         )
     results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"grad of {n}": g for n, g in zip(leaves, found, strict=True)}
+    return results | {f"grad_{n}": g for n, g in zip(leaves, found, strict=True)}
 
 
 def run_cases(cases: Sequence[Case] = CASES) -> dict[str, Any]:
@@ -326,16 +326,16 @@ def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The results of the whole sequence from those of the ranks."""
     ranks = len(parts)
     layout = layout_of(case, ranks)
-    shapes = {f"grad of {n}": x.shape for n, x in whole(case).items()}
+    shapes = {f"grad_{n}": x.shape for n, x in whole(case).items()}
     found: dict[str, Tensor] = {}
     for name in parts[0]:
-        summed = name in ("grad of sinks", "grad of alibi_slopes")
-        summed |= name == "grad of attn_mask" and shapes[name][2] == 1
+        summed = name in ("grad_sinks", "grad_alibi_slopes")
+        summed |= name == "grad_attn_mask" and shapes[name][2] == 1
         if summed:
             found[name] = torch.stack([part[name] for part in parts]).sum(0)
             continue
         like = parts[0][name]
-        length = L if name in ("grad of key", "grad of value") else whole(case)["query"].shape[2]
+        length = L if name in ("grad_key", "grad_value") else whole(case)["query"].shape[2]
         total = like.new_full((*like.shape[:2], length, *like.shape[3:]), torch.nan)
         for rank, part in enumerate(parts):
             own = layout.positions(rank)

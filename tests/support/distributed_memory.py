@@ -214,7 +214,7 @@ def computed(
     )
     results = {n: x.detach() for n, x in found.items()}
     return results | {
-        f"grad of {n}": torch.zeros_like(x) if g is None else g
+        f"grad_{n}": torch.zeros_like(x) if g is None else g
         for (n, x), g in zip(leaves.items(), grads, strict=True)
     }
 
@@ -280,7 +280,7 @@ def joined(case: Case, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The results of all rows from those of the ranks."""
     found = {}
     for name, first in parts[0].items():
-        given = name.removeprefix("grad of ")
+        given = name.removeprefix("grad_")
         shape = whole(case)[given].shape if given in whole(case) else (N,)
         if given in ROWS and shape[ROWS[given]] == N:
             found[name] = torch.cat([part[name] for part in parts], ROWS[given])

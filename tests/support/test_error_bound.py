@@ -17,9 +17,8 @@ from torch import Tensor
 from within_bound import assert_right, assert_within_bound
 
 from fastattn.testing import Noise, deviation
-from fastattn.testing.compare import SAFETY
+from fastattn.testing.judge import SAFETY, Verdict
 from fastattn.testing.rounding import RandomRounding
-from fastattn.testing.verdict import Verdict
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

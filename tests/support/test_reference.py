@@ -198,8 +198,8 @@ def test_backward_is_the_derivative_of_forward() -> None:
     for leaf in leaves:
         assert leaf is not None
         leaf.requires_grad_()
-    results = reference.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
-    grads = torch.autograd.grad(results, leaves, inputs.cotangents())
+    results = reference.scaled_dot_product_attention(*inputs.args, options=inputs.options)
+    grads = torch.autograd.grad(results, leaves, inputs.grads.values())
     for name, grad in zip("query key value mask".split(), grads, strict=True):
         torch.testing.assert_close(found[f"grad_{name}"], grad, rtol=1e-12, atol=1e-12)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.testing import Noise, deviation
-from fastattn.testing.compare import deviations
+from fastattn.testing.judge import deviations
 
 __all__ = ["assert_right", "assert_within_bound"]
 

@@ -12,7 +12,6 @@ from fastattn.testing.varlen import (
     VarlenCase,
     check_varlen,
     make_varlen,
-    sequence_by_sequence,
 )
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -33,7 +32,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(
     case = replace(case, program=program)
     inputs = make_varlen(replace(case, window=(50, 3), bottom_right=True), dtype)
     module = TRITON.module
-    expected = sequence_by_sequence(inputs, lambda alone: alone.results(module))
+    expected = inputs.by_sequence(lambda alone: alone.results(module))
     found = inputs.results(module)
     for name, want in expected.items():
         assert torch.equal(found[name], want.to(found[name].dtype)), name

@@ -29,5 +29,5 @@ def encode_memory(
                 if token:
                     out[b, :, n] += f[j] * tables[:, token]
                     grad_tables[:, token] += f[j] * g[b, :, n]
-    results = {"out": out, "grad of weight": grad_tables, "grad of temporal": grad_rows}
+    results = {"out": out, "grad_weight": grad_tables, "grad_temporal": grad_rows}
     return {name: tensor(result) for name, result in results.items()}

@@ -59,25 +59,25 @@ def hopfield_retrieve(
     if derivative != "unroll":
         before = hops(first, steps - 1, stored)["out"] if steps > 1 else first
         derived = hops(before, 2 if derivative == "one_step" else 150, value)
-        found = derived | {"out": found["out"], "grad of query": torch.zeros_like(first)}
+        found = derived | {"out": found["out"], "grad_query": torch.zeros_like(first)}
 
     def of(x: Tensor, like: Tensor) -> Tensor:
         """Sum over the dimensions that ``like`` does not have or broadcasts."""
         return x.unflatten(0, lead).sum_to_size(like.shape)
 
-    by_key, by_row = found["grad of in_memory"][:, 0], found["grad of out_memory"]
+    by_key, by_row = found["grad_in_memory"][:, 0], found["grad_out_memory"]
     by_step, read = by_row[:, :-1].sum(1), by_row[:, -1]
     grad_stored = by_step + flat(factor.expand(keys.shape)) * by_key
     results = {
         "out": found["out"].unflatten(0, lead),
-        "grad of state": found["grad of query"].unflatten(0, lead),
-        "grad of stored": of(grad_stored + read if projection is None else grad_stored, stored),
+        "grad_state": found["grad_query"].unflatten(0, lead),
+        "grad_stored": of(grad_stored + read if projection is None else grad_stored, stored),
     }
     if projection is not None:
-        results["grad of projection"] = of(read, projection)
+        results["grad_projection"] = of(read, projection)
     if isinstance(beta, Tensor):
         by_head = (by_key.unflatten(0, lead) * stored).sum((0, 2, 3))
-        results["grad of beta"] = by_head if beta.ndim else by_head.sum()
+        results["grad_beta"] = by_head if beta.ndim else by_head.sum()
     if attn_mask is not None and not boolean:
-        results["grad of attn_mask"] = of(found["grad of memory_bias"].sum(2), attn_mask)
+        results["grad_attn_mask"] = of(found["grad_memory_bias"].sum(2), attn_mask)
     return results

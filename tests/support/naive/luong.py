@@ -42,12 +42,12 @@ def luong_attention(
     ds = softmax_backward(p, d_w * factor)
     results = {
         "out": w @ x,
-        "grad of query": ds @ k,
-        "grad of key": transposed(ds) @ q,
-        "grad of value": transposed(w) @ g,
+        "grad_query": ds @ k,
+        "grad_key": transposed(ds) @ q,
+        "grad_value": transposed(w) @ g,
     }
     if grad_weights is not None:
         results["weights"] = w
     if bell:
-        results["grad of positions"] = (d_w * w * 4 * distance / half**2).sum(-1)
+        results["grad_positions"] = (d_w * w * 4 * distance / half**2).sum(-1)
     return {name: tensor(result) for name, result in results.items()}

@@ -81,15 +81,15 @@ def memory_hop_attention(
         g = g @ h[h_at[k]] + ds @ m[b, in_at[k]]
     if out_memory is None:
         dm = dm + dc
-    results = {"out": u, "grad of query": g, "grad of in_memory": summed(dm, in_memory)}
+    results = {"out": u, "grad_query": g, "grad_in_memory": summed(dm, in_memory)}
     if options.weights:
         results["weights"] = np.stack(ps, 2)
     if out_memory is not None:
-        results["grad of out_memory"] = summed(dc, out_memory)
+        results["grad_out_memory"] = summed(dc, out_memory)
     if hop_proj is not None:
-        results["grad of hop_proj"] = dh
+        results["grad_hop_proj"] = dh
     if memory_bias is not None:
-        results["grad of memory_bias"] = summed(dbias, memory_bias)
+        results["grad_memory_bias"] = summed(dbias, memory_bias)
     return {name: tensor(x) for name, x in results.items()}
 
 

@@ -1,0 +1,240 @@
+"""Runs and judges one case of any operator on one target, by the error bound of all tests:
+
+    max|x - ref| <= 4 noise + eps max|ref|
+
+x is the candidate. ref is the same operator on the same, already rounded inputs in float64, or in
+extended precision for float64 candidates. noise is the deviation of the definition by rounding
+alone: :class:`fastattn.testing.rounding.Noise`. eps is that of the dtype of x, or of the dtype that
+x was computed in if that is coarser. docs/numerics.md explains the bound and its margin.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.testing.calls import Results
+from fastattn.testing.cases import AnyCase, current_draw
+from fastattn.testing.memory import Watch
+from fastattn.testing.rounding import Noise
+from fastattn.testing.targets import Target
+
+__all__ = ["EXTENDED", "SAFETY", "Deviation", "Proof", "Verdict", "deviation",
+           "deviations"]  # fmt: skip
+
+SAFETY = 4.0  # correct results stay below half of the bound, see docs/numerics.md
+_CLEARLY_RIGHT = 0.5
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The deviation of one result from the reference, and its worst element."""
+
+    name: str
+    error: float  # max|x - ref|; inf if exactly one of the two is finite
+    bound: float
+    shape: tuple[int, ...]
+    worst: str = ""  # where it is, and how many elements deviate by more than the bound
+
+    @property
+    def ratio(self) -> float:
+        """error / bound; at most 1 is correct."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.bound if self.bound > 0 else float("inf")
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {list(self.shape)}: max error {self.error:.3g} is {self.ratio:.3g} x the "
+            f"bound {self.bound:.3g}; {self.worst}"
+        )
+
+
+def deviation(
+    candidate: Tensor,
+    reference: Tensor,
+    noise: float,
+    name: str = "x",
+    dtype: torch.dtype | None = None,
+) -> Deviation:
+    """Measure ``candidate`` against the bound, with the eps of ``dtype`` (default: its own).
+
+    If the reference is inf, -inf or NaN, the candidate must be equal to it. Raises ValueError for a
+    wrong shape.
+    """
+    shape = tuple(reference.shape)
+    if tuple(candidate.shape) != shape:
+        raise ValueError(f"{name}: shape {list(candidate.shape)}, want {list(shape)}")
+    if reference.numel() == 0:
+        return Deviation(name, 0.0, 0.0, shape)
+    x, r = candidate.detach().double(), reference.detach().double()
+    finite = torch.isfinite(r)
+    largest = float(r[finite].abs().max()) if finite.any() else 0.0
+    bound = SAFETY * noise + torch.finfo(dtype or candidate.dtype).eps * largest
+    same = (x == r) | (torch.isnan(x) & torch.isnan(r))
+    comparable = finite & torch.isfinite(x)
+    off = torch.where(comparable, (x - r).abs(), torch.where(same, 0.0, float("inf")))
+    index = tuple(int(n) for n in torch.unravel_index(off.argmax(), shape))
+    worst = f"worst at {list(index)}: got {x[index]:.9g}, want {r[index]:.9g}; "
+    worst += f"{int((off > bound).sum())} of {off.numel()} elements are off"
+    return Deviation(name, float(off[index]), bound, shape, worst)
+
+
+def deviations(
+    candidates: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    noise: Noise,
+    eps_of: Mapping[str, torch.dtype] | None = None,
+) -> list[Deviation]:
+    """Measure each candidate; ``eps_of`` has the dtype of eps if that is not the candidate's.
+
+    The noise is drawn until all ratios are below one half, or as often as allowed. Earlier draws,
+    for other candidates, are used too.
+    """
+    eps_of = eps_of or {}
+    found: list[Deviation] = []
+    may_draw = noise.drawn > 0 or noise.draw()
+    while may_draw or not found:
+        found = [
+            deviation(x, exact[name], noise.largest[name], name, eps_of.get(name))
+            for name, x in candidates.items()
+        ]
+        if all(d.ratio <= _CLEARLY_RIGHT for d in found):
+            break
+        may_draw = noise.draw()
+    return found
+
+
+@dataclass
+class Verdict:
+    """The measured deviations, and all reasons why the case failed."""
+
+    deviations: list[Deviation] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    declined: list[str] = field(default_factory=list)  # the reasons why the backend cannot run it
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    @property
+    def ratio(self) -> float:
+        """The worst error / bound."""
+        return max((d.ratio for d in self.deviations), default=0.0)
+
+    @property
+    def severity(self) -> float:
+        """The worst error / bound; inf for any other fault."""
+        errors = {str(d) for d in self.deviations}
+        return self.ratio if errors.issuperset(self.faults) else float("inf")
+
+    def judge(
+        self,
+        results: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        noise: Noise,
+        dtypes: Mapping[str, torch.dtype],
+        eps_of: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Record the deviations and the faults of ``results``.
+
+        ``dtypes`` are their required dtypes; ``eps_of`` has the coarser dtypes that some of them
+        were computed in.
+        """
+        comparable = {}
+        for name, want in exact.items():
+            x = results[name]
+            if x.dtype != dtypes[name] or x.shape != want.shape:
+                wanted = f"{dtypes[name]} {list(want.shape)}"
+                self.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {wanted}")
+            else:
+                comparable[name] = x
+        found = deviations(comparable, exact, noise, eps_of)
+        self.deviations += found
+        self.faults += [str(d) for d in found if not d.ok]
+
+
+# Results that are more exact than those of the definition in float64, by operator and dtype. The
+# tests of the project have some, for dtypes that are as exact as the definition.
+EXTENDED: dict[tuple[str, torch.dtype], Callable[[Any], Results]] = {}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The cases of one operator, and how to make, run and judge them.
+
+    The exact results are those of the definition, the reference in float64. Its own rounding errors
+    are no larger than those of a candidate in float64, and as the bound is twice the error of right
+    results, it covers both.
+    """
+
+    operator: str
+    cases: Sequence[AnyCase]
+    make: Callable[[Any, torch.dtype], Any]  # the inputs of a case: calls.Operands or calls.Call
+    # The results with the eps of the dtype that they are computed in, not of their own.
+    coarse: tuple[str, ...] = ()
+
+    def __call__(self, case: Any, dtype: torch.dtype, target: Target) -> Verdict:
+        """Run ``case`` on ``target``, forward and backward, and judge it by the error bound."""
+        inputs = target.placed(self.expected(case, dtype)[0])
+        verdict = Verdict()
+        with target.active() as backend:
+            primitive = inputs.primitive()
+            if primitive is not None:
+                verdict.declined = dispatch.reasons_of(backend, self.operator, *primitive)
+                if verdict.declined:
+                    return verdict
+            watch = Watch(**inputs.watched())
+            results = {name: x.cpu() for name, x in target.results(backend, inputs).items()}
+        verdict.faults += [f"{name} was written to" for name in watch.written()]
+        self.judge(verdict, case, dtype, results, target.dtype_of_products(dtype))
+        return verdict
+
+    def judge(
+        self, verdict: Verdict, case: Any, dtype: torch.dtype, results: Results, products: Any
+    ) -> None:
+        """Compare each result by the noise of the dtype that it is computed in."""
+        inputs, exact, noise_of = self.expected(case, dtype)
+        if results.keys() != exact.keys():
+            verdict.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
+            return
+        computed, coarse = dict.fromkeys(exact, dtype) | inputs.computed(), self.coarse
+        if products != dtype:
+            computed, coarse = dict.fromkeys(exact, products), tuple(exact)
+        required = dict.fromkeys(exact, dtype) | inputs.dtypes()
+        for each in dict.fromkeys(computed.values()):
+            some = {name: x for name, x in exact.items() if computed[name] == each}
+            eps_of = {name: each for name in some if name in coarse}
+            verdict.judge(results, some, noise_of(each, tuple(some)), required, eps_of)
+
+    def expected(
+        self, case: Any, dtype: torch.dtype
+    ) -> tuple[Any, Results, Callable[[torch.dtype, tuple[str, ...]], Noise]]:
+        """Return the inputs, the exact results, and the noise of some of them in a dtype."""
+        return _expected(self, case, dtype, current_draw())
+
+
+@functools.lru_cache(maxsize=32)
+def _expected(proof: Proof, case: Any, dtype: torch.dtype, draw: int) -> Any:
+    inputs = proof.make(case, dtype)
+    exact = EXTENDED.get((proof.operator, dtype), type(inputs).definition)(inputs)
+
+    @functools.cache
+    def noise_of(computed: torch.dtype, names: tuple[str, ...]) -> Noise:
+        def definition() -> Results:
+            results = inputs.definition()
+            return {name: x for name, x in results.items() if name in names or name not in exact}
+
+        return Noise(definition, {name: exact[name] for name in names}, computed)
+
+    return inputs, exact, noise_of
