@@ -7,7 +7,7 @@ neighbouring numbers of the one that was given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from fastattn.backends.primitives import QUANTISED, AppendOptions
 from fastattn.backends.reference.decode import elements
 from fastattn.testing import memory
 from fastattn.testing.calls import Operands, Results, double
-from fastattn.testing.cases import FLOATS, NamedCase, numbers_of
+from fastattn.testing.cases import NamedCase, drawn, numbers_of
 from fastattn.testing.judge import Proof, Verdict
 from fastattn.testing.targets import moved
 
@@ -75,48 +75,32 @@ class AppendCase(CacheCase):
     own_tables: bool = False  # of query's dtype, else float32
 
 
-_LAYOUTS = ("blhd", "unaligned", "sliced", "every_second", "transposed")
+_SIZES: dict[str, Sequence[Any]] = {
+    "rows queries": [(3, 3), (3, 1), (3, 0), (11, 11), (1, 1), (0, 0)],
+    "page shuffled": [(0, False), (0, True), (4, False)],
+    "head_dim value_dim": [(32, None), (100, 20), (33, 20), (7, 20), (576, 20), (128, None)],
+}
+_OPTIONS: dict[str, Sequence[Any]] = {
+    "lengths": [(), (0,), (5, 0, 17, 1, 20)],
+    "rotary head_dim interleaved": [
+        *((32, 32, pairs) for pairs in (False, True) * 2),
+        *((rotary, width, pairs) for pairs in (False, True)
+          for rotary, width in ((16, 32), (2, 33), (100, 100), (64, 128), (6, 7), (64, 576))),
+    ],
+    "rotary positions own_tables": [(6, "bl", True), (6, "bl", False), (6, None, True)],
+    "quantised": [torch.int8, torch.float8_e4m3fn] * 5,
+    "layouts": [
+        *((x, x) for x in ("blhd", "unaligned", "sliced", "every_second", "transposed")),
+        ("every_second", "contiguous"),
+    ],
+}  # fmt: skip
 
 
 def _cases() -> Iterator[AppendCase]:
-    base = AppendCase("plain")
-    half = replace(base, rotary=32)
-    pairs = replace(half, interleaved=True)
-    yield base
-    yield replace(base, name="entries", shuffled=True)
-    yield replace(base, name="more-than-a-page", page=4, rows=11)
-    for width in (7, 33, 100, 576):
-        yield replace(base, name=f"width-{width}", head_dim=width, value_dim=20)
-    for layout in _LAYOUTS:
-        yield replace(base, name=f"layout-{layout}", layouts=(layout, layout))
-    yield replace(base, name="layout-mixed", layouts=("every_second", "contiguous"))
-    yield replace(base, name="nothing", rows=0, queries=0)
-    yield replace(base, name="no-sequences", lengths=())
-    for case, label in ((half, "half"), (pairs, "pairs")):
-        yield replace(case, name=label)
-        yield replace(case, name=f"{label}-entries", shuffled=True, queries=1)
-        yield replace(case, name=f"{label}-pages", page=4, rows=11, queries=11)
-        yield replace(case, name=f"{label}-positions", positions="bl", own_tables=True)
-        for width, rotary in ((32, 16), (33, 2), (100, 100), (128, 64), (7, 6), (576, 64)):
-            some = replace(case, head_dim=width, rotary=rotary, value_dim=20)
-            some = replace(some, dtypes=FLOATS if rotary == 6 else (torch.float32,))
-            yield replace(some, name=f"{label}-{rotary}-of-{width}")
-        for layout in _LAYOUTS:
-            some = replace(case, layouts=(layout, layout), dtypes=(torch.float32,))
-            yield replace(some, name=f"{label}-layout-{layout}")
-        mixed = replace(case, layouts=("every_second", "contiguous"))
-        yield replace(mixed, name=f"{label}-layout-mixed")
-        yield replace(case, name=f"{label}-nothing", rows=0, queries=0)
-        yield replace(case, name=f"{label}-no-queries", queries=0)
-        yield replace(case, name=f"{label}-no-sequences", lengths=())
-    for dtype, kind in ((torch.int8, "int8"), (torch.float8_e4m3fn, "fp8")):
-        for case, label in ((base, kind), (half, f"half-{kind}"), (pairs, f"pairs-{kind}")):
-            some = replace(case, quantised=dtype)
-            yield replace(some, name=label)
-            yield replace(some, name=f"{label}-pages", page=4, rows=11, head_dim=100)
-            yield replace(some, name=f"{label}-layout", layouts=("every_second", "every_second"))
-        yield replace(base, name=f"{kind}-entries", quantised=dtype, shuffled=True, head_dim=33)
-    yield replace(half, name="many", rows=300, capacity=400, queries=1, heads=1, kv_heads=1)
+    yield AppendCase("plain")
+    yield AppendCase("half", rotary=32)
+    yield AppendCase("many", rows=300, capacity=400, queries=1, heads=1, kv_heads=1, rotary=32)
+    yield from drawn(AppendCase("mixed"), 71, _SIZES, _OPTIONS)
 
 
 APPEND_CASES = tuple(_cases())
