@@ -321,3 +321,14 @@ def test_pages_that_do_not_exist(backend: str, cached: torch.dtype) -> None:
                 del given["key"], given["value"]
             given["block_table"][2, 2] = page
             refused(given, ValueError, "block_table must name one of the 9 pages, got")
+
+
+@of_each_dtype
+def test_values_without_columns(backend: str, cached: torch.dtype) -> None:
+    """Four query rows of a key head in 16 bits are multiplied as integers."""
+    keys, scales = quantise(torch.randn(2, 1, 9, 8), cached)
+    given = {"key_scales": scales, "value_scales": scales, "return_lse": True}
+    query = torch.randn(2, 4, 1, 8, dtype=torch.float16)
+    out, lse = decode_attention(query, keys, keys[..., :0], 9, **given)
+    assert out.shape == (2, 4, 1, 0)
+    assert_close(lse, decode_attention(query, keys, keys, 9, **given)[1])

@@ -293,6 +293,7 @@ __attribute__((noinline)) void integer_values(const IntegerWeights& w, int64_t r
                                               int64_t vectors, Stream<Int8> next, int64_t bytes,
                                               float* o) {
   constexpr int C = 8 / R;
+  if (vectors == 0) return;  // without columns there are no steps
   Ahead ahead(next, bytes, (vectors + C - 1) / C * ((nk + 3) / 4));
   const int64_t from = integer_columns<R, C>(w, r0, alpha, v, nk, 0, vectors, ahead, o);
   if constexpr (R == 1) integer_columns<R, 4>(w, r0, alpha, v, nk, from, vectors, ahead, o);
