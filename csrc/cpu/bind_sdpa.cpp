@@ -80,9 +80,10 @@ py::tuple attention(const py::object& options, py::handle query, py::handle key,
     p.lse = static_cast<double*>(data);
   }
   if (p.weights != Weights::none) {
+    const auto make = p.Hq > 0 ? new_result : new_zeros;  // without heads the kernel writes nothing
     weights = p.weights == Weights::per_head
-                  ? new_result(p.dtype, {p.B, p.Hq, p.Lq, p.Lk}, &p.applied.data)
-                  : new_result(p.dtype, {p.B, p.Lq, p.Lk}, &p.applied.data);
+                  ? make(p.dtype, {p.B, p.Hq, p.Lq, p.Lk}, &p.applied.data)
+                  : make(p.dtype, {p.B, p.Lq, p.Lk}, &p.applied.data);
     const int64_t heads = p.weights == Weights::per_head ? p.Hq : 1;
     const int64_t stride[] = {heads * p.Lq * p.Lk, heads > 1 ? p.Lq * p.Lk : 0, p.Lk, 1};
     std::copy_n(stride, 4, p.applied.stride);

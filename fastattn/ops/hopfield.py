@@ -244,7 +244,7 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
     state = to(call.state)
     if mask is not None:
         if crowded:
-            if mask.shape[0] > 1 or mask.shape[2] > 1:
+            if mask.shape[0] != 1 or mask.shape[2] != 1:
                 mask = to(mask.expand(batch, -1, queries, -1))
             else:
                 mask = mask[0]

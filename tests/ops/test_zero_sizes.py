@@ -34,6 +34,10 @@ def heads(d: Any) -> Operands:
     return normal(d.B, d.H, d.L, d.D), normal(d.B, d.K, d.S, d.D), normal(d.B, d.K, d.S, d.V)
 
 
+def twice(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1).flatten(-2)
+
+
 def packed(d: Any) -> Operands:
     return normal(d.L, d.H, d.D), normal(d.S, d.K, d.D), normal(d.S, d.K, d.V)
 
@@ -75,6 +79,18 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
             relative_bias=T5(table),
         ),
     ),
+    "attention-averaged": (
+        "BHKLSDV",
+        heads,
+        lambda d, q, k, v: fastattn.scaled_dot_product_attention(
+            q, k, v, enable_gqa=True, need_weights=True, average_weights=True
+        ),
+    ),
+    "attention-columns-apart": (
+        "BHKLSDV",
+        lambda d: tuple(twice(x)[..., ::2].detach().requires_grad_() for x in heads(d)),
+        lambda d, q, k, v: fastattn.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    ),
     "attention-mask": (
         "BHKLSDV",
         heads,
@@ -96,6 +112,13 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
             q, k, v, *starts(d), relative_bias=T5(table), sinks=torch.ones(d.H)
         ),
     ),
+    "varlen-slopes": (
+        "BHKLSDV",
+        packed,
+        lambda d, q, k, v: fastattn.varlen_attention(
+            q, k, v, *starts(d), alibi_slopes=torch.ones(d.B, d.H)
+        ),
+    ),
     "decode": (
         "BHKLSDV",
         lambda d: (),
@@ -110,6 +133,15 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
             normal(6, d.K, d.S, d.V).detach(),
             min(2, d.S * d.N),
             block_table=torch.arange(d.B * d.N).view(d.B, d.N),
+        ),
+    ),
+    "decode-fewer-pages": (
+        "BHKLSDVN",
+        lambda d: (),
+        lambda d: fastattn.decode_attention(
+            *(x.detach()[:n] for x, n in zip(heads(d), (d.B, 1, 1), strict=True)),
+            0,
+            block_table=torch.zeros(d.B, d.N, dtype=torch.int64),
         ),
     ),
     "flash": (
@@ -154,6 +186,11 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
         "BKLSD",
         lambda d: (normal(d.B, d.K, d.L, d.D), normal(d.B, d.K, d.S, d.D)),
         lambda d, x, m: fastattn.hopfield_retrieve(x, m, update_steps_max=2, need_weights=True),
+    ),
+    "hopfield-shared": (
+        "BKLSD",
+        lambda d: (normal(d.B, d.K, d.L, d.D), normal(1, d.K, d.S, d.D), normal(d.B, 1, 1, d.S)),
+        lambda d, x, m, mask: fastattn.hopfield_retrieve(x, m, update_steps_max=2, attn_mask=mask),
     ),
     "encode-memory": (
         "BNJSD",

@@ -306,4 +306,6 @@ def _gathered(
 
 
 def _rows(block_table: Tensor) -> Tensor:
+    if block_table.shape[1] == 0:  # its address would be that of no table
+        return block_table.new_zeros((block_table.shape[0], 1))
     return block_table if block_table.stride(1) == 1 else block_table.contiguous()

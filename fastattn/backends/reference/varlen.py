@@ -58,7 +58,11 @@ def varlen_attention(
 
     def of_rows(x: Tensor | None) -> Tensor | None:
         """[B|1, Hq] as one number per row, [1, Hq, Tq]."""
-        return None if x is None else (x.expand(batch, -1) if batch else x)[sequence].mT[None]
+        if x is None:
+            return None
+        if batch == 0:  # rows of no sequence see nothing
+            return x.new_zeros((1, x.shape[1], sequence.shape[0]))
+        return x.expand(batch, -1)[sequence].mT[None]
 
     keep = None
     if options.dropout_p > 0:
