@@ -151,8 +151,10 @@ class LocalOptions:
     reach: int = 1  # D: a query sees the keys within this distance of its position
     bell: bool = False  # a weight is multiplied by exp(-2 ((j - p) / D)^2)
 
-    def rows(self, keys: int) -> int:
+    def rows(self, keys: Any) -> Any:
         """W, the number of keys in a window."""
+        if isinstance(keys, torch.Tensor):  # while torch.jit.trace records
+            return keys.clamp(max=2 * self.reach + 1)
         return torch.sym_min(2 * self.reach + 1, keys)
 
 

@@ -115,6 +115,21 @@ def test_caches(options: str, backend: str) -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["dot", "concat"])
+def test_local_windows(method: str) -> None:
+    weight = (normal(5, 16), normal(5)) if method == "concat" else None
+
+    def call(q: Tensor, k: Tensor, positions: Tensor) -> Any:
+        options = {"method": method, "weight": weight, "window": "local-p", "D": 2}
+        return fastattn.luong_attention(q, k, k, positions=positions, need_weights=True, **options)
+
+    def inputs(batch: int, q_len: int, k_len: int) -> tuple[Tensor, ...]:
+        positions = torch.rand(batch, q_len, generator=draw) * k_len
+        return normal(batch, q_len, 8), normal(batch, k_len, 8), positions
+
+    assert_follows_sizes(call, inputs(2, 4, 9), inputs(3, 7, 20), inputs(1, 2, 3))
+
+
 def test_dropout_draws_again_in_each_run() -> None:
     graph = traced(
         lambda *x: fastattn.scaled_dot_product_attention(*x, dropout_p=0.5, enable_gqa=True),
