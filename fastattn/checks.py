@@ -28,9 +28,18 @@ def wrong_type(
     )
 
 
-def not_dense(op: str, name: str, x: Tensor) -> RuntimeError:
+def not_dense(op: str, name: str, x: Tensor, error: type[Exception] = RuntimeError) -> Exception:
     kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-    return RuntimeError(f"{op}: {name} must be a dense tensor, got a {kind} one")
+    return error(f"{op}: {name} must be a dense tensor, got a {kind} one")
+
+
+def check_dense(op: str, **tensors: Any) -> None:
+    """For an operator whose errors of type are all TypeError."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            raise not_dense(op, name, x, TypeError)
 
 
 def expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
@@ -190,6 +199,8 @@ def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> 
     """ALiBi's slopes as [B|1, Hq], float32 (float64 for float64)."""
     if not isinstance(slopes, Tensor):
         raise wrong_type(op, "alibi_slopes", slopes, "Tensor")
+    if slopes.is_nested or slopes.layout is not torch.strided:
+        raise not_dense(op, "alibi_slopes", slopes)
     if not slopes.is_floating_point():
         raise TypeError(f"{op}: alibi_slopes must be floating, got {slopes.dtype}")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fastattn.bias import T5
+from fastattn.checks import check_window
 from fastattn.masks import Mask
 from fastattn.ops._pages import gather_pages
 from fastattn.ops.decode import decode_attention
@@ -202,17 +203,20 @@ def flash_attn_with_kvcache(
     fewer queries than new keys, and for one of several queries that is neither causal nor in a
     window nor under a mask: flash-attn gives them other positions than those of the new tokens.
     """
+    name = "flash_attn_with_kvcache"
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, q if k is None else k)):
+        raise ValueError(f"{name}: q and k must be tensors of shape [B, L, H, D]")
     as_flash = rotary_cos is not None and rotary_positions is None
     if as_flash and k is not None and q.shape[1] != k.shape[1]:
         raise NotImplementedError(
-            "flash_attn_with_kvcache: with rotary_cos each new key must have its query, got "
+            f"{name}: with rotary_cos each new key must have its query, got "
             f"{q.shape[1]} queries and {k.shape[1]} new keys; else rotate q and k before the call"
         )
-    windowed = window_size is not None and tuple(window_size) != (-1, -1)
+    windowed = window_size is not None and check_window(name, window_size) != (-1, -1)
     ordered = causal or windowed or mask is not None
     if as_flash and not ordered and q.shape[1] > 1:
         raise NotImplementedError(
-            "flash_attn_with_kvcache: rotary_cos with several queries needs causal, a window_size, "
+            f"{name}: rotary_cos with several queries needs causal, a window_size, "
             "a mask or rotary_positions; else rotate q and k before the call"
         )
     return decode_attention(

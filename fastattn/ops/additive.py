@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn._seed import draw_seed
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.checks import as_stored_mask, autocast, autocast_bias, expands_to
+from fastattn.checks import as_stored_mask, autocast, autocast_bias, check_dense, expands_to
 from fastattn.library import Operator
 from fastattn.ops._additive_plain import attend_additively
 
@@ -160,10 +160,7 @@ _ARGUMENTS = ("query", "key", "value", "v", "bias")
 def _check_tensors(given: Sequence[Any]) -> None:
     device = getattr(given[0], "device", None)
     for name, x in zip(_ARGUMENTS, given):  # noqa: B905  (see checks.expands_to)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout is not torch.strided:
-            raise TypeError(f"{_NAME}: {name} must be a dense tensor, got {x.layout}")
+        check_dense(_NAME, **{name: x})
         if x.device != device:
             raise ValueError(f"{_NAME}: {name} must be on query's device {device}, got {x.device}")
 
@@ -242,10 +239,7 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(mask).__name__}")
-    if mask.is_nested or mask.layout is not torch.strided:
-        raise TypeError(f"{_NAME}: {name} must be a dense tensor, got {mask.layout}")
+    check_dense(_NAME, **{name: mask})
     if mask.dtype not in dtypes:
         allowed = ", ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
         raise TypeError(f"{_NAME}: {name} must be of dtype {allowed}, got {mask.dtype}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn import checks, dispatch
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 
@@ -170,6 +170,8 @@ def prepare(
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate, and return attention's operator and its arguments, with the weights."""
     for name, x in (("query", query), ("key", key)):
+        if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
+            raise checks.not_dense(_OP, name, x)
         if isinstance(x, Tensor) and x.dim() != 4:
             raise ValueError(f"{_OP}: {name} must be [B, H, L, D], got shape {tuple(x.shape)}")
         if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16):

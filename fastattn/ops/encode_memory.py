@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd.encode_memory import encode
 from fastattn.backends.primitives import EncodeMemoryOptions
-from fastattn.checks import check_int64
+from fastattn.checks import check_dense, check_int64
 from fastattn.eager import nothing_watches
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
@@ -171,9 +171,7 @@ def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
 
 
 def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx: object) -> None:
-    for name, value in (("tokens", tokens), ("weight", weight)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    check_dense("encode_memory", tokens=tokens, weight=weight)
     if tokens.dtype not in _INTEGERS:
         raise TypeError(f"tokens must be int64 or int32, got {tokens.dtype}")
     if weight.dtype not in _DTYPES:
@@ -192,6 +190,7 @@ def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx:
         return
     if not isinstance(temporal, Tensor):
         raise TypeError(f"temporal must be a Tensor or None, got {type(temporal).__name__}")
+    check_dense("encode_memory", temporal=temporal)
     if temporal.dtype != weight.dtype:
         raise TypeError(f"temporal is {temporal.dtype}, but weight is {weight.dtype}")
     _check_device("temporal", temporal, weight)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.checks import as_stored_mask
+from fastattn import checks
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["hard_attention"]
@@ -79,7 +79,15 @@ def hard_attention(
                 [2.]])
     """
     _check(query, key, value, estimator, temperature)
-    attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
+    for name, flag in (("deterministic", deterministic), ("need_weights", need_weights)):
+        checks.check_flag(_NAME, name, flag)
+    if scale is not None:
+        scale = checks.check_real(_NAME, "scale", scale)
+    if generator is not None:
+        checks.check_generator(_NAME, generator, query.device)
+    if attn_mask is not None:
+        attn_mask = checks.as_stored_mask(_NAME, attn_mask, query.device)
+        checks.check_dense(_NAME, attn_mask=attn_mask)
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k = query.detach().to(wide), key.detach().to(wide)
     scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
@@ -165,8 +173,7 @@ def _detached(mask: Tensor | None) -> Tensor | None:
 
 def _check(query: Any, key: Any, value: Any, estimator: Any, temperature: Any) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
+        checks.check_dense(_NAME, **{name: x})
         if x.ndim < 2:
             raise ValueError(f"{_NAME}: {name} must have at least 2 dimensions, got {x.ndim}")
     if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:

@@ -12,7 +12,14 @@ from fastattn import compat
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
-from fastattn.checks import as_stored_mask, autocast, autocast_bias, check_int64, expands_to
+from fastattn.checks import (
+    as_stored_mask,
+    autocast,
+    autocast_bias,
+    check_dense,
+    check_int64,
+    expands_to,
+)
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 from fastattn.ops._hopfield_plain import retrieve_plainly
@@ -287,14 +294,6 @@ def lowered(x: Tensor, rank: int) -> Tensor:
 
 
 # --- validation, shared with hopfield_energy ---------------------------------------------------
-
-
-def check_dense(where: str, **given: Any) -> None:
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{where}: {name} must be a Tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout is not torch.strided:
-            raise TypeError(f"{where}: {name} must be a dense tensor, got {x.layout}")
 
 
 def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.checks import autocast
-from fastattn.ops.hopfield import check_beta, check_dense, check_patterns, lifted, lifted_mask
+from fastattn.checks import autocast, check_dense
+from fastattn.ops.hopfield import check_beta, check_patterns, lifted, lifted_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["hopfield_energy"]

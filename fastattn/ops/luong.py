@@ -10,7 +10,14 @@ from torch import Tensor
 from fastattn.autograd.local_attention import local_attention
 from fastattn.backends._lost import nan_where_lost
 from fastattn.backends.primitives import LocalOptions
-from fastattn.checks import autocast, check_dropout, check_dtypes, check_int64, expands_to
+from fastattn.checks import (
+    autocast,
+    check_dense,
+    check_dropout,
+    check_dtypes,
+    check_int64,
+    expands_to,
+)
 from fastattn.ops._local_plain import attend_locally
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -293,8 +300,7 @@ def _check(
     padding: Any,
 ) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
+        check_dense(_NAME, **{name: x})
         if x.ndim != 3:
             raise ValueError(f"{_NAME}: {name} must have 3 dimensions, got shape {tuple(x.shape)}")
     if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd.memory_hops import hop_attention, share
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.checks import autocast, autocast_bias
+from fastattn.checks import autocast, autocast_bias, check_dense
 from fastattn.library import Operator
 from fastattn.ops._memory_hops_plain import MOST_HOPS, hop_plainly
 
@@ -200,7 +200,7 @@ def _check_options(
 
 def _cast(name: str, x: Tensor) -> Tensor:
     """Return a dense tensor as autocast casts it."""
-    _check_dense(name, x)
+    check_dense(_NAME, **{name: x})
     return autocast(x)[0]
 
 
@@ -250,7 +250,7 @@ def _check_projection(hop_proj: Tensor, query: Tensor, hops: int) -> None:
 
 def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tensor:
     """Return a mask or bias as [B|1, Q|1, K|1, N|1]."""
-    _check_dense(name, x)
+    check_dense(_NAME, **{name: x})
     if name == "memory_mask":
         if x.dtype != torch.bool:
             raise TypeError(f"{_NAME}: memory_mask must be bool, got {x.dtype}")
@@ -285,13 +285,6 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
 
 def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
     return [*zip("BQ", batch), ("K", hops), ("N", rows)]  # noqa: B905  (see checks.expands_to)
-
-
-def _check_dense(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError(f"{_NAME}: {name} must be a dense tensor, got {x.layout}")
 
 
 def _check_like_query(name: str, x: Tensor, query: Tensor) -> None:

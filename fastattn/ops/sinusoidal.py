@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
-from fastattn.checks import check_int64, expands_to
+from fastattn.checks import check_dense, check_int64, expands_to
 from fastattn.library import Operator
 from fastattn.ops._sinusoidal_plain import encode_plainly
 from fastattn.sinusoids import LAYOUTS
@@ -144,8 +144,7 @@ def prepare(
 
 
 def _check_x(x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
+    check_dense("sinusoidal_encoding", x=x)
     if x.dtype not in _DTYPES:
         raise TypeError(f"x must be float32, float64, bfloat16 or float16, got {x.dtype}")
     if x.ndim < 2:

@@ -286,8 +286,8 @@ def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) ->
         raise ValueError(f"{_OP}: {name} must not decrease, got {starts}")
     if rows is not None and starts[-1] > rows:
         raise ValueError(f"{_OP}: {name} must not end beyond the {rows} rows, got {starts[-1]}")
-    if longest is not None and max(lengths, default=0) > longest:
+    most = max(lengths, default=0)
+    if longest is not None and most > longest:
         raise ValueError(
-            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {max(lengths)}, "
-            f"got {longest}"
+            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {most}, got {longest}"
         )

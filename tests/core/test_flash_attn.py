@@ -116,6 +116,10 @@ def test_with_kvcache_appends_and_is_func_of_what_is_there(qkv: list[Tensor]) ->
     assert out.is_contiguous()
     with pytest.raises(NotImplementedError, match="several queries needs causal, a window"):
         flash_attn.flash_attn_with_kvcache(q, *caches, rotary_cos=q)
+    with pytest.raises(TypeError, match="window must be None or a pair of ints, got 3"):
+        flash_attn.flash_attn_with_kvcache(q, *caches, window_size=3)
+    with pytest.raises(ValueError, match="q and k must be tensors of shape"):
+        flash_attn.flash_attn_with_kvcache([q], *caches)
     with pytest.raises(NotImplementedError, match="got 5 queries and 4 new keys"):
         flash_attn.flash_attn_with_kvcache(q, *caches, k[:, :4], v[:, :4], rotary_cos=q)
     padded = flash_attn.flash_attn_with_kvcache(

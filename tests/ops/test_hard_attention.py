@@ -250,10 +250,21 @@ X = torch.zeros(2, 3, 4)
         ((X, X, X), {"estimator": "rebar"}, ValueError, "estimator must be one of reinforce"),
         ((X, X, X), {"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
         ((X, X, X), {"temperature": "1"}, TypeError, "temperature must be a number, got str"),
+        ((X.to_sparse(), X, X), {}, TypeError, "query must be a dense tensor, got a sparse_coo"),
+        ((X, X, X, 1), {}, TypeError, "attn_mask must be a Tensor, got int"),
+        (
+            (X, X, X),
+            {"scale": torch.ones((), requires_grad=True)},
+            TypeError,
+            "scale is a constant",
+        ),
+        ((X, X, X), {"deterministic": 1}, TypeError, "'deterministic' must be bool, not int"),
+        ((X, X, X), {"need_weights": None}, TypeError, "'need_weights' must be bool, not NoneType"),
+        ((X, X, X), {"generator": 0}, TypeError, "'generator' must be torch.Generator, not int"),
     ],
 )
 def test_bad_input_is_named(
     args: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=f"hard_attention: .*{message}|hard_attention: {message}"):
+    with pytest.raises(error, match=rf"hard_attention(\(\))?: (.* )?{message}"):
         hard_attention(*args, **options)

@@ -272,6 +272,28 @@ def test_an_error_of_our_own_names_argument_and_remedy(
         raise ours
 
 
+ROWS = torch.zeros(2, 3, 4)
+DENSE: dict[str, Callable[[Tensor], Any]] = {
+    "additive_attention: key": lambda x: fastattn.additive_attention(ROWS, x, ROWS, ROWS[0, 0]),
+    "attention_stats: query": lambda x: fastattn.attention_stats(x, ROWS[None]),
+    "encode_memory: weight": lambda x: fastattn.encode_memory(ROWS.long(), x),
+    "hard_attention: value": lambda x: fastattn.hard_attention(ROWS, ROWS, x),
+    "hopfield_energy: state": lambda x: fastattn.hopfield_energy(x, ROWS),
+    "hopfield_retrieve: stored": lambda x: fastattn.hopfield_retrieve(ROWS, x),
+    "luong_attention: query": lambda x: fastattn.luong_attention(x, ROWS, ROWS, window="local-m"),
+    "memory_hop_attention: in_memory": lambda x: fastattn.memory_hop_attention(ROWS[:, 0], x),
+    "sinusoidal_encoding: x": fastattn.sinusoidal_encoding,
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_operators_refuse_tensors_that_are_not_dense(name: str) -> None:
+    for x, kind in ((ROWS.to_sparse(), "sparse_coo"), (nested(torch.strided)[0], "nested")):
+        message = f"{name} must be a dense tensor, got a {kind} one"
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            DENSE[name](x)
+
+
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword"):
         attention(*tensors(), dropout=0.5)

@@ -158,6 +158,11 @@ def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"cu_seqlens_k": 2 * ends}, ValueError, "not end beyond the 4 rows, got 8"),
         ({"cu_seqlens_q": ends[:2]}, ValueError, "must have the same length, got 2 and 3"),
         ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be at least the longest sequence, 3"),
+        (
+            {"cu_seqlens_q": ends[:1], "cu_seqlens_k": ends[:1], "max_seqlen_q": -1},
+            ValueError,
+            "max_seqlen_q must be at least the longest sequence, 0, got -1",
+        ),
         ({"max_seqlen_k": 2.5}, TypeError, "argument 'max_seqlen_k' must be int or None"),
         ({"dropout_p": 1.5}, RuntimeError, "varlen_attention: dropout_p must be between 0 and 1"),
         ({"is_causal": 1}, TypeError, "argument 'is_causal' must be bool, not int"),
@@ -166,6 +171,7 @@ def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"causal_alignment": "left"}, ValueError, "causal_alignment must be 'upper_left' or"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, r"must have shape \(2,\) or \(2, 2\)"),
         ({"alibi_slopes": torch.ones(2).long()}, TypeError, "alibi_slopes must be floating"),
+        ({"alibi_slopes": torch.ones(2).to_sparse()}, RuntimeError, "must be a dense tensor"),
         ({"generator": 1}, TypeError, "argument 'generator' must be torch.Generator"),
     ]
 
