@@ -12,6 +12,7 @@ from fastattn.ops.sdpa import scaled_dot_product_attention
 __all__ = ["hopfield_energy"]
 
 _NAME = "hopfield_energy"
+_SMALL = 1 / 32  # float32 has enough digits for the default beta of up to 1024 columns
 
 
 def hopfield_energy(
@@ -60,20 +61,36 @@ def hopfield_energy(
     rank = state.ndim
     state, stored = lifted(state), lifted(stored)
     wide = torch.promote_types(state.dtype, torch.float32)
-    # Below the least normal number all scores are equal, and its inverse would overflow.
-    temperature: float | Tensor = 1 / max(scale, torch.finfo(wide).tiny)
-    keys = stored
-    if factor is not None:
-        factor = factor.reshape(1, -1, 1, 1)
-        keys, temperature = stored * factor.to(stored.dtype), 1 / factor[..., 0].to(wide)
-    # The output of the attention is not used, so the value has the smallest width, one column.
-    value = stored.detach().new_zeros((1, 1, 1, 1)).expand(*stored.shape[:-1], 1)
-    lse = scaled_dot_product_attention(state, keys, value, mask, scale=scale, return_lse=True)[1]
     seen, longest = _seen(stored.detach().to(wide), mask)
-    energy = temperature * (torch.log(seen) - lse) + longest / 2
-    energy = energy + state.to(wide).square().sum(-1) / 2
+    squares = state.to(wide).square().sum(-1)
+    # The difference of two logarithms is divided by beta. Kernels for GPUs have no float64.
+    small = factor is not None or scale < _SMALL
+    exact = torch.float64 if small and state.is_cpu else wide
+    beta = torch.full((), scale, dtype=exact, device=state.device) if factor is None else factor
+    beta = beta.to(exact).reshape(1, -1, 1)
+    if mask is None or mask.dtype == torch.bool:
+        beta = _raised(beta, (squares.detach() * longest).sqrt())
+    else:
+        mask = mask.to(exact)
+    query, keys = state.to(exact) * beta[..., None], stored.to(exact)
+    # The output of the attention is not used, so the value has the smallest width, one column.
+    value = keys.detach().new_zeros((1, 1, 1, 1)).expand(*keys.shape[:-1], 1)
+    lse = scaled_dot_product_attention(query, keys, value, mask, scale=1.0, return_lse=True)[1]
+    energy = ((torch.log(seen.to(exact)) - lse) / beta).to(wide) + longest / 2
+    energy = energy + squares / 2
     energy = torch.where(seen == 0, float("inf"), energy)
     return energy if rank == 4 else energy[:, 0] if rank == 3 else energy[0, 0]
+
+
+def _raised(beta: Tensor, largest: Tensor) -> Tensor:
+    """Raise beta [1, H, 1] for each state [B, H, L] whose scores, at most ``largest``, it makes so
+    small that the second-order term of the energy is below its rounding error.
+
+    The first-order term, the mean score, does not depend on beta.
+    """
+    limits = torch.finfo(beta.dtype)
+    least = limits.eps**0.5 / largest.to(beta.dtype).clamp(min=limits.tiny**0.5)
+    return beta + (least - beta.detach()).clamp(min=0)
 
 
 def _seen(stored: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -342,7 +342,25 @@ def test_energy_by_hand(engine: Target) -> None:
 def test_energy_of_a_beta_whose_inverse_overflows(engine: Target) -> None:
     state, stored = torch.ones(1, 2), torch.ones(3, 2)
     energy = hopfield_energy(state, stored, beta=1e-45)
-    torch.testing.assert_close(energy, torch.tensor([2.0]))  # (|state|^2 + |stored|^2) / 2
+    assert float(energy) == 0  # (|state|^2 + |stored|^2) / 2 - the mean score
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 30.0])
+def test_energy_of_a_small_beta(
+    engine: Target, normal: Callable[..., Tensor], size: float, dtype: torch.dtype
+) -> None:
+    """By its series in beta: the mean score is of order 0, half of the variance of order 1."""
+    state, stored = ((size * normal(n, 7)).to(dtype) for n in (5, 9))
+    x, y = state.double(), stored.double()
+    scores = x @ y.T
+    norms = x.square().sum(1) / 2 + y.square().sum(1).max() / 2
+    for beta in (1e-300, 1e-40, 1e-20, 1e-10):
+        expected = norms - scores.mean(1) - beta * scores.var(1, correction=0) / 2
+        for same in (beta, torch.tensor(beta, dtype=torch.float64)):
+            found = hopfield_energy(state, stored, beta=same)
+            error = (found - expected).abs().max() / expected.abs().max()
+            assert error < (1e-7 if dtype is torch.float64 else 3e-7)
 
 
 def test_energy_under_autocast_takes_dtypes_that_differ(engine: Target) -> None:
