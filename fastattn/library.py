@@ -107,6 +107,7 @@ class Operator:
         self._not_in_onnx = {n: reasons[x] for n, x in enumerate(self._names) if x in reasons}
         self._derived = derived or {}
         self._checked_by = checked_by
+        self._lse = self._names.index("lse") if "lse" in self._names else None
         self.returns = returns
         self._fake, self._flops = fake, flops
         self._shapes = Shapes(self.name, shapes, self._names)
@@ -160,6 +161,9 @@ class Operator:
 
     def resume(self, ctx: Any, given: Sequence[Any], seen: Sequence[Any]) -> Any:
         """Call a backward operator with the gradients, the forward's arguments, and its backend."""
+        if self._lse is not None:  # a hook of saved tensors may make all of them float32
+            place = self._lse - len(given)
+            seen = (*seen[:place], seen[place].to(torch.float64), *seen[place + 1 :])
         if not (ctx.eager and runs_eagerly(*given)):
             return through_torch_vmap(lambda *grads: self.dispatched(*grads, *seen), given)
         args = (*given, *seen)

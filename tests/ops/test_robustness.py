@@ -366,3 +366,26 @@ def test_operators_refuse_a_tensor_without_memory() -> None:
         # A view of it is refused by PyTorch.
         with pytest.raises(RuntimeError, match=r"has no memory|out of bounds for storage"):
             call()
+
+
+ROWS = torch.randn(2, 4, 7, 8, generator=torch.Generator().manual_seed(0))
+STARTS = torch.tensor([0, 3, 7])
+SAVING: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: attention(x, ROWS, ROWS),
+    "mask": lambda x: attention(x, ROWS, ROWS, mask=fastattn.masks.causal()),
+    "sinks": lambda x: attention(x, ROWS, ROWS, sinks=torch.ones(4)),
+    "window": lambda x: attention(x, ROWS, ROWS, window=(2, 2)),
+    "packed": lambda x: fastattn.varlen_attention(*3 * [x[0].transpose(0, 1)], STARTS, STARTS),
+    "hopfield": lambda x: fastattn.hopfield_retrieve(x, ROWS, update_steps_max=2),
+}
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_hooks_may_make_all_saved_tensors_float32(name: str) -> None:
+    x = ROWS.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(SAVING[name](x).sin().sum(), x)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.float() if x.is_floating_point() else x, lambda x: x
+    ):
+        loss = SAVING[name](x).sin().sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], expected)
