@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _flops, compat, dispatch
+from fastattn._dtypes import Dtypes
 from fastattn._shapes import Shapes
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
@@ -111,6 +112,7 @@ class Operator:
         self.returns = returns
         self._fake, self._flops = fake, flops
         self._shapes = Shapes(self.name, shapes, self._names)
+        self._dtypes = Dtypes(self.name, self._names)
 
         self._setup_context = setup_context or self._save_all
         self._backward = backward or self._backward_through_reference
@@ -235,6 +237,7 @@ class Operator:
     def _run_for_dispatcher(self, *args: Any) -> Any:
         args = self._recorded(args)
         self._shapes.check(args)
+        self._dtypes.check(args[: self._tensors])
         tensors, options = self._primitive(args)
         backend = args[-1] or dispatch.choose(self.name, tensors, options)
         if backend not in self._checked_by:

@@ -152,3 +152,49 @@ def test_a_traced_call_refuses_other_tensors(name: str) -> None:
     traced = torch.jit.trace(function, tuple(qkv(*sizes)), check_trace=False)
     with pytest.raises(RuntimeError):
         traced(*qkv(*others))
+
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("own", FLOATING, ids=str)
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_every_dtype_must_fit(name: str, own: torch.dtype) -> None:
+    operator = OPERATORS[name]
+    names, dtypes = operator._names, operator._dtypes
+
+    def tensors(**others: torch.dtype) -> list[Tensor]:
+        made = dict.fromkeys(names, own)
+        if "key_scales" in names:
+            made["key_cache"] = torch.int8
+        for tensor, like, rule in dtypes._allowed:
+            if tensor != "key_cache":
+                made[tensor] = rule(made[names[like]])[0]
+        return [torch.empty((), dtype=(made | others)[n], device="meta") for n in names]
+
+    dtypes.check(tensors())
+    for tensor in set(names) - {"grad_lse"}:
+        with pytest.raises(RuntimeError, match=f"^{name}: .+ must be .+, got "):
+            dtypes.check(tensors(**{tensor: torch.complex64}))
+
+
+def test_a_graph_of_a_trace_refuses_other_dtypes() -> None:
+    query, key = torch.randn(2, 1, 2, 5, 8)
+    graph = torch.jit.trace(
+        lambda q, k: fastattn.scaled_dot_product_attention(q, k, k), (query, key)
+    )
+    assert graph(query.double(), key.double()).dtype is torch.float64
+    with pytest.raises(RuntimeError, match="key must be float32, got float16"):
+        graph(query, key.half())
+
+
+def test_a_cache_is_quantised_if_it_has_scales() -> None:
+    op = torch.ops.fastattn.decode_attention
+    query, cache, lengths = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 5, 8), torch.tensor([5])
+    rest = (None,) * 7
+    options = (0.5, -1, -1, 0.0, "")
+    with pytest.raises(RuntimeError, match="key_cache must be float32, got int8"):
+        op(query, cache.to(torch.int8), cache, lengths, *rest, None, None, *options)
+    scales = torch.ones(1, 1, 5)
+    with pytest.raises(RuntimeError, match="key_cache must be int8 or float8_e4m3fn, got float32"):
+        op(query, cache, cache, lengths, *rest, scales, scales, *options)

@@ -1,0 +1,103 @@
+"""The dtypes of an operator's tensors, checked where nothing has checked them before.
+
+As in :mod:`fastattn._shapes`: a kernel reads all tensors by the dtype of one of them, so it would
+read beyond the end of a tensor of narrower elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.primitives import QUANTISED
+
+__all__ = ["Dtypes"]
+
+# The dtype of the first of these, `own`, is the dtype of all tensors that are not named below.
+_LEADING = ("query", "state", "weight", "x", "out_a", "key", "grad")
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+_Allowed = Callable[[torch.dtype], tuple[torch.dtype, ...]]
+
+
+def _just(dtype: torch.dtype) -> _Allowed:
+    return lambda own: (dtype,)
+
+
+def _wide(own: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (torch.promote_types(own, torch.float32),)
+
+
+def _added(own: torch.dtype) -> tuple[torch.dtype, ...]:
+    return own, torch.float32
+
+
+def _any(own: torch.dtype) -> tuple[torch.dtype, ...]:
+    return _FLOATING
+
+
+_BY_NAME: dict[str, _Allowed] = {
+    **dict.fromkeys(
+        "seed cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad "
+        "rotary_positions tokens taken sinusoidal_encoding.positions".split(),
+        _just(torch.int64),
+    ),
+    **dict.fromkeys(("block_table", "mask_program", "positions"), _just(torch.int32)),
+    **dict.fromkeys(("mask", "memory_mask", "padding"), _just(torch.bool)),
+    **dict.fromkeys(("key_scales", "value_scales"), _just(torch.float32)),
+    "lse": _just(torch.float64),
+    **dict.fromkeys(
+        "alibi_slopes sinks relative_bias factors trace stats ends local_attention.positions "
+        "local_attention.factor local_attention.weights local_attention.grad_weights".split(),
+        _wide,
+    ),
+    **dict.fromkeys("memory_bias rotary_cos rotary_sin hopfield_retrieve.bias".split(), _added),
+    "attn_mask": lambda own: (torch.bool, *_added(own)),
+    # The kernels get it converted, as they need it.
+    "grad_lse": _any,
+    "lse_a": lambda own: (torch.float32, torch.float64),
+}
+_LIKE = {"value_cache": "key_cache", "lse_b": "lse_a"}  # the dtype of another tensor than the first
+
+
+class Dtypes:
+    """The dtypes that an operator allows."""
+
+    def __init__(self, op: str, names: Sequence[str]) -> None:
+        self.op = op
+        self._leading = next(names.index(name) for name in _LEADING if name in names)
+        self._allowed = list(self._of_each(names))
+        self._scales = names.index("key_scales") if "key_scales" in names else None
+
+    def _of_each(self, names: Sequence[str]) -> Iterator[tuple[str, int, _Allowed]]:
+        """The name of each tensor, the place of the one that decides on its dtype, and the rule."""
+        of_op = self.op.removesuffix("_backward")
+        for name in names:
+            like = names.index(_LIKE[name]) if name in _LIKE else self._leading
+            rule = _BY_NAME.get(f"{of_op}.{name}") or _BY_NAME.get(name)
+            yield name, like, rule or (lambda own: (own,))
+
+    def check(self, tensors: Sequence[Any]) -> None:
+        """Raise a RuntimeError if a tensor has another dtype than it must have."""
+        leading: Tensor | None = tensors[self._leading]
+        if leading is None:
+            return
+        if leading.dtype not in _FLOATING:
+            self._refuse(self._allowed[self._leading][0], leading, _FLOATING)
+        for (name, like, rule), x in zip(self._allowed, tensors, strict=True):
+            if x is None:
+                continue
+            dtypes = rule(tensors[like].dtype)
+            if name == "key_cache":
+                scaled = self._scales is not None and tensors[self._scales] is not None
+                dtypes = tuple(QUANTISED) if scaled else dtypes[:1]
+            if x.dtype not in dtypes:
+                self._refuse(name, x, dtypes)
+
+    def _refuse(self, name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        expected = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        found = str(x.dtype).removeprefix("torch.")
+        raise RuntimeError(f"{self.op}: {name} must be {expected}, got {found}")
