@@ -19,7 +19,14 @@ from torch import Tensor
 from fastattn import compat
 from fastattn.eager import has_plain_memory
 
-__all__ = ["count", "values", "visible_pairs"]
+__all__ = [
+    "additive_flops",
+    "attention_flops",
+    "count",
+    "product_flops",
+    "values",
+    "visible_pairs",
+]
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
@@ -70,6 +77,31 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if _COUNTER not in sys.modules:
     sys.meta_path.insert(0, _Finder())
+
+
+# The rules for a forward or a backward pass. Only visible pairs of a query and a key count. A
+# multiplication, an addition and a tanh are one operation each.
+
+
+def attention_flops(pairs: int, width: int, value_width: int, backward: bool = False) -> int:
+    """Softmax attention: 2 D for the score of a pair, and 2 Dv for its part of the output.
+
+    The backward computes the scores again, and the products that give dP, dV, dQ and dK.
+    """
+    return pairs * (6 * width + 4 * value_width if backward else 2 * (width + value_width))
+
+
+def additive_flops(pairs: int, units: int, value_width: int, backward: bool = False) -> int:
+    """Additive attention: 4 A for the score v . tanh(q + k + b) of a pair, and 2 Dv as above.
+
+    In the backward, 8 A for the derivative of tanh and its parts of dq, dk and dv.
+    """
+    return pairs * (8 * units + 4 * value_width if backward else 4 * units + 2 * value_width)
+
+
+def product_flops(count: int, backward: bool = False) -> int:
+    """Matrix products of ``count`` multiplications; the backward has two products for each."""
+    return (4 if backward else 2) * count
 
 
 def values(x: Tensor) -> list[int] | None:

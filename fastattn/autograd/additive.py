@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn._flops import visible_pairs
+from fastattn._flops import additive_flops, visible_pairs
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
@@ -98,7 +98,8 @@ def _pairs(query: Tensor, key: Tensor, causal: bool) -> int:
 
 
 def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
-    return _pairs(query, key, rest[-1].causal) * (4 * query.shape[2] + 2 * value.shape[2])
+    pairs = _pairs(query, key, rest[-1].causal)
+    return additive_flops(pairs, query.shape[2], value.shape[2])
 
 
 def _flops_backward(
@@ -110,7 +111,8 @@ def _flops_backward(
     value: Tensor,
     *rest: Any,
 ) -> int:
-    return _pairs(query, key, rest[-1].causal) * (8 * query.shape[2] + 4 * value.shape[2])
+    pairs = _pairs(query, key, rest[-1].causal)
+    return additive_flops(pairs, query.shape[2], value.shape[2], backward=True)
 
 
 additive = Operator(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
-from fastattn._flops import count, values, visible_pairs
+from fastattn._flops import attention_flops, count, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
@@ -55,7 +55,7 @@ def _flops(
         visible_pairs(q_len, end - pad, end - pad - q_len, *window)
         for end, pad in zip(filled, pads, strict=True)
     )
-    return heads * pairs * 2 * (width + value_cache.shape[3])
+    return attention_flops(heads * pairs, width, value_cache.shape[3])
 
 
 decode = Operator(

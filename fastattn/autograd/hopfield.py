@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._flops import values
+from fastattn._flops import attention_flops, values
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
@@ -109,12 +109,12 @@ def _work(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions
 
 
 def _flops(results: Sequence[Tensor], state: Tensor, stored: Tensor, *rest: Any) -> int:
-    return 4 * _work(state, stored, results[1], rest[-1])
+    return attention_flops(_work(state, stored, results[1], rest[-1]), 1, 1)
 
 
 def _flops_backward(_: Any, grad_out: Any, state: Tensor, stored: Tensor, *rest: Any) -> int:
     *_keys_mask_and_bias, taken, _ends, options = rest
-    return 10 * _work(state, stored, taken, options)
+    return attention_flops(_work(state, stored, taken, options), 1, 1, backward=True)
 
 
 hopfield_states = Operator(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._flops import attention_flops
 from fastattn.backends.primitives import LocalOptions
 from fastattn.batching import fold, size_of_batch, unfold
 from fastattn.library import Operator
@@ -66,7 +67,7 @@ def _pairs(query: Tensor, key: Tensor, options: LocalOptions) -> int:
 
 
 def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
-    return _pairs(query, key, rest[-1]) * 2 * (query.shape[2] + value.shape[2])
+    return attention_flops(_pairs(query, key, rest[-1]), query.shape[2], value.shape[2])
 
 
 def _flops_backward(
@@ -78,7 +79,8 @@ def _flops_backward(
     value: Tensor,
     *rest: Any,
 ) -> int:
-    return _pairs(query, key, rest[-1]) * (6 * query.shape[2] + 4 * value.shape[2])
+    pairs = _pairs(query, key, rest[-1])
+    return attention_flops(pairs, query.shape[2], value.shape[2], backward=True)
 
 
 _TENSORS = (

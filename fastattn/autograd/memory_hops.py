@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._flops import attention_flops, product_flops
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.eager import runs_eagerly
@@ -133,7 +134,7 @@ def _work(
 
 def _flops(_: Any, query: Tensor, in_memory: Tensor, out_memory: Any, *rest: Any) -> int:
     of_rows, of_projection = _work(query, in_memory, rest[0], rest[-1])
-    return 4 * of_rows + 2 * of_projection
+    return attention_flops(of_rows, 1, 1) + product_flops(of_projection)
 
 
 def _flops_backward(
@@ -146,7 +147,8 @@ def _flops_backward(
     *rest: Any,
 ) -> int:
     of_rows, of_projection = _work(query, in_memory, rest[0], rest[-1])
-    return 10 * of_rows + 4 * of_projection
+    backward = attention_flops(of_rows, 1, 1, backward=True)
+    return backward + product_flops(of_projection, backward=True)
 
 
 hop_attention = Operator(

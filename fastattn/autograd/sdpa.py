@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
-from fastattn._flops import visible_pairs
+from fastattn._flops import attention_flops, visible_pairs
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
@@ -123,7 +123,7 @@ def _pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> int:
 
 
 def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
-    return _pairs(query, key, rest[-1]) * 2 * (query.shape[3] + value.shape[3])
+    return attention_flops(_pairs(query, key, rest[-1]), query.shape[3], value.shape[3])
 
 
 def _flops_backward(
@@ -136,8 +136,8 @@ def _flops_backward(
     value: Tensor,
     *rest: Any,
 ) -> int:
-    """The scores again, and the products that give dP, dV, dQ and dK."""
-    return _pairs(query, key, rest[-1]) * (6 * query.shape[3] + 4 * value.shape[3])
+    widths = query.shape[3], value.shape[3]
+    return attention_flops(_pairs(query, key, rest[-1]), *widths, backward=True)
 
 
 def default_scale(width: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._flops import values, visible_pairs
+from fastattn._flops import attention_flops, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import VarlenOptions
@@ -104,7 +104,7 @@ def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, options: Any)
 
 def _flops(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
     pairs = _pairs(query, key, rest[0], rest[1], rest[-1])
-    return pairs * 2 * (query.shape[2] + value.shape[2])
+    return attention_flops(pairs, query.shape[2], value.shape[2])
 
 
 def _flops_backward(
@@ -117,7 +117,7 @@ def _flops_backward(
     *rest: Any,
 ) -> int:
     pairs = _pairs(query, key, rest[0], rest[1], rest[-1])
-    return pairs * (6 * query.shape[2] + 4 * value.shape[2])
+    return attention_flops(pairs, query.shape[2], value.shape[2], backward=True)
 
 
 packed_attention = Operator(
