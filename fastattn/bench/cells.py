@@ -62,8 +62,7 @@ class Cell:
             if (given := getattr(self, name)) not in allowed:
                 names = ", ".join(allowed)
                 raise ValueError(f"{name} is {given!r}, allowed for {self.op} are {names}")
-        op.check(self.sizes)
-        op.check_option(self)
+        op.check(self)
 
     def __hash__(self) -> int:
         return hash(self.name)

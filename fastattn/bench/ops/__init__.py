@@ -11,32 +11,33 @@ import importlib
 
 from fastattn.bench.ops._base import Operator
 
-OPS = (
-    *("sdpa", "mha", "encoder_layer", "encoder", "decoder_layer", "decoder", "transformer"),
-    *("varlen", "decode", "merge_states", "attention_stats", "hard", "head_network"),
-    *("additive", "additive_module", "bahdanau", "luong", "luong_module", "global_attention"),
-    *("hopfield", "hopfield_energy", "hopfield_module", "hopfield_layer", "hopfield_pooling"),
-    *("memory_hops", "encode_memory", "memn2n", "key_value_memory"),
-    *("sinusoidal", "sinusoidal_table", "positional", "learned"),
-)
-LOOPS = ("bahdanau_decoder",)  # around modules of the library
-# Whole models; their library is imported when one is built. The first are of transformers.
-MODELS = (
-    *("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode"),
-    *("timm_vit", "diffusers_dit", "openai_whisper"),
-)
 _FILES = {
     "ops.sdpa": ("sdpa",),
+    "ops.transformer": (
+        *("mha", "encoder_layer", "encoder", "decoder_layer", "decoder", "transformer"),
+    ),
     "ops.varlen": ("varlen",),
     "ops.decode": ("decode",),
-    "ops.transformer": OPS[1:7],
-    "ops.around_attention": OPS[9:13],
-    "ops.recurrent": (*OPS[13:19], *LOOPS),
-    "ops.memories": OPS[19:28],
-    "ops.encodings": OPS[28:],
-    "models": MODELS,
+    "ops.around_attention": ("merge_states", "attention_stats", "hard", "head_network"),
+    "ops.recurrent": (
+        *("additive", "additive_module", "bahdanau", "luong", "luong_module", "global_attention"),
+        "bahdanau_decoder",
+    ),
+    "ops.memories": (
+        *("hopfield", "hopfield_energy", "hopfield_module", "hopfield_layer", "hopfield_pooling"),
+        *("memory_hops", "encode_memory", "memn2n", "key_value_memory"),
+    ),
+    "ops.encodings": ("sinusoidal", "sinusoidal_table", "positional", "learned"),
+    # Whole models; their library is imported when one is built. The first are of transformers.
+    "models": (
+        *("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode"),
+        *("timm_vit", "diffusers_dit", "openai_whisper"),
+    ),
 }
 _FILE_OF = {name: f"fastattn.bench.{file}" for file, names in _FILES.items() for name in names}
+MODELS = _FILES["models"]
+LOOPS = ("bahdanau_decoder",)  # around modules of the library
+OPS = tuple(name for name in _FILE_OF if name not in MODELS + LOOPS)
 
 __all__ = ["LOOPS", "MODELS", "OPS", "Operator", "get", "missing", "names_of", "resolve"]
 

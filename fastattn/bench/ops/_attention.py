@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from fastattn import masks
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference import attend as defined_attention
-from fastattn.bench.cells import DOCUMENTS, Cell, keys_of
+from fastattn.bench.cells import DOCUMENTS, Cell, keys_of, prefix_length, window_width
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Operator, Outputs
+from fastattn.bench.ops._base import Operator
 
 PAIRS_CHECKED = 1 << 26
 PAIRS_OF_FEW = 1 << 22
@@ -45,7 +45,7 @@ class SampledHeads(Operator):
         if not where:
             return x
         if name == "attn_mask":
-            x = x.expand((*[1] * (4 - x.dim()), *x.shape)) if x.dim() < 4 else x
+            x = x[(None,) * (4 - x.dim())]
         b = where[0] if x.shape[0] > 1 else 0
         x = x[b : b + 1]
         if len(where) == 1 or x.dim() < 4 or x.shape[1] == 1:
@@ -118,40 +118,28 @@ def visible_to_last(cell: Cell, queries: int, length: int, device: torch.device)
     return ((low <= keys) & (keys < high)).to(device)
 
 
+def mask_of(cell: Cell, *lengths: int) -> masks.Mask | None:
+    """The mask of `fastattn.masks` of the cell, for one length of all sequences or one of each."""
+    if cell.mask == "documents":
+        return masks.document(torch.cat([*map(document_ids, lengths)]).to(cell.device))
+    if cell.mask == "prefix":
+        prefixes = [*map(prefix_length, lengths)]
+        several = torch.tensor(prefixes, device=cell.device)
+        return masks.prefix_lm(several if len(prefixes) > 1 else prefixes[0])
+    return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None
+
+
 def document_ids(length: int) -> Tensor:
     """The document of each row, [length]."""
     return torch.arange(length) * DOCUMENTS // max(length, 1)
 
 
-def distances(queries: int, keys: int, device: torch.device, offset: int = 0) -> Tensor:
-    """Query position minus key position, [queries, keys]; query 0 is at position `offset`."""
-    rows, columns = (torch.arange(n, device=device) for n in (queries, keys))
-    return rows[:, None] + offset - columns
+def biases(table: Tensor, queries: int, keys: int, visible: Tensor | None = None) -> Tensor:
+    """The bias of the last queries of a sequence [1, H, queries, keys], from one of each distance.
 
-
-def table_biases(table: Tensor, distances: Tensor, visible: Tensor | None = None) -> Tensor:
-    """The bias of all pairs [1, H, queries, keys], from a table of distances [H, 2 M + 1].
-
-    -inf where `visible` is False.
+    `table` is [H, 2 M + 1]. The bias is -inf where `visible` is False.
     """
-    biases = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
-    return biases if visible is None else biases.masked_fill(~visible, -torch.inf)
-
-
-def t5_biases(table: Tensor, distances: Tensor) -> Tensor:
-    """The same [H, queries, keys] from the buckets [32, H] of a decoder of T5
-    (https://arxiv.org/abs/1910.10683).
-
-    A distance below 16 has its own bucket; up to 128 the others grow by a constant factor.
-    """
-    distances = distances.clamp(min=0)
-    shared = 16 + (16 * (distances.clamp(min=16) / 16).log() / math.log(128 / 16)).long()
-    buckets = torch.where(distances < 16, distances, shared.clamp(max=31))
-    return embedding(buckets, table).permute(2, 0, 1)
-
-
-def with_weights(cell: Cell, out: Tensor, weights: Tensor) -> Outputs:
-    """`out`, and the weights [B, H, Lq, Lk] in the form that the cell returns."""
-    if cell.weights == "none":
-        return (out,)
-    return out, weights.mean(1) if cell.weights == "average" else weights
+    rows, columns = (torch.arange(n, device=table.device) for n in (queries, keys))
+    distances = rows[:, None] + (keys - queries) - columns
+    found = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
+    return found if visible is None else found.masked_fill(~visible, -torch.inf)

@@ -1,12 +1,11 @@
-"""The base class of all operators of the benchmark."""
+"""The record of an operator of the benchmark: its sizes, inputs, cost and calls."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import fastattn
-from fastattn import compat
+from fastattn import _flops, compat
 from fastattn.backends import reference
 from fastattn.library import operators
 
@@ -26,10 +25,15 @@ if TYPE_CHECKING:
 Inputs = dict[str, Tensor]
 Outputs = tuple[Tensor, ...]
 Forward = Callable[[], Outputs]
-Sizes = Mapping[str, "int | str"]
 Prepared = tuple[Forward, Sequence[Tensor]]  # a call, and the leaves of its gradient
 
 _AT_ONCE = 1 << 25  # elements of the largest intermediate tensor of the float64 reference: 256 MB
+_MULTIPLES = (("H", "Hkv"), ("E", "H"), ("Lk", "P"), ("I", "P"))
+_RULES: dict[str, Callable[..., int]] = {
+    "attention": _flops.attention_flops,
+    "additive": _flops.additive_flops,
+    "products": _flops.product_flops,
+}
 
 
 class Operator:
@@ -42,13 +46,15 @@ class Operator:
 
     The defaults suit a function of `fastattn` without masks and weights; modules are instances of
     `_module.Module`. The exact result is the library's call with the definitions of
-    `fastattn.backends.reference` in place of kernels, in float64.
+    `fastattn.backends.reference` in place of kernels, in float64. A baseline is an `equation`: the
+    definitions also handle NaN, inf and fully masked rows, and take several times as long.
     """
 
     FUNCTION: str  # its name in `fastattn`; "nn.Name" for a module
     ABOUT: str  # the equation, for `bench list`
     TORCH: str = "the equation: torch has no such function"  # what the provider `torch` runs
-    SIZES: Sizes  # keys of --shapes; a default is a number or another key
+    SIZES: Mapping[str, int | str]  # keys of --shapes; a default is a number or another key
+    LIMITS: Mapping[str, int | str] = {}  # key: the number or the other key that it may not exceed
     MASKS: Sequence[str] = ("none",)
     WEIGHTS: Sequence[str] = ("none",)
     OPTIONS: Sequence[str] = ("none",)
@@ -56,16 +62,17 @@ class Operator:
     # The inputs that have a gradient, in order, and the output; "B L*E" is [B, L * E].
     SHAPES: Mapping[str, str]
     OUTPUT: str
-    # Formulas of the sizes and of `pairs`, the visible pairs of one head over the batch: the
-    # operations of the forward and of the backward pass, and the elements of the largest
-    # intermediate tensor of the definition.
-    FLOPS: tuple[str, str]
+    KEYWORDS: Mapping[str, Any] = {}  # arguments of the call that all cells have
+    # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
+    # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1. The
+    # elements of the largest intermediate tensor of the definition.
+    FLOPS: str
     HIDDEN: str = "0"
     # Whether `equation` is the definition, because the reference's needs far more work (all pairs
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
     # Batch and lengths of the tiny cell that loads the code; widths stay, because they select it.
-    TINY: Mapping[str, int] = dict.fromkeys(("B", "S"), 1) | dict.fromkeys(
+    TINY: Mapping[str, int] = dict.fromkeys(("B", "S", "K", "P"), 1) | dict.fromkeys(
         ("L", "Lq", "Lk", "N"), 16
     )
     SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
@@ -84,21 +91,28 @@ class Operator:
         """What a call processes, such as tokens, and its unit; None if that is no measure of it."""
         return None
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError, which names the keys, for sizes that do not match."""
-        for whole, part in (("H", "Hkv"), ("E", "H")):
-            if {whole, part} <= sizes.keys() and sizes[whole] % sizes[part]:
-                raise ValueError(
-                    f"{whole}={sizes[whole]} is not a multiple of {part}={sizes[part]}"
-                )
-
-    def check_option(self, cell: Cell) -> None:
-        """Raises ValueError if the option is not available for the rest of the cell."""
+    def check(self, cell: Cell) -> None:
+        """Raises ValueError, which names the keys, for sizes and options that do not match."""
+        for key, most in self.LIMITS.items():
+            if cell[key] > (limit := value_of(str(most), cell)):
+                at_most = most if isinstance(most, int) else f"{most}={limit}"
+                raise ValueError(f"{key}={cell[key]} is more than {at_most}")
+        for whole, part in _MULTIPLES:
+            if cell.sizes.get(part) and cell.sizes.get(whole, 0) % cell[part]:
+                raise ValueError(f"{whole}={cell[whole]} is not a multiple of {part}={cell[part]}")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         """The operations of the forward and of the backward pass."""
-        forward, backward = (int(value_of(text, cell, pairs=pairs)) for text in self.FLOPS)
-        return forward, backward
+        counts = []
+        for backward in (0, 1):
+            rules = {n: functools.partial(f, backward=bool(backward)) for n, f in _RULES.items()}
+            names = {"pairs": self.pairs(cell, pairs), "backward": backward, **rules}
+            counts.append(int(value_of(self.FLOPS, cell, **names)))
+        return counts[0], counts[1]
+
+    def pairs(self, cell: Cell, pairs: int) -> int:
+        """The visible pairs of one head over the batch, unless the mask alone decides them."""
+        return pairs
 
     def size(self, cell: Cell, key: str) -> int:
         """The value of a key in SHAPES and OUTPUT."""
@@ -136,7 +150,7 @@ class Operator:
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments of the library's function."""
-        return self.leaves(inputs), {}
+        return self.leaves(inputs), dict(self.KEYWORDS)
 
     def results(self, found: Any, dtype: torch.dtype) -> Any:
         """The compared outputs among the results of a call whose inputs have this dtype."""
@@ -144,11 +158,14 @@ class Operator:
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         """The library's call."""
+        args, options = self.arguments(cell, inputs)
         function = operator.attrgetter(self.FUNCTION)(fastattn)
-        args, kwargs = self.arguments(cell, inputs)
-        call, dtype = functools.partial(function, *args, **kwargs), inputs["grad_out"].dtype
-        forward = returning_tuples(lambda: self.results(call(), dtype))
-        return forward, [inputs[name] for name in self.leaf_names(cell)]
+        return self.calling(functools.partial(function, *args, **options), cell, inputs)
+
+    def calling(self, function: Callable[[], Any], cell: Cell, inputs: Inputs) -> Prepared:
+        """A call of the library's function, or of another with the same results."""
+        dtype = inputs["grad_out"].dtype
+        return self.prepared(cell, inputs, lambda: self.results(function(), dtype))
 
     def equation(self, cell: Cell, inputs: Inputs) -> Any:
         """The result as a user of PyTorch computes it, without any fused attention."""
@@ -156,8 +173,7 @@ class Operator:
 
     def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
         """The call of the provider `torch-eager`."""
-        forward = returning_tuples(lambda: self.equation(cell, inputs))
-        return forward, [inputs[name] for name in self.leaf_names(cell)]
+        return self.prepared(cell, inputs, lambda: self.equation(cell, inputs))
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         """The call of the provider `torch`: the best that PyTorch has."""
@@ -166,6 +182,15 @@ class Operator:
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """The reasons why PyTorch has nothing for this cell."""
         return []
+
+    def prepared(self, cell: Cell, inputs: Inputs, call: Callable[[], Any]) -> Prepared:
+        """A call, whose result becomes a tuple, with the leaves among the inputs."""
+
+        def forward() -> Outputs:
+            result = call()
+            return result if isinstance(result, tuple) else (result,)
+
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
@@ -186,7 +211,12 @@ class Operator:
         if self.BY_EQUATION:
             return self.eager(cell, inputs)
         forward, leaves = self.ours(cell, inputs)
-        return _by_definition(forward), leaves
+
+        def defined() -> Outputs:
+            with compat.through_the_dispatcher(), _Definitions():
+                return forward()
+
+        return defined, leaves
 
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """All outputs of the cell by name, a block at a time, to bound the memory."""
@@ -252,18 +282,10 @@ class Operator:
         return "all"
 
 
-def value_of(formula: str, cell: Cell, **names: int) -> Any:
+def value_of(formula: str, cell: Cell, **names: Any) -> Any:
     """The value of a formula in an operator's declaration."""
-    known = {"min": min, "max": max, **cell.sizes, **names}
+    known = {"min": min, "max": max, "option": cell.option, **cell.sizes, **names}
     return eval(formula, {"__builtins__": {}}, known)
-
-
-def returning_tuples(call: Callable[[], Any]) -> Forward:
-    def forward() -> Outputs:
-        result = call()
-        return result if isinstance(result, tuple) else (result,)
-
-    return forward
 
 
 class _Definitions(TorchFunctionMode):
@@ -276,17 +298,3 @@ class _Definitions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensors, options = primitive.split(args)
         return getattr(reference, primitive.name)(*tensors, options=options)
-
-
-@contextlib.contextmanager
-def _definitions() -> Iterator[None]:
-    with compat.through_the_dispatcher(), _Definitions():
-        yield
-
-
-def _by_definition(forward: Forward) -> Forward:
-    def defined() -> Outputs:
-        with _definitions():
-            return forward()
-
-    return defined

@@ -5,27 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, ops
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn.nn
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, returning_tuples
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared
 from fastattn.compat import DispatchMode
-
-Make = Callable[..., nn.Module]
 
 
 class Module(Operator):
     """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
 
     TORCH = "the equation: torch has no such module"
-    KEYWORDS: Mapping[str, Any] = {}  # arguments of its call
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         """The module; `made` is the device and the dtype of its parameters."""
@@ -36,21 +32,20 @@ class Module(Operator):
         return module(*self.leaves(inputs), **self.KEYWORDS)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return (*self.SHAPES, *parameter_shapes(self, cell))
+        return (*self.SHAPES, *_parameter_shapes(self, cell))
 
     def elements(self, cell: Cell) -> tuple[int, int]:
         arguments, output = super().elements(cell)
-        parameters = sum(math.prod(shape) for shape in parameter_shapes(self, cell).values())
-        return arguments + parameters, output
+        return arguments + sum(map(math.prod, _parameter_shapes(self, cell).values())), output
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         drawn = super().inputs(cell, draw)
-        for name, shape in parameter_shapes(self, cell).items():
+        for name, shape in _parameter_shapes(self, cell).items():
             drawn[name] = self.parameter(name, shape, draw)
         return drawn
 
     def within(self, cell: Cell, name: str, x: Tensor, block: slice) -> Tensor:
-        is_parameter = name in parameter_shapes(self, cell)
+        is_parameter = name in _parameter_shapes(self, cell)
         return x if is_parameter else super().within(cell, name, x, block)
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
@@ -61,23 +56,22 @@ class Module(Operator):
         return draw.normal(*shape, scale=0.1) + (1 if about_one else 0)
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self.prepared(self.make, cell, inputs)
+        return self.built(self.make, cell, inputs)
 
-    def prepared(self, make: Make, cell: Cell, inputs: Inputs) -> Prepared:
+    def built(self, make: Callable[..., nn.Module], cell: Cell, inputs: Inputs) -> Prepared:
         """Eval mode for the forward only, else training; no module here has dropout."""
         like = inputs["grad_out"]
         with NothingDrawn():
             module = make(cell, dtype=like.dtype, device=like.device)
-        own = dict(module.named_parameters())
+        own: dict[str, Any] = dict(module.named_parameters())
         # Not strict, because buffers are no inputs; a parameter that is none raises a KeyError.
         module.load_state_dict({name: inputs[name] for name in own}, strict=False)
         module.train(cell.passes != "fwd")
-        leaves = [own[name] if name in own else inputs[name] for name in self.leaf_names(cell)]
-
-        def call() -> Any:
-            return self.results(self.call(cell, module, inputs), like.dtype)
-
-        return returning_tuples(call), leaves
+        return self.prepared(
+            cell,
+            inputs | own,
+            lambda: self.results(self.call(cell, module, inputs), like.dtype),
+        )
 
 
 class Twin(Module):
@@ -94,7 +88,7 @@ class Twin(Module):
         return self.build(fastattn.nn, cell, **made)
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self.prepared(functools.partial(self.build, nn), cell, inputs)
+        return self.built(functools.partial(self.build, nn), cell, inputs)
 
     def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
         forward, leaves = self.theirs(cell, inputs)
@@ -111,15 +105,10 @@ class Twin(Module):
 
 
 @functools.lru_cache(maxsize=64)
-def parameter_shapes(module: Module, cell: Cell) -> dict[str, tuple[int, ...]]:
+def _parameter_shapes(module: Module, cell: Cell) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of the cell's module, by name and in its order."""
     parameters = module.make(cell, device="meta").named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
-
-
-def first(found: Sequence[Tensor], dtype: Any) -> Tensor:
-    """The `results` of a module that also returns weights or states."""
-    return found[0]
 
 
 def below(inputs: Inputs, prefix: str) -> Inputs:
@@ -136,7 +125,6 @@ class NothingDrawn(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        aten = torch.ops.aten
-        if func.overloadpacket in (aten.normal_, aten.uniform_):
+        if func.overloadpacket in (ops.aten.normal_, ops.aten.uniform_):
             return args[0].zero_()
         return func(*args, **(kwargs or {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,21 +18,12 @@ from fastattn.nn import HeadNetwork
 class _MergeStates(Operator):
     """It is memory bound: it reads two outputs and writes one, with 4 operations per element."""
 
-    FUNCTION = "merge_states"
-    ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
-    OUTPUT = "B H L D"
-    FLOPS = ("4 * B*H*L*D", "8 * B*H*L*D")
-    BY_EQUATION = True
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
         return {name: x.to(self.dtype_of(name, x.dtype)) for name, x in inputs.items()}
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32) if "lse" in name else dtype
-
-    def results(self, found: Any, dtype: torch.dtype) -> Any:
-        return found[0]
 
     def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
         out_a, lse_a, out_b, lse_b = self.leaves(inputs)
@@ -42,8 +32,14 @@ class _MergeStates(Operator):
 
 
 MERGE_STATES = _MergeStates(
+    FUNCTION="merge_states",
+    ABOUT="(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]",
     SIZES={"B": 8, "H": 8, "L": 512, "D": 64},
     SHAPES={"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"},
+    OUTPUT="B H L D",
+    FLOPS="products(2 * B*H*L*D)",
+    BY_EQUATION=True,
+    results=lambda found, dtype: found[0],
 )
 
 
@@ -52,22 +48,6 @@ class _Stats(Operator):
 
     The backward is not timed, because it stores the weights, which the function exists to avoid.
     """
-
-    FUNCTION = "attention_stats"
-    ABOUT = (
-        "column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
-        "[B, H, Lq, D], [B, Hkv, Lk, D]"
-    )
-    MASKS = ("none", "causal")
-    PASSES = ("fwd",)
-    TINY = Operator.TINY | {"K": 1}  # type: ignore[operator]
-    OUTPUT = "B H Lq"  # and more, see elements
-    FLOPS = ("2 * pairs * H * D", "0")
-
-    def check(self, sizes: Mapping[str, int]) -> None:
-        super().check(sizes)
-        if sizes["K"] > sizes["Lk"]:
-            raise ValueError(f"K={sizes['K']} is more than the Lk={sizes['Lk']} keys")
 
     def elements(self, cell: Cell) -> tuple[int, int]:
         read, queries = super().elements(cell)
@@ -97,8 +77,16 @@ class _Stats(Operator):
 
 
 ATTENTION_STATS = _Stats(
+    FUNCTION="attention_stats",
+    ABOUT="column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
+    "[B, H, Lq, D], [B, Hkv, Lk, D]",
     SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "K": 0},
+    LIMITS={"K": "Lk"},
+    MASKS=("none", "causal"),
+    PASSES=("fwd",),
     SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D"},
+    OUTPUT="B H Lq",  # and more, see elements
+    FLOPS="attention(pairs * H, D, 0)",
 )
 
 
@@ -110,20 +98,12 @@ class _Hard(Operator):
     gathered.
     """
 
-    FUNCTION = "hard_attention"
-    ABOUT = "V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]"
-    OUTPUT = "B H Lq Dv"
-    FLOPS = ("2 * pairs * H * D", "pairs * H * (6*D + 2*Dv)")
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
         wanted = draw.integers(0, cell["Lk"], cell["Lq"])
         toward = 4 * cell["D"] ** -0.5  # a score of about 4; other scores are about 0
         query = inputs["key"][:, :, wanted] * toward + 0.1 * inputs["query"]
         return inputs | {"query": query.to(draw.dtype)}
-
-    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
-        return self.leaves(inputs), {"estimator": "straight_through", "deterministic": True}
 
     def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
         query, key, value = self.leaves(inputs)
@@ -137,20 +117,17 @@ class _Hard(Operator):
 
 
 HARD = _Hard(
+    FUNCTION="hard_attention",
+    ABOUT="V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]",
     SIZES={"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"},
     SHAPES={"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"},
+    OUTPUT="B H Lq Dv",
+    FLOPS="attention(pairs * H, D, 0) + backward * 2 * pairs * H * Dv",
+    KEYWORDS={"estimator": "straight_through", "deterministic": True},
 )
 
 
 class _HeadNetwork(Module):
-    FUNCTION = "nn.HeadNetwork"
-    ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units"
-    OUTPUT = "B H L D"
-    FLOPS = ("4 * B*H*L*D*F", "8 * B*H*L*D*F")
-
-    def make(self, cell: Cell, **made: Any) -> HeadNetwork:
-        return HeadNetwork(cell["H"], cell["D"], cell["F"], **made)
-
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Half of the units are far below 0 and half far above.
 
@@ -165,5 +142,11 @@ class _HeadNetwork(Module):
 
 
 HEAD_NETWORK = _HeadNetwork(
-    SIZES={"B": 8, "H": 8, "L": 128, "D": 64, "F": 64}, SHAPES={"x": "B H L D"}
+    FUNCTION="nn.HeadNetwork",
+    ABOUT="W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units",
+    SIZES={"B": 8, "H": 8, "L": 128, "D": 64, "F": 64},
+    SHAPES={"x": "B H L D"},
+    OUTPUT="B H L D",
+    FLOPS="products(2 * B*H*L*D*F)",
+    make=lambda cell, **made: HeadNetwork(cell["H"], cell["D"], cell["F"], **made),
 )

@@ -10,26 +10,19 @@ cache: the value of a row is a view of the first Dv columns of its key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn import masks
-from fastattn.bench.cells import DTYPE_BYTES, Cell, keys_of, prefix_length, window_width
+from fastattn.bench.cells import DTYPE_BYTES, Cell, keys_of
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import (
-    SampledHeads,
-    attend,
-    distances,
-    document_ids,
-    t5_biases,
-    visible_to_last,
-)
-from fastattn.bench.ops._base import Forward, Inputs, Outputs, Prepared
+from fastattn.bench.ops._attention import SampledHeads, attend, biases, mask_of, visible_to_last
+from fastattn.bench.ops._base import Inputs, Prepared
 from fastattn.bias import T5
+from fastattn.ops._relative_bias import fold_distances
 
 # The dtype and the scale of a quantised cache.
 _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
@@ -50,15 +43,11 @@ class _Decode(SampledHeads):
     JOINT = ("t5",)
     BY_EQUATION = True
     PASSES = ("fwd",)
-    TINY = {**SampledHeads.TINY, "P": 1}  # noqa: RUF012
     OUTPUT = "B H Lq Dv"
+    FLOPS = "attention(pairs * H, D, Dv)"
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        super().check(sizes)
-        if sizes["P"] and sizes["Lk"] % sizes["P"]:
-            raise ValueError(f"Lk={sizes['Lk']} is not a multiple of P={sizes['P']}")
-
-    def check_option(self, cell: Cell) -> None:
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
         if cell.mask != "none" and cell["Lq"] > cell["Lk"]:
             raise ValueError(f"mask={cell.mask}: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
         if cell.option == "latent" and cell["Dv"] > cell["D"]:
@@ -67,12 +56,10 @@ class _Decode(SampledHeads):
             )
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        names = super().leaf_names(cell)
-        return [name for name in names if name != "value" or cell.option != "latent"]
+        return ("query", "key") if cell.option == "latent" else super().leaf_names(cell)
 
-    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        pairs = cell["B"] * sum(map(len, _keys(cell)))
-        return 2 * pairs * cell["H"] * (cell["D"] + cell["Dv"]), 0
+    def pairs(self, cell: Cell, pairs: int) -> int:
+        return cell["B"] * sum(map(len, _keys(cell)))
 
     def items(self, cell: Cell) -> tuple[float, str]:
         return cell["B"] * cell["Lq"], "tokens"
@@ -103,9 +90,12 @@ class _Decode(SampledHeads):
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         query, *caches = self.tensors(cell, inputs)
-        options: dict[str, Any] = {"mask": _mask(cell), "is_causal": cell.mask == "causal"}
+        options: dict[str, Any] = {
+            "mask": mask_of(cell, cell["Lk"]),
+            "is_causal": cell.mask == "causal",
+        }
         if cell.option == "t5":
-            options["relative_bias"] = T5(inputs["buckets"], bidirectional=False)
+            options["relative_bias"] = _t5(inputs)
         if cell.option in _QUANTISED:
             caches = [_numbers(cell, x) for x in caches]
         if cell["P"]:
@@ -119,21 +109,35 @@ class _Decode(SampledHeads):
         return [query, key, value], options
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        query, *caches = leaves = self.tensors(cell, inputs)
-        if cell.option == "latent":
-            return _latent(cell, inputs), leaves
-        key, value = caches
-        grouped = cell["H"] != cell["Hkv"]
-        if cell.mask == "causal" and cell["Lq"] == cell["Lk"] and cell.option != "t5":
-            return lambda: (
-                scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped),
-            ), leaves
-        visible, bias = _pairs(cell, inputs)
-        # Of three dimensions, PyTorch's fused kernel would refuse it.
-        mask = bias[None] if visible is None and bias is not None else visible
-        return lambda: (
-            scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped),
-        ), leaves
+        """With option=latent, the fastest form that PyTorch has.
+
+        The query heads of a key head are rows of one head, because `enable_gqa` copies the keys for
+        every query head. The value is the complete key, because the fused kernel of the CPU needs
+        equal widths, and the columns beyond Dv of its result are dropped.
+        """
+        query, *caches = self.tensors(cell, inputs)
+        key, value = caches[0], caches[-1]
+        latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
+        causal = cell.mask == "causal" and cell["Lq"] == cell["Lk"] and cell.option != "t5"
+        mask = None
+        if cell.option == "t5":
+            # Of three dimensions, PyTorch's fused kernel would refuse it.
+            mask = biases(_distances(cell, inputs), cell["Lq"], cell["Lk"])
+        elif not causal or latent:
+            mask = visible_to_last(cell, cell["Lq"], cell["Lk"], query.device)
+        if latent:
+            rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, H / Hkv Lq, D]
+            of_rows = None if mask is None else mask.repeat(group, 1)
+
+        def forward() -> Tensor:
+            if latent:
+                out = scaled_dot_product_attention(rows, key, value, of_rows)[..., : cell["Dv"]]
+                return out.unflatten(2, (group, -1)).flatten(1, 2)
+            return scaled_dot_product_attention(
+                query, key, value, mask, is_causal=causal, enable_gqa=group > 1
+            )
+
+        return self.prepared(cell, inputs, forward)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         both = cell.option == "t5" and cell.mask != "none"
@@ -141,10 +145,10 @@ class _Decode(SampledHeads):
 
     def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
         query, *caches = self.tensors(cell, inputs)
-        mask, bias = _pairs(cell, inputs)
-        if bias is not None:
-            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-        return attend(query, *_key_and_value(cell, caches), mask)[0]
+        visible = visible_to_last(cell, cell["Lq"], cell["Lk"], query.device)
+        table = _distances(cell, inputs)[None] if cell.option == "t5" else None
+        given, offset = {"relative_bias": table}, cell["Lk"] - cell["Lq"]
+        return attend(query, *_key_and_value(cell, caches), visible, given=given, offset=offset)[0]
 
     def tensors(self, cell: Cell, inputs: Inputs) -> list[Tensor]:
         """The query, the key and, unless it is a view of the key, the value."""
@@ -155,26 +159,6 @@ def _key_and_value(cell: Cell, caches: Sequence[Tensor]) -> tuple[Tensor, Tensor
     """Both caches. With option=latent there is one, [..., D], and the value is a view of it."""
     key = caches[0]
     return key, key[..., : cell["Dv"]] if cell.option == "latent" else caches[1]
-
-
-def _latent(cell: Cell, inputs: Inputs) -> Forward:
-    """The fastest form that PyTorch has for option=latent.
-
-    The query heads of a key head are rows of one head, because `enable_gqa` copies the keys for
-    every query head. The value is the complete key, because the fused kernel of the CPU needs
-    equal widths, and the columns beyond Dv of its result are dropped.
-    """
-    query, key = inputs["query"], inputs["key"]
-    group = cell["H"] // cell["Hkv"]
-    rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, H / Hkv Lq, D]
-    visible, _ = _pairs(cell, inputs)
-    mask = None if visible is None else visible.repeat(group, 1)
-
-    def forward() -> Outputs:
-        out = scaled_dot_product_attention(rows, key, key, mask)[..., : cell["Dv"]]
-        return (out.unflatten(2, (group, -1)).flatten(1, 2),)
-
-    return forward
 
 
 def _cached(cell: Cell, rows: int) -> int:
@@ -201,22 +185,15 @@ def _keys(cell: Cell) -> list[range]:
     return [keys_of(cell, max(at, 0), last) for at in range(last - cell["Lq"], last)]
 
 
-def _pairs(cell: Cell, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """The visible pairs [Lq, Lk] and the bias of all pairs [H, Lq, Lk], or None."""
-    queries, keys, bias = cell["Lq"], cell["Lk"], None
-    device = inputs["query"].device
-    if cell.option == "t5":
-        bias = t5_biases(inputs["buckets"], distances(queries, keys, device, keys - queries))
-    return visible_to_last(cell, queries, keys, device), bias
+def _t5(inputs: Inputs) -> T5:
+    return T5(inputs["buckets"], bidirectional=False)
 
 
-def _mask(cell: Cell) -> masks.Mask | None:
-    """The mask of `fastattn.masks` of the cell."""
-    if cell.mask == "documents":
-        return masks.document(document_ids(cell["Lk"]).to(cell.device))
-    if cell.mask == "prefix":
-        return masks.prefix_lm(prefix_length(cell["Lk"]))
-    return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None
+def _distances(cell: Cell, inputs: Inputs) -> Tensor:
+    """The bias of every distance, [H, 2 M + 1]."""
+    most = max(cell["Lq"], cell["Lk"]) - 1
+    table = fold_distances("decode_attention", _t5(inputs), inputs["query"], most)[0]
+    return table.to(inputs["query"].dtype)
 
 
 def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:

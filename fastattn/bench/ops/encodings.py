@@ -28,7 +28,7 @@ _OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}, "OU
 _SINUSOIDAL = _OF_ROWS | {
     "ABOUT": "x·√E + PE(position) on x [B, L, E]",
     "TORCH": "x * sqrt(E) + table[:L]",
-    "FLOPS": ("2*B*L*E", "B*L*E"),
+    "FLOPS": "(2 - backward) * B*L*E",
     "eager": _added,
 }
 
@@ -52,7 +52,7 @@ SINUSOIDAL_TABLE = Operator(
     PASSES=("fwd",),
     SHAPES={},
     OUTPUT="L E",
-    FLOPS=("L*E", "0"),  # a sine counts as one operation
+    FLOPS="L*E",  # a sine counts as one operation
     # The table has no input; this tensor carries dtype and device.
     others=lambda cell, draw: {"like": draw.normal(0)},
     arguments=lambda cell, inputs: (
@@ -66,7 +66,7 @@ LEARNED = Module(
     FUNCTION="nn.LearnedPositionalEncoding",
     ABOUT="x + weight[position] on x [B, L, E], weight [L, E]",
     TORCH="x + nn.Parameter[:L]",
-    FLOPS=("B*L*E", "B*L*E"),
+    FLOPS="B*L*E",
     make=lambda cell, **made: LearnedPositionalEncoding(cell["L"], cell["E"], **made),
     equation=lambda cell, inputs: inputs["x"] + inputs["weight"],
     **_OF_ROWS,

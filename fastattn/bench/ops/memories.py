@@ -1,16 +1,13 @@
 """Memories: Hopfield retrieval (Ramsauer et al. 2021) and memory networks (Sukhbaatar et al. 2015).
 
-A step of retrieval, or a hop, costs 4·D for a query and a stored row: 2·D for the score and 2·D for
-the readout; the backward 10·D, because the scores are recomputed. No query stops early, so that all
-steps are counted and compared. The operations of layer norms are not counted.
+A step of retrieval, or a hop, costs an attention of each query to the stored rows. No query stops
+early, so that all steps are counted and compared. The operations of layer norms are not counted.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,9 +25,9 @@ from fastattn.ops.encode_memory import encoding_factors
 # Hopfield networks
 
 
-def _check_shared(sizes: Mapping[str, int]) -> None:
-    if sizes["S"] not in (1, sizes["B"]):
-        raise ValueError(f"S={sizes['S']} must be 1 or B={sizes['B']}")
+def _check_shared(cell: Cell) -> None:
+    if cell["S"] not in (1, cell["B"]):
+        raise ValueError(f"S={cell['S']} must be 1 or B={cell['B']}")
 
 
 def _retrieved(steps: int, xi: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -48,7 +45,7 @@ HOPFIELD = Operator(
     OUTPUT="B H L D",
     # Small, so that the steps contract; diverging steps would amplify rounding errors.
     SCALES={"state": 0.5, "stored": 0.5},
-    FLOPS=("4 * B*H*L*N*D * (K + 1)", "10 * B*H*L*N*D * (K + 1)"),
+    FLOPS="attention(B*H*L*N * (K + 1), D, D)",
     check=_check_shared,
     arguments=lambda cell, inputs: (
         [inputs["state"], inputs["stored"]],
@@ -74,102 +71,102 @@ HOPFIELD_ENERGY = Operator(
     SIZES={"B": 4, "H": 8, "L": 128, "N": 128, "D": 64},
     SHAPES={"state": "B H L D", "stored": "B H N D"},
     OUTPUT="B H L",
-    FLOPS=("2 * B*H*L*N*D", "6 * B*H*L*N*D"),
+    FLOPS="attention(B*H*L*N, D, 0)",
     results=lambda found, dtype: found.to(dtype),
     equation=_energy,
 )
 
 
-def _linear(own: Inputs, x: Tensor) -> Tensor:
-    return functional.linear(x, own["weight"], own["bias"])
+class _Hopfield(Module):
+    """A module of retrieval: projections of each state, twice, and of each stored row, twice.
 
+    `KIND(E, **sizes)` is the module; `where` has the states, the rows and the prefix of the names
+    of the parameters of its `Hopfield`.
+    """
 
-def _associated(cell: Cell, own: Inputs, state: Tensor, stored: Tensor) -> Tensor:
-    """[B, L, E] of states [B, L, E] and patterns [B or 1, N, E]; `own`: those of a `Hopfield`."""
-    core = below(own, "association_core.")
+    KIND: Any
 
-    def heads(n: int, kind: str, x: Tensor) -> Tensor:
-        norm = below(own, f"norm_{kind}.")
-        weight, bias = (core[f"in_proj_{name}"].chunk(3)[n] for name in ("weight", "bias"))
-        x = functional.layer_norm(x, x.shape[-1:], norm["weight"], norm["bias"])
-        return functional.linear(x, weight, bias).unflatten(-1, (cell["H"], -1)).transpose(1, 2)
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        if self.KIND is not Hopfield:
+            made["quantity"] = cell["L" if self.KIND is HopfieldPooling else "N"]
+        options = {"num_heads": cell["H"], "update_steps_max": cell["K"], "update_steps_eps": 0.0}
+        module: nn.Module = self.KIND(cell["E"], **options, **made)
+        return module
 
-    xi, keys = heads(0, "state_pattern", state), heads(1, "stored_pattern", stored)
-    out = _retrieved(cell["K"], xi, keys, heads(2, "pattern_projection", stored))
-    return _linear(below(core, "out_proj."), out.transpose(1, 2).flatten(2))
+    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        """Small, so that the steps contract; diverging steps would amplify rounding errors."""
+        drawn = super().parameter(name, shape, draw)
+        return drawn / 2 if "in_proj" in name else drawn
 
+    def where(self, cell: Cell, inputs: Inputs) -> tuple[Tensor, Tensor, str]:
+        return inputs["state"], inputs["stored"], ""
 
-def _contracting(name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
-    """Small, so that the steps contract; diverging steps would amplify rounding errors."""
-    drawn = Module().parameter(name, shape, draw)
-    return drawn / 2 if "in_proj" in name else drawn
+    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
+        state, stored, prefix = self.where(cell, inputs)
+        own = below(inputs, prefix)
+        core = below(own, "association_core.")
+
+        def heads(n: int, kind: str, x: Tensor) -> Tensor:
+            norm = below(own, f"norm_{kind}.")
+            weight, bias = (core[f"in_proj_{name}"].chunk(3)[n] for name in ("weight", "bias"))
+            x = functional.layer_norm(x, x.shape[-1:], norm["weight"], norm["bias"])
+            return functional.linear(x, weight, bias).unflatten(-1, (cell["H"], -1)).transpose(1, 2)
+
+        xi, keys = heads(0, "state_pattern", state), heads(1, "stored_pattern", stored)
+        out = _retrieved(cell["K"], xi, keys, heads(2, "pattern_projection", stored))
+        out = out.transpose(1, 2).flatten(2)
+        out = functional.linear(out, core["out_proj.weight"], core["out_proj.bias"])
+        return out.flatten(1) if self.KIND is HopfieldPooling else out
 
 
 def _hopfield(
-    name: str, about: str, shapes: dict[str, str], batch: int, states: int, **more: Any
-) -> Module:
-    """A module of Hopfield retrieval: query and output of each state, key and value of each row."""
-    copies = "1" if name == "HopfieldLayer" else "B"
-    projections = f"2 * E**2 * (2*B*L + 2 * {copies} * N)"
-    return Module(
-        FUNCTION=f"nn.{name}",
+    kind: Any, about: str, batch: int, states: int, rows: str, **fields: Any
+) -> _Hopfield:
+    return _Hopfield(
+        FUNCTION=f"nn.{kind.__name__}",
+        KIND=kind,
         ABOUT=f"{about}, H heads, K steps, norms, projections",
         SIZES={"B": batch, "L": states, "N": 128, "E": 512, "H": 8, "K": 3},
-        SHAPES=shapes,
-        FLOPS=(
-            f"4 * B*L*N*E * (K + 1) + {projections}",
-            f"10 * B*L*N*E * (K + 1) + 2 * {projections}",
-        ),
-        parameter=_contracting,
-        **more,
+        FLOPS=f"attention(B*L*N * (K + 1), E, E) + products(2 * E**2 * (B*L + {rows}))",
+        **fields,
     )
 
 
-def _made(module: Any, cell: Cell, **made: Any) -> nn.Module:
-    options = {"num_heads": cell["H"], "update_steps_max": cell["K"], "update_steps_eps": 0.0}
-    found: nn.Module = module(cell["E"], **options, **made)
-    return found
-
-
 HOPFIELD_MODULE = _hopfield(
-    "Hopfield",
+    Hopfield,
     "states [B, L, E] retrieve from patterns [B, N, E]",
-    {"state": "B L E", "stored": "B N E"},
     batch=4,
     states=128,
+    rows="B*N",
+    SHAPES={"state": "B L E", "stored": "B N E"},
     OUTPUT="B L E",
-    make=functools.partial(_made, Hopfield),
     call=lambda cell, module, inputs: module((inputs["stored"], inputs["state"], inputs["stored"])),
-    equation=lambda cell, inputs: _associated(cell, inputs, inputs["state"], inputs["stored"]),
 )
 
 HOPFIELD_LAYER = _hopfield(
-    "HopfieldLayer",
+    HopfieldLayer,
     "states [B, L, E] retrieve from N learned patterns",
-    {"state": "B L E"},
     batch=4,
     states=128,
+    rows="N",
+    SHAPES={"state": "B L E"},
     OUTPUT="B L E",
-    make=lambda cell, **made: _made(HopfieldLayer, cell, quantity=cell["N"], **made),
-    equation=lambda cell, inputs: _associated(
-        cell, below(inputs, "hopfield."), inputs["state"], inputs["lookup_weights"]
-    ),
+    where=lambda cell, inputs: (inputs["state"], inputs["lookup_weights"], "hopfield."),
 )
 
 HOPFIELD_POOLING = _hopfield(
-    "HopfieldPooling",
+    HopfieldPooling,
     "L learned states retrieve from bags of patterns [B, N, E]",
-    {"stored": "B N E"},
     batch=32,
     states=1,
+    rows="B*N",
+    SHAPES={"stored": "B N E"},
     OUTPUT="B L*E",
-    make=lambda cell, **made: _made(HopfieldPooling, cell, quantity=cell["L"], **made),
-    equation=lambda cell, inputs: _associated(
-        cell,
-        below(inputs, "hopfield."),
+    where=lambda cell, inputs: (
         inputs["pooling_weights"].expand(cell["B"], -1, -1),
         inputs["stored"],
-    ).flatten(1),
+        "hopfield.",
+    ),
 )
 
 # Memory networks
@@ -186,10 +183,6 @@ def _hops(cell: Cell, inputs: Inputs) -> Any:
     return u if cell.weights == "none" else (u, torch.stack(all_weights, 1))
 
 
-def _padded_memory(cell: Cell, draw: Draw) -> Inputs:
-    return {"memory_mask": draw.valid(cell["B"], cell["N"])} if cell.mask == "padding" else {}
-
-
 MEMORY_HOPS = Operator(
     FUNCTION="memory_hop_attention",
     ABOUT="u ← u + Cᵀ softmax(M u), K hops, u [B, D], M and C [S, N, D]; S = 1 is shared",
@@ -199,9 +192,11 @@ MEMORY_HOPS = Operator(
     SHAPES={"query": "B D", "in_memory": "S N D", "out_memory": "S N D"},
     OUTPUT="B D",
     SCALES={"in_memory": 0.1, "out_memory": 0.1},
-    FLOPS=("4 * B*K*N*D", "10 * B*K*N*D"),
+    FLOPS="attention(B*K*N, D, D)",
     check=_check_shared,
-    others=_padded_memory,
+    others=lambda cell, draw: (
+        {"memory_mask": draw.valid(cell["B"], cell["N"])} if cell.mask == "padding" else {}
+    ),
     arguments=lambda cell, inputs: (
         [inputs[name] for name in ("query", "in_memory", "out_memory")],
         {
@@ -231,7 +226,7 @@ ENCODE_MEMORY = Operator(
     SHAPES={"weight": "V D", "temporal": "N D"},
     OUTPUT="B N D",
     SCALES={"weight": 0.1, "temporal": 0.1},
-    FLOPS=("B*N*D * (2*J + 1)", "B*N*D * (2*J + 1)"),
+    FLOPS="B*N*D * (2*J + 1)",
     elements=lambda cell: (
         (min(cell["V"], cell["B"] * cell["N"] * cell["J"]) + cell["N"]) * cell["D"],
         cell["B"] * cell["N"] * cell["D"],
@@ -246,28 +241,9 @@ ENCODE_MEMORY = Operator(
 
 
 class _Memn2n(Module):
-    FUNCTION = "nn.MemN2N"
-    ABOUT = (
-        "stories [B, N, J] and questions [B, J] of V words, width D, K hops, adjacent tying or "
-        "layerwise"
-    )
-    TORCH = "the same network in plain PyTorch"
-    OPTIONS = ("none", "layerwise")
-    OUTPUT = "B V"
-
-    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        batch, rows, words, width, hops = (cell[key] for key in "BNJDK")
-        layerwise = cell.option == "layerwise"
-        tables = 2 if layerwise else hops + 1
-        encode = 2 * batch * words * width * (tables * rows + 1)
-        attend = batch * hops * rows * width
-        answer = 2 * batch * width * (cell["V"] + (hops * width if layerwise else 0))
-        return encode + 4 * attend + answer, encode + 10 * attend + 2 * answer
-
     def others(self, cell: Cell, draw: Draw) -> Inputs:
-        stories = draw.sentences(*(cell[key] for key in "BNJV"))
         return {
-            "stories": stories,
+            "stories": draw.sentences(*(cell[key] for key in "BNJV")),
             "questions": draw.integers(0, cell["V"], cell["B"], cell["J"]),
         }
 
@@ -278,9 +254,6 @@ class _Memn2n(Module):
         tying = "layerwise" if cell.option == "layerwise" else "adjacent"
         sizes: dict[str, Any] = {"hops": cell["K"], "memory_size": cell["N"]}
         return MemN2N(cell["V"], cell["D"], **sizes, weight_tying=tying, **made)
-
-    def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Any:
-        return module(inputs["stories"], inputs["questions"])
 
     def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
         own, embedding = cell.option == "layerwise", inputs["embedding"]
@@ -294,7 +267,20 @@ class _Memn2n(Module):
         return u @ (inputs["answer"] if own else embedding[-1]).T
 
 
-MEMN2N = _Memn2n(SIZES={"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3}, SHAPES={})
+MEMN2N = _Memn2n(
+    FUNCTION="nn.MemN2N",
+    ABOUT="stories [B, N, J] and questions [B, J] of V words, width D, K hops, adjacent tying or "
+    "layerwise",
+    TORCH="the same network in plain PyTorch",
+    SIZES={"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3},
+    SHAPES={},
+    OPTIONS=("none", "layerwise"),
+    OUTPUT="B V",
+    # Adjacent hops share K + 1 tables; layerwise ones have two, and each a projection.
+    FLOPS="2 * B*J*D * ((2 if option == 'layerwise' else K + 1) * N + 1) + "
+    "attention(B*K*N, D, D) + products(B*D * (V + (option == 'layerwise') * K*D))",
+    call=lambda cell, module, inputs: module(inputs["stories"], inputs["questions"]),
+)
 
 
 def _reading(cell: Cell, inputs: Inputs) -> Prepared:
@@ -318,7 +304,7 @@ KEY_VALUE_MEMORY = Operator(
     SIZES={"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"},
     SHAPES={"query": "B L D", "keys": "B N D", "values": "B N Dv"},
     OUTPUT="B L Dv",
-    FLOPS=("B*L*N * (2*D + 2*Dv)", "B*L*N * (6*D + 4*Dv)"),
+    FLOPS="attention(B*L*N, D, Dv)",
     ours=_reading,
     theirs=_pytorch_reading,
     equation=lambda cell, inputs: (

@@ -1,50 +1,52 @@
-"""The attentions of recurrent translation: Bahdanau et al. 2015 and Luong et al. 2015.
-
-In additive attention a visible pair costs 4·A for its score v·tanh(q + k + b) (add, tanh, multiply,
-add; a tanh counts as one) and 2·Dv for its part of the output. In the backward it costs 8·A (the
-derivative of tanh, and its parts of the gradients of query, key and v) and 4·Dv.
-"""
+"""The attentions of recurrent translation: Bahdanau et al. 2015 and Luong et al. 2015."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastattn._flops import visible_pairs
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_weights, visible_keys
 from fastattn.bench.ops._base import Inputs, Operator
-from fastattn.bench.ops._module import Module, first
+from fastattn.bench.ops._module import Module
 from fastattn.nn import AdditiveAttention, BahdanauAttention, GlobalAttention, LuongAttention
 
 # Additive attention
 
 
-def _additive_mask(cell: Cell, draw: Draw) -> Inputs:
-    if cell.mask == "bias":
-        return {"attn_mask": draw.normal(cell["Lq"], cell["Lk"])}
-    visible = None if cell.mask == "causal" else visible_keys(cell, draw)
-    return {} if visible is None else {"attn_mask": visible}
+class _Additive(Operator):
+    def others(self, cell: Cell, draw: Draw) -> Inputs:
+        if cell.mask == "bias":
+            return {"attn_mask": draw.normal(cell["Lq"], cell["Lk"])}
+        visible = None if cell.mask == "causal" else visible_keys(cell, draw)
+        return {} if visible is None else {"attn_mask": visible}
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
+        return self.leaves(inputs), {
+            "attn_mask": inputs.get("attn_mask"),
+            "is_causal": cell.mask == "causal",
+            "need_weights": cell.weights != "none",
+        }
+
+    def equation(self, cell: Cell, inputs: Inputs) -> Any:
+        query, key, value, v, bias = self.leaves(inputs)
+        scores = (query[:, :, None] + key[:, None] + bias).tanh() @ v
+        mask = inputs.get("attn_mask")
+        if cell.mask == "causal":
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=v.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.softmax(-1)
+        return weights @ value if cell.weights == "none" else (weights @ value, weights)
 
 
-def _additive(cell: Cell, inputs: Inputs) -> Any:
-    query, key, value, v, bias = (inputs[n] for n in ("query", "key", "value", "v", "bias"))
-    scores = (query[:, :, None] + key[:, None] + bias).tanh() @ v
-    mask = inputs.get("attn_mask")
-    if cell.mask == "causal":
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=v.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(-1)
-    return weights @ value if cell.weights == "none" else (weights @ value, weights)
-
-
-ADDITIVE = Operator(
+ADDITIVE = _Additive(
     FUNCTION="additive_attention",
     ABOUT="softmax(v·tanh(q + k + b)) V on [B, Lq, A], [B, Lk, A], [B, Lk, Dv]",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256, "Dv": "A"},
@@ -53,25 +55,13 @@ ADDITIVE = Operator(
     SHAPES={"query": "B Lq A", "key": "B Lk A", "value": "B Lk Dv", "v": "A", "bias": "A"},
     OUTPUT="B Lq Dv",
     SCALES={"v": "A ** -0.5", "bias": 0.1},
-    FLOPS=("pairs * (4*A + 2*Dv)", "pairs * (8*A + 4*Dv)"),
+    FLOPS="additive(pairs, A, Dv)",
     HIDDEN="B * Lq * Lk * A",
-    others=_additive_mask,
-    arguments=lambda cell, inputs: (
-        [inputs[name] for name in ("query", "key", "value", "v", "bias")],
-        {
-            "attn_mask": inputs.get("attn_mask"),
-            "is_causal": cell.mask == "causal",
-            "need_weights": cell.weights != "none",
-        },
-    ),
-    equation=_additive,
 )
 
 
-def _additive_module(cell: Cell, inputs: Inputs) -> Tensor:
-    query, memory = inputs["query"], inputs["memory"]
-    scores = (query[:, :, None] + memory[:, None]).tanh() @ inputs["scale"]
-    return scores.softmax(-1) @ memory
+def _without_masks(query: Tensor, keys: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+    return ((query[:, :, None] + keys[:, None]).tanh() @ v).softmax(-1) @ memory
 
 
 ADDITIVE_MODULE = Module(
@@ -80,24 +70,17 @@ ADDITIVE_MODULE = Module(
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256},
     SHAPES={"query": "B Lq A", "memory": "B Lk A"},
     OUTPUT="B Lq A",
-    FLOPS=("6 * pairs * A", "12 * pairs * A"),
+    FLOPS="additive(pairs, A, A)",
     HIDDEN="B * Lq * Lk * A",
     make=lambda cell, **made: AdditiveAttention(dim=cell["A"], **made),
-    equation=_additive_module,
+    equation=lambda cell, inputs: _without_masks(
+        inputs["query"], inputs["memory"], inputs["scale"], inputs["memory"]
+    ),
 )
 
 
-def _matrices(name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
-    return draw.normal(*shape, scale=shape[-1] ** -0.5)
-
-
-def _bahdanau(cell: Cell, inputs: Inputs) -> Any:
-    projected = {
-        "query": inputs["query"] @ inputs["query_layer.weight"].T,
-        "key": inputs["memory"] @ inputs["memory_layer.weight"].T,
-        "bias": inputs["v"].new_zeros(inputs["v"].shape),
-    }
-    return _additive(cell, projected | {"value": inputs["memory"], "v": inputs["v"]})
+def _bahdanau(width: int, units: int, **made: Any) -> BahdanauAttention:
+    return BahdanauAttention(units, query_size=width, memory_size=width, **made)
 
 
 BAHDANAU = Module(
@@ -106,18 +89,18 @@ BAHDANAU = Module(
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "E": 256, "A": 256},
     SHAPES={"query": "B Lq E", "memory": "B Lk E"},
     OUTPUT="B Lq E",
-    FLOPS=(
-        "pairs * (4*A + 2*E) + 2 * B * (Lq + Lk) * E * A",
-        "pairs * (8*A + 4*E) + 4 * B * (Lq + Lk) * E * A",
-    ),
+    FLOPS="additive(pairs, A, E) + products(B * (Lq + Lk) * E*A)",
     HIDDEN="B * Lq * Lk * A",
     KEYWORDS={"need_weights": False},
-    make=lambda cell, **made: BahdanauAttention(
-        cell["A"], query_size=cell["E"], memory_size=cell["E"], **made
+    make=lambda cell, **made: _bahdanau(cell["E"], cell["A"], **made),
+    parameter=lambda name, shape, draw: draw.normal(*shape, scale=shape[-1] ** -0.5),
+    results=lambda found, dtype: found[0],
+    equation=lambda cell, inputs: _without_masks(
+        inputs["query"] @ inputs["query_layer.weight"].T,
+        inputs["memory"] @ inputs["memory_layer.weight"].T,
+        inputs["v"],
+        inputs["memory"],
     ),
-    parameter=_matrices,
-    results=first,
-    equation=_bahdanau,
 )
 
 
@@ -132,8 +115,7 @@ class _Decoder(nn.Module):
 
     def __init__(self, width: int, units: int, **made: Any) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {"query_size": width, "memory_size": width}
-        self.attention = BahdanauAttention(units, **sizes, **made)
+        self.attention = _bahdanau(width, units, **made)
         self.cell = nn.GRUCell(2 * width, width, **made)
 
     def forward(self, targets: Tensor, memory: Tensor, state: Tensor) -> Tensor:
@@ -165,10 +147,7 @@ BAHDANAU_DECODER = Module(
     SIZES={"B": 1, "L": 20, "S": 40, "E": 256, "A": 256},
     SHAPES={"targets": "B L E", "memory": "B S E", "state": "B E"},
     OUTPUT="B L E",
-    FLOPS=(
-        "B*L*S * (4*A + 2*E) + 2*B*E * (S*A + L * (A + 9*E))",
-        "B*L*S * (8*A + 4*E) + 4*B*E * (S*A + L * (A + 9*E))",
-    ),
+    FLOPS="additive(B*L*S, A, E) + products(B*E * (S*A + L * (A + 9*E)))",
     make=lambda cell, **made: _Decoder(cell["E"], cell["A"], **made),
     equation=_steps,
 )
@@ -177,33 +156,14 @@ BAHDANAU_DECODER = Module(
 
 
 class _Luong(Operator):
-    FUNCTION = "luong_attention"
-    ABOUT = (
-        "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
-        "local-p around random positions if P=1"
-    )
-    MASKS = ("none", "padding")
-    WEIGHTS = ("none", "per-head")
-    OUTPUT = "B Lq Dv"
-    FLOPS = (
-        "pairs * (2*D + 2*Dv) + 2 * B * Lq * D**2",
-        "pairs * (6*D + 4*Dv) + 4 * B * Lq * D**2",
-    )
-    HIDDEN = "B * Lq * Lk"
     BY_EQUATION = True
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        if sizes["P"] > 1:
-            raise ValueError(f"P={sizes['P']}: P is 1 for local-p, else 0")
-
-    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        if _is_local(cell):
-            keys, width = cell["Lk"], cell["W"]
-            near = sum(
-                max(0, min(keys, i + width + 1) - max(0, i - width)) for i in range(cell["Lq"])
-            )
-            pairs = pairs * near // (cell["Lq"] * keys)
-        return super().flops(cell, pairs)
+    def pairs(self, cell: Cell, pairs: int) -> int:
+        if not _is_local(cell):
+            return pairs
+        queries, keys, width = cell["Lq"], cell["Lk"], cell["W"]
+        near = visible_pairs(queries, keys, 0, width, width)
+        return pairs * near // (queries * keys)
 
     def unread(self, cell: Cell) -> int:
         if not _is_local(cell):
@@ -221,16 +181,17 @@ class _Luong(Operator):
         return found
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
+        *tensors, weight = self.leaves(inputs)
         options: dict[str, Any] = {
             "method": "general",
-            "weight": inputs["weight"],
+            "weight": weight,
             "key_padding_mask": inputs.get("key_padding_mask"),
             "need_weights": cell.weights != "none",
         }
         if _is_local(cell):
             options |= {"window": "local-p" if cell["P"] else "local-m", "D": cell["W"]}
             options["positions"] = inputs.get("positions")
-        return [inputs["query"], inputs["key"], inputs["value"]], options
+        return tensors, options
 
     def equation(self, cell: Cell, inputs: Inputs) -> Any:
         query, key, value, weight = self.leaves(inputs)
@@ -253,20 +214,28 @@ def _is_local(cell: Cell) -> bool:
 
 
 LUONG = _Luong(
+    FUNCTION="luong_attention",
+    ABOUT="softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
+    "local-p around random positions if P=1",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0},
+    LIMITS={"P": 1},  # local-p, or 0
+    MASKS=("none", "padding"),
+    WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B Lq D", "key": "B Lk D", "value": "B Lk Dv", "weight": "D D"},
+    OUTPUT="B Lq Dv",
     SCALES={"weight": "1 / D"},
+    FLOPS="attention(pairs, D, Dv) + products(B*Lq * D**2)",
+    HIDDEN="B * Lq * Lk",
 )
 
 
-def _general(cell: Cell, inputs: Inputs, weight: str = "weight") -> Tensor:
+def _general(inputs: Inputs, weight: Tensor) -> Tensor:
     query, memory = inputs["query"], inputs["memory"]
-    return softmax_weights(query @ inputs[weight], memory, scale=1.0) @ memory
+    return softmax_weights(query @ weight, memory, scale=1.0) @ memory
 
 
 def _global(cell: Cell, inputs: Inputs) -> Tensor:
-    own = {"linear_in.weight": inputs["linear_in.weight"].T}
-    context = _general(cell, inputs | own, "linear_in.weight")
+    context = _general(inputs, inputs["linear_in.weight"].T)
     joined = torch.cat((context, inputs["query"]), -1)
     return (joined @ inputs["linear_out.weight"].T).tanh()
 
@@ -277,24 +246,23 @@ _ON_A_MEMORY: dict[str, Any] = {
     "OUTPUT": "B Lq D",
     # For scores of about 1, because they are not divided by √D.
     "parameter": lambda name, shape, draw: draw.normal(*shape, scale=1 / shape[-1]),
-    "results": first,
+    "results": lambda found, dtype: found[0],
 }
 
 LUONG_MODULE = Module(
     FUNCTION="nn.LuongAttention",
     ABOUT="softmax(qᵀ W m) M, method general, on q [B, Lq, D], memory [B, Lk, D]",
-    FLOPS=("4 * pairs * D + 2 * B * Lq * D**2", "10 * pairs * D + 4 * B * Lq * D**2"),
+    FLOPS="attention(pairs, D, D) + products(B*Lq * D**2)",
     KEYWORDS={"need_weights": False},
     make=lambda cell, **made: LuongAttention(cell["D"], **made),
-    equation=_general,
+    equation=lambda cell, inputs: _general(inputs, inputs["weight"]),
     **_ON_A_MEMORY,
 )
 
 GLOBAL_ATTENTION = Module(
     FUNCTION="nn.GlobalAttention",
     ABOUT="tanh(W [c; q]) with c = softmax((U q)ᵀ m) M, q [B, Lq, D], memory [B, Lk, D]",
-    # Two projections, of D to D and of 2·D to D.
-    FLOPS=("4 * pairs * D + 6 * B * Lq * D**2", "10 * pairs * D + 12 * B * Lq * D**2"),
+    FLOPS="attention(pairs, D, D) + products(3 * B*Lq * D**2)",  # of D to D, and of 2·D to D
     make=lambda cell, **made: GlobalAttention(cell["D"], attn_type="general", **made),
     equation=_global,
     **_ON_A_MEMORY,

@@ -1,11 +1,4 @@
-"""`scaled_dot_product_attention`: O = softmax(Q Kᵀ / √D) V.
-
-A visible pair costs 2·D for its score and 2·Dv for its part of the output. The backward has five
-products, the forward two:
-
-    forward   2·D + 2·Dv           (4·D  when Dv = D)
-    backward  6·D + 4·Dv           (10·D when Dv = D)
-"""
+"""`scaled_dot_product_attention`: O = softmax(Q Kᵀ / √D) V."""
 
 from __future__ import annotations
 
@@ -26,11 +19,9 @@ from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import (
     SampledHeads,
     attend,
-    distances,
+    biases,
     document_ids,
-    table_biases,
     visible_keys,
-    with_weights,
 )
 from fastattn.bench.ops._base import Inputs, Outputs, Prepared
 
@@ -47,11 +38,12 @@ class _Sdpa(SampledHeads):
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
     OUTPUT = "B H Lq Dv"
-    FLOPS = ("pairs * H * (2*D + 2*Dv)", "pairs * H * (6*D + 4*Dv)")
+    FLOPS = "attention(pairs * H, D, Dv)"
     JOINT = ("learnable", "relative")
     BLOCKED = -2
 
-    def check_option(self, cell: Cell) -> None:
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
         if cell.option == "window" and cell.mask not in ("none", "causal"):
             raise ValueError(
                 f"option=window: with a {cell.mask} mask the visible pairs cannot be counted"
@@ -96,7 +88,18 @@ class _Sdpa(SampledHeads):
         if cell.mask == "documents":
             ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
             options |= {"attn_mask": None, "mask": masks.document(*ids)}
-        return self.leaves(inputs), options | _own_options(cell, inputs)
+        if cell.option == "window":
+            options["window"] = (window_width(cell), window_width(cell))
+        elif cell.option == "softcap":
+            options["softcap"] = _SOFTCAP
+        elif cell.option == "dropout":
+            options |= {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
+        elif cell.option == "relative":
+            options["relative_bias"] = inputs["relative_bias"]
+        elif cell.option in ("alibi", "sinks"):
+            name = "alibi_slopes" if cell.option == "alibi" else "sinks"
+            options[name] = inputs[name].flatten()
+        return self.leaves(inputs), options
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         learned = {"learnable": ["attn_mask"], "relative": ["relative_bias"]}
@@ -106,19 +109,17 @@ class _Sdpa(SampledHeads):
         query, key, value = self.leaves(inputs)
         options = _options(cell, inputs)
 
-        def biases() -> Tensor:
-            before = distances(cell["Lq"], cell["Lk"], query.device)
-            return table_biases(inputs["relative_bias"], before)
+        def table_as_mask() -> dict[str, Tensor]:
+            if cell.option != "relative":
+                return {}
+            return {"attn_mask": biases(inputs["relative_bias"], cell["Lq"], cell["Lk"])}
 
-        if cell.option == "relative" and cell.passes == "fwd":
-            options["attn_mask"] = biases()
+        def forward() -> Tensor:
+            own = options if cell.passes == "fwd" else options | table_as_mask()  # has a gradient
+            return scaled_dot_product_attention(query, key, value, **own)
 
-        def forward() -> Outputs:
-            if cell.option == "relative" and cell.passes != "fwd":  # the table has a gradient
-                options["attn_mask"] = biases()
-            return (scaled_dot_product_attention(query, key, value, **options),)
-
-        return forward, [inputs[name] for name in self.leaf_names(cell)]
+        options |= table_as_mask()
+        return self.prepared(cell, inputs, forward)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         reasons = []
@@ -134,33 +135,33 @@ class _Sdpa(SampledHeads):
 
     def equation(self, cell: Cell, inputs: Inputs, first: int = 0) -> Outputs:
         """The definition, for the queries from the one at position `first` on."""
-        query, key, value = self.leaves(inputs)
         slopes, table, sinks = map(inputs.get, ("alibi_slopes", "relative_bias", "sinks"))
         width = window_width(cell) if cell.option == "window" else -1
-        dropout = _DROPOUT if cell.option == "dropout" else 0.0
-        given = {
-            "keep": inputs.get("kept"),
-            "sinks": None if sinks is None else sinks.flatten(1),
-            "relative_bias": None if table is None else table[None],
-        }
+        query, key, value = self.leaves(inputs)
         out, weights = attend(
             query,
             key,
             value,
             inputs.get("attn_mask"),
             None if slopes is None else slopes.flatten(1),
-            given=given,
+            given={
+                "keep": inputs.get("kept"),
+                "sinks": None if sinks is None else sinks.flatten(1),
+                "relative_bias": None if table is None else table[None],
+            },
             offset=first,
             window_left=width,
             window_right=0 if cell.mask == "causal" else width,
             softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
-            dropout_p=dropout,
+            dropout_p=_DROPOUT if cell.option == "dropout" else 0.0,
         )
-        return with_weights(cell, out, weights)
+        if cell.weights == "none":
+            return (out,)
+        return out, weights.mean(1) if cell.weights == "average" else weights
 
     def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
-        forward = functools.partial(self.equation, cell, inputs, block.start)
-        return forward, [inputs[name] for name in self.leaf_names(cell)]
+        equation = functools.partial(self.equation, cell, inputs, block.start)
+        return self.prepared(cell, inputs, equation)
 
     def blocks(self, cell: Cell, inputs: Inputs) -> Sequence[slice]:
         """Blocks of queries."""
@@ -180,23 +181,6 @@ def _options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
         "is_causal": cell.mask == "causal",
         "enable_gqa": cell["H"] != cell["Hkv"],
     }
-
-
-def _own_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
-    """The options that only the library's function has."""
-    if cell.option == "window":
-        return {"window": (window_width(cell), window_width(cell))}
-    if cell.option == "softcap":
-        return {"softcap": _SOFTCAP}
-    if cell.option == "alibi":
-        return {"alibi_slopes": inputs["alibi_slopes"].flatten()}
-    if cell.option == "sinks":
-        return {"sinks": inputs["sinks"].flatten()}
-    if cell.option == "relative":
-        return {"relative_bias": inputs["relative_bias"]}
-    if cell.option == "dropout":
-        return {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
-    return {}
 
 
 def _first_seed() -> tuple[torch.device, torch.Generator]:

@@ -7,24 +7,17 @@ are those within a sequence; torch gets them as a mask of all pairs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn import masks
-from fastattn.bench.cells import Cell, keys_of, padding_lengths, prefix_length, window_width
+from fastattn.bench.cells import Cell, keys_of, padding_lengths
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import (
-    attend,
-    distances,
-    document_ids,
-    table_biases,
-    visible_to_last,
-)
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared
+from fastattn.bench.ops._attention import attend, biases, mask_of, visible_to_last
+from fastattn.bench.ops._base import Inputs, Operator, Prepared
 
 
 class _Varlen(Operator):
@@ -34,16 +27,11 @@ class _Varlen(Operator):
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "relative")
     OUTPUT = "T H D"
+    FLOPS = "attention(pairs * H, D, D)"
     BY_EQUATION = True
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        super().check(sizes)
-        if sizes["S"] > sizes["L"]:
-            raise ValueError(f"S={sizes['S']}, the shortest, is more than L={sizes['L']}")
-
-    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        pairs = cell["H"] * sum(len(keys_of(cell, i, n)) for n in _lengths(cell) for i in range(n))
-        return 4 * cell["D"] * pairs, 10 * cell["D"] * pairs
+    def pairs(self, cell: Cell, pairs: int) -> int:
+        return sum(len(keys_of(cell, i, n)) for n in _lengths(cell) for i in range(n))
 
     def size(self, cell: Cell, key: str) -> int:
         return sum(_lengths(cell)) if key == "T" else super().size(cell, key)
@@ -62,16 +50,15 @@ class _Varlen(Operator):
         ends = inputs["ends"]
         options: dict[str, Any] = {
             "is_causal": cell.mask == "causal",
-            "mask": _mask(cell),
+            "mask": mask_of(cell, *_lengths(cell)),
             "relative_bias": inputs.get("relative_bias"),
         }
         return [*self.leaves(inputs), ends, ends], options
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         """The timing includes padding and packing, which packed inputs and outputs require."""
-        leaves, table = self.leaves(inputs), inputs.get("relative_bias")
+        leaves, lengths = self.leaves(inputs), inputs["ends"].diff()
         longest = max(_lengths(cell))
-        lengths = inputs["ends"].diff()
         valid = torch.arange(longest, device=lengths.device) < lengths[:, None]  # [B, L]
         visible = valid[:, None, None]
         for b, n in enumerate(_lengths(cell)):
@@ -80,62 +67,78 @@ class _Varlen(Operator):
                 visible = visible.expand(-1, -1, longest, -1).contiguous()  # [B, 1, L, L]
                 visible[b, 0, :n, :n] = square
 
-        def mask() -> Tensor:
-            return visible if table is None else _biases(table, longest, visible)
-
-        ready = mask()
-
         def padded(x: Tensor) -> Tensor:
             batch = x.new_zeros(*valid.shape, *x.shape[1:])
             return batch.index_put((valid,), x).transpose(1, 2)
 
-        def forward() -> Outputs:
-            grouped = cell["H"] != cell["Hkv"]
+        def forward(masks: Sequence[Tensor | None]) -> Tensor:
             query, key, value = (padded(x) for x in leaves)
-            added = ready if cell.passes == "fwd" else mask()  # the table has a gradient
-            out = scaled_dot_product_attention(query, key, value, added, enable_gqa=grouped)
-            return (out.transpose(1, 2)[valid],)
+            grouped = cell["H"] != cell["Hkv"]
+            out = scaled_dot_product_attention(query, key, value, masks[0], enable_gqa=grouped)
+            return out.transpose(1, 2)[valid]
 
-        return forward, [inputs[name] for name in self.leaf_names(cell)]
+        return self._with_masks(cell, inputs, [longest], [visible], forward)
 
     def one_by_one(self, cell: Cell, inputs: Inputs) -> Prepared:
         """A loop over the sequences, without padding."""
-        leaves, table = self.leaves(inputs), inputs.get("relative_bias")
-        lengths, grouped = _lengths(cell), cell["H"] != cell["Hkv"]
-        causal = cell.mask == "causal" and table is None  # else a mask says it
+        grouped, lengths = cell["H"] != cell["Hkv"], _lengths(cell)
+        causal = cell.mask == "causal" and cell.option == "none"  # else a mask says it
         device = inputs["ends"].device
         visible = [None if causal else visible_to_last(cell, n, n, device) for n in lengths]
 
-        def masks_of_all() -> list[Tensor | None]:
-            if table is None:
-                return visible
-            return [_biases(table, n, x) for n, x in zip(lengths, visible, strict=True)]
+        def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
-        ready = masks_of_all()
+        def forward(masks: Sequence[Tensor | None]) -> Tensor:
+            return self._of_each(cell, inputs, attention, masks)
 
-        def forward() -> Outputs:
-            outs = []
-            added = ready if cell.passes == "fwd" else masks_of_all()
-            for *parts, mask in zip(*(x.split(lengths) for x in leaves), added, strict=True):
-                q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
-                out = scaled_dot_product_attention(
-                    q, k, v, mask, is_causal=causal, enable_gqa=grouped
-                )
-                outs.append(out[0].transpose(0, 1))
-            return (torch.cat(outs),)
-
-        return forward, [inputs[name] for name in self.leaf_names(cell)]
+        return self._with_masks(cell, inputs, lengths, visible, forward)
 
     def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
         """The definition of attention, for each sequence: it has no pairs of two sequences."""
-        outs, table = [], inputs.get("relative_bias")
-        for parts in zip(*(x.split(_lengths(cell)) for x in self.leaves(inputs)), strict=True):
-            q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
-            mask = visible_to_last(cell, q.shape[2], q.shape[2], q.device)
-            if table is not None:
-                mask = _biases(table, q.shape[2], mask)
-            outs.append(attend(q, k, v, mask)[0][0].transpose(0, 1))
+        device, table = inputs["ends"].device, inputs.get("relative_bias")
+        given = {"relative_bias": None if table is None else table[None]}
+        visible = [visible_to_last(cell, n, n, device) for n in _lengths(cell)]
+        return self._of_each(cell, inputs, lambda *call: attend(*call, given=given)[0], visible)
+
+    def _of_each(
+        self,
+        cell: Cell,
+        inputs: Inputs,
+        attention: Callable[..., Tensor],
+        masks: Sequence[Tensor | None],
+    ) -> Tensor:
+        """The outputs [T, H, D] of an attention on [1, H, L, D] of each sequence."""
+        outs = []
+        tensors = (x.split(_lengths(cell)) for x in self.leaves(inputs))
+        for *parts, mask in zip(*tensors, masks, strict=True):
+            out = attention(*(x.transpose(0, 1)[None] for x in parts), mask)
+            outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
+
+    def _with_masks(
+        self,
+        cell: Cell,
+        inputs: Inputs,
+        lengths: Sequence[int],
+        visible: Sequence[Tensor | None],
+        forward: Callable[[Sequence[Tensor | None]], Tensor],
+    ) -> Prepared:
+        """The call of PyTorch, which gets a table of biases as masks.
+
+        They are made in each call if the table has a gradient.
+        """
+        table = inputs.get("relative_bias")
+
+        def made() -> Sequence[Tensor | None]:
+            if table is None:
+                return visible
+            return [biases(table, n, n, seen) for n, seen in zip(lengths, visible, strict=True)]
+
+        ready = made()
+        return self.prepared(
+            cell, inputs, lambda: forward(ready if cell.passes == "fwd" else made())
+        )
 
 
 def _lengths(cell: Cell) -> list[int]:
@@ -146,22 +149,8 @@ def _lengths(cell: Cell) -> list[int]:
     return [round(longest / step**n) for n in range(batch)]
 
 
-def _mask(cell: Cell) -> masks.Mask | None:
-    """The mask of `fastattn.masks` of the cell, for all of its sequences."""
-    lengths = _lengths(cell)
-    if cell.mask == "documents":
-        return masks.document(torch.cat([document_ids(n) for n in lengths]).to(cell.device))
-    if cell.mask == "prefix":
-        return masks.prefix_lm(torch.tensor([*map(prefix_length, lengths)], device=cell.device))
-    return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None
-
-
-def _biases(table: Tensor, length: int, visible: Tensor | None) -> Tensor:
-    """The bias of all pairs of a sequence [1, H, L, L], and -inf where `visible` is False."""
-    return table_biases(table, distances(length, length, table.device), visible)
-
-
 VARLEN = _Varlen(
     SIZES={"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64},
+    LIMITS={"S": "L"},
     SHAPES={"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"},
 )

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from fastattn.bench import ops
 from fastattn.bench.cells import MASKS, Cell
-from fastattn.bench.ops._base import returning_tuples
 from fastattn.bench.ops._module import Twin
 from fastattn.bench.providers.passes import Outputs, run_passes
 
@@ -78,14 +77,13 @@ class Functions:
     def prepare(self, cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
         op = ops.get(cell.op)
         if isinstance(op, Twin):
-            forward, leaves = op.prepared(functools.partial(op.build, self.module), cell, inputs)
+            prepared = op.built(functools.partial(op.build, self.module), cell, inputs)
         else:
-            args, kwargs = op.arguments(cell, inputs)
-            options = {name: x for name, x in kwargs.items() if x is not None and x is not False}
-            call = functools.partial(getattr(self.module, op.FUNCTION), *args, **options)
-            forward = returning_tuples(lambda: op.results(call(), inputs["grad_out"].dtype))
-            leaves = [inputs[name] for name in op.leaf_names(cell)]
-        return run_passes(cell, forward, leaves, inputs["grad_out"])
+            args, options = op.arguments(cell, inputs)
+            used = {name: x for name, x in options.items() if x is not None and x is not False}
+            function = functools.partial(getattr(self.module, op.FUNCTION), *args, **used)
+            prepared = op.calling(function, cell, inputs)
+        return run_passes(cell, *prepared, inputs["grad_out"])
 
 
 def split(name: str) -> tuple[str, str]:
