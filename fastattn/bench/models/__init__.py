@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,24 +23,20 @@ _TEXT = "N layers of width E, H heads, F hidden units, V words, on B sentences o
 _TEXT_SIZES = {"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V": 30522}
 
 
-def _configured(
-    model: str, config: str, fields: str, dropouts: str = "", **more: Any
-) -> Callable[[Cell], nn.Module]:
-    """Makes a model of transformers: `fields` names the size of each field of its configuration.
+def _configured(model: str, config: str, fields: str, **more: Any) -> Callable[[Cell], nn.Module]:
+    """Makes a model of transformers without dropout; `more` are arguments of the model.
 
-    A number is the least of a field that limits the length. `more` are arguments of the model.
+    `fields` names the size of each field of its configuration. A number is the least of a field
+    that limits the length.
     """
 
     def make(cell: Cell) -> nn.Module:
         library = imported("transformers")
-        pairs = (field.split("=") for field in fields.split())
-        values: dict[str, Any] = {
-            name: cell[size] if size.isalpha() else max(int(size), cell["L"])
-            for name, size in pairs
-        }
-        values |= dict.fromkeys(dropouts.split(), 0.0)
-        kind = operator.attrgetter(model)(library)
-        built: nn.Module = kind(getattr(library, config)(**values), **more)
+        configured = getattr(library, config)
+        values: dict[str, Any] = {name: 0.0 for name in vars(configured()) if "drop" in name}
+        for name, _, size in (field.partition("=") for field in fields.split()):
+            values[name] = cell[size] if size.isalpha() else max(int(size), cell["L"])
+        built: nn.Module = operator.attrgetter(model)(library)(configured(**values), **more)
         return built
 
     return make
@@ -58,7 +54,6 @@ BERT = Model(
         "BertModel",
         "BertConfig",
         f"vocab_size=V {_COMMON} max_position_embeddings=512",
-        "hidden_dropout_prob attention_probs_dropout_prob",
         add_pooling_layer=False,
     ),
 )
@@ -73,7 +68,6 @@ DISTILBERT = Model(
         "DistilBertModel",
         "DistilBertConfig",
         "vocab_size=V dim=E n_layers=N n_heads=H hidden_dim=F max_position_embeddings=512",
-        "dropout attention_dropout",
     ),
 )
 
@@ -87,7 +81,6 @@ GPT2 = Model(
         "GPT2Model",
         "GPT2Config",
         "vocab_size=V n_embd=E n_layer=N n_head=H n_inner=F n_positions=1024",
-        "resid_pdrop embd_pdrop attn_pdrop",
     ),
 )
 
@@ -139,9 +132,8 @@ class _LlamaDecode(Model):
         return call
 
     def elements(self, cell: Cell) -> tuple[int, int]:
-        cached = value_of("2 * B * N * Hkv * L * E // H", cell)
-        weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
-        return weights + cached, cell["B"] * cell["V"]
+        cached = f"2 * B*N*Hkv*L * E // H + N * ({self.LAYER}) + {self.OTHER[0]}"
+        return value_of(cached, cell), cell["B"] * cell["V"]
 
 
 LLAMA_DECODE = _LlamaDecode(
@@ -153,13 +145,6 @@ LLAMA_DECODE = _LlamaDecode(
 # Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929: images, a class token, no pooler
 
 
-def _whole_patches(sizes: Mapping[str, int]) -> None:
-    if sizes["E"] % sizes["H"]:
-        raise ValueError(f"E={sizes['E']} is not a multiple of H={sizes['H']}")
-    if sizes["I"] % sizes["P"]:
-        raise ValueError(f"I={sizes['I']} is not a multiple of P={sizes['P']}")
-
-
 def _image(cell: Cell, draw: Draw) -> Inputs:
     return {"pixel_values": draw.normal(cell["B"], 3, cell["I"], cell["I"])}
 
@@ -167,7 +152,6 @@ def _image(cell: Cell, draw: Draw) -> Inputs:
 _IMAGES: dict[str, Any] = {
     "TINY": {"B": 1, "I": 32, "N": 1},
     "ITEMS": ("B", "images"),
-    "check": _whole_patches,
 }
 _VIT: dict[str, Any] = _IMAGES | {
     "ABOUT": "N layers of width E, H heads, F hidden units, on B images of I x I, patches of P x P",
@@ -289,13 +273,6 @@ class _InDouble(TorchFunctionMode):
 class _OpenaiWhisper(LibraryModel):
     """In float32."""
 
-    FUNCTION = "whisper.model.AudioEncoder"
-    ABOUT = "N layers of width E, H heads, 4 E hidden units, on B sounds of L places, M mel bands"
-    PACKAGE = "whisper"
-    INSTALL = "pip install openai-whisper"
-    CALLER = "whisper.model"
-    PASSES = ("fwd",)
-
     @contextlib.contextmanager
     def exactly(self, model: Any) -> Iterator[None]:
         with super().exactly(model), _InDouble():
@@ -303,6 +280,12 @@ class _OpenaiWhisper(LibraryModel):
 
 
 OPENAI_WHISPER = _OpenaiWhisper(
+    FUNCTION="whisper.model.AudioEncoder",
+    ABOUT="N layers of width E, H heads, 4 E hidden units, on B sounds of L places, M mel bands",
+    PACKAGE="whisper",
+    INSTALL="pip install openai-whisper",
+    CALLER="whisper.model",
+    PASSES=("fwd",),
     make=lambda cell: imported("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
     bind=lambda cell, model, given: functools.partial(model, given["input_features"]),
     **_WHISPER,

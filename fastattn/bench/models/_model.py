@@ -17,7 +17,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.inputs import Draw
 from fastattn.bench.models._watching import watching
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, value_of
+from fastattn.bench.ops._base import Inputs, Operator, Prepared, value_of
 from fastattn.bench.ops._module import NothingDrawn
 
 Call = Callable[[], Tensor]
@@ -53,6 +53,10 @@ class Model(Operator):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
+        self.FLOPS = (
+            f"N * attention(pairs, E, E) + products({self.TOKENS} * N * ({self.LAYER}) + "
+            f"{self.OTHER[1]})"
+        )
         self.stopwatch = Stopwatch()
 
     # Defined by each model
@@ -76,31 +80,46 @@ class Model(Operator):
 
     def choose(self, model: Any, attention: str) -> None:
         """Prepares the model for its calls."""
-        with self.serving(attention):
-            model.set_attn_implementation(attention)
+        model.set_attn_implementation(attention)
 
-    def serving(self, attention: str) -> contextlib.AbstractContextManager[Any]:
-        """The context of each call."""
+    @contextlib.contextmanager
+    def serving(self, attention: str) -> Iterator[None]:
+        """The context of each call, in which the stopwatch measures attention."""
         from fastattn.integrations.transformers import register
 
-        return register() if attention == "fastattn" else contextlib.nullcontext()
-
-    def watching(self, attention: str) -> contextlib.AbstractContextManager[None]:
-        """The context in which the stopwatch measures attention."""
-        if attention == "eager":  # each model has its own, which is in no registry
-            return contextlib.nullcontext()
         interface = imported("transformers").AttentionInterface
-        register = functools.partial(interface.register, attention)
-        return watching(interface()[attention], register, self.stopwatch, before=1)
+        with contextlib.ExitStack() as stack:
+            if attention == "fastattn":
+                stack.enter_context(register())
+            if attention != "eager":  # each model has its own, which is in no registry
+                replace = functools.partial(interface.register, attention)
+                watch = watching(interface()[attention], replace, self.stopwatch, before=1)
+                stack.enter_context(watch)
+            yield
 
     def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """The context in which attention is spelled out, in the dtype of the queries."""
-        _use_plain_attention(model)
-        return contextlib.nullcontext()
+        """The context in which attention is PyTorch's plain equation, in the dtype of the queries.
+
+        The function of "sdpa" gets another name, with masks of all pairs.
+        """
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import eager_mask
+
+        AttentionInterface.register(_EXACT, sdpa_attention_forward)
+        AttentionMaskInterface.register(_EXACT, eager_mask)
+        model.set_attn_implementation(_EXACT)
+        return sdpa_kernel(SDPBackend.MATH)
 
     def widen(self, model: nn.Module) -> None:
-        """Converts the model to float64 for one forward pass."""
-        _double_in_turn(model)
+        """Converts the model to float64 for one forward pass, each layer only while it runs."""
+        layers = {x for stack in model.modules() if isinstance(stack, nn.ModuleList) for x in stack}
+        in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+        widen([parameter for parameter in model.parameters() if parameter not in in_layers])
+        for layer in layers:
+            own = list(layer.parameters())
+            layer.register_forward_pre_hook(functools.partial(widen, own))
+            layer.register_forward_hook(functools.partial(_restore, own, [x.data for x in own]))
 
     # Derived
 
@@ -116,64 +135,72 @@ class Model(Operator):
     def tokens(self, cell: Cell) -> int:
         return int(value_of(self.TOKENS, cell))
 
-    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        pairs = value_of("B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS, cell, pairs=pairs)
-        attention = cell["N"] * pairs * cell["E"]
-        weights = cell["N"] * value_of(self.LAYER, cell)
-        products = 2 * (self.tokens(cell) * weights + value_of(self.OTHER[1], cell))
-        return products + 4 * attention, 2 * products + 10 * attention
+    def pairs(self, cell: Cell, pairs: int) -> int:
+        of_layer = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
+        return int(value_of(of_layer, cell, pairs=pairs))
 
     def elements(self, cell: Cell) -> tuple[int, int]:
-        weights = cell["N"] * value_of(self.LAYER, cell) + value_of(self.OTHER[0], cell)
+        weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
         tokens = self.tokens(cell) * cell["E"]
         return weights + tokens, tokens
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """Matrices preserve the scale of their inputs, so attention has scores of about 1."""
-        inputs = self.given(cell, draw)
-        window = _windows(draw)
-        for name, parameter in _on_meta(self, cell).named_parameters():
+        """Matrices preserve the scale of their inputs, so attention has scores of about 1.
+
+        All are slices of one pool, which is faster than drawing, and needs no extra memory.
+        """
+        inputs, scaled, begin = (
+            self.given(cell, draw),
+            functools.cache(draw.normal(_POOL).__mul__),
+            0,
+        )
+        for name, parameter in _parameters(self, cell).items():
             shape, count = parameter.shape, parameter.numel()
-            if len(shape) > 1:
-                inputs[name] = window(count, (count // shape[0]) ** -0.5).view(shape)
-            else:
-                inputs[name] = window(count, 0.1) + (1 if name.endswith("weight") else 0)
+            pool = scaled((count // shape[0]) ** -0.5 if len(shape) > 1 else 0.1)
+            if count > _POOL:
+                inputs[name] = pool.repeat(-(-count // _POOL))[:count].view(shape)
+                continue
+            begin = 0 if begin + count > _POOL else begin
+            inputs[name] = pool[begin : begin + count].view(shape)
+            begin += count
+            if len(shape) == 1 and name.endswith("weight"):
+                inputs[name] = inputs[name] + 1
         length = self.tokens(cell) // cell["B"]
         return inputs | {"grad_out": draw.normal(cell["B"], length, cell["E"])}
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        if cell.passes == "fwd":
-            return ()
-        return [name for name, _ in _on_meta(self, cell).named_parameters()]
+        return () if cell.passes == "fwd" else [*_parameters(self, cell)]
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._prepared(cell, inputs, "fastattn")
+        return self._with(cell, inputs, "fastattn")
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._prepared(cell, inputs, "sdpa")
+        return self._with(cell, inputs, "sdpa")
 
     def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._prepared(cell, inputs, "eager")
+        return self._with(cell, inputs, "eager")
 
-    def _prepared(self, cell: Cell, inputs: Inputs, attention: str) -> Prepared:
+    def _with(self, cell: Cell, inputs: Inputs, attention: str) -> Prepared:
         """Eval mode for the forward only, else training without dropout."""
         model = self._model(cell, inputs)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # each has its own memory, as in a loaded model
         call = self.bind(cell, model, self._given(cell, inputs))
-        self.choose(model, attention)
+        with self.serving(attention):
+            self.choose(model, attention)
 
-        def forward() -> Outputs:
-            with self.serving(attention), self.watching(attention):
-                return (call(),)
+        def forward() -> Tensor:
+            with self.serving(attention):
+                return call()
 
-        own = dict(model.named_parameters())
-        return forward, [own[name] for name in self.leaf_names(cell)]
+        return self.prepared(cell, dict(model.named_parameters()), forward)
 
     def _model(self, cell: Cell, inputs: Inputs) -> Any:
         """The model with the parameters that are in `inputs`, of their dtype."""
-        dtype = inputs[next(iter(_on_meta(self, cell).named_parameters()))[0]].dtype
-        with _default_dtype(dtype), NothingDrawn():
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(inputs["grad_out"].dtype)
+            stack.enter_context(NothingDrawn())
             model = self.make(cell)
         model.train(cell.passes != "fwd")
         for name, parameter in model.named_parameters():
@@ -182,7 +209,7 @@ class Model(Operator):
 
     def _given(self, cell: Cell, inputs: Inputs) -> Inputs:
         """The arguments of the model."""
-        own = {"grad_out", *(name for name, _ in _on_meta(self, cell).named_parameters())}
+        own = {"grad_out", *_parameters(self, cell)}
         return {name: x for name, x in inputs.items() if name not in own}
 
     # The reference
@@ -197,7 +224,7 @@ class Model(Operator):
         Parts that the model always computes in float32, such as rotary angles, stay in float32.
         """
         model = self._model(cell, inputs)
-        given = {n: _double(x) for n, x in self._given(cell, inputs).items()}
+        given = super().in_double(self._given(cell, inputs))
         wanted = self.leaf_names(cell)
         with torch.set_grad_enabled(bool(wanted)), self.exactly(model):
             if not wanted:
@@ -225,7 +252,14 @@ class Model(Operator):
         """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
         if cell.dtype == "fp32":
             return ()
-        return {f"grad_{name}" for name in _summed_in_16_bits(_on_meta(self, cell))}
+        summed = (nn.LayerNorm, nn.Embedding)
+        modules = _on_meta(self, cell).named_modules()
+        return {
+            f"grad_{name}.{own}"
+            for name, module in modules
+            if isinstance(module, summed)
+            for own, _ in module.named_parameters()
+        }
 
     def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
         skipped = cell.passes != "fwd" and self.unjudged(cell)
@@ -247,17 +281,19 @@ class LibraryModel(Model):
     def choose(self, model: Any, attention: str) -> None:
         pass
 
-    def serving(self, attention: str) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def serving(self, attention: str) -> Iterator[None]:
         from fastattn.integrations.torch import activate
 
-        if attention == "eager":
-            return sdpa_kernel(SDPBackend.MATH)
-        return activate() if attention == "fastattn" else contextlib.nullcontext()
-
-    def watching(self, attention: str) -> contextlib.AbstractContextManager[None]:
         caller = importlib.import_module(self.CALLER)
-        function = getattr(caller, _FUNCTION)
-        return watching(function, functools.partial(setattr, caller, _FUNCTION), self.stopwatch)
+        with contextlib.ExitStack() as stack:
+            if attention == "eager":
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            elif attention == "fastattn":
+                stack.enter_context(activate())
+            replace = functools.partial(setattr, caller, _FUNCTION)
+            with watching(getattr(caller, _FUNCTION), replace, self.stopwatch):
+                yield
 
     def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
         return sdpa_kernel(SDPBackend.MATH)
@@ -267,37 +303,6 @@ class LibraryModel(Model):
         widen(list(model.parameters()))
 
 
-def _summed_in_16_bits(model: nn.Module) -> list[str]:
-    """The parameters whose gradients PyTorch sums over the tokens in their own dtype."""
-    return [
-        f"{name}.{own}"
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.LayerNorm, nn.Embedding))
-        for own, _ in module.named_parameters()
-    ]
-
-
-def _windows(draw: Draw) -> Callable[[int, float], Tensor]:
-    """Returns a function (count, scale) -> random numbers, which are slices of one pool.
-
-    Slicing is faster than drawing, and needs no extra memory.
-    """
-    pool = draw.normal(_POOL)
-    scaled = functools.cache(pool.__mul__)
-    start = 0
-
-    def window(count: int, scale: float) -> Tensor:
-        nonlocal start
-        if count > _POOL:
-            return scaled(scale).repeat(-(-count // _POOL))[:count]
-        start = 0 if start + count > _POOL else start
-        found = scaled(scale)[start : start + count]
-        start += count
-        return found
-
-    return window
-
-
 @functools.lru_cache(maxsize=8)
 def _on_meta(model: Model, cell: Cell) -> nn.Module:
     """The model on the meta device: its modules and the shapes of its parameters."""
@@ -305,31 +310,8 @@ def _on_meta(model: Model, cell: Cell) -> nn.Module:
         return model.make(cell)
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _double(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
-
-
-def _double_in_turn(model: nn.Module) -> None:
-    """Converts the model to float64, but each layer only while it runs."""
-    layers = {x for stack in model.modules() if isinstance(stack, nn.ModuleList) for x in stack}
-    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
-    for parameter in model.parameters():
-        if parameter not in in_layers:
-            parameter.data = parameter.data.double()
-    for layer in layers:
-        own = list(layer.parameters())
-        layer.register_forward_pre_hook(functools.partial(widen, own))
-        layer.register_forward_hook(functools.partial(_restore, own, [x.data for x in own]))
+def _parameters(model: Model, cell: Cell) -> dict[str, nn.Parameter]:
+    return dict(_on_meta(model, cell).named_parameters())
 
 
 def widen(parameters: list[nn.Parameter], *called: Any) -> None:
@@ -342,53 +324,22 @@ def _restore(parameters: list[nn.Parameter], kept: list[Tensor], *called: Any) -
         parameter.data = data
 
 
-def _use_plain_attention(model: Any) -> None:
-    """Makes the model use plain attention in the dtype of the queries, and the masks of "eager"."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
-    AttentionInterface.register(_EXACT, _exact)
-    AttentionMaskInterface.register(_EXACT, eager_mask)
-    model.set_attn_implementation(_EXACT)
-
-
-def _exact(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = query @ key.mT * scale
-    weights = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), None
-
-
 def imported(name: str) -> ModuleType:
-    """Import a library of models."""
-    _declare_operators()
-    return importlib.import_module(name)
+    """Import a library of models.
 
-
-def _declare_operators() -> None:
-    """Make torchvision importable, which timm, transformers and others import for their images.
-
-    The import fails if torchvision was built for another PyTorch: operators that it extends do not
-    exist then. Models call none of them, so they are only declared.
+    timm, transformers and others import torchvision for their images. The import fails if it was
+    built for another PyTorch: operators that it extends do not exist then. Models call none of
+    them, so they are only declared.
     """
     try:
         importlib.import_module("torchvision")
     except ImportError:
-        return  # those that need it say so
+        pass  # those that need it say so
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
         library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _declared.append(library)
+    return importlib.import_module(name)
