@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
@@ -131,31 +131,30 @@ def check_name(name: str) -> None:
         raise ValueError(f"--providers {name!r}: variants of {provider} are {known}")
 
 
-def sdpa_reasons(
-    cell: Cell,
-    *,
-    dtypes: Sequence[str],
-    passes: Sequence[str] = ("fwd",),
-    masks: Sequence[str] = MASKS,
-    grouped: bool = True,
-    devices: Sequence[str] = ("cpu",),
-) -> list[str]:
-    """The reasons why a provider that implements `sdpa` only cannot run a cell."""
-    reasons = []
-    if cell.device not in devices:
-        reasons.append(f"it runs on {' and '.join(devices)}")
-    if cell.op != "sdpa":
-        return [*reasons, "only sdpa is supported here"]
-    if cell.dtype not in dtypes:
-        reasons.append(f"it takes {', '.join(dtypes)}")
-    if cell.passes not in passes:
-        reasons.append("it has no backward" if passes == ("fwd",) else f"only {', '.join(passes)}")
-    if cell.mask not in masks:
-        reasons.append(f"no {cell.mask} mask is supported here")
-    if cell.weights != "none":
-        reasons.append("it returns no weights")
-    if cell.option != "none":
-        reasons.append(f"no {cell.option} is supported here")
-    if cell["H"] != cell["Hkv"] and not grouped:
-        reasons.append("it has no grouped heads")
-    return reasons
+class SdpaOnly:
+    """Part of a provider that has no operator but `sdpa`; the attributes say what it serves."""
+
+    DTYPES: Sequence[str] = ("fp32",)
+    PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",)}  # device: passes
+    MASKS: Sequence[str] = MASKS
+    GROUPED = True
+
+    def why_not(self, cell: Cell) -> list[str]:
+        reasons, passes = [], self.PASSES_ON.get(cell.device)
+        if passes is None:
+            reasons.append(f"it runs on {' and '.join(self.PASSES_ON)}")
+        if cell.op != "sdpa":
+            return [*reasons, "only sdpa is supported here"]
+        if cell.dtype not in self.DTYPES:
+            reasons.append(f"it takes {', '.join(self.DTYPES)}")
+        if passes is not None and cell.passes not in passes:
+            reasons.append("it has no backward")
+        if cell.mask not in self.MASKS:
+            reasons.append(f"no {cell.mask} mask is supported here")
+        if cell.weights != "none":
+            reasons.append("it returns no weights")
+        if cell.option != "none":
+            reasons.append(f"no {cell.option} is supported here")
+        if cell["H"] != cell["Hkv"] and not self.GROUPED:
+            reasons.append("it has no grouped heads")
+        return reasons

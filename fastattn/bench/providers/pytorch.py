@@ -17,12 +17,10 @@ from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import TORCH_DTYPES
 from fastattn.bench.ops._attention import document_ids
-from fastattn.bench.providers import ISAS, sdpa_reasons
-from fastattn.bench.providers.passes import Outputs, run_passes, stay_in
+from fastattn.bench.ops._base import Forward, Inputs, Prepared
+from fastattn.bench.providers import ISAS, SdpaOnly
+from fastattn.bench.providers.passes import run_passes, stay_in
 from fastattn.dispatch import BACKENDS, PRIORITY, load
-
-Call = Callable[[], Outputs]
-Inputs = dict[str, Tensor]
 
 
 class Torch:
@@ -51,11 +49,14 @@ class Torch:
             return [f"PyTorch has its {self.variant} kernel on GPUs only"]
         return ops.get(cell.op).why_not_theirs(cell)
 
-    def prepare(self, cell: Cell, inputs: Inputs) -> Call:
+    def prepare(self, cell: Cell, inputs: Inputs) -> Forward:
+        return run_passes(cell, *self.calls(cell, inputs), inputs["grad_out"])
+
+    def calls(self, cell: Cell, inputs: Inputs) -> Prepared:
+        """The forward that is timed, and the leaves of its gradient."""
         op: Any = ops.get(cell.op)
-        theirs = op.one_by_one if self.variant == "loop" else op.theirs
-        forward, leaves = theirs(cell, inputs)
-        return run_passes(cell, forward, leaves, inputs["grad_out"])
+        prepared: Prepared = (op.one_by_one if self.variant == "loop" else op.theirs)(cell, inputs)
+        return prepared
 
 
 class Eager(Torch):
@@ -65,8 +66,8 @@ class Eager(Torch):
     def why_not(self, cell: Cell) -> list[str]:
         return []
 
-    def prepare(self, cell: Cell, inputs: Inputs) -> Call:
-        return run_passes(cell, *ops.get(cell.op).eager(cell, inputs), inputs["grad_out"])
+    def calls(self, cell: Cell, inputs: Inputs) -> Prepared:
+        return ops.get(cell.op).eager(cell, inputs)
 
 
 class Compiled(Torch):
@@ -78,39 +79,29 @@ class Compiled(Torch):
             return ["whole models are not compiled here"]
         return super().why_not(cell)
 
-    def prepare(self, cell: Cell, inputs: Inputs) -> Call:
+    def calls(self, cell: Cell, inputs: Inputs) -> Prepared:
         torch.compiler.reset()  # earlier cells would count against the limit of recompilations
-        forward, leaves = ops.get(cell.op).theirs(cell, inputs)
-        compiled: Call = torch.compile(forward, dynamic=False)
-        return run_passes(cell, compiled, leaves, inputs["grad_out"])
+        forward, leaves = super().calls(cell, inputs)
+        return torch.compile(forward, dynamic=False), leaves
 
 
-class Flex(Torch):
+class Flex(SdpaOnly, Torch):
     """FlexAttention; each cell gets its own graph, compiled for its exact sizes."""
 
     ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
     VARIANTS = ()
+    DTYPES = ("fp32", "bf16", "fp16")
+    PASSES_ON = {"cpu": ("fwd",), "cuda": ("fwd", "bwd", "fwd+bwd")}  # noqa: RUF012
 
-    def why_not(self, cell: Cell) -> list[str]:
-        return sdpa_reasons(
-            cell,
-            dtypes=("fp32", "bf16", "fp16"),
-            passes=("fwd", "bwd", "fwd+bwd") if cell.device == "cuda" else ("fwd",),
-            devices=("cpu", "cuda"),
-        )
-
-    def prepare(self, cell: Cell, inputs: Inputs) -> Call:
+    def calls(self, cell: Cell, inputs: Inputs) -> Prepared:
         from torch.nn.attention.flex_attention import flex_attention
 
         leaves = [inputs[name] for name in ("query", "key", "value")]
         options = _flex_options(cell, inputs)
         torch.compiler.reset()
         attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-        def forward() -> Outputs:
-            return (attend(*leaves, enable_gqa=cell["H"] != cell["Hkv"], **options),)
-
-        return run_passes(cell, forward, leaves, inputs["grad_out"])
+        grouped = cell["H"] != cell["Hkv"]
+        return lambda: (attend(*leaves, enable_gqa=grouped, **options),), leaves
 
 
 def _flex_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
@@ -131,9 +122,8 @@ def _flex_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
         q_ids, k_ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
         visible = lambda b, h, i, j: q_ids[i] == k_ids[j]  # noqa: E731
     batch = cell["B"] if cell.mask == "padding" else None
-    device = inputs["query"].device
-    block_mask = create_block_mask(visible, batch, None, cell["Lq"], cell["Lk"], device=device)
-    return {"block_mask": block_mask}
+    sizes = batch, None, cell["Lq"], cell["Lk"]
+    return {"block_mask": create_block_mask(visible, *sizes, device=inputs["query"].device)}
 
 
 class Fastattn(Torch):
@@ -162,10 +152,10 @@ class Fastattn(Torch):
             return []
         return [f"the backend {self._backend(cell)} is {backend}"]
 
-    def prepare(self, cell: Cell, inputs: Inputs) -> Call:
+    def calls(self, cell: Cell, inputs: Inputs) -> Prepared:
         if self.variant or not _pytorch_is_first(cell):
             stay_in(fastattn.use_backend(self._backend(cell)))
-        return run_passes(cell, *ops.get(cell.op).ours(cell, inputs), inputs["grad_out"])
+        return ops.get(cell.op).ours(cell, inputs)
 
     def _backend(self, cell: Cell) -> str:
         """The first backend of the device; a missing one is reported, not replaced."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fastattn.bench.cells import MASKS, Cell
-from fastattn.bench.providers import sdpa_reasons
+from fastattn.bench.providers import SdpaOnly
 
 Inputs = dict[str, Tensor]
 _NAMES = ("query", "key", "value", "attn_mask")
 
 
-class OnnxRuntime:
+class OnnxRuntime(SdpaOnly):
     """`Attention` of opset 23 on [B, H, L, D], or `MultiHeadAttention` of com.microsoft on
     [B, L, H·D], which is faster for some shapes.
     """
@@ -27,6 +27,8 @@ class OnnxRuntime:
 
     def select(self, variant: str) -> None:
         self.variant = variant
+        self.MASKS = [mask for mask in MASKS if mask not in ("bool", "documents")]
+        self.GROUPED = False
 
     def versions(self) -> dict[str, str]:
         import onnx
@@ -35,8 +37,7 @@ class OnnxRuntime:
         return {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__}
 
     def why_not(self, cell: Cell) -> list[str]:
-        masks = [mask for mask in MASKS if mask not in ("bool", "documents") or not self.variant]
-        reasons = sdpa_reasons(cell, dtypes=("fp32",), masks=masks, grouped=not self.variant)
+        reasons = super().why_not(cell)
         if cell.op == "sdpa" and cell.mask == "causal" and cell["Lq"] != cell["Lk"]:
             reasons.append("it aligns the causal diagonal differently when Lq is not Lk")
         return reasons
@@ -52,30 +53,21 @@ class OnnxRuntime:
             given = _packed(cell, inputs)
             places = ("query", "key", "value", "", "key_padding_mask", "attention_bias")
             names = [name if name in given else "" for name in places]
-            of_mha: dict[str, Any] = {
-                "domain": "com.microsoft",
-                "num_heads": cell["H"],
-                "unidirectional": causal,
-            }
-            node = helper.make_node("MultiHeadAttention", names, ["out"], **of_mha)
-            shape = [cell["B"], cell["Lq"], cell["H"] * cell["Dv"]]
+            of_mha: dict[str, Any] = {"num_heads": cell["H"], "unidirectional": causal}
+            kind, of_mha["domain"] = "MultiHeadAttention", "com.microsoft"
+            node = helper.make_node(kind, names, ["out"], **of_mha)
         else:
             given = _with_rows(cell, inputs)
             node = helper.make_node("Attention", list(given), ["out"], is_causal=causal)
-            shape = [cell[key] for key in ("B", "H", "Lq", "Dv")]
         session = onnxruntime.InferenceSession(
-            _model(node, given, shape), options, providers=["CPUExecutionProvider"]
+            _model(node, given), options, providers=["CPUExecutionProvider"]
         )
         feed = {name: x.numpy() for name, x in given.items()}
-
-        def run() -> list[Any]:
-            return list(session.run(None, feed))
-
         if not self.variant:
-            return run
+            return lambda: list(session.run(None, feed))
         # A view of [B, L, H·D] as [B, H, L, D].
         heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
-        return lambda: [run()[0].reshape(heads).transpose(0, 2, 1, 3)]
+        return lambda: [session.run(None, feed)[0].reshape(heads).transpose(0, 2, 1, 3)]
 
 
 def _with_rows(cell: Cell, inputs: Inputs) -> Inputs:
@@ -95,7 +87,7 @@ def _packed(cell: Cell, inputs: Inputs) -> Inputs:
     return kept
 
 
-def _model(node: Any, inputs: Inputs, shape: list[int]) -> bytes:
+def _model(node: Any, inputs: Inputs) -> bytes:
     from onnx import TensorProto, helper
 
     kinds = {
@@ -107,23 +99,21 @@ def _model(node: Any, inputs: Inputs, shape: list[int]) -> bytes:
         helper.make_tensor_value_info(name, kinds[x.dtype], list(x.shape))
         for name, x in inputs.items()
     ]
-    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, shape)
+    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
     graph = helper.make_graph([node], "attention", declared, [out])
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
 
 
-class OpenVino:
+class OpenVino(SdpaOnly):
     ABOUT = "OpenVINO: scaled_dot_product_attention of opset 13 (forward, fp32)"
     THREADS_OF_TORCH = False
+    GROUPED = False
 
     def versions(self) -> dict[str, str]:
         import openvino
 
         return {"openvino": openvino.__version__}
-
-    def why_not(self, cell: Cell) -> list[str]:
-        return sdpa_reasons(cell, dtypes=("fp32",), grouped=False)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Callable[[], list[Any]]:
         import openvino
