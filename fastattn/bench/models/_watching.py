@@ -26,25 +26,6 @@ class _Mark(torch.autograd.Function):
         return None, *grads
 
 
-def _timed(attend: Callable[..., Any], watch: Stopwatch, *tensors: Tensor) -> Any:
-    """Calls attention on query, key and value, and times its forward and backward.
-
-    The result is the output, or a tuple that begins with it. In the backward, the mark on the
-    output comes before attention, and those on its inputs after it.
-    """
-    has_backward = torch.is_grad_enabled() and tensors[0].requires_grad
-    if has_backward:
-        tensors = _Mark.apply(watch.stop, *tensors)
-    watch.start()
-    result = attend(*tensors)
-    watch.stop()
-    if not has_backward:
-        return result
-    if isinstance(result, tuple):
-        return *_Mark.apply(watch.start, result[0]), *result[1:]
-    return _Mark.apply(watch.start, result)[0]
-
-
 @contextlib.contextmanager
 def watching(
     function: Callable[..., Any],
@@ -52,16 +33,26 @@ def watching(
     watch: Stopwatch,
     before: int = 0,
 ) -> Iterator[None]:
-    """Within the block, a function of query, key and value is timed.
+    """Within the block, a function of query, key and value is timed, forward and backward.
 
-    `replace` puts another function in its place; `before` arguments come before the query.
+    `replace` puts another function in its place; `before` arguments come before the query. The
+    result is the output, or a tuple that begins with it. In the backward, the mark on the output
+    comes before attention, and those on its inputs after it.
     """
 
     def watched(*args: Any, **options: Any) -> Any:
-        def attend(*tensors: Tensor) -> Any:
-            return function(*args[:before], *tensors, *args[before + 3 :], **options)
-
-        return _timed(attend, watch, *args[before : before + 3])
+        tensors = args[before : before + 3]
+        has_backward = torch.is_grad_enabled() and tensors[0].requires_grad
+        if has_backward:
+            tensors = _Mark.apply(watch.stop, *tensors)
+        watch.start()
+        result = function(*args[:before], *tensors, *args[before + 3 :], **options)
+        watch.stop()
+        if not has_backward:
+            return result
+        if isinstance(result, tuple):
+            return *_Mark.apply(watch.start, result[0]), *result[1:]
+        return _Mark.apply(watch.start, result)[0]
 
     replace(watched)
     try:

@@ -59,9 +59,10 @@ class Operator:
     WEIGHTS: Sequence[str] = ("none",)
     OPTIONS: Sequence[str] = ("none",)
     PASSES: Sequence[str] = ("fwd", "bwd", "fwd+bwd")
-    # The inputs that have a gradient, in order, and the output; "B L*E" is [B, L * E].
+    # The inputs that have a gradient, in order, and the output, which may be like the first input;
+    # "B L*E" is [B, L * E].
     SHAPES: Mapping[str, str]
-    OUTPUT: str
+    OUTPUT = ""
     KEYWORDS: Mapping[str, Any] = {}  # arguments of the call that all cells have
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
     # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1. The
@@ -120,6 +121,7 @@ class Operator:
 
     def shape(self, cell: Cell, sizes: str) -> list[int]:
         """The shape that an entry of SHAPES, or OUTPUT, describes."""
+        sizes = sizes or next(iter(self.SHAPES.values()))
         return [
             math.prod(self.size(cell, key) for key in size.split("*")) for size in sizes.split()
         ]

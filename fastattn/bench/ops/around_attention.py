@@ -36,7 +36,6 @@ MERGE_STATES = _MergeStates(
     ABOUT="(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]",
     SIZES={"B": 8, "H": 8, "L": 512, "D": 64},
     SHAPES={"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"},
-    OUTPUT="B H L D",
     FLOPS="products(2 * B*H*L*D)",
     BY_EQUATION=True,
     results=lambda found, dtype: found[0],
@@ -146,7 +145,6 @@ HEAD_NETWORK = _HeadNetwork(
     ABOUT="W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units",
     SIZES={"B": 8, "H": 8, "L": 128, "D": 64, "F": 64},
     SHAPES={"x": "B H L D"},
-    OUTPUT="B H L D",
     FLOPS="products(2 * B*H*L*D*F)",
     make=lambda cell, **made: HeadNetwork(cell["H"], cell["D"], cell["F"], **made),
 )

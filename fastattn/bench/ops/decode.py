@@ -10,7 +10,7 @@ cache: the value of a row is a view of the first Dv columns of its key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,24 +89,25 @@ class _Decode(SampledHeads):
         return inputs
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        query, *caches = self.tensors(cell, inputs)
+        table = inputs.get("block_table")
+
+        def stored(x: Tensor) -> Tensor:
+            x = _numbers(cell, x) if cell.option in _QUANTISED else x
+            return x if table is None else _in_pages(x, table, cell["P"])
+
+        tensors = self.tensors(cell, inputs, stored)
         options: dict[str, Any] = {
             "mask": mask_of(cell, cell["Lk"]),
             "is_causal": cell.mask == "causal",
+            "block_table": table,
         }
         if cell.option == "t5":
             options["relative_bias"] = _t5(inputs)
         if cell.option in _QUANTISED:
-            caches = [_numbers(cell, x) for x in caches]
-        if cell["P"]:
-            table = options["block_table"] = inputs["block_table"]
-            caches = [_in_pages(x, table, cell["P"]) for x in caches]
-        key, value = _key_and_value(cell, caches)
-        if cell.option in _QUANTISED:
+            rows, scale = tensors[1].shape[:3], _QUANTISED[cell.option][1]
             for name in ("key_scales", "value_scales"):
-                scale = _QUANTISED[cell.option][1]
-                options[name] = torch.full(key.shape[:3], scale, device=key.device)
-        return [query, key, value], options
+                options[name] = torch.full(rows, scale, device=tensors[1].device)
+        return tensors, options
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         """With option=latent, the fastest form that PyTorch has.
@@ -115,8 +116,7 @@ class _Decode(SampledHeads):
         every query head. The value is the complete key, because the fused kernel of the CPU needs
         equal widths, and the columns beyond Dv of its result are dropped.
         """
-        query, *caches = self.tensors(cell, inputs)
-        key, value = caches[0], caches[-1]
+        query, key, value = self.tensors(cell, inputs)
         latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
         causal = cell.mask == "causal" and cell["Lq"] == cell["Lk"] and cell.option != "t5"
         mask = None
@@ -131,7 +131,7 @@ class _Decode(SampledHeads):
 
         def forward() -> Tensor:
             if latent:
-                out = scaled_dot_product_attention(rows, key, value, of_rows)[..., : cell["Dv"]]
+                out = scaled_dot_product_attention(rows, key, key, of_rows)[..., : cell["Dv"]]
                 return out.unflatten(2, (group, -1)).flatten(1, 2)
             return scaled_dot_product_attention(
                 query, key, value, mask, is_causal=causal, enable_gqa=group > 1
@@ -144,21 +144,23 @@ class _Decode(SampledHeads):
         return ["F.scaled_dot_product_attention has one mask"] if both else []
 
     def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
-        query, *caches = self.tensors(cell, inputs)
+        query, key, value = self.tensors(cell, inputs)
         visible = visible_to_last(cell, cell["Lq"], cell["Lk"], query.device)
         table = _distances(cell, inputs)[None] if cell.option == "t5" else None
         given, offset = {"relative_bias": table}, cell["Lk"] - cell["Lq"]
-        return attend(query, *_key_and_value(cell, caches), visible, given=given, offset=offset)[0]
+        return attend(query, key, value, visible, given=given, offset=offset)[0]
 
-    def tensors(self, cell: Cell, inputs: Inputs) -> list[Tensor]:
-        """The query, the key and, unless it is a view of the key, the value."""
-        return [inputs[name] for name in self.leaf_names(cell)]
+    def tensors(
+        self, cell: Cell, inputs: Inputs, stored: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> list[Tensor]:
+        """The query, the key and the value, both as they are stored.
 
-
-def _key_and_value(cell: Cell, caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Both caches. With option=latent there is one, [..., D], and the value is a view of it."""
-    key = caches[0]
-    return key, key[..., : cell["Dv"]] if cell.option == "latent" else caches[1]
+        With option=latent there is one cache, [..., D], and the value is a view of it.
+        """
+        key = stored(inputs["key"])
+        latent = cell.option == "latent"
+        value = key[..., : cell["Dv"]] if latent else stored(inputs["value"])
+        return [inputs["query"], key, value]
 
 
 def _cached(cell: Cell, rows: int) -> int:

@@ -24,7 +24,7 @@ def _added(cell: Cell, inputs: Inputs) -> Prepared:
     return lambda: (x * cell["E"] ** 0.5 + table,), [x]
 
 
-_OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}, "OUTPUT": "B L E"}
+_OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}}
 _SINUSOIDAL = _OF_ROWS | {
     "ABOUT": "x·√E + PE(position) on x [B, L, E]",
     "TORCH": "x * sqrt(E) + table[:L]",

@@ -42,7 +42,6 @@ HOPFIELD = Operator(
     "S = 1 is shared",
     SIZES={"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3},
     SHAPES={"state": "B H L D", "stored": "S H N D"},
-    OUTPUT="B H L D",
     # Small, so that the steps contract; diverging steps would amplify rounding errors.
     SCALES={"state": 0.5, "stored": 0.5},
     FLOPS="attention(B*H*L*N * (K + 1), D, D)",
@@ -139,7 +138,6 @@ HOPFIELD_MODULE = _hopfield(
     states=128,
     rows="B*N",
     SHAPES={"state": "B L E", "stored": "B N E"},
-    OUTPUT="B L E",
     call=lambda cell, module, inputs: module((inputs["stored"], inputs["state"], inputs["stored"])),
 )
 
@@ -150,7 +148,6 @@ HOPFIELD_LAYER = _hopfield(
     states=128,
     rows="N",
     SHAPES={"state": "B L E"},
-    OUTPUT="B L E",
     where=lambda cell, inputs: (inputs["state"], inputs["lookup_weights"], "hopfield."),
 )
 
@@ -190,7 +187,6 @@ MEMORY_HOPS = Operator(
     MASKS=("none", "padding"),
     WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B D", "in_memory": "S N D", "out_memory": "S N D"},
-    OUTPUT="B D",
     SCALES={"in_memory": 0.1, "out_memory": 0.1},
     FLOPS="attention(B*K*N, D, D)",
     check=_check_shared,

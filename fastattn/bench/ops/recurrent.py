@@ -69,7 +69,6 @@ ADDITIVE_MODULE = Module(
     ABOUT="softmax(scale·tanh(q + m)) M on q [B, Lq, A], memory [B, Lk, A]",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256},
     SHAPES={"query": "B Lq A", "memory": "B Lk A"},
-    OUTPUT="B Lq A",
     FLOPS="additive(pairs, A, A)",
     HIDDEN="B * Lq * Lk * A",
     make=lambda cell, **made: AdditiveAttention(dim=cell["A"], **made),
@@ -88,7 +87,6 @@ BAHDANAU = Module(
     ABOUT="softmax(v·tanh(W q + U m)) M on [B, Lq, E], memory [B, Lk, E], A units",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "E": 256, "A": 256},
     SHAPES={"query": "B Lq E", "memory": "B Lk E"},
-    OUTPUT="B Lq E",
     FLOPS="additive(pairs, A, E) + products(B * (Lq + Lk) * E*A)",
     HIDDEN="B * Lq * Lk * A",
     KEYWORDS={"need_weights": False},
@@ -146,7 +144,6 @@ BAHDANAU_DECODER = Module(
     TORCH="the same steps, the equation and torch's GRU cell",
     SIZES={"B": 1, "L": 20, "S": 40, "E": 256, "A": 256},
     SHAPES={"targets": "B L E", "memory": "B S E", "state": "B E"},
-    OUTPUT="B L E",
     FLOPS="additive(B*L*S, A, E) + products(B*E * (S*A + L * (A + 9*E)))",
     make=lambda cell, **made: _Decoder(cell["E"], cell["A"], **made),
     equation=_steps,
@@ -243,7 +240,6 @@ def _global(cell: Cell, inputs: Inputs) -> Tensor:
 _ON_A_MEMORY: dict[str, Any] = {
     "SIZES": {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256},
     "SHAPES": {"query": "B Lq D", "memory": "B Lk D"},
-    "OUTPUT": "B Lq D",
     # For scores of about 1, because they are not divided by √D.
     "parameter": lambda name, shape, draw: draw.normal(*shape, scale=1 / shape[-1]),
     "results": lambda found, dtype: found[0],

@@ -25,7 +25,6 @@ _OPTIONS: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first":
 class _Mha(Twin):
     """`nn.MultiheadAttention`, and what consists of it and of linear layers."""
 
-    OUTPUT = "B L E"
     READ: str  # the elements of the matrices, which are counted without biases and norms
 
     def elements(self, cell: Cell) -> tuple[int, int]:
@@ -78,7 +77,6 @@ class _Encoder(_Mha):
 class _Decoder(Twin):
     """A `TransformerDecoderLayer`, or with `STACKED` a `TransformerDecoder`."""
 
-    OUTPUT = "B L E"
     STACKED = False
 
     def build(self, library: Any, cell: Cell, **made: Any) -> Any:
@@ -187,5 +185,6 @@ TRANSFORMER = _Transformer(
     ABOUT=f"{LAYERS} encoder layers on src [B, S, E], {LAYERS} causal ones on tgt [B, L, E], GELU",
     SIZES=_SIZES_WITH_MEMORY,
     SHAPES={"src": "B S E", "tgt": "B L E"},
+    OUTPUT="B L E",
     FLOPS=f"{LAYERS} * ({_OF_SOURCE} + {_OF_DECODER})",
 )

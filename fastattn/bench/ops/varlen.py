@@ -26,7 +26,6 @@ class _Varlen(Operator):
     TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "relative")
-    OUTPUT = "T H D"
     FLOPS = "attention(pairs * H, D, D)"
     BY_EQUATION = True
 
