@@ -87,32 +87,16 @@ def test_a_constructor_draws_nothing() -> None:
     assert not drawn.any()
 
 
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
+def _scaled_a_little(query: Tensor, *rest: Any) -> tuple[Any, ...]:
+    return query * 1.01, *rest
 
 
-def _scaled_a_little(attention: Attention) -> Attention:
-    def wrong(module: Any, query: Tensor, *rest: Any, **options: Any) -> Any:
-        return attention(module, query * 1.01, *rest, **options)
-
-    return wrong
+def _without_mask(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    return query, key, value, None
 
 
-def _without_mask(attention: Attention) -> Attention:
-    def wrong(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-    ) -> Any:
-        return attention(module, query, key, value, None, **options | {"is_causal": False})
-
-    return wrong
-
-
-def _without_the_last_key(attention: Attention) -> Attention:
-    def wrong(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-    ) -> Any:
-        return attention(module, query, key[:, :, :-1], value[:, :, :-1], *rest, **options)
-
-    return wrong
+def _without_the_last_key(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    return query, key[:, :, :-1], value[:, :, :-1], mask
 
 
 @pytest.mark.complete
@@ -130,11 +114,17 @@ def _without_the_last_key(attention: Attention) -> Attention:
 def test_a_wrong_attention_is_found(
     op: str,
     mask: str,
-    fault: Callable[[Attention], Attention],
+    fault: Callable[..., tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     registered = transformers.AttentionInterface._global_mapping
-    monkeypatch.setitem(registered, "sdpa", fault(registered["sdpa"]))
+    attention = registered["sdpa"]
+
+    def wrong(module: Any, *tensors: Any, **options: Any) -> Any:
+        options |= {"is_causal": False} if fault is _without_mask else {}
+        return attention(module, *fault(*tensors), **options)
+
+    monkeypatch.setitem(registered, "sdpa", wrong)
     for passes in ops.get(op).PASSES:
         cell = cell_of(op, SMALL[op], mask=mask, passes=passes)
         found = Oracle(cell, 0).check(answer("torch", cell))
