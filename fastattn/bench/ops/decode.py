@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattn.bench.cells import DTYPE_BYTES, Cell, keys_of
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import SampledHeads, attend, biases, mask_of, visible_to_last
-from fastattn.bench.ops._base import Inputs, Prepared
+from fastattn.bench.ops._base import Inputs, Outputs, Prepared
 from fastattn.bias import T5
 from fastattn.ops._relative_bias import fold_distances
 
@@ -129,15 +129,17 @@ class _Decode(SampledHeads):
             rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, H / Hkv Lq, D]
             of_rows = None if mask is None else mask.repeat(group, 1)
 
-        def forward() -> Tensor:
-            if latent:
-                out = scaled_dot_product_attention(rows, key, key, of_rows)[..., : cell["Dv"]]
-                return out.unflatten(2, (group, -1)).flatten(1, 2)
-            return scaled_dot_product_attention(
-                query, key, value, mask, is_causal=causal, enable_gqa=group > 1
-            )
+        def forward() -> Outputs:
+            if not latent:
+                return (
+                    scaled_dot_product_attention(
+                        query, key, value, mask, is_causal=causal, enable_gqa=group > 1
+                    ),
+                )
+            out = scaled_dot_product_attention(rows, key, key, of_rows)[..., : cell["Dv"]]
+            return (out.unflatten(2, (group, -1)).flatten(1, 2),)
 
-        return self.prepared(cell, inputs, forward)
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         both = cell.option == "t5" and cell.mask != "none"

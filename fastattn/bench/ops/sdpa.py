@@ -109,17 +109,18 @@ class _Sdpa(SampledHeads):
         query, key, value = self.leaves(inputs)
         options = _options(cell, inputs)
 
-        def table_as_mask() -> dict[str, Tensor]:
-            if cell.option != "relative":
-                return {}
-            return {"attn_mask": biases(inputs["relative_bias"], cell["Lq"], cell["Lk"])}
+        def of_table() -> Tensor:
+            return biases(inputs["relative_bias"], cell["Lq"], cell["Lk"])
 
-        def forward() -> Tensor:
-            own = options if cell.passes == "fwd" else options | table_as_mask()  # has a gradient
-            return scaled_dot_product_attention(query, key, value, **own)
+        if cell.option == "relative" and cell.passes == "fwd":
+            options["attn_mask"] = of_table()
 
-        options |= table_as_mask()
-        return self.prepared(cell, inputs, forward)
+        def forward() -> Outputs:
+            if cell.option == "relative" and cell.passes != "fwd":  # the table has a gradient
+                options["attn_mask"] = of_table()
+            return (scaled_dot_product_attention(query, key, value, **options),)
+
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         reasons = []
