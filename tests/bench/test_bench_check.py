@@ -45,44 +45,51 @@ def cells_to_check() -> list[Cell]:
     backward where they have one.
     """
     dtypes = itertools.cycle(("fp32", "bf16", "fp16"))
-    return [
-        cell_of(op, shape, passes=all_of(op), mask=mask, weights=weights, dtype=next(dtypes))
-        for op, shape in (*SMALL.items(), *MORE)
-        for mask in ops.get(op).MASKS
-        for weights in ops.get(op).WEIGHTS
-    ] + [
-        cell_of("transformer", SMALL["transformer"], option="stepwise"),
-        *(
-            cell_of("memn2n", SMALL["memn2n"], option="layerwise", passes=passes)
-            for passes in ops.get("memn2n").PASSES
-        ),
-        *(
-            cell_of("sdpa", shape, passes=passes, mask=mask, option=option, dtype=next(dtypes))
-            for option in ops.get("sdpa").OPTIONS[1:]
-            for mask in ("causal", "bias" if option != "window" else "none")
-            if option != "learnable" or mask == "bias"
-            for passes in ("bwd", "fwd+bwd")
-            for shape in (SMALL["sdpa"], "B=2,H=4,L=40,D=8")
-        ),
-        *(
-            cell_of("varlen", SMALL["varlen"], passes=passes, mask=mask, option="relative")
-            for mask in ("none", "prefix")
-            for passes in ("bwd", "fwd+bwd")
-        ),
-        *(
-            cell_of("decode", shape, mask=mask, option=option)
-            for mask in ("none", "window")
-            for option in ops.get("decode").OPTIONS[1:]
-            for shape in (SMALL["decode"], "B=2,H=4,Hkv=2,Lk=150,D=8,P=25")
-        ),
-        *(
-            cell_of("decode", f"B=2,H=4,Hkv={of},Lq=3,Lk=30,D=8,Dv=6", mask=mask, option=option)
-            for mask in ops.get("decode").MASKS
-            for of in ("1", "2,P=5")
-            for option in ("none", "latent")
-        ),
-        cell_of("decode", "B=2,H=4,Hkv=1,Lq=9,Lk=9,D=8,Dv=6", mask="causal", option="latent"),
-    ]
+    return (
+        [
+            cell_of(op, shape, passes=all_of(op), mask=mask, weights=weights, dtype=next(dtypes))
+            for op, shape in (*SMALL.items(), *MORE)
+            for mask in ops.get(op).MASKS
+            for weights in ops.get(op).WEIGHTS
+        ]
+        + [
+            cell_of("transformer", SMALL["transformer"], option="stepwise"),
+            *(
+                cell_of("memn2n", SMALL["memn2n"], option="layerwise", passes=passes)
+                for passes in ops.get("memn2n").PASSES
+            ),
+            *(
+                cell_of("sdpa", shape, passes=passes, mask=mask, option=option, dtype=next(dtypes))
+                for option in ops.get("sdpa").OPTIONS[1:]
+                for mask in ("causal", "bias" if option != "window" else "none")
+                if option != "learnable" or mask == "bias"
+                for passes in ("bwd", "fwd+bwd")
+                for shape in (SMALL["sdpa"], "B=2,H=4,L=40,D=8")
+            ),
+            *(
+                cell_of("sdpa", SMALL["sdpa"], passes=passes, option="relative")
+                for passes in ("fwd", "fwd+bwd")  # without a mask, which PyTorch's function has too
+            ),
+            *(
+                cell_of("varlen", SMALL["varlen"], passes=passes, mask=mask, option="relative")
+                for mask in ("none", "prefix")
+                for passes in ("bwd", "fwd+bwd")
+            ),
+            *(
+                cell_of("decode", shape, mask=mask, option=option)
+                for mask in ("none", "window")
+                for option in ops.get("decode").OPTIONS[1:]
+                for shape in (SMALL["decode"], "B=2,H=4,Hkv=2,Lk=150,D=8,P=25")
+            ),
+            *(
+                cell_of("decode", f"B=2,H=4,Hkv={of},Lq=3,Lk=30,D=8,Dv=6", mask=mask, option=option)
+                for mask in ops.get("decode").MASKS
+                for of in ("1", "2,P=5")
+                for option in ("none", "latent")
+            ),
+            cell_of("decode", "B=2,H=4,Hkv=1,Lq=9,Lk=9,D=8,Dv=6", mask="causal", option="latent"),
+        ]
+    )
 
 
 def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:

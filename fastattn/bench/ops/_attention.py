@@ -134,12 +134,14 @@ def document_ids(length: int) -> Tensor:
     return torch.arange(length) * DOCUMENTS // max(length, 1)
 
 
-def biases(table: Tensor, queries: int, keys: int, visible: Tensor | None = None) -> Tensor:
-    """The bias of the last queries of a sequence [1, H, queries, keys], from one of each distance.
+def biases(
+    table: Tensor, queries: int, keys: int, visible: Tensor | None = None, offset: int = 0
+) -> Tensor:
+    """The bias of all pairs [1, H, queries, keys], from one of each distance, [H, 2 M + 1].
 
-    `table` is [H, 2 M + 1]. The bias is -inf where `visible` is False.
+    -inf where `visible` is False. Query 0 is at position `offset`.
     """
     rows, columns = (torch.arange(n, device=table.device) for n in (queries, keys))
-    distances = rows[:, None] + (keys - queries) - columns
+    distances = rows[:, None] + offset - columns
     found = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
     return found if visible is None else found.masked_fill(~visible, -torch.inf)

@@ -122,7 +122,8 @@ class _Decode(SampledHeads):
         mask = None
         if cell.option == "t5":
             # Of three dimensions, PyTorch's fused kernel would refuse it.
-            mask = biases(_distances(cell, inputs), cell["Lq"], cell["Lk"])
+            lengths, offset = (cell["Lq"], cell["Lk"]), cell["Lk"] - cell["Lq"]
+            mask = biases(_distances(cell, inputs), *lengths, offset=offset)
         elif not causal or latent:
             mask = visible_to_last(cell, cell["Lq"], cell["Lk"], query.device)
         if latent:
