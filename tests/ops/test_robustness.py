@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
