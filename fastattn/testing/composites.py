@@ -35,6 +35,11 @@ def _softmax_backward_data(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype
     return product - y * product.sum(dim, keepdim=True)
 
 
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    centered = x - x.amax(dim, keepdim=True)
+    return centered - centered.exp().sum(dim, keepdim=True).log()
+
+
 def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     largest = x.amax(dims, keepdim=True)
     largest = torch.where(largest == -torch.inf, 0.0, largest)
@@ -119,6 +124,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "_softmax": _softmax,
     "_safe_softmax": _safe_softmax,
     "_softmax_backward_data": _softmax_backward_data,
+    "_log_softmax": _log_softmax,
     "logsumexp": _logsumexp,
     "logaddexp": _logaddexp,
     "addmm": _add_product,
