@@ -154,7 +154,7 @@ class Model(Operator):
             functools.cache(draw.normal(_POOL).__mul__),
             0,
         )
-        for name, parameter in _parameters(self, cell).items():
+        for name, parameter in _parameters_of(self, cell).items():
             shape, count = parameter.shape, parameter.numel()
             pool = scaled((count // shape[0]) ** -0.5 if len(shape) > 1 else 0.1)
             if count > _POOL:
@@ -169,7 +169,7 @@ class Model(Operator):
         return inputs | {"grad_out": draw.normal(cell["B"], length, cell["E"])}
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return () if cell.passes == "fwd" else [*_parameters(self, cell)]
+        return () if cell.passes == "fwd" else [*_parameters_of(self, cell)]
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         return self._with(cell, inputs, "fastattn")
@@ -209,7 +209,7 @@ class Model(Operator):
 
     def _given(self, cell: Cell, inputs: Inputs) -> Inputs:
         """The arguments of the model."""
-        own = {"grad_out", *_parameters(self, cell)}
+        own = {"grad_out", *_parameters_of(self, cell)}
         return {name: x for name, x in inputs.items() if name not in own}
 
     # The reference
@@ -310,7 +310,7 @@ def _on_meta(model: Model, cell: Cell) -> nn.Module:
         return model.make(cell)
 
 
-def _parameters(model: Model, cell: Cell) -> dict[str, nn.Parameter]:
+def _parameters_of(model: Model, cell: Cell) -> dict[str, nn.Parameter]:
     return dict(_on_meta(model, cell).named_parameters())
 
 
