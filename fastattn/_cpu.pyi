@@ -32,9 +32,13 @@ def additive_backward(
     /,
 ) -> None: ...
 
+# The options of attention as the core reads them: a plan reads them once.
+class AttentionOptions:
+    def __init__(self, record: primitives.AttentionOptions, /) -> None: ...
+
 # Attention reads its tensors and makes its results; (out, lse or None, weights or None).
 def attention(
-    options: primitives.AttentionOptions,
+    options: AttentionOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -51,7 +55,7 @@ def attention(
 
 # The gradients of query, key, value, attn_mask, sinks and relative_bias.
 def attention_backward(
-    options: primitives.AttentionBackwardOptions,
+    options: AttentionOptions,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,

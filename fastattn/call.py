@@ -13,17 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastattn import compat, dispatch, evidence
-from fastattn.eager import nothing_watches
+from fastattn import dispatch, evidence
+from fastattn.compat import nothing_intercepts as may_plan
 
 __all__ = ["Plans", "may_plan"]
 
 _MOST = 4096  # plans of one function
-
-
-def may_plan() -> bool:
-    """Whether no mode, transform, compiler or autocast has to see the calls made now."""
-    return nothing_watches() and not compat.any_autocast()
 
 
 class Plans:

@@ -180,6 +180,18 @@ def nothing_watches(modes: int = 0) -> bool:
     return forward_ad._current_level < 0 and _jit_trace() is None
 
 
+def nothing_intercepts() -> bool:
+    """Whether, besides, no autocast changes dtypes: one function, because every call asks."""
+    return not (
+        _compiling()
+        or _dispatch_modes()
+        or transforms_active()
+        or any_autocast()
+        or forward_ad._current_level >= 0
+        or _jit_trace() is not None
+    )
+
+
 def records_trace() -> bool:
     """Whether torch.jit.trace records the calls made now. It keeps every int as a constant."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]

@@ -36,14 +36,21 @@ void check_positions(const AttentionParams& p) {
                    int64_t{*queries.second} - *keys.first);
 }
 
-// What only the backward pass is asked for.
-struct BackwardOptions {
-  bool needs_mask_grad = false, partial = false;
+// The record of options, read once for all calls of a plan.
+struct Options : AttentionOptions {
+  bool needs_mask_grad = false, partial = false;  // of the backward pass
+
+  explicit Options(const py::object& record) {
+    static const auto of_backward = std::make_tuple(
+        field("needs_mask_grad", &Options::needs_mask_grad), field("partial", &Options::partial));
+    read_attention_options(named(record), *this);
+    if (py::hasattr(record, "partial")) named(record).read(*this, of_backward);
+  }
 };
 
-void read_call(Call& p, const py::object& options, py::handle query, py::handle key,
-               py::handle value, const Biases& biases) {
-  read_attention_options(named(options), p);
+void read_call(Call& p, const Options& options, py::handle query, py::handle key, py::handle value,
+               const Biases& biases) {
+  static_cast<AttentionOptions&>(p) = options;
   const TensorView q = view_of("query", query), k = view_of("key", key),
                    v = view_of("value", value);
   expect_dtype("query", q, {DType::f32, DType::f64, DType::bf16, DType::f16});
@@ -65,7 +72,7 @@ void read_call(Call& p, const py::object& options, py::handle query, py::handle 
 }
 
 // (out, lse or None, weights or None), new. Whoever needs no gradient may leave out lse.
-py::tuple attention(const py::object& options, py::handle query, py::handle key, py::handle value,
+py::tuple attention(const Options& options, py::handle query, py::handle key, py::handle value,
                     py::handle attn_mask, py::handle alibi_slopes, py::handle seed,
                     py::handle sinks, py::handle relative_bias, py::handle positions,
                     py::handle mask_program, bool needs_lse) {
@@ -127,7 +134,7 @@ py::object new_grad_mask(Call& p, py::handle mask) {
 // The gradients, new: of query, key and value, and of attn_mask, sinks and relative_bias, or None
 // without them. That of the mask only where the options ask for it, in the type that sums it; that of
 // the table [B, Hq, relative_bias_size].
-py::tuple attention_backward(const py::object& options, py::handle grad_out, py::handle grad_lse,
+py::tuple attention_backward(const Options& options, py::handle grad_out, py::handle grad_lse,
                              py::handle grad_weights, py::handle query, py::handle key,
                              py::handle value, py::handle attn_mask, py::handle alibi_slopes,
                              py::handle seed, py::handle out, py::handle lse, py::handle sinks,
@@ -137,12 +144,7 @@ py::tuple attention_backward(const py::object& options, py::handle grad_out, py:
   Call p{};
   read_call(p, options, query, key, value,
             {attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program});
-  static const auto fields =
-      std::make_tuple(field("needs_mask_grad", &BackwardOptions::needs_mask_grad),
-                      field("partial", &BackwardOptions::partial));
-  BackwardOptions asked;
-  named(options).read(asked, fields);
-  p.partial = asked.partial;
+  p.partial = options.partial;
   TensorView of_out = read_sizes("out", out, p.dtype, {p.B, p.Hq, p.Lq, p.Dv});
   py::object kept[3];
   if (of_out.stride[3] != 1) of_out = view_of("out", kept[0] = contiguous(out));
@@ -165,7 +167,7 @@ py::tuple attention_backward(const py::object& options, py::handle grad_out, py:
                    of_key = new_gradient(key, p.D, &p.grad_k),
                    of_value = new_gradient(value, p.Dv, &p.grad_v);
   py::object of_mask = py::none(), of_sinks = py::none(), of_table = py::none();
-  if (asked.needs_mask_grad && !attn_mask.is_none()) of_mask = new_grad_mask(p, attn_mask);
+  if (options.needs_mask_grad && !attn_mask.is_none()) of_mask = new_grad_mask(p, attn_mask);
   if (p.sinks != nullptr) {
     p.sink_gradients.resize(static_cast<size_t>(p.B * p.Hq));
     p.grad_sinks = p.sink_gradients.data();
@@ -184,6 +186,7 @@ py::tuple attention_backward(const py::object& options, py::handle grad_out, py:
 }  // namespace
 
 void bind_sdpa(py::module_& m) {
+  py::class_<Options>(m, "AttentionOptions").def(py::init<const py::object&>());
   m.def("attention", &attention);
   m.def("attention_backward", &attention_backward);
 }

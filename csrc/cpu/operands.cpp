@@ -33,6 +33,16 @@ std::string text_of(const int64_t* sizes, size_t count) {
                         text_of(got.size, static_cast<size_t>(got.rank)));
 }
 
+// Whether the strides are exactly those of a new tensor; those of single elements count, too.
+bool in_order(const TensorView& x) {
+  int64_t expected = 1;
+  for (int n = x.rank - 1; n >= 0; --n) {
+    if (x.size[n] == 0 || x.stride[n] != expected) return false;
+    expected *= x.size[n];
+  }
+  return true;
+}
+
 }  // namespace
 
 void expect_sizes(const char* name, const TensorView& view, DType dtype, Sizes sizes) {
@@ -89,12 +99,18 @@ py::object contiguous_double(const char* name, py::handle from) {
 }
 
 py::object new_rows(py::handle like, int64_t width, TensorView* to) {
-  py::object made = new_like(like, to);
-  const int last = to->rank - 1;
-  if (to->size[last] != width || to->stride[last] != 1) {
-    made = py::reinterpret_borrow<py::object>(make_rows)(like, width);
-    *to = view_of("a new tensor", made);
-  }
+  const TensorView x = view_of("a tensor", like);
+  const int last = x.rank - 1;
+  const auto by_rule = [&] { return py::reinterpret_borrow<py::object>(make_rows)(like, width); };
+  void* data;
+  py::object made = x.size[last] == width ? new_like(like, to)
+                    : x.rank == 4 && in_order(x)
+                        ? new_result(x.dtype, {x.size[0], x.size[1], x.size[2], width}, &data)
+                        : py::object(by_rule());
+  *to = view_of("a new tensor", made);
+  if (to->stride[last] == 1) return made;
+  made = by_rule();
+  *to = view_of("a new tensor", made);
   return made;
 }
 

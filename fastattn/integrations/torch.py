@@ -106,6 +106,10 @@ def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return stock
 
 
+# window, softcap, causal_alignment, return_lse, need_weights, average_weights
+_DEFAULTS = (None, None, "upper_left", False, False, False)
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -133,7 +137,7 @@ def _attend(
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
     tensors = (query, key, value, attn_mask, None, None)
-    signature, plan = find(tensors, None, dropout_p, is_causal, scale, enable_gqa)
+    signature, plan = find(tensors, None, dropout_p, is_causal, scale, enable_gqa, *_DEFAULTS)
     if plan is not None:
         out: Tensor = plan.run(*tensors, None)
         return out

@@ -25,38 +25,12 @@ _MOST_OFFSETS = 64
 def find(
     tensors: tuple[Any, ...],  # query, key, value, attn_mask, alibi_slopes, sinks
     mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
-    window: Any = None,
-    softcap: Any = None,
-    causal_alignment: Any = "upper_left",
-    return_lse: Any = False,
-    need_weights: Any = False,
-    average_weights: Any = False,
+    *options: Any,  # the others, in the order of the public function
 ) -> tuple[bytes | None, Plan | None]:
     """The signature and the plan of a call, None where it has none."""
     if not may_plan():
         return None, None
-    signature = _plans.sign(
-        tensors,
-        _ROWS,
-        (
-            dispatch.forced.get(),
-            mask is None,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window,
-            softcap,
-            causal_alignment,
-            return_lse,
-            need_weights,
-            average_weights,
-        ),
-    )
+    signature = _plans.sign(tensors, _ROWS, (dispatch.forced.get(), mask is None, options))
     return signature, _plans.get(signature)
 
 
@@ -100,6 +74,7 @@ class Plan:
         "core",
         "offsets",
         "options",
+        "record",
         "requires_grad",
         "returns_lse",
         "returns_more",
@@ -116,11 +91,12 @@ class Plan:
         returns_weights: bool,
     ) -> None:
         self.core: Any = _core() if backend else None
-        # As the backward pass takes them, so that it need not convert them.
+        # As the backward pass takes them, so that it need not convert them; and as the core does.
         self.options = extended(AttentionBackwardOptions, options)
+        self.record: Any = self.core and self.core.AttentionOptions(self.options)
         self.backend = backend
-        # The options at each distance of the last query from the last key.
-        self.offsets: dict[int, AttentionBackwardOptions] | None = {} if bottom_right else None
+        # Both at each distance of the last query from the last key.
+        self.offsets: dict[int, tuple[Any, Any]] | None = {} if bottom_right else None
         self.requires_grad = requires_grad
         self.returns_lse, self.returns_weights = returns_lse, returns_weights
         self.returns_more = returns_lse or returns_weights
@@ -136,9 +112,9 @@ class Plan:
         mask: Any,  # of fastattn.masks
     ) -> Any:
         """The results of the public function."""
-        options = self.options
+        options, record = self.options, self.record
         if self.offsets is not None:
-            options = self._with_offset(key.shape[2] - query.shape[2])
+            options, record = self._with_offset(key.shape[2] - query.shape[2])
         program = seed = None
         if mask is not None:
             program = masks.program(attention.name, mask, query, key.shape[2], options.offset)
@@ -152,12 +128,25 @@ class Plan:
             if attn_mask is not None and attn_mask.requires_grad:
                 attn_mask = _of_four_dimensions(attn_mask)
             constants = (alibi_slopes, seed, program)
-            results = _attend(query, key, value, attn_mask, sinks, constants, options, self)
+            both = (options, record)
+            results = _attend(query, key, value, attn_mask, sinks, constants, both, self)
             if not self.returns_more:
                 return results
         else:
-            biases = (attn_mask, alibi_slopes, seed, sinks, None, None, program)
-            results = self.core.attention(options, query, key, value, *biases, self.returns_lse)
+            results = self.core.attention(
+                record,
+                query,
+                key,
+                value,
+                attn_mask,
+                alibi_slopes,
+                seed,
+                sinks,
+                None,
+                None,
+                program,
+                self.returns_lse,
+            )
         if not self.returns_more:
             return results[0]
         out, lse, weights = results
@@ -166,14 +155,16 @@ class Plan:
         lse = lse if query.dtype is torch.float64 else lse.float()
         return (out, lse, weights) if self.returns_weights else (out, lse)
 
-    def _with_offset(self, offset: int) -> AttentionBackwardOptions:
+    def _with_offset(self, offset: int) -> tuple[Any, Any]:
         assert self.offsets is not None
-        options = self.offsets.get(offset)
-        if options is None:
+        both = self.offsets.get(offset)
+        if both is None:
             if len(self.offsets) >= _MOST_OFFSETS:
                 self.offsets.clear()
-            options = self.offsets[offset] = replace(self.options, offset=offset)
-        return options
+            options = replace(self.options, offset=offset)
+            record = self.core and self.core.AttentionOptions(options)
+            both = self.offsets[offset] = options, record
+        return both
 
 
 class PlannedAttention(compat.SingleLevelFunction):
@@ -188,16 +179,16 @@ class PlannedAttention(compat.SingleLevelFunction):
         attn_mask: Tensor | None,
         sinks: Tensor | None,
         constants: tuple[Tensor | None, ...],
-        options: AttentionBackwardOptions,
+        options: tuple[AttentionBackwardOptions, Any],  # and the core's record of them
         plan: Plan,
     ) -> Any:
         slopes, seed, program = constants
         out, lse, weights = plan.core.attention(
-            options, query, key, value, attn_mask, slopes, seed, sinks, None, None, program, True
+            options[1], query, key, value, attn_mask, slopes, seed, sinks, None, None, program, True
         )
         ctx.save_for_backward(query, key, value, attn_mask, slopes, seed, out, lse, sinks, program)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.backend, ctx.eager = options, plan.backend, True
+        ctx.options, ctx.core, ctx.eager = options, plan.core, True
         return (out, lse, weights) if plan.returns_more else out
 
     @staticmethod
@@ -210,13 +201,18 @@ class PlannedAttention(compat.SingleLevelFunction):
         of_query, of_key, of_value, of_mask, of_sinks, *_ = ctx.needs_input_grad
         if grad_out is None and grad_lse is None and grad_weights is None:
             return (None,) * len(ctx.needs_input_grad)
-        options = replace(ctx.options, needs_mask_grad=True) if of_mask else ctx.options
+        options, record = ctx.options
+        if of_mask:
+            options = replace(options, needs_mask_grad=True)
+            record = ctx.core.AttentionOptions(options)
         query, key, value, mask, slopes, seed, out, lse, sinks, program = ctx.saved_tensors
         grads = (grad_out, grad_lse, grad_weights)
         if not torch.is_grad_enabled() and runs_eagerly(*grads):
-            native: Any = dispatch.load("cpu")
-            found = native.scaled_dot_product_attention_backward(
-                *grads,
+            found = ctx.core.attention_backward(
+                record,
+                grad_out,
+                grad_lse,
+                grad_weights,
                 query,
                 key,
                 value,
@@ -229,13 +225,14 @@ class PlannedAttention(compat.SingleLevelFunction):
                 None,
                 None,
                 program,
-                options=options,
             )
         else:
             biases = _as_operator_takes(mask, slopes, seed, sinks, None, None, program)
             tensors = (query, key, value, *biases[:3], out, lse, *biases[3:])
-            found = attention_backward.resume(ctx, grads, (*tensors, options, ctx.backend))
+            found = attention_backward.resume(ctx, grads, (*tensors, options, "cpu"))
         grad_query, grad_key, grad_value, grad_mask, grad_sinks, _ = found
+        if of_mask:
+            grad_mask = grad_mask.to(mask.dtype)  # one element may sum those of many rows
         if of_sinks and grad_sinks.dim() == 2:
             grad_sinks = grad_sinks[0]
         return (

@@ -216,7 +216,7 @@ def test_native_attention_checks_every_tensor(
     q, k, v = heads(1, 4, 16, 16)
     biases = ("attn_mask", "alibi_slopes", "seed", "sinks", "relative_bias", "positions")
     tensors = {"query": q, "key": k, "value": v, **dict.fromkeys((*biases, "mask_program"))}
-    options = AttentionBackwardOptions(scale=0.25)
+    options = native.AttentionOptions(AttentionBackwardOptions(scale=0.25))
     _, lse, weights = native.attention(options, *tensors.values(), True)
     assert weights is None
     torch.testing.assert_close(lse.float(), (q @ k.mT * 0.25).logsumexp(-1))
@@ -241,7 +241,7 @@ def test_native_attention_backward_checks_every_tensor(
     name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
 ) -> None:
     q, k, v = heads(1, 4, 16, 16)
-    options = AttentionBackwardOptions(scale=0.25)
+    options = native.AttentionOptions(AttentionBackwardOptions(scale=0.25))
     out, lse, _ = native.attention(options, q, k, v, *(None,) * 7, True)
     tensors = {"grad_out": out, "grad_lse": lse, "grad_weights": None}
     tensors |= {"query": q, "key": k, "value": v, "attn_mask": None, "alibi_slopes": None}

@@ -217,10 +217,11 @@ def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) 
         native.self_attention(
             0, 1, (2, 7, 16, heads), (7, 1), 0, 0, 16, 0, 0, 16, 0, 0, (0, 0), False, 0
         )
+    options = native.AttentionOptions(AttentionOptions(scale=1.0))
     if 0 <= heads < 100:
         query, key = torch.ones(1, 16, 7, 8), torch.ones(1, 1, 9, 8).expand(1, heads, 9, 8)
         with pytest.raises(ValueError, match=f"heads of key {message}"):
-            native.attention(AttentionOptions(scale=1.0), query, key, key, *(None,) * 7, False)
+            native.attention(options, query, key, key, *(None,) * 7, False)
     operands = dict.fromkeys(("query", "in_memory", "out_memory", "hop_proj"))
     operands |= {"query": strides, "trace": 0, "stats": 0, "shared": False}
     options = HopfieldOptions(together=heads)

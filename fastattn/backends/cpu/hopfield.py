@@ -27,7 +27,7 @@ from fastattn.backends._hopfield import (
 from fastattn.backends._operands import address, operand
 from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
 from fastattn.backends.cpu.operands import DTYPES, accumulator
-from fastattn.backends.primitives import AttentionBackwardOptions, HopfieldOptions
+from fastattn.backends.primitives import AttentionOptions, HopfieldOptions
 
 # The first arguments of both native functions.
 _Common = tuple[int, int, tuple[int, ...], HopfieldOptions, dict[str, Any], dict[str, Any] | None]
@@ -38,9 +38,9 @@ _NO_BIASES = (None,) * 7
 
 
 @functools.lru_cache(maxsize=64)
-def _reading(scale: float) -> AttentionBackwardOptions:
+def _reading(scale: float) -> _cpu.AttentionOptions:
     """The attention that reads the stored patterns at the end."""
-    return AttentionBackwardOptions(scale=scale)
+    return _cpu.AttentionOptions(AttentionOptions(scale=scale))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def scaled_dot_product_attention(
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
-    results: Any = _cpu.attention(options, query, key, value, *biases, True)
+    results: Any = _cpu.attention(_cpu.AttentionOptions(options), query, key, value, *biases, True)
     return results
 
 
@@ -58,7 +58,7 @@ def scaled_dot_product_attention_backward(
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
     grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table = _cpu.attention_backward(
-        options,
+        _cpu.AttentionOptions(options),
         grad_out,
         grad_lse,
         grad_weights,
