@@ -73,6 +73,7 @@ template <class P, class Cached>
 class Decode {
   typedef typename QueryOf<Cached>::type Storage;
   static constexpr bool kScaled = !kSame<Cached, Storage>;
+  static constexpr bool kReadsEvenRows = !kScaled && !kSame<Cached, double>;
   static constexpr bool kIntegers = kHasIntegers && kSame<Cached, Int8>;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
@@ -229,6 +230,21 @@ class Decode {
                   end_key = min_of((c + 1) * kChunk, seen.end);
     const auto end_of = [&](int64_t j0) { return min_of(end_key, j0 + kBlock); };
     const bool prefetches = kPrefetchesInOrder || p.pages != nullptr;
+    if constexpr (kReadsEvenRows) {
+      if (p.pages == nullptr) {
+        const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
+        for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock) {
+          const int64_t j1 = end_of(j0);
+          if (excluded_for_all(b, hk, j0, j1)) continue;
+          const EvenRows<Cached> k{row_of(p.k, b, hk, j0), k_stride},
+              v{row_of(p.v, b, hk, j0), v_stride}, next{row_of(p.k, b, hk, j1), k_stride};
+          attend<EvenRows<Cached>>(buf, {k, v, prefetches ? j1 - j0 : 0},
+                                   {v, next, prefetches ? end_of(j1) - j1 : 0}, b, hk, j0, j1,
+                                   state);
+        }
+        return;
+      }
+    }
     BlockRows<Cached> k, v, next;
     locate(p.k, b, hk, begin_key, end_of(begin_key), next);
     for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock) {
@@ -237,8 +253,9 @@ class Decode {
       locate(p.v, b, hk, j0, j1, v);
       locate(p.k, b, hk, j1, end_of(j1), next);
       if (excluded_for_all(b, hk, j0, j1)) continue;
-      attend(buf, {k.at, v.at, prefetches ? v.count : 0},
-             {v.at, next.at, prefetches ? next.count : 0}, b, hk, j0, j1, state);
+      attend<AnyRows<Cached>>(buf, {{k.at}, {v.at}, prefetches ? v.count : 0},
+                              {{v.at}, {next.at}, prefetches ? next.count : 0}, b, hk, j0, j1,
+                              state);
     }
   }
 
@@ -311,7 +328,8 @@ class Decode {
            j * x.stride[2];
   }
 
-  void attend(Buffers& buf, Stream<Cached> k, Stream<Cached> v, int64_t b, int64_t hk, int64_t j0,
+  template <class Rows>
+  void attend(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk, int64_t j0,
               int64_t j1, T* state) const {
     const bool narrow = max_of(p.D, p.Dv) * static_cast<int64_t>(sizeof(Cached)) <= kNarrow;
     if constexpr (kIntegers) {
@@ -322,7 +340,7 @@ class Decode {
     }
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
       constexpr int R = decltype(width)::value;
-      const Stream<Cached> keys = k.in_pass(r, 4, rows);
+      const Stream<Rows> keys = k.in_pass(r, 4, rows);
       if (narrow && P::kHasVariants)
         products<R, P::kHasVariants ? min_of(4, W / R) : 1>(buf.q + r * dim, keys, j1 - j0,
                                                             buf.s + r * kBlock);
@@ -344,17 +362,18 @@ class Decode {
       add_values(Width<2>());
   }
 
-  void attend_integers(Buffers& buf, Stream<Cached> k, Stream<Cached> v, int64_t b, int64_t hk,
+  template <class Rows>
+  void attend_integers(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk,
                        int64_t j0, int64_t j1, T* state) const {
     const int64_t nk = j1 - j0;
-    join_keys(k.now, nk, p.D, buf.joined);
+    join_keys(k.now.at, nk, p.D, buf.joined);
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
       integer_products<decltype(width)::value>(buf.queries, r, buf.joined, nk, p.D,
                                                k.in_pass(r, 4, rows), p.Dv, buf.s + r * kBlock);
     });
     weigh(buf, b, hk, j0, j1, state);
     for (int64_t r = 0; r < rows; ++r) buf.weights.pack(r, buf.s + r * kBlock);
-    join_values(v.now, nk, p.Dv, buf.joined);
+    join_values(v.now.at, nk, p.Dv, buf.joined);
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
       integer_values<decltype(width)::value>(buf.weights, r, buf.alpha + r, buf.joined, nk,
                                              dim_v / W, v.in_pass(r, 4, rows), p.D,
@@ -434,8 +453,8 @@ class Decode {
   // s[r][j] = q_r . k_j for R rows. Keys are read in memory order, kTogether of them at a time, for
   // which a vector of a query is loaded once. Lanes are summed as soon as there is a vector of sums.
   // Past the last key, the last key is read again; the results stay within the block of scores.
-  template <int R, int kTogether>
-  __attribute__((noinline)) void products(const Word* q, Stream<Cached> k, int64_t nk, T* s) const {
+  template <int R, int kTogether, class Rows>
+  __attribute__((noinline)) void products(const Word* q, Stream<Rows> k, int64_t nk, T* s) const {
     constexpr int kKeys = W / R;
     const int64_t bytes = p.Dv * static_cast<int64_t>(sizeof(Cached));
     for (int64_t j0 = 0; j0 < nk; j0 += kKeys) {
@@ -532,9 +551,9 @@ class Decode {
   }
 
   // o_r = alpha_r o_r + sum_j p_rj v_j for R rows, as many columns at a time as registers hold.
-  template <int R>
-  __attribute__((noinline)) void accumulate(const T* s, const T* alpha, Stream<Cached> v,
-                                            int64_t nk, T* o) const {
+  template <int R, class Rows>
+  __attribute__((noinline)) void accumulate(const T* s, const T* alpha, Stream<Rows> v, int64_t nk,
+                                            T* o) const {
     constexpr int kColumns = min_of(8, (kRegisters == 32 ? 16 : 8) / R);
     int64_t d = 0;
     for (; d + kColumns * W <= p.Dv; d += kColumns * W)
@@ -542,8 +561,8 @@ class Decode {
     for (; d < dim_v; d += kPerLane * W) columns<R, kPerLane, false>(s, alpha, v, nk, d, o);
   }
 
-  template <int R, int C, bool kWhole>
-  FASTATTN_INLINE void columns(const T* s, const T* alpha, Stream<Cached> v, int64_t nk, int64_t d0,
+  template <int R, int C, bool kWhole, class Rows>
+  FASTATTN_INLINE void columns(const T* s, const T* alpha, Stream<Rows> v, int64_t nk, int64_t d0,
                                T* o) const {
     const int64_t width = kWhole ? C * W : min_of<int64_t>(C * W, p.D - d0);
     Vec<T> acc[R][C], poison{};
@@ -570,8 +589,8 @@ class Decode {
   }
 
   // The same sums for a block with NaN or inf values: a weight of zero adds nothing.
-  template <int R, int C, bool kWhole>
-  __attribute__((noinline)) void visible_only(const T* s, Stream<Cached> v, int64_t nk, int64_t d0,
+  template <int R, int C, bool kWhole, class Rows>
+  __attribute__((noinline)) void visible_only(const T* s, Stream<Rows> v, int64_t nk, int64_t d0,
                                               Vec<T>* acc) const {
     for (int i = 0; i < R * C; ++i) acc[i] = Vec<T>{};
     for (int64_t j = 0; j < nk; ++j) {

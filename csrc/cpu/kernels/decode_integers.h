@@ -127,14 +127,14 @@ struct IntegerQueries {
 // once would leave the memory idle in between.
 class Ahead {
  public:
-  FASTATTN_INLINE Ahead(const Stream<Int8>& rows, int64_t bytes, int64_t steps)
+  FASTATTN_INLINE Ahead(const Stream<AnyRows<Int8>>& rows, int64_t bytes, int64_t steps)
       : rows_(rows), bytes_(bytes), each_((kDecodeBlock + steps - 1) / steps) {}
   FASTATTN_INLINE void step() {
     for (const int64_t end = at_ + each_; at_ < end; ++at_) rows_.prefetch(at_, 0, bytes_);
   }
 
  private:
-  const Stream<Int8> rows_;
+  const Stream<AnyRows<Int8>> rows_;
   const int64_t bytes_, each_;
   int64_t at_ = 0;
 };
@@ -170,7 +170,8 @@ FASTATTN_INLINE VecI splat_bytes(const void* p) {
 template <int R>
 __attribute__((noinline)) void integer_products(const IntegerQueries& q, int64_t r0,
                                                 const int8_t* k, int64_t nk, int64_t D,
-                                                Stream<Int8> next, int64_t bytes, float* s) {
+                                                Stream<AnyRows<Int8>> next, int64_t bytes,
+                                                float* s) {
   constexpr int C = min_of(4, 8 / R), W = kQuads;
   const int64_t quads = (D + 3) / 4, group = q.dim * kQuads;
   Ahead ahead(next, bytes, (nk + C * W - 1) / (C * W) * quads);
@@ -290,8 +291,8 @@ FASTATTN_INLINE int64_t integer_columns(const IntegerWeights& w, int64_t r0, con
 template <int R>
 __attribute__((noinline)) void integer_values(const IntegerWeights& w, int64_t r0,
                                               const float* alpha, const int8_t* v, int64_t nk,
-                                              int64_t vectors, Stream<Int8> next, int64_t bytes,
-                                              float* o) {
+                                              int64_t vectors, Stream<AnyRows<Int8>> next,
+                                              int64_t bytes, float* o) {
   constexpr int C = 8 / R;
   if (vectors == 0) return;  // without columns there are no steps
   Ahead ahead(next, bytes, (vectors + C - 1) / C * ((nk + 3) / 4));
