@@ -19,7 +19,12 @@ from typing import Any
 
 import pytest
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "sample"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_generate_tests",
+    "sample",
+]
 
 # Fixtures of conftest.py: who computes.
 WHO = ("backend", "choice", "engine", "target")
@@ -30,32 +35,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--complete", action="store_true", help=about)
 
 
+def _is_sampled(config: pytest.Config) -> bool:
+    """Whether only a sample runs; but who names a test wants it."""
+    return not (config.option.complete or any("::" in argument for argument in config.args))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Leave out what only the complete run has, before pytest makes a test of it."""
+    if not metafunc._calls or not _is_sampled(metafunc.config):
+        return
+    if metafunc.definition.get_closest_marker("complete"):
+        calls = []
+    else:
+        calls = [c for c in metafunc._calls if all(mark.name != "complete" for mark in c.marks)]
+    rows = [call.params for call in calls]
+    if rows and (marker := metafunc.definition.get_closest_marker("sampled")):
+        kept = sample(rows, *marker.args, **marker.kwargs)
+    elif rows and any(name in rows[0] for name in WHO):
+        kept = sample([_who_and_what(row) for row in rows], 1)
+    else:
+        kept = set(range(len(rows)))
+    # Without any call, pytest would make a test without parameters: of these the first stays, which
+    # is deselected below.
+    metafunc._calls[:] = [calls[n] for n in sorted(kept)] or metafunc._calls[:1]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only the complete run has; but who names a test wants it."""
-    if config.option.complete or any("::" in argument for argument in config.args):
+    """Deselect the tests that are marked `complete`."""
+    if not _is_sampled(config):
         return
-    left = _left_out(items)
-    config.hook.pytest_deselected(items=list(left))
-    items[:] = [item for item in items if item not in left]
-
-
-def _left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    left = {item for item in items if item.get_closest_marker("complete")}
-    products: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if item not in left and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for tests in products.values():
-        rows = [test.callspec.params for test in tests]
-        if marker := tests[0].get_closest_marker("sampled"):
-            kept = sample(rows, *marker.args, **marker.kwargs)
-        elif any(name in rows[0] for name in WHO):
-            kept = sample([_who_and_what(row) for row in rows], 1)
-        else:
-            continue
-        left |= {test for n, test in enumerate(tests) if n not in kept}
-    return left
+    left = [item for item in items if item.get_closest_marker("complete")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("complete")]
 
 
 def _who_and_what(row: Mapping[str, Any]) -> dict[str, str]:
