@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_device import DEVICE, needs_gpu, skip_without_gpu
+from gpu_device import DEVICE, skip_without_gpu
 
 import fastattn
 from fastattn import dispatch
@@ -63,7 +63,6 @@ def _calls() -> dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]
 calls = pytest.mark.parametrize("name", ["dense", "packed", "decode"])
 
 
-@needs_gpu
 @calls
 def test_a_call_runs_on_the_current_stream(name: str) -> None:
     run, tensors = _calls()[name]
@@ -80,7 +79,6 @@ def test_a_call_runs_on_the_current_stream(name: str) -> None:
     assert torch.equal(out, want)
 
 
-@needs_gpu
 @calls
 def test_a_graph_replays_a_call_on_new_numbers(name: str) -> None:
     run, tensors = _calls()[name]
@@ -103,7 +101,6 @@ def test_compiled_code_has_no_break_and_the_same_bits(name: str) -> None:
     assert torch.equal(torch.compile(run, fullgraph=True)(*tensors), want)
 
 
-@needs_gpu
 def test_gradients_within_a_graph() -> None:
     run, tensors = _calls()["dense"]
     leaves = [x.requires_grad_() for x in tensors]
@@ -135,7 +132,6 @@ def test_a_call_runs_on_the_device_of_its_tensors() -> None:
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
 
 
-@needs_gpu
 def test_more_than_two_to_the_31_elements() -> None:
     heads, length = 132, 2**17  # of 128 columns: 2.2e9 elements
     query = torch.randn(1, heads, length, 128, device="cuda", dtype=torch.bfloat16)
@@ -159,7 +155,6 @@ def test_multihead_attention_has_the_contract_of_torch() -> None:
     torch.testing.assert_close(weights, want_weights, rtol=1e-4, atol=1e-5)
 
 
-@needs_gpu
 def test_the_first_backend_that_is_there_is_chosen(backend: str) -> None:
     query = torch.randn(1, 1, 8, 16, device=DEVICE)
     token = dispatch.forced.set("")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_device import DEVICE, REHEARSED, skip_without_gpu, small
+from gpu_device import DEVICE, skip_without_gpu
 from torch import Tensor
 
 import fastattn
@@ -16,7 +16,7 @@ from fastattn import dispatch
 skip_without_gpu()
 pytestmark = pytest.mark.gpu
 
-RUNS = 2 if REHEARSED else 1000
+RUNS = 1000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Call = Callable[..., Tensor | tuple[Tensor, ...]]
 Draw = Callable[..., Tensor]  # of a shape; a leaf unless grad=False
@@ -52,7 +52,7 @@ def _masked(draw: Draw) -> tuple[Call, list[Tensor]]:
 
 def _packed(draw: Draw) -> tuple[Call, list[Tensor]]:
     rows = 300, 301, 301, 1301, 2301, 3301, 4301, 5001
-    ends = torch.tensor([0, *map(small, rows)], device=DEVICE)
+    ends = torch.tensor([0, *rows], device=DEVICE)
 
     def call(*tensors: Tensor) -> Tensor:
         return fastattn.varlen_attention(*tensors, ends, ends, is_causal=True)
@@ -61,7 +61,7 @@ def _packed(draw: Draw) -> tuple[Call, list[Tensor]]:
 
 
 def _decoding(draw: Draw) -> tuple[Call, list[Tensor]]:
-    lengths = torch.tensor([small(900), 40], device=DEVICE)
+    lengths = torch.tensor([900, 40], device=DEVICE)
     table = torch.randperm(32, device=DEVICE).view(2, 16).int()
 
     def call(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _decoding(draw: Draw) -> tuple[Call, list[Tensor]]:
 
 def _appending(draw: Draw) -> tuple[Call, list[Tensor]]:
     """Two sequences get new rows, in pages, and then read all of theirs."""
-    lengths = torch.tensor([small(700), 40], device=DEVICE)
+    lengths = torch.tensor([700, 40], device=DEVICE)
     table = torch.randperm(32, device=DEVICE).view(2, 16).int()
 
     def call(
@@ -128,7 +128,7 @@ def _encoding(
     b: int, n: int, j: int, v: int, d: int
 ) -> Callable[[Draw], tuple[Call, list[Tensor]]]:
     def made(draw: Draw) -> tuple[Call, list[Tensor]]:
-        tokens = torch.randint(1, small(v), (small(b), small(n), j), device=DEVICE)
+        tokens = torch.randint(1, v, (b, n, j), device=DEVICE)
         return lambda weight: fastattn.encode_memory(tokens, weight), [draw(v, d)]
 
     return made
@@ -180,7 +180,7 @@ def test_a_race_would_show_in_some_of_many_runs(
     drawn = torch.Generator(DEVICE).manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
-        x = torch.randn([*map(small, shape)], generator=drawn, device=DEVICE) * scale
+        x = torch.randn(shape, generator=drawn, device=DEVICE) * scale
         return x.to(dtype).requires_grad_(grad)
 
     call, leaves = CALLS[name](draw)
