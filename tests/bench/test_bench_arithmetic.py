@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import random
 
 import pytest
 import torch
-from bench_results import SMALL, TINY, a_result, cell_of
+from bench_results import TINY, a_result, cell_of
 
 from fastattn.bench import commands, display, inputs, ops, stats, summary
 from fastattn.bench.cells import (
@@ -19,7 +17,6 @@ from fastattn.bench.cells import (
     visible_pairs,
 )
 from fastattn.bench.results import Round
-from fastattn.bench.selection import preset_cells
 
 
 def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
@@ -92,14 +89,6 @@ def test_pairs_of_a_cache_are_those_of_the_newest_tokens(mask: str, queries: int
     assert bytes_touched(whole) - bytes_touched(cell) == 4 * 2 * 2 * (4 + 4) * unread
 
 
-def test_the_cells_of_a_shape_share_their_forward_pass() -> None:
-    """By which the answers of one are found for the others; an option must not be in the way."""
-    for option in ops.get("sdpa").OPTIONS:
-        mask = "bias" if option == "learnable" else "none"
-        cell = cell_of("sdpa", SMALL["sdpa"], option=option, mask=mask, passes="bwd")
-        assert dataclasses.replace(cell, passes="fwd") != cell
-
-
 @pytest.mark.parametrize("mask", ["none", "causal"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (16, 16), (1, 9), (3, 3)])
 def test_pairs_within_a_window_are_counted(mask: str, q_len: int, kv_len: int) -> None:
@@ -150,26 +139,6 @@ def test_pages_of_a_cache_are_in_random_order() -> None:
     assert torch.equal(keys[table].transpose(1, 2).flatten(2, 3), drawn["key"])
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_quantised_cache_has_bytes_and_scales_of_what_torch_gets(kind: str) -> None:
-    cell = cell_of("decode", "B=2,H=4,Hkv=2,Lk=12,D=8,P=3", dtype="bf16", option=kind)
-    assert bytes_touched(cell) == 2 * (2 * 2 * 4 * 8) + 2 * 2 * 12 * 2 * (8 + 4)
-    drawn = inputs.make_inputs(cell, 0)
-    (_, keys, _), options = ops.get("decode").arguments(cell, drawn)
-    assert keys.itemsize == 1
-    rows = keys[options["block_table"].long()].float() * options["key_scales"][0, 0, 0]
-    assert torch.equal(rows.transpose(1, 2).flatten(2, 3), drawn["key"].float())
-
-
-def test_a_value_may_have_another_width_than_its_key() -> None:
-    cell = cell_of("decode", "B=2,H=4,Hkv=2,Lq=3,Lk=12,D=8,Dv=6", dtype="fp32")
-    assert cell.name == "decode B=2,H=4,Hkv=2,Lq=3,Lk=12,D=8,Dv=6 fp32 fwd"
-    assert flops(cell) == 2 * 4 * 3 * 12 * (2 * 8 + 2 * 6)
-    assert bytes_touched(cell) == 4 * (2 * 4 * 3 * (8 + 6) + 2 * 2 * 12 * (8 + 6))
-    quantised = dataclasses.replace(cell, dtype="bf16", option="int8")
-    assert bytes_touched(quantised) == 2 * (2 * 4 * 3 * (8 + 6)) + 2 * 2 * 12 * (8 + 6 + 2 * 4)
-
-
 def test_a_latent_row_is_counted_once() -> None:
     """DeepSeek V3: 128 heads on one key head, rows of 576 elements, 512 of which are the value."""
     cell = cell_of("decode", "B=8,H=128,Hkv=1,Lk=4096,D=576,Dv=512", dtype="bf16", option="latent")
@@ -180,70 +149,6 @@ def test_a_latent_row_is_counted_once() -> None:
     near = dataclasses.replace(cell, mask="window")
     assert flops(near) == 8 * 128 * 1025 * (2 * 576 + 2 * 512)
     assert bytes_touched(cell) - bytes_touched(near) == 2 * 8 * (4096 - 1025) * 576
-
-
-@pytest.mark.parametrize("pages", [0, 3])
-def test_the_value_of_a_latent_cache_is_a_view_of_its_key(pages: int) -> None:
-    cell = cell_of("decode", f"B=2,H=4,Hkv=1,Lk=12,D=8,Dv=6,P={pages}", option="latent")
-    drawn = inputs.make_inputs(cell, 0)
-    assert "value" not in drawn
-    (_, key, value), _ = ops.get("decode").arguments(cell, drawn)
-    assert value.data_ptr() == key.data_ptr()
-    assert value.stride() == key.stride()
-    assert value.shape == (*key.shape[:-1], 6)
-
-
-def test_steps_of_a_server_show_tokens_a_second() -> None:
-    cells = preset_cells("serving")
-    assert display.default_metrics(cells) == display.STEP_METRICS
-    kinds = {("fp32", "none"), ("bf16", "none"), ("bf16", "int8"), ("bf16", "fp8")}
-    kinds |= {("fp32", "latent"), ("bf16", "latent")}
-    assert {(c.dtype, c.option) for c in cells} == kinds
-    assert {c["B"] for c in cells} == {1, 8, 64}
-    assert max(c["Lk"] for c in cells) == 32768
-    assert ops.get("decode").items(cell_of("decode", "B=3,Lq=5,Lk=9")) == (15, "tokens")
-    mixed = [*cells, cell_of("sdpa", SMALL["sdpa"])]
-    assert display.default_metrics(mixed) == display.DEFAULT_METRICS
-    assert display.default_metrics(preset_cells("models")) == display.MODEL_METRICS
-
-
-def test_steps_of_models_that_share_no_keys_or_have_latent_ones() -> None:
-    cells = preset_cells("serving")
-    alone = [cell for cell in cells if cell["H"] == cell["Hkv"]]
-    assert {(c["B"], c["Lk"], c.dtype, c.option) for c in alone} == {
-        (*shape, "bf16", kind)
-        for shape in ((1, 4096), (1, 32768), (8, 4096))
-        for kind in ("none", "int8", "fp8")
-    }
-    latent = [cell for cell in cells if cell.option == "latent"]
-    assert {(c["D"], c["Dv"], c["Hkv"], c["B"], c["Lk"]) for c in latent} == {
-        (576, 512, 1, 8, 4096)
-    }
-    assert {(c["H"], c["Lq"], c.mask, c.dtype) for c in latent} == {
-        (*of, dtype)
-        for of in ((128, 1, "none"), (16, 1, "none"), (16, 4, "causal"))
-        for dtype in ("fp32", "bf16")
-    }
-
-
-def test_a_cell_of_a_result_may_be_older_than_a_size() -> None:
-    cell = cell_of("hopfield", SMALL["hopfield"])
-    data = dataclasses.asdict(cell)
-    del data["sizes"]["S"]
-    assert Cell.from_json(data) == cell
-    assert "S=" not in cell.name
-    assert "P=0" not in cell_of("decode", SMALL["decode"]).name
-
-
-def test_a_cell_from_before_caches_had_a_width_of_values_keeps_its_name() -> None:
-    """Results are compared, resumed and rendered by the names and shapes of their cells."""
-    cell = cell_of("decode", "B=1,H=32,Hkv=8,Lk=4096,D=128,P=16", dtype="bf16", option="int8")
-    assert cell.name == "decode B=1,H=32,Hkv=8,Lq=1,Lk=4096,D=128,P=16 bf16 fwd int8"
-    data = dataclasses.asdict(cell)
-    del data["sizes"]["Dv"]
-    old = Cell.from_json(data)
-    assert (old, old.name, old["Dv"]) == (cell, cell.name, 128)
-    assert flops(old) == 32 * 4096 * 4 * 128
 
 
 def test_a_module_gets_a_mask_of_what_to_ignore() -> None:
@@ -267,16 +172,6 @@ def test_quantiles_of_known_samples() -> None:
     assert stats.quantile([7.0], 0.9) == 7.0
     with pytest.raises(ValueError):
         stats.median([])
-
-
-@pytest.mark.parametrize("count", [3, 4, 5, 6, 8, 9, 15])
-def test_an_interval_covers_the_median_also_of_few_samples(count: int) -> None:
-    """Quantiles of resamples of three would cover it in 75 % of the cases."""
-    draw, covered = random.Random(0), 0
-    for _ in range(2000):
-        low, high = stats.median_interval([math.exp(draw.gauss(0, 0.1)) for _ in range(count)])
-        covered += low <= 1 <= high
-    assert covered / 2000 > 0.94
 
 
 def test_an_interval_ends_at_the_samples_that_the_binomial_distribution_names() -> None:

@@ -6,9 +6,7 @@ import dataclasses
 import gc
 import importlib
 import itertools
-import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from fastattn.bench.cells import (
     flops,
 )
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers import PROVIDERS, Functions, load, pytorch
+from fastattn.bench.providers import Functions, load
 from fastattn.bench.providers.passes import leave
 
 # Sizes that are 0 unless given, and memories of one for all.
@@ -117,20 +115,6 @@ def test_a_variant_is_in_force_while_its_provider_runs() -> None:
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_the_kernels_for_hopper_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed: list[bool] = []
-    native = SimpleNamespace(allow_hopper=allowed.append)
-    monkeypatch.setitem(sys.modules, "fastattn._cuda", native)
-    monkeypatch.setattr(pytorch, "load", lambda name: native)
-    provider = load("fastattn@sm_80")
-    assert allowed == [False]
-    assert not provider.why_not(cell_of("sdpa", SMALL["sdpa"]))
-    monkeypatch.setattr(pytorch, "load", lambda name: f"{name}: not built")
-    assert provider.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
-        "the backend cuda is cuda: not built"
-    ]
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("cell", cells_to_check(), ids=lambda cell: cell.name)
 def test_providers_agree_with_the_oracle(cell: Cell) -> None:
@@ -194,41 +178,6 @@ def test_a_module_without_the_function_says_so() -> None:
     assert load("torch.nn").why_not(cell_of("memn2n", SMALL["memn2n"])) == [
         "nn.MemN2N has no counterpart whose parameters could be set"
     ]
-
-
-def test_of_keys_beyond_the_windows_only_the_gradients_are_touched() -> None:
-    whole = cell_of("luong", "B=2,Lq=3,Lk=1000,D=8,Dv=4", dtype="fp32")
-    inputs, outputs = 2 * (3 * 8 + 1000 * 12) + 64, 2 * 3 * 4
-    assert bytes_touched(whole) == 4 * (inputs + outputs)
-    for window, seen in (("W=10,P=1", 63), ("W=10", 13), ("W=400,P=1", 1000)):
-        read = inputs + outputs - 2 * (1000 - seen) * 12
-        shape = f"B=2,Lq=3,Lk=1000,D=8,Dv=4,{window}"
-        assert bytes_touched(cell_of("luong", shape, dtype="fp32")) == 4 * read
-        both = cell_of("luong", shape, dtype="fp32", passes="fwd+bwd")
-        assert bytes_touched(both) == 4 * (2 * read + inputs + outputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in PROVIDERS if n not in ("fastattn", "torch")])
-@pytest.mark.parametrize("shape", ["B=2,H=4,Lq=16,Lk=24", "B=2,H=4,Hkv=2,L=16", "H=4,L=16,Dv=8"])
-def test_peers_agree_with_the_oracle_where_they_are_installed(name: str, shape: str) -> None:
-    provider = load(name)
-    try:
-        provider.versions()
-    except ImportError as error:
-        pytest.skip(str(error))
-    # Compilers take their time: in 16 bits the first shape alone.
-    dtypes = ("fp32", "bf16") if "Lk" in shape else ("fp32",)
-    for mask, passes in itertools.product(ops.get("sdpa").MASKS, ("fwd", "fwd+bwd")):
-        for dtype in dtypes:
-            cell = cell_of("sdpa", shape, mask=mask, passes=passes, dtype=dtype)
-            if not provider.why_not(cell):
-                arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
-                names = inputs.output_names(cell)
-                found = Oracle(cell, 1).check(
-                    {n: torch.as_tensor(x) for n, x in zip(names, arrays, strict=True)}
-                )
-                assert found.ok, f"{cell.name}: {found.reason}"
 
 
 # They repeat their layers, which takes seconds.

@@ -133,39 +133,6 @@ def test_a_wrong_attention_is_found(
 
 
 @pytest.mark.usefixtures("few_random_numbers")
-@pytest.mark.parametrize("op", ["bert", "llama_decode"])
-def test_wrong_gradients_and_scores_are_found(op: str) -> None:
-    cell = cell_of(op, SMALL[op], passes=ops.get(op).PASSES[-1])
-    oracle, right = Oracle(cell, 0), answer("torch", cell)
-    # The gradient of a key's bias is 0: it adds the same to all scores of a query.
-    for name in [name for name in right if not name.endswith("key.bias")][:10]:
-        found = oracle.check(right | {name: right[name].detach() * 1.1})
-        assert (found.ok, found.worst_tensor) == (False, name)
-
-
-@pytest.mark.usefixtures("few_random_numbers")
-def test_what_pytorch_sums_in_16_bits_is_not_judged() -> None:
-    """The gradients of layer norms and embeddings, over the tokens."""
-    rows = torch.randn(1024, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    bias = torch.zeros(8, dtype=torch.bfloat16, requires_grad=True)
-    table = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
-    normed = torch.nn.functional.layer_norm(rows, (8,), torch.ones_like(bias), bias)
-    looked_up = torch.nn.functional.embedding(torch.zeros(1024, dtype=torch.long), table)
-    exact = rows.double().sum(0)
-    best = float((rows.sum(0).double() - exact).abs().max())
-    for grad in (
-        torch.autograd.grad(normed, bias, rows)[0],
-        torch.autograd.grad(looked_up, table, rows)[0][0],
-    ):  # where this fails, they can be judged again
-        assert float((grad.double() - exact).abs().max()) > 4 * best
-    cells = [cell_of("bert", SMALL["bert"], passes="fwd+bwd", dtype=d) for d in ("fp32", "bf16")]
-    assert ops.get("bert").unjudged(cells[0]) == ()
-    skipped = {*inputs.output_names(cells[1])} & {*ops.get("bert").unjudged(cells[1])}
-    assert len(skipped) == 9  # two norms of the layer, one of the embeddings, which are three
-    assert all("LayerNorm" in name or "_embeddings" in name for name in skipped)
-
-
-@pytest.mark.usefixtures("few_random_numbers")
 def test_both_passes_have_the_same_weights() -> None:
     cells = [cell_of("bert", SMALL["bert"], passes=passes) for passes in ("fwd", "fwd+bwd")]
     first, second = (inputs.make_inputs(cell, 0) for cell in cells)

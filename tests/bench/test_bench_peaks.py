@@ -2,58 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shlex
-import shutil
-import subprocess
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from fastattn.bench import peaks
-
-ROOT = Path(__file__).resolve().parents[2]
-COMPILER = shlex.split(os.environ.get("CXX", "g++"))
-
-
-class Count(ctypes.Structure):
-    """Count of tile_unit.cpp."""
-
-    _fields_ = [
-        ("config", ctypes.c_uint8 * 64),
-        ("operations", ctypes.c_int64),
-        ("accumulated", ctypes.c_int64 * 8),
-        ("read", ctypes.c_int64 * 8),
-        ("from_nothing", ctypes.c_int64),
-        ("loads", ctypes.c_int64),
-        ("released", ctypes.c_int64),
-    ]
-
-
-@pytest.mark.skipif(not shutil.which(COMPILER[0]), reason="it is compiled here")
-def test_the_loop_over_tiles_does_what_it_counts(tmp_path: Path) -> None:
-    library = tmp_path / "tile_unit.so"
-    command = [*COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    subprocess.run(
-        [*command, str(ROOT / "tests/support/tile_unit.cpp"), "-o", str(library)], check=True
-    )
-    count_tiles = ctypes.CDLL(str(library)).count_tiles
-    count_tiles.restype = ctypes.c_double
-    count = Count()
-    counted = count_tiles(ctypes.byref(count), 3)
-    # Intel's manual: palette, start row, 14 reserved; 16 x bytes of a row; 16 x rows. Of palette 1
-    # there are eight tiles, the rest is reserved and zero.
-    rows_of_64_bytes = [64, 0] * 8 + [0] * 16
-    assert list(count.config) == [1, *[0] * 15, *rows_of_64_bytes, *[16] * 8, *[0] * 8]
-    assert counted == count.operations > 0
-    assert count.from_nothing == 0
-    accumulated, read = list(count.accumulated), list(count.read)
-    assert accumulated == [accumulated[0]] * 4 + [0] * 4  # four chains, all the same length
-    assert read[:4] == [0] * 4  # nothing waits for a sum
-    assert count.loads == 4  # once, not in the loop
-    assert count.released == sum(accumulated)
 
 
 def fake_core(rates: dict[str, float], features: list[str]) -> ModuleType:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import math
-import os
-import platform
 import signal
 import subprocess
 import sys
@@ -19,18 +16,7 @@ from types import SimpleNamespace
 import pytest
 from bench_results import bench
 
-from fastattn.bench import commands, results, runner, summary, worker
-
-
-def _after_six_calls(fault: str) -> str:
-    return f"""call, count = right(cell, inputs), [0]
-    def later():
-        count[0] += 1
-        if count[0] > 6:
-            {fault}
-        return call()
-    return later"""
-
+from fastattn.bench import commands, results, summary, worker
 
 TINY_RUN = ("run", "--threads", "1", "--rounds", "1", "--providers", "torch", "--quiet")
 
@@ -59,15 +45,6 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "choosy": ("why_not(cell)", "return ['not today', 'nor tomorrow']"),
         # Right, and known before it is asked for: no arithmetic is so fast.
         "remembering": ("prepare(cell, inputs)", "x = right(cell, inputs)(); return lambda: x"),
-        # As many milliseconds as the sequence is long.
-        "sleeping": (
-            "prepare(cell, inputs)",
-            "call = right(cell, inputs)\n    return lambda: time.sleep(cell['Lq'] / 1e3) or call()",
-        ),
-        # Right at first: the check before the timing, which are five calls, finds nothing.
-        "crashing_later": ("prepare(cell, inputs)", _after_six_calls("os.abort()")),
-        "hanging_later": ("prepare(cell, inputs)", _after_six_calls("time.sleep(600)")),
-        "raising_later": ("prepare(cell, inputs)", _after_six_calls("1 / 0")),
     }
     for name, (function, body) in faults.items():
         fault = f"def {function}:\n    {body}\n"
@@ -92,19 +69,6 @@ def test_a_row_beyond_the_peak_fails_the_run(
     assert "1 IMPOSSIBLE" in printed.out
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["impossible"] for row in rows] == [False, True]
-
-
-@pytest.mark.complete
-def test_the_peak_beside_a_call_lasts_about_as_long_as_it(fakes: Path, tmp_path: Path) -> None:
-    bench(
-        *("run", "--shapes", "B=1,H=1,L=5|60|300,D=8", "--threads", "1", "--rounds", "1"),
-        *("--quiet", "--providers", "fakes.sleeping", "--json", str(tmp_path / "out.json")),
-    )
-    cells = results.load(tmp_path / "out.json").cells
-    short, middle, long = ([r.guard_seconds for r in cell.rounds] for cell in cells)
-    assert 0.02 <= min(short) < 0.06  # samples are repeated to 20 ms
-    assert 0.06 <= min(middle) < 0.1
-    assert set(long) == {0.1}
 
 
 @pytest.mark.complete
@@ -139,30 +103,6 @@ def test_bad_providers_are_named_and_the_good_survive(
     assert "fakes.wrong WRONG in 1 cell." in printed
 
 
-@pytest.mark.slow
-def test_who_fails_while_being_timed_is_named_and_the_others_go_on(
-    fakes: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "results.json"
-    names = ["crashing_later", "hanging_later", "raising_later"]
-    code = bench(
-        *("run", "--shapes", "B=1,H=2,L=16,D=8", "--threads", "1", "--rounds", "6", "--quiet"),
-        *("--providers", ",".join(["torch", *(f"fakes.{name}" for name in names)])),
-        *("--timeout", "12", "--json", str(path)),
-    )
-    assert code == commands.FAULTS
-    rows = {r["provider"].removeprefix("fakes."): r for r in json.loads(path.read_text())["rows"]}
-    assert rows["torch"]["ms"] > 0
-    assert rows["torch"]["rounds"] >= 3
-    for name, status, reason in (
-        ("crashing_later", "CRASHED", "signal SIGABRT during"),
-        ("hanging_later", "HUNG", "within 12 s"),
-        ("raising_later", "ERROR", "ZeroDivisionError"),
-    ):
-        assert (rows[name]["status"], rows[name]["ms"]) == (status, None)
-        assert reason in rows[name]["reason"]
-
-
 @pytest.mark.complete
 def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
@@ -184,18 +124,6 @@ def test_a_run_that_measured_nothing_has_failed(
     assert "Nothing was measured" in capsys.readouterr().err
     (row,) = json.loads((out / "results.json").read_text())["rows"]
     assert "no wheel for this machine" in row["reason"]
-
-
-@pytest.mark.slow
-def test_a_provider_that_keeps_failing_is_given_up(fakes: Path, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    bench(
-        *("run", "--shapes", "B=1,H=1,L=4:7:+1,D=8", "--threads", "1", "--rounds", "1", "--quiet"),
-        *("--providers", "torch,fakes.crashing", "--json", str(path), "--time-budget", "600"),
-    )
-    rows = [r for r in json.loads(path.read_text())["rows"] if r["provider"] == "fakes.crashing"]
-    assert [row["status"] for row in rows] == ["CRASHED"] * 4
-    assert "disabled after 3 failures" in rows[3]["reason"]
 
 
 @pytest.mark.complete
@@ -322,49 +250,6 @@ def test_the_folder_of_this_processor_stands_in_a_name(
     assert (tmp_path / here / "dropin.json").exists()
 
 
-@pytest.mark.slow
-def test_a_run_resumes_after_any_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET", 0.0)
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET_SHARE", 0.0)
-    monkeypatch.setattr("fastattn.bench.rounds.slowness", lambda *_: 1.0)
-    monkeypatch.setattr("fastattn.bench.environment._commit", lambda: None)  # somebody edits
-    run = (*TINY_RUN, "--out", str(tmp_path), "--shapes", "H=1,L=4|5")
-    path = tmp_path / "results.json"
-    assert bench(*run) == commands.OK
-    first = results.load(path)
-
-    # Killed after the first cell, of which the file has been written.
-    killed = dataclasses.replace(first, cells=first.cells[:1], ended="killed")
-    results.save_json(killed, summary.summarise(killed), path)
-    assert bench(*run, "--resume") == commands.OK
-    resumed = results.load(path)
-    assert resumed.cells[0].rounds == first.cells[0].rounds
-    assert [len(cell.rounds) for cell in resumed.cells] == [1, 1]
-    assert resumed.ended == "complete"
-
-    # Ctrl-C before anything was measured: what the earlier run had stays, in every file.
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runner.Runner, "_start", interrupted)
-        assert bench(*run, "--resume") == commands.INTERRUPTED
-    kept = results.load(path)
-    assert [cell.rounds for cell in kept.cells] == [cell.rounds for cell in resumed.cells]
-
-    # Ctrl-C after the check and before the first round: that cell is measured again.
-    fresh = (*TINY_RUN, "--out", str(tmp_path / "fresh"), "--shapes", "H=1,L=4")
-    with monkeypatch.context() as patched:
-        patched.setattr(runner.Runner, "_rounds", interrupted)
-        assert bench(*fresh) == commands.INTERRUPTED
-    assert results.load(tmp_path / "fresh" / "results.json").cells == []
-    assert bench(*fresh, "--resume") == commands.OK
-    (cell,) = results.load(tmp_path / "fresh" / "results.json").cells
-    assert cell.rounds
-
-
 @pytest.mark.parametrize(("spins", "waits"), [(0.0, 0.0), (0.06, 0.06), (math.inf, None)])
 def test_a_process_that_spins_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, spins: float, waits: float | None
@@ -379,67 +264,3 @@ def test_a_process_that_spins_is_waited_for(
     monkeypatch.setattr(worker, "time", clock)
     worker._settle()
     assert clock.now == pytest.approx(worker.SETTLE_SECONDS if waits is None else waits, abs=0.005)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("threads", "processes", "budget"), [(1, 4, "1"), (2, 1, "5")])
-def test_busy_cores_are_noticed(threads: int, processes: int, budget: str, tmp_path: Path) -> None:
-    """Four processes on one core, because a short measurement may meet no time slice of one."""
-    path = tmp_path / "results.json"
-    cores = sorted(os.sched_getaffinity(0))[:threads] * processes
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
-    try:
-        for process, core in zip(busy, cores, strict=True):
-            os.sched_setaffinity(process.pid, [core])
-        bench(
-            *("run", "--shapes", "B=1,H=2,L=64,D=8", "--threads", str(min(threads, len(cores)))),
-            *("--rounds", "4", "--time-budget", budget, "--json", str(path), "--quiet"),
-        )
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2
-    for row in rows:
-        assert row["busy"] or row["discarded"], row
-        assert not row["comparable"]
-
-
-@pytest.mark.complete
-def test_calls_find_the_memory_that_the_one_before_freed() -> None:
-    program = """
-import resource, torch
-from fastattn.bench.worker import Worker
-Worker().open("torch", 1)
-def fresh_pages():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    parts = [torch.ones(1 << 19) for _ in range(12)]  # 24 MB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-pages = [fresh_pages() for _ in range(12)]  # the first few find it in pieces
-print(pages[0] > 1000, max(pages[-4:]) < 100)
-"""
-    if platform.libc_ver()[0] != "glibc":
-        pytest.skip("only glibc gives memory back by a threshold")
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["True", "True"], done.stdout
-
-
-@pytest.mark.slow
-def test_cold_caches_are_said_and_cost_time(tmp_path: Path) -> None:
-    times = {}
-    for cache in ("warm", "cold"):
-        path = tmp_path / f"{cache}.json"
-        bench(
-            *("run", "--shapes", "sinusoidal B=8,L=512,E=256", "--threads", "1", "--rounds", "3"),
-            *("--cache", cache, "--providers", "torch", "--json", str(path), "--quiet"),
-        )
-        document = json.loads(path.read_text())
-        assert document["settings"]["cache"] == cache
-        assert "copy_bandwidth" in document["peaks"]
-        assert all(len(peak["samples"]) >= 2 for peak in document["peaks"].values())
-        times[cache] = document["rows"][0]
-    assert times["cold"]["percent_of_bandwidth"] is not None  # nothing can come from a cache
-    assert times["warm"]["percent_of_bandwidth"] is None
