@@ -1,4 +1,4 @@
-"""The emulator of tests/emulator against the PTX ISA manual, and its errors.
+"""The emulator of tests/emulator against the PTX ISA manual.
 
 Each PTX wrapper of csrc/cuda/ptx runs alone, on the emulator and, where there is one, on a real GPU
 (`make gpu-day` runs these first). The layouts below are typed from the manual's sections on
@@ -8,10 +8,7 @@ helper of the kernels is used.
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -384,74 +381,3 @@ def test_setmaxnreg_gives_registers_to_the_other_warpgroups(hopper: Run) -> None
     words = torch.arange(384) + 7
     out = hopper("setmaxnreg", words, 384).to(torch.int64)
     assert torch.equal(out, torch.where(torch.arange(384) < 128, words, 3 * words))
-
-
-# -- what the emulator says of kernels that are wrong ----------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("divergence", r"diverge: .*shfl.*syncwarp|diverge: .*syncwarp.*shfl"),
-        ("same_collective_in_two_places", "diverge"),
-        ("deadlock", r"deadlock; thread 0 waits in __syncthreads \(.*faults.h:\d+\)"),
-        ("misaligned_copy", r"cp.async at a misaligned address \[block 0,0,0, thread 0, .*:\d+\]"),
-        ("misaligned_source", "cp.async from a misaligned address"),
-        ("copy_out_of_range", "cp.async outside of shared memory"),
-        ("write_out_of_range", "a write past the end of shared memory"),
-        ("copy_never_waited_for", "the block has ended, but not the cp.async of thread"),
-        ("misaligned_ldmatrix", r"ldmatrix at a misaligned address \[.*thread 1,"),
-        (
-            "two_phases_behind",
-            r"a phase of the mbarrier, which is two phases further on \[.*:\d+\]",
-        ),
-        ("bytes_that_never_come", "the block has ended, but not all bytes that were announced"),
-        ("more_bytes_than_announced", "more bytes came than were announced"),
-        ("too_many_bytes", "more bytes are announced than an mbarrier counts"),
-        ("left_at_a_barrier", "the block has ended, but not all threads came to a barrier"),
-        ("wgmma_without_fence", "wgmma without a wgmma.fence after the last group"),
-        ("wgmma_never_waited_for", "the block has ended, but not the wgmma of thread"),
-        ("store_never_waited_for", "the block has ended, but not the bulk stores of thread 0"),
-        ("registers_never_given", r"deadlock; .*thread 128 waits in setmaxnreg.inc"),
-        ("registers_not_of_eight", "setmaxnreg: the count is a multiple of 8"),
-    ],
-)
-def test_a_wrong_kernel_is_an_error_with_its_place(
-    emulated: ModuleType, name: str, message: str
-) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        _runner(emulated, "cpu")(name, torch.zeros(256), 256)
-    # The next launch is not disturbed.
-    _runner(emulated, "cpu")("exp2_approx", torch.zeros(256), 256)
-
-
-@pytest.mark.parametrize(("name", "count"), [("read_before_write", 32), ("read_before_wait", 32)])
-def test_what_has_not_come_is_nan(emulated: ModuleType, name: str, count: int) -> None:
-    out = _runner(emulated, "cpu")(name, torch.zeros(256), count)
-    assert floats(out).isnan().all()
-
-
-def test_a_missing_barrier_is_seen_in_some_order(emulated: ModuleType) -> None:
-    for seed in range(1, 6):
-        emulated.set_seed(seed)
-        try:
-            out = _runner(emulated, "cpu")("no_barrier_after_wait", torch.zeros(256), 64)
-        finally:
-            emulated.set_seed(0)
-        assert floats(out).isnan().any()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_launches_of_more_and_of_fewer_threads_take_no_more_memory(emulated: ModuleType) -> None:
-    def megabytes() -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
-
-    def launches(times: int) -> None:
-        for _ in range(times):
-            _runner(emulated, "cpu")("exp2_approx", torch.zeros(256), 256)
-            _runner(emulated, "cpu")("cp_async", torch.zeros(128), 256)
-
-    launches(3)
-    before = megabytes()
-    launches(100)
-    assert megabytes() - before < 20  # a stack is at least a page, and 224 threads come and go

@@ -9,9 +9,6 @@
 #include "../../../csrc/cuda/tensor_map.h"
 #include "hopper.h"
 #include "wrappers.h"
-#ifdef FASTATTN_EMULATED
-#include "faults.h"
-#endif
 
 namespace py = pybind11;
 using namespace fastattn::cuda;
@@ -52,30 +49,6 @@ const std::map<std::string, Kernel> kernels = {
     {"wgmma_192_transposed", {probe_wgmma_steps<192, true>, 128}},
     {"wgmma_256_transposed", {probe_wgmma_steps<256, true>, 128}},
     {"setmaxnreg", {probe_setmaxnreg, 384}},
-#ifdef FASTATTN_EMULATED
-    {"divergence", {fault_divergence, 32}},
-    {"same_collective_in_two_places", {fault_same_collective_in_two_places, 32}},
-    {"deadlock", {fault_deadlock, 64}},
-    {"misaligned_copy", {fault_misaligned_copy, 32}},
-    {"misaligned_source", {fault_misaligned_source, 32}},
-    {"copy_out_of_range", {fault_copy_out_of_range, 32}},
-    {"write_out_of_range", {fault_write_out_of_range, 32}},
-    {"copy_never_waited_for", {fault_copy_never_waited_for, 32}},
-    {"misaligned_ldmatrix", {fault_misaligned_ldmatrix, 32}},
-    {"read_before_write", {fault_read_before_write, 32}},
-    {"read_before_wait", {fault_read_before_wait, 32}},
-    {"no_barrier_after_wait", {fault_no_barrier_after_wait, 64}},
-    {"two_phases_behind", {fault_two_phases_behind, 64}},
-    {"bytes_that_never_come", {fault_bytes_that_never_come, 32}},
-    {"more_bytes_than_announced", {fault_more_bytes_than_announced, 32}},
-    {"too_many_bytes", {fault_too_many_bytes, 32}},
-    {"left_at_a_barrier", {fault_left_at_a_barrier, 64}},
-    {"wgmma_without_fence", {fault_wgmma_without_fence, 128}},
-    {"wgmma_never_waited_for", {fault_wgmma_never_waited_for, 128}},
-    {"store_never_waited_for", {fault_store_never_waited_for, 32}},
-    {"registers_never_given", {fault_registers_never_given, 384}},
-    {"registers_not_of_eight", {fault_registers_not_of_eight, 384}},
-#endif
 };
 
 void run(const std::string& name, uintptr_t in, uintptr_t out, uintptr_t stream) {
