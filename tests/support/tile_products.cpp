@@ -47,25 +47,3 @@ EXPORT void real(int f16, int m, int n, int k, const char* a, const char* b, cha
                  int products) {
   multiply<fastattn::HardwareTiles>(f16, shaped(m, n, k), a, b, c, products);
 }
-
-// Each of these must end the process.
-EXPORT void misuse(const char* how) {
-  typedef fastattn::EmulatedTiles Tiles;
-  static char memory[1024];
-  const auto is = [&](const char* name) { return __builtin_strcmp(how, name) == 0; };
-  TileConfig config;
-  if (is("load before configure")) Tiles::load<0>(memory, 64);
-  if (is("palette")) config.palette = 2;
-  if (is("rows")) config.rows[2] = 17;
-  if (is("row bytes")) config.row_bytes[2] = 65;
-  if (is("a ninth tile")) config.rows[8] = 1;
-  if (is("rows of C and A")) config.rows[1] = 15;
-  if (is("columns of C and B")) config.row_bytes[0] = 60;
-  if (is("pairs of A and B")) config.rows[2] = 15;
-  Tiles::configure(config);
-  if (is("configure twice")) Tiles::configure(config);
-  Tiles::multiply_bf16<0, 1, 2>();
-  Tiles::release();
-  if (is("store after release")) Tiles::store<0>(memory, 64);
-  if (is("product after release")) Tiles::multiply_bf16<0, 1, 2>();
-}
