@@ -6,7 +6,6 @@ csrc/cpu, the slow ones the real thing.
 
 from __future__ import annotations
 
-import importlib
 import json
 import platform
 import re
@@ -98,33 +97,6 @@ def test_the_sdist_has_every_source_and_nothing_built(tmp_path: Path) -> None:
     assert not [n for n in names if n.endswith((".so", ".o", ".pyc", "_build.json"))]
 
 
-# What runs elsewhere
-
-WITH_GITHUB = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="an sdist has no .github")
-
-
-@WITH_GITHUB
-def test_every_part_of_the_long_tests_runs_at_night() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
-    listed = re.search(r"^test-full: (.*?) ##", makefile, re.MULTILINE)
-    assert listed is not None
-    in_matrix = re.findall(r"^ {10}- ([\w-]+)$", nightly, re.MULTILINE)
-    alone = re.findall(r"run: make ([\w-]+)$", nightly, re.MULTILINE)
-    assert {*listed[1].split()} <= {*in_matrix, *alone}
-
-
-@WITH_GITHUB
-def test_dependabot_knows_every_folder_of_pinned_tools() -> None:
-    known = (ROOT / ".github/dependabot.yml").read_text()
-    for ecosystem, folder, pinned in (
-        ("pip", ".ci/requirements", "*.txt"),
-        ("npm", ".ci", "package-lock.json"),
-    ):
-        assert list((ROOT / folder).glob(pinned))
-        assert f"package-ecosystem: {ecosystem}\n    directory: /{folder}\n" in known
-
-
 # Building
 
 
@@ -139,61 +111,6 @@ def test_every_instruction_set_is_built_and_recorded(small_source: Path) -> None
     assert str(small_source) not in json.dumps(record)
     # A file that is newer than the record would mean that the kernels are stale.
     assert not list((small_source / "csrc").rglob("*.pyc"))
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one set only")
-def test_a_build_for_this_machine_has_its_strongest_instruction_set(small_source: Path) -> None:
-    done = build(small_source, FASTATTN_CPU_ISAS="native", FASTATTN_REQUIRE_NATIVE="1")
-    assert done.returncode == 0, done.stderr
-    record = record_of(small_source / "out")
-    supported = importlib.import_module("fastattn._cpu").build_info()["supported"]
-    strongest = [isa for isa in supported if isa in ISAS][-1]
-    below = {"avx512_bf16": ["avx512"]}.get(strongest, [])  # which has its other kernels
-    assert list(record["isas"]) == list(dict.fromkeys(["baseline", *below, strongest]))
-    assert set(record["left_out"]) == set(ISAS) - set(record["isas"])
-    # `fastattn doctor` knows what to do by these words, and by "rejects" below.
-    assert all(reason.startswith("not requested") for reason in record["left_out"].values())
-    assert compiled_in(small_source / "out") == list(record["isas"])
-
-
-@pytest.mark.complete
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there are no tiles")
-@pytest.mark.parametrize(
-    ("refused", "built"),
-    [
-        ("-mnothing", {"amx_bf16", "amx_bf16_emulated"}),
-        ("-mamx-tile", {"amx_bf16_emulated"}),
-        ("-march=x86-64-v4", {"amx_bf16_emulated"}),
-    ],
-)
-def test_tiles_are_compiled_for_amx_and_its_emulation(
-    small_source: Path, refused: str, built: set[str]
-) -> None:
-    tiles = small_source / "csrc/cpu/kernels/tiles"
-    tiles.mkdir()
-    # It takes a name from the vectors below it.
-    (tiles / "on_tiles.cpp").write_text(
-        "namespace fastattn { namespace FASTATTN_BASE { extern const char* const isa; }\n"
-        "namespace FASTATTN_ISA { extern const char* const* const below;\n"
-        "const char* const* const below = &FASTATTN_BASE::isa; }}\n"
-    )
-    compiler = small_source / "old-compiler"
-    compiler.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in *{refused}*) echo "error: unknown {refused}" >&2; exit 1;; esac\n'
-        'exec g++ "$@"\n'
-    )
-    compiler.chmod(0o755)
-    wanted = {"FASTATTN_CPU_EMULATED": "1", "FASTATTN_REQUIRE_NATIVE": "1"}
-    done = build(small_source, CXX=str(compiler), **wanted)
-    assert done.returncode == 0, done.stderr
-    compiled = set(re.findall(r"compile tiles/on_tiles\.(\w+)\.o", done.stdout))
-    assert compiled == built
-    # The emulation is for tests, so the record of a build does not name it.
-    record = record_of(small_source / "out")
-    assert ("amx_bf16" in record["isas"]) == ("amx_bf16" in built)
-    assert ("amx_bf16" in record["left_out"]) == ("amx_bf16" not in built)
-    assert "amx_bf16_emulated" not in {*record["isas"], *record["left_out"]}
 
 
 def test_an_unknown_choice_of_instruction_sets_is_named(small_source: Path) -> None:
@@ -220,25 +137,6 @@ def test_an_instruction_set_that_the_compiler_refuses_is_left_out(small_source: 
     assert "unknown -mavx512bf16" in record["left_out"]["avx512_bf16"]
     assert "built without avx512_bf16" in done.stderr
     assert compiled_in(small_source / "out") == ["baseline", "avx2", "avx512"]
-
-
-@pytest.mark.complete
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is no such unit")
-def test_the_peak_of_a_unit_that_the_compiler_refuses_is_left_out(small_source: Path) -> None:
-    peaks = small_source / "csrc/cpu/peaks"
-    shutil.copytree(ROOT / "csrc/cpu/peaks", peaks)
-    compiler = small_source / "old-compiler"
-    compiler.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in *-mamx-tile*) echo "error: unknown -mamx-tile" >&2; exit 1;; esac\n'
-        'exec g++ "$@"\n'
-    )
-    compiler.chmod(0o755)
-    done = build(small_source, CXX=str(compiler), FASTATTN_REQUIRE_NATIVE="1")
-    assert done.returncode == 0, done.stderr
-    left_out = record_of(small_source / "out")["left_out"]
-    assert "unknown -mamx-tile" in left_out["peak of amx"]
-    assert "compile unit.amx.o" not in done.stdout
 
 
 @pytest.mark.complete
@@ -558,11 +456,6 @@ def test_a_wheel_to_distribute_is_told_that_cuda_is_separate(
         assert set(done.stdout.split()) == {f"FASTATTN_CUDA={passed}"}
 
 
-def test_a_wheel_of_a_release_is_told_that_cuda_is_separate() -> None:
-    table = (ROOT / "pyproject.toml").read_text().partition("[tool.cibuildwheel]")[2]
-    assert re.search(r'^environment = .* FASTATTN_CUDA = "separate",', table, re.MULTILINE)
-
-
 @pytest.mark.complete
 def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None:
     nvcc = small_source / "nvcc"
@@ -574,16 +467,6 @@ def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None
     assert modules["cpu"]["built"] is True
     assert modules["cuda"]["built"] is False
     assert "fastattn._cuda was not built" in done.stderr
-
-
-@pytest.mark.complete
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
-def test_architectures_that_are_none_are_a_reason(small_source: Path) -> None:
-    done = build(small_source, FASTATTN_CUDA="1", FASTATTN_CUDA_ARCHS="native")
-    assert done.returncode == 0, done.stderr
-    modules = modules_of(small_source / "out")
-    assert modules["cpu"]["built"] is True
-    assert "'native', not a list" in str(modules["cuda"]["reason"])
 
 
 @pytest.mark.slow
