@@ -7,13 +7,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-
-import fastattn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -56,57 +54,6 @@ def test_reads_stories(data: ModuleType) -> None:
     assert (len(third.story), third.answer, third.support) == (1, "no", ())
 
 
-@pytest.mark.parametrize(
-    ("lines", "wrong"),
-    [
-        (["Mary moved."], "f:1: a line starts with its number, got 'Mary moved.'"),
-        (["1 Mary moved.", "3 John went."], "f:2: line 2 of the story expected, got 3"),
-        (["1 Mary moved.", "", "2 Where?\tbath"], "f:3: question, answer, support expected, got 2"),
-        (["1 Mary moved.", "2 Where?\t\t1"], "f:2: a question without an answer"),
-        (["1 Mary moved.", "2 ?\tbath\t1"], "f:2: a question without a word"),
-        (["1 Mary moved.", "2 Where?\tbath\t2"], "f:2: the support '2' is not made of earlier"),
-        (["1 Mary moved.", "2 Where?\tbath\tx"], "f:2: the support 'x' is not made of earlier"),
-        (["1 ..."], "f:1: a sentence without a word"),
-        (["1 Mary moved."], "f: no question in it"),
-        ([], "f: no question in it"),
-    ],
-)
-def test_bad_lines_are_named(data: ModuleType, lines: list[str], wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong.replace("?", r"\?").replace(".", r"\.")):
-        data.parse(lines, 1, "f")
-
-
-def test_finds_the_files(data: ModuleType, tmp_path: Path) -> None:
-    folder = tmp_path / "en"
-    folder.mkdir()
-    (folder / "qa8_lists-sets_train.txt").write_text(STORY)
-    assert len(data.read_tasks(tmp_path, "train", [8])[8]) == 3
-    with pytest.raises(ValueError, match=r"one file qa8_\*_test.txt expected in .*, found none"):
-        data.read_tasks(tmp_path, "test", [8])
-    (tmp_path / "qa8_lists-sets_train.txt").write_text(STORY)
-    with pytest.raises(ValueError, match=r"found .*en.*, .*train.txt"):
-        data.read_tasks(tmp_path, "train", [8])
-
-
-def test_the_most_recent_sentence_comes_first(data: ModuleType) -> None:
-    questions = data.parse(STORY.splitlines(), 8)
-    (both,), words = data.vectorize([questions], memory_size=2)
-    assert words[0] == ""
-    assert both.stories.shape == (3, 2, 7)
-    assert data.vectorize([questions], memory_size=50)[0][0].stories.shape == (3, 4, 7)
-
-    def sentence(n: int, slot: int) -> str:
-        return " ".join(words[t] for t in both.stories[n, slot].tolist() if t)
-
-    assert sentence(0, 0) == "john went to the hallway"
-    assert sentence(0, 1) == "mary moved to the bathroom"
-    assert sentence(1, 0) == "daniel gave the apple to john"  # the oldest is forgotten
-    assert sentence(1, 1) == "john went to the hallway"
-    assert sentence(2, 1) == ""
-    assert [words[a] for a in both.answers.tolist()] == ["bathroom", "apple,milk", "no"]
-    assert both.support.tolist() == [[False, True], [True, True], [False, False]]
-
-
 def test_made_up_stories_are_right(data: ModuleType) -> None:
     for question in data.invent(200, seed=3):
         where: dict[str, str] = {}
@@ -122,35 +69,6 @@ def test_made_up_stories_are_right(data: ModuleType) -> None:
         assert taken == (holder, "took", "the", question.words[-1], "there")
         assert gone == (holder, "went", "to", "the", question.answer)
     assert data.invent(5, seed=1) == data.invent(5, seed=1)
-
-
-def test_the_paper_s_columns(data: ModuleType) -> None:
-    means = {name: round(sum(column) / 20, 1) for name, column in data.PAPER.items()}
-    assert means == {"joint": 12.4, "single": 13.9, "layerwise": 15.2}
-
-
-def test_draws_what_the_hops_look_at(
-    babi: ModuleType, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (both,), words = data.vectorize([data.parse(STORY.splitlines(), 8)], memory_size=50)
-    report, given = sys.modules["babi_report"], {}
-
-    def hops(weights: Any, sentences: Any, **options: Any) -> Any:
-        given.update(weights=weights, sentences=sentences, **options)
-        return fastattn.plot.hops(weights, sentences, **options)
-
-    monkeypatch.setattr(report, "plot", SimpleNamespace(hops=hops))
-    weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]])  # the most recent sentence first
-    report.draw(both, 1, weights, words, tmp_path / "hops.png")
-    assert given["sentences"] == [
-        "mary moved to the bathroom",
-        "john went to the hallway",
-        "daniel gave the apple to john",
-        "(1 empty memories)",
-    ]
-    torch.testing.assert_close(given["weights"], torch.tensor([[0.2, 0.3, 0.4, 0.1]]))
-    assert sorted(given["support"]) == [1, 2]
-    assert given["title"] == "what is john carrying? apple,milk"
 
 
 SMALL = "--recipe single --questions 90 --restarts 2 --epochs 3 --linear-epochs 2 --dim 8".split()
@@ -212,43 +130,3 @@ def test_the_eager_network_learns_the_same(babi: ModuleType, tying: str) -> None
     ours, plain = (trained(babi, 3, tying=tying, plain=plain) for plain in (False, True))
     for name, p in ours.items():
         torch.testing.assert_close(p, plain[name], rtol=1e-4, atol=1e-5)
-
-
-def test_clips_each_matrix(babi: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = trained(babi, 0)
-    monkeypatch.setattr(babi, "CLIP", 0.5)
-    after = trained(babi, 1)
-    for name, p in after.items():
-        moved = torch.linalg.vector_norm(p - before[name], dim=(-2, -1))
-        assert (moved <= 0.01 * 0.5 * 1.001).all()
-    assert (torch.linalg.vector_norm(after["embedding"] - before["embedding"]) > 0.005).all()
-
-
-def test_the_rate_is_halved(babi: ModuleType) -> None:
-    (questions,), words = sys.modules["babi_data"].vectorize([babi.invent(20)], 50)
-    run = babi.Training(babi.RECIPES["joint"], questions, questions, len(words))
-    assert run.rate() == 0.005
-    run.progress.phase = "softmax"
-    for epoch, rate in ((0, 0.01), (14, 0.01), (15, 0.005), (59, 0.00125)):
-        run.progress.epoch = epoch
-        assert run.rate() == rate
-
-
-def test_the_linear_start_ends_when_the_loss_stops_falling(babi: ModuleType) -> None:
-    (questions,), words = sys.modules["babi_data"].vectorize([babi.invent(20)], 50)
-    recipe = replace(babi.RECIPES["joint"], patience=2)
-    run = babi.Training(recipe, questions, questions, len(words))
-    at = run.progress
-    for epoch, loss in enumerate((3.0, 2.0, 2.5, 1.9, 2.0, 1.9), 1):
-        assert at.phase == "linear"
-        at.epoch, at.losses = epoch, [*at.losses, loss]
-        run.turn_page()
-    assert (at.phase, at.epoch, at.losses) == ("softmax", 0, [])
-
-
-@pytest.mark.parametrize("wrong", ["0", "21", "1-", "a", "", "3-1"])
-def test_task_numbers(babi: ModuleType, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert babi.parse_tasks("1-3,7") == [1, 2, 3, 7]
-    with pytest.raises(SystemExit):
-        babi.arguments(["--tasks", wrong])
-    assert "--tasks" in capsys.readouterr().err
