@@ -24,6 +24,7 @@ DRAWING = ("dropout", "hard-attention", "luong-module-concat")
 UNDRAWN = [name for name in CASES if not any(word in name for word in DRAWING)]
 # Compiling takes time: cases that the compiler sees as different calls.
 COMPILED = (
+    *("sdpa-biases", "sdpa-t5", "sdpa-window2d", "varlen-biases", "attention-stats"),
     *("additive", "additive-everything", "additive-bool-mask", "additive-padding"),
     *("encode-memory", "encode-memory-tables", "encode-memory-all-words", "merge-states"),
     *("hops-of-many-queries", "hops-expanded", "luong-general", "luong-predictive"),

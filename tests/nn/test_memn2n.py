@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, stack_module_state, vmap
 from within_bound import assert_right
 
 import fastattn
@@ -178,29 +177,6 @@ def test_parameters_come_from_the_normal_distribution() -> None:
     for p in network.parameters():
         assert abs(float(p.detach().std()) - 0.1) < 0.01
         assert abs(float(p.detach().mean())) < 0.01
-
-
-@pytest.mark.parametrize("tying", TYINGS)
-def test_several_networks_at_once(backend: str, tying: str) -> None:
-    """How restarts are trained together."""
-    networks = [MemN2N(20, 8, weight_tying=tying) for _ in range(3)]
-    stacked, _ = stack_module_state(networks)
-    batches = [examples() for _ in range(3)]
-    stories, questions = (torch.stack(each) for each in zip(*batches, strict=True))
-
-    def run(parameters: dict[str, Tensor], stories: Tensor, questions: Tensor) -> Tensor:
-        return functional_call(networks[0], parameters, (stories, questions))
-
-    together = vmap(run)(stacked, stories, questions)
-    (together**2).sum().backward()
-    for n, network in enumerate(networks):
-        alone = network(*batches[n])
-        torch.testing.assert_close(together[n], alone)
-        (alone**2).sum().backward()
-        for name, p in network.named_parameters():
-            torch.testing.assert_close(stacked[name].grad[n], p.grad, msg=name)
-    shared = vmap(run, in_dims=(0, None, None))(stacked, *batches[0])
-    torch.testing.assert_close(shared[2], networks[2](*batches[0]))
 
 
 @pytest.mark.sampled(1)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from within_bound import assert_right
@@ -119,71 +118,6 @@ def test_functional_call_reads_the_given_parameters(fused: MultiheadAttention) -
     nn.init.normal_(other.in_proj_bias)
     got = functional_call(fused, dict(other.named_parameters()), (X, X, X))
     assert close(got, other(X, X, X), 0)
-
-
-@pytest.mark.parametrize("keywords", CALLS[:4], ids=lambda k: ",".join(k) or "plain")
-def test_vmap_over_inputs(keywords: dict[str, Any], fused: MultiheadAttention) -> None:
-    many = torch.stack([X, X + 1])
-    mapped = vmap(lambda x: fused(x, x, x, **keywords)[0])(many)
-    assert close([mapped], [torch.stack([fused(x, x, x, **keywords)[0] for x in many])])
-
-
-def test_vmap_over_an_ensemble(fused: MultiheadAttention) -> None:
-    others = [fused, copy.deepcopy(fused)]
-    nn.init.normal_(others[1].in_proj_weight)
-    parameters, buffers = stack_module_state(others)
-
-    def one(p: Any, b: Any) -> Tensor:
-        return functional_call(fused, (p, b), (X, X, X))[0]
-
-    assert close([vmap(one)(parameters, buffers)], [torch.stack([m(X, X, X)[0] for m in others])])
-
-
-def test_gradients_per_example(fused: MultiheadAttention) -> None:
-    parameters = {k: p.detach() for k, p in fused.named_parameters()}
-
-    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(fused, p, (x, x, x))[0].square().sum()
-
-    each = vmap(grad(loss), in_dims=(None, 0))(parameters, X)
-    for n, x in enumerate(X):
-        fused.zero_grad()
-        fused(x, x, x)[0].square().sum().backward()
-        want = {k: p.grad for k, p in fused.named_parameters()}
-        assert close([each[k][n] for k in want], want.values(), 1e-5)
-
-
-def test_forward_mode(fused: MultiheadAttention) -> None:
-    stock = nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
-    stock.load_state_dict(fused.state_dict())
-    tangent = torch.ones_like(X)
-
-    def derivative(module: nn.Module) -> Tensor:
-        return torch.func.jvp(
-            lambda x: module(x, x, x, average_attn_weights=False)[0], (X,), (tangent,)
-        )[1]
-
-    assert close([derivative(fused)], [derivative(stock)], 1e-5)
-    with torch.autograd.forward_ad.dual_level():
-        x = torch.autograd.forward_ad.make_dual(X, tangent)
-        got = torch.autograd.forward_ad.unpack_dual(fused(x, x, x)[0]).tangent
-    assert close([got], [derivative(stock)], 1e-5)
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_second_derivatives(need_weights: bool) -> None:
-    torch.manual_seed(0)
-    fused = MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
-    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-
-    def run(x: Tensor, *parameters: Tensor) -> Any:
-        named = dict(zip(dict(fused.named_parameters()), parameters, strict=True))
-        keywords = {"need_weights": need_weights}
-        return functional_call(fused, named, (x, x, x), keywords)[: 1 + need_weights]
-
-    inputs = (x, *fused.parameters())
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -162,21 +162,6 @@ def test_differentiable(backend: str, generator: torch.Generator) -> None:
     torch.testing.assert_close(wanted, expected)
 
 
-def test_compiled_and_mapped(backend: str, generator: torch.Generator) -> None:
-    query, key = operands((2, 2, 2, 70, 30), torch.float32, generator)
-
-    def call(query: Tensor, key: Tensor) -> tuple[Any, ...]:
-        stats = attention_stats(query, key, is_causal=True, top_k=3)
-        return stats.column_sums, stats.entropy, stats.top_values
-
-    want = call(query, key)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(query, key), want)
-    stacked = torch.stack([query, -query])
-    got = torch.vmap(call, in_dims=(0, None))(stacked, key)
-    torch.testing.assert_close(tuple(x[0] for x in got), want)
-
-
 BAD = [
     ({"query": torch.ones(2, 3)}, ValueError, r"query must be \[B, H, L, D\], got shape \(2, 3\)"),
     ({"key": None}, TypeError, "argument 'key'"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fastattn
 from fastattn import encode_memory
 from fastattn.ops.encode_memory import encoding_factors
 from fastattn.testing import Target, targets
@@ -157,27 +156,6 @@ def test_gradients_of_any_strides(
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
-def test_sizes_may_be_zero(engine: Target) -> None:
-    for b, n, j, v, d, g in (
-        (0, 2, 3, 4, 5, 2),
-        (2, 0, 3, 4, 5, 2),
-        (2, 3, 0, 4, 5, 2),
-        (2, 3, 4, 5, 0, 2),
-        (2, 3, 4, 5, 6, 0),
-        (2, 3, 0, 0, 5, 2),
-    ):
-        tokens = torch.ones(b, n, j, dtype=torch.int64)
-        weight = torch.ones(g, v, d, requires_grad=True)
-        temporal = torch.full((g, n, d), 3.0, requires_grad=True)
-        out = encode_memory(tokens, weight, temporal=temporal)
-        assert out.shape == (b, g, n, d)
-        assert not out.any() if j == 0 else (out > 3).all()
-        out.sum().backward()
-        assert weight.grad is not None
-        assert temporal.grad is not None
-        assert (temporal.grad == (b if j > 0 else 0)).all()
-
-
 def test_nothing_outside_the_tensors(target: Target, generator: torch.Generator) -> None:
     """Each ends where memory ends: one read or write beyond it would end this process."""
     for dtype in FLOATS:
@@ -246,18 +224,6 @@ def test_nothing_of_an_integer_but_its_value(engine: Target) -> None:
     """The smallest int64 is neither a row nor taken for one."""
     with pytest.raises(IndexError, match="is -9223372036854775808"):
         encode_memory(torch.full((1, 1, 1), -(2**63)), torch.ones(3, 2))
-
-
-def test_gradient_of_the_encoding(generator: torch.Generator) -> None:
-    """A tensor of factors that requires a gradient goes through the reference, and says so."""
-    tokens, weight, temporal = draw_sentences((2, 3, 4, 5, 6, 2), torch.float64, generator)
-    factors = encoding_factors("position", 4, 6, dtype=torch.float64).requires_grad_()
-
-    def encode(weight: Tensor, factors: Tensor) -> Tensor:
-        return encode_memory(tokens, weight, encoding=factors, temporal=temporal)
-
-    with fastattn.use_backend("reference"):
-        assert torch.autograd.gradcheck(encode, (weight.requires_grad_(), factors))
 
 
 @pytest.mark.filterwarnings("error")

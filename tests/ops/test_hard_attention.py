@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradgradcheck
-from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from within_bound import assert_right
 
@@ -161,20 +160,6 @@ def test_the_operators_below_pass_opcheck(
         torch.library.opcheck(func, args)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_transforms_of_torch_func(estimator: str, normal: Callable[..., Tensor]) -> None:
-    q, k = (normal(2, n, 5) for n in (6, 4))
-
-    def loss(q: Tensor, k: Tensor) -> Tensor:
-        result = hard_attention(q, k, k, estimator=estimator, deterministic=True)
-        return sum((x.sin().sum() for x in result), start=torch.zeros(()))
-
-    leaf = q.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(leaf, k), leaf)
-    torch.testing.assert_close(grad(loss)(q, k), expected)
-    torch.testing.assert_close(vmap(grad(loss))(q, k), expected)
-
-
 def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:
     """The choice is that of the rounded inputs in float32."""
     q, k = (normal(n, 16).bfloat16() for n in (50, 300))
@@ -225,17 +210,6 @@ def test_sizes_may_be_zero(backend: str) -> None:
             result = hard_attention(q, k, k, estimator=estimator, need_weights=True)
             assert result[0].shape == (batch, queries, 4)
             assert result[-1].shape == (batch, queries, keys)
-
-
-def test_compiles_without_a_break() -> None:
-    torch._dynamo.reset()
-    x = torch.randn(2, 9, 5)
-
-    def f(x: Tensor) -> Tensor:
-        return hard_attention(x, x, x, estimator="gumbel", deterministic=True)  # type: ignore[no-any-return]
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), f(x))
 
 
 X = torch.zeros(2, 3, 4)

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mapped_examples import assert_maps_examples
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.func import vmap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.testing import assert_close
@@ -24,8 +22,6 @@ from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.masks._blocks import _IndexWithTensors
 from fastattn.ops import _sdpa_plan
-
-BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
 @pytest.fixture(autouse=True)
@@ -301,23 +297,6 @@ def test_a_plan_has_the_bits_of_the_general_path(
     assert torch.equal(*seconds)
 
 
-@pytest.mark.complete
-@BACKENDS
-def test_derivatives(backend: str) -> None:
-    shapes = (1, 2, 3, 2), (1, 1, 4, 2), (1, 1, 4, 2), (2,)
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    ids = torch.tensor([0, 1, 7]), torch.tensor([0, 0, 1, 2])
-    mask = masks.document(*ids) & ~masks.from_function(striped, None, 2, 3, 4) | masks.chunked(2)
-
-    def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Any:
-        with use_backend(backend):
-            return attend(query, key, value, mask=mask, sinks=sinks, return_lse=True,
-                          need_weights=True, softcap=2.0)  # fmt: skip
-
-    assert gradcheck(call, leaves, check_batched_grad=True, check_forward_ad=backend != "cpu")
-    assert gradgradcheck(call, leaves)
-
-
 def test_memory_grows_with_the_length() -> None:
     length = 1 << 18
     ids = torch.arange(length) // 1000
@@ -358,17 +337,6 @@ def test_bits_do_not_depend_on_the_threads() -> None:
         results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
     torch.set_num_threads(before)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None)])
-def test_vmap(in_dims: tuple[int | None, ...]) -> None:
-    ids = torch.randint(0, 3, (2, 9))
-    mask = masks.document(ids[:, :7], ids) | masks.causal()
-
-    def call(*x: Tensor) -> Any:
-        return attend(*x, mask=mask, return_lse=True)
-
-    assert_maps_examples(call, qkv(7, 9, torch.float64), in_dims)
 
 
 def test_vmap_over_documents() -> None:

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mapped_examples import assert_maps_examples
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 from fastattn import explain, scaled_dot_product_attention, use_backend
@@ -154,74 +152,12 @@ def test_a_bias_of_inf_does_not_show_a_masked_pair(backend: str) -> None:
         assert_close(attend(*tensors, mask, relative_bias=table), attend(*tensors, mask))
 
 
-def attend_with_all_forms(*leaves: Tensor) -> Any:
-    return (
-        attend(*leaves[:3], relative_bias=leaves[3], return_lse=True, need_weights=True),
-        attend(*leaves[:3], relative_bias=T5(leaves[4], max_distance=6), softcap=2.0),
-        attend(leaves[1], *leaves[1:3], relative_bias=Window2d(leaves[5], (3, 3))),
-    )
-
-
-def leaves_of_all_forms() -> list[Tensor]:
-    tables = [torch.randn(4, 17), torch.randn(8, 4), torch.randn(25, 2)]
-    return [*qkv(), *(x.double() for x in tables)]
-
-
-@pytest.mark.complete
-@BACKENDS
-def test_derivatives(backend: str) -> None:
-    leaves = [x[..., :2] if x.dim() == 4 else x for x in leaves_of_all_forms()]
-    leaves = [x.detach().requires_grad_() for x in leaves]
-
-    def call(*x: Tensor) -> tuple[Tensor, ...]:
-        with use_backend(backend):
-            (out, lse, weights), t5, window = attend_with_all_forms(*x)
-        return out, lse, weights, t5, window
-
-    few = [x[:1, :, :3] if x.dim() == 4 else x for x in leaves]
-
-    def first(*x: Tensor) -> Tensor:
-        with use_backend(backend):
-            return attend(*x[:3], relative_bias=x[3])
-
-    forward = backend == "reference"
-    assert gradcheck(
-        call, leaves, check_batched_grad=True, check_forward_ad=forward, fast_mode=True
-    )
-    small = [x.detach().requires_grad_() for x in (*few[:3], leaves[3][:, 6:11])]
-    assert gradgradcheck(first, small)
-
-
 def test_the_gradient_has_the_dtype_of_the_table() -> None:
     for dtype, own in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         table = torch.randn(4, 17, dtype=own, requires_grad=True)
         attend(*qkv(dtype=dtype), relative_bias=table).sum().backward()
         assert table.grad is not None
         assert table.grad.dtype is own
-
-
-@pytest.mark.parametrize("mapped", [(0, 1, 2, 3, 4, 5), (0, 1, 2), (3, 4, 5)])
-def test_vmap(mapped: tuple[int, ...]) -> None:
-    in_dims = tuple(0 if n in mapped else None for n in range(6))
-
-    def call(*x: Tensor) -> Any:
-        (out, lse, _), *others = attend_with_all_forms(*x)
-        return out, lse, *others
-
-    assert_maps_examples(call, leaves_of_all_forms(), in_dims)
-
-
-def test_compiled() -> None:
-    leaves = [x.float().requires_grad_() for x in leaves_of_all_forms()]
-
-    def call(*x: Tensor) -> Tensor:
-        first, *others = attend_with_all_forms(*x)
-        return sum(y.sin().sum() for y in (*first, *others))
-
-    functions = (call, torch.compile(call, backend="aot_eager", fullgraph=True))
-    results = [torch.autograd.grad(function(*leaves), leaves) for function in functions]
-    for got, want in zip(*results, strict=True):
-        assert_close(got, want)
 
 
 def test_compiled_once_for_any_length() -> None:

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mapped_examples import assert_maps_examples
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 from fastattn import (
@@ -105,32 +103,6 @@ def test_states_are_merged_with_the_sinks_in_one_of_them() -> None:
         assert_close(got, want)
 
 
-@pytest.mark.complete
-@BACKENDS
-def test_derivatives(backend: str) -> None:
-    shapes = (1, 4, 3, 2), (1, 2, 4, 2), (1, 2, 4, 2), (4,)
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    mask = torch.rand(3, 4) < 0.6
-    mask[0], mask[1] = True, False
-
-    def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Any:
-        with use_backend(backend):
-            return attend(
-                query,
-                key,
-                value,
-                mask,
-                sinks=sinks,
-                return_lse=True,
-                need_weights=True,
-                softcap=2.0,
-            )
-
-    forward = backend == "reference"
-    assert gradcheck(call, leaves, check_batched_grad=True, check_forward_ad=forward)
-    assert gradgradcheck(call, leaves)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("is_parameter", [False, True])
 def test_a_plan_has_the_bits_of_the_general_path(
@@ -183,30 +155,6 @@ def test_autocast_takes_sinks_of_any_float_below_float64() -> None:
     assert out.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, 0, 0, None), (None, None, None, 0)])
-def test_vmap(in_dims: tuple[int | None, ...]) -> None:
-    tensors = [*qkv(torch.float64), torch.randn(4).double()]
-
-    def call(*x: Tensor) -> Any:
-        return attend(*x[:3], sinks=x[3], return_lse=True)
-
-    assert_maps_examples(call, tensors, in_dims)
-
-
-def test_compiled() -> None:
-    leaves = [x.requires_grad_() for x in (*qkv(), torch.randn(4))]
-
-    def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        return attend(query, key, value, sinks=sinks, is_causal=True)
-
-    results = []
-    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
-        out = function(*leaves)
-        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
-
-
 # --- packed sequences and caches ------------------------------------------------------------------
 
 
@@ -224,18 +172,6 @@ def test_sequences_without_keys_have_the_lse_of_the_sink(backend: str) -> None:
     assert_close(lse[:, 2:5], sinks[:, None].expand(4, 3))
     assert (lse[:, 8] == -math.inf).all()  # after the last sequence
     assert_close(found, torch.full((4,), 3.0))
-
-
-def test_packed_derivatives() -> None:
-    starts = torch.tensor([0, 2, 2, 5])
-    leaves = [torch.randn(5, 2, 4).double().requires_grad_() for _ in "qkv"]
-    leaves.append(torch.randn(2).double().requires_grad_())
-
-    def call(*x: Tensor) -> Any:
-        return varlen_attention(*x[:3], starts, starts, sinks=x[3], return_lse=True)
-
-    assert gradcheck(call, leaves, check_batched_grad=True)
-    assert gradgradcheck(call, leaves)
 
 
 def test_jagged_tensors() -> None:

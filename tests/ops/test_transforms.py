@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attention_calls import EVERYTHING, attention, compiled, loss, qkv, rand, stock
+from attention_calls import attention, loss, qkv, rand, stock
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-import fastattn
 from fastattn.library import operators
 
 forward_op = torch.ops.fastattn.scaled_dot_product_attention.default
@@ -198,44 +196,6 @@ def test_a_transform_of_ours_equals_that_of_pytorch(
     assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize("name", ["grad", "vmap", "vmap-of-grad", "jacrev", "grad-of-grad"])
-def test_a_compiled_transform_equals_the_eager_one(name: str) -> None:
-    transformed, inputs = TRANSFORMS[name](attention), qkv()
-    assert_close(compiled(transformed, dynamic=False)(*inputs), transformed(*inputs))
-
-
-MASK_SHAPES = [(5, 7), (4, 1, 7), (1, 4, 5, 7), (2, 1, 1, 1), (2, 4, 5, 7)]
-
-
-@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
-@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, 0, 0, None), (None, None, None, 0)], ids=str)
-def test_vmap_over_everything_and_its_gradients(
-    backend: str, shape: tuple[int, ...], in_dims: tuple[int | None, ...]
-) -> None:
-    n = 3
-    inputs = [
-        rand(*size) if dim is None else rand(n, *size)
-        for size, dim in zip(
-            [(2, 4, 5, 4), (2, 2, 7, 4), (2, 2, 7, 6), shape], in_dims, strict=True
-        )
-    ]
-
-    def call(*x: Tensor) -> tuple[Tensor, ...]:
-        return attention(*x, enable_gqa=True, **EVERYTHING)
-
-    def gradients(*x: Tensor) -> tuple[Tensor, ...]:
-        return grad(lambda *y: loss(call(*y)), (0, 1, 2, 3))(*x)
-
-    for function in (call, gradients):
-        examples = [
-            function(*(x if d is None else x[i] for x, d in zip(inputs, in_dims, strict=True)))
-            for i in range(n)
-        ]
-        expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
-        assert_close(vmap(function, in_dims)(*inputs), expected)
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 def test_vmap_of_the_backward_operator_keeps_the_shape_of_the_mask(mapped: bool) -> None:
     n, tensors = 3, qkv()
@@ -251,21 +211,6 @@ def test_vmap_of_the_backward_operator_keeps_the_shape_of_the_mask(mapped: bool)
     alone = [backward(grads[i], mask[i] if mapped else mask) for i in range(n)]
     for result, examples in zip(together, zip(*alone, strict=True), strict=True):
         assert_close(result, torch.stack(examples))
-
-
-def test_gradients_for_each_sample(backend: str) -> None:
-    layer = torch.nn.Linear(8, 3 * 8, dtype=torch.float64)
-
-    def sample_loss(parameters: Any, x: Tensor) -> Tensor:
-        q, k, v = functional_call(layer, parameters, x).view(-1, 3, 2, 4).permute(1, 2, 0, 3)
-        return loss(attention(q, k, v))
-
-    parameters = {name: p.detach() for name, p in layer.named_parameters()}
-    batch = rand(3, 5, 8)
-    together = vmap(grad(sample_loss), (None, 0))(parameters, batch)
-    alone = [grad(sample_loss)(parameters, x) for x in batch]
-    for name, value in together.items():
-        assert_close(value, torch.stack([g[name] for g in alone]))
 
 
 @pytest.mark.parametrize("randomness", ["error", "same", "different"])
@@ -290,29 +235,3 @@ def test_vmap_treats_randomness_as_asked(backend: str, randomness: str) -> None:
         assert_close(mapped, call(query[0])[1])
     mean = vmap(grad(lambda x: loss(call(x))), randomness=randomness)(query)
     assert mean.isfinite().all()
-
-
-def test_learnable_slopes_under_torch_func() -> None:
-    q, k, v = qkv()
-    slopes = EVERYTHING["alibi_slopes"]
-
-    def ours(s: Tensor) -> Tensor:
-        return loss(attention(q, k, v, alibi_slopes=s))
-
-    def theirs(s: Tensor) -> Tensor:
-        d = (torch.arange(5)[:, None] - torch.arange(7)).abs()
-        return loss(stock(q, k, v, -s[:, None, None] * d))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fastattn.FallbackWarning)
-        assert_close(grad(ours)(slopes), grad(theirs)(slopes))
-        batch = torch.stack([slopes, slopes + 1])
-        assert_close(vmap(grad(ours))(batch), vmap(grad(theirs))(batch))
-        assert_close(
-            grad(lambda s: vmap(lambda x: attention(x, x, x, alibi_slopes=s))(q).sum())(slopes),
-            grad(lambda s: attention(q, q, q, alibi_slopes=s).sum())(slopes),
-        )
-        assert_close(
-            torch.compile(grad(ours), fullgraph=True, backend="aot_eager")(slopes),
-            grad(theirs)(slopes),
-        )

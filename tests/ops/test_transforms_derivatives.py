@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from attention_calls import EVERYTHING, attention, loss, rand, stock
+from attention_calls import attention, loss, rand, stock
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,49 +15,6 @@ pytestmark = pytest.mark.usefixtures("seeded", "fresh_compiler")
 
 def _small(*shape: int) -> Tensor:
     return rand(*shape, requires_grad=True)
-
-
-DERIVATIVES: dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Any]]] = {
-    "plain": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2), _small(1, 2, 4, 3)],
-        lambda q, k, v: attention(q, k, v),
-    ),
-    "everything": (
-        lambda: [_small(1, 4, 3, 2), _small(1, 2, 4, 2), _small(1, 2, 4, 3), _small(4, 1, 4)],
-        lambda q, k, v, m: attention(q, k, v, m, enable_gqa=True, **EVERYTHING),
-    ),
-    "mean-weights": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2), _small(3, 4)],
-        lambda q, k, m: attention(q, k, k, m, need_weights=True, average_weights=True)[1],
-    ),
-    "lse": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
-        lambda q, k: attention(q, k, k, is_causal=True, return_lse=True)[1],
-    ),
-    "dropout": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
-        lambda q, k: attention(
-            q, k, k, dropout_p=0.5, generator=torch.Generator().manual_seed(1), need_weights=True
-        ),
-    ),
-    "masked-row": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
-        lambda q, k: attention(q, k, k, torch.tensor([[True], [False], [True]])),
-    ),
-    "broadcast-2d": (
-        lambda: [_small(3, 2), _small(2, 2, 4, 2)],
-        lambda q, k: attention(q, k, k),
-    ),
-}
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_first_and_second_derivatives(backend: str, name: str) -> None:
-    make, call = DERIVATIVES[name]
-    inputs = make()
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
 
 
 def test_third_derivatives(backend: str) -> None:

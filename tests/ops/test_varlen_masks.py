@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mapped_examples import assert_maps_examples
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 from fastattn import explain, masks, scaled_dot_product_attention, varlen_attention
@@ -68,27 +66,6 @@ def test_each_sequence_has_its_own(backend: str, alignment: str, form: str) -> N
         assert_close(x, want)
 
 
-@pytest.mark.complete
-def test_derivatives(backend: str) -> None:
-    q_ends, k_ends = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 4])
-    shapes = (3, 2, 2), (4, 1, 2), (4, 1, 2), (2, 5), (4, 2)
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    mask = ~masks.document(torch.tensor([0, 1, 0]), torch.tensor([1, 0, 0, 1]))
-
-    def biased(*x: Tensor) -> Any:
-        options: dict[str, Any] = {"mask": mask | masks.causal(), "softcap": 2.0}
-        return varlen_attention(
-            *x[:3], q_ends, k_ends, relative_bias=x[3], return_lse=True, **options
-        )
-
-    def both(*x: Tensor) -> Any:
-        t5 = varlen_attention(*x[:3], q_ends, k_ends, relative_bias=T5(x[4], True, 3))
-        return *biased(*x), t5
-
-    assert gradcheck(both, leaves, check_batched_grad=True)
-    assert gradgradcheck(lambda *x: biased(*x)[0], leaves[:4])
-
-
 def program(mask: masks.Mask, ends: Tensor, bottom_right: bool = False) -> Tensor:
     query, key, _ = qkv()
     return masks.packed_program("test", mask, query, key, (ends, K_ENDS), bottom_right)
@@ -138,14 +115,6 @@ def test_compiled(backend: str, dynamic: bool) -> None:
         got, want = (torch.autograd.grad(f(*given), leaves) for f in (compiled, loss))
         for x, y in zip(got, want, strict=True):
             assert_close(x, y)
-
-
-def test_vmap(backend: str) -> None:
-    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
-        return (packed(q, k, v, relative_bias=table, mask=mask_of_all()),)
-
-    tensors = [*qkv(), torch.randn(4, 13, dtype=torch.float64)]
-    assert_maps_examples(call, tensors, (0, 0, 0, 0))
 
 
 def test_opcheck(backend: str) -> None:

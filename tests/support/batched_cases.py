@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import flash_attn
+from fastattn import flash_attn, masks
+from fastattn.bias import T5, Window2d
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]  # a function, and its differentiable inputs
 OPERATORS: dict[str, Callable[[], Case]] = {}
@@ -25,6 +26,9 @@ def qkv(heads: int = 2, key_heads: int = 2, keys: int = 4) -> tuple[Tensor, Tens
 
 def lower(rows: int, columns: int) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool).tril()
+
+
+DOCUMENTS = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])  # of queries, and of keys
 
 
 def in_table(table: dict[str, Callable[[], Case]]) -> Callable[[Callable[[], Case]], None]:
@@ -90,6 +94,34 @@ def sdpa_alibi_learned() -> Case:
 
 
 @in_table(OPERATORS)
+def sdpa_biases() -> Case:
+    options: dict[str, Any] = {"mask": masks.document(*DOCUMENTS) | masks.causal(), "softcap": 2.0}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, table: Tensor) -> Any:
+        given = {"sinks": sinks, "relative_bias": table, "return_lse": True, "need_weights": True}
+        return fastattn.scaled_dot_product_attention(q, k, v, **given, **options)
+
+    return call, (*qkv(), rand(2), rand(2, 9))
+
+
+@in_table(OPERATORS)
+def sdpa_t5() -> Case:
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
+        return fastattn.scaled_dot_product_attention(q, k, v, relative_bias=T5(table, True, 6))
+
+    return call, (*qkv(), rand(8, 2))
+
+
+@in_table(OPERATORS)
+def sdpa_window2d() -> Case:
+    def call(x: Tensor, table: Tensor) -> Any:
+        bias = Window2d(table, (2, 2))
+        return fastattn.scaled_dot_product_attention(x, x, x, relative_bias=bias)
+
+    return call, (rand(2, 2, 4, 4), rand(9, 2))
+
+
+@in_table(OPERATORS)
 def sdpa_dropout() -> Case:
     def call(*x: Tensor) -> Any:
         return drawn(fastattn.scaled_dot_product_attention, *x, dropout_p=0.5, need_weights=True)
@@ -111,6 +143,18 @@ def packed(function: Callable[..., Any], rows: int = 5) -> Case:
 @in_table(OPERATORS)
 def varlen() -> Case:
     return packed(lambda *x: fastattn.varlen_attention(*x, return_lse=True), rows=6)
+
+
+@in_table(OPERATORS)
+def varlen_biases() -> Case:
+    starts = torch.tensor([0, 2, 2, 6]), torch.tensor([0, 3, 5, 7])
+    mask = masks.document(torch.arange(6) % 2, torch.arange(7) % 2) | masks.causal()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, table: Tensor) -> Any:
+        options = {"mask": mask, "sinks": sinks, "relative_bias": table, "return_lse": True}
+        return fastattn.varlen_attention(q, k, v, *starts, **options)
+
+    return call, (rand(6, 2, 4), rand(7, 2, 4), rand(7, 2, 3), rand(2), rand(2, 9))
 
 
 @in_table(OPERATORS)
