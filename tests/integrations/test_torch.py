@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import warnings
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.testing._internal.common_methods_invocations import op_db
@@ -204,26 +203,6 @@ def samples() -> Iterator[tuple[list[Any], dict[str, Any]]]:
     for sample in OP.sample_inputs("cpu", torch.float64, requires_grad=True):
         if not sample.kwargs.get("dropout_p"):
             yield [sample.input, *sample.args], sample.kwargs
-
-
-@pytest.mark.slow
-def test_compiled_samples_of_pytorch(active: None) -> None:
-    for tensors, options in samples():
-        torch._dynamo.reset()
-        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-        ours = results(compiled, tensors, options)
-        with sdpa_kernel(SDPBackend.MATH):
-            theirs = results(attend, tensors, options)
-        for got, expected in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_derivatives_of_the_samples_of_pytorch(active: None) -> None:
-    for tensors, options in samples():
-        call = functools.partial(attend, **options)
-        assert gradcheck(call, tensors, fast_mode=True)
-        assert gradgradcheck(call, tensors, fast_mode=True)
 
 
 def test_derivatives(active: None) -> None:
