@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fastattn
 from fastattn import capture, replace_mha
 from fastattn.integrations.torch import activate
 from fastattn.nn import (
@@ -472,8 +471,3 @@ def test_a_layer_that_keeps_its_weights_to_itself() -> None:
     with capture(model) as weights, pytest.raises(TypeError, match=r"Broken.*must return a tuple"):
         model(SOURCE)
     assert weights == {}
-
-
-def test_capture_is_at_the_top() -> None:
-    assert fastattn.capture is capture
-    assert "capture" in fastattn.__all__

@@ -230,23 +230,6 @@ def test_a_device_whose_backends_were_replaced_is_left_alone() -> None:
         assert order(torch.bfloat16) == ("cuda", "reference")
 
 
-def test_every_source_is_named_and_every_file_exists() -> None:
-    root = Path(fastattn.__file__).parent.parent
-    for row in evidence.ROWS:
-        named = [w.strip(":,;") for w in row.source.split() if w.startswith(("docs/", "bench"))]
-        assert named or "not measured" in row.source or row.source == evidence.UNVERIFIED
-        if (root / "docs").exists():  # a source tree
-            assert all((root / path).exists() for path in named), named
-
-
-def test_what_this_processor_is() -> None:
-    found = evidence.processor()
-    assert found.device == "cpu"
-    assert evidence.processor("cuda").device == "cuda"
-    features = info.collect()["cpu"]["features"]
-    assert found.features & set(info.CPU_FEATURES) <= set(features)
-
-
 def test_the_processor_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastattn._cpu", None)
     intel = (

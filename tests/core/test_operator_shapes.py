@@ -4,8 +4,6 @@ checked there: in graphs of ``torch.jit.trace`` and in direct calls."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -87,71 +85,6 @@ def test_the_message_names_the_tensor_and_the_sizes() -> None:
     three = operator.tensors(query=x, key=x[:, :3], value=x[:, :3])
     with pytest.raises(RuntimeError, match="Hq must be a multiple of Hkv, got 4 and 3"):
         operator.dispatched(*three, operator._options(scale=1.0), "")
-
-
-def attention(**options: Any) -> Callable[..., Any]:
-    return lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, **options)
-
-
-def qkv(*sizes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(size) for size in sizes]
-
-
-SAME = [(2, 2, 4, 8)] * 3
-ROWS = torch.randn(2, 4, 8)
-CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple[int, ...]]]] = {
-    "more keys than a mask": (
-        attention(attn_mask=torch.ones(4, 4).bool()),
-        SAME, [(2, 2, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8)],
-    ),
-    "fewer queries than a mask": (
-        attention(attn_mask=torch.ones(4, 4).bool()), SAME, [(2, 2, 3, 8), *SAME[1:]]
-    ),
-    "more sequences than a mask": (
-        attention(attn_mask=torch.ones(2, 1, 4, 4).bool()), SAME, [(3, 2, 4, 8)] * 3
-    ),
-    "more heads than sinks": (attention(sinks=torch.ones(2)), SAME, [(2, 5, 4, 8)] * 3),
-    "more heads than slopes": (attention(alibi_slopes=torch.ones(2)), SAME, [(2, 5, 4, 8)] * 3),
-    "heads that are no multiple": (
-        attention(), SAME, [(2, 4, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8)]
-    ),
-    "narrower keys": (attention(), SAME, [(2, 2, 4, 8), (2, 2, 4, 7), (2, 2, 4, 8)]),
-    "fewer values": (attention(), SAME, [(2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 3, 8)]),
-    "more queries than rows": (
-        lambda q: fastattn.additive_attention(q, ROWS, ROWS, ROWS[0, 0]), [(2, 3, 8)], [(4, 3, 8)]
-    ),
-    "more queries than memories": (
-        lambda q: fastattn.memory_hop_attention(q, ROWS), [(2, 8)], [(4, 8)]
-    ),
-    "more states than patterns": (
-        lambda q: fastattn.hopfield_retrieve(q, ROWS[:, None]), [(2, 1, 4, 8)], [(3, 1, 4, 8)]
-    ),
-    "more rows than states": (
-        lambda a: fastattn.merge_states(a, a[..., 0], ROWS, ROWS[..., 0]), [(2, 4, 8)], [(2, 5, 8)]
-    ),
-    "a wider memory": (
-        lambda w: fastattn.encode_memory(
-            torch.zeros(2, 3, 4, dtype=torch.int64), w, temporal=torch.ones(3, 8)
-        ),
-        [(5, 8)], [(5, 9)],
-    ),
-    "more packed rows of keys": (
-        lambda q, k, v: fastattn.varlen_attention(q, k, v, *[torch.tensor([0, 4])] * 2),
-        [(4, 2, 8)] * 3, [(4, 2, 8), (4, 2, 8), (3, 2, 8)],
-    ),
-    "more sequences than lengths": (
-        lambda q, k, v: fastattn.decode_attention(q, k, v, torch.tensor([3, 4])),
-        [(2, 2, 1, 8), (2, 2, 4, 8), (2, 2, 4, 8)], [(3, 2, 1, 8), (3, 2, 4, 8), (3, 2, 4, 8)],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(CALLS))
-def test_a_traced_call_refuses_other_tensors(name: str) -> None:
-    function, sizes, others = CALLS[name]
-    traced = torch.jit.trace(function, tuple(qkv(*sizes)), check_trace=False)
-    with pytest.raises(RuntimeError):
-        traced(*qkv(*others))
 
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float64)

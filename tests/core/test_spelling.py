@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fastattn import cli, spelling, tune, verify
+from fastattn import cli, spelling, verify
 from fastattn.bench import cli as bench_cli
 from fastattn.bench import ops, selection
 
@@ -59,32 +57,10 @@ def test_what_is_refused_names_the_argument_what_was_given_and_what_is_allowed()
         spelling.operators(["abacus"], verify.PROOFS)
 
 
-# What each command makes of its arguments
-
-
 def parsed(module: Any, *arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return parser.parse_args(arguments)
-
-
-FLAGS = [
-    ("--dtype", "fp32,bfloat16", "--op", "sdpa,decode_attention"),
-    ("--dtype", "float32", "--dtype", "bf16", "--op", "decode", "--op", "sdpa"),
-]
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_bench_and_explain(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    expected = {(op, dtype) for op in ("sdpa", "decode") for dtype in ("fp32", "bf16")}
-    args = parsed(bench_cli, "run", *flags, "--pass", "fwd")
-    assert {(cell.op, cell.dtype) for cell in selection.cells_of(args)} == expected
-    assert cli.main(["explain", *flags, "--pass", "fwd"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("scaled_dot_product_attention on cpu") == 2
-    assert printed.count("decode_attention on cpu") == 2
-    for dtype in ("fp32", "bf16"):
-        assert printed.count(f" {dtype} fwd:") == 2
 
 
 def test_a_line_of_a_file_of_shapes(tmp_path: Any) -> None:
@@ -95,32 +71,6 @@ def test_a_line_of_a_file_of_shapes(tmp_path: Any) -> None:
     path.write_text("scaled_dot_product_attention L=4,D=8 dtype=float16,single\n")
     cells = selection.cells_of(parsed(bench_cli, "run", "--shapes", f"@{path}"))
     assert [(cell.op, cell.dtype) for cell in cells] == [("sdpa", "fp16"), ("sdpa", "fp32")]
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_verify(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = set()
-
-    @dataclass
-    class Noted:
-        op: str
-        cases = (SimpleNamespace(name="one", slow=False, dtypes=tuple(verify._DTYPES.values())),)
-
-        def __call__(self, case: Any, dtype: Any, target: Any) -> Any:
-            ran.add((self.op, str(dtype)))
-            return verify.Verdict()
-
-    monkeypatch.setattr(verify, "PROOFS", {op: Noted(op) for op in verify.PROOFS})
-    assert cli.main(["verify", "--backend", "reference", *flags]) == 0
-    operators = ("scaled_dot_product_attention", "decode_attention")
-    assert ran == {(op, f"torch.{d}") for op in operators for d in ("float32", "bfloat16")}
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_tune(flags: tuple[str, ...]) -> None:
-    args = parsed(tune, *flags)
-    assert set(args.dtype) == {"float32", "bfloat16"}
-    assert set(args.op) == {"scaled_dot_product_attention", "decode_attention"}
 
 
 @pytest.mark.parametrize("command", ["verify", "explain", "tune", "bench run"])

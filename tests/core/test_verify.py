@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from fastattn import cli
 from fastattn.backends import reference
-from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.testing import Target, targets
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 
@@ -139,18 +136,3 @@ def test_sinusoidal_case(case: SinusoidalCase) -> None:
             verdict = check_sinusoidal(case, dtype, target)
             assert verdict.ok, f"{target} {dtype}: {verdict.faults}"
             assert not verdict.declined
-
-
-def test_the_judge_of_sinusoids_sees_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = reference.sinusoidal_encoding
-
-    def wrong(x: torch.Tensor, positions: Any, options: SinusoidalOptions) -> torch.Tensor:
-        return right(x, positions, options=replace(options, offset=options.offset + 1))
-
-    class Wrong:
-        why_not = staticmethod(reference.why_not)
-        sinusoidal_encoding = staticmethod(wrong)
-
-    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
-    case = SinusoidalCase("judged")
-    assert not check_sinusoidal(case, torch.float32, Target("wrong")).ok

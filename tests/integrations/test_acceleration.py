@@ -22,7 +22,6 @@ from torch.nn.functional import scaled_dot_product_attention as renamed
 import fastattn
 from fastattn.integrations import acceleration
 from fastattn.integrations import torch as integration
-from fastattn.integrations._registration import Registration
 from fastattn.integrations.acceleration import Part, Report, accelerate, restore
 
 WIDTH = 16
@@ -473,33 +472,6 @@ def test_threads_that_accelerate_the_same_model(monkeypatch: pytest.MonkeyPatch)
     at_once(restore, model)
     assert not model.accelerated
     assert not integration._active
-
-
-class Counter:
-    """A registry that other threads can interrupt."""
-
-    def __init__(self) -> None:
-        self.served = 0
-
-    def serve(self, name: str) -> None:
-        self._add(1)
-
-    def release(self, name: str) -> None:
-        self._add(-1)
-
-    def _add(self, more: int) -> None:
-        before = self.served
-        time.sleep(0.002)
-        self.served = before + more
-
-
-def test_threads_that_register_and_undo() -> None:
-    registry = Counter()
-    kept = Registration(registry, ("name",))
-    at_once(lambda: Registration(registry, ("name",)).undo())
-    assert registry.served == 1
-    at_once(kept.undo)
-    assert registry.served == 0
 
 
 # --- wrappers -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fastattn
 from fastattn.nn import AdditiveAttention, BahdanauAttention
 
 
@@ -142,8 +141,3 @@ def test_units_must_be_a_positive_integer(units: object) -> None:
 def test_dropout_must_be_a_probability(module: object) -> None:
     with pytest.raises(ValueError, match="dropout must be between 0 and 1, got 2"):
         module(dropout=2) if module is AdditiveAttention else module(2)  # type: ignore[operator]
-
-
-def test_they_are_in_the_namespace() -> None:
-    assert fastattn.nn.BahdanauAttention is BahdanauAttention
-    assert fastattn.nn.AdditiveAttention is AdditiveAttention

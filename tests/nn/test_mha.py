@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from within_bound import assert_right
 
-import fastattn
 from fastattn.nn import MultiheadAttention
 
 EMBED, HEADS, BATCH, LENGTH, SOURCE = 32, 4, 3, 11, 13
@@ -346,8 +345,3 @@ def test_arguments_after_value_in_the_order_of_pytorch(generator: torch.Generato
     positional = (masks["key_padding_mask"], True, masks["attn_mask"], False, False)
     for got, want in zip(fused(x, x, x, *positional), stock(x, x, x, *positional), strict=True):
         assert torch.allclose(got, want, atol=1e-6)
-
-
-def test_is_exported() -> None:
-    assert fastattn.MultiheadAttention is MultiheadAttention
-    assert issubclass(MultiheadAttention, nn.MultiheadAttention)

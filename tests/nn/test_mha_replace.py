@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fastattn
 from fastattn import (
     fast_path,
     replace_mha,
@@ -317,8 +316,3 @@ def test_a_patched_torch_does_not_recurse(monkeypatch: pytest.MonkeyPatch) -> No
     assert type(layer.self_attn) is MultiheadAttention
     assert layer(SOURCE).shape == SOURCE.shape
     assert replace_mha(layer) == []
-
-
-def test_is_exported() -> None:
-    assert fastattn.replace_mha is replace_mha
-    assert fastattn.restore_mha is restore_mha

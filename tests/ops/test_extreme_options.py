@@ -16,10 +16,6 @@ from torch import Tensor
 
 import fastattn
 from fastattn import flash_attn, masks
-from fastattn.autograd.decode import decode
-from fastattn.autograd.sdpa import attention
-from fastattn.autograd.varlen import packed_attention
-from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
 from fastattn.bias import T5
 
 LARGEST = 2**63 - 1
@@ -145,48 +141,6 @@ CALLS: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
     ),
 }
 
-# The primitives get the numbers themselves, as they do from compiled code.
-PRIMITIVES: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
-    "AttentionOptions": (
-        lambda n, q, k: attention(
-            q,
-            k,
-            k,
-            *(None,) * 7,
-            AttentionOptions(scale=0.25, offset=5, window_left=n, window_right=n),
-        )[0],
-        LONG,
-    ),
-    "offset of AttentionOptions": (
-        lambda n, q, k: attention(
-            q, k, k, *(None,) * 7, AttentionOptions(scale=0.25, offset=n, window_right=0)
-        )[0],
-        LONG,
-    ),
-    "VarlenOptions": (
-        lambda n, q, k, v: packed_attention(
-            q,
-            k,
-            v,
-            *STARTS,
-            *(None,) * 5,
-            VarlenOptions(scale=0.25, bottom_right=True, window_left=n, window_right=n),
-        )[0],
-        PACKED,
-    ),
-    "DecodeOptions": (
-        lambda n: decode(
-            QUERY,
-            KEY,
-            VALUE,
-            torch.tensor([8]),
-            *(None,) * 9,
-            DecodeOptions(scale=0.25, window_left=n, window_right=n),
-        ),
-        (),
-    ),
-}
-
 
 def results(run: Run, number: int, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """The results of a call, and its gradients."""
@@ -232,20 +186,6 @@ def test_a_number_that_does_not_fit_is_named(name: str, number: int) -> None:
     run, tensors = CALLS[name]
     with pytest.raises(ValueError, match=name.partition("-")[0]):
         results(run, number, tensors)
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_a_kernel_reads_a_number_of_any_size(name: str, target: Any) -> None:
-    run, tensors = PRIMITIVES[name]
-    for number in NUMBERS:
-        with fastattn.use_backend(target.backend):
-            ours = outcome(run, number, tensors)
-        if isinstance(ours, ValueError):
-            assert name.startswith("offset")
-            assert f"{name} must be within" in str(ours)
-            continue
-        with fastattn.use_backend("reference"):
-            assert_same_outcome(ours, outcome(run, number, tensors), name)
 
 
 @pytest.mark.parametrize("limit", [2**60, 2**61, LARGEST])

@@ -23,13 +23,6 @@ def test_every_two_values_meet_in_a_sample() -> None:
         assert met == set(product(SIZES[a], SIZES[b]))
 
 
-def test_a_sample_of_single_values_has_each_once_and_each_dtype_on_each_target() -> None:
-    kept = sample(ROWS, 1)
-    assert len(kept) < 16
-    assert {ROWS[n]["mask"] for n in kept} == set(SIZES["mask"])
-    assert {(ROWS[n]["dtype"], ROWS[n]["target"]) for n in kept} == set(product("abcd", "xyz"))
-
-
 def test_of_a_case_those_fields_count_that_are_not_the_default() -> None:
     @dataclass(frozen=True)
     class Case:
@@ -80,10 +73,3 @@ def test_what_runs(tmp_path: Path, arguments: list[str], count: int) -> None:
     command = ["-m", "pytest", "-q", "-p", "sample", *arguments]
     done = run_python(*command, cwd=tmp_path)
     assert f"{count} passed" in done.stdout, done.stdout
-
-
-def test_both_backends_have_their_turn() -> None:
-    rows = [{"who": who, "what": str(what)} for what in range(4) for who in ("cpu", "reference")]
-    kept = sample(rows, 1)
-    assert len(kept) == 4
-    assert {rows[n]["who"] for n in kept} == {"cpu", "reference"}
