@@ -12,7 +12,6 @@ from bench_results import SMALL, bench, parse
 
 import fastattn
 from fastattn.bench import commands, ops, selection
-from fastattn.bench.cells import DTYPES
 from fastattn.bench.presets import PRESETS
 from fastattn.bench.providers import PROVIDERS
 from fastattn.bench.selection import preset_cells
@@ -131,13 +130,6 @@ def test_a_preset_can_be_narrowed() -> None:
     assert {(c.op, c.passes, c.mask) for c in cells} == {("mha", "bwd", "causal")}
 
 
-def test_a_size_is_0_only_where_that_is_what_it_is_unless_given() -> None:
-    (cell,) = selection.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,P=0"))
-    assert cell["P"] == 0
-    with pytest.raises(ValueError, match="W=0 must be at least 1"):
-        selection.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,W=0"))
-
-
 @pytest.mark.parametrize("op", ops.OPS)
 def test_every_operator_has_a_preset_and_both_its_names(op: str) -> None:
     cells = selection.cells_of(parse("run", "--op", op))
@@ -161,16 +153,6 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
     cells = preset_cells(name)
     assert len({c.name for c in cells}) == len(cells) > 0
     assert all(c.label for c in cells)
-
-
-def test_the_cells_of_the_drop_in_begin_with_the_most_common() -> None:
-    cells = preset_cells("dropin")
-    rare = {"BERT-base MHA, 512 tokens", "BERT-base MHA, 512 tokens, weights returned"}
-    order = [(c.label in rare, DTYPES.index(c.dtype), c.passes != "fwd") for c in cells]
-    assert order == sorted(order)
-    assert [c.op for c in cells[:2]] == ["mha", "sdpa"]
-    assert len({c.label for c in cells[:6]} | rare) == 8  # every kind in fp32 before the next pass
-    assert {c.name for c in preset_cells("dropin", ["bf16"], ["fwd"])} < {c.name for c in cells}
 
 
 @pytest.mark.parametrize(

@@ -115,53 +115,6 @@ def test_a_module_costs_its_projections_too() -> None:
     assert flops(cell) == 4 * 2 * tokens * embed * embed + attention
 
 
-def test_half_of_a_padded_batch_is_padding() -> None:
-    cell = cell_of("sdpa", "B=16,H=1,L=256", mask="padding")
-    assert sum(padding_lengths(16, 256)) == 16 * 128
-    mask = inputs.make_inputs(cell, 0)["attn_mask"]
-    assert mask.sum(-1).flatten().tolist() == padding_lengths(16, 256)
-
-
-def test_packed_sequences_grow_by_a_factor_from_the_shortest() -> None:
-    ends = inputs.make_inputs(cell_of("varlen", "B=4,H=1,L=800,S=100,D=1"), 0)["ends"]
-    assert ends.diff().tolist() == [800, 400, 200, 100]
-    ends = inputs.make_inputs(cell_of("varlen", "B=1,H=1,L=8,S=2,D=1"), 0)["ends"]
-    assert ends.diff().tolist() == [8]
-
-
-def test_pages_of_a_cache_are_in_random_order() -> None:
-    cell = cell_of("decode", "B=3,H=2,Hkv=1,Lk=32,D=4,P=4")
-    drawn = inputs.make_inputs(cell, 0)
-    (_, keys, _), options = ops.get("decode").arguments(cell, drawn)
-    table = options["block_table"].long()
-    assert sorted(table.flatten().tolist()) == list(range(24)) != table.flatten().tolist()
-    # [pages, Hkv, P, D]: those of a sequence, in its order, are its keys.
-    assert torch.equal(keys[table].transpose(1, 2).flatten(2, 3), drawn["key"])
-
-
-def test_a_latent_row_is_counted_once() -> None:
-    """DeepSeek V3: 128 heads on one key head, rows of 576 elements, 512 of which are the value."""
-    cell = cell_of("decode", "B=8,H=128,Hkv=1,Lk=4096,D=576,Dv=512", dtype="bf16", option="latent")
-    assert cell.name == "decode B=8,H=128,Hkv=1,Lq=1,Lk=4096,D=576,Dv=512 bf16 fwd latent"
-    assert flops(cell) == 8 * 128 * 4096 * (2 * 576 + 2 * 512)
-    assert bytes_touched(cell) == 2 * (8 * 4096 * 576 + 8 * 128 * 576 + 8 * 128 * 512)
-    # The newest token and the 4096 / 4 before it.
-    near = dataclasses.replace(cell, mask="window")
-    assert flops(near) == 8 * 128 * 1025 * (2 * 576 + 2 * 512)
-    assert bytes_touched(cell) - bytes_touched(near) == 2 * 8 * (4096 - 1025) * 576
-
-
-def test_a_module_gets_a_mask_of_what_to_ignore() -> None:
-    cell = cell_of("mha", "B=3,L=8,E=8,H=2", mask="padding")
-    ignored = inputs.make_inputs(cell, 0)["key_padding_mask"]
-    assert (8 - ignored.sum(-1)).tolist() == padding_lengths(3, 8)
-    causal = inputs.make_inputs(dataclasses.replace(cell, mask="causal"), 0)["attn_mask"]
-    assert all(bool(causal[i, j]) == (j > i) for i in range(8) for j in range(8))
-    random = dataclasses.replace(cell, mask="bool")
-    visible = ~inputs.make_inputs(random, 0)["attn_mask"]
-    assert int(visible.sum()) == inputs.true_in_mask(random, 0)
-
-
 # Statistics
 
 

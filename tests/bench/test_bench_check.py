@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import itertools
 from collections.abc import Iterator
 
@@ -20,7 +19,7 @@ from fastattn.bench.cells import (
     flops,
 )
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers import Functions, load
+from fastattn.bench.providers import load
 from fastattn.bench.providers.passes import leave
 
 # Sizes that are 0 unless given, and memories of one for all.
@@ -152,32 +151,6 @@ def test_a_loop_over_packed_sequences_agrees_too(mask: str, option: str) -> None
     assert not loop.why_not(cell)
     found = Oracle(cell, 1).check(answer("torch@loop", cell))
     assert found.ok, found.reason
-
-
-@pytest.mark.parametrize(
-    ("provider", "op"),
-    [("torch.nn.functional", "sdpa"), ("torch.nn", "mha"), ("fastattn", "varlen")],
-)
-@pytest.mark.parametrize("mask", ["none", "causal"])
-def test_any_module_with_functions_of_our_names_is_a_provider(
-    provider: str, op: str, mask: str
-) -> None:
-    functions = Functions(importlib.import_module(provider))
-    cell = cell_of(op, SMALL[op], mask=mask, passes="fwd+bwd")
-    assert functions.versions()
-    assert not functions.why_not(cell)
-    arrays = functions.prepare(cell, inputs.make_inputs(cell, 1))()
-    outputs = dict(zip(inputs.output_names(cell), arrays, strict=True))
-    assert Oracle(cell, 1).check(outputs).ok
-
-
-def test_a_module_without_the_function_says_so() -> None:
-    assert load("torch.nn").why_not(cell_of("hard", SMALL["hard"])) == [
-        "torch.nn has no hard_attention"
-    ]
-    assert load("torch.nn").why_not(cell_of("memn2n", SMALL["memn2n"])) == [
-        "nn.MemN2N has no counterpart whose parameters could be set"
-    ]
 
 
 # They repeat their layers, which takes seconds.

@@ -104,19 +104,6 @@ def test_compare_names_what_was_not_the_same(
         bench("compare", str(before), str(after), "--fail-slower", "often")
 
 
-def test_compare_marks_times_of_a_busy_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    after = a_result(0.8)
-    for turn in after.cells[0].rounds:
-        turn.guard = (200.0, 100.0)
-    paths = [str(saved(x, tmp_path / n)) for x, n in ((a_result(), "a.json"), (after, "b.json"))]
-    assert bench("compare", *paths) == commands.OK
-    assert capsys.readouterr().out.count("fastattn: FASTER, busy\n") == 1
-    assert bench("compare", *paths, "--metric", "speedup") == commands.OK
-    assert ", busy" not in capsys.readouterr().out
-
-
 # Pictures and the report
 
 
