@@ -19,7 +19,7 @@ from batched_modules import MODULES
 from torch import Tensor
 from torch._vmap_internals import _vmap
 from torch.autograd import gradcheck, gradgradcheck
-from torch.autograd.functional import hessian, jacobian
+from torch.autograd.functional import jacobian
 from torch.testing import assert_close
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
@@ -218,34 +218,6 @@ def test_jacobians(name: str) -> None:
     assert_close(torch.func.jacfwd(function, numbers)(*plain), want, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["sdpa-plain", "hops-plain", "additive", "hopfield-settled"])
-def test_hessians(name: str) -> None:
-    function, inputs = CASES[name]()
-    plain = tuple(x.detach() for x in inputs)
-
-    def scalar(*x: Tensor) -> Tensor:
-        return function(*x).sin().sum()
-
-    want = hessian(scalar, inputs)
-    assert_close(hessian(scalar, inputs, vectorize=True), want, **CLOSE)
-    options: dict[str, Any] = {"vectorize": True, "outer_jacobian_strategy": "forward-mode"}
-    assert_close(hessian(scalar, plain, **options), want, **CLOSE)
-    assert_close(torch.func.hessian(scalar, tuple(range(len(plain))))(*plain), want, **CLOSE)
-
-
-def test_a_batch_of_batches() -> None:
-    """One of PyTorch's first vmaps within another."""
-    x = rand(2, 3, 4)
-    out = ATTENTION(x, x.sin(), x.cos())
-    grads = torch.randn(5, 2, *out.shape, dtype=x.dtype)
-
-    def batched(g: Tensor) -> Tensor:
-        return torch.autograd.grad(out, x, g, is_grads_batched=True, retain_graph=True)[0]
-
-    want = torch.stack([batched(g) for g in grads])
-    assert_close(_vmap(batched)(grads), want, **CLOSE)
-
-
 FOLDED = {
     "sdpa-plain": (attention_backward, (10, 2, 3, 5)),
     "sdpa-bias-of-each": (attention_backward, (10, 2, 3, 5)),
@@ -272,15 +244,6 @@ def test_a_batch_is_one_call_of_the_kernel(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(operator, "_run", counted)
     assert_close(gradient(results, inputs, grads, is_grads_batched=True), want, **CLOSE)
     assert calls == [shape]
-
-
-def test_only_some_gradients_are_batched() -> None:
-    q, k, v = batched_cases.qkv()
-    out, lse = ATTENTION(q, k, v, return_lse=True)
-    grads, same = torch.randn(3, *out.shape, dtype=q.dtype), torch.randn_like(lse)
-    want = looped((out, lse), (q, k, v), (grads, same.expand(3, *same.shape)))
-    got = _vmap(lambda g: torch.autograd.grad((out, lse), (q, k, v), (g, same), retain_graph=True))
-    assert_close(got(grads), want, **CLOSE)
 
 
 def test_forward_functions_take_such_tensors_too() -> None:

@@ -144,18 +144,6 @@ def test_second_derivatives(with_bias: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.autograd.gradgradcheck(linear, inputs)
 
 
-def test_second_derivatives_in_float32(generator: torch.Generator) -> None:
-    x, weight = (torch.randn(s, generator=generator) for s in ((6, 5), (3, 5)))
-
-    def derivatives(function: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
-        first = torch.autograd.grad(function(*leaves).pow(3).sum(), leaves, create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-        return {f"derivative {n}": g.detach() for n, g in enumerate((*first, *second))}
-
-    assert_right(derivatives(linear, torch.float32), lambda: derivatives(F.linear, torch.float64))
-
-
 def test_the_operator_of_onednn_is_where_it_was() -> None:
     """It is private to PyTorch. Where this fails, `linear` is F.linear, right but slow."""
     assert _linear._ONEDNN_LINEAR is not None
@@ -254,15 +242,6 @@ def test_autocast(
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype
         assert torch.allclose(got, want, rtol=1e-2, atol=5e-2)
-
-
-def test_gradients_of_many_cotangents_at_once() -> None:
-    x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-    cotangents = torch.randn(6, 3, 4)
-    got = torch.autograd.grad(linear(x, weight), (x, weight), cotangents, is_grads_batched=True)
-    want = torch.autograd.grad(F.linear(x, weight), (x, weight), cotangents, is_grads_batched=True)
-    for a, b in zip(got, want, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_a_bias_of_another_dtype_is_taken() -> None:
