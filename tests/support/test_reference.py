@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import ATTENTION_CASES
-from reference_calls import INF, SEED, attend, normal
+from reference_calls import INF, PLAIN, SEED, attend, normal
 from torch import Tensor
 
 from fastattn.backends import reference
@@ -187,3 +188,73 @@ def test_dropout_scales_what_it_keeps_by_the_share_it_keeps() -> None:
     dropped = attend(q, k, k, dropout_p=0.3, seed=SEED)[2]
     keep = reference.dropout_keep((1, 1, 3, 40), 0.3, SEED)
     torch.testing.assert_close(dropped, torch.where(keep, plain * 65536 / 45875, 0.0))
+
+
+# -- excluded pairs and infinities ----------------------------------------------------------------
+
+
+def test_opposite_infinities_make_nan() -> None:
+    v = torch.tensor([INF, -INF, 1.0], dtype=torch.float64).view(1, 1, 3, 1)
+    q, k = normal(1, 1, 3, 2), normal(1, 1, 3, 2)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1]], dtype=torch.bool).view(1, 1, 3, 3)
+    out = attend(q, k, v, mask)[0].flatten()
+    assert out[0].isnan()
+    assert out[1:].tolist() == [INF, -INF]
+
+
+def test_a_key_infinitely_far_away_gets_nothing() -> None:
+    """As IEEE has it: q . k is -inf, which is a score like any other."""
+    q, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), normal(1, 1, 3, 2)
+    k = torch.tensor([0.0, -INF, 0.0], dtype=torch.float64).view(1, 1, 3, 1)
+    for options in ({}, {"window_right": 2}):
+        assert attend(q, k, v, **options)[2].flatten().tolist() == [0.5, 0.0, 0.5]
+
+
+def test_backward_is_differentiable() -> None:
+    q, k, v, bias = normal(1, 2, 3, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 3), normal(1, 1, 3, 4)
+    grads = (normal(1, 2, 3, 3), normal(1, 2, 3), normal(1, 2, 3, 4))
+    leaves = [x.requires_grad_() for x in (*grads, q, k, v, bias)]
+    options = replace(PLAIN, softcap=2.0, window_right=1, needs_mask_grad=True)
+
+    def backward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        out, lse, _ = attend(*leaves[3:])
+        found = reference.scaled_dot_product_attention_backward(
+            *leaves, None, None, out, lse, options=options
+        )
+        assert found[3] is not None
+        return found[:4]  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(backward, leaves)
+
+
+def test_backward_with_one_tensor_in_three_roles() -> None:
+    x = normal(1, 1, 4, 3).requires_grad_()
+    out, lse, _ = attend(x, x, x)
+    grad = normal(*out.shape)
+    parts = reference.scaled_dot_product_attention_backward(
+        grad, None, None, x, x, x, None, None, None, out, lse, options=PLAIN
+    )
+    (whole,) = torch.autograd.grad(out, x, grad)
+    torch.testing.assert_close(parts[0] + parts[1] + parts[2], whole)
+
+
+def test_backward_without_any_gradient_is_zero() -> None:
+    q, k, bias = normal(1, 1, 4, 3), normal(1, 1, 5, 3), normal(1, 1, 4, 5)
+    out, lse, _ = attend(q, k, k, bias)
+    grads = reference.scaled_dot_product_attention_backward(
+        None,
+        None,
+        None,
+        q,
+        k,
+        k,
+        bias,
+        None,
+        None,
+        out,
+        lse,
+        options=replace(PLAIN, needs_mask_grad=True),
+    )
+    for grad, x in zip(grads[:4], (q, k, k, bias), strict=True):
+        assert grad is not None
+        assert torch.equal(grad, torch.zeros_like(x))
