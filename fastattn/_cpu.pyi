@@ -13,24 +13,32 @@ from fastattn.backends import primitives
 Ints: TypeAlias = tuple[int, ...]
 Operands: TypeAlias = dict[str, Any]
 
-def additive_forward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Tq, Tk, A, Dv
+def additive_attention(
     options: primitives.AdditiveOptions,
-    operands: Operands,  # query, key, value (with a head of stride 0), vector, bias, mask, ...
-    results: Operands,  # out, applied
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
     /,
-) -> None: ...
-def additive_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
-    options: primitives.AdditiveOptions,
-    operands: Operands,
-    gradients: Operands,  # given and written, and the workspace
+) -> tuple[Tensor, Tensor | None]: ...  # out, weights
+
+# The gradients of query, key, value, v, bias and attn_mask.
+def additive_attention_backward(
+    options: primitives.AdditiveBackwardOptions,
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
     /,
-) -> None: ...
+) -> tuple[Tensor | None, ...]: ...
 
 # The options of attention as the core reads them: a plan reads them once.
 class AttentionOptions:
@@ -130,28 +138,6 @@ def plain_steps_backward(
     threads: int,
     /,
 ) -> tuple[Tensor, Tensor | None] | None: ...
-def plain_additive_call(query: Any, key: Any, value: Any, v: Any, bias: Any, /) -> int: ...
-def plain_additive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    v: Tensor,  # v and bias in the accumulator's dtype, contiguous; so are their gradients
-    bias: Tensor | None,
-    causal: bool,
-    threads: int,
-    /,
-) -> Tensor: ...
-def plain_additive_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None: ...
 def varlen_attention(
     options: primitives.VarlenOptions,
     query: Tensor,

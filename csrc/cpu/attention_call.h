@@ -73,8 +73,7 @@ inline void read_mask_program(py::handle program, AttentionParams& p, std::vecto
 
 // A number for each query, contiguous; `kept` owns it.
 inline double* read_rows(const char* name, py::handle from, Sizes sizes, py::object* kept) {
-  *kept = contiguous_double(name, from);
-  return static_cast<double*>(read_sizes(name, *kept, DType::f64, sizes).data);
+  return static_cast<double*>(read_flat(name, from, DType::f64, sizes, kept));
 }
 
 // The gradient of sinks, new, of their sizes, from those of the sequences [B, Hq]: the sum over the

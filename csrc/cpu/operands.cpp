@@ -92,10 +92,16 @@ void use_rules(const py::object& new_rows, const py::object& may_round) {
 
 py::object rule_of_rounding() { return py::reinterpret_borrow<py::object>(may_round_factors); }
 
-py::object contiguous_double(const char* name, py::handle from) {
-  const TensorView x = view_of(name, from);
-  if (x.dtype == DType::f64 && x.is_contiguous()) return py::reinterpret_borrow<py::object>(from);
-  return contiguous(from.attr("double")());
+void* read_flat(const char* name, py::handle from, DType dtype, Sizes sizes, py::object* kept) {
+  TensorView x = view_of(name, from);
+  if (x.dtype != dtype && (dtype == DType::f32 || dtype == DType::f64)) {
+    *kept = from.attr(dtype == DType::f64 ? "double" : "float")();
+    x = view_of(name, *kept);
+  }
+  expect_sizes(name, x, dtype, sizes);
+  if (x.is_contiguous()) return x.data;
+  *kept = contiguous(*kept ? *kept : from);
+  return view_of(name, *kept).data;
 }
 
 py::object new_rows(py::handle like, int64_t width, TensorView* to) {

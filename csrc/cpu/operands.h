@@ -35,8 +35,10 @@ uint64_t read_seed(pybind11::handle from);
 void use_rules(const pybind11::object& new_rows, const pybind11::object& may_round);
 pybind11::object rule_of_rounding();
 
-// The tensor as contiguous float64, itself if it is.
-pybind11::object contiguous_double(const char* name, pybind11::handle from);
+// A tensor of these sizes, without gaps and in this dtype; `kept` owns a copy where it is another one.
+// Converts to floating dtypes only.
+void* read_flat(const char* name, pybind11::handle from, DType dtype, Sizes sizes,
+                pybind11::object* kept);
 
 // A new tensor with rows of `width` columns, otherwise like `like`.
 pybind11::object new_rows(pybind11::handle like, int64_t width, TensorView* to);

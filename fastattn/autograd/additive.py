@@ -125,6 +125,7 @@ additive = Operator(
     vmap=_vmap,
     flops=_flops,
     shapes=_SHAPES,
+    checked_by=("cpu",),
 )
 
 additive_backward = Operator(
@@ -135,4 +136,5 @@ additive_backward = Operator(
     vmap=_vmap_backward,
     flops=_flops_backward,
     shapes=f"{_SHAPES}; grad_out: B Tq Dv; grad_weights: B Tq Tk",
+    checked_by=("cpu",),
 )

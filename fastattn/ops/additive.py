@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._seed import draw_seed
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.checks import as_stored_mask, autocast, autocast_bias, check_dense, expands_to
+from fastattn.checks import (
+    as_stored_mask,
+    autocast,
+    autocast_bias,
+    check_dense,
+    expands_to,
+    with_seed,
+)
 from fastattn.library import Operator
-from fastattn.ops._additive_plain import attend_additively
+from fastattn.ops._additive_plan import combined, find, keep
 
 __all__ = ["additive_attention"]
 
@@ -87,31 +93,14 @@ def additive_attention(
         >>> out.shape, weights.shape
         (torch.Size([2, 5, 3]), torch.Size([2, 5, 7]))
     """
-    if (
-        attn_mask is None
-        and key_padding_mask is None
-        and need_weights is False
-        and type(dropout_p) is float
-        and dropout_p == 0
-    ):
-        plain = attend_additively(query, key, value, v, bias, is_causal)
-        if plain is not None:
-            return plain
-    operator, (*tensors, seed, options) = prepare(
-        query,
-        key,
-        value,
-        v,
-        bias,
-        attn_mask,
-        key_padding_mask,
-        dropout_p,
-        is_causal,
-        need_weights,
-    )
-    if options.dropout_p > 0:
-        seed = draw_seed(query.device)
-    out, weights = operator(*tensors, seed, options)
+    tensors = (query, key, value, v, bias, attn_mask, key_padding_mask)
+    signature, plan = find(tensors, dropout_p, is_causal, need_weights)
+    if plan is not None:
+        return plan.run(*tensors)
+    operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
+    if signature is not None:
+        keep(signature, tensors, call)
+    out, weights = operator(*with_seed(operator, call, None))
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out
@@ -217,9 +206,10 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
                 f"{_NAME}: key_padding_mask must be {'[B, Tk]' if batched else '[Tk]'} = "
                 f"{tuple(shape)}, got {_shape(padding)}"
             )
-        padding = padding.view(key.shape[0], 1, key.shape[1]) if batched else padding[None, None]
+        if not batched:
+            padding = padding[None]
     if attn_mask is None:
-        return None if padding is None else ~padding
+        return combined(None, padding)
     attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
     if isinstance(attn_mask, Tensor):
         attn_mask = autocast_bias(attn_mask)
@@ -230,12 +220,7 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
             f"{_NAME}: attn_mask must be broadcastable to the scores {tuple(scores)}, "
             f"got {_shape(attn_mask)}"
         )
-    mask: Tensor = attn_mask[(None,) * (3 - attn_mask.ndim)]
-    if padding is None:
-        return mask
-    if mask.dtype == torch.bool:
-        return mask & ~padding
-    return torch.where(padding, float("-inf"), mask)
+    return combined(attn_mask, padding)
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtype]) -> None:

@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import pickle
+import struct
 import sys
 import types
 
@@ -61,12 +62,18 @@ class Tensor:
             ctypes.memmove(made._address + n * size, self._address + place * size, size)
         return made
 
+    def float(self):
+        return self._converted("float32")
+
     def double(self):
-        made, kinds = empty(self.shape, "float64"), {"float32": ctypes.c_float}
-        kind = kinds.get(self.dtype, ctypes.c_double)
+        return self._converted("float64")
+
+    def _converted(self, dtype):
+        made = empty(self.shape, dtype)
         for n, place in enumerate(places(self.shape, self._strides)):
-            number = kind.from_address(self._address + place * ctypes.sizeof(kind)).value
-            ctypes.c_double.from_address(made._address + n * 8).value = number
+            number = number_at(self._address + place * BYTES[self.dtype], self.dtype)
+            content = struct.pack(CODES[dtype], number)
+            ctypes.memmove(made._address + n * BYTES[dtype], content, len(content))
         return made
 
     def sent(self):
@@ -74,6 +81,14 @@ class Tensor:
 
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1, "int32": 4, "int64": 8}
+CODES = {"float32": "f", "float64": "d", "float16": "e"}  # of struct
+
+
+def number_at(address, dtype):
+    content = ctypes.string_at(address, BYTES[dtype])
+    if dtype == "bfloat16":  # the upper half of a float32
+        dtype, content = "float32", bytes(2) + content
+    return struct.unpack(CODES[dtype], content)[0]
 
 
 def places(shape, strides):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import compat, fast_path
-from fastattn.backends.primitives import AttentionBackwardOptions
-from fastattn.ops import _sdpa_plan
+from fastattn.backends.primitives import AdditiveBackwardOptions, AttentionBackwardOptions
+from fastattn.ops import _additive_plan, _sdpa_plan
 
 attention = fastattn.scaled_dot_product_attention
 WAYS = {"interface": compat.exchange_interface, "methods": None}
@@ -40,7 +40,8 @@ def way(request: pytest.FixtureRequest, exchange: Callable[[Any], bool]) -> None
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
         patch.setattr(fast_path, "BACKENDS", ("",))
-        patch.setattr(_sdpa_plan, "may_plan", lambda: False)
+        for plan in (_additive_plan, _sdpa_plan):
+            patch.setattr(plan, "may_plan", lambda: False)
         return run()
 
 
@@ -157,6 +158,7 @@ def test_others_have_the_bits_of_the_general_path(
             torch.manual_seed(5)
             return run(option, differentiable, dtype)
 
+    seeded()  # keeps a plan
     for got, want in zip(seeded(), by_the_general_path(monkeypatch, seeded), strict=True):
         assert torch.equal(got, want)
         assert got.stride() == want.stride()
@@ -270,6 +272,60 @@ def test_only_kept_steps_that_fit_are_used(way: None, native: ModuleType) -> Non
     for wrong in (state[0], state[..., :9], state.double(), None):
         with pytest.raises(TypeError, match="not a plain call"):
             native.plain_steps(wrong, stored, 0.5, 0.0, 2, 1)
+
+
+def of_additive_attention() -> dict[str, Any]:
+    sizes = {"query": (2, 5, 6), "key": (2, 9, 6), "value": (2, 9, 7), "v": (6,), "bias": (6,)}
+    tensors = {name: torch.randn(size) for name, size in sizes.items()}
+    return {**tensors, "attn_mask": torch.randn(1, 5, 9), "seed": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("query", lambda x: x[0], r"query is not valid: it must be float32 \(5, 6, 0\)"),
+        ("query", lambda x: x.int(), "query is not valid: it must be float32 or float64"),
+        ("key", lambda x: x.double(), "key is not valid: it must be float32"),
+        ("key", lambda x: x[..., :5], "key is not valid"),
+        ("value", lambda x: x[:, :8], "value is not valid"),
+        ("value", lambda x: x.tolist(), "value must be a tensor"),
+        ("v", lambda x: x[:5], r"v is not valid: it must be float32 \(6\)"),
+        ("v", lambda x: x.to("meta"), "v must be a tensor in the memory"),
+        ("bias", lambda x: x[None], "bias is not valid"),
+        ("attn_mask", lambda x: x[..., :8], "attn_mask is not valid: it must broadcast to"),
+        ("attn_mask", lambda x: x.half(), "attn_mask is not valid: it must be bool or float32"),
+    ],
+)
+def test_native_additive_attention_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
+) -> None:
+    tensors, options = of_additive_attention(), AdditiveBackwardOptions(needs_mask_grad=True)
+    out, weights = native.additive_attention(options, *tensors.values())
+    assert weights is None
+    native.additive_attention_backward(options, out, None, *tensors.values())
+    tensors[name] = wrong(tensors[name])
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.additive_attention(options, *tensors.values())
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.additive_attention_backward(options, out, None, *tensors.values())
+
+
+def test_native_additive_attention_checks_its_gradients(way: None, native: ModuleType) -> None:
+    tensors, options = of_additive_attention(), AdditiveBackwardOptions(needs_mask_grad=True)
+
+    def derive(grad_out: Any = None, grad_weights: Any = None) -> Any:
+        given = (options, grad_out, grad_weights)
+        return native.additive_attention_backward(*given, *tensors.values())
+
+    assert len(derive(torch.ones(2, 5, 7), torch.ones(2, 5, 9))) == 6
+    for wrong in (torch.ones(2, 5, 6), torch.ones(2, 5, 7).double()):
+        with pytest.raises(ValueError, match="grad_out is not valid"):
+            derive(wrong)
+    with pytest.raises(ValueError, match="grad_weights is not valid"):
+        derive(grad_weights=torch.ones(2, 5, 8))
+    tensors["attn_mask"] = tensors["attn_mask"][0]
+    with pytest.raises(ValueError, match="attn_mask must have three dimensions"):
+        derive()
 
 
 def test_only_weights_that_fit_are_used(way: None, native: ModuleType) -> None:

@@ -15,13 +15,7 @@ from torch import Tensor
 from fastattn import _cpu, evidence
 from fastattn.backends import _served
 from fastattn.backends._precision import allows_bf16_parts
-from fastattn.backends.cpu.additive import (
-    additive_attention,
-    additive_attention_backward,
-    plain_additive,
-    plain_additive_backward,
-    plain_additive_call,
-)
+from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cpu.decode import WIDEST, append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cpu.hopfield import (
@@ -78,9 +72,6 @@ __all__ = [
     "memory_hop_attention_backward",
     "merge_states",
     "merge_states_backward",
-    "plain_additive",
-    "plain_additive_backward",
-    "plain_additive_call",
     "plain_hops",
     "plain_hops_backward",
     "plain_hops_call",
