@@ -342,51 +342,31 @@ def encode_memory_backward(
     gradients: Operands,  # grad, grad_stride, grad_weight, grad_temporal
     /,
 ) -> None: ...
-def plain_local_call(query: Any, key: Any, value: Any, positions: Any, padding: Any, /) -> int: ...
-def plain_local(
+def local_attention(
+    options: primitives.LocalOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     positions: Tensor,
     padding: Tensor | None,
-    reach: int,
-    bell: bool,
-    threads: int,
+    factor: Tensor | None,
     /,
 ) -> tuple[Tensor, Tensor]: ...  # out, weights
-def plain_local_backward(
-    grad_out: Tensor,
+
+# The gradients of query, key, value and positions.
+def local_attention_backward(
+    options: primitives.LocalOptions,
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     positions: Tensor,
     padding: Tensor | None,
+    factor: Tensor | None,
     weights: Tensor,
-    reach: int,
-    bell: bool,
-    threads: int,
     /,
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
-def local_attention(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Lq, Lk, D, Dv
-    options: primitives.LocalOptions,
-    operands: Operands,  # query, key, value, positions, padding, factor, weights
-    out: int,
-    /,
-) -> None: ...
-def local_attention_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
-    options: primitives.LocalOptions,
-    operands: Operands,
-    gradients: Operands,  # grad_out, grad_weights, grad_query, ..., coefficients
-    /,
-) -> None: ...
-
-# isa, compiled, supported, unsupported (with reasons), emulated (for tests), compiler
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 def build_info() -> dict[str, Any]: ...
 
 # A name, then the dtypes that use another one: avx512_bf16,bfloat16=avx512

@@ -104,6 +104,15 @@ void* read_flat(const char* name, py::handle from, DType dtype, Sizes sizes, py:
   return view_of(name, *kept).data;
 }
 
+TensorView read_columns_together(const char* name, py::handle from, DType dtype, Sizes sizes,
+                                 py::object* kept) {
+  const TensorView x = read_sizes(name, from, dtype, sizes);
+  const int last = x.rank - 1;
+  if (x.stride[last] == 1 || x.size[last] == 1) return x;
+  *kept = contiguous(from);
+  return view_of(name, *kept);
+}
+
 py::object new_rows(py::handle like, int64_t width, TensorView* to) {
   const TensorView x = view_of("a tensor", like);
   const int last = x.rank - 1;

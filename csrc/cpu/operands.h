@@ -39,6 +39,9 @@ pybind11::object rule_of_rounding();
 // Converts to floating dtypes only.
 void* read_flat(const char* name, pybind11::handle from, DType dtype, Sizes sizes,
                 pybind11::object* kept);
+// A tensor of these sizes whose columns are together; `kept` owns a copy where they are not.
+TensorView read_columns_together(const char* name, pybind11::handle from, DType dtype, Sizes sizes,
+                                 pybind11::object* kept);
 
 // A new tensor with rows of `width` columns, otherwise like `like`.
 pybind11::object new_rows(pybind11::handle like, int64_t width, TensorView* to);

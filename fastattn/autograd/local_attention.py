@@ -101,6 +101,7 @@ local_attention = Operator(
     flops=_flops,
     shapes=_SHAPES,
     opaque=("factor",),
+    checked_by=("cpu",),
 )
 local_attention_backward = Operator(
     f"local_attention_backward(Tensor? grad_out, Tensor? grad_weights, {_TENSORS}, Tensor weights)",
@@ -111,4 +112,5 @@ local_attention_backward = Operator(
     flops=_flops_backward,
     shapes=f"{_SHAPES}; grad_out: B Lq Dv; grad_weights: B Lq W; weights: B Lq W",
     recomputed=("weights",),
+    checked_by=("cpu",),
 )

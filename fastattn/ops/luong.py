@@ -18,7 +18,7 @@ from fastattn.checks import (
     check_int64,
     expands_to,
 )
-from fastattn.ops._local_plain import attend_locally
+from fastattn.ops._local_plan import find, keep
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -92,7 +92,12 @@ def luong_attention(
         >>> luong_attention(x, x, x, window="local-m", D=2, need_weights=True)[1][0, 10, 7:14]
         tensor([0.0000, 0.2000, 0.2000, 0.2000, 0.2000, 0.2000, 0.0000])
     """
-    _check(query, key, value, method, window, D, positions, key_padding_mask)
+    given = (query, key, value, weight, positions, key_padding_mask)
+    signature, plan = None, None
+    if positions is not None:
+        signature, plan = find(given, method, window, D, dropout_p, need_weights)
+    if plan is None:
+        _check(query, key, value, method, window, D, positions, key_padding_mask)
     query, key, v = _project(query, key, method, weight)
     if window == "global" or (window == "local-m" and positions is None and v is None):
         width = None if window == "global" else (D, D)
@@ -104,19 +109,24 @@ def luong_attention(
     # No GPU kernel reads windows in place, so GPUs use attention over copies of them.
     if v is None and query.is_cpu:
         center, has_bell = (p, True) if window == "local-p" else (p.detach(), False)
-        if not need_weights and type(dropout_p) is float and dropout_p == 0:
-            plain = attend_locally(query, key, value, center, key_padding_mask, D, has_bell)
-            if plain is not None:
-                return plain
-        query, key, value = autocast(query, key, value)
-        check_dtypes(_NAME, query, key, value)
-        options = LocalOptions(reach=D, bell=has_bell)
-        kept, dropped = None, check_dropout(_NAME, dropout_p)
+        if plan is None:
+            query, key, value = autocast(query, key, value)
+            check_dtypes(_NAME, query, key, value)
+            options = LocalOptions(reach=D, bell=has_bell)
+            dropped = check_dropout(_NAME, dropout_p)
+        else:
+            options, dropped = plan.options, plan.dropout_p
+        kept = None
         if dropped > 0:
             ones = p.new_ones(batch, queries, options.rows(keys))
             kept = torch.nn.functional.dropout(ones, dropped)
-        of_window = (center, key_padding_mask, kept)
-        out, near = local_attention(query, key, value, *of_window, options)
+        call = (query, key, value, center, key_padding_mask, kept)
+        if plan is None:
+            if signature is not None:
+                keep(signature, given, (*call, options), dropped, need_weights)
+            out, near = local_attention(*call, options)
+        else:
+            out, near = plan.run(*call)
         if not need_weights:
             return out
         seen, at, bell = _window(p, keys, D, window)

@@ -15,8 +15,12 @@ from torch import Tensor
 
 import fastattn
 from fastattn import compat, fast_path
-from fastattn.backends.primitives import AdditiveBackwardOptions, AttentionBackwardOptions
-from fastattn.ops import _additive_plan, _sdpa_plan
+from fastattn.backends.primitives import (
+    AdditiveBackwardOptions,
+    AttentionBackwardOptions,
+    LocalOptions,
+)
+from fastattn.ops import _additive_plan, _local_plan, _sdpa_plan
 
 attention = fastattn.scaled_dot_product_attention
 WAYS = {"interface": compat.exchange_interface, "methods": None}
@@ -40,7 +44,7 @@ def way(request: pytest.FixtureRequest, exchange: Callable[[Any], bool]) -> None
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
         patch.setattr(fast_path, "BACKENDS", ("",))
-        for plan in (_additive_plan, _sdpa_plan):
+        for plan in (_additive_plan, _local_plan, _sdpa_plan):
             patch.setattr(plan, "may_plan", lambda: False)
         return run()
 
@@ -328,26 +332,73 @@ def test_native_additive_attention_checks_its_gradients(way: None, native: Modul
         derive()
 
 
-def test_only_weights_that_fit_are_used(way: None, native: ModuleType) -> None:
-    query, key, value = torch.randn(2, 7, 6), torch.randn(2, 9, 6), torch.randn(2, 9, 5)
-    given = query, key, value, torch.rand(2, 7), None
-    out, weights = native.plain_local(*given, 2, True, 1)
-    assert weights.shape == (2, 7, 5)
+def of_local_attention() -> dict[str, Any]:
+    sizes = {"query": (2, 7, 6), "key": (2, 9, 6), "value": (2, 9, 5), "positions": (2, 7)}
+    tensors = {name: torch.randn(size) for name, size in sizes.items()}
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    return {**tensors, "padding": padding, "factor": torch.rand(2, 7, 5)}
 
-    def gradients(grad_out: Any = out, weights: Any = weights, reach: int = 2) -> Any:
-        return native.plain_local_backward(grad_out, *given, weights, reach, True, 1)
 
-    assert len(gradients()) == 4
-    assert gradients(grad_out=out[:, :6]) is None
-    assert gradients(grad_out=out.double()) is None
-    assert gradients(grad_out=out.mT.contiguous().mT) is None
-    assert gradients(weights=weights[:, :, :4]) is None
-    assert gradients(weights=weights.double()) is None
-    assert gradients(weights=weights.mT) is None
-    assert gradients(weights=None) is None
-    assert gradients(reach=3) is None
-    with pytest.raises(TypeError, match="not a plain call"):
-        native.plain_local(query, key, value[:, :8], *given[3:], 2, True, 1)
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("query", lambda x: x[0], r"query is not valid: it must be float32 \(7, 6, 0\)"),
+        ("query", lambda x: x.int(), "query is not valid: it must be float32 or float64"),
+        ("key", lambda x: x.double(), "key is not valid: it must be float32"),
+        ("value", lambda x: x[:, :8], "key is not valid"),
+        ("value", lambda x: x[:1], "value is not valid"),
+        ("positions", lambda x: x[:, :6], "positions is not valid"),
+        ("padding", lambda x: x.float(), "padding is not valid: it must be bool"),
+        ("padding", lambda x: x[:, :8], "padding is not valid"),
+        ("factor", lambda x: x[..., :4], "factor is not valid"),
+        ("factor", lambda x: 1.0, "factor must be a tensor"),
+    ],
+)
+def test_native_local_attention_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
+) -> None:
+    tensors, options = of_local_attention(), LocalOptions(reach=2, bell=True)
+    out, weights = native.local_attention(options, *tensors.values())
+    native.local_attention_backward(options, out, weights, *tensors.values(), weights)
+    tensors[name] = wrong(tensors[name])
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.local_attention(options, *tensors.values())
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.local_attention_backward(options, out, weights, *tensors.values(), weights)
+
+
+def test_native_local_attention_checks_its_gradients(way: None, native: ModuleType) -> None:
+    tensors, options = of_local_attention(), LocalOptions(reach=2, bell=True)
+    out, kept = native.local_attention(options, *tensors.values())
+    assert kept.shape == (2, 7, 5)
+
+    def derive(
+        grad_out: Any = out, grad_weights: Any = None, weights: Any = kept, reach: int = 2
+    ) -> Any:
+        how = LocalOptions(reach=reach, bell=True)
+        given = (grad_out, grad_weights, *tensors.values(), weights)
+        return native.local_attention_backward(how, *given)
+
+    right = derive()
+    assert len(right) == 4
+    for same in (
+        derive(grad_out=out.mT.contiguous().mT),
+        derive(weights=kept.mT.contiguous().mT),
+        derive(weights=kept.double()),
+    ):
+        assert all(map(torch.equal, same, right))
+    for wrong in (out[:, :6], out.double()):
+        with pytest.raises(ValueError, match="grad_out is not valid"):
+            derive(grad_out=wrong)
+    with pytest.raises(ValueError, match="grad_weights is not valid"):
+        derive(grad_weights=kept[..., :4])
+    for wrong in (kept[:, :, :4], kept.mT):
+        with pytest.raises(ValueError, match="weights is not valid"):
+            derive(weights=wrong)
+    with pytest.raises(TypeError, match="weights must be a tensor"):
+        derive(weights=None)
+    with pytest.raises(ValueError, match="factor is not valid"):
+        derive(reach=3)
 
 
 # -- the interface ---------------------------------------------------------------------------------

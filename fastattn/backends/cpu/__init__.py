@@ -26,13 +26,7 @@ from fastattn.backends.cpu.hopfield import (
     plain_retrieval_call,
 )
 from fastattn.backends.cpu.linear import linear, self_attention
-from fastattn.backends.cpu.local_attention import (
-    local_attention,
-    local_attention_backward,
-    plain_local,
-    plain_local_backward,
-    plain_local_call,
-)
+from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
 from fastattn.backends.cpu.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
@@ -75,9 +69,6 @@ __all__ = [
     "plain_hops",
     "plain_hops_backward",
     "plain_hops_call",
-    "plain_local",
-    "plain_local_backward",
-    "plain_local_call",
     "plain_retrieval",
     "plain_retrieval_backward",
     "plain_retrieval_call",
