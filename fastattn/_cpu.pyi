@@ -105,27 +105,6 @@ def plain_hops_backward(
     threads: int,
     /,
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
-def plain_retrieval_call(state: Any, stored: Any, projection: Any, /) -> int: ...
-def plain_steps(
-    state: Tensor,  # [G, Q, D]
-    stored: Tensor,  # [G, N, D]
-    scale: float,
-    eps: float,
-    steps: int,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor]: ...  # xi, and what the backward pass reads
-def plain_steps_backward(
-    grad_xi: Tensor,
-    state: Tensor,
-    stored: Tensor,
-    kept: Tensor,
-    scale: float,
-    steps: int,
-    wants_stored: bool,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor | None] | None: ...
 def plain_additive_call(query: Any, key: Any, value: Any, v: Any, bias: Any, /) -> int: ...
 def plain_additive(
     query: Tensor,
@@ -257,6 +236,7 @@ def self_attention(
     out: int,
     /,
 ) -> None: ...
+
 def merge_states(
     dtype: int,
     lse_dtype: int,
@@ -312,28 +292,45 @@ def memory_hops_backward(
     gradients: Operands,  # given and written
     /,
 ) -> None: ...
-def hopfield_forward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Q, K, N, D
+def hopfield_retrieve(
     options: primitives.HopfieldOptions,
-    operands: Operands,  # as those of memory hops
-    biases: Operands | None,
-    steps: Operands,  # taken, moved, search, resume
-    results: Operands,
+    state: Tensor,  # [G, Q, D] or [B, H, Q, D]
+    stored: Tensor,  # [G, N, D] or [B, H, N, D]
+    keys: Tensor | None,
+    mask: Tensor | None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None,
+    keeps: bool,  # all states, with their statistics, for the backward pass
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...  # xi, taken, states, stats
+
+# The same numbers of steps again: their states and statistics.
+def hopfield_steps(
+    options: primitives.HopfieldOptions,
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    taken: Tensor,
+    most: int,
+    /,
+) -> tuple[Tensor, Tensor]: ...
+
+# The gradients of state, of what it is compared with, of stored if that is another, of the scores.
 def hopfield_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
     options: primitives.HopfieldOptions,
-    operands: Operands,
-    biases: Operands | None,
-    steps: Operands,
-    gradients: Operands,
+    grad_xi: Tensor,
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    taken: Tensor,
+    states: Tensor,
+    stats: Tensor,
+    needed: int,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
 def encode_memory(
     dtype: int,
     threads: int,

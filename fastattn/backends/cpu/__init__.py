@@ -24,13 +24,7 @@ from fastattn.backends.cpu.additive import (
 )
 from fastattn.backends.cpu.decode import WIDEST, append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
-from fastattn.backends.cpu.hopfield import (
-    hopfield_retrieve,
-    hopfield_retrieve_backward,
-    plain_retrieval,
-    plain_retrieval_backward,
-    plain_retrieval_call,
-)
+from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
 from fastattn.backends.cpu.linear import linear, self_attention
 from fastattn.backends.cpu.local_attention import (
     local_attention,
@@ -87,9 +81,6 @@ __all__ = [
     "plain_local",
     "plain_local_backward",
     "plain_local_call",
-    "plain_retrieval",
-    "plain_retrieval_backward",
-    "plain_retrieval_call",
     "plain_sinusoidal",
     "plain_sinusoidal_call",
     "scaled_dot_product_attention",
