@@ -2,6 +2,7 @@
 # An operand is (address, strides), None where there is none. Options and the dicts of operands are
 # read by name; a name that is missing is a TypeError, and so is a value of another type. Only the
 # operands that an attention call need not have may be missing.
+from array import array
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -253,25 +254,17 @@ def merge_states_backward(
     operands: Operands,  # grad_out, grad_lse, the states, the gradients of the states
     /,
 ) -> None: ...
-def plain_sinusoidal_call(x: Any, /) -> int: ...
-def plain_sinusoidal(
-    x: Tensor,
-    out: Tensor | None,  # dense, of x's sizes and dtype; None: a new one
+def sinusoidal_encoding(
+    options: primitives.SinusoidalOptions,
     offset: int,
-    scale: float,
-    columns: Operands,  # as those of sinusoidal
-    threads: int,
+    x: Tensor,  # of at most four dimensions
+    positions: Tensor | None,
+    frequency: array[int],  # the columns, see fastattn/sinusoids.py
+    phase: array[int],
+    pairs: array[int],
+    out: Tensor | None,  # dense, of x's sizes and dtype; None: a new one
     /,
 ) -> Tensor: ...
-def sinusoidal(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, H, L, D
-    options: primitives.SinusoidalOptions,
-    operands: Operands,  # x, out, positions, position_stride
-    columns: Operands,  # frequency, phase, pairs, interleaved, pair_frequency
-    /,
-) -> None: ...
 def memory_hops_forward(
     dtype: int,
     threads: int,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn.backends.primitives import HopfieldOptions
+from fastattn.backends.primitives import HopfieldOptions, SinusoidalOptions
+from fastattn.sinusoids import sinusoids
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,35 @@ def test_native_retrieval_backward_checks_every_tensor(
     given = {"grad_xi": xi, "taken": taken.abs(), "states": states, "stats": stats}
     with pytest.raises((TypeError, ValueError), match=f"{name}|stats is not valid"):
         gradients(**{name: wrong(given[name])})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("offset", lambda _: 2**62 + 1, "offset must be within"),
+        ("x", lambda x: x[0, 0], "x must have at least two dimensions"),
+        ("x", lambda x: x.int(), "x is not valid"),
+        ("positions", lambda x: torch.arange(4), "positions is not valid: it must broadcast"),
+        ("positions", lambda x: torch.arange(3).int(), "positions is not valid: it must be int64"),
+        ("frequency", lambda x: x[:8], "the frequencies are not those of 6 columns"),
+        ("phase", lambda x: x[:8], "the frequencies are not those of 6 columns"),
+        ("pairs", lambda x: x + x[:1], "the frequencies are not those of 6 columns"),
+        ("out", lambda x: torch.ones(1, 3, 6), r"out is not valid: it must be float32 \(2, 3, 6\)"),
+        ("out", lambda x: torch.ones(2, 3, 6).double(), "out is not valid"),
+        ("out", lambda x: torch.ones(3, 6), "out is not valid"),
+        ("out", lambda x: torch.ones(1, 2, 3, 6), "out is not valid"),
+    ],
+)
+def test_native_encoding_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
+) -> None:
+    options, columns = SinusoidalOptions(), sinusoids(6, "interleaved", 10000.0)
+    call = {"offset": 4, "x": torch.randn(2, 3, 6), "positions": None, **columns._asdict()}
+    call["out"] = None
+    out = native.sinusoidal_encoding(options, *call.values())
+    torch.testing.assert_close(out[:, :, 0], call["x"][:, :, 0] + torch.arange(4, 7).sin())
+    call[name] = written = wrong(call[name])
+    before = written.clone() if name == "out" else None
+    with pytest.raises(ValueError, match=message):
+        native.sinusoidal_encoding(options, *call.values())
+    assert before is None or torch.equal(written, before)

@@ -16,7 +16,7 @@ from torch import Tensor
 import fastattn
 from fastattn import fast_path
 from fastattn.backends.primitives import AttentionBackwardOptions
-from fastattn.ops import _hopfield_plan, _sdpa_plan
+from fastattn.ops import _hopfield_plan, _sdpa_plan, _sinusoidal_plan
 
 attention = fastattn.scaled_dot_product_attention
 
@@ -24,7 +24,7 @@ attention = fastattn.scaled_dot_product_attention
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
         patch.setattr(fast_path, "BACKENDS", ("",))
-        for plans in (_sdpa_plan, _hopfield_plan):
+        for plans in (_sdpa_plan, _hopfield_plan, _sinusoidal_plan):
             patch.setattr(plans, "may_plan", lambda: False)
         return run()
 

@@ -46,11 +46,7 @@ from fastattn.backends.cpu.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
-from fastattn.backends.cpu.sinusoidal import (
-    plain_sinusoidal,
-    plain_sinusoidal_call,
-    sinusoidal_encoding,
-)
+from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
@@ -81,8 +77,6 @@ __all__ = [
     "plain_local",
     "plain_local_backward",
     "plain_local_call",
-    "plain_sinusoidal",
-    "plain_sinusoidal_call",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",
