@@ -238,22 +238,19 @@ def self_attention(
     /,
 ) -> None: ...
 
+# States of at most four dimensions.
 def merge_states(
-    dtype: int,
-    lse_dtype: int,
-    threads: int,
-    sizes: Ints,  # B, H, L, D
-    operands: Operands,  # out_a, lse_a, out_b, lse_b, out, lse; lse as [B, H, L, 1]
-    /,
-) -> None: ...
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, /
+) -> tuple[Tensor, Tensor]: ...
 def merge_states_backward(
-    dtype: int,
-    lse_dtype: int,
-    threads: int,
-    sizes: Ints,
-    operands: Operands,  # grad_out, grad_lse, the states, the gradients of the states
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 def sinusoidal_encoding(
     options: primitives.SinusoidalOptions,
     offset: int,

@@ -127,3 +127,32 @@ def test_native_encoding_checks_every_tensor(
     with pytest.raises(ValueError, match=message):
         native.sinusoidal_encoding(options, *call.values())
     assert before is None or torch.equal(written, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("out_a", lambda x: x[0, 0, 0]),
+        ("out_a", lambda x: x.int()),
+        ("lse_a", lambda x: x.bfloat16()),
+        ("lse_a", lambda x: x[..., None]),
+        ("out_b", lambda x: x[..., :5]),
+        ("out_b", lambda x: x.double()),
+        ("lse_b", lambda x: x[:, :1]),
+        ("lse_b", lambda x: x.double()),
+        ("grad_out", lambda x: x[:1]),
+        ("grad_lse", lambda x: x.double()),
+    ],
+)
+def test_native_merging_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
+) -> None:
+    (out_a, out_b), (lse_a, lse_b) = torch.randn(2, 2, 4, 7, 6), torch.randn(2, 2, 4, 7)
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    _, lse = native.merge_states(*states.values())
+    torch.testing.assert_close(lse, torch.logaddexp(lse_a, lse_b))
+    states = {"grad_out": out_a, "grad_lse": lse_a, **states}
+    assert len(native.merge_states_backward(*states.values())) == 4
+    states[name] = wrong(states[name])
+    with pytest.raises(ValueError, match=r"is not valid|at least two dimensions"):
+        native.merge_states_backward(*states.values())
