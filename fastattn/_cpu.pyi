@@ -2,6 +2,7 @@
 # An operand is (address, strides), None where there is none. Options and the dicts of operands are
 # read by name; a name that is missing is a TypeError, and so is a value of another type. Only the
 # operands that an attention call need not have may be missing.
+from array import array
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -117,27 +118,6 @@ def plain_hops_backward(
     threads: int,
     /,
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
-def plain_retrieval_call(state: Any, stored: Any, projection: Any, /) -> int: ...
-def plain_steps(
-    state: Tensor,  # [G, Q, D]
-    stored: Tensor,  # [G, N, D]
-    scale: float,
-    eps: float,
-    steps: int,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor]: ...  # xi, and what the backward pass reads
-def plain_steps_backward(
-    grad_xi: Tensor,
-    state: Tensor,
-    stored: Tensor,
-    kept: Tensor,
-    scale: float,
-    steps: int,
-    wants_stored: bool,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor | None] | None: ...
 def varlen_attention(
     options: primitives.VarlenOptions,
     query: Tensor,
@@ -247,41 +227,31 @@ def self_attention(
     out: int,
     /,
 ) -> None: ...
+
+# States of at most four dimensions.
 def merge_states(
-    dtype: int,
-    lse_dtype: int,
-    threads: int,
-    sizes: Ints,  # B, H, L, D
-    operands: Operands,  # out_a, lse_a, out_b, lse_b, out, lse; lse as [B, H, L, 1]
-    /,
-) -> None: ...
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, /
+) -> tuple[Tensor, Tensor]: ...
 def merge_states_backward(
-    dtype: int,
-    lse_dtype: int,
-    threads: int,
-    sizes: Ints,
-    operands: Operands,  # grad_out, grad_lse, the states, the gradients of the states
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
     /,
-) -> None: ...
-def plain_sinusoidal_call(x: Any, /) -> int: ...
-def plain_sinusoidal(
-    x: Tensor,
-    out: Tensor | None,  # dense, of x's sizes and dtype; None: a new one
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+def sinusoidal_encoding(
+    options: primitives.SinusoidalOptions,
     offset: int,
-    scale: float,
-    columns: Operands,  # as those of sinusoidal
-    threads: int,
+    x: Tensor,  # of at most four dimensions
+    positions: Tensor | None,
+    frequency: array[int],  # the columns, see fastattn/sinusoids.py
+    phase: array[int],
+    pairs: array[int],
+    out: Tensor | None,  # dense, of x's sizes and dtype; None: a new one
     /,
 ) -> Tensor: ...
-def sinusoidal(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, H, L, D
-    options: primitives.SinusoidalOptions,
-    operands: Operands,  # x, out, positions, position_stride
-    columns: Operands,  # frequency, phase, pairs, interleaved, pair_frequency
-    /,
-) -> None: ...
 def memory_hops_forward(
     dtype: int,
     threads: int,
@@ -302,28 +272,45 @@ def memory_hops_backward(
     gradients: Operands,  # given and written
     /,
 ) -> None: ...
-def hopfield_forward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Q, K, N, D
+def hopfield_retrieve(
     options: primitives.HopfieldOptions,
-    operands: Operands,  # as those of memory hops
-    biases: Operands | None,
-    steps: Operands,  # taken, moved, search, resume
-    results: Operands,
+    state: Tensor,  # [G, Q, D] or [B, H, Q, D]
+    stored: Tensor,  # [G, N, D] or [B, H, N, D]
+    keys: Tensor | None,
+    mask: Tensor | None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None,
+    keeps: bool,  # all states, with their statistics, for the backward pass
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...  # xi, taken, states, stats
+
+# The same numbers of steps again: their states and statistics.
+def hopfield_steps(
+    options: primitives.HopfieldOptions,
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    taken: Tensor,
+    most: int,
+    /,
+) -> tuple[Tensor, Tensor]: ...
+
+# The gradients of state, of what it is compared with, of stored if that is another, of the scores.
 def hopfield_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
     options: primitives.HopfieldOptions,
-    operands: Operands,
-    biases: Operands | None,
-    steps: Operands,
-    gradients: Operands,
+    grad_xi: Tensor,
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    taken: Tensor,
+    states: Tensor,
+    stats: Tensor,
+    needed: int,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
 def encode_memory(
     dtype: int,
     threads: int,

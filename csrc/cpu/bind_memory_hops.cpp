@@ -1,9 +1,7 @@
-// Python's view of memory hops, and of Hopfield retrieval, which uses the same kernels.
+// Python's view of memory hops.
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 
 #include "../memory_hops_arguments.h"
 #include "kernel_table.h"
@@ -67,44 +65,6 @@ void memory_hops_backward(int dtype, int threads, const py::tuple& sizes, const 
                           const py::dict& gradients) {
   MemoryHopsParams p = common(dtype, threads, sizes, operands, biases);
   read_memory_hop_options(named(options), p);
-  read_gradients(gradients, p);
-  run_backward(p);
-}
-
-// steps: the addresses of taken and moved, search, resume. Without a search, each query repeats
-// its own number of steps.
-MemoryHopsParams retrieval(int dtype, int threads, const py::tuple& sizes,
-                           const py::object& options, const py::dict& operands,
-                           const py::object& biases, const py::dict& steps) {
-  using P = MemoryHopsParams;
-  static const auto fields =
-      std::make_tuple(field("taken", &P::taken), field("moved", &P::moved),
-                      field("search", &P::search), field("resume", &P::resume));
-  MemoryHopsParams p = common(dtype, threads, sizes, operands, biases);
-  HopfieldOptions asked;
-  read_hopfield_options(named(options), asked);
-  expect_multiple(asked.together, p.Q, "together");
-  named(steps).read(p, fields);
-  p.settles = true;
-  p.scale = asked.scale;
-  p.crowded = asked.crowded;
-  p.together = p.search ? asked.together : 1;
-  p.eps = p.search ? asked.eps : 0;
-  return p;
-}
-
-void hopfield_forward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
-                      const py::dict& operands, const py::object& biases, const py::dict& steps,
-                      const py::dict& results) {
-  MemoryHopsParams p = retrieval(dtype, threads, sizes, options, operands, biases, steps);
-  read_hop_results(named(results), p);
-  run_forward(p);
-}
-
-void hopfield_backward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
-                       const py::dict& operands, const py::object& biases, const py::dict& steps,
-                       const py::dict& gradients) {
-  MemoryHopsParams p = retrieval(dtype, threads, sizes, options, operands, biases, steps);
   read_gradients(gradients, p);
   run_backward(p);
 }
@@ -221,115 +181,14 @@ py::object plain_hops_backward(py::handle grad_out, py::handle query, py::handle
   return py::make_tuple(grad_query, grad_in, grad_out_memory);
 }
 
-// -- retrieval whose steps are unrolled, without other options --------------------------------------
-
-// 0 if the general path has to see a call; else a number that is the same for calls of the same dtype,
-// and odd if a tensor requires a gradient.
-int64_t plain_retrieval_call(py::handle state, py::handle stored, py::handle projection) {
-  TensorView s, x, v;
-  if (!read_tensor(state, &s) || !read_tensor(stored, &x)) return 0;
-  if (s.rank != 4 || x.rank != 4 || s.dtype == DType::boolean || x.dtype != s.dtype) return 0;
-  const int64_t batch = s.size[0], heads = s.size[1], rows = x.size[2];
-  if (batch * heads * s.size[2] * s.size[3] * rows == 0) return 0;
-  if (!x.has_sizes({batch, heads, rows, s.size[3]}) || x.stride[3] != 1) return 0;
-  if (x.stride[0] == 0 && batch > 1) return 0;  // patterns of all queries are read once for them
-  if (!projection.is_none()) {
-    if (!read_tensor(projection, &v) || v.rank != 4 || v.dtype != s.dtype) return 0;
-    if (!v.has_sizes({batch, heads, rows, v.size[3]}) || v.size[3] == 0) return 0;
-  }
-  return number_of_call(s.dtype, {state, stored, projection});
-}
-
-// Reads state [G, Q, D] and stored [G, N, D]; false if they are no such tensors.
-bool read_patterns(py::handle state, py::handle stored, int64_t steps, MemoryHopsParams& p) {
-  TensorView s, x;
-  if (!read_tensor(state, &s) || !read_tensor(stored, &x) || s.rank != 3 || x.rank != 3)
-    return false;
-  p.dtype = s.dtype, p.B = s.size[0], p.Q = s.size[1], p.K = steps, p.D = s.size[2];
-  p.N = x.size[1];
-  if (!x.has_sizes({p.B, p.N, p.D}) || x.dtype != p.dtype || x.stride[2] != 1) return false;
-  place_hops({strided(s), strided(x), {}, {}}, p);
-  p.shared = p.B == 1;
-  p.settles = true, p.together = 1;
-  return true;
-}
-
-// What the backward pass reads is one array: the numbers of steps, the trace and the statistics.
-struct KeptSteps {
-  int64_t taken, trace, stats;  // elements of the accumulator's dtype
-
-  explicit KeptSteps(const MemoryHopsParams& p)
-      : taken(p.B * p.Q * static_cast<int64_t>(sizeof(int64_t)) /
-              element_bytes(accumulator(p.dtype))),
-        trace(p.B * p.Q * (p.K + 1) * p.D),
-        stats(p.B * p.Q * p.K * 2) {}
-  int64_t size() const { return taken + trace + stats; }
-  void place(void* data, MemoryHopsParams& p) const {
-    char* const at = static_cast<char*>(data);
-    const int64_t bytes = element_bytes(accumulator(p.dtype));
-    p.taken = static_cast<int64_t*>(data);
-    p.trace = at + taken * bytes, p.stats = at + (taken + trace) * bytes;
-  }
-};
-
-// (xi [G, Q, D], kept), new.
-py::tuple plain_steps(py::handle state, py::handle stored, double scale, double eps, int64_t steps,
-                      int threads) {
-  MemoryHopsParams p{};
-  if (!read_patterns(state, stored, steps, p))
-    throw py::type_error("fastattn: not a plain call of Hopfield retrieval");
-  p.scale = scale, p.eps = eps, p.threads = threads;
-  p.search = p.keep = true;
-  const KeptSteps kept(p);
-  void* data;
-  const py::object xi = new_contiguous_like(state, &p.out);
-  const py::object buffer = new_buffer(accumulator(p.dtype), {kept.size()}, &data);
-  kept.place(data, p);
-  std::fill_n(p.taken, p.B * p.Q, 0);
-  run_forward(p);
-  // Those that have not converged have minus their number.
-  std::transform(p.taken, p.taken + p.B * p.Q, p.taken, [](int64_t x) { return std::abs(x); });
-  return py::make_tuple(xi, buffer);
-}
-
-// The gradients of state and stored, new; None for stored if it is not wanted. None if the general
-// path has to see the call.
-py::object plain_steps_backward(py::handle grad_xi, py::handle state, py::handle stored,
-                                py::handle buffer, double scale, int64_t steps, bool wants_stored,
-                                int threads) {
-  MemoryHopsParams p{};
-  TensorView of_xi, of_kept;
-  if (!read_patterns(state, stored, steps, p) || !read_tensor(grad_xi, &of_xi) ||
-      !read_tensor(buffer, &of_kept))
-    return py::none();
-  const KeptSteps kept(p);
-  if (of_xi.dtype != p.dtype || !of_xi.has_sizes({p.B, p.Q, p.D}) ||
-      of_kept.dtype != accumulator(p.dtype) || !of_kept.has_sizes({kept.size()}) ||
-      !of_kept.is_contiguous())
-    return py::none();
-  p.scale = scale, p.threads = threads;
-  kept.place(of_kept.data, p);
-  p.grad_out = {of_xi.data, {of_xi.stride[0], of_xi.stride[1], 0, of_xi.stride[2]}};
-  const py::object grad_state = new_contiguous_like(state, &p.grad_query);
-  py::object grad_stored = py::none();
-  if (wants_stored) grad_stored = new_contiguous_like(stored, &p.grad_in);
-  run_backward(p);
-  return py::make_tuple(grad_state, grad_stored);
-}
-
 }  // namespace
 
 void bind_memory_hops(py::module_& m) {
-  m.def("plain_retrieval_call", &plain_retrieval_call);
-  m.def("plain_steps", &plain_steps);
-  m.def("plain_steps_backward", &plain_steps_backward);
   m.def("plain_hops_call", &plain_hops_call);
   m.def("plain_hops", &plain_hops);
   m.def("plain_hops_backward", &plain_hops_backward);
   m.def("memory_hops_forward", &memory_hops_forward);
   m.def("memory_hops_backward", &memory_hops_backward);
-  m.def("hopfield_forward", &hopfield_forward);
-  m.def("hopfield_backward", &hopfield_backward);
 }
 
 }  // namespace fastattn

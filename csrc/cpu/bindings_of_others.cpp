@@ -1,6 +1,7 @@
 // The other bindings, compiled together for the same reason as those of attention.
 #include "bind_additive.cpp"
 #include "bind_encode_memory.cpp"
+#include "bind_hopfield.cpp"
 #include "bind_local_attention.cpp"
 #include "bind_memory_hops.cpp"
 #include "bind_merge_states.cpp"

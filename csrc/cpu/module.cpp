@@ -20,6 +20,7 @@ namespace fastattn {
 void bind_additive(py::module_& m);
 void bind_sdpa(py::module_& m);
 void bind_decode(py::module_& m);
+void bind_hopfield(py::module_& m);
 void bind_local_attention(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_memory_hops(py::module_& m);
@@ -79,6 +80,7 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_additive(m);
   fastattn::bind_sdpa(m);
   fastattn::bind_decode(m);
+  fastattn::bind_hopfield(m);
   fastattn::bind_local_attention(m);
   fastattn::bind_linear(m);
   fastattn::bind_memory_hops(m);

@@ -46,9 +46,15 @@ bool in_order(const TensorView& x) {
 }  // namespace
 
 void expect_sizes(const char* name, const TensorView& view, DType dtype, Sizes sizes) {
-  if (view.dtype == dtype && view.has_sizes(sizes)) return;
-  refuse(name, std::string("be ") + name_of(dtype) + " " + text_of(sizes.begin(), sizes.size()),
-         view);
+  expect_sizes(name, view, dtype, sizes.begin(), static_cast<int>(sizes.size()));
+}
+
+void expect_sizes(const char* name, const TensorView& view, DType dtype, const int64_t* sizes,
+                  int rank) {
+  if (view.dtype == dtype && view.rank == rank && std::equal(sizes, sizes + rank, view.size))
+    return;
+  const auto count = static_cast<size_t>(rank);
+  refuse(name, std::string("be ") + name_of(dtype) + " " + text_of(sizes, count), view);
 }
 
 TensorView read_sizes(const char* name, py::handle from, DType dtype, Sizes sizes) {

@@ -16,6 +16,8 @@ using Sizes = std::initializer_list<int64_t>;
 
 void expect_dtype(const char* name, const TensorView& view, std::initializer_list<DType> allowed);
 void expect_sizes(const char* name, const TensorView& view, DType dtype, Sizes sizes);
+void expect_sizes(const char* name, const TensorView& view, DType dtype, const int64_t* sizes,
+                  int rank);
 
 TensorView read_sizes(const char* name, pybind11::handle from, DType dtype, Sizes sizes);
 

@@ -135,6 +135,16 @@ int64_t elements(const TensorView& x) {
   return count;
 }
 
+// Whether the strides are those of torch.empty(), of dimensions of size 1 too.
+bool has_strides_of_empty(const TensorView& x) {
+  int64_t expected = 1;
+  for (int n = x.rank - 1; n >= 0; --n) {
+    if (x.stride[n] != expected) return false;
+    expected *= std::max(x.size[n], int64_t{1});
+  }
+  return true;
+}
+
 // f(first, others by their names).
 template <int N>
 py::object call_named(PyObject* f, PyObject* const (&arguments)[N], PyObject* names) {
@@ -271,7 +281,7 @@ py::object new_like(py::handle tensor, TensorView* to) {
 py::object new_contiguous_like(py::handle tensor, void** data) {
   TensorView view;
   py::object made = new_like(tensor, &view);
-  if (!view.is_contiguous()) {
+  if (!has_strides_of_empty(view)) {
     PyObject* const arguments[] = {tensor.ptr(), found.contiguous_format};
     made = call_named(found.empty_like, arguments, found.of_format);
     view = view_of("a new tensor", made);
@@ -296,7 +306,8 @@ py::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** 
   Record like{};
   like.device_type = kCpu, like.dimensions = static_cast<int32_t>(sizes.size());
   like.shape = sizes.begin();
-  like.type_code = kFloat, like.type_bits = dtype == DType::f64 ? 64 : 32, like.type_lanes = 1;
+  like.type_code = dtype == kInt64 ? kInteger : kFloat;
+  like.type_bits = dtype == DType::f32 ? 32 : 64, like.type_lanes = 1;
   void *managed = nullptr, *tensor = nullptr;
   const auto fail = [](void* said, const char*, const char* message) {
     *static_cast<std::string*>(said) = message;

@@ -49,12 +49,12 @@ int threads();  // torch.get_num_threads()
 pybind11::object contiguous(pybind11::handle tensor);
 // torch.empty_like(tensor), and where it is.
 pybind11::object new_like(pybind11::handle tensor, TensorView* to);
-// The same, contiguous.
+// The same, contiguous, with the strides of torch.empty(tensor.shape).
 pybind11::object new_contiguous_like(pybind11::handle tensor, void** data);
 // torch.empty(sizes, dtype=dtype, device="cpu"), and its address.
 pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** data);
-// The same of torch.float32 or torch.float64, in two thirds of the time where there is the interface,
-// but PyTorch cannot resize it.
+// The same of float32, float64 or int64, in two thirds of the time where there is the interface, but
+// PyTorch cannot resize it.
 pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** data);
 
 }  // namespace fastattn

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import NoOptions
 
-__all__ = ["named_operands", "operators", "sizes"]
+__all__ = ["flattened", "named_operands", "operators", "sizes"]
 
 # Outputs and lse in turn.
 _STATES = ("out_a", "lse_a", "out_b", "lse_b")
@@ -63,15 +63,15 @@ def _written(
     if like[0].ndim <= 4:
         run(dict(zip(names, (*read, *results), strict=True)))
         return results
-    targets = _flattened(results)
-    run(dict(zip(names, (*_flattened(read), *targets), strict=True)))
+    targets = flattened(results)
+    run(dict(zip(names, (*flattened(read), *targets), strict=True)))
     for result, target in zip(results, targets, strict=True):
         if target.data_ptr() != result.data_ptr():
             result.copy_(target.view(result.shape))
     return results
 
 
-def _flattened(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def flattened(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """At most four dimensions: views where their memory allows it, else copies."""
     return tuple(x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(tensors))
 

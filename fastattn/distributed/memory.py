@@ -21,6 +21,7 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._read import Reader
 from fastattn.distributed._replicated import agreed, described, enter
 from fastattn.ops import hopfield, memory_hops
+from fastattn.ops._hopfield_plan import lowered
 
 __all__ = ["hopfield_retrieve", "memory_hop_attention"]
 
@@ -254,12 +255,12 @@ def hopfield_retrieve(
     read = Reader(peers, lambda n: "the final reading", need_weights)
     xi = back(xi)[..., : state.shape[-1]].to(wide)
     out, _, weights = read.attend(xi, keys.to(wide), values.to(wide), mask, options, seed)
-    results = [restored(hopfield.lowered(out.to(call.state.dtype), state.ndim))]
+    results = [restored(lowered(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
-        of_rows = hopfield.lowered(weights.to(call.state.dtype), state.ndim)
+        of_rows = lowered(weights.to(call.state.dtype), state.ndim)
         results.append(restored(of_rows, state.ndim - 1))
     if need_steps:
-        results.append(restored(hopfield.lowered(back(taken).abs(), state.ndim)))
+        results.append(restored(lowered(back(taken).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
 
 

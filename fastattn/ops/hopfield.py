@@ -22,7 +22,7 @@ from fastattn.checks import (
 )
 from fastattn.library import Operator
 from fastattn.ops import sdpa
-from fastattn.ops._hopfield_plain import retrieve_plainly
+from fastattn.ops._hopfield_plan import by_kind, find, keep, lifted, lowered, of_groups
 
 __all__ = ["hopfield_retrieve"]
 
@@ -107,24 +107,20 @@ def hopfield_retrieve(
         >>> out.round(), steps
         (tensor([[ 1.,  1., -1., -1.]]), tensor([3]))
     """
-    if (
-        attn_mask is None
-        and need_weights is False
-        and need_steps is False
-        and stop == "query"
-        and grad == "unroll"
-        and dropout_p == 0
-    ):
-        plain = retrieve_plainly(
-            state, stored, projection, beta, update_steps_max, update_steps_eps
-        )
-        if plain is not None:
-            return plain
+    tensors = (state, stored, projection, attn_mask)
     limits = (update_steps_max, update_steps_eps, stop, grad)
+    signature, plan = find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
+    if plan is not None:
+        planned = plan.run(*tensors)
+        if planned is not None:
+            return planned
     call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     xi, taken = call.state, None
     if update_steps_max != 0:
         arguments, back = primitive(call)
+        if signature is not None:
+            reading = _reading(call, dropout_p, need_weights)
+            keep(signature, tensors, arguments, reading[1], need_steps)
         xi, taken, _ = hopfield_states(*arguments)
         xi = back(xi)
         taken = back(taken) if need_steps else None
@@ -167,9 +163,15 @@ def prepare(
     call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     if update_steps_max != 0:
         return hopfield_states, primitive(call)[0]
+    return _reading(call, dropout_p, False)
+
+
+def _reading(call: _Call, dropout_p: float, need_weights: bool) -> tuple[Operator, tuple[Any, ...]]:
+    """The attention that reads the patterns at the end."""
     key = call.stored if call.keys is None else call.keys
     value = call.stored if call.projection is None else call.projection
-    return sdpa.prepare(call.state, key, value, call.mask, dropout_p, scale=call.scale)[:2]
+    biases = {"scale": call.scale, "need_weights": need_weights}
+    return sdpa.prepare(call.state, key, value, call.mask, dropout_p, **biases)[:2]
 
 
 class _Call(NamedTuple):
@@ -255,15 +257,12 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
                 mask = to(mask.expand(batch, -1, queries, -1))
             else:
                 mask = mask[0]
-        elif mask.shape[0] == mask.shape[1] == 1:
-            mask = mask[0]
         else:
-            mask = mask.expand(batch, heads, -1, -1).flatten(0, 1)
+            mask = of_groups(mask, call.state)
     if state.shape[-1] == 0:  # the score is the bias; one column of zeros keeps it so
         pad = torch.nn.functional.pad
         state = pad(state, (0, 1))
         tensors = [None if x is None else pad(x, (0, 1)) for x in tensors]
-    boolean = mask is not None and mask.dtype == torch.bool
     if call.stop == "head" and compat.records_trace():
         raise RuntimeError(
             f"{_NAME}: torch.jit.trace would keep the {queries} queries of this call with "
@@ -273,24 +272,10 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
     arguments = (
         state,
         *tensors,
-        mask if boolean else None,
-        None if boolean else mask,
+        *by_kind(mask),
         HopfieldOptions(call.scale, call.steps_max, call.eps, together, crowded, call.grad),
     )
     return arguments, back
-
-
-def lifted(x: Tensor) -> Tensor:
-    """[L, D], [B, L, D] or [B, H, L, D] -> [B, H, L, D]."""
-    if x.ndim == 4:
-        return x
-    return x.unsqueeze(1) if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
-
-
-def lowered(x: Tensor, rank: int) -> Tensor:
-    if rank == 4:
-        return x
-    return x[:, 0] if rank == 3 else x[0, 0]
 
 
 # --- validation, shared with hopfield_energy ---------------------------------------------------

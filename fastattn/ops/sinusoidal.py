@@ -12,7 +12,7 @@ from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.checks import check_dense, check_int64, expands_to
 from fastattn.library import Operator
-from fastattn.ops._sinusoidal_plain import encode_plainly
+from fastattn.ops._sinusoidal_plan import find, keep
 from fastattn.sinusoids import LAYOUTS
 
 __all__ = ["sinusoidal_encoding", "sinusoidal_table"]
@@ -73,10 +73,10 @@ def sinusoidal_encoding(
         ValueError: an unknown layout, shapes that do not broadcast, ``max_timescale`` below 1, both
             ``offset`` and ``positions``, or tensors on different devices.
     """
-    if positions is None and padding_idx is None:
-        plain = encode_plainly(x, offset, layout, max_timescale, scale)
-        if plain is not None:
-            return plain
+    options = (layout, max_timescale, scale, padding_idx)
+    signature, plan = find(x, offset, positions, options)
+    if plan is not None:
+        return plan.run(x, offset, positions)
     operator, arguments = prepare(
         x,
         offset=offset,
@@ -86,6 +86,8 @@ def sinusoidal_encoding(
         scale=scale,
         padding_idx=padding_idx,
     )
+    if signature is not None:
+        keep(signature, positions, arguments)
     return operator(*arguments)
 
 

@@ -5,7 +5,7 @@ PyTorch has it, else by the methods of the tensors.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,37 +14,28 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import compat, fast_path
+from fastattn import fast_path
 from fastattn.backends.primitives import (
     AdditiveBackwardOptions,
     AttentionBackwardOptions,
     LocalOptions,
 )
-from fastattn.ops import _additive_plan, _local_plan, _sdpa_plan
+from fastattn.ops import (
+    _additive_plan,
+    _hopfield_plan,
+    _local_plan,
+    _sdpa_plan,
+    _sinusoidal_plan,
+)
 
 attention = fastattn.scaled_dot_product_attention
-WAYS = {"interface": compat.exchange_interface, "methods": None}
-
-
-@pytest.fixture
-def exchange(native: ModuleType) -> Iterator[Callable[[Any], bool]]:
-    yield lambda interface: native.use_torch(torch, interface)
-    native.use_torch(torch, compat.exchange_interface)
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, exchange: Callable[[Any], bool]) -> None:
-    """A way to read tensors."""
-    interface = WAYS[request.param]
-    if interface is None and request.param == "interface":
-        pytest.skip("this PyTorch has no such interface")
-    assert exchange(interface) == (interface is not None)
 
 
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
         patch.setattr(fast_path, "BACKENDS", ("",))
-        for plan in (_additive_plan, _local_plan, _sdpa_plan):
+        plans = (_additive_plan, _hopfield_plan, _local_plan, _sdpa_plan, _sinusoidal_plan)
+        for plan in plans:
             patch.setattr(plan, "may_plan", lambda: False)
         return run()
 
@@ -256,26 +247,6 @@ def test_native_attention_backward_checks_every_tensor(
     tensors[name] = wrong(out if tensors[name] is None else tensors[name])
     with pytest.raises((TypeError, ValueError), match=name):
         native.attention_backward(options, *tensors.values(), *(None,) * 4)
-
-
-def test_only_kept_steps_that_fit_are_used(way: None, native: ModuleType) -> None:
-    state, stored = torch.randn(3, 7, 10), torch.randn(3, 9, 10)
-    xi, kept = native.plain_steps(state, stored, 0.5, 0.0, 2, 1)
-
-    def gradients(grad_xi: Any = xi, kept: Any = kept, steps: int = 2) -> Any:
-        return native.plain_steps_backward(grad_xi, state, stored, kept, 0.5, steps, True, 1)
-
-    assert len(gradients()) == 2
-    assert gradients(grad_xi=xi[:, :6]) is None
-    assert gradients(grad_xi=xi.double()) is None
-    assert gradients(kept=kept[1:]) is None
-    assert gradients(kept=kept.double()) is None
-    assert gradients(kept=kept.repeat_interleave(2)[::2]) is None
-    assert gradients(kept=None) is None
-    assert gradients(steps=3) is None
-    for wrong in (state[0], state[..., :9], state.double(), None):
-        with pytest.raises(TypeError, match="not a plain call"):
-            native.plain_steps(wrong, stored, 0.5, 0.0, 2, 1)
 
 
 def of_additive_attention() -> dict[str, Any]:

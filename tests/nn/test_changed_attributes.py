@@ -196,7 +196,7 @@ def test_tensors_that_are_no_parameters_take_part(change: Callable[[Any], None])
 
 @pytest.mark.parametrize("heads", [0, 3, 17, 32, -4, 2**62])
 def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) -> None:
-    message, strides = f"must be positive and divide 16, got {heads}", (0, (16, 1))
+    message = f"must be positive and divide 16, got {heads}"
     with pytest.raises(ValueError, match=f"num_heads {message}"):
         native.self_attention(
             0, 1, (2, 7, 16, heads), (7, 1), 0, 0, 16, 0, 0, 16, 0, 0, (0, 0), False, 0
@@ -206,11 +206,10 @@ def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) 
         query, key = torch.ones(1, 16, 7, 8), torch.ones(1, 1, 9, 8).expand(1, heads, 9, 8)
         with pytest.raises(ValueError, match=f"heads of key {message}"):
             native.attention(options, query, key, key, *(None,) * 7, False)
-    operands = dict.fromkeys(("query", "in_memory", "out_memory", "hop_proj"))
-    operands |= {"query": strides, "trace": 0, "stats": 0, "shared": False}
+    state, stored = torch.ones(1, 16, 8), torch.ones(1, 4, 8)
     options = HopfieldOptions(together=heads)
     with pytest.raises(ValueError, match=f"together {message}"):
-        native.hopfield_forward(0, 1, (1, 16, 1, 4, 8), options, operands, None, {}, {})
+        native.hopfield_retrieve(options, state, stored, None, None, None, False)
 
 
 # -- the layers of a Transformer --------------------------------------------------------------

@@ -18,13 +18,7 @@ from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cpu.decode import WIDEST, append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
-from fastattn.backends.cpu.hopfield import (
-    hopfield_retrieve,
-    hopfield_retrieve_backward,
-    plain_retrieval,
-    plain_retrieval_backward,
-    plain_retrieval_call,
-)
+from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
 from fastattn.backends.cpu.linear import linear, self_attention
 from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
 from fastattn.backends.cpu.memory_hops import (
@@ -40,11 +34,7 @@ from fastattn.backends.cpu.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
-from fastattn.backends.cpu.sinusoidal import (
-    plain_sinusoidal,
-    plain_sinusoidal_call,
-    sinusoidal_encoding,
-)
+from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
@@ -69,11 +59,6 @@ __all__ = [
     "plain_hops",
     "plain_hops_backward",
     "plain_hops_call",
-    "plain_retrieval",
-    "plain_retrieval_backward",
-    "plain_retrieval_call",
-    "plain_sinusoidal",
-    "plain_sinusoidal_call",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",
