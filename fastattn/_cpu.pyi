@@ -77,34 +77,6 @@ def signature(tensors: tuple[Any, ...], rows: int, options: tuple[Any, ...], /) 
 # (csrc/cpu/tensors.h). `plain_*_call` looks at the arguments: 0, the general path has to see them.
 def use_torch(torch: ModuleType, interface: Any) -> bool: ...
 def use_rules(new_rows: Callable[..., Tensor], may_round: Callable[[], bool]) -> None: ...
-def plain_hops_call(
-    query: Any, in_memory: Any, out_memory: Any, mask: Any, hops: int, /
-) -> int: ...
-def plain_hops(
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    mask: Tensor | None,
-    hops: int,
-    scale: float,
-    differentiable: bool,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor]: ...
-def plain_hops_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    mask: Tensor | None,
-    kept: Tensor,
-    hops: int,
-    scale: float,
-    wants_in: bool,
-    wants_out: bool,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
 def plain_retrieval_call(state: Any, stored: Any, projection: Any, /) -> int: ...
 def plain_steps(
     state: Tensor,  # [G, Q, D]
@@ -292,26 +264,33 @@ def sinusoidal(
     columns: Operands,  # frequency, phase, pairs, interleaved, pair_frequency
     /,
 ) -> None: ...
-def memory_hops_forward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Q, K, N, D
-    options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
-    operands: Operands,  # query, in_memory, out_memory, hop_proj, trace, stats, shared
-    biases: Operands | None,  # mask, bias, bias_dtype
-    results: Operands,  # out, weights
+def memory_hops(
+    options: primitives.MemoryHopOptions,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    hop_proj: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_bias: Tensor | None,
+    states: int,  # 0: no trace and stats; 2: one array of both, in the place of trace
     /,
-) -> None: ...
+) -> tuple[Tensor, Any, Any, Tensor | None]: ...  # out, trace, stats, weights
+
+# The gradients of query, in_memory, out_memory, hop_proj and of the scores [B, Q, K, N].
 def memory_hops_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
-    options: primitives.MemoryHopOptions | float,
-    operands: Operands,
-    biases: Operands | None,
-    gradients: Operands,  # given and written
+    options: primitives.MemoryHopBackwardOptions,
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    hop_proj: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_bias: Tensor | None,
+    trace: Tensor,
+    stats: Tensor | None,  # None: trace is the array of both
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
 def hopfield_forward(
     dtype: int,
     threads: int,

@@ -61,6 +61,12 @@ class Tensor:
             ctypes.memmove(made._address + n * size, self._address + place * size, size)
         return made
 
+    def narrow(self, dimension, start, length):
+        shape, offset = list(self.shape), start * self._strides[dimension] * BYTES[self.dtype]
+        shape[dimension] = length
+        place = self._address + offset
+        return Tensor(self.dtype, tuple(shape), self._strides, self._memory, place)
+
     def double(self):
         made, kinds = empty(self.shape, "float64"), {"float32": ctypes.c_float}
         kind = kinds.get(self.dtype, ctypes.c_double)

@@ -42,9 +42,6 @@ from fastattn.backends.cpu.local_attention import (
 from fastattn.backends.cpu.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
-    plain_hops,
-    plain_hops_backward,
-    plain_hops_call,
 )
 from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
 from fastattn.backends.cpu.operands import DTYPES
@@ -81,9 +78,6 @@ __all__ = [
     "plain_additive",
     "plain_additive_backward",
     "plain_additive_call",
-    "plain_hops",
-    "plain_hops_backward",
-    "plain_hops_call",
     "plain_local",
     "plain_local_backward",
     "plain_local_call",
