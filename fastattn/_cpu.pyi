@@ -314,23 +314,22 @@ def hopfield_backward(
     /,
 ) -> None: ...
 def encode_memory(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # R, G, B, N, J, V, D
     options: primitives.EncodeMemoryOptions,
-    operands: Operands,  # tokens, token_stride, factors, factor_stride, weight, temporal
-    out: int,
+    tokens: Tensor,
+    weight: Tensor,
+    factors: Tensor,
+    temporal: Tensor | None,
     /,
-) -> None: ...
+) -> Tensor: ...  # [R, B, G, N, D], without the R and G that tokens and tables lack
+
+# The gradients of weight and temporal, in the accumulator's dtype.
 def encode_memory_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
     options: primitives.EncodeMemoryBackwardOptions,
-    operands: Operands,  # tokens, token_stride, factors, factor_stride
-    gradients: Operands,  # grad, grad_stride, grad_weight, grad_temporal
+    grad: Tensor,
+    tokens: Tensor,
+    factors: Tensor,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None]: ...
 def plain_local_call(query: Any, key: Any, value: Any, positions: Any, padding: Any, /) -> int: ...
 def plain_local(
     query: Tensor,
