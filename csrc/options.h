@@ -100,15 +100,6 @@ class Named {
     std::apply([&](const auto&... each) { (read(each), ...); }, fields);
   }
 
-  // A float instead of a record is the scale, with defaults for the rest: a plain call then reads
-  // nothing by name.
-  template <class Options>
-  bool is_scale(Options& to) const {
-    if (!PyFloat_CheckExact(from_)) return false;
-    to.scale = PyFloat_AS_DOUBLE(from_);
-    return true;
-  }
-
  private:
   template <class Struct, class Owner, class Member>
   void fill(Struct& to, const Field<Owner, Member>& field) const {
@@ -269,7 +260,6 @@ inline void read_attention_options(const Named& from, AttentionOptions& to) {
   static const auto of_dropout =
       std::make_tuple(position("first_query", &O::first_query),
                       position("first_key", &O::first_key), position("first_head", &O::first_head));
-  if (from.is_scale(to)) return;
   from.read(to, fields);
   if (to.dropout_p > 0) from.read(to, of_dropout);
 }
@@ -315,7 +305,7 @@ inline void read_memory_hop_options(const Named& from, MemoryHopOptions& to) {
   static const auto fields = std::make_tuple(
       choice("activation", &O::activation, "none", "relu", "tanh", "sigmoid"),
       choice("normalize", &O::normalize, "none", "softmax"), field("scale", &O::scale));
-  if (!from.is_scale(to)) from.read(to, fields);
+  from.read(to, fields);
 }
 
 inline void read_hopfield_options(const Named& from, HopfieldOptions& to) {

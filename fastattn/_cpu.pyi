@@ -86,38 +86,9 @@ def attention_backward(
 # The signature of a call (fastattn/call.py); None: it has none.
 def signature(tensors: tuple[Any, ...], rows: int, options: tuple[Any, ...], /) -> bytes | None: ...
 
-# Plain calls, without other options: the core reads their tensors itself, and makes the results
-# (csrc/cpu/tensors.h). `plain_*_call` looks at the arguments: 0, the general path has to see them.
+# How the core reads and makes tensors (csrc/cpu/tensors.h, operands.h).
 def use_torch(torch: ModuleType, interface: Any) -> bool: ...
 def use_rules(new_rows: Callable[..., Tensor], may_round: Callable[[], bool]) -> None: ...
-def plain_hops_call(
-    query: Any, in_memory: Any, out_memory: Any, mask: Any, hops: int, /
-) -> int: ...
-def plain_hops(
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    mask: Tensor | None,
-    hops: int,
-    scale: float,
-    differentiable: bool,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor]: ...
-def plain_hops_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    mask: Tensor | None,
-    kept: Tensor,
-    hops: int,
-    scale: float,
-    wants_in: bool,
-    wants_out: bool,
-    threads: int,
-    /,
-) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
 def varlen_attention(
     options: primitives.VarlenOptions,
     query: Tensor,
@@ -252,26 +223,33 @@ def sinusoidal_encoding(
     out: Tensor | None,  # dense, of x's sizes and dtype; None: a new one
     /,
 ) -> Tensor: ...
-def memory_hops_forward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Q, K, N, D
-    options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
-    operands: Operands,  # query, in_memory, out_memory, hop_proj, trace, stats, shared
-    biases: Operands | None,  # mask, bias, bias_dtype
-    results: Operands,  # out, weights
+def memory_hops(
+    options: primitives.MemoryHopOptions,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    hop_proj: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_bias: Tensor | None,
+    states: int,  # 0: no trace and stats; 2: one array of both, in the place of trace
     /,
-) -> None: ...
+) -> tuple[Tensor, Any, Any, Tensor | None]: ...  # out, trace, stats, weights
+
+# The gradients of query, in_memory, out_memory, hop_proj and of the scores [B, Q, K, N].
 def memory_hops_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
-    options: primitives.MemoryHopOptions | float,
-    operands: Operands,
-    biases: Operands | None,
-    gradients: Operands,  # given and written
+    options: primitives.MemoryHopBackwardOptions,
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    hop_proj: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_bias: Tensor | None,
+    trace: Tensor,
+    stats: Tensor | None,  # None: trace is the array of both
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
 def hopfield_retrieve(
     options: primitives.HopfieldOptions,
     state: Tensor,  # [G, Q, D] or [B, H, Q, D]
@@ -312,23 +290,22 @@ def hopfield_backward(
     /,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
 def encode_memory(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # R, G, B, N, J, V, D
     options: primitives.EncodeMemoryOptions,
-    operands: Operands,  # tokens, token_stride, factors, factor_stride, weight, temporal
-    out: int,
+    tokens: Tensor,
+    weight: Tensor,
+    factors: Tensor,
+    temporal: Tensor | None,
     /,
-) -> None: ...
+) -> Tensor: ...  # [R, B, G, N, D], without the R and G that tokens and tables lack
+
+# The gradients of weight and temporal, in the accumulator's dtype.
 def encode_memory_backward(
-    dtype: int,
-    threads: int,
-    sizes: Ints,
     options: primitives.EncodeMemoryBackwardOptions,
-    operands: Operands,  # tokens, token_stride, factors, factor_stride
-    gradients: Operands,  # grad, grad_stride, grad_weight, grad_temporal
+    grad: Tensor,
+    tokens: Tensor,
+    factors: Tensor,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None]: ...
 def local_attention(
     options: primitives.LocalOptions,
     query: Tensor,

@@ -17,9 +17,9 @@ namespace {
 class Signature {
  public:
   // Lengths and batch sizes change from call to call, so of them only the relations count: whether a
-  // size is 1, or which earlier size of the call it equals. Heads and columns of the first `rows`
-  // tensors count by their numbers, too. False for a tensor without a signature: not plain memory of the
-  // CPU, or empty.
+  // size is 1, or which earlier size of the call it equals; and whether a batch is one entry, expanded.
+  // Heads and columns of the first `rows` tensors count by their numbers, too. False for a tensor without
+  // a signature: not plain memory of the CPU, or empty.
   bool add_tensor(py::handle from, bool is_rows) {
     if (from.is_none()) return put('-');
     TensorView x;
@@ -27,6 +27,7 @@ class Signature {
     const int64_t number = number_of_call(x.dtype, {from});  // odd if it requires a gradient
     if (number == 0) return false;
     bool fits = put(static_cast<char>('a' + number)) && put(static_cast<char>('0' + x.rank));
+    if (x.rank > 0 && x.stride[0] == 0 && x.size[0] > 1) fits = fits && put('=');
     for (int n = 0; n < x.rank; ++n) {
       const bool exact = is_rows && (n == x.rank - 1 || (x.rank >= 3 && n == 1));
       fits = fits && x.size[n] > 0 && put_relation(x.size[n]) &&

@@ -34,7 +34,7 @@ struct Exchange {
   int (*read)(void* tensor, Record* to);
 };
 
-constexpr int kMostDimensions = 4;
+constexpr int kMostDimensions = 5;
 constexpr int kDTypes = 7;
 constexpr int kCpu = 1;                                             // DLPack's number of the device
 constexpr uint8_t kInteger = 0, kFloat = 2, kBrain = 4, kBool = 6;  // and of types
@@ -221,7 +221,7 @@ bool TensorView::is_contiguous() const {
 bool read_exact(py::handle from, TensorView* to) {
   PyTypeObject* const type = Py_TYPE(from.ptr());
   if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
-  return read(from.ptr(), to) && has_memory(*to);
+  return read(from.ptr(), to) && to->rank <= 4 && has_memory(*to);
 }
 
 bool read_tensor(py::handle from, TensorView* to) {
@@ -236,7 +236,7 @@ TensorView view_of(const char* name, py::handle from) {
   if (!read(from.ptr(), &view))
     throw py::type_error(
         std::string("fastattn: ") + name +
-        " must be a tensor in the memory of the CPU, of at most 4 dimensions and a "
+        " must be a tensor in the memory of the CPU, of at most 5 dimensions and a "
         "dtype that the kernels have");
   if (!has_memory(view))
     throw std::runtime_error(std::string("fastattn: ") + name +

@@ -15,13 +15,13 @@ namespace fastattn {
 // Of tensors that are read, but that no kernel computes with: indices and random keys.
 constexpr DType kInt32{5}, kInt64{6};
 
-// A tensor of at most four dimensions, in the memory of the CPU.
+// A tensor of at most five dimensions, in the memory of the CPU.
 struct TensorView {
   void* data;
   DType dtype;
   int rank;
-  int64_t size[4] = {};
-  int64_t stride[4] = {};  // in elements
+  int64_t size[5] = {};
+  int64_t stride[5] = {};  // in elements
 
   bool has_sizes(std::initializer_list<int64_t> sizes) const;
   bool is_contiguous() const;
@@ -36,7 +36,8 @@ bool use_torch(const pybind11::module_& torch, const pybind11::object& interface
 // the offset of a view whose storage was freed, unless it is empty. Sets no error.
 bool read_tensor(pybind11::handle from, TensorView* to);
 bool read_exact(pybind11::handle from, TensorView* to);  // of integers, too
-// The same for a tensor of any subclass and of integers too. Otherwise the error names the tensor.
+// The same for a tensor of any subclass, of integers and of five dimensions too. Otherwise the error names
+// the tensor.
 TensorView view_of(const char* name, pybind11::handle from);
 Tensor4 operand_of(const TensorView& view);  // of four dimensions
 // 0 if one of these tensors (or None) is a lazy negation, which DLPack does not tell; else a number of

@@ -101,6 +101,7 @@ encode = Operator(
     flops=_flops,
     shapes="tokens: R B N J; weight: R G V D; factors: J D; temporal: R G N D",
     opaque=("factors",),
+    checked_by=("cpu",),
 )
 encode_backward = Operator(
     "encode_memory_backward(Tensor grad, Tensor tokens, Tensor factors)",
@@ -111,4 +112,5 @@ encode_backward = Operator(
     flops=_flops_backward,
     shapes="grad: R B G N D; tokens: R B N J; factors: J D",
     opaque=("factors",),
+    checked_by=("cpu",),
 )

@@ -161,6 +161,7 @@ hop_attention = Operator(
     vmap=_vmap,
     flops=_flops,
     shapes=_SHAPES,
+    checked_by=("cpu",),
 )
 
 hop_attention_backward = Operator(
@@ -173,6 +174,7 @@ hop_attention_backward = Operator(
     flops=_flops_backward,
     shapes=f"{_SHAPES}; {_GRADIENTS}",
     recomputed=("trace", "stats"),
+    checked_by=("cpu",),
 )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
+from fastattn.call import may_plan
 from fastattn.eager import LOW
-from fastattn.fast_path import is_open
 from fastattn.nn._linear import _WIDE_DTYPES, rule
 
 # The largest number of products of the larger projection for this path, filled on first use. Above
@@ -21,7 +21,24 @@ _MOST_WORK: dict[torch.dtype, int] = {}
 evidence.on_change(_MOST_WORK.clear)
 _NATIVE_HALF = 2**22  # for float16, if oneDNN supports it natively
 _PLAIN = (Tensor, torch.nn.Parameter)
+_BACKENDS = ("", "cpu")
 _LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
+
+
+def _are_exact(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors, and no subclass, stored at their address on the CPU, or None."""
+    try:
+        for t in tensors:
+            if t is not None and (
+                type(t) is not Tensor
+                or not t.is_cpu
+                or t.is_neg()
+                or (not t.data_ptr() and t.numel())
+            ):
+                return False
+    except RuntimeError:  # data_ptr() raises where there is no address
+        return False
+    return True
 
 
 def self_attention(
@@ -56,7 +73,9 @@ def self_attention(
         or not module._qkv_same_embed_dim  # changed by the user: PyTorch raises an error
         or type(w_in) not in _PLAIN
         or type(w_out) not in _PLAIN
-        or not is_open(x, key_padding_mask)
+        or not may_plan()
+        or dispatch.forced.get() not in _BACKENDS
+        or not _are_exact(x, key_padding_mask)
     ):
         return None
     try:

@@ -13,6 +13,7 @@ from fastattn.backends.primitives import EncodeMemoryOptions
 from fastattn.checks import check_dense, check_int64
 from fastattn.eager import nothing_watches
 from fastattn.library import Operator
+from fastattn.ops._encode_memory_plan import find, keep
 from fastattn.ops._sparse_rows import used_rows
 
 __all__ = ["encode_memory", "encoding_factors"]
@@ -77,6 +78,10 @@ def encode_memory(
         ValueError: shapes that do not match, an unknown encoding, or tensors on different devices.
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
+    tensors = (tokens, weight, temporal)
+    signature, plan = find(tensors, encoding, padding_idx, sparse)
+    if plan is not None:
+        return plan.run(*tensors, _factors(encoding, tokens.shape[-1], weight))
     operator, arguments = prepare(
         tokens,
         weight,
@@ -85,6 +90,8 @@ def encode_memory(
         padding_idx=padding_idx,
         sparse=sparse,
     )
+    if signature is not None:
+        keep(signature, tensors, arguments)
     out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
 

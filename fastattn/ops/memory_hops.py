@@ -12,7 +12,7 @@ from fastattn.autograd.memory_hops import hop_attention, share
 from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.checks import autocast, autocast_bias, check_dense
 from fastattn.library import Operator
-from fastattn.ops._memory_hops_plain import MOST_HOPS, hop_plainly
+from fastattn.ops._memory_hops_plan import find, keep
 
 __all__ = ["memory_hop_attention"]
 
@@ -20,6 +20,7 @@ _NAME = "memory_hop_attention"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ACTIVATIONS = ("none", "relu", "tanh", "sigmoid")
 _NORMALIZATIONS = ("softmax", "none")
+_MOST_HOPS = 65536  # sizes in bytes must fit 64 bits
 
 
 def memory_hop_attention(
@@ -95,16 +96,12 @@ def memory_hop_attention(
         >>> weights.shape
         torch.Size([2, 2, 3])
     """
-    if (
-        hop_proj is None
-        and memory_bias is None
-        and activation is None
-        and normalize == "softmax"
-        and need_weights is False
-    ):
-        out = hop_plainly(query, in_memory, out_memory, memory_mask, hops, scale)
-        if out is not None:
-            return out
+    tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
+    signature, plan = find(tensors, (hops, activation, normalize, scale, need_weights))
+    if plan is not None:
+        results = plan.run(*tensors)
+        if results is not None:
+            return results
     operator, arguments = prepare(
         query,
         in_memory,
@@ -118,6 +115,8 @@ def memory_hop_attention(
         scale=scale,
         need_weights=need_weights,
     )
+    if signature is not None:
+        keep(signature, tensors, arguments)
     out, _, _, weights = operator(*arguments)
     if query.shape[-1] == 0:
         out = out[..., :0]
@@ -184,8 +183,8 @@ def _check_options(
         raise TypeError(f"{_NAME}: hops must be an int, got {type(hops).__name__}")
     if hops < 1:
         raise ValueError(f"{_NAME}: hops must be at least 1, got {hops}")
-    if hops > MOST_HOPS:
-        raise ValueError(f"{_NAME}: hops must be at most {MOST_HOPS}, got {hops}")
+    if hops > _MOST_HOPS:
+        raise ValueError(f"{_NAME}: hops must be at most {_MOST_HOPS}, got {hops}")
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"{_NAME}: activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"

@@ -65,6 +65,12 @@ class Tensor:
     def float(self):
         return self._converted("float32")
 
+    def narrow(self, dimension, start, length):
+        shape, offset = list(self.shape), start * self._strides[dimension] * BYTES[self.dtype]
+        shape[dimension] = length
+        place = self._address + offset
+        return Tensor(self.dtype, tuple(shape), self._strides, self._memory, place)
+
     def double(self):
         return self._converted("float64")
 

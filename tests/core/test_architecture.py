@@ -17,7 +17,7 @@ FLOORS = (
     "evidence backends",
     "dispatch batching",
     "explanation",
-    "call fast_path library",
+    "call library",
     "autograd",
     "checks masks",
     "ops",

@@ -14,28 +14,38 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import fast_path
 from fastattn.backends.primitives import (
     AdditiveBackwardOptions,
     AttentionBackwardOptions,
     LocalOptions,
+    MemoryHopBackwardOptions,
+    MemoryHopOptions,
 )
 from fastattn.ops import (
     _additive_plan,
+    _encode_memory_plan,
     _hopfield_plan,
     _local_plan,
+    _memory_hops_plan,
     _sdpa_plan,
     _sinusoidal_plan,
 )
 
+PLANS = (
+    _additive_plan,
+    _encode_memory_plan,
+    _hopfield_plan,
+    _local_plan,
+    _memory_hops_plan,
+    _sdpa_plan,
+    _sinusoidal_plan,
+)
 attention = fastattn.scaled_dot_product_attention
 
 
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
-        patch.setattr(fast_path, "BACKENDS", ("",))
-        plans = (_additive_plan, _hopfield_plan, _local_plan, _sdpa_plan, _sinusoidal_plan)
-        for plan in plans:
+        for plan in PLANS:
             patch.setattr(plan, "may_plan", lambda: False)
         return run()
 
@@ -78,19 +88,6 @@ def test_attention_has_the_bits_of_the_general_path(
     for got, want in zip(run(), by_the_general_path(monkeypatch, run), strict=True):
         assert torch.equal(got, want)
         assert got.stride() == want.stride()
-
-
-def hopped(masked: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
-    query, memory = (
-        torch.randn(3, 20, dtype=dtype),
-        torch.randn(3, 4, 50, 40, dtype=dtype)[..., :20],
-    )
-    query, memory = (x.requires_grad_(differentiable) for x in (query, memory))
-    mask = torch.rand(50, 3).lt(0.7).T if masked else None
-    out = fastattn.memory_hop_attention(query, memory, hops=3, memory_mask=mask)
-    if not differentiable:
-        return [out]
-    return [out, *torch.autograd.grad(out, (query, memory), torch.randn_like(out))]
 
 
 def added(biased: bool, differentiable: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -139,7 +136,7 @@ def encoded(scaled: bool, differentiable: bool, dtype: torch.dtype) -> list[Tens
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("option", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("run", [hopped, added, near, retrieved, encoded])
+@pytest.mark.parametrize("run", [added, near, retrieved, encoded])
 def test_others_have_the_bits_of_the_general_path(
     run: Callable[[bool, bool, torch.dtype], list[Tensor]],
     dtype: torch.dtype,
@@ -247,6 +244,100 @@ def test_native_attention_backward_checks_every_tensor(
     tensors[name] = wrong(out if tensors[name] is None else tensors[name])
     with pytest.raises((TypeError, ValueError), match=name):
         native.attention_backward(options, *tensors.values(), *(None,) * 4)
+
+
+HOPS = ("query", "in_memory", "out_memory", "hop_proj", "memory_mask", "memory_bias")
+
+
+def of_hops() -> dict[str, Tensor]:
+    memories = torch.randn(2, 4, 2, 9, 12)[..., ::2]  # its columns are copied
+    mask, bias = torch.ones(4, 9, dtype=torch.bool), torch.randn(9)
+    tensors = (torch.randn(4, 12)[:, 1::2], *memories, torch.randn(6, 6).mT, mask, bias)
+    return dict(zip(HOPS, tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("query", lambda x: x[0], r"query is not valid: it must be float32 \(6, 0\), got"),
+        ("query", lambda x: x.bool(), "query is not valid"),
+        ("in_memory", lambda x: x.double(), r"in_memory is not valid: it must be float32"),
+        ("in_memory", lambda x: x[0, 0], "in_memory is not valid"),
+        ("in_memory", lambda x: x[:3], r"must be float32 \(4, 2, 9, 6\), got"),
+        ("in_memory", lambda x: x[:, :1], r"must be float32 \(4, 2, 9, 6\), got"),
+        ("in_memory", lambda x: x[..., :5], "in_memory is not valid"),
+        ("out_memory", lambda x: x[:, :, :8], "out_memory is not valid"),
+        (
+            "out_memory",
+            lambda x: None,
+            r"in_memory is not valid: it must be float32 \(4, 3, 9, 6\)",
+        ),
+        ("hop_proj", lambda x: x[:5], r"hop_proj is not valid: it must be float32 \(6, 6\)"),
+        ("hop_proj", lambda x: x[None], r"hop_proj is not valid: it must be float32 \(2, 6, 6\)"),
+        ("memory_mask", lambda x: x[:, :8], r"memory_mask is not valid: it must broadcast to"),
+        ("memory_mask", lambda x: x.float(), "memory_mask is not valid: it must be bool"),
+        ("memory_bias", lambda x: x.bool(), "memory_bias is not valid: it must be float32"),
+        ("memory_bias", lambda x: x.tolist(), "memory_bias must be a tensor"),
+    ],
+)
+def test_native_memory_hops_check_every_tensor(
+    name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
+) -> None:
+    tensors: dict[str, Any] = of_hops()
+    options = MemoryHopOptions(hops=2, scale=0.5)
+    out, trace, stats, weights = native.memory_hops(options, *tensors.values(), 1)
+    assert (trace.shape, stats.shape, weights) == ((4, 5, 6), (4, 2, 2), None)
+    want = fastattn.memory_hop_attention(**tensors, hops=2, scale=0.5)
+    torch.testing.assert_close(out, want)
+    tensors[name] = wrong(tensors[name])
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.memory_hops(options, *tensors.values(), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("grad_out", lambda x: x[:3]),
+        ("grad_out", lambda x: x.double()),
+        ("grad_weights", lambda x: x[:, :1]),
+        ("trace", lambda x: x[:, :4]),
+        ("trace", lambda x: x.double()),
+        ("stats", lambda x: x[..., :1]),
+        ("stats", lambda x: x.double()),
+    ],
+)
+def test_native_memory_hops_backward_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
+) -> None:
+    tensors: dict[str, Any] = of_hops()
+    options = MemoryHopBackwardOptions(hops=2, weights=True, needed=31)
+    out, trace, stats, weights = native.memory_hops(options, *tensors.values(), 1)
+    given: dict[str, Any] = {"grad_out": out.mT.contiguous().mT, "grad_weights": weights, **tensors}
+    given |= {"trace": trace.mT.contiguous().mT, "stats": stats}
+    grads = native.memory_hops_backward(options, *given.values())
+    assert [x.shape for x in grads[:4]] == [tensors[x].shape for x in HOPS[:4]]
+    assert grads[4].shape == (4, 1, 2, 9)
+    given[name] = wrong(given[name])
+    with pytest.raises((TypeError, ValueError), match=name):
+        native.memory_hops_backward(options, *given.values())
+
+
+def test_only_kept_states_that_fit_are_used(way: None, native: ModuleType) -> None:
+    tensors = of_hops()
+    options = MemoryHopBackwardOptions(hops=2, needed=15)
+    out, trace, stats, _ = native.memory_hops(options, *tensors.values(), 1)
+    _, kept, none, _ = native.memory_hops(options, *tensors.values(), 2)
+    assert none is None
+    assert kept.numel() == trace.numel() + stats.numel() + 4 * 2 * 9  # and the weights
+
+    def gradients(*states: Any) -> Any:
+        return native.memory_hops_backward(options, out, None, *tensors.values(), *states)[:4]
+
+    for got, wanted in zip(gradients(kept, None), gradients(trace, stats), strict=True):
+        assert torch.equal(got, wanted)
+    for wrong in (kept[1:], kept.double(), kept.repeat_interleave(2)[::2], trace):
+        with pytest.raises(ValueError, match="trace"):
+            gradients(wrong, None)
 
 
 def of_additive_attention() -> dict[str, Any]:

@@ -24,9 +24,6 @@ from fastattn.backends.cpu.local_attention import local_attention, local_attenti
 from fastattn.backends.cpu.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
-    plain_hops,
-    plain_hops_backward,
-    plain_hops_call,
 )
 from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
 from fastattn.backends.cpu.operands import DTYPES
@@ -56,9 +53,6 @@ __all__ = [
     "memory_hop_attention_backward",
     "merge_states",
     "merge_states_backward",
-    "plain_hops",
-    "plain_hops_backward",
-    "plain_hops_call",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",
