@@ -139,9 +139,14 @@ def test_an_interval_ends_at_the_samples_that_the_binomial_distribution_names() 
 
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
-    [(1.5, 1.9, "FASTER"), (0.5, 0.9, "SLOWER"), (0.99, 1.01, "SAME"), (0.8, 1.3, "UNSURE"),
-     (1.01, 1.2, "UNSURE")],
-)  # fmt: skip
+    [
+        (1.5, 1.9, "FASTER"),
+        (0.5, 0.9, "SLOWER"),
+        (0.99, 1.01, "SAME"),
+        (0.8, 1.3, "UNSURE"),
+        (1.01, 1.2, "UNSURE"),
+    ],
+)
 def test_verdicts(low: float, high: float, verdict: str) -> None:
     assert stats.verdict(low, high) == verdict
 

@@ -27,10 +27,15 @@ from fastattn.bench.selection import model_cells, preset_cells
 transformers = pytest.importorskip("transformers")
 
 _LAYERS = "N=1,E=16,H=4,F=24"
-SMALL = {"bert": f"B=2,L=6,{_LAYERS},V=9", "distilbert": f"B=2,L=6,{_LAYERS},V=9",
-         "vit": f"B=2,I=8,P=4,{_LAYERS}", "whisper_encoder": f"B=2,L=6,M=5,{_LAYERS}",
-         "gpt2": f"B=2,L=6,{_LAYERS},V=9", "llama": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
-         "llama_decode": f"B=2,L=6,Hkv=2,{_LAYERS},V=9"}  # fmt: skip
+SMALL = {
+    "bert": f"B=2,L=6,{_LAYERS},V=9",
+    "distilbert": f"B=2,L=6,{_LAYERS},V=9",
+    "vit": f"B=2,I=8,P=4,{_LAYERS}",
+    "whisper_encoder": f"B=2,L=6,M=5,{_LAYERS}",
+    "gpt2": f"B=2,L=6,{_LAYERS},V=9",
+    "llama": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
+    "llama_decode": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
+}
 # tests/models has those of other libraries.
 EVERY = [
     cell_of(op, SMALL[op], dtype=dtype, mask=mask, passes=passes)

@@ -58,38 +58,67 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dic
     "Transformer": (
         transformer,
         translate,
-        {"encoder.layers.0.self_attn": (3, 4, 6, 6), "encoder.layers.1.self_attn": (3, 4, 6, 6),
-         "decoder.layers.0.self_attn": (3, 4, 5, 5),
-         "decoder.layers.0.multihead_attn": (3, 4, 5, 6),
-         "decoder.layers.1.self_attn": (3, 4, 5, 5),
-         "decoder.layers.1.multihead_attn": (3, 4, 5, 6)},
+        {
+            "encoder.layers.0.self_attn": (3, 4, 6, 6),
+            "encoder.layers.1.self_attn": (3, 4, 6, 6),
+            "decoder.layers.0.self_attn": (3, 4, 5, 5),
+            "decoder.layers.0.multihead_attn": (3, 4, 5, 6),
+            "decoder.layers.1.self_attn": (3, 4, 5, 5),
+            "decoder.layers.1.multihead_attn": (3, 4, 5, 6),
+        },
     ),
-    "client's class": (lambda: OfItself(EMBED, HEADS, 0.5), lambda m: m(SOURCE),
-                       {"": (6, 4, 3, 3)}),
+    "client's class": (
+        lambda: OfItself(EMBED, HEADS, 0.5),
+        lambda m: m(SOURCE),
+        {"": (6, 4, 3, 3)},
+    ),
     "MemN2N": (network, answer, {"": (3, 3, 6)}),
-    "Bahdanau": (lambda: BahdanauAttention(8, query_size=EMBED, memory_size=EMBED, dropout=0.5),
-                 lambda m: m(TARGET, SOURCE, need_weights=False)[0], {"": (3, 5, 6)}),
+    "Bahdanau": (
+        lambda: BahdanauAttention(8, query_size=EMBED, memory_size=EMBED, dropout=0.5),
+        lambda m: m(TARGET, SOURCE, need_weights=False)[0],
+        {"": (3, 5, 6)},
+    ),
     "Bahdanau, one step, with weights": (
         lambda: BahdanauAttention(8, query_size=EMBED, memory_size=EMBED, dropout=0.5),
         lambda m: torch.cat([each.flatten() for each in m(TARGET[:, 0], SOURCE)]),
         {"": (3, 6)},
     ),
-    "Luong": (lambda: LuongAttention(EMBED, dropout=0.5),
-              lambda m: m(TARGET, SOURCE, need_weights=False)[0], {"": (3, 5, 6)}),
-    "always returns weights": (lambda: GlobalAttention(EMBED), lambda m: m(TARGET, SOURCE)[0],
-                               {"": (3, 5, 6)}),
-    "Keras": (lambda: AdditiveAttention(dim=EMBED, dropout=0.5), lambda m: m(TARGET, SOURCE),
-              {"": (3, 5, 6)}),
-    "Hopfield": (lambda: Hopfield(EMBED, num_heads=HEADS, update_steps_max=2, dropout=0.5),
-                 lambda m: m((SOURCE, TARGET, SOURCE)), {"association_core": (3, 4, 5, 6)}),
+    "Luong": (
+        lambda: LuongAttention(EMBED, dropout=0.5),
+        lambda m: m(TARGET, SOURCE, need_weights=False)[0],
+        {"": (3, 5, 6)},
+    ),
+    "always returns weights": (
+        lambda: GlobalAttention(EMBED),
+        lambda m: m(TARGET, SOURCE)[0],
+        {"": (3, 5, 6)},
+    ),
+    "Keras": (
+        lambda: AdditiveAttention(dim=EMBED, dropout=0.5),
+        lambda m: m(TARGET, SOURCE),
+        {"": (3, 5, 6)},
+    ),
+    "Hopfield": (
+        lambda: Hopfield(EMBED, num_heads=HEADS, update_steps_max=2, dropout=0.5),
+        lambda m: m((SOURCE, TARGET, SOURCE)),
+        {"association_core": (3, 4, 5, 6)},
+    ),
     "Hopfield, with an appended pattern and a limit a head": (
-        lambda: Hopfield(EMBED, num_heads=2, update_steps_max=torch.tensor([0, 3]),
-                         concat_bias_pattern=True, dropout=0.5),
+        lambda: Hopfield(
+            EMBED,
+            num_heads=2,
+            update_steps_max=torch.tensor([0, 3]),
+            concat_bias_pattern=True,
+            dropout=0.5,
+        ),
         lambda m: m((SOURCE, TARGET, SOURCE), stored_pattern_padding_mask=PADDING),
         {"association_core": (3, 2, 5, 7)},
     ),
-    "Hopfield pooling": (lambda: HopfieldPooling(EMBED, num_heads=HEADS, quantity=2, dropout=0.5),
-                         lambda m: m(SOURCE), {"hopfield.association_core": (3, 4, 2, 6)}),
+    "Hopfield pooling": (
+        lambda: HopfieldPooling(EMBED, num_heads=HEADS, quantity=2, dropout=0.5),
+        lambda m: m(SOURCE),
+        {"hopfield.association_core": (3, 4, 2, 6)},
+    ),
     "Hopfield layer": (
         lambda: nn.Sequential(HopfieldLayer(EMBED, num_heads=HEADS, quantity=7, dropout=0.5)),
         lambda m: m(SOURCE),
@@ -100,9 +129,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dic
         lambda m: m(SOURCE, SOURCE, SOURCE, average_attn_weights=False)[1],
         {"": (6, 4, 3, 3)},
     ),
-    "unbatched": (lambda: MultiheadAttention(EMBED, HEADS),
-                  lambda m: m(SOURCE[0], SOURCE[1], SOURCE[1])[0], {"": (4, 6, 6)}),
-}  # fmt: skip
+    "unbatched": (
+        lambda: MultiheadAttention(EMBED, HEADS),
+        lambda m: m(SOURCE[0], SOURCE[1], SOURCE[1])[0],
+        {"": (4, 6, 6)},
+    ),
+}
 
 
 def state_of(model: nn.Module) -> list[dict[str, Any]]:

@@ -31,8 +31,13 @@ MODELS = {
     "meta-llama/Llama-3.2-1B": ("llama", DECODER),
 }
 CALLS_MODEL = re.compile(r"\b(model|generate_batch|judged)\(")
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-         "num_attention_heads": 4}  # fmt: skip
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture(autouse=True)

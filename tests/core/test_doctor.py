@@ -252,30 +252,37 @@ def test_it_sees_what_a_module_of_the_program_changes(tmp_path: Path) -> None:
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         # The smallest on the way up.
         (
-            {"proc/self/cgroup": "0::/pod/container\n", "sys/fs/cgroup/cpu.max": "800000 100000\n",
-             "sys/fs/cgroup/pod/cpu.max": "200000 100000\n",
-             "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n"},
+            {
+                "proc/self/cgroup": "0::/pod/container\n",
+                "sys/fs/cgroup/cpu.max": "800000 100000\n",
+                "sys/fs/cgroup/pod/cpu.max": "200000 100000\n",
+                "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
+            },
             2.0,
         ),
         # Both versions beside each other: the quota is in the first.
         (
-            {"proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/a\n0::/a\n",
-             "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "50000\n",
-             "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
-             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-             "sys/fs/cgroup/memory/a/cpu.max": "1 100000\n"},
+            {
+                "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/a\n0::/a\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/memory/a/cpu.max": "1 100000\n",
+            },
             0.5,
         ),
         # A container that sees its own group as the root, and the host's path of it.
         (
-            {"proc/self/cgroup": "1:cpu:/docker/0123\n",
-             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
-             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"},
+            {
+                "proc/self/cgroup": "1:cpu:/docker/0123\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
             3.0,
         ),
     ],
-)  # fmt: skip
+)
 def test_the_quota_of_control_groups(
     files: dict[str, str], quota: float | None, tmp_path: Path
 ) -> None:

@@ -40,8 +40,16 @@ OLD_INTEL = Processor("cpu", "Intel", "Xeon without bf16", frozenset({"avx2", "a
 OLD_AMD = Processor("cpu", "AMD", "AMD EPYC without AVX-512", frozenset({"avx2", "fma"}))
 ARM = Processor("cpu", "ARM", "Neoverse", frozenset({"asimd", "bf16"}))
 UNKNOWN = Processor("cpu")
-EVERY = {"AMD": AMD, "old AMD": OLD_AMD, "AMX": AMX, "AMX-FP16": AMX_FP16, "Intel": INTEL,
-         "old Intel": OLD_INTEL, "ARM": ARM, "?": UNKNOWN}  # fmt: skip
+EVERY = {
+    "AMD": AMD,
+    "old AMD": OLD_AMD,
+    "AMX": AMX,
+    "AMX-FP16": AMX_FP16,
+    "Intel": INTEL,
+    "old Intel": OLD_INTEL,
+    "ARM": ARM,
+    "?": UNKNOWN,
+}
 
 
 def order(dtype: torch.dtype, queries: int = 64, op: str = ATTENTION) -> tuple[str, ...]:

@@ -43,13 +43,20 @@ def rows_of(cache: Tensor, b: int, table: Tensor | None, entries: Tensor | None)
 @pytest.mark.parametrize("place", ["entries", "chosen", "pages", "strided"])
 @pytest.mark.parametrize(
     ("cached", "dtype"),
-    [(torch.int8, torch.bfloat16), (torch.int8, torch.float32), (torch.int8, torch.float64),
-     (torch.float8_e4m3fn, torch.bfloat16), (torch.float8_e4m3fn, torch.float32),
-     (torch.float8_e4m3fn, torch.float64), (torch.bfloat16, torch.bfloat16),
-     (torch.float16, torch.float16), (torch.float32, torch.float32),
-     (torch.float64, torch.float64)],
+    [
+        (torch.int8, torch.bfloat16),
+        (torch.int8, torch.float32),
+        (torch.int8, torch.float64),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float8_e4m3fn, torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_they_are_those_of_each_sequence(
     cached: torch.dtype, dtype: torch.dtype, place: str, padded: bool, gathered: Any
 ) -> None:

@@ -21,11 +21,15 @@ AVX512 = 0b111 << 5
 TILES = 0b11 << 17
 
 # As an Intel Xeon of the generation "Sapphire Rapids" tells it, of the bits that are read here.
-XEON = {"leaf1_ecx": 1 << 12 | 1 << 27 | 1 << 28 | 1 << 29,
-        "leaf7_ebx": 1 << 5 | 1 << 8 | 1 << 16 | 1 << 17 | 1 << 28 | 1 << 30 | 1 << 31,
-        "leaf7_ecx": 1 << 1 | 1 << 11, "leaf7_edx": 1 << 22 | 1 << 23 | 1 << 24 | 1 << 25,
-        "leaf7_1_eax": 1 << 4 | 1 << 5, "xcr0": SSE | AVX | AVX512 | TILES,
-        "tiles_allowed": True}  # fmt: skip
+XEON = {
+    "leaf1_ecx": 1 << 12 | 1 << 27 | 1 << 28 | 1 << 29,
+    "leaf7_ebx": 1 << 5 | 1 << 8 | 1 << 16 | 1 << 17 | 1 << 28 | 1 << 30 | 1 << 31,
+    "leaf7_ecx": 1 << 1 | 1 << 11,
+    "leaf7_edx": 1 << 22 | 1 << 23 | 1 << 24 | 1 << 25,
+    "leaf7_1_eax": 1 << 4 | 1 << 5,
+    "xcr0": SSE | AVX | AVX512 | TILES,
+    "tiles_allowed": True,
+}
 AVX2_NAMES = {"fma", "f16c", "bmi2", "avx2", "avx_vnni"}
 AVX512_NAMES = {f"avx512{part}" for part in ("f", "dq", "cd", "bw", "vl", "vbmi")}
 AVX512_NAMES |= {"avx512_vnni", "avx512_bf16", "avx512_fp16"}

@@ -54,15 +54,22 @@ def random_f32(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
 
 # Exponents of a, b and c. Products of 2^-63 are near the least normal, 2^-126.
 RANGES = {
-    "bf16": {"normal": ((120, 130), (120, 130), (120, 130)),
-             "wide": ((40, 200), (40, 200), (1, 254)), "tiny": ((0, 70), (0, 70), (0, 20)),
-             "near the least normal": ((60, 68), (60, 66), (0, 4)),
-             "subnormal": ((0, 1), (120, 250), (0, 1)),
-             "infinite": ((200, 255), (200, 255), (200, 255))},
-    "f16": {"normal": ((12, 18), (12, 18), (120, 130)), "wide": ((0, 30), (0, 30), (70, 160)),
-            "subnormal": ((0, 0), (0, 30), (80, 120)), "a subnormal sum": ((0, 0), (0, 1), (0, 1)),
-            "infinite": ((28, 31), (28, 31), (240, 255))},
-}  # fmt: skip
+    "bf16": {
+        "normal": ((120, 130), (120, 130), (120, 130)),
+        "wide": ((40, 200), (40, 200), (1, 254)),
+        "tiny": ((0, 70), (0, 70), (0, 20)),
+        "near the least normal": ((60, 68), (60, 66), (0, 4)),
+        "subnormal": ((0, 1), (120, 250), (0, 1)),
+        "infinite": ((200, 255), (200, 255), (200, 255)),
+    },
+    "f16": {
+        "normal": ((12, 18), (12, 18), (120, 130)),
+        "wide": ((0, 30), (0, 30), (70, 160)),
+        "subnormal": ((0, 0), (0, 30), (80, 120)),
+        "a subnormal sum": ((0, 0), (0, 1), (0, 1)),
+        "infinite": ((28, 31), (28, 31), (240, 255)),
+    },
+}
 KINDS = [(of, kind) for of, ranges in RANGES.items() for kind in ranges]
 
 

@@ -201,8 +201,11 @@ def test_the_exporter_that_traces() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
-    "dropout": (lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
-                heads(5, 7), "model.eval()"),
+    "dropout": (
+        lambda q, k, v: fastattn.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+        heads(5, 7),
+        "model.eval()",
+    ),
     "masks": (
         lambda q, k, v: fastattn.scaled_dot_product_attention(
             q, k, v, mask=masks.causal() & masks.chunked(3)
@@ -210,11 +213,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
         heads(5, 7),
         "fastattn.masks",
     ),
-    "append": (lambda q, k, v, row: fastattn.decode_attention(q, k, v, 5, key=row, value=row),
-               (*heads(1, 9), torch.randn(2, 4, 1, 8)), "cache"),
-    "hopfield": (lambda x, m: fastattn.hopfield_retrieve(x, m, update_steps_max=3),
-                 (torch.randn(2, 5, 8), torch.randn(2, 7, 8)), "steps"),
-}  # fmt: skip
+    "append": (
+        lambda q, k, v, row: fastattn.decode_attention(q, k, v, 5, key=row, value=row),
+        (*heads(1, 9), torch.randn(2, 4, 1, 8)),
+        "cache",
+    ),
+    "hopfield": (
+        lambda x, m: fastattn.hopfield_retrieve(x, m, update_steps_max=3),
+        (torch.randn(2, 5, 8), torch.randn(2, 7, 8)),
+        "steps",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

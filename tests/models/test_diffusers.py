@@ -81,11 +81,17 @@ def test_a_compiled_model(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True}, {"scale": 0.3},
-     {"attn_mask": torch.tensor([[True, True, False, True, True]] * 2)}, {"attn_mask": draw(2, 5)},
-     {"attn_mask": draw(4, 5)}, {"attn_mask": draw(2, 1, 4, 5)}],
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"attn_mask": torch.tensor([[True, True, False, True, True]] * 2)},
+        {"attn_mask": draw(2, 5)},
+        {"attn_mask": draw(4, 5)},
+        {"attn_mask": draw(2, 1, 4, 5)},
+    ],
     ids=["plain", "causal", "scale", "padding", "bias of keys", "bias", "bias of a batch"],
-)  # fmt: skip
+)
 def test_arguments_of_the_dispatcher(options: dict[str, Any]) -> None:
     dispatch = library("diffusers.models.attention_dispatch").dispatch_attention_fn
     query, key, value = draw(2, 4, 2, 8), draw(2, 5, 2, 8), draw(2, 5, 2, 8)

@@ -19,8 +19,16 @@ from fastattn.backends.primitives import AttentionOptions, HopfieldOptions
 NUMBERS = (0, 2, 3, 17, 32, -4, 2**31, 2**63 - 1, 2**63, 4.0, float("nan"))
 VALUES = (*NUMBERS, "4", None, True, torch.tensor(4), nn.Identity())
 # What PyTorch's own modules raise.
-ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError,
-          RuntimeError, TypeError, ValueError)  # fmt: skip
+ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 Forward = Callable[[Any], Any]
 
@@ -94,8 +102,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]] = {
     ),
     "appended": ({"add_bias_kv": True, "add_zero_attn": True}, (X, X, X)),
 }
-NAMES = ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "batch_first", "add_zero_attn",
-         "out_proj")  # fmt: skip
+NAMES = (
+    "embed_dim",
+    "num_heads",
+    "head_dim",
+    "kdim",
+    "vdim",
+    "batch_first",
+    "add_zero_attn",
+    "out_proj",
+)
 
 
 def attentions(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -214,8 +230,13 @@ def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) 
 
 # -- the layers of a Transformer --------------------------------------------------------------
 
-SIZES: dict[str, Any] = {"d_model": 16, "nhead": 4, "dim_feedforward": 8, "dropout": 0.0,
-                         "batch_first": True}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "d_model": 16,
+    "nhead": 4,
+    "dim_feedforward": 8,
+    "dropout": 0.0,
+    "batch_first": True,
+}
 LAYERS: dict[str, tuple[Callable[[Any], nn.Module], Forward]] = {
     "encoder": (lambda of: of.TransformerEncoderLayer(**SIZES), lambda m: m(X)),
     "decoder": (lambda of: of.TransformerDecoderLayer(**SIZES), lambda m: m(X, Y)),

@@ -328,10 +328,15 @@ def test_nested_tensors(need_weights: bool, average: bool, backend: str) -> None
 
 @pytest.mark.parametrize(
     "change",
-    [lambda m: m.train(), lambda m: setattr(m, "batch_first", False),
-     lambda m: setattr(m, "num_heads", 1), lambda m: setattr(m, "add_zero_attn", True),
-     lambda m: setattr(m, "in_proj_weight", None), lambda m: m.requires_grad_()],
-)  # fmt: skip
+    [
+        lambda m: m.train(),
+        lambda m: setattr(m, "batch_first", False),
+        lambda m: setattr(m, "num_heads", 1),
+        lambda m: setattr(m, "add_zero_attn", True),
+        lambda m: setattr(m, "in_proj_weight", None),
+        lambda m: m.requires_grad_(),
+    ],
+)
 def test_nested_tensors_are_refused_where_pytorch_refuses_them(change: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

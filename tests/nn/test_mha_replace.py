@@ -65,12 +65,18 @@ FUTURE = nn.Transformer.generate_square_subsequent_mask(5)
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(6)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], int]] = {
     "encoder layer": (encoder_layer, lambda m: m(SOURCE), 1),
-    "encoder layer, norm first": (lambda: encoder_layer(norm_first=True, activation="gelu"),
-                                  lambda m: m(SOURCE), 1),
+    "encoder layer, norm first": (
+        lambda: encoder_layer(norm_first=True, activation="gelu"),
+        lambda m: m(SOURCE),
+        1,
+    ),
     "encoder layer, padding": (encoder_layer, lambda m: m(SOURCE, src_key_padding_mask=PADDING), 1),
     "encoder layer, causal": (encoder_layer, lambda m: m(SOURCE, CAUSAL, is_causal=True), 1),
-    "encoder layer, sequence first": (lambda: encoder_layer(batch_first=False),
-                                      lambda m: m(SOURCE.transpose(0, 1)).transpose(0, 1), 1),
+    "encoder layer, sequence first": (
+        lambda: encoder_layer(batch_first=False),
+        lambda m: m(SOURCE.transpose(0, 1)).transpose(0, 1),
+        1,
+    ),
     "encoder": (encoder, lambda m: m(SOURCE), 2),
     "encoder, padding": (encoder, lambda m: m(SOURCE, src_key_padding_mask=PADDING), 2),
     "encoder, padding and causal": (
@@ -87,11 +93,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], 
     ),
     "transformer": (
         lambda: nn.Transformer(EMBED, HEADS, 2, 2, 32, dropout=0.0, batch_first=True),
-        lambda m: m(SOURCE, TARGET, tgt_mask=FUTURE, src_key_padding_mask=PADDING,
-                    memory_key_padding_mask=PADDING),
+        lambda m: m(
+            SOURCE,
+            TARGET,
+            tgt_mask=FUTURE,
+            src_key_padding_mask=PADDING,
+            memory_key_padding_mask=PADDING,
+        ),
         6,
     ),
-}  # fmt: skip
+}
 MODES = ["train", "eval", "no_grad", "inference"]
 
 

@@ -37,9 +37,15 @@ def draw(*shape: int) -> Tensor:
 
 SOURCE, TARGET = draw(3, 6, E), draw(3, 5, E)
 
-OPTIONS = {"plain": {}, "norm first": {"norm_first": True}, "gelu": {"activation": "gelu"},
-           "silu": {"activation": F.silu}, "no bias": {"bias": False},
-           "sequence first": {"batch_first": False}, "eps": {"layer_norm_eps": 0.1}}  # fmt: skip
+OPTIONS = {
+    "plain": {},
+    "norm first": {"norm_first": True},
+    "gelu": {"activation": "gelu"},
+    "silu": {"activation": F.silu},
+    "no bias": {"bias": False},
+    "sequence first": {"batch_first": False},
+    "eps": {"layer_norm_eps": 0.1},
+}
 
 
 def pair(make: Callable[[Any], nn.Module]) -> tuple[nn.Module, nn.Module]:
@@ -61,14 +67,19 @@ def stacks(library: Any, **options: Any) -> nn.Module:
 CALLS: dict[str, Callable[[Any, Callable[[Tensor], Tensor]], Tensor]] = {
     "no mask": lambda m, f: m(f(SOURCE), f(TARGET)),
     "causal": lambda m, f: m(f(SOURCE), f(TARGET), tgt_mask=FUTURE(5, **DOUBLE)),
-    "padding": lambda m, f: m(f(SOURCE), f(TARGET), tgt_mask=FUTURE(5, **DOUBLE),
-                              src_key_padding_mask=PADDING, tgt_key_padding_mask=PADDING[:, :5],
-                              memory_key_padding_mask=PADDING),
+    "padding": lambda m, f: m(
+        f(SOURCE),
+        f(TARGET),
+        tgt_mask=FUTURE(5, **DOUBLE),
+        src_key_padding_mask=PADDING,
+        tgt_key_padding_mask=PADDING[:, :5],
+        memory_key_padding_mask=PADDING,
+    ),
     "masks": lambda m, f: m(
         f(SOURCE), f(TARGET), draw(6, 6).relu(), draw(12, 5, 5), draw(5, 6), tgt_is_causal=False
     ),
     "unbatched": lambda m, f: m(SOURCE[0], TARGET[0]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled

@@ -19,8 +19,18 @@ from fastattn import flash_attn, masks
 from fastattn.bias import T5
 
 LARGEST = 2**63 - 1
-NUMBERS = (2**31 - 1, 2**31, 2**60, 2**61, 2**62, LARGEST - 1, LARGEST, -(2**31), -(2**62),
-           ~LARGEST)  # fmt: skip
+NUMBERS = (
+    2**31 - 1,
+    2**31,
+    2**60,
+    2**61,
+    2**62,
+    LARGEST - 1,
+    LARGEST,
+    -(2**31),
+    -(2**62),
+    ~LARGEST,
+)
 OUTSIDE = (LARGEST + 1, 2**70, ~LARGEST - 1, -(2**70))
 
 Run = Callable[..., Any]
@@ -210,8 +220,12 @@ SMALLEST = 5e-324
 TINY = (1e-19, 1e-25, 1e-36, 1e-38, 1e-39, 1e-40, 1e-45, 1e-50, 1e-300, SMALLEST)
 HUGE = (2.0**100, 1e31, 1e38, 1e39, 1e300, 1.7e308)
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3,
-              torch.float64: 1e-10}  # fmt: skip
+TOLERANCES = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+    torch.float64: 1e-10,
+}
 SINKS = torch.tensor([0.5, -0.25])
 WIDE = (normal(1, 2, 150, 64), normal(1, 2, 160, 64))
 TOGETHER = (normal(70, 2, 16), normal(71, 2, 16))

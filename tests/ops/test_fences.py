@@ -27,8 +27,14 @@ for argument in sys.argv[2:]:
                         print(operator, case.name, dtype, target, flush=True)
                         proof.make(case, dtype).results(backend)
 """
-STEPS = {"scaled_dot_product_attention": 24, "varlen_attention": 4, "decode_attention": 4,
-         "append_to_cache": 4, "merge_states": 1, "additive_attention": 1}  # fmt: skip
+STEPS = {
+    "scaled_dot_product_attention": 24,
+    "varlen_attention": 4,
+    "decode_attention": 4,
+    "append_to_cache": 4,
+    "merge_states": 1,
+    "additive_attention": 1,
+}
 
 
 @pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.complete)])

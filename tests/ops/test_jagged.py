@@ -200,19 +200,27 @@ A, B = draw(LENGTHS, 2, 4), draw((1, 2, 3, 4), 2, 4)
 BAD = {
     "mask": (lambda: [in_heads(A)] * 3, {"attn_mask": torch.ones(1, 1)}, "attn_mask must be None"),
     "weights": (lambda: [in_heads(A)] * 3, {"need_weights": True}, "need_weights must be False"),
-    "lengths of a prefix": (lambda: [in_heads(A)] * 3,
-                            {"mask": masks.prefix_lm(torch.tensor([1, 2, 3]))},
-                            "lengths must be of batch size 1 or 4, got 3"),
-    "short table": (lambda: [in_heads(A)] * 3, {"relative_bias": torch.zeros(2, 11)},
-                    "n odd and at least 13 for a sequence of 7 rows"),
+    "lengths of a prefix": (
+        lambda: [in_heads(A)] * 3,
+        {"mask": masks.prefix_lm(torch.tensor([1, 2, 3]))},
+        "lengths must be of batch size 1 or 4, got 3",
+    ),
+    "short table": (
+        lambda: [in_heads(A)] * 3,
+        {"relative_bias": torch.zeros(2, 11)},
+        "n odd and at least 13 for a sequence of 7 rows",
+    ),
     "dense key": (lambda: [in_heads(A), A[0][None], A[0][None]], {}, "key must be jagged"),
     "layout": (lambda: [jagged(A)] * 3, {}, r"a jagged query must be \[B, H, \*, D\]"),
     "rank": (lambda: [in_heads(A), jagged(draw(LENGTHS, 4)), in_heads(A)], {}, "a jagged key must"),
     "batch": (lambda: [in_heads(A), in_heads(A[:2]), in_heads(A[:2])], {}, "same number of seq"),
     "lengths": (lambda: [in_heads(A), in_heads(A), in_heads(B)], {}, "the same lengths"),
-    "heads": (lambda: [in_heads(A), *[in_heads(draw(LENGTHS, 1, 4))] * 2], {},
-              "without enable_gqa=True, got 2 and 1"),
-}  # fmt: skip
+    "heads": (
+        lambda: [in_heads(A), *[in_heads(draw(LENGTHS, 1, 4))] * 2],
+        {},
+        "without enable_gqa=True, got 2 and 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)

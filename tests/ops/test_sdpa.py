@@ -183,12 +183,19 @@ class _Mistaken:
 
 @pytest.mark.parametrize(
     ("mistake", "word"),
-    [("last key forgotten", "out"), ("scale off by 1e-5", "out"), ("one NaN", "out"),
-     ("lse in base 2", "lse"), ("half of the output unwritten", "out"),
-     ("wrong dtype", "torch.float64"), ("wrong shape", "want torch.float32 [2, 2, 33, 16]"),
-     ("query written", "query was written to"),
-     ("one gradient element off", "worst at [0, 0, 3, 3]"), ("gradients swapped", "grad_value")],
-)  # fmt: skip
+    [
+        ("last key forgotten", "out"),
+        ("scale off by 1e-5", "out"),
+        ("one NaN", "out"),
+        ("lse in base 2", "lse"),
+        ("half of the output unwritten", "out"),
+        ("wrong dtype", "torch.float64"),
+        ("wrong shape", "want torch.float32 [2, 2, 33, 16]"),
+        ("query written", "query was written to"),
+        ("one gradient element off", "worst at [0, 0, 3, 3]"),
+        ("gradients swapped", "grad_value"),
+    ],
+)
 def test_the_judge_sees(monkeypatch: pytest.MonkeyPatch, mistake: str, word: str) -> None:
     mistaken = _Mistaken(mistake)
     monkeypatch.setattr(Target, "module", property(lambda _: mistaken))

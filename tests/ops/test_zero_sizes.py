@@ -119,15 +119,21 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
             q, k, v, *starts(d), alibi_slopes=torch.ones(d.B, d.H)
         ),
     ),
-    "decode": ("BHKLSDV", lambda d: (),
-               lambda d: fastattn.decode_attention(*cache(d), min(2, d.S), return_lse=True)),
+    "decode": (
+        "BHKLSDV",
+        lambda d: (),
+        lambda d: fastattn.decode_attention(*cache(d), min(2, d.S), return_lse=True),
+    ),
     "decode-pages": (
         "BHKLSDVN",
         lambda d: (),
-        lambda d: fastattn.decode_attention(normal(d.B, d.H, d.L, d.D).detach(),
-                                            normal(6, d.K, d.S, d.D).detach(),
-                                            normal(6, d.K, d.S, d.V).detach(), min(2, d.S * d.N),
-                                            block_table=torch.arange(d.B * d.N).view(d.B, d.N)),
+        lambda d: fastattn.decode_attention(
+            normal(d.B, d.H, d.L, d.D).detach(),
+            normal(6, d.K, d.S, d.D).detach(),
+            normal(6, d.K, d.S, d.V).detach(),
+            min(2, d.S * d.N),
+            block_table=torch.arange(d.B * d.N).view(d.B, d.N),
+        ),
     ),
     "decode-fewer-pages": (
         "BHKLSDVN",
@@ -150,8 +156,11 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
         lambda d: (normal(d.B, d.L, d.D), normal(d.B, d.S, d.D), normal(d.D, d.D)),
         lambda d, u, m, h: fastattn.memory_hop_attention(u, m, m, hops=d.N, hop_proj=h),
     ),
-    "additive": ("BLSDV", lambda d: (*rows(d), normal(d.D)),
-                 lambda d, q, k, v, w: fastattn.additive_attention(q, k, v, w, need_weights=True)),
+    "additive": (
+        "BLSDV",
+        lambda d: (*rows(d), normal(d.D)),
+        lambda d, q, k, v, w: fastattn.additive_attention(q, k, v, w, need_weights=True),
+    ),
     "luong": (
         "BLSDV",
         rows,
@@ -190,11 +199,17 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
             torch.zeros(d.B, d.N, d.J, dtype=torch.int64), w, temporal=t, padding_idx=0
         ),
     ),
-    "sinusoidal": ("BLD", lambda d: (normal(d.B, d.L, d.D),),
-                   lambda d, x: fastattn.sinusoidal_encoding(x, padding_idx=2)),
-    "merge-states": ("BKLV", lambda d: (normal(d.B, d.K, d.L, d.V), normal(d.B, d.K, d.L)) * 2,
-                     lambda d, a, of_a, b, of_b: fastattn.merge_states(a, of_a, b, of_b)),
-}  # fmt: skip
+    "sinusoidal": (
+        "BLD",
+        lambda d: (normal(d.B, d.L, d.D),),
+        lambda d, x: fastattn.sinusoidal_encoding(x, padding_idx=2),
+    ),
+    "merge-states": (
+        "BKLV",
+        lambda d: (normal(d.B, d.K, d.L, d.V), normal(d.B, d.K, d.L)) * 2,
+        lambda d, a, of_a, b, of_b: fastattn.merge_states(a, of_a, b, of_b),
+    ),
+}
 
 
 def zeros(dimensions: str) -> Iterator[tuple[str, ...]]:

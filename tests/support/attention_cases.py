@@ -40,10 +40,16 @@ def _lengths() -> Iterator[Case]:
     count = len(_LENGTHS)
     for (a, q_len), (b, k_len) in product(enumerate(_LENGTHS), repeat=2):
         for n, causal in enumerate(rules):
-            yield Case(f"lengths-{q_len}x{k_len}-{causal or 'full'}", batch=1, q_len=q_len,
-                       k_len=k_len, head_dim=8, causal=causal, grads=SCALED,
-                       slow=(b - a) % count not in (0, 1, 5, 9,
-                       17) or (a + b) % 3 != n)  # fmt: skip
+            yield Case(
+                f"lengths-{q_len}x{k_len}-{causal or 'full'}",
+                batch=1,
+                q_len=q_len,
+                k_len=k_len,
+                head_dim=8,
+                causal=causal,
+                grads=SCALED,
+                slow=(b - a) % count not in (0, 1, 5, 9, 17) or (a + b) % 3 != n,
+            )
     yield Case("empty-batch", batch=0)
     yield Case("empty-heads", heads=0)
     yield Case("empty-batch-masked", batch=0, mask="bool", weights=2, mask_dims="qk")
@@ -77,8 +83,14 @@ def _masks() -> Iterator[Case]:
         added = Case(f"mask-float-{shape}", mask="float", mask_dims=dims, mask_grad=True, k_len=130)
         added = replace(added, grads=SCALED)
         yield added
-        yield replace(added, name=f"mask-float32-{shape}", mask="float_inf", mask_float32=True,
-                      dtypes=(torch.bfloat16, torch.float16), q_len=65)  # fmt: skip
+        yield replace(
+            added,
+            name=f"mask-float32-{shape}",
+            mask="float_inf",
+            mask_float32=True,
+            dtypes=(torch.bfloat16, torch.float16),
+            q_len=65,
+        )
     kinds = ("bool_rows", "padding", "left_padding", "blocks", "tril", "nothing", "one_key")
     for kind in kinds:
         q_len, k_len = (150, 260) if kind == "blocks" else (66, 100)
@@ -110,10 +122,16 @@ def _windows() -> Iterator[Case]:
     for left, right in sides:
         for q_len, k_len in ((65, 65), (40, 130), (130, 40)):
             for causal in (None, "bottom_right"):
-                yield Case(f"window-{left}-{right}-{q_len}x{k_len}-{causal or 'full'}",
-                           window=(left, right), causal=causal, q_len=q_len, k_len=k_len,
-                           poison=causal is None, weights=1 if causal else 0,
-                           grads=SCALED)  # fmt: skip
+                yield Case(
+                    f"window-{left}-{right}-{q_len}x{k_len}-{causal or 'full'}",
+                    window=(left, right),
+                    causal=causal,
+                    q_len=q_len,
+                    k_len=k_len,
+                    poison=causal is None,
+                    weights=1 if causal else 0,
+                    grads=SCALED,
+                )
     yield Case("window-narrow-long", window=(20, 10), q_len=400, k_len=400, batch=1)
     yield Case("window-sees-nothing", window=(2, 2), q_len=200, k_len=20, weights=2,
                grads=SCALED)  # fmt: skip
@@ -139,10 +157,25 @@ def _options() -> Iterator[Case]:
         yield Case(f"dropout-{p}-causal", dropout_p=p, heads=4, kv_heads=2, causal="upper_left")
         yield Case(f"dropout-{p}-mask", dropout_p=p, mask="float_inf", mask_grad=True, weights=2)
     yield Case("dropout-long", dropout_p=0.2, q_len=200, k_len=300, batch=1, grads=SCALED)
-    yield Case("everything", heads=6, kv_heads=3, q_len=97, k_len=131, head_dim=40, value_dim=24,
-               mask="float_inf", mask_dims="hqk", mask_grad=True, causal="bottom_right",
-               window=(90, -1), softcap=4.0, alibi="bh", dropout_p=0.15, weights=1,
-               grads=("out", "lse", "weights"))  # fmt: skip
+    yield Case(
+        "everything",
+        heads=6,
+        kv_heads=3,
+        q_len=97,
+        k_len=131,
+        head_dim=40,
+        value_dim=24,
+        mask="float_inf",
+        mask_dims="hqk",
+        mask_grad=True,
+        causal="bottom_right",
+        window=(90, -1),
+        softcap=4.0,
+        alibi="bh",
+        dropout_p=0.15,
+        weights=1,
+        grads=("out", "lse", "weights"),
+    )
 
 
 def _sinks() -> Iterator[Case]:
@@ -335,10 +368,18 @@ def _long() -> Iterator[Case]:
     float32 = (torch.float32, torch.bfloat16, torch.float16)
     for q_len, k_len in ((1, 2048), (2, 2500), (5, 4099), (17, 2049), (2048, 1), (2100, 17)):
         for heads, kv_heads in ((2, 2), (8, 2)):
-            yield Case(f"long-{q_len}x{k_len}-heads-{heads}-{kv_heads}", batch=1, heads=heads,
-                       kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=64, dtypes=float32,
-                       causal="bottom_right" if heads == 8 else None,
-                       grads=SCALED if k_len == 1 else ("out",))  # fmt: skip
+            yield Case(
+                f"long-{q_len}x{k_len}-heads-{heads}-{kv_heads}",
+                batch=1,
+                heads=heads,
+                kv_heads=kv_heads,
+                q_len=q_len,
+                k_len=k_len,
+                head_dim=64,
+                dtypes=float32,
+                causal="bottom_right" if heads == 8 else None,
+                grads=SCALED if k_len == 1 else ("out",),
+            )
     decode = Case("decode", q_len=1, k_len=3000, head_dim=32, dtypes=float32)
     yield replace(decode, name="decode-padding", mask="padding", poison=True)
     yield replace(decode, name="decode-float", mask="float_inf", mask_grad=True, weights=2)
@@ -356,8 +397,15 @@ def _long() -> Iterator[Case]:
         (200, 72, 2, 2, 90),
         (17, 24, 1, 3, 129),
     ):
-        yield Case(f"decode-{q_len}x{k_len}-group-{group}-head_dim-{d}-value-{dv}", heads=2 * group,
-                   kv_heads=2, q_len=q_len, k_len=k_len, head_dim=d, value_dim=dv)  # fmt: skip
+        yield Case(
+            f"decode-{q_len}x{k_len}-group-{group}-head_dim-{d}-value-{dv}",
+            heads=2 * group,
+            kv_heads=2,
+            q_len=q_len,
+            k_len=k_len,
+            head_dim=d,
+            value_dim=dv,
+        )
     # Up to eight queries on enough keys are decoded on some processors, and with what else they ask
     # for they are a panel.
     few = Case("few", heads=4, kv_heads=2, q_len=8, k_len=70, head_dim=64)

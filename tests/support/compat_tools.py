@@ -185,9 +185,17 @@ def a_compiled_step_on_a_cache_of_fp8() -> None:
     a_step_on_a_cache_of_fp8(step)
 
 
-TOOLS: list[Callable[[], None]] = [a_layer_of_an_encoder, a_layer_of_a_decoder,
-                                   small_self_attention, the_projections, explained, recorded,
-                                   captured, a_mask_for_transformers, a_mask_of_a_function,
-                                   a_step_on_a_cache_of_fp8,
-                                   a_step_of_the_reference_on_a_cache_of_fp8]  # fmt: skip
+TOOLS: list[Callable[[], None]] = [
+    a_layer_of_an_encoder,
+    a_layer_of_a_decoder,
+    small_self_attention,
+    the_projections,
+    explained,
+    recorded,
+    captured,
+    a_mask_for_transformers,
+    a_mask_of_a_function,
+    a_step_on_a_cache_of_fp8,
+    a_step_of_the_reference_on_a_cache_of_fp8,
+]
 SLOW_TOOLS: list[Callable[[], None]] = [a_compiled_step_on_a_cache_of_fp8]

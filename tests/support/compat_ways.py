@@ -157,12 +157,27 @@ def exported(f: Callable[..., Tensor], leaves: list[Tensor]) -> Any:
     return torch.export.export(Module(), tuple(leaves)).module()(*leaves)
 
 
-QUICK: list[Callable[..., Any]] = [plainly, in_inference_mode, with_gradients, twice_differentiated,
-                                   in_batches_of_gradients, through_a_view_that_promises_minus,
-                                   grad_of_func, vmap_of_func, vmap_of_grad, jvp_of_func,
-                                   hvp_of_func, forward_mode, below_a_mode,
-                                   by_the_reference_below_a_mode, without_memory, in_a_graph,
-                                   of_a_subclass, under_autocast, traced]  # fmt: skip
+QUICK: list[Callable[..., Any]] = [
+    plainly,
+    in_inference_mode,
+    with_gradients,
+    twice_differentiated,
+    in_batches_of_gradients,
+    through_a_view_that_promises_minus,
+    grad_of_func,
+    vmap_of_func,
+    vmap_of_grad,
+    jvp_of_func,
+    hvp_of_func,
+    forward_mode,
+    below_a_mode,
+    by_the_reference_below_a_mode,
+    without_memory,
+    in_a_graph,
+    of_a_subclass,
+    under_autocast,
+    traced,
+]
 SLOW: list[Callable[..., Any]] = [compiled, exported]
 # Decoding has no gradient.
 FORWARD_ALONE = {"decode": {with_gradients, twice_differentiated, grad_of_func, vmap_of_grad}}

@@ -11,24 +11,65 @@ BATCH, LENGTH, VOCABULARY = 2, 11, 67
 PAD = 0
 
 # Names differ between families; each configuration takes its own and keeps the others as unused.
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
-        "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 GROUPED = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-SEQ2SEQ = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-           "decoder_ffn_dim": 48, "max_position_embeddings": 64, "pad_token_id": PAD,
-           "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
-      "num_heads": 4, "decoder_start_token_id": PAD}  # fmt: skip
-IMAGES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "image_size": 16, "patch_size": 4,
-          "num_channels": 3}  # fmt: skip
-SPEECH = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
-          "num_hidden_layers": 2, "num_attention_heads": 4, "conv_dim": (16, 16),
-          "conv_kernel": (8, 4), "conv_stride": (4, 2), "num_conv_pos_embeddings": 4,
-          "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}  # fmt: skip
+SEQ2SEQ = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": PAD,
+}
+IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 3,
+}
+SPEECH = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "conv_dim": (16, 16),
+    "conv_kernel": (8, 4),
+    "conv_stride": (4, 2),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "apply_spec_augment": False,
+}
 
 
 def text(generator: torch.Generator, batch: int = BATCH, length: int = LENGTH) -> Inputs:

@@ -146,14 +146,26 @@ ENTRIES = (
         "DistilBertModel",
         {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     ),
-    Entry("ModernBertModel", TEXT | {"local_attention": 6, "global_attn_every_n_layers": 2},
-          quick=True, since="5.1.0"),
+    Entry(
+        "ModernBertModel",
+        TEXT | {"local_attention": 6, "global_attn_every_n_layers": 2},
+        quick=True,
+        since="5.1.0",
+    ),
     Entry("EuroBertModel", GROUPED, since="5.3.0"),
-    Entry("LayoutLMModel", TEXT | {"max_2d_position_embeddings": 64}, boxed_text,
-          weights_since="5.4.0"),
+    Entry(
+        "LayoutLMModel",
+        TEXT | {"max_2d_position_embeddings": 64},
+        boxed_text,
+        weights_since="5.4.0",
+    ),
     # Decoders
-    decoder("GPT2LMHeadModel", TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-            packed=("position_ids", "both"), weights_since="5.3.0"),
+    decoder(
+        "GPT2LMHeadModel",
+        TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        packed=("position_ids", "both"),
+        weights_since="5.3.0",
+    ),
     decoder("GPTNeoXForCausalLM", TEXT),
     Entry(
         "OPTForCausalLM", TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32}, weights_since="5.4.0"
@@ -171,8 +183,11 @@ ENTRIES = (
     decoder(
         "Gemma3ForCausalLM",
         GROUPED
-        | {"sliding_window": 5, "query_pre_attn_scalar": 8,
-           "layer_types": ["sliding_attention", "full_attention"]},
+        | {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     decoder("Qwen2ForCausalLM", GROUPED),
     decoder("Qwen3ForCausalLM", GROUPED),
@@ -201,18 +216,32 @@ ENTRIES = (
     decoder(
         "DeepseekV3ForCausalLM",
         TEXT
-        | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4,
-           "qk_nope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 4, "n_group": 2,
-           "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-           "first_k_dense_replace": 1},
+        | {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
     ),
     Entry(
         "Llama4ForCausalLM",
         GROUPED
         | EXPERTS
-        | {"intermediate_size_mlp": 48, "attention_chunk_size": 4,
-           "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
-           "moe_layers": []},
+        | {
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 4,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "moe_layers": [],
+        },
     ),
     # From text to text
     Entry("T5ForConditionalGeneration", T5, two_texts, since="5.15.0", quick=True),
@@ -226,8 +255,13 @@ ENTRIES = (
     Entry(
         "WhisperForConditionalGeneration",
         SEQ2SEQ
-        | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32,
-           "suppress_tokens": None, "begin_suppress_tokens": None},
+        | {
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "max_target_positions": 32,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
         spectrogram,
     ),
     Entry("Wav2Vec2Model", SPEECH, speech),
@@ -247,16 +281,31 @@ ENTRIES = (
     Entry("VideoMAEModel", IMAGES | {"num_frames": 4, "tubelet_size": 2}, video),
     Entry(
         "SwinModel",
-        {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
-         "window_size": 4},
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
         image,
         since="5.9.0",
         quick=True,
     ),
-    Entry("CLIPModel", {"projection_dim": 16}, image_and_text,
-          sub={"text_config": TEXT | {"eos_token_id": 2}, "vision_config": IMAGES}, quick=True),
-    Entry("SiglipModel", {}, image_and_text,
-          sub={"text_config": TEXT | {"projection_size": 32}, "vision_config": IMAGES}),
+    Entry(
+        "CLIPModel",
+        {"projection_dim": 16},
+        image_and_text,
+        sub={"text_config": TEXT | {"eos_token_id": 2}, "vision_config": IMAGES},
+        quick=True,
+    ),
+    Entry(
+        "SiglipModel",
+        {},
+        image_and_text,
+        sub={"text_config": TEXT | {"projection_size": 32}, "vision_config": IMAGES},
+    ),
     Entry(
         "DetrModel",
         SEQ2SEQ
@@ -265,9 +314,14 @@ ENTRIES = (
             "use_timm_backbone": False,
             "use_pretrained_backbone": False,
             "backbone": None,
-            "backbone_config": {"model_type": "resnet", "embedding_size": 8,
-                                "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
-                                "out_features": ["stage2"]},
+            "backbone_config": {
+                "model_type": "resnet",
+                "embedding_size": 8,
+                "hidden_sizes": [8, 16],
+                "depths": [1, 1],
+                "layer_type": "basic",
+                "out_features": ["stage2"],
+            },
         },
         image_with_border,
         since="5.1.0",
@@ -279,12 +333,28 @@ ENTRIES = (
         drops=False,
         sub={
             "vision_config": IMAGES
-            | {"image_size": 64, "patch_size": 8, "output_channels": 32, "mlp_dim": 48,
-               "window_size": 3, "global_attn_indexes": [1], "num_pos_feats": 16},
-            "prompt_encoder_config": {"hidden_size": 32, "image_size": 64, "patch_size": 8,
-                                      "mask_input_channels": 4},
-            "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 48, "num_hidden_layers": 2,
-                                    "num_attention_heads": 4, "iou_head_hidden_dim": 32},
+            | {
+                "image_size": 64,
+                "patch_size": 8,
+                "output_channels": 32,
+                "mlp_dim": 48,
+                "window_size": 3,
+                "global_attn_indexes": [1],
+                "num_pos_feats": 16,
+            },
+            "prompt_encoder_config": {
+                "hidden_size": 32,
+                "image_size": 64,
+                "patch_size": 8,
+                "mask_input_channels": 4,
+            },
+            "mask_decoder_config": {
+                "hidden_size": 32,
+                "mlp_dim": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "iou_head_hidden_dim": 32,
+            },
         },
     ),
-)  # fmt: skip
+)

@@ -94,32 +94,56 @@ WORK = [
     if DTYPES[n % 3] in case.dtypes
 ]
 # Whatever else is chosen: the options that meet in these are met nowhere else.
-OF_ATTENTION = {"empty-heads": torch.float16, "gqa-mask-heads": torch.float32,
-                "alibi-bh-window": torch.float32, "mask-padding-poison": torch.float32,
-                "mask-nan-queries": torch.float32, "mask-one_key-poison": torch.bfloat16,
-                "mask-float32-hq": torch.bfloat16, "mask-float-one": torch.float32,
-                "mask-finfo-min": torch.float16, "window-3-5-65x65-full": torch.float32,
-                "window-3--1-40x130-bottom_right": torch.bfloat16,
-                "window-sees-nothing": torch.float32,
-                "layout-expanded_rows-causal-wide": torch.float32,
-                "dropout-0.5-mask": torch.float32, "head_dim-512": torch.float32,
-                "relative-3x0": torch.float32, "relative-65x16": torch.float16,
-                "relative-bh": torch.bfloat16, "relative-any-decode": torch.float32,
-                "relative-grid-decode": torch.bfloat16, "program-sinks": torch.float32,
-                "program-documents_b-40x1": torch.float16, "program-function-40x1": torch.bfloat16,
-                "results-0-out-lse": torch.float32, "lengths-33x33-upper_left": torch.float32,
-                "lengths-33x65-bottom_right": torch.float32,
-                "results-0-out-lse-causal": torch.float32, "heads-4-2": torch.float16,
-                "mask-bool-qk": torch.float32, "alibi-h-window": torch.float32,
-                "softcap-0.5": torch.float32, "dropout-0.5": torch.float32,
-                "results-1-out-weights": torch.float32, "mask-float-bqk": torch.float32,
-                "relative-softcap": torch.float32, "program-window": torch.float32,
-                "program-causal": torch.float32, "program-documents_b": torch.float32,
-                "program-function": torch.float32, "program-block_mask": torch.float32,
-                "program-not_window": torch.float32, "program-chunks": torch.float32,
-                "program-many": torch.float32, "program-sinks-nan-queries": torch.float32,
-                "results-2-out-weights": torch.float32, "sinks-1x1": torch.float32,
-                "sinks-nan-queries": torch.float32, "sinks-40x1-causal": torch.float32}  # fmt: skip
+OF_ATTENTION = {
+    "empty-heads": torch.float16,
+    "gqa-mask-heads": torch.float32,
+    "alibi-bh-window": torch.float32,
+    "mask-padding-poison": torch.float32,
+    "mask-nan-queries": torch.float32,
+    "mask-one_key-poison": torch.bfloat16,
+    "mask-float32-hq": torch.bfloat16,
+    "mask-float-one": torch.float32,
+    "mask-finfo-min": torch.float16,
+    "window-3-5-65x65-full": torch.float32,
+    "window-3--1-40x130-bottom_right": torch.bfloat16,
+    "window-sees-nothing": torch.float32,
+    "layout-expanded_rows-causal-wide": torch.float32,
+    "dropout-0.5-mask": torch.float32,
+    "head_dim-512": torch.float32,
+    "relative-3x0": torch.float32,
+    "relative-65x16": torch.float16,
+    "relative-bh": torch.bfloat16,
+    "relative-any-decode": torch.float32,
+    "relative-grid-decode": torch.bfloat16,
+    "program-sinks": torch.float32,
+    "program-documents_b-40x1": torch.float16,
+    "program-function-40x1": torch.bfloat16,
+    "results-0-out-lse": torch.float32,
+    "lengths-33x33-upper_left": torch.float32,
+    "lengths-33x65-bottom_right": torch.float32,
+    "results-0-out-lse-causal": torch.float32,
+    "heads-4-2": torch.float16,
+    "mask-bool-qk": torch.float32,
+    "alibi-h-window": torch.float32,
+    "softcap-0.5": torch.float32,
+    "dropout-0.5": torch.float32,
+    "results-1-out-weights": torch.float32,
+    "mask-float-bqk": torch.float32,
+    "relative-softcap": torch.float32,
+    "program-window": torch.float32,
+    "program-causal": torch.float32,
+    "program-documents_b": torch.float32,
+    "program-function": torch.float32,
+    "program-block_mask": torch.float32,
+    "program-not_window": torch.float32,
+    "program-chunks": torch.float32,
+    "program-many": torch.float32,
+    "program-sinks-nan-queries": torch.float32,
+    "results-2-out-weights": torch.float32,
+    "sinks-1x1": torch.float32,
+    "sinks-nan-queries": torch.float32,
+    "sinks-40x1-causal": torch.float32,
+}
 WORK += [
     (ATTENTION, case, OF_ATTENTION[case.name])
     for case in TABLES[ATTENTION]
@@ -154,11 +178,16 @@ QUICK = {
 @pytest.mark.parametrize(
     ("proof", "case", "dtype"),
     [
-        pytest.param(PROOFS[name], case, dtype, id=f"{name}-{case.name}-{str(dtype)[6:]}",
-                     marks=() if case.name in QUICK.get(name, "").split() else pytest.mark.complete)
+        pytest.param(
+            PROOFS[name],
+            case,
+            dtype,
+            id=f"{name}-{case.name}-{str(dtype)[6:]}",
+            marks=() if case.name in QUICK.get(name, "").split() else pytest.mark.complete,
+        )
         for name, case, dtype in WORK
     ],
-)  # fmt: skip
+)
 def test_case(proof: Proof, case: Any, dtype: torch.dtype) -> None:
     verdict = proof(case, dtype, Target("triton"))
     assert not verdict.declined, verdict.declined
