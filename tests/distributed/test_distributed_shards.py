@@ -11,6 +11,7 @@ import distributed_memory
 import pytest
 import rank_group
 import torch
+from distributed_faults import SECONDS
 from snippets import blocks, run
 from torch import Tensor
 from torch import distributed as dist
@@ -184,3 +185,30 @@ def test_on_one_and_two_ranks(tmp_path: Path) -> None:
     names = [name for name in CHECKS if "run_cases" in name]
     jobs = [(name, ranks) for name in names for ranks in (1, 2)]
     check_all(tmp_path, [*jobs, ("distributed_modules:run_modules", 2)])
+
+
+# By the function: the ranks, and the operator and the step that the messages name.
+FAULTS = {
+    "die_in_hop": (3, f"{HOP}: ", "hop 2 of 3"),
+    "die_in_derivative": (3, f"{HOP}: ", "the gradient of the query of hop 2 of 3"),
+    "die_in_retrieval": (3, f"{RETRIEVE}: ", "step 2 of the retrieval"),
+    "die_in_decoding": (3, f"{DECODE}: ", "the merge of the keys of all ranks"),
+    "stall_in_hop": (2, f"{HOP}: ", "hop 2 of 3"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_rank_that_fails_ends_the_others(name: str, tmp_path: Path) -> None:
+    ranks, op, step = FAULTS[name]
+    (found,) = rank_group.run(tmp_path, [(f"distributed_shard_faults:{name}", ranks)], SECONDS)
+    assert (found[1] is None) == (not name.startswith("stall"))
+    for rank in range(ranks):
+        if rank == 1:
+            continue
+        message, seconds = found[rank]
+        assert message.startswith(f"RuntimeError: {op}rank {rank} got no answer from rank"), message
+        assert step in message
+        assert seconds < 2 * SECONDS
+    told = [found[rank][0] for rank in range(ranks) if rank != 1]
+    assert any("from rank 1 in" in message for message in told)

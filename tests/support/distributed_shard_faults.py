@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_faults import message_of
+from distributed_faults import at_step, die, message_of, stall
+from torch import Tensor
 
 from fastattn import masks
 from fastattn.distributed import Layout, decode_attention, hopfield_retrieve, memory_hop_attention
@@ -73,3 +75,38 @@ def disagree() -> dict[str, str]:
     found["afterwards"] = message_of(hop)
     found["without check"] = message_of(lambda: hop(check=False))
     return found
+
+
+def _fail(step: str, act: Callable[[], None], call: Callable[[], Any]) -> tuple[str, float]:
+    """The message of this rank, and its seconds, where rank 1 fails at a step."""
+    hop()  # all ranks are there
+    if dist.get_rank() == 1:
+        at_step(step, act)
+    begin = time.monotonic()
+
+    def differentiated() -> None:
+        out: Tensor = call()
+        if out.requires_grad:
+            out.sum().backward()
+
+    return message_of(differentiated), time.monotonic() - begin
+
+
+def die_in_hop() -> tuple[str, float]:
+    return _fail("hop 2 of 3", die, lambda: hop(hops=3))
+
+
+def die_in_derivative() -> tuple[str, float]:
+    return _fail("the gradient of the query of hop 2 of 3", die, lambda: hop(hops=3))
+
+
+def die_in_retrieval() -> tuple[str, float]:
+    return _fail("step 2 of the retrieval", die, lambda: retrieve(update_steps_max=3))
+
+
+def die_in_decoding() -> tuple[str, float]:
+    return _fail("the merge of the keys of all ranks", die, decode)
+
+
+def stall_in_hop() -> tuple[str, float]:
+    return _fail("hop 2 of 3", stall, lambda: hop(hops=3))
