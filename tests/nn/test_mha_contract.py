@@ -103,6 +103,17 @@ def test_random_numbers_are_drawn_for_dropout_only(
     assert torch.equal(fused(X, X, X, need_weights=need_weights)[0], first)
 
 
+def test_weights_are_those_applied_after_dropout() -> None:
+    torch.manual_seed(0)
+    fused = MultiheadAttention(64, 1, dropout=0.5, batch_first=True)
+    x = torch.randn(2, 40, 64)
+    out, weights = fused(x, x, x)
+    value = F.linear(x, *(t.chunk(3)[2] for t in (fused.in_proj_weight, fused.in_proj_bias)))
+    assert 0.4 < (weights == 0).float().mean() < 0.6
+    again = F.linear(weights @ value, fused.out_proj.weight, fused.out_proj.bias)
+    assert torch.allclose(out, again, atol=1e-5)
+
+
 @pytest.mark.parametrize("batched", [True, False])
 def test_one_product_for_inputs_that_are_one_tensor(
     batched: bool, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +229,15 @@ def test_copies_and_pickles() -> None:
         assert len(other._forward_pre_hooks) == 1
 
 
+def test_state_of_old_versions_is_understood() -> None:
+    fused = MultiheadAttention(EMBED, HEADS)
+    state = fused.__dict__.copy()
+    del state["_qkv_same_embed_dim"]
+    other = MultiheadAttention.__new__(MultiheadAttention)
+    other.__setstate__(state)
+    assert torch.equal(other(X, X, X)[0], fused(X, X, X)[0])
+
+
 def test_padding_is_passed_on_small_and_boolean(passed: list[dict[str, Any]]) -> None:
     """[N, 1, 1, S], True takes part, also when a layer of PyTorch made it 0 and -inf."""
     fused = MultiheadAttention(EMBED, HEADS, batch_first=True)
@@ -299,6 +319,16 @@ def test_what_is_padded_cannot_leak(need_weights: bool, backend: str) -> None:
     got = fused(X, memory, memory, key_padding_mask=padding, need_weights=need_weights)
     for a, b in zip(got, want, strict=True):
         assert a is b or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_one_row_does_not_depend_on_its_batch_mates(need_weights: bool) -> None:
+    fused = MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
+    with torch.no_grad():
+        whole, _ = fused(X, X, X, need_weights=need_weights)
+        for n in range(3):
+            alone, _ = fused(X[n], X[n], X[n], need_weights=need_weights)
+            assert torch.allclose(alone, whole[n], atol=1e-6)
 
 
 @pytest.mark.parametrize("average", [True, False])

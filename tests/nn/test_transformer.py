@@ -498,6 +498,17 @@ def test_bad_arguments() -> None:
             small().generate(**{"src": SRC, **options, **given})
 
 
+def test_training_in_bfloat16_is_close_to_float32() -> None:
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small(dtype=torch.float32).to(dtype)
+        loss = F.cross_entropy(model(SRC, TGT).float().flatten(0, 1), TGT.flatten())
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
 def compiled_agrees(model: Any, backend: str) -> None:
     def results(network: Any) -> tuple[Tensor, list[Tensor]]:
         out = network(SRC, TGT)
@@ -510,6 +521,31 @@ def compiled_agrees(model: Any, backend: str) -> None:
 def test_compiles_as_one_graph() -> None:
     torch.manual_seed(0)
     compiled_agrees(Transformer(E, H, 1, 1, FEED, 0.0, batch_first=True, vocab_size=V), "aot_eager")
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor() -> None:
+    model = small(dtype=torch.float32)
+    compiled_agrees(model, "inductor")
+    compiled = torch.compile(model.eval(), fullgraph=True)
+    with torch.no_grad():
+        real = TGT != 0
+        torch.testing.assert_close(compiled(SRC, TGT)[real], model(SRC, TGT)[real])
+
+
+@pytest.mark.slow
+def test_steps_compile() -> None:
+    model = small(dtype=torch.float32).eval()
+    expected = model(SRC, TGT)
+    step = torch.compile(model.decode, backend="aot_eager")
+    with torch.no_grad():
+        memory, cache = model.encode(SRC), model.decoder.new_cache()
+        out = [
+            step(each, memory, memory_key_padding_mask=SRC == 0, cache=cache)
+            for each in TGT.split(1, 1)
+        ]
+    real = TGT != 0
+    torch.testing.assert_close(torch.cat(out, 1)[real], expected[real])
 
 
 def test_layer_attention_is_the_drop_in_otherwise() -> None:

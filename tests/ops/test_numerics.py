@@ -7,17 +7,21 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import extended
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from within_bound import assert_within_bound
 
 from fastattn.backends import reference
-from fastattn.testing import Case, Noise, Target, targets
+from fastattn.testing import Case, Noise, Target, check, targets
 from fastattn.testing.calls import Operands
-from fastattn.testing.inputs import make_inputs
+from fastattn.testing.inputs import MASKS, make_inputs
+from fastattn.testing.memory import LAYOUTS
 
 INF = float("inf")
 NAN = float("nan")
@@ -175,6 +179,29 @@ def test_a_query_does_not_depend_on_keys_it_does_not_see(
 # -- mathematics ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
+@floats
+def test_the_order_of_the_keys_does_not_matter(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    case = Case("order", mask="float_inf", mask_grad=True, k_len=150, weights=1, head_dim=32)
+    inputs = make_inputs(with_all_gradients(case), dtype)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(3))
+    back = order.argsort()
+    assert inputs.attn_mask is not None
+    assert inputs.grad_weights is not None
+    moved = inputs.changed(
+        key=inputs.key[:, :, order],
+        value=inputs.value[:, :, order],
+        attn_mask=inputs.attn_mask[..., order],
+        grad_weights=inputs.grad_weights[..., order],
+    )
+    found = moved.results(any_backend)
+    for name in ("grad_key", "grad_value"):
+        found[name] = found[name][:, :, back]
+    for name in ("weights", "grad_mask"):
+        found[name] = found[name][..., back]
+    judge(found, inputs)
+
+
 @pytest.mark.parametrize("shift", [-300.0, 5.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_constant_added_to_a_row_moves_lse_alone(
@@ -201,6 +228,55 @@ def test_a_constant_added_to_a_row_moves_lse_alone(
         assert_same_bits({"out": moved["out"]}, {"out": plain["out"]})
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("q_len", [1, 6, 130])
+def test_parts_of_the_keys_merge_through_lse(
+    any_backend: ModuleType, dtype: torch.dtype, q_len: int
+) -> None:
+    inputs = make_inputs(Case("merge", q_len=q_len, k_len=700, head_dim=32, mask="bool"), dtype)
+    assert inputs.attn_mask is not None
+    outs, lses = [], []
+    for keys in (slice(0, 1), slice(1, 300), slice(300, 310), slice(310, 700)):
+        part = any_backend.scaled_dot_product_attention(
+            inputs.query,
+            inputs.key[:, :, keys],
+            inputs.value[:, :, keys],
+            inputs.attn_mask[..., keys],
+            options=inputs.options,
+        )
+        outs.append(part[0].double())
+        lses.append(part[1].double())
+    lse = torch.logsumexp(torch.stack(lses), 0)
+    out = sum(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
+    assert isinstance(out, Tensor)
+    judge({"out": out.to(dtype), "lse": lse.to(dtype)}, inputs)
+
+
+@floats
+def test_lse_is_saved_in_float64(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    """Backward computes the weights from it: rounded to float32 it would make them all wrong."""
+    inputs = make_inputs(WAYS["square"], dtype)
+    lse = any_backend.scaled_dot_product_attention(*inputs.args, options=inputs.options)[1]
+    assert lse.dtype == torch.float64
+
+
+@pytest.mark.sampled(1)
+@floats
+def test_weights_are_those_applied_to_the_values(
+    any_backend: ModuleType, dtype: torch.dtype
+) -> None:
+    case = Case("applied", k_len=90, value_dim=90, weights=1, dropout_p=0.3, causal="bottom_right")
+    inputs = make_inputs(replace(case, grads=()), dtype)
+    eye = torch.eye(90, dtype=dtype).expand_as(inputs.value)
+    out, _, weights = any_backend.scaled_dot_product_attention(
+        inputs.query, inputs.key, eye, None, None, inputs.seed, options=inputs.options
+    )
+    inputs = inputs.changed(value=eye)
+    judge({"out": weights, "weights": weights}, inputs)
+    judge({"out": out, "weights": out}, inputs)
+
+
 @floats
 @pytest.mark.parametrize("k_len", [1, 7, 8, 9, 130, 2500])
 @pytest.mark.parametrize("q_len", [1, 20])
@@ -212,6 +288,17 @@ def test_dropout_drops_exactly_what_its_definition_says(
     assert inputs.seed is not None
     keep = reference.dropout_keep((2, 4, q_len, k_len), 0.37, inputs.seed)
     assert torch.equal(inputs.results(any_backend)["weights"] != 0, keep)
+
+
+@floats
+def test_a_gradient_of_zero_gives_zero(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    inputs = make_inputs(with_all_gradients(WAYS["mask"]), dtype)
+    for grad in inputs.grads.values():
+        if grad is not None:
+            grad.zero_()
+    for name, found in inputs.results(any_backend).items():
+        if name.startswith("grad"):
+            assert (found == 0).all(), name
 
 
 # -- fully masked rows, NaN and inf ---------------------------------------------------------------
@@ -357,4 +444,78 @@ def test_huge_scores_do_not_overflow(
     judge({name: found[name] for name in ("out", "grad_value")}, inputs)
 
 
+@floats
+def test_all_scores_very_low(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    """exp of every score is 0, the weights are not."""
+    inputs = make_inputs(Case("low", mask="float", weights=1, head_dim=8), dtype)
+    assert inputs.attn_mask is not None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    inputs = inputs.changed(attn_mask=inputs.attn_mask.to(wide) - 5000.0)
+    found = inputs.results(any_backend)
+    total = found["weights"].double().sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=0.02)
+    judge({"out": found["out"], "weights": found["weights"]}, inputs)
+
+
 # -- anything at all ------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads = draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from(FLOATS))
+    mask = draw(st.sampled_from([None, None, *MASKS]))
+    weights = draw(st.integers(0, 2))
+    layout = st.sampled_from(["contiguous", *LAYOUTS])
+    lengths = st.one_of(st.integers(0, 40), st.integers(0, 300))
+    floating = mask is not None and (mask.endswith("_inf") or mask in ("float", "finfo_min"))
+    options: dict[str, Any] = {
+        "batch": draw(st.integers(1, 3)),
+        "heads": kv_heads * draw(st.integers(1, 3)),
+        "kv_heads": kv_heads,
+        "q_len": draw(lengths),
+        "k_len": draw(lengths),
+        "head_dim": draw(st.integers(1, 140)),
+        "value_dim": draw(st.integers(1, 140)),
+        "dtypes": (dtype,),
+        "mask": mask,
+        "mask_dims": draw(st.sampled_from(["bhqk", "qk", "bk", "hqk", "k", "bhk"])),
+        "mask_float32": draw(st.booleans()) and dtype != torch.float64,
+        "mask_layout": draw(layout),
+        "mask_grad": floating and draw(st.booleans()),
+        "causal": draw(st.sampled_from([None, "upper_left", "bottom_right"])),
+        "window": draw(st.tuples(*[st.one_of(st.just(-1), st.integers(0, 80))] * 2)),
+        "scale": draw(st.sampled_from([None, None, 0.2, -0.3])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
+        "alibi": draw(st.sampled_from([None, None, "h", "bh"])),
+        "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.3])),
+        "layouts": draw(st.tuples(layout, layout, layout)),
+        "weights": weights,
+        "grads": ("out", "lse", "weights") if weights and draw(st.booleans()) else ("out", "lse"),
+        "grad_layout": draw(layout),
+    }
+    if mask == "one_key" and options["k_len"] == 0:
+        options["k_len"] = 1
+    return Case("random", **options)
+
+
+def _random_case(case: Case) -> None:
+    for target in NATIVE:
+        verdict = check(case, case.dtypes[0], target)
+        assert verdict.ok, (target, verdict.faults)
+
+
+@pytest.mark.complete
+@pytest.mark.skipif(not NATIVE, reason="no native core")
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(cases())
+def test_random_cases(case: Case) -> None:
+    _random_case(case)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="no native core")
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_many_random_cases(case: Case) -> None:
+    _random_case(case)
