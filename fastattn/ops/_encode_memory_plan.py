@@ -93,7 +93,9 @@ class PlannedEncoding(compat.SingleLevelFunction):
             models = (grad[:, None] if one_table else grad)[None]
             call = (tokens[None], factors, options, "cpu")
             found = encode_backward.resume(ctx, (models,), call)
-            found = [x if x is None else x[0, 0] if one_table else x[0] for x in found]
+            # Without a temporal table its gradient has no dimensions to drop.
+            needed = zip(found, (True, of_temporal), strict=True)
+            found = [(x[0, 0] if one_table else x[0]) if wanted else None for x, wanted in needed]
         grad_weight, grad_temporal = found
         return (
             grad_weight if of_weight else None,

@@ -204,10 +204,11 @@ class PlannedAttention(compat.SingleLevelFunction):
         options, record = ctx.options
         if of_mask:
             options = replace(options, needs_mask_grad=True)
-            record = ctx.core.AttentionOptions(options)
         query, key, value, mask, slopes, seed, out, lse, sinks, program = ctx.saved_tensors
         grads = (grad_out, grad_lse, grad_weights)
         if not torch.is_grad_enabled() and runs_eagerly(*grads):
+            if of_mask:
+                record = ctx.core.AttentionOptions(options)
             found = ctx.core.attention_backward(
                 record,
                 grad_out,

@@ -78,7 +78,7 @@ class _Memory(Patterns):
                 DTYPES[state.dtype],
                 stream,
                 self.sizes(state, most),
-                self.options.scale,
+                MemoryHopOptions(scale=self.options.scale),
                 self.operands(state, trace=trace, stats=stats, scores=room, taken=taken),
                 {"out": out.data_ptr(), "weights": 0},
             )
@@ -106,7 +106,7 @@ class _Memory(Patterns):
                 DTYPES[state.dtype],
                 stream,
                 self.sizes(state, most),
-                self.options.scale,
+                MemoryHopOptions(scale=self.options.scale),
                 self.operands(state, trace=trace, stats=stats, scores=room, taken=taken),
                 {
                     "grad_out": broadcast_operand(grad_out.unsqueeze(2)),
