@@ -1,5 +1,4 @@
-// The loop that measures a tile unit: products on registers only. The unit is a template argument,
-// so that a counting stand-in can run without AMX (tests/support/tile_unit.cpp).
+// The loop that measures a tile unit: products on registers only.
 #pragma once
 #include "../simd/tiles.h"
 
