@@ -71,7 +71,7 @@ void read_call(Call& p, const Options& options, py::handle query, py::handle key
   read_mask_program(biases.mask_program, p, p.steps);
 }
 
-// (out, lse or None, weights or None), new. Whoever needs no gradient may leave out lse.
+// (out, lse or None, weights or None), new. A call without a gradient needs no lse.
 py::tuple attention(const Options& options, py::handle query, py::handle key, py::handle value,
                     py::handle attn_mask, py::handle alibi_slopes, py::handle seed,
                     py::handle sinks, py::handle relative_bias, py::handle positions,

@@ -69,7 +69,7 @@ void read_rows_of_x(const TensorView& x, Encoding& p) {
 }
 
 // x * scale + PE(position): in `out`, a dense tensor of x's sizes and dtype, or in a new one for None.
-// positions: int64, broadcasts to [..., L]; None: offset + l. The columns are those of Sinusoids.
+// positions: int64, broadcasts to [..., L]; None: offset + l. The columns come from Sinusoids.
 py::object sinusoidal_encoding(const py::object& options, int64_t offset, py::handle x,
                                py::handle positions, py::handle frequency, py::handle phase,
                                py::handle pairs, py::object out) {

@@ -33,7 +33,7 @@ std::string text_of(const int64_t* sizes, size_t count) {
                         text_of(got.size, static_cast<size_t>(got.rank)));
 }
 
-// Whether the strides are exactly those of a new tensor; those of single elements count, too.
+// Whether a new tensor would have the same strides, dimensions of size 1 included.
 bool in_order(const TensorView& x) {
   int64_t expected = 1;
   for (int n = x.rank - 1; n >= 0; --n) {
