@@ -224,10 +224,6 @@ bool read_exact(py::handle from, TensorView* to) {
   return read(from.ptr(), to) && to->rank <= 4 && has_memory(*to);
 }
 
-bool read_tensor(py::handle from, TensorView* to) {
-  return read_exact(from, to) && to->dtype <= DType::boolean;
-}
-
 TensorView view_of(const char* name, py::handle from) {
   if (found.tensor == nullptr || !PyObject_TypeCheck(from.ptr(), found.tensor))
     throw py::type_error(std::string("fastattn: ") + name + " must be a tensor, got " +

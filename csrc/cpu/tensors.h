@@ -32,12 +32,10 @@ struct TensorView {
 bool use_torch(const pybind11::module_& torch, const pybind11::object& interface);
 
 // Whether `from` is a tensor (no subclass but torch.nn.Parameter) in the memory of the CPU, of at most
-// four dimensions and a dtype that the kernels have. Not if its address is below 4 GiB, which may be
+// four dimensions and a dtype that the core reads. Not if its address is below 4 GiB, which may be
 // the offset of a view whose storage was freed, unless it is empty. Sets no error.
-bool read_tensor(pybind11::handle from, TensorView* to);
-bool read_exact(pybind11::handle from, TensorView* to);  // of integers, too
-// The same for a tensor of any subclass, of integers and of five dimensions too. Otherwise the error names
-// the tensor.
+bool read_exact(pybind11::handle from, TensorView* to);
+// The same for a tensor of any subclass, and of five dimensions too. Otherwise the error names the tensor.
 TensorView view_of(const char* name, pybind11::handle from);
 Tensor4 operand_of(const TensorView& view);  // of four dimensions
 // 0 if one of these tensors (or None) is a lazy negation, which DLPack does not tell; else a number of
