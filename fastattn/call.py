@@ -10,15 +10,21 @@ a growing cache and batches of new sizes reuse a plan. A plan keeps no tensor al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastattn import dispatch, evidence
 from fastattn.compat import nothing_intercepts as may_plan
 
-__all__ = ["Plans", "may_plan"]
+__all__ = ["Plans", "may_plan", "only_viewed"]
 
 _MOST = 4096  # plans of one function
+
+
+def only_viewed(prepared: Sequence[Any], tensors: Sequence[Any]) -> bool:
+    """Whether the complete path made nothing but views of these tensors, or None."""
+    pairs = zip(prepared, tensors, strict=True)
+    return all(x is None or y.data_ptr() == x.data_ptr() for y, x in pairs)
 
 
 class Plans:

@@ -37,7 +37,7 @@ def keep(signature: bytes, tensors: tuple[Any, ...], call: tuple[Any, ...]) -> N
     if any(x is not tensor for x, tensor in zip(inputs, tensors, strict=False)):
         return
     if additive.choose(call) == "cpu":
-        requires_grad = any(x is not None and x.requires_grad for x in tensors)
+        requires_grad = compat.any_requires_grad(*tensors)
         _plans.keep(signature, Plan(options, requires_grad))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn import compat, dispatch
 from fastattn.autograd.decode import decode
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
-from fastattn.call import Plans, may_plan
+from fastattn.call import Plans, may_plan, only_viewed
 
 __all__ = ["find", "keep"]
 
@@ -47,10 +47,9 @@ def keep(
     indices = ((table, block_table), (entries, cache_batch_idx), (leftpad, cache_leftpad))
     if any(prepared is not tensor for prepared, tensor in indices):
         return  # converted from another dtype
-    for prepared, tensor in ((slopes, given_slopes), (sinks, given_sinks)):
-        if tensor is not None and prepared.data_ptr() != tensor.data_ptr():
-            return
-    if any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+    if not only_viewed((slopes, sinks), (given_slopes, given_sinks)):
+        return
+    if compat.any_requires_grad(*tensors):
         return
     chosen = {decode.choose(call)}
     if append is not None:

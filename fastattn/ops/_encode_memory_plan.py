@@ -10,7 +10,7 @@ from torch import Tensor
 from fastattn import compat, dispatch
 from fastattn.autograd.encode_memory import encode, encode_backward
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
-from fastattn.call import Plans, may_plan
+from fastattn.call import Plans, may_plan, only_viewed
 from fastattn.eager import runs_eagerly
 
 __all__ = ["find", "keep"]
@@ -32,11 +32,10 @@ def find(
 def keep(signature: bytes, tensors: tuple[Any, ...], call: tuple[Any, ...]) -> None:
     """Keep the plan of a call that the complete path prepared: tensors became ``call``."""
     tokens, weight, _, temporal, options = call
-    for after, before in zip((tokens, weight, temporal), tensors, strict=True):
-        if before is not None and after.data_ptr() != before.data_ptr():
-            return
+    if not only_viewed((tokens, weight, temporal), tensors):
+        return
     if encode.choose(call) == "cpu":
-        requires_grad = any(x is not None and x.requires_grad for x in tensors)
+        requires_grad = compat.any_requires_grad(*tensors)
         _plans.keep(signature, Plan(options, requires_grad))
 
 

@@ -19,7 +19,7 @@ from fastattn.backends.primitives import (
     HopfieldOptions,
     extended,
 )
-from fastattn.call import Plans, may_plan
+from fastattn.call import Plans, may_plan, only_viewed
 from fastattn.eager import runs_eagerly
 
 __all__ = ["by_kind", "find", "keep", "lifted", "lowered", "of_groups"]
@@ -57,16 +57,14 @@ def keep(
     options: HopfieldOptions = steps[-1]
     query, key, value, read_mask, *_, reads = reading
     values = stored if projection is None else projection
-    pairs = ((state, query), (stored, key), (values, value), (mask, read_mask))
-    for tensor, prepared in pairs:
-        if tensor is not None and prepared.data_ptr() != tensor.data_ptr():
-            return
+    if not only_viewed((query, key, value, read_mask), (state, stored, values, mask)):
+        return
     if options.crowded or _is_shared(stored) or (mask is not None and mask.requires_grad):
         return
     if dispatch.asks_torch_first(attention.name, state.dtype):
         return
     if hopfield_states.choose(steps) == "cpu" == attention.choose(reading):
-        requires_grad = any(x is not None and x.requires_grad for x in tensors)
+        requires_grad = compat.any_requires_grad(*tensors)
         by_head = options.together > 1
         _plans.keep(signature, Plan(options, reads, by_head, requires_grad, needs_steps))
 

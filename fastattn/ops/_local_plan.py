@@ -38,7 +38,7 @@ def keep(
 ) -> None:
     """Keep the plan of a call that the complete path prepared: tensors became ``call``."""
     if local_attention.choose(call) == "cpu":
-        requires_grad = any(x is not None and x.requires_grad for x in tensors)
+        requires_grad = compat.any_requires_grad(*tensors)
         _plans.keep(signature, Plan(call[-1], dropout_p, requires_grad, returns_weights))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn import compat, dispatch
 from fastattn.autograd.memory_hops import hop_attention, hop_attention_backward, share
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions, extended
-from fastattn.call import Plans, may_plan
+from fastattn.call import Plans, may_plan, only_viewed
 from fastattn.eager import runs_eagerly
 
 __all__ = ["find", "keep"]
@@ -35,11 +35,10 @@ def find(
 def keep(signature: bytes, tensors: tuple[Any, ...], call: tuple[Any, ...]) -> None:
     """Keep the plan of a call that the complete path prepared: tensors became ``call``."""
     *prepared, options = call
-    for after, before in zip(prepared, tensors, strict=True):
-        if before is not None and after.data_ptr() != before.data_ptr():
-            return
+    if not only_viewed(prepared, tensors):
+        return
     if hop_attention.choose(call) == "cpu":
-        requires_grad = any(x is not None and x.requires_grad for x in tensors)
+        requires_grad = compat.any_requires_grad(*tensors)
         shares = prepared[1] is not tensors[1] or prepared[2] is not tensors[2]
         _plans.keep(signature, Plan(options, requires_grad, shares))
 

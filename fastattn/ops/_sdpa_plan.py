@@ -12,7 +12,7 @@ from fastattn import compat, dispatch, masks
 from fastattn._seed import draw_seed
 from fastattn.autograd.sdpa import attention, attention_backward
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
-from fastattn.call import Plans, may_plan
+from fastattn.call import Plans, may_plan, only_viewed
 from fastattn.eager import runs_eagerly
 
 __all__ = ["find", "keep"]
@@ -50,9 +50,8 @@ def keep(
     query, key, value, mask, slopes, _, sinks, *_, options = call
     if query is not tensors[0] or key is not tensors[1] or value is not tensors[2]:
         return None
-    for prepared, tensor in zip((mask, slopes, sinks), tensors[3:], strict=True):
-        if tensor is not None and prepared.data_ptr() != tensor.data_ptr():
-            return None
+    if not only_viewed((mask, slopes, sinks), tensors[3:]):
+        return None
     if slopes is not None and slopes.requires_grad:
         return None
     backend = attention.choose(call)
@@ -60,7 +59,7 @@ def keep(
         backend = ""
     elif backend != "cpu":
         return None
-    requires_grad = any(x is not None and x.requires_grad for x in tensors)
+    requires_grad = compat.any_requires_grad(*tensors)
     plan = Plan(options, backend, bottom_right, requires_grad, returns_lse, returns_weights)
     _plans.keep(signature, plan)
     return plan

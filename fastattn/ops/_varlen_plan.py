@@ -11,7 +11,7 @@ from fastattn import compat, dispatch
 from fastattn._seed import draw_seed
 from fastattn.autograd.varlen import packed_attention, packed_attention_backward
 from fastattn.backends.primitives import VarlenOptions
-from fastattn.call import Plans, may_plan
+from fastattn.call import Plans, may_plan, only_viewed
 from fastattn.eager import runs_eagerly
 
 __all__ = ["find", "keep"]
@@ -40,13 +40,12 @@ def keep(
     query, key, value, _, _, slopes, _, sinks, *_, options = call
     if query is not tensors[0] or key is not tensors[1] or value is not tensors[2]:
         return
-    for prepared, tensor in zip((slopes, sinks), tensors[5:], strict=True):
-        if tensor is not None and prepared.data_ptr() != tensor.data_ptr():
-            return
+    if not only_viewed((slopes, sinks), tensors[5:]):
+        return
     if slopes is not None and slopes.requires_grad:
         return
     if packed_attention.choose(call) == "cpu":
-        requires_grad = any(x is not None and x.requires_grad for x in tensors)
+        requires_grad = compat.any_requires_grad(*tensors)
         _plans.keep(signature, Plan(options, requires_grad, returns_lse))
 
 
