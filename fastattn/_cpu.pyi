@@ -41,13 +41,9 @@ def additive_attention_backward(
     /,
 ) -> tuple[Tensor | None, ...]: ...
 
-# The options of attention as the core reads them: a plan reads them once.
-class AttentionOptions:
-    def __init__(self, record: primitives.AttentionOptions, /) -> None: ...
-
 # Attention reads its tensors and makes its results; (out, lse or None, weights or None).
 def attention(
-    options: AttentionOptions,
+    options: primitives.AttentionOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -64,7 +60,7 @@ def attention(
 
 # The gradients of query, key, value, attn_mask, sinks and relative_bias.
 def attention_backward(
-    options: AttentionOptions,
+    options: primitives.AttentionBackwardOptions,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,

@@ -40,6 +40,8 @@ class Shapes:
         self._multiples: list[tuple[str, str]] = []
         for item in filter(None, map(str.strip, declared.split(";"))):
             name, colon, shapes = item.partition(":")
+            if colon and name not in names:  # that of a result
+                continue
             if colon:
                 alternatives = tuple(map(_shape, shapes.split("/")))
                 self._shapes.append((names.index(name), name, alternatives))
@@ -60,6 +62,15 @@ class Shapes:
                     f"{self.op}: {whole} must be a multiple of {part}, got {known[whole]} and "
                     f"{known[part]}"
                 )
+
+    def lifted(self, tensors: Sequence[Any]) -> list[Any]:
+        """The tensors with the leading dimensions of size 1 that they lack."""
+        found = list(tensors)
+        for n, _, (shape, *others) in self._shapes:
+            x, rank = found[n], len(shape.sizes)
+            if x is not None and not others and not shape.leading and x.dim() < rank:
+                found[n] = x[(None,) * (rank - x.dim())]
+        return found
 
     def _refuse(
         self, name: str, x: Tensor, alternatives: Sequence[_Shape], known: Mapping[str, Any]

@@ -10,37 +10,130 @@ a growing cache and batches of new sizes reuse a plan. A plan keeps no tensor al
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fastattn import dispatch, evidence
-from fastattn.compat import nothing_intercepts as may_plan
+import torch
+from torch import Tensor
 
-__all__ = ["Plans", "may_plan", "only_viewed"]
+from fastattn import compat, dispatch, evidence
+from fastattn.compat import nothing_intercepts as may_plan
+from fastattn.library import Operator
+
+__all__ = ["Plan", "Plans", "only_viewed"]
 
 _MOST = 4096  # plans of one function
+_MOST_VALUES = 64  # of an option that a plan sets in each call
 
 
-def only_viewed(prepared: Sequence[Any], tensors: Sequence[Any]) -> bool:
-    """Whether the complete path made nothing but views of these tensors, or None."""
-    pairs = zip(prepared, tensors, strict=True)
-    return all(x is None or y.data_ptr() == x.data_ptr() for y, x in pairs)
+class Plan:
+    """How the calls of one signature run: an operator on the kernels of the CPU, and its options.
+
+    A plan takes the tensors in the order of the operator's schema. Leading dimensions of size 1 may
+    be missing.
+    """
+
+    __slots__ = ("_operator", "_records", "_skips", "kernel", "options", "requires_grad", "viewed")
+
+    def __init__(
+        self, operator: Operator, options: Any, requires_grad: bool, viewed: bool = False
+    ) -> None:
+        # Whether the complete path made views of the tensors of a call.
+        self.viewed = viewed
+        self._operator, self.options, self.requires_grad = operator, options, requires_grad
+        self._records: dict[Any, Any] = {}
+        self.kernel: Any = operator.primitive("cpu")
+        # Whether the kernel can leave out all results but the first.
+        self._skips = "only_first" in inspect.signature(self.kernel).parameters
+
+    def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
+        """The results of the operator."""
+        options = options or self.options
+        if self.requires_grad and torch.is_grad_enabled():
+            return self._operator.planned(*tensors, options)
+        return self.kernel(*tensors, options=options)
+
+    def first(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
+        """The first result of the operator; the others are made where the derivative needs them."""
+        options = options or self.options
+        if self.requires_grad and torch.is_grad_enabled():
+            return self._operator.planned_first(*tensors, options)
+        if self._skips:
+            return self.kernel(*tensors, options=options, only_first=True)
+        return self.kernel(*tensors, options=options)[0]
+
+    def with_option(self, name: str, value: Any) -> Any:
+        """The options with this value of one of them; a plan sets always the same one."""
+        record = self._records.get(value)
+        if record is None:
+            if len(self._records) >= _MOST_VALUES:
+                self._records.clear()
+            record = self._records[value] = replace(self.options, **{name: value})
+        return record
+
+
+class _ChoosingPlan(Plan):
+    """For calls of which PyTorch's kernel serves some, depending on values: each call chooses."""
+
+    __slots__ = ()
+
+    def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
+        return self._operator(*self._operator.lifted(tensors), options or self.options)
+
+    def first(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
+        return self.all(tensors, options)[0]
 
 
 class Plans:
     """The plans of one public function; all are dropped when the evidence changes.
 
-    A function asks :func:`may_plan` before anything else.
+    Of the first ``rows`` tensors of a call, heads and columns are in its signature.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 0) -> None:
+        self.rows = rows
         self._plans: dict[bytes | None, Any] = {}
-        self.get: Callable[[bytes | None], Any] = self._plans.get
-        # The signature of (tensors, rows, options), None if the call needs the general path.
-        self.sign: Callable[..., bytes | None] = self._load
+        self._get = self._plans.get
+        # The signature of (tensors, rows, options), None if the call needs the complete path.
+        self._sign: Callable[..., bytes | None] = self._load
         evidence.on_change(self._plans.clear)
 
-    def keep(self, signature: bytes, plan: Any) -> None:
+    def find(self, tensors: tuple[Any, ...], *options: Any) -> tuple[bytes | None, Any]:
+        """The signature and the plan of a call, None where it has none."""
+        if not may_plan():
+            return None, None
+        signature = self._sign(tensors, self.rows, (dispatch.forced.get(), options))
+        return signature, self._get(signature)
+
+    def keep(
+        self,
+        signature: bytes | None,
+        operator: Operator,
+        call: Sequence[Any],  # the operator's arguments
+        given: Sequence[Any],  # the tensors of the call that they were made from
+        inputs: Sequence[Any] = (),  # of the call; empty: those given
+    ) -> None:
+        """Keep the plan of a call that the complete path prepared.
+
+        A call has none if the complete path made more than views of its tensors, or if another
+        backend than the CPU's kernels serves it. In ``given``, None stands for a tensor that the
+        caller of the plan makes anew each time.
+        """
+        *tensors, options = call
+        if signature is None or not only_viewed(tensors, given) or operator.obstacles(call):
+            return
+        kind = Plan
+        if dispatch.asks_torch_first(operator.name, call[0].dtype):
+            kind = _ChoosingPlan
+        elif operator.choose(call) != "cpu":
+            return
+        requires_grad = compat.any_requires_grad(*(inputs or given))
+        viewed = any(y is not x for y, x in zip(tensors, given, strict=False))
+        self.set(signature, kind(operator, options, requires_grad, viewed))
+
+    def set(self, signature: bytes, plan: Any) -> None:
         while len(self._plans) >= _MOST:  # the oldest: a model has far fewer signatures
             self._plans.pop(next(iter(self._plans), None), None)
         self._plans[signature] = plan
@@ -49,5 +142,13 @@ class Plans:
         if not getattr(tensors[0], "is_cpu", False):  # loads nothing
             return None
         cpu = dispatch.load("cpu")
-        self.sign = getattr(cpu, "signature", lambda *call: None)
-        return self.sign(tensors, *args)
+        self._sign = getattr(cpu, "signature", lambda *call: None)
+        return self._sign(tensors, *args)
+
+
+def only_viewed(prepared: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Whether the complete path made nothing but views of these tensors; None stands for any."""
+    return all(
+        x is None or y is x or (y is not None and y.data_ptr() == x.data_ptr())
+        for y, x in zip(prepared, given, strict=False)
+    )

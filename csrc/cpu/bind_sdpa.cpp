@@ -36,7 +36,7 @@ void check_positions(const AttentionParams& p) {
                    int64_t{*queries.second} - *keys.first);
 }
 
-// The record of options, read once for all calls of a plan.
+// The record of options, read once: what was read is kept in the record.
 struct Options : AttentionOptions {
   bool needs_mask_grad = false, partial = false;  // of the backward pass
 
@@ -45,6 +45,17 @@ struct Options : AttentionOptions {
         field("needs_mask_grad", &Options::needs_mask_grad), field("partial", &Options::partial));
     read_attention_options(named(record), *this);
     if (py::hasattr(record, "partial")) named(record).read(*this, of_backward);
+  }
+
+  static py::object of(const py::object& record) {
+    static PyObject* const name = PyUnicode_InternFromString("core");
+    if (PyObject* kept = PyObject_GetAttr(record.ptr(), name))
+      return py::reinterpret_steal<py::object>(kept);
+    PyErr_Clear();
+    py::object made = py::cast(Options(record));
+    // Not by the record's own method: it is frozen.
+    if (PyObject_GenericSetAttr(record.ptr(), name, made.ptr()) != 0) throw py::error_already_set();
+    return made;
   }
 };
 
@@ -72,12 +83,13 @@ void read_call(Call& p, const Options& options, py::handle query, py::handle key
 }
 
 // (out, lse or None, weights or None), new. A call without a gradient needs no lse.
-py::tuple attention(const Options& options, py::handle query, py::handle key, py::handle value,
+py::tuple attention(const py::object& record, py::handle query, py::handle key, py::handle value,
                     py::handle attn_mask, py::handle alibi_slopes, py::handle seed,
                     py::handle sinks, py::handle relative_bias, py::handle positions,
                     py::handle mask_program, bool needs_lse) {
   Call p{};
-  read_call(p, options, query, key, value,
+  const py::object options = Options::of(record);
+  read_call(p, options.cast<const Options&>(), query, key, value,
             {attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program});
   const py::object out = new_rows(query, p.Dv, &p.out);
   py::object lse = py::none(), weights = py::none();
@@ -134,7 +146,7 @@ py::object new_grad_mask(Call& p, py::handle mask) {
 // The gradients, new: of query, key and value, and of attn_mask, sinks and relative_bias, or None
 // without them. That of the mask only where the options ask for it, in the type that sums it; that of
 // the table [B, Hq, relative_bias_size].
-py::tuple attention_backward(const Options& options, py::handle grad_out, py::handle grad_lse,
+py::tuple attention_backward(const py::object& record, py::handle grad_out, py::handle grad_lse,
                              py::handle grad_weights, py::handle query, py::handle key,
                              py::handle value, py::handle attn_mask, py::handle alibi_slopes,
                              py::handle seed, py::handle out, py::handle lse, py::handle sinks,
@@ -142,6 +154,8 @@ py::tuple attention_backward(const Options& options, py::handle grad_out, py::ha
                              py::handle mask_program) {
   static constexpr double kZero = 0;
   Call p{};
+  const py::object kept_options = Options::of(record);
+  const auto& options = kept_options.cast<const Options&>();
   read_call(p, options, query, key, value,
             {attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program});
   p.partial = options.partial;
@@ -186,7 +200,7 @@ py::tuple attention_backward(const Options& options, py::handle grad_out, py::ha
 }  // namespace
 
 void bind_sdpa(py::module_& m) {
-  py::class_<Options>(m, "AttentionOptions").def(py::init<const py::object&>());
+  py::class_<Options>(m, "AttentionOptions");
   m.def("attention", &attention);
   m.def("attention_backward", &attention_backward);
 }

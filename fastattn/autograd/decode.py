@@ -13,7 +13,6 @@ from fastattn._flops import attention_flops, count, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
-from fastattn.batching import one_by_one
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
@@ -27,12 +26,8 @@ def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> 
     )
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> Any:
+def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("decode_attention has no gradient: it is for inference")
-
-
-def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    return one_by_one(decode, info.batch_size, in_dims, args)
 
 
 def _flops(
@@ -64,11 +59,10 @@ decode = Operator(
     "Tensor? relative_bias, Tensor? mask_program, Tensor? cache_leftpad, "
     "Tensor? key_scales, Tensor? value_scales)",
     options=DecodeOptions,
-    returns=2,
+    results="out lse",
     fake=_fake,
-    setup_context=lambda ctx, args, results: None,
-    backward=_backward,
-    vmap=_vmap,
+    formula=_no_gradient,
+    folds=False,
     flops=_flops,
     shapes=(
         "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "

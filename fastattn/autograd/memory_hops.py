@@ -1,4 +1,4 @@
-"""Memory hops as an operator: saved tensors, derivative, batching rule, fake kernel."""
+"""Memory hops as a differentiable operator."""
 
 from __future__ import annotations
 
@@ -8,43 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._derivative import Derivative
 from fastattn._flops import attention_flops, product_flops
-from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions, extended
+from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
-__all__ = ["hop_attention", "hop_attention_backward", "share"]
-
-_TENSORS = (
-    "Tensor query, Tensor in_memory, Tensor? out_memory, Tensor? hop_proj, "
-    "Tensor? memory_mask, Tensor? memory_bias"
-)
-
-
-def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, ...]) -> None:
-    _, trace, stats, _ = results
-    ctx.mark_non_differentiable(trace, stats)
-    # The weights are not saved, so the saved tensors do not grow with the memory.
-    *tensors, ctx.options, ctx.backend = args
-    ctx.save_for_backward(*tensors, trace, stats)
-
-
-def _backward(
-    ctx: Any, grad_out: Tensor | None, _trace: None, _stats: None, grad_weights: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if not ctx.options.weights:  # ignore the gradient of the empty placeholder
-        grad_weights = None
-    if grad_out is None and grad_weights is None:
-        return (None,) * len(ctx.needs_input_grad)
-    query, in_memory, out_memory, hop_proj, _mask, bias, *_ = ctx.needs_input_grad
-    wanted = (query, in_memory, out_memory, hop_proj, bias)
-    needed = sum(1 << n for n, want in enumerate(wanted) if want)
-    options = extended(MemoryHopBackwardOptions, ctx.options, needed=needed)
-    seen = (*ctx.saved_tensors, options, ctx.backend)
-    grads = hop_attention_backward.resume(ctx, (grad_out, grad_weights), seen)
-    *kept, grad_bias = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-    return *kept, None, grad_bias, None, None
+__all__ = ["hop_attention", "share"]
 
 
 def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,40 +27,6 @@ def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor,
         query.new_empty((*lead, hops, 2), dtype=wide),
         query.new_empty((*lead, hops, in_memory.shape[-2]) if weights else (0,)),
     )
-
-
-def _fake_backward(
-    grad_out: Tensor | None, grad_weights: Tensor | None, *seen: Any
-) -> tuple[Tensor, ...]:
-    query, in_memory, out_memory, hop_proj, _, bias = seen[:6]
-    needed = seen[-1].needed
-    tensors = (query, in_memory, out_memory, hop_proj, bias)
-    return tuple(
-        x.new_empty(x.shape)
-        if x is not None and (n == 0 or needed >> n & 1)
-        else query.new_empty(0)
-        for n, x in enumerate(tensors)
-    )
-
-
-def _vmap(
-    info: Any, in_dims: Sequence[int | None], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch; loop if the projection is mapped (no batch)."""
-    n = info.batch_size
-    query, in_memory, out_memory, hop_proj, mask, bias, options, backend = args
-    if hop_proj is not None and in_dims[3] is not None:
-        return one_by_one(hop_attention, n, in_dims, args)
-    batch = size_of_batch(query, in_dims[0])
-    query, in_memory, out_memory, mask, bias = (
-        fold(x, in_dims[place], n, batch)
-        for place, x in ((0, query), (1, in_memory), (2, out_memory), (4, mask), (5, bias))
-    )
-    out, trace, stats, p = hop_attention.dispatched(
-        query, in_memory, out_memory, hop_proj, mask, bias, options, backend
-    )
-    p = unfold(p, n) if options.weights else p.expand(n, 0)
-    return (unfold(out, n), unfold(trace, n), unfold(stats, n), p), (0, 0, 0, 0)
 
 
 def _vmap_backward(
@@ -106,22 +43,12 @@ def _vmap_backward(
         for bit, place, x in ((1, 3, in_memory), (2, 4, out_memory), (4, 7, bias))
     ]
     if hop_proj is not None or not all(memories):
-        return one_by_one(hop_attention_backward, n, in_dims, args)
+        return one_by_one(hop_attention.backward, n, in_dims, args)
     folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
-    results = hop_attention_backward.dispatched(*folded, options, backend)
+    results = hop_attention.backward.dispatched(*folded, options, backend)
     given = (query, in_memory, out_memory, hop_proj, bias)
     pairs = zip(results, given, strict=True)
     return tuple(g.expand(n, 0) if x is None else unfold(g, n) for g, x in pairs), (0,) * 5
-
-
-_SHAPES = (
-    "query: B D / B Q D; in_memory: B|1 N D / B|1 * N D; out_memory: B|1 N D / B|1 * N D; "
-    "hop_proj: D D / * D D; memory_mask: B|1 Q|1 *|1 N|1; memory_bias: B|1 Q|1 *|1 N|1"
-)
-_GRADIENTS = (
-    "grad_out: B D / B Q D; grad_weights: B K N / B Q K N; trace: B * D / B Q * D; "
-    "stats: B K 2 / B Q K 2"
-)
 
 
 def _work(
@@ -132,48 +59,39 @@ def _work(
     return states * in_memory.shape[-2], 0 if hop_proj is None else states * query.shape[-1]
 
 
-def _flops(_: Any, query: Tensor, in_memory: Tensor, out_memory: Any, *rest: Any) -> int:
-    of_rows, of_projection = _work(query, in_memory, rest[0], rest[-1])
-    return attention_flops(of_rows, 1, 1) + product_flops(of_projection)
-
-
-def _flops_backward(
+def _flops(
     _: Any,
-    grad_out: Tensor | None,
-    grad_weights: Tensor | None,
     query: Tensor,
     in_memory: Tensor,
     out_memory: Any,
+    hop_proj: Tensor | None,
     *rest: Any,
+    backward: bool = False,
 ) -> int:
-    of_rows, of_projection = _work(query, in_memory, rest[0], rest[-1])
-    backward = attention_flops(of_rows, 1, 1, backward=True)
-    return backward + product_flops(of_projection, backward=True)
+    of_rows, of_projection = _work(query, in_memory, hop_proj, rest[-1])
+    products = product_flops(of_projection, backward=backward)
+    return attention_flops(of_rows, 1, 1, backward=backward) + products
 
 
 hop_attention = Operator(
-    f"memory_hop_attention({_TENSORS})",
+    "memory_hop_attention(Tensor query, Tensor in_memory, Tensor? out_memory, Tensor? hop_proj, "
+    "Tensor? memory_mask, Tensor? memory_bias)",
     options=MemoryHopOptions,
-    returns=4,
+    results="out trace stats weights",
     fake=_fake,
-    setup_context=_save,
-    backward=_backward,
-    vmap=_vmap,
+    derivative=Derivative(
+        grads="out weights",
+        # Not the weights: what is saved does not grow with the memory.
+        reads="query in_memory out_memory hop_proj memory_mask memory_bias trace stats",
+        gives="query in_memory out_memory hop_proj memory_bias",
+        options=MemoryHopBackwardOptions,
+        vmap=_vmap_backward,
+    ),
     flops=_flops,
-    shapes=_SHAPES,
-    checked_by=("cpu",),
-)
-
-hop_attention_backward = Operator(
-    "memory_hop_attention_backward(Tensor? grad_out, Tensor? grad_weights, "
-    f"{_TENSORS}, Tensor trace, Tensor stats)",
-    options=MemoryHopBackwardOptions,
-    returns=5,
-    fake=_fake_backward,
-    vmap=_vmap_backward,
-    flops=_flops_backward,
-    shapes=f"{_SHAPES}; {_GRADIENTS}",
-    recomputed=("trace", "stats"),
+    shapes="query: B D / B Q D; in_memory: B|1 N D / B|1 * N D; out_memory: B|1 N D / B|1 * N D; "
+    "hop_proj: D D / * D D; memory_mask: B|1 Q|1 *|1 N|1; memory_bias: B|1 Q|1 *|1 N|1; "
+    "out: B D / B Q D; trace: B * D / B Q * D; stats: B K 2 / B Q K 2; "
+    "weights: B K N / B Q K N",
     checked_by=("cpu",),
 )
 

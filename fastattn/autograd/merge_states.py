@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._derivative import Derivative
+from fastattn.backends.primitives import NoOptions
 from fastattn.library import Operator
 
 __all__ = ["merge_states"]
@@ -15,20 +17,6 @@ __all__ = ["merge_states"]
 
 def _fake(out_a: Tensor, lse_a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out_a), torch.empty_like(lse_a)
-
-
-def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
-    *states, ctx.options, ctx.backend = args
-    ctx.save_for_backward(*states)
-
-
-def _backward(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad_out is None and grad_lse is None:
-        return (None,) * len(ctx.needs_input_grad)
-    seen = (*ctx.saved_tensors, ctx.options, ctx.backend)
-    return *merge_states_backward.resume(ctx, (grad_out, grad_lse), seen), None, None
 
 
 def _fake_backward(
@@ -47,7 +35,7 @@ def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, An
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     *tensors, options, backend = args
     lifted = _in_front(info.batch_size, in_dims, tensors)
-    return merge_states_backward.dispatched(*lifted, options, backend), (0,) * 4
+    return merge_states.backward.dispatched(*lifted, options, backend), (0,) * 4
 
 
 def _in_front(n: int, dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Tensor | None]:
@@ -58,34 +46,20 @@ def _in_front(n: int, dims: Sequence[int | None], tensors: Sequence[Any]) -> lis
     ]
 
 
-_STATES = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b"
-
-_SHAPES = "out_a: ... L Dv; lse_a: ... L; out_b: ... L Dv; lse_b: ... L"
-
-
-def _flops(_: Any, out_a: Tensor, *rest: Any) -> int:
-    return 4 * out_a.numel()
-
-
-def _flops_backward(_: Any, grad_out: Any, grad_lse: Any, out_a: Tensor, *rest: Any) -> int:
-    return 8 * out_a.numel()
-
-
 merge_states = Operator(
-    f"merge_states({_STATES})",
-    returns=2,
+    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)",
+    results="out lse",
     fake=_fake,
-    setup_context=_save,
-    backward=_backward,
+    derivative=Derivative(
+        grads="out lse",
+        reads="out_a lse_a out_b lse_b",
+        gives="out_a lse_a out_b lse_b",
+        options=NoOptions,
+        fake=_fake_backward,
+        vmap=_vmap_backward,
+    ),
     vmap=_vmap,
-    flops=_flops,
-    shapes=_SHAPES,
-)
-merge_states_backward = Operator(
-    f"merge_states_backward(Tensor? grad_out, Tensor? grad_lse, {_STATES})",
-    returns=4,
-    fake=_fake_backward,
-    vmap=_vmap_backward,
-    flops=_flops_backward,
-    shapes=f"{_SHAPES}; grad_out: ... L Dv; grad_lse: ... L",
+    flops=lambda _, out_a, *rest, backward=False: (8 if backward else 4) * out_a.numel(),
+    shapes="out_a: ... L Dv; lse_a: ... L; out_b: ... L Dv; lse_b: ... L; "
+    "out: ... L Dv; lse: ... L",
 )

@@ -14,18 +14,6 @@ from fastattn.library import Operator
 __all__ = ["encode_positions"]
 
 
-def _save(ctx: Any, args: Sequence[Any], result: Tensor) -> None:
-    _, _, options, _ = args
-    ctx.scale = options.scale
-
-
-def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dx = scale * grad; nothing else is differentiable."""
-    if grad is not None and ctx.scale != 1.0:
-        grad = grad * ctx.scale
-    return grad, *(None for _ in ctx.needs_input_grad[1:])
-
-
 def _vmap(
     info: Any, in_dims: Sequence[int | None], x: Tensor, positions: Tensor | None, *options: Any
 ) -> tuple[Tensor, int]:
@@ -41,11 +29,9 @@ def _vmap(
 encode_positions = Operator(
     "sinusoidal_encoding(Tensor x, Tensor? positions)",
     options=SinusoidalOptions,
-    returns=1,
     fake=lambda x, *rest: torch.empty_like(x),
-    setup_context=_save,
-    backward=_backward,
+    formula=lambda options, grad: grad if options.scale == 1.0 else grad * options.scale,
     vmap=_vmap,
-    flops=lambda results, x, *rest: 2 * x.numel(),  # the scale, and the sum
+    flops=lambda _, x, *rest: 2 * x.numel(),  # the scale, and the sum
     shapes="x: ... L D",
 )

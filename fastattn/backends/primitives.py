@@ -44,7 +44,7 @@ __all__ = [
     "with_default",
 ]
 
-Record = TypeVar("Record")
+Made = TypeVar("Made")
 
 # The weights to return: none, one matrix a head, their mean over the heads.
 Weights = Literal[0, 1, 2]
@@ -54,8 +54,18 @@ DerivedInt = Annotated[int, "None until the call runs"]
 Constant = Annotated[int, "never a symbol of the compiler"]
 
 
+class Record:
+    """Options, and what was derived from them: a plan uses one record in every call."""
+
+    # As the CPU's core reads them, and those of the backward pass.
+    __slots__ = ("core", "of_backward")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+
 @dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(Record):
     """Options of attention. For query i and key j of one sequence, d = i + offset - j."""
 
     scale: Derived  # factor of the scores; None: 1 / sqrt(D)
@@ -81,7 +91,7 @@ class AttentionBackwardOptions(AttentionOptions):
 
 
 @dataclass(frozen=True)
-class VarlenOptions:
+class VarlenOptions(Record):
     """Options of attention over packed sequences; positions count within a sequence.
 
     Those that attention has too mean the same there.
@@ -96,7 +106,7 @@ class VarlenOptions:
 
 
 @dataclass(frozen=True)
-class DecodeOptions:
+class DecodeOptions(Record):
     """Options of attention to a cache; the last query is at the last key."""
 
     scale: Derived
@@ -123,7 +133,7 @@ def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class AppendOptions:
+class AppendOptions(Record):
     """Options of appending to a cache."""
 
     # The columns of rotated pair r: 2 r and 2 r + 1, or else r and r + R / 2, of R rotated ones.
@@ -131,7 +141,7 @@ class AppendOptions:
 
 
 @dataclass(frozen=True)
-class AdditiveOptions:
+class AdditiveOptions(Record):
     """Options of additive attention."""
 
     causal: bool = False  # key j is visible to query i for j <= i
@@ -145,7 +155,7 @@ class AdditiveBackwardOptions(AdditiveOptions):
 
 
 @dataclass(frozen=True)
-class LocalOptions:
+class LocalOptions(Record):
     """Options of local attention."""
 
     reach: int = 1  # D: a query sees the keys within this distance of its position
@@ -159,7 +169,7 @@ class LocalOptions:
 
 
 @dataclass(frozen=True)
-class MemoryHopOptions:
+class MemoryHopOptions(Record):
     """Options of memory hops."""
 
     hops: int = 1
@@ -176,7 +186,7 @@ class MemoryHopBackwardOptions(MemoryHopOptions):
 
 
 @dataclass(frozen=True)
-class HopfieldOptions:
+class HopfieldOptions(Record):
     """Options of Hopfield retrieval."""
 
     scale: float = 1.0
@@ -193,21 +203,21 @@ class HopfieldBackwardOptions(HopfieldOptions):
 
 
 @dataclass(frozen=True)
-class EncodeMemoryOptions:
+class EncodeMemoryOptions(Record):
     """Options of sentences as memories."""
 
     padding_idx: Constant | None = None  # the token without an embedding
 
 
 @dataclass(frozen=True)
-class EncodeMemoryBackwardOptions:
+class EncodeMemoryBackwardOptions(Record):
     rows: int = 0  # of the embedding table
     temporal: bool = False  # whether there are temporal rows
     padding_idx: Constant | None = None
 
 
 @dataclass(frozen=True)
-class SinusoidalOptions:
+class SinusoidalOptions(Record):
     """Options of the sinusoidal encoding."""
 
     offset: int = 0  # the position of the first row
@@ -218,7 +228,7 @@ class SinusoidalOptions:
 
 
 @dataclass(frozen=True)
-class NoOptions:
+class NoOptions(Record):
     """The options of a primitive that takes tensors only."""
 
 
@@ -270,6 +280,6 @@ def with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any],
     )
 
 
-def extended(record: type[Record], options: Any, **more: Any) -> Record:
+def extended(record: type[Made], options: Any, **more: Any) -> Made:
     """The options of a forward pass as those of its backward pass."""
-    return record(**{**vars(options), **more})
+    return record(**vars(options), **more)

@@ -15,8 +15,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.compat import stock_attention
 from fastattn.integrations._registration import lock
-from fastattn.ops._sdpa_plan import find, keep
-from fastattn.ops.sdpa import prepare
+from fastattn.ops.sdpa import keep, planned, plans, prepare
 
 __all__ = ["Activation", "activate"]
 
@@ -106,8 +105,9 @@ def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return stock
 
 
-# window, softcap, causal_alignment, return_lse, need_weights, average_weights
-_DEFAULTS = (None, None, "upper_left", False, False, False)
+# No mask of fastattn.masks, and window, softcap, causal_alignment, return_lse, need_weights,
+# average_weights.
+_NO_MASK, _DEFAULTS = True, (None, None, "upper_left", False, False, False)
 
 
 def _attend(
@@ -137,9 +137,11 @@ def _attend(
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
     tensors = (query, key, value, attn_mask, None, None)
-    signature, plan = find(tensors, None, dropout_p, is_causal, scale, enable_gqa, *_DEFAULTS)
+    signature, plan = plans.find(
+        tensors, _NO_MASK, dropout_p, is_causal, scale, enable_gqa, *_DEFAULTS
+    )
     if plan is not None:
-        out: Tensor = plan.run(*tensors, None)
+        out: Tensor = planned(plan, *tensors)
         return out
     if any(0 in x.shape[:-2] for x in (query, key, value)):
         return None  # PyTorch's result then has the heads of query, without broadcasting
@@ -151,8 +153,6 @@ def _attend(
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None  # checks only: PyTorch accepts the call, or raises its own error
-    if signature is not None and (plan := keep(signature, tensors, call)) is not None:
-        first: Tensor = plan.run(*tensors, None)
-        return first
+    keep(signature, tensors, operator, call)
     result: Tensor = folding.restore(operator(*checks.with_seed(operator, call, None))[0])
     return result

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.call import may_plan
+from fastattn.compat import nothing_intercepts
 from fastattn.eager import LOW
 from fastattn.nn._linear import _WIDE_DTYPES, rule
 
@@ -73,7 +73,7 @@ def self_attention(
         or not module._qkv_same_embed_dim  # changed by the user: PyTorch raises an error
         or type(w_in) not in _PLAIN
         or type(w_out) not in _PLAIN
-        or not may_plan()
+        or not nothing_intercepts()
         or dispatch.forced.get() not in _BACKENDS
         or not _are_exact(x, key_padding_mask)
     ):

@@ -19,36 +19,22 @@ from fastattn.backends.primitives import (
     HopfieldOptions,
     extended,
 )
-from fastattn.call import Plans, may_plan, only_viewed
+from fastattn.call import only_viewed
 from fastattn.eager import runs_eagerly
 
-__all__ = ["by_kind", "find", "keep", "lifted", "lowered", "of_groups"]
+__all__ = ["by_kind", "lifted", "lowered", "of_groups", "plan_of"]
 
-_plans = Plans()
-_ROWS = 3  # state, stored and projection: their heads and columns are in the signature
 _FEW_STEPS = 4  # whose states are kept, so that the backward pass need not take them again
 _MOST_LENGTHS = 64
 
 
-def find(tensors: tuple[Any, ...], *options: Any) -> tuple[bytes | None, Plan | None]:
-    """The signature and the plan of a call, None where it has none.
-
-    ``tensors`` are state, stored, projection and attn_mask.
-    """
-    if not may_plan():
-        return None, None
-    signature = _plans.sign(tensors, _ROWS, (dispatch.forced.get(), *options))
-    return signature, _plans.get(signature)
-
-
-def keep(
-    signature: bytes,
+def plan_of(
     tensors: tuple[Any, ...],
     steps: tuple[Any, ...],  # the arguments of the operator of the steps
     reading: tuple[Any, ...],  # those of the attention that reads the patterns at the end
     needs_steps: bool,
-) -> None:
-    """Keep the plan of a call that the complete path prepared.
+) -> Plan | None:
+    """The plan of a call that the complete path prepared.
 
     A call whose patterns are cast, scaled or shared by the batch has none. Neither has one whose
     mask requires a gradient.
@@ -58,15 +44,15 @@ def keep(
     query, key, value, read_mask, *_, reads = reading
     values = stored if projection is None else projection
     if not only_viewed((query, key, value, read_mask), (state, stored, values, mask)):
-        return
+        return None
     if options.crowded or _is_shared(stored) or (mask is not None and mask.requires_grad):
-        return
+        return None
     if dispatch.asks_torch_first(attention.name, state.dtype):
-        return
-    if hopfield_states.choose(steps) == "cpu" == attention.choose(reading):
-        requires_grad = compat.any_requires_grad(*tensors)
-        by_head = options.together > 1
-        _plans.keep(signature, Plan(options, reads, by_head, requires_grad, needs_steps))
+        return None
+    if not hopfield_states.choose(steps) == "cpu" == attention.choose(reading):
+        return None
+    requires_grad = compat.any_requires_grad(*tensors)
+    return Plan(options, reads, options.together > 1, requires_grad, needs_steps)
 
 
 class Plan:
@@ -79,7 +65,6 @@ class Plan:
         "needs_steps",
         "options",
         "reading",
-        "record",
         "requires_grad",
         "returns_more",
     )
@@ -95,9 +80,8 @@ class Plan:
         backend: Any = dispatch.load("cpu")
         self.core: Any = backend._cpu
         self.options = options
-        # As the backward pass takes them, so that it need not convert them; and as the core does.
-        self.reading = extended(AttentionBackwardOptions, reading)
-        self.record: Any = self.core.AttentionOptions(self.reading)
+        # As the backward pass takes them, so that it need not convert them.
+        self.reading = extended(AttentionBackwardOptions, reading, needs_mask_grad=False)
         # The options for each number of queries that stop together.
         self.lengths: dict[int, HopfieldOptions] | None = {} if by_head else None
         unrolls = options.grad == "unroll" and options.together == 1
@@ -150,7 +134,7 @@ class Plan:
         """The attention of the final states: out, lse, weights."""
         value = stored if projection is None else projection
         biases = (mask, None, seed, None, None, None, None)
-        found: Any = self.core.attention(self.record, xi, stored, value, *biases, needs_lse)
+        found: Any = self.core.attention(self.reading, xi, stored, value, *biases, needs_lse)
         return found
 
     def _of_length(self, queries: int) -> HopfieldOptions:
@@ -225,7 +209,7 @@ def _derived(
     core, options = ctx.plan.core, ctx.options
     value = stored if projection is None else projection
     grad_xi, grad_stored, grad_value, *_ = core.attention_backward(
-        ctx.plan.record,
+        ctx.plan.reading,
         *(grad_out, None, grad_weights),
         *(xi, stored, value, mask, None, seed, out, lse, None, None, None, None),
     )

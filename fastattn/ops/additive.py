@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._seed import draw_seed
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
+from fastattn.call import Plans
 from fastattn.checks import (
     as_stored_mask,
     autocast,
@@ -19,11 +21,11 @@ from fastattn.checks import (
     with_seed,
 )
 from fastattn.library import Operator
-from fastattn.ops._additive_plan import combined, find, keep
 
 __all__ = ["additive_attention"]
 
 _NAME = "additive_attention"
+plans = Plans()
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -94,12 +96,15 @@ def additive_attention(
         (torch.Size([2, 5, 3]), torch.Size([2, 5, 7]))
     """
     tensors = (query, key, value, v, bias, attn_mask, key_padding_mask)
-    signature, plan = find(tensors, dropout_p, is_causal, need_weights)
+    signature, plan = plans.find(tensors, dropout_p, is_causal, need_weights)
     if plan is not None:
-        return plan.run(*tensors)
+        mask = _combined(attn_mask, key_padding_mask)
+        seed = draw_seed(query.device) if dropout_p else None
+        run = plan.all if need_weights else plan.first
+        return run((query, key, value, v, bias, mask, seed))
     operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
-    if signature is not None:
-        keep(signature, tensors, call)
+    if query is call[0]:  # a query without a batch has no plan
+        plans.keep(signature, operator, call, tensors[:5], tensors)
     out, weights = operator(*with_seed(operator, call, None))
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
@@ -209,7 +214,7 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
         if not batched:
             padding = padding[None]
     if attn_mask is None:
-        return combined(None, padding)
+        return _combined(None, padding)
     attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
     if isinstance(attn_mask, Tensor):
         attn_mask = autocast_bias(attn_mask)
@@ -220,7 +225,22 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
             f"{_NAME}: attn_mask must be broadcastable to the scores {tuple(scores)}, "
             f"got {_shape(attn_mask)}"
         )
-    return combined(attn_mask, padding)
+    return _combined(attn_mask, padding)
+
+
+def _combined(attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """The mask [B|1, Tq|1, Tk|1] of both: True or finite takes part. ``padding`` is [B, Tk]."""
+    if padding is not None:
+        padding = padding[:, None]
+    if attn_mask is None:
+        return None if padding is None else ~padding
+    if attn_mask.dim() < 3:
+        attn_mask = attn_mask[(None,) * (3 - attn_mask.dim())]
+    if padding is None:
+        return attn_mask
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & ~padding
+    return torch.where(padding, float("-inf"), attn_mask)
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtype]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from fastattn.autograd.decode import decode
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
+from fastattn.call import Plan, Plans
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._decode_plan import find, keep
 from fastattn.ops._quantised import check_memory, check_rotated, check_scales
 from fastattn.ops._relative_bias import fold_distances, largest
 from fastattn.ops._rotary import check_rotary
@@ -23,6 +24,8 @@ from fastattn.ops._rotary import check_rotary
 __all__ = ["decode_attention"]
 
 _OP = "decode_attention"
+plans = Plans(rows=3)
+_NOT_ROTATED = AppendOptions()
 _LAYOUTS = {"bhnd": "[B, H, N, D]", "bnhd": "[B, N, H, D]"}
 
 
@@ -155,11 +158,14 @@ def decode_attention(
     signature = None
     if all([x is None for x in others]) and rotary_positions is None:  # noqa: C419  (faster)
         flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
-        signature, plan = find(tensors, *flags)
+        kind, signed = None, tensors
+        if type(cache_seqlens) is int:  # it changes from call to call: checked each time
+            kind, signed = "int", (*tensors[:3], None, *tensors[4:])
+        signature, plan = plans.find(signed, kind, *flags)
         if plan is not None:
-            results = plan.run(*tensors)
-            if results is not None:
-                return results
+            # The complete path names a wrong value.
+            with contextlib.suppress(ValueError):
+                return _planned(plan, *tensors, layout == "bnhd", return_lse)
     operator, args, append = prepare(
         query,
         key_cache,
@@ -188,7 +194,7 @@ def decode_attention(
         return_lse=return_lse,
     )
     if signature is not None:
-        keep(signature, tensors, args, append, layout == "bnhd", return_lse)
+        _keep(signature, tensors, args, append)
     if append is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
@@ -198,6 +204,72 @@ def decode_attention(
         args = args if rotated is None else (rotated, *args[1:])
     out, lse = operator(*args)
     out = out.transpose(1, 2) if layout == "bnhd" else out
+    if not return_lse:
+        return out
+    return out, lse if out.dtype is torch.float64 else lse.float()
+
+
+def _keep(
+    signature: bytes, given: tuple[Any, ...], args: tuple[Any, ...], append: tuple[Any, ...] | None
+) -> None:
+    """Keep the plan of a call that the complete path prepared."""
+    query, key_cache, value_cache, _, _, _, *indices, slopes, sinks = given
+    table, entries, leftpad = indices
+    if compat.any_requires_grad(*given):
+        return
+    if append is not None:
+        if entries is not None:  # whether it names an entry twice is asked each time
+            return
+        if dispatch.choose("append_to_cache", *append) != "cpu":
+            return
+    biases = (slopes, sinks, None, None, leftpad)
+    plans.keep(
+        signature, decode, args, (query, key_cache, value_cache, None, table, entries, *biases)
+    )
+
+
+def _planned(
+    plan: Plan,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    is_transposed: bool,
+    return_lse: bool,
+) -> Any:
+    """The results of a call by its plan."""
+    if is_transposed:
+        query, key_cache, value_cache = (x.transpose(1, 2) for x in (query, key_cache, value_cache))
+    if isinstance(cache_seqlens, Tensor):
+        lengths = cache_seqlens.to(torch.int64)
+    else:
+        pages = 1 if block_table is None else block_table.shape[1]
+        length = key_cache.shape[2] * pages if cache_seqlens is None else cache_seqlens
+        # One beyond int64 is wrong, too.
+        length = min(max(length, -1), 2**62)
+        lengths = torch.full((query.shape[0],), length, dtype=torch.int64, device="cpu")
+    where = (block_table, cache_batch_idx)
+    if key is not None and value is not None:
+        if 0 in key_cache.stride() or 0 in value_cache.stride():
+            check_memory(key_cache=key_cache, value_cache=value_cache)
+        if is_transposed:
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        new = (key_cache, value_cache, key, value, lengths, *where)
+        cpu: Any = dispatch.load("cpu")
+        cpu.append_to_cache(*new, *(None,) * 6, cache_leftpad, options=_NOT_ROTATED)
+        torch.autograd.graph.increment_version((key_cache, value_cache))
+        lengths = lengths + key.shape[2]
+    slopes, sinks = (x[None] if x is not None and x.dim() == 1 else x for x in (slopes, sinks))
+    biases = (slopes, sinks, None, None, cache_leftpad)
+    out, lse = plan.all((query, key_cache, value_cache, lengths, *where, *biases))
+    out = out.transpose(1, 2) if is_transposed else out
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()

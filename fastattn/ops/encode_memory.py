@@ -10,14 +10,15 @@ from torch import Tensor
 
 from fastattn.autograd.encode_memory import encode
 from fastattn.backends.primitives import EncodeMemoryOptions
+from fastattn.call import Plans
 from fastattn.checks import check_dense, check_int64
 from fastattn.eager import nothing_watches
 from fastattn.library import Operator
-from fastattn.ops._encode_memory_plan import find, keep
 from fastattn.ops._sparse_rows import used_rows
 
 __all__ = ["encode_memory", "encoding_factors"]
 
+plans = Plans()
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
 ENCODINGS = ("position", "centered", "bow")
@@ -79,9 +80,11 @@ def encode_memory(
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
     tensors = (tokens, weight, temporal)
-    signature, plan = find(tensors, encoding, padding_idx, sparse)
+    signature, plan = plans.find(tensors, encoding, padding_idx, sparse)
     if plan is not None:
-        return plan.run(*tensors, _factors(encoding, tokens.shape[-1], weight))
+        factors = _factors(encoding, tokens.shape[-1], weight)
+        memory: Tensor = plan.all((tokens, weight, factors, temporal))
+        return memory
     operator, arguments = prepare(
         tokens,
         weight,
@@ -90,8 +93,7 @@ def encode_memory(
         padding_idx=padding_idx,
         sparse=sparse,
     )
-    if signature is not None:
-        keep(signature, tensors, arguments)
+    plans.keep(signature, operator, arguments, (tokens, weight, None, temporal))
     out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
 

@@ -12,6 +12,7 @@ from fastattn import compat
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
+from fastattn.call import Plans
 from fastattn.checks import (
     as_stored_mask,
     autocast,
@@ -22,11 +23,12 @@ from fastattn.checks import (
 )
 from fastattn.library import Operator
 from fastattn.ops import sdpa
-from fastattn.ops._hopfield_plan import by_kind, find, keep, lifted, lowered, of_groups
+from fastattn.ops._hopfield_plan import by_kind, lifted, lowered, of_groups, plan_of
 
 __all__ = ["hopfield_retrieve"]
 
 _NAME = "hopfield_retrieve"
+plans = Plans(rows=3)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _STOPS = ("query", "head")
 _GRADS = ("unroll", "implicit", "one_step")
@@ -109,7 +111,7 @@ def hopfield_retrieve(
     """
     tensors = (state, stored, projection, attn_mask)
     limits = (update_steps_max, update_steps_eps, stop, grad)
-    signature, plan = find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
+    signature, plan = plans.find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
     if plan is not None:
         planned = plan.run(*tensors)
         if planned is not None:
@@ -120,7 +122,8 @@ def hopfield_retrieve(
         arguments, back = primitive(call)
         if signature is not None:
             reading = _reading(call, dropout_p, need_weights)
-            keep(signature, tensors, arguments, reading[1], need_steps)
+            if (plan := plan_of(tensors, arguments, reading[1], need_steps)) is not None:
+                plans.set(signature, plan)
         xi, taken, _ = hopfield_states(*arguments)
         xi = back(xi)
         taken = back(taken) if need_steps else None

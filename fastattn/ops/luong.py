@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattn.autograd.local_attention import local_attention
 from fastattn.backends._lost import nan_where_lost
 from fastattn.backends.primitives import LocalOptions
+from fastattn.call import Plans
 from fastattn.checks import (
     autocast,
     check_dense,
@@ -18,13 +19,13 @@ from fastattn.checks import (
     check_int64,
     expands_to,
 )
-from fastattn.ops._local_plan import find, keep
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["luong_attention"]
 
 _NAME = "luong_attention"
+plans = Plans()
 _METHODS = ("dot", "general", "concat")
 _WINDOWS = ("global", "local-m", "local-p")
 
@@ -95,7 +96,7 @@ def luong_attention(
     given = (query, key, value, weight, positions, key_padding_mask)
     signature, plan = None, None
     if positions is not None:
-        signature, plan = find(given, method, window, D, dropout_p, need_weights)
+        signature, plan = plans.find(given, method, window, D, dropout_p, need_weights)
     if plan is None:
         _check(query, key, value, method, window, D, positions, key_padding_mask)
     query, key, v = _project(query, key, method, weight)
@@ -115,18 +116,19 @@ def luong_attention(
             options = LocalOptions(reach=D, bell=has_bell)
             dropped = check_dropout(_NAME, dropout_p)
         else:
-            options, dropped = plan.options, plan.dropout_p
+            options, dropped = plan.options, dropout_p
         kept = None
         if dropped > 0:
             ones = p.new_ones(batch, queries, options.rows(keys))
             kept = torch.nn.functional.dropout(ones, dropped)
         call = (query, key, value, center, key_padding_mask, kept)
         if plan is None:
-            if signature is not None:
-                keep(signature, given, (*call, options), dropped, need_weights)
+            plans.keep(signature, local_attention, (*call, options), (), given)
             out, near = local_attention(*call, options)
+        elif need_weights:
+            out, near = plan.all(call)
         else:
-            out, near = plan.run(*call)
+            out = plan.first(call)
         if not need_weights:
             return out
         seen, at, bell = _window(p, keys, D, window)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fastattn.autograd.memory_hops import hop_attention, share
 from fastattn.backends.primitives import MemoryHopOptions
+from fastattn.call import Plans
 from fastattn.checks import autocast, autocast_bias, check_dense
 from fastattn.library import Operator
-from fastattn.ops._memory_hops_plan import find, keep
 
 __all__ = ["memory_hop_attention"]
 
 _NAME = "memory_hop_attention"
+plans = Plans()
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ACTIVATIONS = ("none", "relu", "tanh", "sigmoid")
 _NORMALIZATIONS = ("softmax", "none")
@@ -97,11 +98,21 @@ def memory_hop_attention(
         torch.Size([2, 2, 3])
     """
     tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
-    signature, plan = find(tensors, (hops, activation, normalize, scale, need_weights))
+    signature, plan = plans.find(tensors, hops, activation, normalize, scale, need_weights)
     if plan is not None:
-        results = plan.run(*tensors)
-        if results is not None:
-            return results
+        call: tuple[Tensor | None, ...] = tensors
+        if plan.viewed:
+            memories = (x if x is None else share(x) for x in tensors[1:3])
+            of_hops = (x if x is None else _of_four_dimensions(x, query) for x in tensors[4:])
+            call = (query, *memories, hop_proj, *of_hops)
+        try:
+            if not need_weights:
+                return plan.first(call)
+            u, _, _, weights = plan.all(call)
+        except ValueError:
+            pass  # the complete path names a wrong size
+        else:
+            return u, weights
     operator, arguments = prepare(
         query,
         in_memory,
@@ -115,8 +126,7 @@ def memory_hop_attention(
         scale=scale,
         need_weights=need_weights,
     )
-    if signature is not None:
-        keep(signature, tensors, arguments)
+    plans.keep(signature, operator, arguments, tensors)
     out, _, _, weights = operator(*arguments)
     if query.shape[-1] == 0:
         out = out[..., :0]
@@ -264,13 +274,10 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
         raise ValueError(f"{_NAME}: {name} is on {x.device}, but query is on {query.device}")
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]
     given = x
-    if x.ndim == 1:
-        x = x.reshape(*(1 for _ in batch), 1, x.shape[0])
-    elif x.ndim == 2:
-        x = x.reshape(x.shape[0], *(1 for _ in batch[1:]), 1, x.shape[1])
-    elif x.ndim == len(batch) + 1:
-        x = x.unsqueeze(-2)
-    if x.ndim != len(batch) + 2 or not _expands_to(x.shape, (*batch, hops, rows)):
+    if 1 <= x.ndim <= len(batch) + 2:
+        x = _of_four_dimensions(x, query)
+    four = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
+    if x.ndim != 4 or given.ndim > len(batch) + 2 or not _expands_to(x.shape, four):
         names = "[N], [B, N] or [B, K, N]"
         if len(batch) == 2:
             names = "[N], [B, N], [B, Q, N] or [B, Q, K, N]"
@@ -279,7 +286,16 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
             f"{_NAME}: {name} must be {names} with {sizes} (or 1 for any of them), "
             f"got shape {_shape(given)}"
         )
-    return x if len(batch) == 2 else x.unsqueeze(1)
+    return x
+
+
+def _of_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
+    """A mask or a bias as [B|1, Q|1, K|1, N|1]."""
+    if x.dim() == 4:
+        return x
+    if x.dim() == 3:
+        return x.unsqueeze(2 if query.dim() == 3 else 1)
+    return x[:, None, None] if x.dim() == 2 else x[None, None, None]
 
 
 def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:

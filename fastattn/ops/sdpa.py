@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat, masks
+from fastattn._seed import draw_seed
 from fastattn.autograd.sdpa import attention, default_scale
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
+from fastattn.call import Plan, Plans
 from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops._relative_bias import fold_relative_bias
-from fastattn.ops._sdpa_plan import find, keep
 
 __all__ = ["scaled_dot_product_attention"]
 
 _NAME = "scaled_dot_product_attention"
+plans = Plans(rows=3)
 
 
 def scaled_dot_product_attention(
@@ -167,9 +169,9 @@ def scaled_dot_product_attention(
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
     signature = None
     if relative_bias is None and generator is None:
-        signature, plan = find(
+        signature, plan = plans.find(
             tensors,
-            mask,
+            mask is None,
             dropout_p,
             is_causal,
             scale,
@@ -182,7 +184,7 @@ def scaled_dot_product_attention(
             average_weights,
         )
         if plan is not None:
-            return plan.run(*tensors, mask)
+            return planned(plan, *tensors, mask, causal_alignment, return_lse, need_weights)
     given = arguments.Arguments(
         query,
         key,
@@ -205,11 +207,7 @@ def scaled_dot_product_attention(
         average_weights,
     )
     operator, call, folding = _prepared(given)
-    if signature is not None:
-        bottom_right = causal_alignment == "bottom_right"
-        plan = keep(signature, tensors, call, bottom_right, return_lse, need_weights)
-        if plan is not None:
-            return plan.run(*tensors, mask)
+    keep(signature, tensors, operator, call)
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
     out = folding.restore(out)
@@ -221,6 +219,47 @@ def scaled_dot_product_attention(
     if need_weights:
         results.append(folding.restore(weights[0], has_head=not average_weights))
     return tuple(results)
+
+
+def keep(
+    signature: bytes | None, given: tuple[Any, ...], operator: Operator, call: tuple[Any, ...]
+) -> None:
+    """Keep the plan of a call, unless its dimensions were folded or its heads repeated."""
+    if signature is not None and all(x is y for x, y in zip(call, given[:3], strict=False)):
+        plans.keep(signature, operator, call, (*given[:5], None, given[5]))
+
+
+def planned(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    mask: masks.Mask | None = None,
+    causal_alignment: str = "upper_left",
+    return_lse: bool = False,
+    need_weights: bool = False,
+) -> Any:
+    """The results of a call by its plan."""
+    options, program, seed = plan.options, None, None
+    if causal_alignment == "bottom_right":
+        options = plan.with_option("offset", key.shape[2] - query.shape[2])
+    if attn_mask is not None and attn_mask.requires_grad:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if mask is not None:
+        program = masks.program(_NAME, mask, query, key.shape[2], options.offset)
+    if options.dropout_p:
+        seed = draw_seed(query.device)
+    tensors = (query, key, value, attn_mask, slopes, seed, sinks, None, None, program)
+    if not return_lse and not need_weights:
+        return plan.first(tensors, options)
+    out, lse, weights = plan.all(tensors, options)
+    if not return_lse:
+        return out, weights
+    lse = lse if query.dtype is torch.float64 else lse.float()
+    return (out, lse, weights) if need_weights else (out, lse)
 
 
 def prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
+from fastattn.call import Plan, Plans
 from fastattn.checks import check_dense, check_int64, expands_to
 from fastattn.library import Operator
-from fastattn.ops._sinusoidal_plan import find, keep
 from fastattn.sinusoids import LAYOUTS
 
 __all__ = ["sinusoidal_encoding", "sinusoidal_table"]
 
+plans = Plans()
+# Up to so many elements, writing them twice takes less time than a function of autograd in Python.
+_FEW_ELEMENTS = 32768
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -73,10 +77,13 @@ def sinusoidal_encoding(
         ValueError: an unknown layout, shapes that do not broadcast, ``max_timescale`` below 1, both
             ``offset`` and ``positions``, or tensors on different devices.
     """
-    options = (layout, max_timescale, scale, padding_idx)
-    signature, plan = find(x, offset, positions, options)
-    if plan is not None:
-        return plan.run(x, offset, positions)
+    signature = None
+    # Any offset has the same plan.
+    if type(offset) is int and -(2**62) <= offset < 2**62 and (positions is None or not offset):
+        tensors = (x, positions)
+        signature, plan = plans.find(tensors, layout, max_timescale, scale, padding_idx)
+        if plan is not None:
+            return _planned(plan, x, offset, positions)
     operator, arguments = prepare(
         x,
         offset=offset,
@@ -86,9 +93,22 @@ def sinusoidal_encoding(
         scale=scale,
         padding_idx=padding_idx,
     )
-    if signature is not None:
-        keep(signature, positions, arguments)
+    plans.keep(signature, operator, arguments, (x, positions))
     return operator(*arguments)
+
+
+def _planned(plan: Plan, x: Tensor, offset: int, positions: Tensor | None) -> Tensor:
+    """The result of a call by its plan."""
+    options, out = plan.options, None
+    if plan.requires_grad and torch.is_grad_enabled():
+        if x.numel() > _FEW_ELEMENTS:
+            encoded: Tensor = encode_positions(x, positions, replace(options, offset=offset))
+            return encoded
+        # d out / d x = scale is the derivative of this product, whose node PyTorch makes and runs
+        # in C++. The kernel writes the result over its values, which no derivative reads.
+        out = x * options.scale
+    result: Tensor = plan.kernel(x, positions, options=options, offset=offset, out=out)
+    return result
 
 
 def sinusoidal_table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from typing import Any
 
@@ -9,18 +10,21 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat, masks
+from fastattn._seed import draw_seed
 from fastattn.autograd.sdpa import default_scale
 from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.bias import T5
+from fastattn.call import Plan, Plans
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._relative_bias import fold_distances, largest
-from fastattn.ops._varlen_plan import find, keep
 
 __all__ = ["varlen_attention"]
 
 _OP = "varlen_attention"
+plans = Plans(rows=3)
+_LENGTHS = (int, type(None))  # their values are checked in each call
 
 
 def varlen_attention(
@@ -113,13 +117,20 @@ def varlen_attention(
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     longest = (max_seqlen_q, max_seqlen_k)
     signature = None
-    if relative_bias is None and mask is None and generator is None:
-        flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
-        signature, plan = find(tensors, longest, *flags)
+    if (
+        relative_bias is None
+        and mask is None
+        and generator is None
+        and type(max_seqlen_q) in _LENGTHS
+        and type(max_seqlen_k) in _LENGTHS
+    ):
+        signature, plan = plans.find(
+            tensors, dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse
+        )
         if plan is not None:
-            results = plan.run(*tensors, longest)
-            if results is not None:
-                return results
+            # The complete path names a wrong value.
+            with contextlib.suppress(ValueError):
+                return _planned(plan, *tensors, longest, return_lse)
     operator, call = prepare(
         query,
         key,
@@ -141,11 +152,35 @@ def varlen_attention(
         generator=generator,
         return_lse=return_lse,
     )
-    if signature is not None:
-        keep(signature, tensors, call, return_lse)
+    if call[0] is query and call[1] is key and call[2] is value:
+        plans.keep(signature, operator, call, (*tensors[:3], None, None, alibi_slopes, None, sinks))
     out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out
+    return out, lse if out.dtype is torch.float64 else lse.float()
+
+
+def _planned(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    longest: tuple[int | None, int | None],
+    return_lse: bool,
+) -> Any:
+    """The results of a call by its plan."""
+    if longest != (None, None):
+        for of, starts, most in (("q", q_starts, longest[0]), ("k", k_starts, longest[1])):
+            _check_values(of, starts.tolist(), most, None)
+    seed = draw_seed(query.device) if plan.options.dropout_p else None
+    tensors = (query, key, value, q_starts, k_starts, slopes, seed, sinks, None, None)
+    if not return_lse:
+        return plan.first(tensors)
+    out, lse = plan.all(tensors)
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 

@@ -28,14 +28,6 @@ KEPT = 4096  # addresses
 SERVER = Path(__file__).with_name("core_server.py")
 
 
-@dataclasses.dataclass
-class _Native:
-    """An object of the core: the name of its type, and the record that it is made from."""
-
-    kind: str
-    record: Any
-
-
 class RemoteCore(types.ModuleType):
     """``fastattn._cpu`` whose functions run in ``command``, a Python that can import it from
     ``folder``.
@@ -77,8 +69,6 @@ class RemoteCore(types.ModuleType):
         if name in ("use_torch", "use_rules", "signature") or name.startswith("plain_"):
             # The other process has its own, and its calls take the general path.
             return lambda *args: None
-        if name[0].isupper():  # a type of the core: the other process makes one for each call
-            return lambda record: _Native(name, record)
         return functools.partial(self._call, name)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -117,8 +107,6 @@ class RemoteCore(types.ModuleType):
             dtype = str(value.dtype).removeprefix("torch.")
             place = value.data_ptr() - start
             return ("tensor", number, place, dtype, tuple(value.shape), value.stride())
-        if isinstance(value, _Native):
-            return ("native", value.kind, self._portable(value.record, regions))
         if isinstance(value, dict):
             return {name: self._portable(item, regions) for name, item in value.items()}
         if isinstance(value, tuple):

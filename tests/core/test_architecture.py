@@ -16,7 +16,7 @@ FLOORS = (
     "backends._precision",
     "evidence backends",
     "dispatch batching",
-    "explanation",
+    "explanation _derivative",
     "call library",
     "autograd",
     "checks masks",

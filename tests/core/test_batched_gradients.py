@@ -25,8 +25,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 
 import fastattn
-from fastattn.autograd.memory_hops import hop_attention_backward
-from fastattn.autograd.sdpa import attention_backward
+from fastattn.autograd.memory_hops import hop_attention
+from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import (
     AttentionBackwardOptions,
     AttentionOptions,
@@ -219,10 +219,10 @@ def test_jacobians(name: str) -> None:
 
 
 FOLDED = {
-    "sdpa-plain": (attention_backward, (10, 2, 3, 5)),
-    "sdpa-bias-of-each": (attention_backward, (10, 2, 3, 5)),
-    "hops-plain": (hop_attention_backward, (10, 3)),
-    "hops-stack-masked": (hop_attention_backward, (10, 3)),
+    "sdpa-plain": (attention.backward, (10, 2, 3, 5)),
+    "sdpa-bias-of-each": (attention.backward, (10, 2, 3, 5)),
+    "hops-plain": (hop_attention.backward, (10, 3)),
+    "hops-stack-masked": (hop_attention.backward, (10, 3)),
 }
 
 

@@ -25,7 +25,7 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, SinusoidalOptions
 from fastattn.call import Plans
 from fastattn.explanation import explanation
-from fastattn.ops import _sdpa_plan
+from fastattn.ops import sdpa
 
 attention = fastattn.scaled_dot_product_attention
 OP = "scaled_dot_product_attention"
@@ -58,7 +58,7 @@ def replace_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def replace(backend: ModuleType | str) -> Any:
         load = dispatch.load.__wrapped__
         monkeypatch.setattr(dispatch, "load", lambda n: backend if n == "cpu" else load(n))
-        monkeypatch.setattr(_sdpa_plan, "_plans", Plans())
+        monkeypatch.setattr(sdpa, "plans", Plans(rows=3))
         dispatch._warn_once.cache_clear()
         return backend
 

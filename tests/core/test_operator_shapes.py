@@ -49,7 +49,7 @@ def tensors_of(count: int, shapes: dict[int, list[tuple[str, int]]]) -> list[Ten
 @pytest.mark.parametrize("name", list(OPERATORS))
 def test_every_size_must_agree(name: str, ranks: int) -> None:
     shapes = OPERATORS[name]._shapes
-    count = len(OPERATORS[name]._names)
+    count = len(OPERATORS[name].names)
     dims = valid(shapes, ranks)
     shapes.check(tensors_of(count, dims))
     uses = [size for of in dims.values() for size in {name for name, _ in of}]
@@ -69,7 +69,7 @@ def test_every_tensor_of_several_dimensions_has_a_shape() -> None:
     free = {"mask_program", "seed", "positions"}
     for name, operator in OPERATORS.items():
         declared = {tensor for _, tensor, _ in operator._shapes._shapes}
-        assert set(operator._names) - declared <= free, name
+        assert set(operator.names) - declared <= free, name
 
 
 def test_the_message_names_the_tensor_and_the_sizes() -> None:
@@ -94,7 +94,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float64)
 @pytest.mark.parametrize("name", list(OPERATORS))
 def test_every_dtype_must_fit(name: str, own: torch.dtype) -> None:
     operator = OPERATORS[name]
-    names, dtypes = operator._names, operator._dtypes
+    names, dtypes = operator.names, operator._dtypes
 
     def tensors(**others: torch.dtype) -> list[Tensor]:
         made = dict.fromkeys(names, own)

@@ -24,8 +24,9 @@ def _attend(options: Any) -> None:
 
 
 def test_a_missing_field_is_an_error_that_names_it() -> None:
-    options = SimpleNamespace(**vars(AttentionOptions(scale=1.0)))
-    _attend(options)
+    fields = vars(AttentionOptions(scale=1.0))
+    _attend(SimpleNamespace(**fields))
+    options = SimpleNamespace(**fields)
     del options.softcap
     with pytest.raises(TypeError, match=r"fastattn\._cpu: softcap of .*SimpleNamespace is missing"):
         _attend(options)

@@ -18,7 +18,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from fastattn.compat import stock_attention
 from fastattn.integrations.torch import activate
-from fastattn.ops._sdpa_plan import find
+from fastattn.ops.sdpa import plans
 
 (OP,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
 
@@ -84,13 +84,13 @@ def _scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def test_inference_mode_is_served(active: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, find = [], plans.find
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         return find(*args)
 
-    monkeypatch.setattr("fastattn.integrations.torch.find", counted)
+    monkeypatch.setattr(plans, "find", counted)
     q, k, v = make(2, 2, 5, 8, requires_grad=False)
     with torch.inference_mode():
         out = attend(q, k, v)

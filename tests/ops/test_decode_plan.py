@@ -6,25 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from planned import count, fresh
 from torch import Tensor
 
 import fastattn
 from fastattn import decode_attention as attend
 from fastattn.call import Plans
-from fastattn.ops import _decode_plan
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
 
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    fresh = Plans()
-    monkeypatch.setattr(_decode_plan, "_plans", fresh)
-    return fresh
-
-
-def count(plans: Plans) -> int:
-    return len(plans._plans)
+    return fresh(monkeypatch, "decode")
 
 
 SLOPES, SINKS = torch.rand(4), torch.randn(4)

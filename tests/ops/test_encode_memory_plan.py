@@ -8,32 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from planned import count, fresh
 from torch import Tensor
 
 import fastattn
 from fastattn import encode_memory as encode
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 from fastattn.call import Plans
-from fastattn.ops import _encode_memory_plan
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
 
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    fresh = Plans()
-    monkeypatch.setattr(_encode_memory_plan, "_plans", fresh)
-    return fresh
-
-
-def count(plans: Plans) -> int:
-    return len(plans._plans)
+    return fresh(monkeypatch, "encode_memory")
 
 
 def complete(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     """The results without plans."""
     with monkeypatch.context() as patch:
-        patch.setattr(_encode_memory_plan, "may_plan", lambda: False)
+        patch.setattr("fastattn.call.may_plan", lambda: False)
         return run()
 
 

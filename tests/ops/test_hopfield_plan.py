@@ -7,25 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from planned import count, fresh
 from torch import Tensor
 
 import fastattn
 from fastattn import hopfield_retrieve as retrieve
 from fastattn.call import Plans
-from fastattn.ops import _hopfield_plan
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
 
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    fresh = Plans()
-    monkeypatch.setattr(_hopfield_plan, "_plans", fresh)
-    return fresh
-
-
-def count(plans: Plans) -> int:
-    return len(plans._plans)
+    return fresh(monkeypatch, "hopfield")
 
 
 def patterns(queries: int = 5, projected: bool = False, **options: Any) -> list[Tensor]:
@@ -94,7 +88,7 @@ def check_all_ways(
     hit = all_results(tensors, options)
     assert count(plans) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(_hopfield_plan, "may_plan", lambda: False)
+        patch.setattr("fastattn.call.may_plan", lambda: False)
         complete = all_results(tensors, options)
     last = len(complete) - 1 if complete[0].requires_grad else None
     for results in (miss, hit):
@@ -223,7 +217,7 @@ def test_patterns_that_the_batch_shares_leave_the_plan(
     out = retrieve(state, shared, update_steps_max=2)
     assert count(plans) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(_hopfield_plan, "may_plan", lambda: False)
+        patch.setattr("fastattn.call.may_plan", lambda: False)
         assert torch.equal(out, retrieve(state, shared, update_steps_max=2))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.autograd.local_attention import local_attention, local_attention_backward
+from fastattn.autograd.local_attention import local_attention
 from fastattn.backends import primitives
 from fastattn.backends.primitives import LocalOptions
 from fastattn.testing import Target, targets
@@ -139,7 +139,7 @@ def test_opcheck(factored: bool) -> None:
     constants = [None if x is None else x.detach() for x in args]
     out, weights = local_attention.op(*constants, *values, "")
     given = (torch.ones_like(out), torch.ones_like(weights))
-    torch.library.opcheck(local_attention_backward.op, (*given, *constants, weights, *values, ""))
+    torch.library.opcheck(local_attention.backward.op, (*given, *constants, weights, *values, ""))
 
 
 def test_compiles(backend: str) -> None:

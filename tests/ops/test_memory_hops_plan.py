@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from planned import count, fresh
 from torch import Tensor
 
 import fastattn
 from fastattn import memory_hop_attention as hop
 from fastattn.call import Plans
-from fastattn.ops import _memory_hops_plan
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
 
@@ -23,19 +23,13 @@ HOPS = 3
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    fresh = Plans()
-    monkeypatch.setattr(_memory_hops_plan, "_plans", fresh)
-    return fresh
-
-
-def count(plans: Plans) -> int:
-    return len(plans._plans)
+    return fresh(monkeypatch, "memory_hops")
 
 
 def complete(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     """The results without plans."""
     with monkeypatch.context() as patch:
-        patch.setattr(_memory_hops_plan, "may_plan", lambda: False)
+        patch.setattr("fastattn.call.may_plan", lambda: False)
         return run()
 
 

@@ -18,7 +18,7 @@ import fastattn
 from fastattn import dispatch
 from fastattn.backends import reference
 from fastattn.call import Plans
-from fastattn.ops import _sdpa_plan
+from fastattn.ops import sdpa
 
 attention = fastattn.scaled_dot_product_attention
 
@@ -137,7 +137,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
         monkeypatch.setattr(cpu.sdpa, "_cpu", Forbidden())
         monkeypatch.setattr(cpu, "_cpu", Forbidden())  # which new plans call
     monkeypatch.setattr(reference, "attend", Forbidden())
-    monkeypatch.setattr(_sdpa_plan, "_plans", Plans())  # none of other tests
+    monkeypatch.setattr(sdpa, "plans", Plans(rows=3))  # none of other tests
     state = torch.get_rng_state()
     with pytest.raises(Exception) as caught:
         attention(*args, **kwargs)

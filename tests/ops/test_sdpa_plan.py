@@ -13,26 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from planned import count, fresh
 from torch import Tensor
 
 import fastattn
 from fastattn import evidence, masks
 from fastattn import scaled_dot_product_attention as attend
 from fastattn.call import Plans
-from fastattn.ops import _sdpa_plan
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
 
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    fresh = Plans()
-    monkeypatch.setattr(_sdpa_plan, "_plans", fresh)
-    return fresh
-
-
-def count(plans: Plans) -> int:
-    return len(plans._plans)
+    return fresh(monkeypatch, "sdpa")
 
 
 def qkv(k_len: int = 9, kv_heads: int = 4, width: int = 8, **options: Any) -> list[Tensor]:
@@ -92,14 +86,14 @@ def test_a_hit_has_the_bits_of_the_complete_path(
     for grouped in (False, True):
         tensors = qkv(kv_heads=2 if grouped else 4, dtype=dtype)
         tensors = [x.requires_grad_() for x in tensors]
-        call = {**options, "enable_gqa": grouped}
-        miss = all_results(tensors, call)
+        arguments = {**options, "enable_gqa": grouped}
+        miss = all_results(tensors, arguments)
         kept = count(plans)
-        hit = all_results(tensors, call)
+        hit = all_results(tensors, arguments)
         assert count(plans) == kept > 0
         with monkeypatch.context() as patch:
-            patch.setattr(_sdpa_plan, "may_plan", lambda: False)
-            complete = all_results(tensors, call)
+            patch.setattr("fastattn.call.may_plan", lambda: False)
+            complete = all_results(tensors, arguments)
         for results in (miss, hit):
             for got, want in zip(results, complete, strict=True):
                 assert torch.equal(got, want)
@@ -246,7 +240,7 @@ def test_plans_are_bounded_and_keep_no_tensor(
     assert all(ref() is None for ref in gone)
 
 
-def test_threads_share_plans() -> None:
+def test_threads_share_plans(plans: Plans) -> None:
     tensors = [[x.requires_grad_() for x in qkv(k_len=n)] for n in (9, 10, 11, 12)]
     wanted = [all_results(t, {"is_causal": True}) for t in tensors]
     wrong = []
@@ -254,7 +248,7 @@ def test_threads_share_plans() -> None:
     def work(n: int) -> None:
         for step in range(40):
             if step % 10 == n % 10:
-                _sdpa_plan._plans._plans.clear()
+                plans._plans.clear()
             out = attend(*tensors[(n + step) % 4], is_causal=True)
             if not torch.equal(out, wanted[(n + step) % 4][0]):
                 wrong.append((n, step))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from planned import count, fresh
 from torch import Tensor
 
 import fastattn
 from fastattn import sinusoidal_encoding as encode
 from fastattn.call import Plans
-from fastattn.ops import _sinusoidal_plan
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -35,13 +35,7 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    fresh = Plans()
-    monkeypatch.setattr(_sinusoidal_plan, "_plans", fresh)
-    return fresh
-
-
-def count(plans: Plans) -> int:
-    return len(plans._plans)
+    return fresh(monkeypatch, "sinusoidal")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -72,7 +66,7 @@ def test_a_hit_has_the_bits_of_the_complete_path(
     miss, hit = run(), run()
     assert count(plans) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(_sinusoidal_plan, "may_plan", lambda: False)
+        patch.setattr("fastattn.call.may_plan", lambda: False)
         complete = run()
     for results in (miss, hit):
         for got, want in zip(results, complete, strict=True):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from planned import count, fresh
 from torch import Tensor
 
 import fastattn
 from fastattn import varlen_attention as attend
 from fastattn.call import Plans
-from fastattn.ops import _varlen_plan
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
 STARTS = torch.tensor([0, 5, 5, 12]), torch.tensor([0, 9, 13, 13])
@@ -19,13 +19,7 @@ STARTS = torch.tensor([0, 5, 5, 12]), torch.tensor([0, 9, 13, 13])
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    fresh = Plans()
-    monkeypatch.setattr(_varlen_plan, "_plans", fresh)
-    return fresh
-
-
-def count(plans: Plans) -> int:
-    return len(plans._plans)
+    return fresh(monkeypatch, "varlen")
 
 
 def packed(q_rows: int = 14, k_rows: int = 15, width: int = 8, **options: Any) -> list[Tensor]:
@@ -83,7 +77,7 @@ def test_a_hit_has_the_bits_of_the_complete_path(
     hit = all_results(*call)
     assert count(plans) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(_varlen_plan, "may_plan", lambda: False)
+        patch.setattr("fastattn.call.may_plan", lambda: False)
         complete = all_results(*call)
     for results in (miss, hit):
         for got, want in zip(results, complete, strict=True):

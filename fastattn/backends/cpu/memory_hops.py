@@ -22,10 +22,12 @@ def memory_hop_attention(
     memory_bias: Tensor | None,  # [B|1, Q|1, K|1, N|1]
     *,
     options: MemoryHopOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
+    only_first: bool = False,
+) -> Any:
+    """Return ``(out, trace, stats, weights)``, or out alone; see ``docs/design.md``."""
     memories, others = (in_memory, out_memory), (hop_proj, memory_mask, memory_bias)
-    return _cpu.memory_hops(options, query, *memories, *others, 1)
+    results = _cpu.memory_hops(options, query, *memories, *others, not only_first)
+    return results[0] if only_first else results
 
 
 def memory_hop_attention_backward(
@@ -38,7 +40,7 @@ def memory_hop_attention_backward(
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
     trace: Tensor,
-    stats: Tensor | None,  # None: trace is one array of both, as plans keep them
+    stats: Tensor,
     *,
     options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:

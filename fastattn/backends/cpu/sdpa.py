@@ -26,13 +26,26 @@ def scaled_dot_product_attention(
     mask_program: Tensor | None = None,  # [size] int32
     *,
     options: AttentionOptions,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ``(out, lse, weights or None)``, see ``docs/design.md``."""
+    only_first: bool = False,
+) -> Any:
+    """Return ``(out, lse, weights or None)``, or out alone; see ``docs/design.md``."""
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
-    results: Any = _cpu.attention(_cpu.AttentionOptions(options), query, key, value, *biases, True)
-    return results
+    results: Any = _cpu.attention(
+        options,
+        query,
+        key,
+        value,
+        attn_mask,
+        alibi_slopes,
+        seed,
+        sinks,
+        relative_bias,
+        positions,
+        mask_program,
+        not only_first,
+    )
+    return results[0] if only_first else results
 
 
 def scaled_dot_product_attention_backward(
@@ -58,7 +71,7 @@ def scaled_dot_product_attention_backward(
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
     grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table = _cpu.attention_backward(
-        _cpu.AttentionOptions(options),
+        options,
         grad_out,
         grad_lse,
         grad_weights,
