@@ -35,11 +35,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -48,6 +46,7 @@ from torch import Tensor
 from fastattn import _flops, compat, dispatch
 from fastattn._derivative import Derivative, fold_batches
 from fastattn._dtypes import Dtypes
+from fastattn._gradient import Gradient
 from fastattn._shapes import Shapes
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
@@ -111,7 +110,7 @@ class Operator:
         self.results = results.split()
         self.returns = len(self.results)
         self._tensors = len(self.names)
-        self._options = options
+        self.options = options
         self._opaque = [self.names.index(name) for name in opaque]
         self._recomputed = {self.names.index(name) for name in recomputed}
         reasons = {**_NOT_IN_ONNX, **(not_in_onnx or {})}
@@ -124,14 +123,12 @@ class Operator:
         self._shapes = Shapes(self.name, shapes, self.names)
         self._dtypes = Dtypes(self.name, self.names)
 
-        self._derivative, self._formula = derivative, formula
-        self._placeholders = [n for n, x in enumerate(self.results) if hasattr(options, x)]
-        self._save, self._take, self._arrange = self._by_places()
         if derivative is not None:
             self.backward = derivative.operator_of(self)
-        self.with_gradient = self._function(self.run, eager=True)
-        self.planned, self.planned_first = map(self._function_of_plans, (False, True))
-        self._traced = self._function(self._below_autograd, eager=False)
+        self._gradient = Gradient(self, derivative, formula)
+        self.with_gradient = self._gradient.function(self.run, eager=True)
+        self.planned, self.planned_first = map(self._gradient.function_of_plans, (False, True))
+        self._traced = self._gradient.function(self._below_autograd, eager=False)
         arguments = ", ".join(filter(None, (tensors, schema_of(options), "str backend")))
         returned = ", ".join(["Tensor"] * self.returns)
         returned = f"({returned})" if self.returns > 1 else returned
@@ -141,7 +138,7 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Call with the tensors in the order of the schema, then the options or none (defaults)."""
         if len(args) == self._tensors:
-            args = (*args, self._options())
+            args = (*args, self.options())
         if not runs_eagerly(*args[: self._tensors]):
             if compat.exports_onnx():
                 return self._exported(*args)
@@ -173,7 +170,7 @@ class Operator:
     def _recorded(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Convert the dispatcher's arguments: collect the options in a record again."""
         n = self._tensors
-        return *args[:n], self._options(*args[n:-1]), args[-1]
+        return *args[:n], self.options(*args[n:-1]), args[-1]
 
     def resume(self, ctx: Any, given: Sequence[Any], seen: Sequence[Any]) -> Any:
         """Call a backward operator with the gradients, the forward's arguments, and its backend."""
@@ -360,143 +357,18 @@ class Operator:
         return self.obstacles(args)
 
     def _set_up_publicly(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.eager = False
-        self._keep_for_backward(ctx, self._recorded(inputs), output)
+        self._gradient.keep(ctx, self._recorded(inputs), output, eager=False)
 
     def _backward_publicly(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = self._tensors
-        return *self._derive(ctx, *grads)[:n], *[None] * (len(ctx.needs_input_grad) - n)
+        return *self._gradient.derive(ctx, *grads)[:n], *[None] * (len(ctx.needs_input_grad) - n)
 
     def _through_reference(self, *args: Any) -> Any:
         tensors, options = self._primitive(args)
         results = self._completed(dispatch.run_reference(self.name, tensors, options))
         return results if self.returns == 1 else _without_none(results, tensors)
 
-    # -- the gradient ------------------------------------------------------------------------------
-
-    def _by_places(self) -> tuple[Any, Any, Any]:
-        """What a backward pass gets and gives, by places in the arguments and results.
-
-        Functions of C that pick from a tuple: the tensors to save, from all tensors and results;
-        the gradients that the derivative takes, from those of all results; the gradients of the
-        arguments but the backend, from those that it gives and None.
-        """
-        self._flags: Any = None
-        if self._derivative is None:
-            everything = itemgetter(slice(None))
-            return itemgetter(slice(0 if self._formula else self._tensors)), everything, everything
-        grads, reads, gives = (
-            getattr(self._derivative, names).split() for names in ("grads", "reads", "gives")
-        )
-        self._not_differentiable = [n for n, x in enumerate(self.results) if x not in grads]
-        flags = self._derivative.flags()
-        self._flags = flags and _picker([self.names.index(name) for name in flags])
-        known = [*self.names, *self.results]
-        given = [gives.index(x) if x in gives else len(gives) for x in self.names]
-        return (
-            _picker([known.index(name) for name in reads]),
-            _picker([self.results.index(name) for name in grads]),
-            _picker([*given, len(gives)]),  # and None for the options
-        )
-
-    def _function(self, forward: Callable[..., Any], eager: bool) -> Any:
-        """Return the autograd Function of one forward; ``ctx.eager``: it got plain tensors.
-
-        The forward takes the context, which is three times as fast as ``setup_context``. The class
-        is single-level: ``torch.func`` reaches it only inside the dispatcher, one level at a time.
-        """
-
-        def forward_and_keep(ctx: Any, *args: Any) -> Any:
-            results = forward(*args)
-            ctx.eager = eager
-            self._keep_for_backward(ctx, args, results)
-            return results
-
-        return _function(self.name, forward_and_keep, self._derive)
-
-    def _function_of_plans(self, first: bool) -> Any:
-        """The same for plans, on the CPU's kernels; ``first``: it returns the first result alone.
-
-        It calls few functions of Python: between the kernels of a training step each takes a
-        microsecond, and so does each result.
-        """
-        derivative = self._derivative
-        if derivative is None:
-            return None
-        save, take, arrange, load = self._save, self._take, self._arrange, dispatch.load
-        none, of_call = (None,) * (self.returns - 1), derivative.of_call
-        forward_name, backward_name = self.name, self.backward.name
-        several, others = self.returns > 1, [] if first else self._not_differentiable
-
-        def forward(ctx: Any, *args: Any) -> Any:
-            *tensors, options = args
-            results = getattr(load("cpu"), forward_name)(*tensors, options=options)
-            ctx.set_materialize_grads(False)
-            ctx.options, ctx.backend, ctx.eager = options, "cpu", True
-            if of_call is not None:
-                ctx.options = of_call(*args)
-            ctx.save_for_backward(*save((*tensors, *results) if several else args))
-            if others:
-                ctx.mark_non_differentiable(*(results[n] for n in others))
-            return results[0] if first and several else results
-
-        def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            if first:
-                grads = *grads, *none
-            taken = take(grads)
-            if torch.is_grad_enabled() or not runs_eagerly(*grads) or not _any(taken):
-                return self._derive(ctx, *grads)
-            options = self._options_of_backward(ctx.options, ctx.needs_input_grad)
-            tensors = (*taken, *ctx.saved_tensors)
-            found = getattr(load("cpu"), backward_name)(*tensors, options=options)
-            return arrange((*found, None))
-
-        return _function(self.name, forward, backward)
-
-    def _keep_for_backward(self, ctx: Any, args: Sequence[Any], results: Any) -> None:
-        ctx.set_materialize_grads(False)
-        results = (results,) if self.returns == 1 else results
-        ctx.save_for_backward(*self._save((*args[:-2], *results)))
-        ctx.options, ctx.backend = args[-2:]
-        derivative = self._derivative
-        if derivative is None:
-            return
-        if derivative.of_call is not None:
-            ctx.options = derivative.of_call(*args[:-1])
-        if others := self._not_differentiable:
-            ctx.mark_non_differentiable(*(results[n] for n in others))
-
-    def _options_of_backward(self, options: Any, needs: Sequence[bool]) -> Any:
-        if self._derivative is None or not self._flags:
-            return options
-        wanted = self._flags(needs)
-        try:
-            return options.of_backward[wanted]
-        except (AttributeError, KeyError):
-            made = self._derivative.options_for(options, wanted)
-            object.__setattr__(options, "of_backward", {wanted: made})  # it is frozen
-            return made
-
-    def _derive(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """The gradients of the arguments."""
-        options, backend, needs = ctx.options, ctx.backend, ctx.needs_input_grad
-        for n in self._placeholders:  # ignore the gradient of one
-            if not getattr(options, self.results[n]):
-                grads = (*grads[:n], None, *grads[n + 1 :])
-        grads = self._take(grads)
-        if not _any(grads):
-            return (None,) * len(needs)
-        if self._formula is not None:
-            return self._formula(options, *grads), *[None] * (len(needs) - 1)
-        if self._derivative is None:
-            return self._backward_through_reference(ctx, *grads)
-        options = self._options_of_backward(options, needs)
-        found = self.backward.resume(ctx, grads, (*ctx.saved_tensors, options, backend))
-        gradients = self._arrange((*found, None)), (None,)
-        pairs = zip(itertools.chain(*gradients), needs, strict=False)
-        return tuple(x if need else None for x, need in pairs)
-
-    def _backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         args = [*ctx.saved_tensors, ctx.options, ctx.backend]
         wanted = [
             n
@@ -518,22 +390,6 @@ class Operator:
         for n, gradient in zip(wanted, vjp(tuple(grads[n] for n in given)), strict=True):
             gradients[n] = gradient
         return tuple(gradients)
-
-
-def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (compat.SingleLevelFunction,), methods).apply  # type: ignore[attr-defined]
-
-
-def _any(grads: Sequence[Tensor | None]) -> bool:
-    return any([grad is not None for grad in grads])  # noqa: C419  (faster)
-
-
-def _picker(places: list[int]) -> Callable[[Sequence[Any]], Any]:
-    """A function that returns these elements as a tuple."""
-    if len(places) == 1:  # itemgetter(n) returns the element itself
-        return itemgetter(slice(places[0], places[0] + 1))
-    return itemgetter(*places)
 
 
 def _without_none(results: Sequence[Tensor | None], tensors: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ FLOORS = (
     "backends._precision",
     "evidence backends",
     "dispatch batching",
-    "explanation _derivative",
+    "explanation _derivative _gradient",
     "call library",
     "autograd",
     "checks masks",
