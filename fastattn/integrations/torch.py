@@ -136,12 +136,12 @@ def _attend(
         return None
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
-    tensors = (query, key, value, attn_mask, None, None)
+    tensors = (query, key, value, attn_mask, None, None, None)
     signature, plan = plans.find(
         tensors, _NO_MASK, dropout_p, is_causal, scale, enable_gqa, *_DEFAULTS
     )
     if plan is not None:
-        out: Tensor = planned(plan, *tensors)
+        out: Tensor = planned(plan, *tensors[:6])
         return out
     if any(0 in x.shape[:-2] for x in (query, key, value)):
         return None  # PyTorch's result then has the heads of query, without broadcasting

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn import checks, compat
 from fastattn.bias import T5, Window2d
 
-__all__ = ["fold_distances", "fold_relative_bias", "largest", "t5_buckets"]
+__all__ = ["fold_distances", "fold_relative_bias", "largest", "split_bias", "t5_buckets"]
 
 
 def fold_relative_bias(
@@ -30,6 +30,13 @@ def fold_relative_bias(
     most = largest(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
     lengths = f"{query.shape[2]} queries and {k_len} keys with offset {offset}"
     return fold_distances(op, bias, query, most, lengths), None
+
+
+def split_bias(bias: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The table of a relative bias, and its kind with what else it consists of."""
+    if type(bias) in (T5, Window2d):
+        return bias.table, (type(bias).__name__, *bias[1:])
+    return bias, ("table",)
 
 
 def largest(*sizes: Any) -> Any:

@@ -16,7 +16,7 @@ from fastattn.call import Plan, Plans
 from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
-from fastattn.ops._relative_bias import fold_relative_bias
+from fastattn.ops._relative_bias import fold_relative_bias, split_bias
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -166,11 +166,13 @@ def scaled_dot_product_attention(
         >>> out.abs().max(), lse[0, 0, 0]
         (tensor(0.), tensor(-inf))
     """
-    tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
+    table, kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
+    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, table)
     signature = None
-    if relative_bias is None and generator is None:
+    if generator is None:
         signature, plan = plans.find(
             tensors,
+            *kind,
             mask is None,
             dropout_p,
             is_causal,
@@ -184,7 +186,8 @@ def scaled_dot_product_attention(
             average_weights,
         )
         if plan is not None:
-            return planned(plan, *tensors, mask, causal_alignment, return_lse, need_weights)
+            biases = (relative_bias, mask)
+            return planned(plan, *tensors[:6], *biases, causal_alignment, return_lse, need_weights)
     given = arguments.Arguments(
         query,
         key,
@@ -226,7 +229,7 @@ def keep(
 ) -> None:
     """Keep the plan of a call, unless its dimensions were folded or its heads repeated."""
     if signature is not None and all(x is y for x, y in zip(call, given[:3], strict=False)):
-        plans.keep(signature, operator, call, (*given[:5], None, given[5]))
+        plans.keep(signature, operator, call, (*given[:5], None, given[5]), given)
 
 
 def planned(
@@ -237,22 +240,27 @@ def planned(
     attn_mask: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
+    relative_bias: Tensor | T5 | Window2d | None = None,
     mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     return_lse: bool = False,
     need_weights: bool = False,
 ) -> Any:
     """The results of a call by its plan."""
-    options, program, seed = plan.options, None, None
+    options = plan.options
+    table = positions = program = seed = None
     if causal_alignment == "bottom_right":
         options = plan.with_option("offset", key.shape[2] - query.shape[2])
     if attn_mask is not None and attn_mask.requires_grad:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if relative_bias is not None:
+        of_call = (query, key.shape[2], options.offset)
+        table, positions = fold_relative_bias(_NAME, relative_bias, *of_call)
     if mask is not None:
         program = masks.program(_NAME, mask, query, key.shape[2], options.offset)
     if options.dropout_p:
         seed = draw_seed(query.device)
-    tensors = (query, key, value, attn_mask, slopes, seed, sinks, None, None, program)
+    tensors = (query, key, value, attn_mask, slopes, seed, sinks, table, positions, program)
     if not return_lse and not need_weights:
         return plan.first(tensors, options)
     out, lse, weights = plan.all(tensors, options)

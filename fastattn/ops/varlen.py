@@ -18,13 +18,13 @@ from fastattn.bias import T5
 from fastattn.call import Plan, Plans
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._relative_bias import fold_distances, largest
+from fastattn.ops._relative_bias import fold_distances, largest, split_bias
 
 __all__ = ["varlen_attention"]
 
 _OP = "varlen_attention"
 plans = Plans(rows=3)
-_LENGTHS = (int, type(None))  # their values are checked in each call
+_LENGTHS = {int, type(None)}  # their values are checked in each call
 
 
 def varlen_attention(
@@ -114,23 +114,18 @@ def varlen_attention(
         >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
         torch.Size([12, 2, 64])
     """
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
+    table, kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, table)
     longest = (max_seqlen_q, max_seqlen_k)
     signature = None
-    if (
-        relative_bias is None
-        and mask is None
-        and generator is None
-        and type(max_seqlen_q) in _LENGTHS
-        and type(max_seqlen_k) in _LENGTHS
-    ):
-        signature, plan = plans.find(
-            tensors, dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse
-        )
+    if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
+        flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
+        signature, plan = plans.find(tensors, *kind, mask is None, *flags)
         if plan is not None:
             # The complete path names a wrong value.
             with contextlib.suppress(ValueError):
-                return _planned(plan, *tensors, longest, return_lse)
+                biases = (relative_bias, mask)
+                return _planned(plan, *tensors[:7], *biases, longest, return_lse)
     operator, call = prepare(
         query,
         key,
@@ -153,7 +148,8 @@ def varlen_attention(
         return_lse=return_lse,
     )
     if call[0] is query and call[1] is key and call[2] is value:
-        plans.keep(signature, operator, call, (*tensors[:3], None, None, alibi_slopes, None, sinks))
+        in_order = (*tensors[:3], None, None, alibi_slopes, None, sinks)
+        plans.keep(signature, operator, call, in_order, tensors)
     out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out
@@ -169,15 +165,25 @@ def _planned(
     k_starts: Tensor,
     slopes: Tensor | None,
     sinks: Tensor | None,
+    relative_bias: Tensor | T5 | None,
+    mask: masks.Mask | None,
     longest: tuple[int | None, int | None],
     return_lse: bool,
 ) -> Any:
     """The results of a call by its plan."""
+    table = program = None
     if longest != (None, None):
         for of, starts, most in (("q", q_starts, longest[0]), ("k", k_starts, longest[1])):
             _check_values(of, starts.tolist(), most, None)
+    if relative_bias is not None or mask is not None:
+        both = q_starts, k_starts = q_starts.to(torch.int64), k_starts.to(torch.int64)
+        if relative_bias is not None:
+            table = _fold_relative_bias(relative_bias, query, key, both, longest)
+        if mask is not None:
+            last = plan.options.bottom_right
+            program = masks.packed_program(_OP, mask, query, key, both, last)
     seed = draw_seed(query.device) if plan.options.dropout_p else None
-    tensors = (query, key, value, q_starts, k_starts, slopes, seed, sinks, None, None)
+    tensors = (query, key, value, q_starts, k_starts, slopes, seed, sinks, table, program)
     if not return_lse:
         return plan.first(tensors)
     out, lse = plan.all(tensors)

@@ -19,6 +19,7 @@ from torch import Tensor
 import fastattn
 from fastattn import evidence, masks
 from fastattn import scaled_dot_product_attention as attend
+from fastattn.bias import T5
 from fastattn.call import Plans
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
@@ -50,6 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "learned-mask": {"attn_mask": torch.randn(4, 6, 9, requires_grad=True)},
     "learned-sinks": {"sinks": torch.randn(4, requires_grad=True)},
     "document": {"mask": masks.sliding_window(3, 1)},
+    "relative-bias": {"relative_bias": torch.randn(4, 21, requires_grad=True)},
+    "t5": {"relative_bias": T5(torch.randn(8, 4), False, 6), "causal_alignment": "bottom_right"},
     "lse": {"return_lse": True},
     "weights": {"need_weights": True},
     "everything-returned": {"return_lse": True, "need_weights": True, "average_weights": True},
@@ -140,6 +143,8 @@ CHANGES: dict[str, Callable[[list[Tensor], dict[str, Any]], None]] = {
     "lse": lambda t, o: o.update(return_lse=True),
     "weights": lambda t, o: o.update(need_weights=True),
     "gqa": lambda t, o: o.update(enable_gqa=True),
+    "relative-bias": lambda t, o: o.update(relative_bias=torch.randn(4, 21)),
+    "t5": lambda t, o: o.update(relative_bias=T5(torch.randn(8, 4))),
     "alignment": lambda t, o: o.update(causal_alignment="bottom_right"),
 }
 

@@ -10,7 +10,9 @@ from planned import count, fresh
 from torch import Tensor
 
 import fastattn
+from fastattn import masks
 from fastattn import varlen_attention as attend
+from fastattn.bias import T5
 from fastattn.call import Plans
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
@@ -37,6 +39,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lse": {"return_lse": True, "sinks": torch.randn(4, requires_grad=True)},
     "slopes-of-entries": {"alibi_slopes": torch.rand(3, 4)},
     "dropout": {"dropout_p": 0.3},
+    "relative-bias": {"relative_bias": torch.randn(4, 25, requires_grad=True)},
+    "t5": {"relative_bias": T5(torch.randn(8, 4))},
+    "mask": {"mask": masks.sliding_window(3, 1)},
 }
 
 
