@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "params.h"
 
@@ -15,7 +16,13 @@ inline void expect(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// Kernels divide by both. The text is made for the error alone: a small call would notice it.
+// The same for a text that is made for the error alone: a small call would notice it.
+template <class Text, class = decltype(std::declval<Text>()())>
+void expect(bool holds, const Text& what) {
+  if (!holds) throw std::invalid_argument(what());
+}
+
+// Kernels divide by both.
 inline void expect_multiple(int64_t of, int64_t number, const char* name) {
   if (of > 0 && number % of == 0) return;
   throw std::invalid_argument(std::string(name) + " must be positive and divide " +

@@ -9,12 +9,21 @@
 #include <vector>
 
 #include "../arguments.h"
+#include "isa.h"
+#include "kernel_table.h"
 #include "mask_program.h"
 #include "operands.h"
 
 namespace fastattn {
 
 namespace py = pybind11;
+
+// Whether products of float32 may round their factors to 16 bits. Only tiles do, so that the question
+// to PyTorch's settings costs calls on vectors nothing.
+inline bool reduces(const AttentionParams& p) {
+  return p.dtype == DType::f32 && pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D) && on_tiles(DType::f32) &&
+         rule_of_rounding()().cast<bool>();
+}
 
 struct Biases {
   py::handle attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program;
@@ -28,8 +37,10 @@ inline void expect_heads(const char* name, const TensorView& x, DType acc, int64
       std::string(name) + " must have an element for each of " + std::to_string(heads) + " heads");
 }
 
-// Fills everything but a mask program; `positions`: how many there are.
-inline void read_biases(AttentionParams& p, const Biases& from, int64_t* positions) {
+// Fills everything but a mask program; `positions`: how many there are; `table` owns a copy of
+// relative_bias, if its columns are not together.
+inline void read_biases(AttentionParams& p, const Biases& from, int64_t* positions,
+                        py::object* table) {
   const DType acc = accumulator(p.dtype);
   if (!from.attn_mask.is_none()) {
     const TensorView x =
@@ -50,13 +61,13 @@ inline void read_biases(AttentionParams& p, const Biases& from, int64_t* positio
   }
   p.seed = read_seed(from.seed);
   if (!from.relative_bias.is_none()) {
-    const TensorView x = view_of("relative_bias", from.relative_bias);
+    TensorView x = view_of("relative_bias", from.relative_bias);
     p.relative_bias_size = x.rank == 3 ? x.size[2] : 0;
+    if (p.relative_bias_size > 1 && x.stride[2] != 1) *table = contiguous(from.relative_bias);
     int64_t stride[3];
-    read_broadcast("relative_bias", from.relative_bias, {p.B, p.Hq, p.relative_bias_size}, stride);
+    x = read_broadcast("relative_bias", *table ? *table : from.relative_bias,
+                       {p.B, p.Hq, p.relative_bias_size}, stride);
     expect_dtype("relative_bias", x, {acc});
-    expect(p.relative_bias_size <= 1 || stride[2] == 1,
-           "the last dimension of relative_bias must be contiguous");
     p.relative_bias = x.data;
     std::copy_n(stride, 2, p.relative_bias_stride);
   }

@@ -14,7 +14,6 @@
 #include "memory.h"
 #include "named.h"
 #include "operands.h"
-#include "sdpa_arguments.h"
 
 namespace py = pybind11;
 
@@ -25,6 +24,7 @@ namespace {
 struct Call : AttentionParams {
   std::vector<MaskStep> steps;
   std::vector<double> sink_gradients;  // [B, Hq]
+  py::object table;                    // see read_biases
 };
 
 // The distances of positions, which are in the memory of the host here.
@@ -63,9 +63,9 @@ void read_call(Call& p, const Options& options, py::handle query, py::handle key
   p.q = operand_of(q), p.k = operand_of(k), p.v = operand_of(v);
   if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
   p.threads = threads();
-  p.reduced = reduces(p, rule_of_rounding());
+  p.reduced = reduces(p);
   int64_t positions = 0;
-  read_biases(p, biases, &positions);
+  read_biases(p, biases, &positions, &p.table);
   check_relative_bias(p, positions);
   check_positions(p);
   read_mask_program(biases.mask_program, p, p.steps);

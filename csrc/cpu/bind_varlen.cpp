@@ -11,7 +11,7 @@
 #include "attention_call.h"
 #include "kernel_table.h"
 #include "mask_program.h"
-#include "sdpa_arguments.h"
+#include "named.h"
 #include "sequences.h"
 
 namespace py = pybind11;
@@ -34,6 +34,7 @@ struct PackedCall : SequencesParams {
   std::vector<int64_t> starts[2], sequence_order;
   std::vector<MaskStep> steps;
   std::vector<double> sink_gradients;  // [B, Hq]
+  py::object table;                    // see read_biases
   std::vector<int64_t> table_starts;   // [B], see SequencesParams::bias_starts
 };
 
@@ -88,9 +89,9 @@ void read_packed_call(PackedCall& t, const py::object& options, py::handle query
   t.q_starts = t.starts[0].data(), t.k_starts = t.starts[1].data();
   t.lse_stride = p.Lq;
   p.threads = threads();
-  p.reduced = reduces(p, rule_of_rounding());
+  p.reduced = reduces(p);
   int64_t positions = 0;
-  read_biases(p, biases, &positions);
+  read_biases(p, biases, &positions, &t.table);
   check_table(t);
   read_mask_program(biases.mask_program, p, t.steps, true);
   t.sequence_order = order_of_work(t);

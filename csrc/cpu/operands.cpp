@@ -16,8 +16,8 @@ PyObject* make_rows = nullptr;
 PyObject* may_round_factors = nullptr;
 
 const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16",
-                                    "bool",    "int32",   "int64"};
+  constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16",      "bool",
+                                    "int32",   "int64",   "int8",     "float8_e4m3fn"};
   return kNames[static_cast<int>(dtype)];
 }
 

@@ -35,9 +35,9 @@ struct Exchange {
 };
 
 constexpr int kMostDimensions = 5;
-constexpr int kDTypes = 7;
-constexpr int kCpu = 1;                                             // DLPack's number of the device
-constexpr uint8_t kInteger = 0, kFloat = 2, kBrain = 4, kBool = 6;  // and of types
+constexpr int kDTypes = 9;
+constexpr int kCpu = 1;  // DLPack's number of the device
+constexpr uint8_t kInteger = 0, kFloat = 2, kBrain = 4, kBool = 6, kE4m3 = 10;  // and of types
 
 // They live as long as the process: a module that Python unloads must not release them.
 struct Interface {
@@ -71,6 +71,10 @@ bool read_dtype(const Record& r, DType* to) {
     *to = DType::bf16;
   else if (r.type_code == kBool && r.type_bits == 8)
     *to = DType::boolean;
+  else if (r.type_code == kE4m3 && r.type_bits == 8)
+    *to = kFloat8;
+  else if (r.type_code == kInteger && r.type_bits == 8)
+    *to = kInt8;
   else if (r.type_code == kInteger && (r.type_bits == 32 || r.type_bits == 64))
     *to = r.type_bits == 32 ? kInt32 : kInt64;
   else if (r.type_code != kFloat)
@@ -184,8 +188,8 @@ bool use_torch(const py::module_& torch, const py::object& interface) {
   found.empty_like = attribute(torch, "empty_like");
   found.get_num_threads = attribute(torch, "get_num_threads");
   found.contiguous_format = attribute(torch, "contiguous_format");
-  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16",
-                                      "bool",    "int32",   "int64"};
+  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16",      "bool",
+                                      "int32",   "int64",   "int8",     "float8_e4m3fn"};
   for (int n = 0; n < kDTypes; ++n) found.dtypes[n] = attribute(torch, names[n]);
   const auto name = PyUnicode_InternFromString;
   found.is_neg = name("is_neg"), found.requires_grad = name("requires_grad");
@@ -221,7 +225,7 @@ bool TensorView::is_contiguous() const {
 bool read_exact(py::handle from, TensorView* to) {
   PyTypeObject* const type = Py_TYPE(from.ptr());
   if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
-  return read(from.ptr(), to) && to->rank <= 4 && has_memory(*to);
+  return read(from.ptr(), to) && to->dtype < kInt8 && to->rank <= 4 && has_memory(*to);
 }
 
 TensorView view_of(const char* name, py::handle from) {

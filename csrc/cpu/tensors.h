@@ -14,6 +14,8 @@ namespace fastattn {
 
 // Of tensors that are read, but that no kernel computes with: indices and random keys.
 constexpr DType kInt32{5}, kInt64{6};
+// Of quantised caches; the second is torch.float8_e4m3fn.
+constexpr DType kInt8{7}, kFloat8{8};
 
 // A tensor of at most five dimensions, in the memory of the CPU.
 struct TensorView {

@@ -87,6 +87,7 @@ class Tensor:
 
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1, "int32": 4, "int64": 8}
+BYTES |= {"int8": 1, "float8_e4m3fn": 1}
 CODES = {"float32": "f", "float64": "d", "float16": "e"}  # of struct
 
 

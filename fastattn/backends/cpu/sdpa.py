@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._operands import table_for
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 
@@ -28,8 +27,6 @@ def scaled_dot_product_attention(
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return ``(out, lse, weights or None)``, see ``docs/design.md``."""
-    if relative_bias is not None:
-        relative_bias = table_for(query, relative_bias)
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     results: Any = _cpu.attention(_cpu.AttentionOptions(options), query, key, value, *biases, True)
     return results
@@ -55,8 +52,6 @@ def scaled_dot_product_attention_backward(
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
-    if relative_bias is not None:
-        relative_bias = table_for(query, relative_bias)
     grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table = _cpu.attention_backward(
         _cpu.AttentionOptions(options),
         grad_out,
