@@ -1,5 +1,4 @@
-// Reads the arguments of a binding. Tuples are read with the C API, so that a plain call costs well
-// under a microsecond.
+// Checks of arguments, and facts of dtypes, that the bindings share.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -41,22 +40,6 @@ inline int64_t integer(PyObject* item) {
   const int64_t value = PyLong_AsLongLong(item);
   if (value == -1 && PyErr_Occurred()) throw pybind11::error_already_set();
   return value;
-}
-
-template <int N>
-void integers(const pybind11::tuple& from, int64_t (&to)[N]) {
-  const auto size = PyTuple_GET_SIZE(from.ptr());
-  if (size != N)
-    throw pybind11::value_error("fastattn: expected a tuple of " + std::to_string(N) +
-                                " integers, got " + std::to_string(size));
-  for (int i = 0; i < N; ++i) to[i] = integer(PyTuple_GET_ITEM(from.ptr(), i));
-}
-
-inline Tensor4 operand(uintptr_t data, const pybind11::tuple& stride) {
-  Tensor4 t;
-  t.data = reinterpret_cast<void*>(data);
-  integers(stride, t.stride);
-  return t;
 }
 
 }  // namespace fastattn

@@ -1,5 +1,5 @@
-# The native module, where it was built: tensors in, new tensors out. Options are read by name; a name
-# that is missing is a TypeError, and so is a value of another type.
+# The native module, where it was built: tensors in, new tensors out. Options are read by name; a
+# name that is missing is a TypeError, and so is a value of another type.
 from array import array
 from collections.abc import Callable
 from types import ModuleType
@@ -81,8 +81,8 @@ def attention_backward(
 # The signature of a call (fastattn/call.py); None: it has none.
 def signature(tensors: tuple[Any, ...], rows: int, options: tuple[Any, ...], /) -> bytes | None: ...
 
-# How the core reads and makes tensors (csrc/cpu/tensors.h, operands.h).
-def use_torch(torch: ModuleType, interface: Any) -> bool: ...
+# How the core reads and makes tensors (csrc/tensors.h, operands.h).
+def use_torch(torch: ModuleType, interface: Any, device: str = "cpu") -> bool: ...
 def use_rules(new_rows: Callable[..., Tensor], may_round: Callable[[], bool]) -> None: ...
 def varlen_attention(
     options: primitives.VarlenOptions,

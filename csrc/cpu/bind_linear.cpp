@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "../arguments.h"
+#include "../operands.h"
 #include "kernel_table.h"
-#include "operands.h"
 
 namespace py = pybind11;
 
@@ -18,7 +18,7 @@ namespace {
 // x [M, K] W^T + bias, W [N, K] with dense rows or columns, K > 0; the result is new.
 py::object linear(py::handle x, py::handle weight, py::handle bias) {
   const TensorView of_x = view_of("x", x), w = view_of("weight", weight);
-  expect_dtype("x", of_x, {DType::f32, DType::f64, DType::bf16, DType::f16});
+  expect_dtype("x", of_x, kFloats);
   LinearParams p{};
   p.dtype = of_x.dtype, p.threads = threads();
   p.M = of_x.size[0], p.N = w.size[0], p.K = of_x.size[1];

@@ -113,7 +113,7 @@ def empty(shape, dtype, device="cpu"):
 
 
 def torch_for_the_core():
-    """The parts of PyTorch that csrc/cpu/tensors.cpp uses."""
+    """The parts of PyTorch that csrc/tensors.cpp uses."""
     torch = types.ModuleType("torch")
     torch.Tensor, torch.nn = (
         Tensor,
@@ -134,16 +134,15 @@ def returned(value):
 
 
 def arrived(value, regions):
-    if isinstance(value, dict):
-        return {name: arrived(item, regions) for name, item in value.items()}
     if not isinstance(value, tuple):
         return value
     kind, *rest = value
-    if kind == "address":
-        return regions[rest[0]].address + rest[1]
     if kind == "tensor":
-        number, offset, dtype, shape, strides = rest
-        return Tensor(dtype, shape, strides, regions[number], regions[number].address + offset)
+        number, offset, dtype, shape, strides, needs_gradient = rest
+        region = regions[number]
+        tensor = Tensor(dtype, shape, strides, region, region.address + offset)
+        tensor.requires_grad = needs_gradient
+        return tensor
     if kind == "native":
         return getattr(sys.modules["_cpu"], rest[0])(arrived(rest[1], regions))
     if kind == "answer":
