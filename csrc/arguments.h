@@ -1,11 +1,11 @@
-// Reads the arguments of a binding. Tuples are read with the C API, so that a plain call costs well
-// under a microsecond.
+// Checks of arguments, and facts of dtypes, that the bindings share.
 #pragma once
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "params.h"
 
@@ -15,7 +15,13 @@ inline void expect(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// Kernels divide by both. The text is made for the error alone: a small call would notice it.
+// The same for a text that is made for the error alone: a small call would notice it.
+template <class Text, class = decltype(std::declval<Text>()())>
+void expect(bool holds, const Text& what) {
+  if (!holds) throw std::invalid_argument(what());
+}
+
+// Kernels divide by both.
 inline void expect_multiple(int64_t of, int64_t number, const char* name) {
   if (of > 0 && number % of == 0) return;
   throw std::invalid_argument(std::string(name) + " must be positive and divide " +
@@ -34,22 +40,6 @@ inline int64_t integer(PyObject* item) {
   const int64_t value = PyLong_AsLongLong(item);
   if (value == -1 && PyErr_Occurred()) throw pybind11::error_already_set();
   return value;
-}
-
-template <int N>
-void integers(const pybind11::tuple& from, int64_t (&to)[N]) {
-  const auto size = PyTuple_GET_SIZE(from.ptr());
-  if (size != N)
-    throw pybind11::value_error("fastattn: expected a tuple of " + std::to_string(N) +
-                                " integers, got " + std::to_string(size));
-  for (int i = 0; i < N; ++i) to[i] = integer(PyTuple_GET_ITEM(from.ptr(), i));
-}
-
-inline Tensor4 operand(uintptr_t data, const pybind11::tuple& stride) {
-  Tensor4 t;
-  t.data = reinterpret_cast<void*>(data);
-  integers(stride, t.stride);
-  return t;
 }
 
 }  // namespace fastattn

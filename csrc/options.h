@@ -1,5 +1,4 @@
-// Reads what a call passes by name: the records of fastattn/backends/primitives.py, by their
-// attributes, and dicts of operands, by their keys.
+// Reads the records of options of fastattn/backends/primitives.py, by the names of their attributes.
 //
 // Each reader below lists its names beside the members that they fill. To add an option, add it to
 // its struct in params.h and to its reader here.
@@ -74,30 +73,16 @@ ChoiceField<Struct, Member, sizeof...(Choices)> choice(const char* name, Member 
   return {PyUnicode_InternFromString(name), member, {PyUnicode_InternFromString(choices)...}};
 }
 
-// An operand as PyTorch has it: (address, strides), of any rank up to 4. None has rank 0.
-struct Strided {
-  void* data;
-  int rank;
-  int64_t stride[4];
-};
+inline const char* module_name = "";  // in error messages
 
+// A record, whose attributes are read.
 class Named {
  public:
-  // `module` is named in error messages.
-  Named(pybind11::handle from, const char* module) : from_(from.ptr()), module_(module) {}
+  explicit Named(pybind11::handle from) : from_(from.ptr()) {}
 
   template <class Struct, class... Fields>
   void read(Struct& to, const std::tuple<Fields...>& fields) const {
     std::apply([&](const auto&... each) { (fill(to, each), ...); }, fields);
-  }
-
-  // The same for a dict that may lack names: their members keep their values.
-  template <class Struct, class... Fields>
-  void read_given(Struct& to, const std::tuple<Fields...>& fields) const {
-    const auto read = [&](const auto& field) {
-      if (PyDict_GetItemWithError(from_, field.name) != nullptr) fill(to, field);
-    };
-    std::apply([&](const auto&... each) { (read(each), ...); }, fields);
   }
 
  private:
@@ -140,12 +125,8 @@ class Named {
   }
 
   pybind11::object get(PyObject* name) const {
-    if (PyDict_CheckExact(from_)) {
-      if (PyObject* value = PyDict_GetItemWithError(from_, name))
-        return pybind11::reinterpret_borrow<pybind11::object>(value);
-    } else if (PyObject* value = PyObject_GetAttr(from_, name)) {
+    if (PyObject* value = PyObject_GetAttr(from_, name))
       return pybind11::reinterpret_steal<pybind11::object>(value);
-    }
     PyErr_Clear();
     throw pybind11::type_error(place(name) + " is missing");
   }
@@ -156,7 +137,8 @@ class Named {
 
   // Such as "fastattn._cpu: softcap of AttentionOptions".
   std::string place(PyObject* name) const {
-    return std::string(module_) + ": " + PyUnicode_AsUTF8(name) + " of " + Py_TYPE(from_)->tp_name;
+    return std::string(module_name) + ": " + PyUnicode_AsUTF8(name) + " of " +
+           Py_TYPE(from_)->tp_name;
   }
 
   // Returns false, without an error, if the value has another type.
@@ -170,71 +152,15 @@ class Named {
     return succeeded(to == -1);
   }
 
-  static bool convert(PyObject* value, int& to) {
-    int64_t wide;
-    if (!convert(value, wide)) return false;
-    to = static_cast<int>(wide);
-    return to == wide;
-  }
-
-  static bool convert(PyObject* value, uint64_t& to) {
-    if (!PyLong_Check(value)) return false;
-    to = PyLong_AsUnsignedLongLong(value);
-    return succeeded(to == static_cast<uint64_t>(-1));
-  }
-
   static bool convert(PyObject* value, bool& to) {
     to = value == Py_True;
     return PyBool_Check(value);
   }
 
-  static bool convert(PyObject* value, Weights& to) { return convert_enum(value, to); }
-  static bool convert(PyObject* value, DType& to) { return convert_enum(value, to); }
-
-  template <class Enum>
-  static bool convert_enum(PyObject* value, Enum& to) {
-    int number;
+  static bool convert(PyObject* value, Weights& to) {
+    int64_t number;
     if (!convert(value, number)) return false;
-    to = static_cast<Enum>(number);
-    return true;
-  }
-
-  // An address, 0 for none.
-  template <class T>
-  static bool convert(PyObject* value, T*& to) {
-    uint64_t address;
-    if (!convert(value, address)) return false;
-    to = reinterpret_cast<T*>(static_cast<uintptr_t>(address));
-    return true;
-  }
-
-  // (address, strides) or None
-  static bool convert(PyObject* value, Tensor4& to) {
-    to = {};
-    return value == Py_None || (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 2 &&
-                                convert(PyTuple_GET_ITEM(value, 0), to.data) &&
-                                convert(PyTuple_GET_ITEM(value, 1), to.stride));
-  }
-
-  static bool convert(PyObject* value, Strided& to) {
-    to = {};
-    if (value == Py_None) return true;
-    if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != 2) return false;
-    PyObject* const strides = PyTuple_GET_ITEM(value, 1);
-    if (!PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) > 4) return false;
-    to.rank = static_cast<int>(PyTuple_GET_SIZE(strides));
-    return convert(PyTuple_GET_ITEM(value, 0), to.data) &&
-           convert_each(strides, to.stride, to.rank);
-  }
-
-  template <int N>
-  static bool convert(PyObject* value, int64_t (&to)[N]) {
-    return PyTuple_Check(value) && PyTuple_GET_SIZE(value) == N && convert_each(value, to, N);
-  }
-
-  static bool convert_each(PyObject* tuple, int64_t* to, int count) {
-    for (int n = 0; n < count; ++n)
-      if (!convert(PyTuple_GET_ITEM(tuple, n), to[n])) return false;
+    to = static_cast<Weights>(number);
     return true;
   }
 
@@ -245,10 +171,7 @@ class Named {
   }
 
   PyObject* from_;
-  const char* module_;
 };
-
-// -- records ----------------------------------------------------------------------------------
 
 inline void read_attention_options(const Named& from, AttentionOptions& to) {
   using O = AttentionOptions;
@@ -328,51 +251,6 @@ inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
   static const auto fields =
       std::make_tuple(position("offset", &O::offset, kFarthestOffset), field("scale", &O::scale),
                       field("padding_idx", &O::has_padding_idx, &O::padding_idx));
-  from.read(to, fields);
-}
-
-// -- operands that both modules read ------------------------------------------------------------
-
-// Of attention: a mask, ALiBi slopes, sinks and a relative bias, those of them that the call has.
-inline void read_biases(const Named& from, AttentionParams& to) {
-  using P = AttentionParams;
-  static const auto fields = std::make_tuple(
-      field("mask", &P::mask), field("mask_dtype", &P::mask_dtype), field("alibi", &P::alibi),
-      field("alibi_stride", &P::alibi_stride), field("sinks", &P::sinks),
-      field("sinks_stride", &P::sinks_stride), field("relative_bias", &P::relative_bias),
-      field("relative_bias_stride", &P::relative_bias_stride),
-      field("relative_bias_size", &P::relative_bias_size), field("positions", &P::positions));
-  from.read_given(to, fields);
-}
-
-// Of attention: the inputs and the results of the backward pass.
-inline void read_gradients(const Named& from, AttentionParams& to) {
-  using P = AttentionParams;
-  static const auto fields =
-      std::make_tuple(field("grad_out", &P::grad_out), field("grad_lse", &P::grad_lse),
-                      field("grad_weights", &P::grad_weights), field("grad_query", &P::grad_q),
-                      field("grad_key", &P::grad_k), field("grad_value", &P::grad_v));
-  static const auto of_biases =
-      std::make_tuple(field("grad_relative_bias", &P::grad_relative_bias));
-  from.read(to, fields);
-  from.read_given(to, of_biases);
-}
-
-// The tensors of the sinusoidal encoding.
-inline void read_sinusoidal_operands(const Named& from, SinusoidalParams& to) {
-  using P = SinusoidalParams;
-  static const auto fields =
-      std::make_tuple(field("x", &P::x), field("out", &P::out), field("positions", &P::positions),
-                      field("position_stride", &P::position_stride));
-  from.read(to, fields);
-}
-
-// The columns of the sinusoidal encoding, as addresses.
-inline void read_columns(const Named& from, SinusoidalParams& to) {
-  using P = SinusoidalParams;
-  static const auto fields = std::make_tuple(
-      field("frequency", &P::frequency), field("phase", &P::phase), field("pairs", &P::pairs),
-      field("interleaved", &P::interleaved), field("pair_frequency", &P::pair_frequency));
   from.read(to, fields);
 }
 

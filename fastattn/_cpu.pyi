@@ -1,18 +1,13 @@
-# The native module, where it was built: addresses, shapes and element strides, see csrc/params.h.
-# An operand is (address, strides), None where there is none. Options and the dicts of operands are
-# read by name; a name that is missing is a TypeError, and so is a value of another type. Only the
-# operands that an attention call need not have may be missing.
+# The native module, where it was built: tensors in, new tensors out. Options are read by name; a
+# name that is missing is a TypeError, and so is a value of another type.
 from array import array
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from fastattn.backends import primitives
-
-Ints: TypeAlias = tuple[int, ...]
-Operands: TypeAlias = dict[str, Any]
 
 def additive_attention(
     options: primitives.AdditiveOptions,
@@ -82,8 +77,8 @@ def attention_backward(
 # The signature of a call (fastattn/call.py); None: it has none.
 def signature(tensors: tuple[Any, ...], rows: int, options: tuple[Any, ...], /) -> bytes | None: ...
 
-# How the core reads and makes tensors (csrc/cpu/tensors.h, operands.h).
-def use_torch(torch: ModuleType, interface: Any) -> bool: ...
+# How the core reads and makes tensors (csrc/tensors.h, operands.h).
+def use_torch(torch: ModuleType, interface: Any, device: str = "cpu") -> bool: ...
 def use_rules(new_rows: Callable[..., Tensor], may_round: Callable[[], bool]) -> None: ...
 def varlen_attention(
     options: primitives.VarlenOptions,
@@ -121,79 +116,83 @@ def varlen_attention_backward(
     mask_program: Tensor | None,
     /,
 ) -> tuple[Tensor | None, ...]: ...
+
+# (out, lse); out is float32 where the rows of a quantised cache are read in place.
 def decode_attention(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
-    q: int,
-    q_stride: Ints,
-    k: int,
-    k_stride: Ints,
-    v: int,
-    v_stride: Ints,
-    out: int,
-    out_stride: Ints,
-    lse: int,
     options: primitives.DecodeOptions,
-    operands: Operands,  # alibi, sinks, ..., and key_scales and value_scales of an int8 cache
-    cache: Operands,  # lengths, begins, entries, block_table, block_table_stride, page_size
-    cache_entries: int,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    mask_program: Tensor | None,
+    cache_leftpad: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
     /,
-) -> None: ...
+) -> tuple[Tensor, Tensor]: ...
 def decodes_on_tiles(
     dtype: int, heads: int, kv_heads: int, queries: int, masked_or_biased: bool, /
 ) -> bool: ...
-def multiplies_integers(columns: int, /) -> bool: ...  # whether decoding can, rows of int8
-def most_streamed_rows(dtype: int, /) -> int: ...  # of a key head, one query each
-def gather_rows(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Hkv, keys of the cache, D, Dv, entries of the cache, rows of the results
-    operands: Operands,  # key_cache, value_cache, keys, values, and the scales of quantised caches
-    cache: Operands,  # as above
-    /,
-) -> None: ...
+
+# The rotated queries, None without tables.
 def append_to_cache(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache
     options: primitives.AppendOptions,
-    operands: Operands,  # key, value, key_cache, value_cache, and the scales of int8 caches
-    rotary: Operands,  # empty, or query, rotated, rotary_cos, rotary_sin, ...
-    cache: Operands,  # as above; lengths without the new rows
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_positions: Tensor | None,
+    query: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    cache_leftpad: Tensor | None,
     /,
-) -> None: ...
+) -> Tensor | None: ...
+
+# The rows of each sequence in order, times their scales, for tests.
+def gather_rows(
+    dtype: int,  # of the results; without scales, of the caches, too
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    /,
+) -> tuple[Tensor, Tensor]: ...
 def linear(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # M, N, K
-    x: int,
-    x_stride: Ints,
-    w: int,
-    w_stride: int,
-    w_transposed: bool,
-    bias: int,
-    y: int,
+    x: Tensor,  # [M, K], K > 0
+    weight: Tensor,  # [N, K], rows or columns dense
+    bias: Tensor | None,
     /,
-) -> None: ...
+) -> Tensor: ...
+
+# A whole layer of a small size; None: the call needs the general path.
 def self_attention(
-    dtype: int,
-    threads: int,
-    sizes: Ints,  # N, L, E, H
-    row_steps: Ints,
-    x: int,
-    w_in: int,
-    w_in_stride: int,
-    b_in: int,
-    w_out: int,
-    w_out_stride: int,
-    b_out: int,
-    padding: int,
-    padding_stride: Ints,
+    x: Tensor,
+    num_heads: int,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    padding: Tensor | None,
+    batch_first: bool,
     causal: bool,
-    out: int,
+    recorded: bool,  # whether gradients are enabled
     /,
-) -> None: ...
+) -> Tensor | None: ...
 
 # States of at most four dimensions.
 def merge_states(

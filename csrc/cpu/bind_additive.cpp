@@ -6,10 +6,9 @@
 #include <memory>
 #include <tuple>
 
-#include "../arguments.h"
+#include "../attention_arguments.h"
+#include "../options.h"
 #include "kernel_table.h"
-#include "named.h"
-#include "operands.h"
 
 namespace py = pybind11;
 
@@ -18,50 +17,19 @@ namespace {
 
 // The arguments of a call, and the copies that they point to.
 struct AdditiveCall : AdditiveParams {
-  py::object vector_copy, bias_copy;
+  AdditiveVectors vectors;
 };
 
-// [B, L, columns] as an operand with a head dimension.
-Tensor4 headless(const TensorView& x) {
-  return {x.data, {x.stride[0], 0, x.stride[1], x.stride[2]}};
-}
-
-// The same of contiguous memory.
-Tensor4 headless(void* data, int64_t length, int64_t columns) {
-  return {data, {length * columns, 0, columns, 1}};
-}
-
-void read_additive_call(AdditiveCall& x, const py::object& options, py::handle query,
-                        py::handle key, py::handle value, py::handle v, py::handle bias,
-                        py::handle attn_mask, py::handle seed) {
+void read_additive_call(AdditiveCall& x, const py::object& options, const AdditiveTensors& from) {
   AttentionParams& p = x.attention;
   AdditiveOptions asked;
-  read_additive_options(named(options), asked);
+  read_additive_options(Named(options), asked);
   p.window_right = asked.causal ? 0 : -1;
   p.dropout_p = asked.dropout_p;
-  const TensorView of_query = view_of("query", query), of_key = view_of("key", key),
-                   of_value = view_of("value", value);
-  expect_dtype("query", of_query, {DType::f32, DType::f64, DType::bf16, DType::f16});
-  p.dtype = of_query.dtype;
+  read_additive(p, x.vectors, from);
+  x.vector = x.vectors.v, x.bias = x.vectors.bias;
   p.threads = threads();
-  p.B = of_query.size[0], p.Lq = of_query.size[1], p.D = of_query.size[2];
-  p.Lk = of_key.size[1], p.Dv = of_value.size[2];
-  p.Hq = p.Hkv = 1;
-  expect_sizes("query", of_query, p.dtype, {p.B, p.Lq, p.D});  // of three dimensions
-  expect_sizes("key", of_key, p.dtype, {p.B, p.Lk, p.D});
-  expect_sizes("value", of_value, p.dtype, {p.B, p.Lk, p.Dv});
-  p.q = headless(of_query), p.k = headless(of_key), p.v = headless(of_value);
-  const DType acc = accumulator(p.dtype);
-  x.vector = read_flat("v", v, acc, {p.D}, &x.vector_copy);
-  if (!bias.is_none()) x.bias = read_flat("bias", bias, acc, {p.D}, &x.bias_copy);
-  if (!attn_mask.is_none()) {
-    int64_t stride[3];
-    const TensorView mask = read_broadcast("attn_mask", attn_mask, {p.B, p.Lq, p.Lk}, stride);
-    expect_dtype("attn_mask", mask, {DType::boolean, p.dtype, DType::f32});
-    p.mask = {mask.data, {stride[0], 0, stride[1], stride[2]}};
-    p.mask_dtype = mask.dtype;
-  }
-  p.seed = read_seed(seed);
+  p.seed = read_seed(from.seed);
 }
 
 // (out, weights or None), new.
@@ -71,8 +39,8 @@ py::tuple additive_attention(const py::object& options, py::handle query, py::ha
   static const auto fields = std::make_tuple(field("weights", &AdditiveParams::wants_weights));
   AdditiveCall x{};
   AttentionParams& p = x.attention;
-  read_additive_call(x, options, query, key, value, v, bias, attn_mask, seed);
-  named(options).read(x, fields);
+  read_additive_call(x, options, {query, key, value, v, bias, attn_mask, seed});
+  Named(options).read(x, fields);
   void* data;
   const py::object out = p.D == p.Dv ? new_contiguous_like(query, &data)
                                      : new_result(p.dtype, {p.B, p.Lq, p.Dv}, &data);
@@ -135,31 +103,21 @@ py::tuple additive_attention_backward(const py::object& options, py::handle grad
   };
   static const auto fields = std::make_tuple(field("needs_mask_grad", &Asked::needs_mask_grad));
   Asked asked;
-  named(options).read(asked, fields);
+  Named(options).read(asked, fields);
   AdditiveCall x{};
   AttentionParams& p = x.attention;
-  read_additive_call(x, options, query, key, value, v, bias, attn_mask, seed);
+  const AdditiveTensors tensors{query, key, value, v, bias, attn_mask, seed};
+  read_additive_call(x, options, tensors);
   p.grad_out.data = const_cast<double*>(&kZero);
-  if (!grad_out.is_none())
-    p.grad_out = headless(read_sizes("grad_out", grad_out, p.dtype, {p.B, p.Lq, p.Dv}));
-  if (!grad_weights.is_none())
-    p.grad_weights = headless(read_sizes("grad_weights", grad_weights, p.dtype, {p.B, p.Lq, p.Lk}));
-  const auto new_gradient = [](py::handle of, int64_t length, int64_t columns, Tensor4* to) {
-    void* data;
-    py::object made = new_contiguous_like(of, &data);
-    *to = headless(data, length, columns);
-    return made;
-  };
-  const py::object of_query = new_gradient(query, p.Lq, p.D, &p.grad_q),
-                   of_key = new_gradient(key, p.Lk, p.D, &p.grad_k),
-                   of_value = new_gradient(value, p.Lk, p.Dv, &p.grad_v);
-  const py::handle wide_v = x.vector_copy ? x.vector_copy : v;
+  read_additive_gradients(p, grad_out, grad_weights);
+  const py::tuple grads = new_additive_gradients(p, tensors);
+  const py::handle wide_v = x.vectors.copies[0] ? x.vectors.copies[0] : v;
   const py::object of_v = new_contiguous_like(wide_v, &x.grad_vector);
   py::object of_bias = py::none(), of_mask = py::none(), scores;
   if (!bias.is_none()) of_bias = new_contiguous_like(wide_v, &x.grad_bias);
   if (asked.needs_mask_grad) of_mask = new_grad_mask(x, attn_mask, &scores);
   run_backward(x);
-  return py::make_tuple(of_query, of_key, of_value, of_v, of_bias, of_mask);
+  return py::make_tuple(grads[0], grads[1], grads[2], of_v, of_bias, of_mask);
 }
 
 }  // namespace

@@ -2,15 +2,12 @@
 // table, so they are checked here, before a kernel reads anything.
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
-#include <tuple>
 
+#include "../encode_memory_arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
-#include "named.h"
-#include "operands.h"
 
 namespace py = pybind11;
 
@@ -50,68 +47,18 @@ void check_tokens(const EncodeMemoryParams& p) {
                         ", but weight has " + std::to_string(p.V) + " rows");
 }
 
-// The arguments of a call, and the copies that they point to.
-struct EncodingCall : EncodeMemoryParams {
-  bool has_temporal = false;  // of the options of the backward pass
-  py::object copies[3];
-};
-
-// A tensor whose columns are contiguous, or a copy.
-TensorView with_columns(const char* name, py::handle from, py::object* copy) {
-  const TensorView x = view_of(name, from);
-  const int last = x.rank - 1;
-  if (last < 0 || x.stride[last] == 1 || x.size[last] == 1) return x;
-  return view_of(name, *copy = contiguous(from));
-}
-
-// Four dimensions: those that are missing at the front have size 1.
-TensorView filled(const char* name, TensorView x) {
-  expect(x.rank <= 4, std::string("fastattn: ") + name + " has too many dimensions");
-  const int missing = 4 - x.rank;
-  std::copy_backward(x.size, x.size + x.rank, x.size + 4);
-  std::copy_backward(x.stride, x.stride + x.rank, x.stride + 4);
-  std::fill_n(x.size, missing, 1), std::fill_n(x.stride, missing, 0);
-  x.rank = 4;
-  return x;
-}
-
-void read_tokens(EncodingCall& p, py::handle tokens) {
-  const TensorView x = filled("tokens", view_of("tokens", tokens));
-  p.R = x.size[0], p.B = x.size[1], p.N = x.size[2], p.J = x.size[3];
-  expect_sizes("tokens", x, kInt64, {p.R, p.B, p.N, p.J});
-  p.tokens = static_cast<const int64_t*>(x.data);
-  std::copy_n(x.stride, 4, p.token_stride);
-}
-
-void read_factors(EncodingCall& p, py::handle factors) {
-  const TensorView x = with_columns("factors", factors, &p.copies[0]);
-  expect_sizes("factors", x, accumulator(p.dtype), {p.J, p.D});
-  p.factors = x.data, p.factor_stride = x.stride[0];
-}
+struct EncodeMemoryCall : EncodeMemoryParams, EncodingCall {};
 
 // The memories [R, B, G, N, D], new; [B, G, N, D] if tokens [B, N, J] and the tables are without R, [B, N, D]
 // if the tables are without G, too.
 py::object encode_memory(const py::object& options, py::handle tokens, py::handle weight,
                          py::handle factors, py::handle temporal) {
-  EncodingCall p{};
-  read_encode_memory_options(named(options), p);
-  read_tokens(p, tokens);
-  const TensorView given = with_columns("weight", weight, &p.copies[1]),
-                   w = filled("weight", given);
-  expect_dtype("weight", w, {DType::f32, DType::f64, DType::bf16, DType::f16});
-  p.dtype = w.dtype, p.G = w.size[1], p.V = w.size[2], p.D = w.size[3];
-  expect_sizes("weight", w, p.dtype, {p.R, p.G, p.V, p.D});
-  p.weight = operand_of(w);
-  read_factors(p, factors);
-  if (!temporal.is_none()) {
-    const TensorView x = filled("temporal", with_columns("temporal", temporal, &p.copies[2]));
-    expect_sizes("temporal", x, p.dtype, {p.R, p.G, p.N, p.D});
-    p.temporal = operand_of(x);
-  }
+  EncodeMemoryCall p{};
+  const int rank = read_encoding(p, p, options, tokens, weight, factors, temporal);
   p.threads = threads();
-  py::object out = given.rank == 4   ? new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out)
-                   : given.rank == 3 ? new_result(p.dtype, {p.B, p.G, p.N, p.D}, &p.out)
-                                     : new_result(p.dtype, {p.B, p.N, p.D}, &p.out);
+  py::object out = rank == 4   ? new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out)
+                   : rank == 3 ? new_result(p.dtype, {p.B, p.G, p.N, p.D}, &p.out)
+                               : new_result(p.dtype, {p.B, p.N, p.D}, &p.out);
   {
     py::gil_scoped_release release;
     check_tokens(p);
@@ -126,28 +73,9 @@ py::object encode_memory(const py::object& options, py::handle tokens, py::handl
 // memories.
 py::tuple encode_memory_backward(const py::object& options, py::handle grad, py::handle tokens,
                                  py::handle factors) {
-  static const auto fields = std::make_tuple(field("rows", &EncodeMemoryParams::V),
-                                             field("temporal", &EncodingCall::has_temporal));
-  EncodingCall p{};
-  read_encode_memory_options(named(options), p);
-  named(options).read(p, fields);
-  read_tokens(p, tokens);
-  const TensorView g = with_columns("grad", grad, &p.copies[1]);
-  expect_dtype("grad", g, {DType::f32, DType::f64, DType::bf16, DType::f16});
-  const bool has_models = g.rank == 5, has_tables = g.rank >= 4;
-  const int64_t *n = g.size + has_models,
-                *s = g.stride + has_models;  // of [B, G, N, D] or [B, N, D]
-  p.dtype = g.dtype, p.G = has_tables ? n[1] : 1, p.D = n[has_tables ? 3 : 2];
-  if (has_models)
-    expect_sizes("grad", g, p.dtype, {p.R, p.B, p.G, p.N, p.D});
-  else if (has_tables)
-    expect_sizes("grad", g, p.dtype, {p.B, p.G, p.N, p.D});
-  else
-    expect_sizes("grad", g, p.dtype, {p.B, p.N, p.D});
-  const int64_t stride[] = {g.stride[0], s[0], has_tables ? s[1] : 0, s[has_tables ? 2 : 1]};
-  p.grad = g.data;
-  std::copy_n(stride, 4, p.grad_stride);
-  read_factors(p, factors);
+  EncodeMemoryCall p{};
+  const int rank = read_encoding_gradient(p, p, options, grad, tokens, factors);
+  const bool has_models = rank == 5, has_tables = rank >= 4;
   p.threads = threads();
   const auto new_table = [&](int64_t rows, void** data) {
     const DType wide = accumulator(p.dtype);

@@ -12,8 +12,6 @@
 #include "../memory_hops_arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
-#include "named.h"
-#include "operands.h"
 
 namespace py = pybind11;
 
@@ -24,92 +22,17 @@ namespace {
 // limit and never converge.
 constexpr int64_t kRound = 256;
 
-// The tensors of a call. G groups are B, or B H, and the patterns of a group are its own.
-struct Patterns {
-  py::handle state;       // [G, Q, D] or [B, H, Q, D]
-  py::handle stored;      // [G, N, D] or [B, H, N, D]
-  py::handle keys;        // as stored, or None: stored
-  py::handle mask, bias;  // [G|1, Q|1, N|1] or None
-};
-
 // The arguments of a call, and the memory that they point to.
-struct Retrieval : MemoryHopsParams {
-  int64_t steps_max;
-  py::object copies[3];            // of state, stored and keys
+struct Retrieval : MemoryHopsParams, RetrievalCall {
   std::vector<int64_t> own_taken;  // [G, Q]
 
+  Retrieval(const py::object& options, const Patterns& from, bool is_search) : MemoryHopsParams{} {
+    read_retrieval(*this, *this, options, from, is_search);
+    threads = fastattn::threads();
+  }
+
   int64_t queries() const { return B * Q; }
-
-  // The nth of state, stored and keys: its copy where there is one, whose memory order is that of results.
-  py::handle read(int n, py::handle given) const {
-    return copies[n] ? py::handle(copies[n]) : given;
-  }
 };
-
-// Three dimensions, of which four dimensions' first two are one: of a copy, which `copy` owns, if no
-// stride steps through both, or if columns that have to be contiguous are not.
-TensorView read_groups(const char* name, py::handle from, bool needs_rows, py::object* copy) {
-  TensorView x = view_of(name, from);
-  const auto fits = [&] {
-    const int last = x.rank - 1;
-    return (x.rank != 4 || x.size[0] <= 1 || x.size[1] <= 1 ||
-            x.stride[0] == x.size[1] * x.stride[1]) &&
-           (!needs_rows || last < 0 || x.size[last] <= 1 || x.stride[last] == 1);
-  };
-  if (!fits()) x = view_of(name, *copy = contiguous(from));
-  if (x.rank != 4) return x;
-  const int64_t groups = x.size[0] * x.size[1], step = x.stride[x.size[1] > 1 ? 1 : 0];
-  return {x.data, x.dtype, 3, {groups, x.size[2], x.size[3]}, {step, x.stride[2], x.stride[3]}};
-}
-
-Strided strided_rows(const TensorView& x) {
-  return {x.data, x.rank, {x.stride[0], x.stride[1], x.stride[2]}};
-}
-
-void read_step_biases(const Patterns& from, Retrieval& p) {
-  const Sizes scores = {p.B, p.Q, p.N};
-  int64_t s[3];
-  if (!from.mask.is_none()) {
-    const TensorView x = read_broadcast("mask", from.mask, scores, s);
-    expect_dtype("mask", x, {DType::boolean});
-    p.mask = {x.data, {s[0], s[1], 0, s[2]}};
-  }
-  if (!from.bias.is_none()) {
-    const TensorView x = read_broadcast("bias", from.bias, scores, s);
-    expect_dtype("bias", x, {DType::f32, DType::f64, DType::bf16, DType::f16});
-    p.bias = {x.data, {s[0], s[1], 0, s[2]}};
-    p.bias_dtype = x.dtype;
-  }
-}
-
-void read_retrieval(const py::object& options, const Patterns& from, bool search, Retrieval& p) {
-  static const auto limits = std::make_tuple(field("steps_max", &Retrieval::steps_max));
-  HopfieldOptions asked;
-  read_hopfield_options(named(options), asked);
-  named(options).read(p, limits);
-  const TensorView state = read_groups("state", from.state, false, &p.copies[0]),
-                   stored = read_groups("stored", from.stored, true, &p.copies[1]);
-  expect_dtype("state", state, {DType::f32, DType::f64, DType::bf16, DType::f16});
-  p.dtype = state.dtype;
-  p.B = state.size[0], p.Q = state.size[1], p.D = state.size[2], p.N = stored.size[1];
-  expect_sizes("state", state, p.dtype, {p.B, p.Q, p.D});  // of three dimensions
-  expect_sizes("stored", stored, p.dtype, {p.B, p.N, p.D});
-  HopOperands x{strided_rows(state), strided_rows(stored), {}, {}};
-  if (!from.keys.is_none()) {
-    const TensorView keys = read_groups("keys", from.keys, true, &p.copies[2]);
-    expect_sizes("keys", keys, p.dtype, {p.B, p.N, p.D});
-    x.in_memory = strided_rows(keys), x.out_memory = strided_rows(stored);
-  }
-  place_hops(x, p);
-  read_step_biases(from, p);
-  expect_multiple(asked.together, p.Q, "together");
-  p.threads = threads();
-  p.shared = p.B == 1;
-  p.settles = true, p.search = search;
-  p.scale = asked.scale, p.crowded = asked.crowded;
-  p.together = search ? asked.together : 1;
-  p.eps = search ? asked.eps : 0;
-}
 
 void take_steps(const Retrieval& p) {
   py::gil_scoped_release release;
@@ -135,8 +58,7 @@ void search_until_rest(Retrieval& p) {
 // [G, Q, K, 2].
 py::tuple hopfield_retrieve(const py::object& options, py::handle state, py::handle stored,
                             py::handle keys, py::handle mask, py::handle bias, bool keeps) {
-  Retrieval p{};
-  read_retrieval(options, {state, stored, keys, mask, bias}, true, p);
+  Retrieval p(options, {state, stored, keys, mask, bias}, true);
   const DType acc = accumulator(p.dtype);
   void* data;
   const py::object xi = new_contiguous_like(p.read(0, state), &p.out);
@@ -192,8 +114,7 @@ void read_taken(py::handle from, Retrieval& p) {
 py::tuple hopfield_steps(const py::object& options, py::handle state, py::handle stored,
                          py::handle keys, py::handle mask, py::handle bias, py::handle taken,
                          int64_t most) {
-  Retrieval p{};
-  read_retrieval(options, {state, stored, keys, mask, bias}, false, p);
+  Retrieval p(options, {state, stored, keys, mask, bias}, false);
   if (most <= 0) throw py::value_error("fastattn: the number of steps must be positive");
   p.K = most;
   read_taken(taken, p);
@@ -225,8 +146,7 @@ py::tuple hopfield_backward(const py::object& options, py::handle grad_xi, py::h
                             py::handle stored, py::handle keys, py::handle mask, py::handle bias,
                             py::handle taken, py::handle states, py::handle stats, int64_t needed) {
   constexpr int64_t kOfStored = 2, kOfKeys = 4, kOfBias = 8;
-  Retrieval p{};
-  read_retrieval(options, {state, stored, keys, mask, bias}, false, p);
+  Retrieval p(options, {state, stored, keys, mask, bias}, false);
   py::object copies[3];
   read_steps(states, stats, p, copies);
   read_taken(taken, p);

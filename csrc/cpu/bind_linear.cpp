@@ -1,5 +1,5 @@
-// Python's view of a linear layer, and of self-attention between two linear layers: addresses,
-// shapes and strides in, nothing out.
+// A linear layer, and self-attention between two linear layers, as Python calls them: tensors in,
+// tensors out.
 #include <pybind11/pybind11.h>
 
 #include <cmath>
@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "../arguments.h"
+#include "../operands.h"
 #include "kernel_table.h"
 
 namespace py = pybind11;
@@ -14,92 +15,128 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-void linear(int dtype, int threads, const py::tuple& sizes, uintptr_t x, const py::tuple& x_stride,
-            uintptr_t w, int64_t w_stride, bool w_transposed, uintptr_t bias, uintptr_t y) {
+// x [M, K] W^T + bias, W [N, K] with dense rows or columns, K > 0; the result is new.
+py::object linear(py::handle x, py::handle weight, py::handle bias) {
+  const TensorView of_x = view_of("x", x), w = view_of("weight", weight);
+  expect_dtype("x", of_x, kFloats);
   LinearParams p{};
-  p.dtype = static_cast<DType>(dtype);
-  p.threads = threads;
-  int64_t n[3];
-  integers(sizes, n);
-  p.M = n[0], p.N = n[1], p.K = n[2];
-  p.x = reinterpret_cast<const void*>(x);
-  integers(x_stride, p.x_stride);
-  p.w = reinterpret_cast<const void*>(w);
-  p.w_stride = w_stride;
-  p.w_transposed = w_transposed;
-  p.bias = reinterpret_cast<const void*>(bias);
-  p.y = reinterpret_cast<void*>(y);
+  p.dtype = of_x.dtype, p.threads = threads();
+  p.M = of_x.size[0], p.N = w.size[0], p.K = of_x.size[1];
+  expect_sizes("x", of_x, p.dtype, {p.M, p.K});
+  expect_sizes("weight", w, p.dtype, {p.N, p.K});
+  p.w_transposed = w.stride[1] != 1;
+  expect(!p.w_transposed || w.stride[0] == 1 || p.N <= 1,
+         "weight must have dense rows or dense columns");
+  p.x = of_x.data, p.x_stride[0] = of_x.stride[0], p.x_stride[1] = of_x.stride[1];
+  p.w = w.data, p.w_stride = w.stride[p.w_transposed ? 1 : 0];
+  py::object kept;
+  if (!bias.is_none()) p.bias = read_flat("bias", bias, p.dtype, {p.N}, &kept);
+  const py::object y = new_result(p.dtype, {p.M, p.N}, &p.y);
   p.y_stride = p.N;
-  py::gil_scoped_release release;
-  kernels(p.dtype).linear(p);
+  {
+    py::gil_scoped_release release;
+    kernels(p.dtype).linear(p);
+  }
+  return y;
 }
 
-// A whole multi-head self-attention without gradients, for sizes at which calls cost more than
-// arithmetic:
-//
-//   [q | k | v] = x W_in^T + b_in        out = attention(q, k, v) W_out^T + b_out
-//
-// x is [N, L, E] or [L, N, E], contiguous; position (n, l) is row n * row[0] + l * row[1].
-// padding is [N, L] bool, true = ignored, null = none.
-void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tuple& row_steps,
-                    uintptr_t x, uintptr_t w_in, int64_t w_in_stride, uintptr_t b_in,
-                    uintptr_t w_out, int64_t w_out_stride, uintptr_t b_out, uintptr_t padding,
-                    const py::tuple& padding_stride, bool causal, uintptr_t out) {
-  int64_t n[4], row[2], pad[2];
-  integers(sizes, n);
-  integers(row_steps, row);
-  integers(padding_stride, pad);
-  const int64_t N = n[0], L = n[1], E = n[2], H = n[3];
-  expect_multiple(H, E, "num_heads");
-  const int64_t D = E / H, rows = N * L;
-  const auto type = static_cast<DType>(dtype);
-  const int64_t element = element_bytes(type);
-  py::gil_scoped_release release;
+// The tensors of a small self-attention, and its sizes: N sequences of L positions of E columns.
+struct SelfAttention {
+  TensorView x, w_in, w_out, b_in, b_out, padding;  // no data: none
+  bool causal;
+  int64_t N, L, E, H;
+  int64_t row[2];  // position (n, l) is row n * row[0] + l * row[1]
+  int threads;
 
-  // qkv [rows, 3E], attended [rows, E], visible [N, L]
-  const int64_t row_bytes = rows * E * element;
-  const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(4 * row_bytes + rows)]);
-  char* const qkv = memory.get();
-  char* const attended = qkv + 3 * row_bytes;
-  bool* const visible = reinterpret_cast<bool*>(attended + row_bytes);
+  // [q | k | v] = x W_in^T + b_in        out = attention(q, k, v) W_out^T + b_out
+  void run(void* out) const {
+    const int64_t D = E / H, rows = N * L, element = element_bytes(x.dtype);
+    // qkv [rows, 3E], attended [rows, E], visible [N, L]
+    const int64_t row_bytes = rows * E * element;
+    const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(4 * row_bytes + rows)]);
+    char* const qkv = memory.get();
+    char* const attended = qkv + 3 * row_bytes;
+    bool* const visible = reinterpret_cast<bool*>(attended + row_bytes);
 
-  LinearParams in{};
-  in.dtype = type, in.threads = threads;
-  in.M = rows, in.N = 3 * E, in.K = E;
-  in.x = reinterpret_cast<const void*>(x), in.x_stride[0] = E, in.x_stride[1] = 1;
-  in.w = reinterpret_cast<const void*>(w_in), in.w_stride = w_in_stride;
-  in.bias = reinterpret_cast<const void*>(b_in);
-  in.y = qkv, in.y_stride = 3 * E;
-  kernels(type).linear(in);
+    LinearParams in{};
+    in.dtype = x.dtype, in.threads = threads;
+    in.M = rows, in.N = 3 * E, in.K = E;
+    in.x = x.data, in.x_stride[0] = E, in.x_stride[1] = 1;
+    in.w = w_in.data, in.w_stride = w_in.stride[0], in.bias = b_in.data;
+    in.y = qkv, in.y_stride = 3 * E;
+    kernels(x.dtype).linear(in);
 
-  AttentionParams p{};
-  p.dtype = type, p.threads = threads;
-  p.B = N, p.Hq = p.Hkv = H, p.Lq = p.Lk = L, p.D = p.Dv = D;
-  const auto heads = [&](char* data, int64_t width) {
-    return Tensor4{data, {row[0] * width, D, row[1] * width, 1}};
-  };
-  p.q = heads(qkv, 3 * E);
-  p.k = heads(qkv + E * element, 3 * E);
-  p.v = heads(qkv + 2 * E * element, 3 * E);
-  p.out = heads(attended, E);
-  p.scale = 1.0 / std::sqrt(static_cast<double>(D));
-  p.window_left = -1, p.window_right = causal ? 0 : -1;
-  if (padding != 0) {
-    const bool* ignored = reinterpret_cast<const bool*>(padding);
-    for (int64_t b = 0; b < N; ++b)
-      for (int64_t l = 0; l < L; ++l) visible[b * L + l] = !ignored[b * pad[0] + l * pad[1]];
-    p.mask = {visible, {L, 0, 0, 1}};
-    p.mask_dtype = DType::boolean;
+    AttentionParams p{};
+    p.dtype = x.dtype, p.threads = threads;
+    p.B = N, p.Hq = p.Hkv = H, p.Lq = p.Lk = L, p.D = p.Dv = D;
+    const auto heads = [&](char* data, int64_t width) {
+      return Tensor4{data, {row[0] * width, D, row[1] * width, 1}};
+    };
+    p.q = heads(qkv, 3 * E);
+    p.k = heads(qkv + E * element, 3 * E);
+    p.v = heads(qkv + 2 * E * element, 3 * E);
+    p.out = heads(attended, E);
+    p.scale = 1.0 / std::sqrt(static_cast<double>(D));
+    p.window_left = -1, p.window_right = causal ? 0 : -1;
+    if (padding.data != nullptr) {
+      const bool* ignored = static_cast<const bool*>(padding.data);
+      for (int64_t b = 0; b < N; ++b)
+        for (int64_t l = 0; l < L; ++l)
+          visible[b * L + l] = !ignored[b * padding.stride[0] + l * padding.stride[1]];
+      p.mask = {visible, {L, 0, 0, 1}};
+      p.mask_dtype = DType::boolean;
+    }
+    kernels(x.dtype).attention_forward(p);
+
+    LinearParams to = in;
+    to.N = E;
+    to.x = attended;
+    to.w = w_out.data, to.w_stride = w_out.stride[0], to.bias = b_out.data;
+    to.y = out, to.y_stride = E;
+    kernels(x.dtype).linear(to);
   }
-  kernels(type).attention_forward(p);
+};
 
-  LinearParams to = in;
-  to.N = E;
-  to.x = attended;
-  to.w = reinterpret_cast<const void*>(w_out), to.w_stride = w_out_stride;
-  to.bias = reinterpret_cast<const void*>(b_out);
-  to.y = reinterpret_cast<void*>(out), to.y_stride = E;
-  kernels(type).linear(to);
+// A whole multi-head self-attention, for sizes at which calls cost more than arithmetic: x, [N, L, E]
+// or [L, N, E], and its result, new; w_in [3E, E], w_out [E, E]; b_in and b_out are both or neither;
+// padding [N, L] bool, true = ignored. None, unless all are plain tensors of one dtype with dense rows,
+// and none of them requires a gradient that is `recorded`.
+py::object self_attention(py::handle x, int64_t num_heads, py::handle w_in, py::handle b_in,
+                          py::handle w_out, py::handle b_out, py::handle padding, bool batch_first,
+                          bool causal, bool recorded) {
+  SelfAttention a{};
+  const auto reads = [](py::handle from, TensorView* to) {
+    return from.is_none() || read_exact(from, to);
+  };
+  if (!read_exact(x, &a.x) || !read_exact(w_in, &a.w_in) || !read_exact(w_out, &a.w_out) ||
+      !reads(b_in, &a.b_in) || !reads(b_out, &a.b_out) || !reads(padding, &a.padding))
+    return py::none();
+  const DType dtype = a.x.dtype;
+  const int64_t number = number_of_call(dtype, {x, w_in, b_in, w_out, b_out, padding});
+  const bool needs_gradient = number % 2 != 0;
+  if (number == 0 || (needs_gradient && recorded)) return py::none();
+  a.E = a.x.size[2], a.H = num_heads;
+  expect_multiple(a.H, a.E, "num_heads");
+  const int64_t E = a.E;
+  a.N = a.x.size[batch_first ? 0 : 1], a.L = a.x.size[batch_first ? 1 : 0];
+  const auto fits = [dtype](const TensorView& t, Sizes sizes) {
+    return t.dtype == dtype && t.has_sizes(sizes) && t.stride[t.rank - 1] == 1;
+  };
+  const bool right =
+      a.x.rank == 3 && dtype < DType::boolean && a.x.is_contiguous() && fits(a.w_in, {3 * E, E}) &&
+      fits(a.w_out, {E, E}) && (b_in.is_none() || fits(a.b_in, {3 * E})) &&
+      (b_out.is_none() || fits(a.b_out, {E})) &&
+      (padding.is_none() || (a.padding.dtype == DType::boolean && a.padding.has_sizes({a.N, a.L})));
+  if (!right) return py::none();
+  a.row[0] = batch_first ? a.L : 1, a.row[1] = batch_first ? 1 : a.N;
+  a.causal = causal, a.threads = threads();
+  TensorView result;
+  const py::object out = new_like(x, &result);
+  {
+    py::gil_scoped_release release;
+    a.run(result.data);
+  }
+  return out;
 }
 
 }  // namespace

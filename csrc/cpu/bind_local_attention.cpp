@@ -7,9 +7,9 @@
 #include <string>
 
 #include "../arguments.h"
+#include "../operands.h"
+#include "../options.h"
 #include "kernel_table.h"
-#include "named.h"
-#include "operands.h"
 
 namespace py = pybind11;
 
@@ -33,9 +33,9 @@ Tensor4 rows_operand(const TensorView& x) { return {x.data, {x.stride[0], x.stri
 void read_local_call(LocalCall& p, const py::object& options, py::handle query, py::handle key,
                      py::handle value, py::handle positions, py::handle padding,
                      py::handle factor) {
-  read_local_options(named(options), p);
+  read_local_options(Named(options), p);
   const TensorView q = view_of("query", query), v = view_of("value", value);
-  expect_dtype("query", q, {DType::f32, DType::f64, DType::bf16, DType::f16});
+  expect_dtype("query", q, kFloats);
   p.dtype = q.dtype;
   p.threads = threads();
   p.B = q.size[0], p.Lq = q.size[1], p.D = q.size[2], p.Lk = v.size[1], p.Dv = v.size[2];

@@ -7,14 +7,13 @@
 #include <tuple>
 #include <vector>
 
+#include "../operands.h"
+#include "../options.h"
 #include "../relative_bias_arguments.h"
 #include "attention_call.h"
 #include "kernel_table.h"
 #include "mask_program.h"
 #include "memory.h"
-#include "named.h"
-#include "operands.h"
-#include "sdpa_arguments.h"
 
 namespace py = pybind11;
 
@@ -25,6 +24,7 @@ namespace {
 struct Call : AttentionParams {
   std::vector<MaskStep> steps;
   std::vector<double> sink_gradients;  // [B, Hq]
+  py::object table;                    // see read_biases
 };
 
 // The distances of positions, which are in the memory of the host here.
@@ -43,8 +43,8 @@ struct Options : AttentionOptions {
   explicit Options(const py::object& record) {
     static const auto of_backward = std::make_tuple(
         field("needs_mask_grad", &Options::needs_mask_grad), field("partial", &Options::partial));
-    read_attention_options(named(record), *this);
-    if (py::hasattr(record, "partial")) named(record).read(*this, of_backward);
+    read_attention_options(Named(record), *this);
+    if (py::hasattr(record, "partial")) Named(record).read(*this, of_backward);
   }
 
   static py::object of(const py::object& record) {
@@ -62,21 +62,12 @@ struct Options : AttentionOptions {
 void read_call(Call& p, const Options& options, py::handle query, py::handle key, py::handle value,
                const Biases& biases) {
   static_cast<AttentionOptions&>(p) = options;
-  const TensorView q = view_of("query", query), k = view_of("key", key),
-                   v = view_of("value", value);
-  expect_dtype("query", q, {DType::f32, DType::f64, DType::bf16, DType::f16});
-  p.dtype = q.dtype;
-  p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2], p.D = q.size[3];
-  p.Hkv = k.size[1], p.Lk = k.size[2], p.Dv = v.size[3];
-  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});  // of four dimensions
-  expect_sizes("key", k, p.dtype, {p.B, p.Hkv, p.Lk, p.D});
-  expect_sizes("value", v, p.dtype, {p.B, p.Hkv, p.Lk, p.Dv});
-  p.q = operand_of(q), p.k = operand_of(k), p.v = operand_of(v);
-  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
+  read_attention(p, query, key, value);
   p.threads = threads();
-  p.reduced = reduces(p, rule_of_rounding());
+  p.reduced = reduces(p);
   int64_t positions = 0;
-  read_biases(p, biases, &positions);
+  read_biases(p, biases, &positions, &p.table);
+  p.seed = read_seed(biases.seed);
   check_relative_bias(p, positions);
   check_positions(p);
   read_mask_program(biases.mask_program, p, p.steps);
@@ -115,17 +106,6 @@ py::tuple attention(const py::object& record, py::handle query, py::handle key, 
     kernels(p.dtype).attention_forward(p);
   }
   return py::make_tuple(out, lse, weights);
-}
-
-void read_grad_weights(Call& p, py::handle from) {
-  if (from.is_none()) return;
-  expect(p.weights != Weights::none, "grad_weights needs a call that returns weights");
-  const TensorView x = p.weights == Weights::averaged
-                           ? read_sizes("grad_weights", from, p.dtype, {p.B, p.Lq, p.Lk})
-                           : read_sizes("grad_weights", from, p.dtype, {p.B, p.Hq, p.Lq, p.Lk});
-  p.grad_weights.data = x.data;
-  const int64_t *s = x.stride, averaged[] = {s[0], 0, s[1], s[2]};
-  std::copy_n(x.rank == 4 ? s : averaged, 4, p.grad_weights.stride);
 }
 
 // New, of the mask's sizes: f64 where one element sums those of many queries or keys.

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "tensors.h"
+#include "../tensors.h"
 
 namespace py = pybind11;
 

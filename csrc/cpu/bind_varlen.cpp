@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "../options.h"
 #include "attention_call.h"
 #include "kernel_table.h"
 #include "mask_program.h"
-#include "sdpa_arguments.h"
 #include "sequences.h"
 
 namespace py = pybind11;
@@ -34,13 +34,9 @@ struct PackedCall : SequencesParams {
   std::vector<int64_t> starts[2], sequence_order;
   std::vector<MaskStep> steps;
   std::vector<double> sink_gradients;  // [B, Hq]
+  py::object table;                    // see read_biases
   std::vector<int64_t> table_starts;   // [B], see SequencesParams::bias_starts
 };
-
-// [T, H, D] as [-, H, T, D]
-Tensor4 packed_operand(const TensorView& x) {
-  return {x.data, {0, x.stride[1], x.stride[0], x.stride[2]}};
-}
 
 // cu_seqlens of int32 or int64; `most`: None, or the length of the longest sequence.
 void read_starts(const char* name, py::handle from, int64_t rows, py::handle most,
@@ -66,20 +62,10 @@ void read_packed_call(PackedCall& t, const py::object& options, py::handle query
                       const Biases& biases, py::handle most_queries, py::handle most_keys) {
   AttentionParams& p = t.attention;
   VarlenOptions asked;
-  read_varlen_options(named(options), asked);
+  read_varlen_options(Named(options), asked);
   static_cast<AttentionOptions&>(p) = asked;
   t.bottom_right = asked.bottom_right;
-  const TensorView q = view_of("query", query), k = view_of("key", key),
-                   v = view_of("value", value);
-  expect_dtype("query", q, {DType::f32, DType::f64, DType::bf16, DType::f16});
-  p.dtype = q.dtype;
-  p.Lq = q.size[0], p.Hq = q.size[1], p.D = q.size[2];
-  p.Lk = k.size[0], p.Hkv = k.size[1], p.Dv = v.size[2];
-  expect_sizes("query", q, p.dtype, {p.Lq, p.Hq, p.D});  // of three dimensions
-  expect_sizes("key", k, p.dtype, {p.Lk, p.Hkv, p.D});
-  expect_sizes("value", v, p.dtype, {p.Lk, p.Hkv, p.Dv});
-  p.q = packed_operand(q), p.k = packed_operand(k), p.v = packed_operand(v);
-  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
+  read_packed_attention(p, query, key, value);
   read_starts("cu_seqlens_q", q_starts, p.Lq, most_queries, t.starts[0]);
   read_starts("cu_seqlens_k", k_starts, p.Lk, most_keys, t.starts[1]);
   expect(t.starts[0].size() == t.starts[1].size(),
@@ -88,9 +74,10 @@ void read_packed_call(PackedCall& t, const py::object& options, py::handle query
   t.q_starts = t.starts[0].data(), t.k_starts = t.starts[1].data();
   t.lse_stride = p.Lq;
   p.threads = threads();
-  p.reduced = reduces(p, rule_of_rounding());
+  p.reduced = reduces(p);
   int64_t positions = 0;
-  read_biases(p, biases, &positions);
+  read_biases(p, biases, &positions, &t.table);
+  p.seed = read_seed(biases.seed);
   check_table(t);
   read_mask_program(biases.mask_program, p, t.steps, true);
   t.sequence_order = order_of_work(t);

@@ -1,4 +1,6 @@
 // The other bindings, compiled together for the same reason as those of attention.
+#include "../operands.cpp"
+#include "../tensors.cpp"
 #include "bind_additive.cpp"
 #include "bind_encode_memory.cpp"
 #include "bind_hopfield.cpp"
@@ -7,5 +9,3 @@
 #include "bind_merge_states.cpp"
 #include "bind_signature.cpp"
 #include "bind_sinusoidal.cpp"
-#include "operands.cpp"
-#include "tensors.cpp"

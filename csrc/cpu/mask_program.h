@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../mask_program.h"
-#include "../options.h"
+#include "../params.h"
 
 namespace fastattn {
 
@@ -30,19 +30,6 @@ inline void read_mask_program(const int32_t* words, int64_t count, AttentionPara
   if (wrong != nullptr)
     throw pybind11::value_error(std::string("fastattn: mask_program is not valid: ") + wrong);
   p.mask_program = steps.data(), p.mask_steps = static_cast<int>(steps.size());
-}
-
-// The same from operands by name, if they have one.
-inline void read_mask_program(const Named& operands, AttentionParams& p,
-                              std::vector<MaskStep>& steps, bool packed = false) {
-  struct Words {
-    const int32_t* at = nullptr;
-    int64_t count = 0;
-  } words;
-  static const auto fields =
-      std::make_tuple(field("mask_program", &Words::at), field("mask_length", &Words::count));
-  operands.read_given(words, fields);
-  if (words.at != nullptr) read_mask_program(words.at, words.count, p, steps, packed);
 }
 
 }  // namespace fastattn

@@ -6,18 +6,19 @@
 #include <stdexcept>
 #include <string>
 
+#include "../operands.h"
+#include "../tensors.h"
 #include "isa.h"
 #include "kernel_table.h"
-#include "operands.h"
 #include "peaks/peaks.h"
 #include "processor.h"
-#include "tensors.h"
 
 namespace py = pybind11;
 
 namespace fastattn {
 
 void bind_additive(py::module_& m);
+void bind_append(py::module_& m);
 void bind_sdpa(py::module_& m);
 void bind_decode(py::module_& m);
 void bind_hopfield(py::module_& m);
@@ -76,8 +77,10 @@ py::dict describe_processor() {
 }  // namespace fastattn
 
 PYBIND11_MODULE(_cpu, m) {
+  fastattn::module_name = "fastattn._cpu";
   m.doc() = "fastattn's CPU kernels. Import torch first: its OpenMP runtime is shared.";
   fastattn::bind_additive(m);
+  fastattn::bind_append(m);
   fastattn::bind_sdpa(m);
   fastattn::bind_decode(m);
   fastattn::bind_hopfield(m);
@@ -120,7 +123,8 @@ PYBIND11_MODULE(_cpu, m) {
       },
       py::arg("type"), py::kw_only(), py::arg("leaf7_edx"), py::arg("leaf7_1_eax"), py::arg("xcr0"),
       py::arg("error"));
-  m.def("use_torch", &fastattn::use_torch, py::arg("torch"), py::arg("interface"));
+  m.def("use_torch", &fastattn::use_torch, py::arg("torch"), py::arg("interface"),
+        py::arg("device") = "cpu");
   m.def("use_rules", &fastattn::use_rules, py::arg("new_rows"), py::arg("may_round"));
   m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
         py::arg("seconds") = 0.1);

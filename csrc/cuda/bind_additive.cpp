@@ -1,4 +1,5 @@
-// Python's view of additive attention on a GPU: one head, a window of -1 or 0 to the right.
+// Additive attention on a GPU as Python calls it: tensors in, tensors out.
+#include "../attention_arguments.h"
 #include "binding.h"
 
 namespace py = pybind11;
@@ -8,64 +9,70 @@ namespace cuda {
 
 namespace {
 
-// sizes: (B, Tq, Tk, A, Dv); operands: query, key, value, the addresses of vector and bias, mask,
-// mask_dtype, the address of seed.
-AdditiveArguments additive_arguments(int dtype, const py::tuple& sizes, const py::object& options,
-                                     const py::dict& operands) {
-  using P = AdditiveArguments;
-  static const auto fields =
-      std::make_tuple(field("query", &P::q), field("key", &P::k), field("value", &P::v),
-                      field("vector", &P::vector), field("bias", &P::bias), field("mask", &P::mask),
-                      field("mask_dtype", &P::mask_dtype), field("seed", &P::seed_address));
-  AdditiveArguments p{};
-  p.dtype = static_cast<DType>(dtype);
-  int64_t n[5];
-  integers(sizes, n);
-  p.B = n[0], p.Hq = p.Hkv = 1, p.Lq = n[1], p.Lk = n[2], p.D = n[3], p.Dv = n[4];
-  named(operands).read(p, fields);
-  AdditiveOptions asked;
-  read_additive_options(named(options), asked);
-  p.window_right = asked.causal ? 0 : -1;
-  p.dropout_p = asked.dropout_p;
-  p.scale_float = 1.0f;
-  set_window(p);
-  set_dropout(p);
-  return p;
-}
+// The arguments of a call, and what they point to.
+struct AdditiveCall : AdditiveArguments {
+  AdditiveVectors vectors;
 
-// results: out, applied, the address of scores.
-void launch_additive_forward(int dtype, uintptr_t stream, const py::tuple& sizes,
-                             const py::object& options, const py::dict& operands,
-                             const py::dict& results) {
-  using P = AdditiveArguments;
-  static const auto written = std::make_tuple(field("out", &P::out), field("applied", &P::applied),
-                                              field("scores", &P::scores));
-  AdditiveArguments p = additive_arguments(dtype, sizes, options, operands);
-  named(results).read(p, written);
-  py::gil_scoped_release release;
+  AdditiveCall(const py::object& options, const AdditiveTensors& from) : AdditiveArguments{} {
+    AdditiveOptions asked;
+    read_additive_options(Named(options), asked);
+    window_right = asked.causal ? 0 : -1;
+    dropout_p = asked.dropout_p;
+    read_additive(*this, vectors, from);
+    vector = static_cast<const float*>(vectors.v);
+    AdditiveArguments::bias = static_cast<const float*>(vectors.bias);
+    scale_float = 1.0f;
+    set_window(*this);
+    set_dropout(*this, from.seed);
+  }
+};
+
+// (out, weights or None), new.
+py::tuple additive_attention(uintptr_t stream, const py::object& options, py::handle query,
+                             py::handle key, py::handle value, py::handle v, py::handle bias,
+                             py::handle attn_mask, py::handle seed) {
+  struct Asked {
+    bool weights;
+  } asked;
+  static const auto fields = std::make_tuple(field("weights", &Asked::weights));
+  Named(options).read(asked, fields);
+  AdditiveCall p(options, {query, key, value, v, bias, attn_mask, seed});
+  void* data;
+  const py::object out = new_result(p.dtype, {p.B, p.Lq, p.Dv}, &data);
+  p.out = headless(data, p.Lq, p.Dv);
+  py::object weights = py::none();
+  if (asked.weights) {
+    weights = new_result(p.dtype, {p.B, p.Lq, p.Lk}, &data);
+    p.applied = headless(data, p.Lq, p.Lk);
+  }
+  const py::object scores = new_floats({p.B, p.Lq, p.Lk}, &p.scores);
   with_element(p.dtype, [&](auto* element) { additive_forward(element, p, stream); });
+  return py::make_tuple(out, weights);
 }
 
-// gradients: see read_gradients, then the addresses of scores, gradients and parts.
-void launch_additive_backward(int dtype, uintptr_t stream, const py::tuple& sizes,
-                              const py::object& options, const py::dict& operands,
-                              const py::dict& gradients) {
-  using P = AdditiveArguments;
-  static const auto own = std::make_tuple(
-      field("scores", &P::scores), field("gradients", &P::gradients), field("parts", &P::parts));
-  AdditiveArguments p = additive_arguments(dtype, sizes, options, operands);
-  read_gradients(named(gradients), p);
-  named(gradients).read(p, own);
-  py::gil_scoped_release release;
+// The gradients of query, key and value; the terms of those of v and bias [B, tiles, 2, A]; and the
+// gradient of the scores [B, Tq, Tk]. New.
+py::tuple additive_gradients(uintptr_t stream, const py::object& options, py::handle grad_out,
+                             py::handle grad_weights, py::handle query, py::handle key,
+                             py::handle value, py::handle v, py::handle bias, py::handle attn_mask,
+                             py::handle seed) {
+  const AdditiveTensors tensors{query, key, value, v, bias, attn_mask, seed};
+  AdditiveCall p(options, tensors);
+  read_additive_gradients(p, grad_out, grad_weights);
+  const py::tuple grads = new_additive_gradients(p, tensors);
+  const int64_t tiles = (p.Lq + kAdditiveTile - 1) / kAdditiveTile;
+  const py::object parts = new_floats({p.B, tiles, 2, p.D}, &p.parts),
+                   scores = new_floats({p.B, p.Lq, p.Lk}, &p.scores),
+                   of_scores = new_floats({p.B, p.Lq, p.Lk}, &p.gradients);
   with_element(p.dtype, [&](auto* element) { additive_backward(element, p, stream); });
+  return py::make_tuple(grads[0], grads[1], grads[2], parts, of_scores);
 }
 
 }  // namespace
 
 void bind_additive(py::module_& m) {
-  m.def("additive_forward", &launch_additive_forward);
-  m.def("additive_backward", &launch_additive_backward);
-  m.attr("additive_tile") = kAdditiveTile;
+  define(m, "additive_attention", &additive_attention);
+  define(m, "additive_attention_backward", &additive_gradients);
 }
 
 }  // namespace cuda

@@ -1,4 +1,8 @@
-// Python's view of decoding on a GPU.
+// Decoding on a GPU as Python calls it: tensors in, tensors out.
+#include <algorithm>
+
+#include "../attention_arguments.h"
+#include "../cache_arguments.h"
 #include "../relative_bias_arguments.h"
 #include "binding.h"
 
@@ -9,69 +13,89 @@ namespace cuda {
 
 namespace {
 
-// sizes: (B, Hq, Hkv, Lq, capacity, D, Dv); cache: key_cache, value_cache, the addresses of
-// lengths, entries or 0, and block_table or 0, its row stride, page_size and cache_entries.
-DecodeArguments cache_arguments(int dtype, const py::tuple& sizes, const py::dict& cache) {
-  using P = DecodeArguments;
-  static const auto fields = std::make_tuple(
-      field("key_cache", &P::k), field("value_cache", &P::v), field("lengths", &P::lengths),
-      field("entries", &P::entries), field("block_table", &P::block_table),
-      field("block_table_stride", &P::block_table_stride), field("page_size", &P::page_size),
-      field("cache_entries", &P::cache_entries));
-  DecodeArguments p{};
-  p.dtype = static_cast<DType>(dtype);
-  int64_t n[7];
-  integers(sizes, n);
-  p.B = n[0], p.Hq = n[1], p.Hkv = n[2], p.Lq = n[3], p.Lk = n[4], p.D = n[5], p.Dv = n[6];
-  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
-  named(cache).read(p, fields);
-  return p;
+// A sequence is split between blocks of threads at multiples of kSplitKeys; chosen without a
+// measurement. With more than kMostRows query rows per key head there is enough work without a split.
+constexpr int64_t kSplitKeys = 256, kMostRows = 64;
+
+// The arguments of a call, and what they point to.
+struct DecodeCall : DecodeArguments {
+  Cache cache;
+  py::object table, mask, parts[2];
+};
+
+// The call has a batch and a dtype.
+void read_cache(DecodeCall& p, const CacheTensors& from) {
+  Cache& c = p.cache;
+  read_cache(c, from, p.dtype, p.B);
+  p.Hkv = c.heads, p.Lk = c.capacity, p.D = c.width, p.Dv = c.value_width;
+  p.k = c.keys, p.v = c.values;
+  p.lengths = c.lengths, p.entries = c.chosen;
+  p.block_table = c.block_table, p.block_table_stride = c.block_table_stride;
+  p.page_size = c.rows, p.cache_entries = c.entries;
 }
 
-// operands: query, and see read_biases and read_mask_program; results: out, the addresses of lse,
-// part_sums and part_stats, split_keys, splits.
-void launch_decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
-                   const py::dict& operands, const py::dict& cache, const py::dict& results) {
-  using P = DecodeArguments;
-  static const auto given = std::make_tuple(field("query", &P::q));
-  static const auto written =
-      std::make_tuple(field("out", &P::out), field("lse", &P::lse),
-                      field("part_sums", &P::part_sums), field("part_stats", &P::part_stats),
-                      field("split_keys", &P::split_keys), field("splits", &P::splits));
-  DecodeArguments p = cache_arguments(dtype, sizes, cache);
-  read_decode_options(named(options), p);
-  named(operands).read(p, given);
-  read_biases(named(operands), p);
+// (out, lse), new.
+py::tuple decode(uintptr_t stream, const py::object& options, py::handle query,
+                 py::handle key_cache, py::handle value_cache, py::handle cache_seqlens,
+                 py::handle block_table, py::handle cache_batch_idx, py::handle alibi_slopes,
+                 py::handle sinks, py::handle relative_bias, py::handle mask_program) {
+  DecodeCall p{};
+  const py::none none;
+  read_decode_options(Named(options), p);
+  const TensorView q = view_of("query", query);
+  expect_dtype("query", q, kFloats);
+  p.dtype = q.dtype, p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2];
+  read_cache(
+      p, {key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx, none, none, none});
+  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});
+  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
+  p.q = operand_of(q);
+  int64_t positions = 0;
+  read_biases(p, {none, alibi_slopes, none, sinks, relative_bias, none, mask_program}, &positions,
+              &p.table);
   expect_middle(p);
-  read_mask_program(named(operands), p);
-  named(results).read(p, written);
+  read_mask_program(p, mask_program, false, &p.mask);
+  const bool divided = p.Lq * p.Hq <= kMostRows * p.Hkv;
+  p.split_keys = divided ? kSplitKeys : std::max(p.Lk, int64_t{1});
+  p.splits = (p.Lk + p.split_keys - 1) / p.split_keys;
+  p.parts[0] = new_floats({p.B, p.Hq, p.Lq, p.splits, p.Dv}, &p.part_sums);
+  p.parts[1] = new_floats({p.B, p.Hq, p.Lq, p.splits, 2}, &p.part_stats);
+  const py::object out = new_rows(query, p.Dv, &p.out);
+  void* data;
+  const py::object lse = new_result(DType::f64, {p.B, p.Hq, p.Lq}, &data);
+  p.lse = static_cast<double*>(data);
   p.scale_float = static_cast<float>(p.scale);
   p.softcap_float = static_cast<float>(p.softcap);
   const int64_t bytes = element_bytes(p.dtype);
   p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes);
-  py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) {
     if (p.mask_table != nullptr) attention_mask(element, p, stream);
     decode_attention(element, p, stream);
   });
+  return py::make_tuple(out, lse);
 }
 
-// operands: key, value
-void launch_append(int dtype, uintptr_t stream, const py::tuple& sizes, const py::dict& operands,
-                   const py::dict& cache) {
-  using P = DecodeArguments;
-  static const auto rows = std::make_tuple(field("key", &P::new_k), field("value", &P::new_v));
-  DecodeArguments p = cache_arguments(dtype, sizes, cache);
-  named(operands).read(p, rows);
-  py::gil_scoped_release release;
+void append(uintptr_t stream, py::handle key_cache, py::handle value_cache, py::handle key,
+            py::handle value, py::handle cache_seqlens, py::handle block_table,
+            py::handle cache_batch_idx) {
+  DecodeCall p{};
+  const py::none none;
+  const TensorView k = view_of("key", key);
+  p.dtype = k.dtype, p.B = k.size[0], p.Lq = k.size[2];
+  read_cache(
+      p, {key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx, none, none, none});
+  p.Hq = p.Hkv;
+  expect_sizes("key", k, p.dtype, {p.B, p.Hkv, p.Lq, p.D});
+  p.new_k = operand_of(k);
+  p.new_v = operand_of(read_sizes("value", value, p.dtype, {p.B, p.Hkv, p.Lq, p.Dv}));
   with_element(p.dtype, [&](auto* element) { append_to_cache(element, p, stream); });
 }
 
 }  // namespace
 
 void bind_decode(py::module_& m) {
-  m.def("decode_attention", &launch_decode);
-  m.def("append_to_cache", &launch_append);
+  define(m, "decode_attention", &decode);
+  define(m, "append_to_cache", &append);
 }
 
 }  // namespace cuda

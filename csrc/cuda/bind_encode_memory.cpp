@@ -1,4 +1,4 @@
-// Python's view of memory encoding on a GPU.
+// Memory encoding on a GPU as Python calls it: tensors in, tensors out.
 #include "../encode_memory_arguments.h"
 #include "binding.h"
 
@@ -9,47 +9,54 @@ namespace cuda {
 
 namespace {
 
-// operands: see read_encoding, read_tokens and read_tables; out: an address.
-void launch_encode_memory_forward(int dtype, uintptr_t stream, const py::tuple& sizes,
-                                  const py::object& options, const py::dict& operands,
-                                  uintptr_t out) {
-  EncodeMemoryArguments p{};
-  read_encoding(dtype, sizes, named(options), named(operands), p);
-  read_tokens(named(operands), p);
-  read_tables(named(operands), p);
-  p.out = reinterpret_cast<void*>(out);
+struct EncodeMemoryCall : EncodeMemoryArguments, EncodingCall {};
+
+// The memories [R, B, G, N, D], new.
+py::object encode_memory(uintptr_t stream, const py::object& options, py::handle tokens,
+                         py::handle weight, py::handle factors, py::handle temporal) {
+  EncodeMemoryCall p{};
+  read_encoding(p, p, options, tokens, weight, factors, temporal);
+  const py::object out = new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out);
   const int64_t bytes = element_bytes(p.dtype);
-  const bool aligned = p.D * bytes % 16 == 0 && out % 16 == 0 && is_aligned(p.weight, bytes) &&
+  const bool aligned = p.D * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0 &&
+                       is_aligned(p.weight, bytes) &&
                        (p.temporal.data == nullptr || is_aligned(p.temporal, bytes));
-  py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { encode_memory_forward(element, p, aligned, stream); });
+  return out;
 }
 
-// operands: see read_encoding; and the addresses of order, starts and sentences. gradients: see
-// read_gradients.
-void launch_encode_memory_backward(int dtype, uintptr_t stream, const py::tuple& sizes,
-                                   const py::object& options, const py::dict& operands,
-                                   const py::dict& gradients) {
-  using P = EncodeMemoryArguments;
-  static const auto words = std::make_tuple(field("order", &P::order), field("starts", &P::starts),
-                                            field("sentences", &P::sentences));
-  EncodeMemoryArguments p{};
-  read_encoding(dtype, sizes, named(options), named(operands), p);
-  named(operands).read(p, words);
-  read_gradients(named(gradients), p);
+// The gradients of weight, and of temporal or None, new, in grad's dtype. Of the words: their order by
+// rows of the table [R, B N J], the first of each row [R, V + 1], and which sentences have one [R, B, N].
+py::tuple encoding_gradients(uintptr_t stream, const py::object& options, py::handle grad,
+                             py::handle tokens, py::handle factors, py::handle order,
+                             py::handle starts, py::handle sentences) {
+  EncodeMemoryCall p{};
+  read_encoding_gradient(p, p, options, grad, tokens, factors);
+  const auto read = [&p](const char* name, py::handle from, DType dtype, Sizes sizes) {
+    const TensorView x = read_sizes(name, from, dtype, sizes);
+    expect(x.is_contiguous(), std::string(name) + " must be contiguous");
+    return x.data;
+  };
+  p.order = static_cast<const int64_t*>(read("order", order, kInt64, {p.R, p.B * p.N * p.J}));
+  p.starts = static_cast<const int64_t*>(read("starts", starts, kInt64, {p.R, p.V + 1}));
+  p.sentences =
+      static_cast<const uint8_t*>(read("sentences", sentences, DType::boolean, {p.R, p.B, p.N}));
+  const py::object of_weight = new_result(p.dtype, {p.R, p.G, p.V, p.D}, &p.grad_weight);
+  py::object of_temporal = py::none();
+  if (p.has_temporal) of_temporal = new_result(p.dtype, {p.R, p.G, p.N, p.D}, &p.grad_temporal);
   const int64_t bytes = element_bytes(p.dtype);
   bool aligned = p.D * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.grad) % 16 == 0;
   for (const int64_t stride : p.grad_stride) aligned = aligned && stride * bytes % 16 == 0;
-  py::gil_scoped_release release;
   with_element(p.dtype,
                [&](auto* element) { encode_memory_backward(element, p, aligned, stream); });
+  return py::make_tuple(of_weight, of_temporal);
 }
 
 }  // namespace
 
 void bind_encode_memory(py::module_& m) {
-  m.def("encode_memory_forward", &launch_encode_memory_forward);
-  m.def("encode_memory_backward", &launch_encode_memory_backward);
+  define(m, "encode_memory", &encode_memory);
+  define(m, "encode_memory_backward", &encoding_gradients);
 }
 
 }  // namespace cuda

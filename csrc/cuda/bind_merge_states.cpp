@@ -1,4 +1,4 @@
-// Python's view of merged states of attention on a GPU.
+// Merged states of attention on a GPU as Python calls them: tensors in, tensors out.
 #include "../merge_states_arguments.h"
 #include "binding.h"
 
@@ -17,31 +17,31 @@ bool all_aligned(const MergeStatesParams& p, std::initializer_list<Tensor4> rows
   return aligned;
 }
 
-// operands: see read_states and read_results
-void merge_states_forward(int dtype, int lse_dtype, uintptr_t stream, const py::tuple& sizes,
-                          const py::dict& operands) {
-  MergeStatesParams p = read_states(dtype, lse_dtype, sizes, named(operands));
-  read_results(named(operands), p);
+py::tuple merge(uintptr_t stream, py::handle out_a, py::handle lse_a, py::handle out_b,
+                py::handle lse_b) {
+  MergedStates states(out_a, lse_a, out_b, lse_b);
+  py::tuple results = states.new_results(out_a, lse_a);
+  const MergeStatesParams& p = states.params;
   const bool aligned = all_aligned(p, {p.out_a, p.out_b, p.out});
-  py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { merge_states(element, p, aligned, stream); });
+  return results;
 }
 
-// operands: see read_states and read_gradients
-void merge_states_gradient(int dtype, int lse_dtype, uintptr_t stream, const py::tuple& sizes,
-                           const py::dict& operands) {
-  MergeStatesParams p = read_states(dtype, lse_dtype, sizes, named(operands));
-  read_gradients(named(operands), p);
+py::tuple merge_gradients(uintptr_t stream, py::handle grad_out, py::handle grad_lse,
+                          py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b) {
+  MergedStates states(out_a, lse_a, out_b, lse_b);
+  py::tuple results = states.new_gradients(grad_out, grad_lse, out_a, lse_a, out_b, lse_b);
+  const MergeStatesParams& p = states.params;
   const bool aligned = all_aligned(p, {p.grad_out, p.out_a, p.out_b, p.grad_out_a, p.grad_out_b});
-  py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { merge_states_backward(element, p, aligned, stream); });
+  return results;
 }
 
 }  // namespace
 
 void bind_merge_states(py::module_& m) {
-  m.def("merge_states", &merge_states_forward);
-  m.def("merge_states_backward", &merge_states_gradient);
+  define(m, "merge_states", &merge);
+  define(m, "merge_states_backward", &merge_gradients);
 }
 
 }  // namespace cuda

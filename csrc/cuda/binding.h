@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../arguments.h"
+#include "../operands.h"
 #include "../options.h"
 #include "kernels/table.h"
 #include "params.h"
@@ -13,24 +13,47 @@
 namespace fastattn {
 namespace cuda {
 
-inline Named named(pybind11::handle from) { return Named(from, "fastattn._cuda"); }
+// Defines a function of Python: (device, stream, what f takes). The device is PyTorch's current one, the
+// stream a cudaStream_t.
+template <class Result, class... Arguments>
+void define(py::module_& m, const char* name, Result (*f)(uintptr_t stream, Arguments...)) {
+  m.def(name, [f](int device, uintptr_t stream, Arguments... arguments) {
+    use_device(device);
+    return f(stream, arguments...);
+  });
+}
 
-// Derives the dropout parameters from dropout_p.
-inline void set_dropout(AttentionArguments& p) {
+// Derives the dropout parameters from dropout_p, and reads the address of the random key.
+inline void set_dropout(AttentionArguments& p, py::handle seed) {
   // Halves are rounded to even, as in every backend.
   p.keep_below = static_cast<uint32_t>(std::nearbyint((1.0 - p.dropout_p) * 65536.0));
   p.keep_scale = p.keep_below == 0 ? 0.0f : static_cast<float>(65536.0 / p.keep_below);
+  if (seed.is_none()) return;
+  const TensorView x = view_of("seed", seed);
+  expect_dtype("seed", x, {kInt64});
+  p.seed_address = static_cast<const uint64_t*>(x.data);
 }
 
-// A mask program's address, its length and the address of mask_workspace(...) bytes, if the call has
-// one.
-inline void read_mask_program(const Named& from, AttentionArguments& to) {
-  using P = AttentionArguments;
-  static const auto fields =
-      std::make_tuple(field("mask_program", &P::mask_words), field("mask_length", &P::mask_length),
-                      field("mask_workspace", &P::mask_table));
-  from.read_given(to, fields);
-  to.mask_columns = mask_tiles_of(to.Lk);
+// `workspace` owns what the kernels find in the program.
+inline void read_mask_program(AttentionArguments& p, py::handle program, bool packed,
+                              py::object* workspace) {
+  p.mask_columns = mask_tiles_of(p.Lk);
+  if (program.is_none()) return;
+  p.mask_words = read_words("mask_program", program, &p.mask_length);
+  void* data;
+  *workspace = new_result(kInt8,
+                          {static_cast<int64_t>(sizeof(MaskTable)) +
+                           mask_rows_of(packed, p.B, p.Hq, p.Lq) * p.mask_columns},
+                          &data);
+  p.mask_table = static_cast<MaskTable*>(data);
+}
+
+// Workspace or a result of floats.
+inline py::object new_floats(Sizes sizes, float** data) {
+  void* at;
+  py::object made = new_result(DType::f32, sizes, &at);
+  *data = static_cast<float*>(at);
+  return made;
 }
 
 // Can rows be copied 16 bytes at a time?
@@ -43,6 +66,7 @@ inline bool is_aligned(const Tensor4& t, int64_t element_bytes) {
 // Calls f with a null pointer to the element type: the kernels of an operator are overloads.
 template <class F>
 void with_element(DType dtype, F f) {
+  py::gil_scoped_release release;
   switch (dtype) {
     case DType::bf16:
       return f(static_cast<Bf16*>(nullptr));
@@ -51,14 +75,8 @@ void with_element(DType dtype, F f) {
     case DType::f32:
       return f(static_cast<F32*>(nullptr));
     default:
-      throw pybind11::value_error("fastattn._cuda: the dtype must be float32, bfloat16 or float16");
+      throw py::value_error("fastattn._cuda: the dtype must be float32, bfloat16 or float16");
   }
-}
-
-// Attention has one more type: float32 with tf32 products.
-template <class F>
-void with_element_of_attention(const AttentionArguments& p, F f) {
-  p.tf32 ? f(static_cast<Tf32*>(nullptr)) : with_element(p.dtype, f);
 }
 
 }  // namespace cuda

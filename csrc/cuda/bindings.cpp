@@ -1,5 +1,7 @@
 // All bindings, compiled together: pybind11's own functions take most of the time of a file that
 // includes it.
+#include "../operands.cpp"
+#include "../tensors.cpp"
 #include "bind_additive.cpp"
 #include "bind_decode.cpp"
 #include "bind_encode_memory.cpp"

@@ -2,6 +2,7 @@
 // launch.
 #pragma once
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -50,6 +51,12 @@ inline std::map<std::string, int>& launches() {
   static std::map<std::string, int> counts;
   return counts;
 }
+
+// The streams of all launches. Tests read from it where a call ran.
+inline std::set<uintptr_t>& streams() {
+  static std::set<uintptr_t> used;
+  return used;
+}
 #endif
 
 inline void refuse(const Launch& launch, const std::string& what) {
@@ -63,6 +70,7 @@ void launch(const Launch& how, void (*kernel)(Arguments), const Arguments& argum
   if (how.blocks > 0x7fffffff) refuse(how, "more than 2^31 - 1 blocks");
 #ifdef FASTATTN_EMULATED
   ++launches()[how.name];
+  streams().insert(how.stream);
   emulator::run_grid({static_cast<unsigned>(how.blocks)}, {static_cast<unsigned>(how.threads)},
                      static_cast<size_t>(how.shared_bytes), [&] { kernel(arguments); });
 #else

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "../operands.h"
+#include "../options.h"
 #include "hopper_allowed.h"
 #include "kernels/table.h"
 
@@ -58,6 +60,7 @@ py::dict build_info() {
 }  // namespace fastattn
 
 PYBIND11_MODULE(_cuda, m) {
+  fastattn::module_name = "fastattn._cuda";
   m.doc() = "fastattn's CUDA kernels.";
   fastattn::cuda::bind_additive(m);
   fastattn::cuda::bind_sdpa(m);
@@ -66,10 +69,14 @@ PYBIND11_MODULE(_cuda, m) {
   fastattn::cuda::bind_memory_hops(m);
   fastattn::cuda::bind_merge_states(m);
   fastattn::cuda::bind_sinusoidal(m);
+  m.def("use_torch", &fastattn::use_torch, py::arg("torch"), py::arg("interface"),
+        py::arg("device"));
+  m.def("use_rules", &fastattn::use_rules, py::arg("new_rows"), py::arg("may_round"));
   m.def("build_info", &fastattn::cuda::build_info);
   m.def("allow_hopper", [](bool allowed) { fastattn::cuda::hopper_allowed() = allowed; });
 #ifdef FASTATTN_EMULATED
   m.def("set_seed", &emulator::set_seed);
   m.def("take_launches", [] { return std::exchange(fastattn::cuda::launches(), {}); });
+  m.def("take_streams", [] { return std::exchange(fastattn::cuda::streams(), {}); });
 #endif
 }

@@ -295,7 +295,7 @@ def plan() -> Plan:
         "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
     }
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
-        if source.stem.startswith("bind_") or source.stem in ("module", "operands", "tensors"):
+        if source.stem.startswith("bind_") or source.stem == "module":
             continue  # part of the bindings_of_*.cpp
         one = [*shared, *definitions.get(source.stem, [])]
         objects.append((source, f"{PYTHON}/{source.stem}.o", one))

@@ -87,6 +87,7 @@ class Tensor:
 
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1, "int32": 4, "int64": 8}
+BYTES |= {"int8": 1, "float8_e4m3fn": 1}
 CODES = {"float32": "f", "float64": "d", "float16": "e"}  # of struct
 
 
@@ -112,7 +113,7 @@ def empty(shape, dtype, device="cpu"):
 
 
 def torch_for_the_core():
-    """The parts of PyTorch that csrc/cpu/tensors.cpp uses."""
+    """The parts of PyTorch that csrc/tensors.cpp uses."""
     torch = types.ModuleType("torch")
     torch.Tensor, torch.nn = (
         Tensor,
@@ -133,16 +134,15 @@ def returned(value):
 
 
 def arrived(value, regions):
-    if isinstance(value, dict):
-        return {name: arrived(item, regions) for name, item in value.items()}
     if not isinstance(value, tuple):
         return value
     kind, *rest = value
-    if kind == "address":
-        return regions[rest[0]].address + rest[1]
     if kind == "tensor":
-        number, offset, dtype, shape, strides = rest
-        return Tensor(dtype, shape, strides, regions[number], regions[number].address + offset)
+        number, offset, dtype, shape, strides, needs_gradient = rest
+        region = regions[number]
+        tensor = Tensor(dtype, shape, strides, region, region.address + offset)
+        tensor.requires_grad = needs_gradient
+        return tensor
     if kind == "answer":
         return lambda: rest[0]
     return tuple(arrived(item, regions) for item in rest)

@@ -1,15 +1,14 @@
 """The native core in another process: its kernels on another processor, judged here.
 
-A call of ``fastattn._cpu`` is sent to :mod:`core_server` with the memory of its tensors and behind
-its addresses; what it wrote and made comes back. So the operators, the case tables and their judges
-run in this process, as always, and only the native code runs on the other processor, which needs a
-Python but no PyTorch.
+A call of ``fastattn._cpu`` is sent to :mod:`core_server` with the memory of its tensors; what it
+wrote and made comes back. So the operators, the case tables and their judges run in this process,
+as always, and only the native code runs on the other processor, which needs a Python but no
+PyTorch.
 """
 
 from __future__ import annotations
 
 import builtins
-import collections
 import ctypes
 import dataclasses
 import functools
@@ -24,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KEPT = 4096  # addresses
 SERVER = Path(__file__).with_name("core_server.py")
 
 
@@ -39,34 +37,11 @@ class RemoteCore(types.ModuleType):
         self._server = subprocess.Popen(
             [*command, str(SERVER), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self._storages: collections.OrderedDict[int, torch.UntypedStorage] = (
-            collections.OrderedDict()
-        )
-        self._note_addresses()
-
-    def _note_addresses(self) -> None:
-        """Keep the memory behind the last addresses that were asked for.
-
-        It cannot be given to another tensor meanwhile. An operator may keep an address for later
-        calls.
-        """
-        data_ptr = torch.Tensor.data_ptr
-
-        def noted(tensor: Tensor) -> int:
-            address = data_ptr(tensor)
-            if address:
-                self._storages[address] = tensor.untyped_storage()
-                self._storages.move_to_end(address)
-                if len(self._storages) > KEPT:
-                    self._storages.popitem(last=False)
-            return address
-
-        torch.Tensor.data_ptr = noted  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in ("use_torch", "use_rules", "signature") or name.startswith("plain_"):
+        if name in ("use_torch", "use_rules", "signature"):
             # The other process has its own, and its calls take the general path.
             return lambda *args: None
         return functools.partial(self._call, name)
@@ -93,22 +68,15 @@ class RemoteCore(types.ModuleType):
         return _made(result)
 
     def _portable(self, value: Any, regions: dict[tuple[int, int], int]) -> Any:
-        """The value without addresses, records and functions of this process."""
-        if type(value) is int and value in self._storages:
-            storage = self._storages[value]
-            self._storages.move_to_end(value)
-            start = storage.data_ptr()
-            number = regions.setdefault((start, storage.nbytes()), len(regions))
-            return ("address", number, value - start)
+        """The value without tensors, records and functions of this process."""
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             start = storage.data_ptr()
             number = regions.setdefault((start, storage.nbytes()), len(regions))
             dtype = str(value.dtype).removeprefix("torch.")
             place = value.data_ptr() - start
-            return ("tensor", number, place, dtype, tuple(value.shape), value.stride())
-        if isinstance(value, dict):
-            return {name: self._portable(item, regions) for name, item in value.items()}
+            how = (dtype, tuple(value.shape), value.stride(), value.requires_grad)
+            return ("tensor", number, place, *how)
         if isinstance(value, tuple):
             return ("tuple", *(self._portable(item, regions) for item in value))
         if dataclasses.is_dataclass(value):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn.backends.cpu.operands import DTYPES
 
 LENGTHS = torch.tensor([150, 0, 1, 64])
 BEGINS = torch.tensor([70, 0, 0, 3])
@@ -20,9 +20,13 @@ WIDTHS = 37, 16  # of keys and values
 
 
 @pytest.fixture
-def gathered() -> Any:
-    cpu: Any = dispatch.load("cpu")
-    return cpu.decode._gathered
+def gathered(native: ModuleType) -> Any:
+    """Without scales, the dtype is that of the caches."""
+
+    def gather(dtype: torch.dtype, *tensors: Tensor | None) -> Any:
+        return native.gather_rows(DTYPES[dtype], *tensors)
+
+    return gather
 
 
 def quantised(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -117,7 +121,7 @@ def test_a_scale_of_a_row_is_checked_and_others_are_not_read(
         gathered(*call)
 
 
-def test_lengths_pages_and_entries_are_checked_first(gathered: Any, native: ModuleType) -> None:
+def test_lengths_pages_and_entries_are_checked_first(gathered: Any) -> None:
     cache = torch.randn(4, HKV, 16, 8)
     table = torch.tensor([[0, 1], [2, 4]], dtype=torch.int32)
     call = torch.float32, cache, cache, None, None

@@ -6,8 +6,10 @@ random stalls and completions of its own.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -23,11 +25,10 @@ from new_option import assert_declined, assert_tensor_declined
 from torch import Tensor
 
 import fastattn
-from fastattn import dispatch, info
+from fastattn import compat, dispatch, info
 from fastattn.bias import T5, Window2d
 from fastattn.testing import Case, Deviation, Verdict, check
 from fastattn.testing.inputs import PROGRAMS, make_inputs
-from fastattn.testing.targets import fresh_memory_is_nan
 
 TABLE = ATTENTION_CASES
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -379,20 +380,31 @@ def test_positions_lead_nowhere_outside_the_table(adapter: ModuleType) -> None:
 _SOME, _ALL = 1, 2  # Seen in csrc/cuda/params.h
 
 
-def _tiles(
-    adapter: ModuleType, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Tensor, Tensor]:
+@contextlib.contextmanager
+def allocates_by(adapter: ModuleType, empty: Callable[..., Tensor]) -> Iterator[None]:
+    """The native module gets its memory from this function, instead of ``torch.empty``."""
+    module = ModuleType("torch")
+    vars(module).update(vars(torch))
+    module.empty = empty  # type: ignore[attr-defined]
+    adapter._cuda.use_torch(module, None, "cpu")
+    try:
+        yield
+    finally:
+        adapter._cuda.use_torch(torch, compat.exchange_interface, "cpu")
+
+
+def _tiles(adapter: ModuleType, case: Case) -> tuple[Tensor, Tensor]:
     """What the kernel finds in each tile of 64 x 64 pairs, and the share of its visible pairs."""
     inputs = make_inputs(case, torch.float32)
-    make = adapter.sdpa.mask_workspace
     kept: list[Tensor] = []
 
-    def make_and_keep(*given: Any) -> Tensor:
-        kept.append(make(*given))
-        return kept[-1]
+    def empty(sizes: tuple[int, ...], **options: Any) -> Tensor:
+        made = torch.empty(sizes, **options)
+        if made.dtype is torch.int8:  # the workspace of the program
+            kept.append(made.view(torch.uint8).fill_(255))
+        return made
 
-    monkeypatch.setattr(adapter.sdpa, "mask_workspace", make_and_keep)
-    with fresh_memory_is_nan():  # and 255 in bytes
+    with allocates_by(adapter, empty):
         adapter.scaled_dot_product_attention(*inputs.args, options=inputs.options)
     shape = (case.batch, case.heads, case.q_len, case.k_len)
     size = (*shape[:2], -(-case.q_len // TILE), -(-case.k_len // TILE))
@@ -407,11 +419,9 @@ def _tiles(
 
 @pytest.mark.complete
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
-def test_tiles_of_a_program(
-    adapter: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_of_a_program(adapter: ModuleType, name: str) -> None:
     case = Case("tiles", heads=2, q_len=100, k_len=200, program=name, head_dim=8, grads=())
-    found, share = _tiles(adapter, case, monkeypatch)
+    found, share = _tiles(adapter, case)
     # Batch entries and heads with the same tiles have them once, as the first ones.
     found = torch.where(found <= _ALL, found, found[:, :1])
     found = torch.where(found <= _ALL, found, found[:1])
@@ -424,6 +434,7 @@ def test_tiles_of_a_program(
 
 # Keys and values from row 64 on cannot be read.
 _HIDDEN = """
+import ctypes
 import emulator
 from fastattn import masks
 from fastattn.backends.primitives import AttentionOptions
@@ -434,13 +445,13 @@ short = place(long[:, :, :64])
 ids = torch.zeros(128, dtype=torch.int32)
 mask = masks.document(ids, (torch.arange(128) >= 64).int())
 program = masks.program("test", mask, query, 128, 0)
-real = adapter.sdpa.operand
-adapter.sdpa.operand = lambda x: (short.data_ptr(), long.stride()) if x is long else real(x)
+memory = (ctypes.c_char * long.nbytes).from_address(short.data_ptr())
+hidden = torch.frombuffer(memory, dtype=torch.float32).view(long.shape)
 found, want = (
     adapter.scaled_dot_product_attention(
         query, keys, keys, mask_program=given, options=AttentionOptions(scale=1.0)
     )[0]
-    for keys, given in ((long, program), (short, None))
+    for keys, given in ((hidden, program), (short, None))
 )
 torch.testing.assert_close(found, want)
 """
@@ -502,7 +513,7 @@ def test_refuses_a_program_that_is_no_array_of_integers(adapter: ModuleType) -> 
         ({"relative_bias": torch.zeros(1, 2, 18)}, "odd number of columns, at least 17, got 18"),
         (
             {"relative_bias": torch.zeros(1, 2, 17, dtype=torch.float16)},
-            "relative_bias must be torch.float32 for a query of torch.float32, got torch.float16",
+            "relative_bias is not valid: it must be float32, got float16",
         ),
         (
             {"positions": torch.arange(8, dtype=torch.int32)},

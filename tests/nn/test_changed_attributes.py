@@ -213,11 +213,10 @@ def test_tensors_that_are_no_parameters_take_part(change: Callable[[Any], None])
 @pytest.mark.parametrize("heads", [0, 3, 17, 32, -4, 2**62])
 def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) -> None:
     message = f"must be positive and divide 16, got {heads}"
+    weights = torch.ones(48, 16), None, torch.ones(16, 16), None
     with pytest.raises(ValueError, match=f"num_heads {message}"):
-        native.self_attention(
-            0, 1, (2, 7, 16, heads), (7, 1), 0, 0, 16, 0, 0, 16, 0, 0, (0, 0), False, 0
-        )
-    options = native.AttentionOptions(AttentionOptions(scale=1.0))
+        native.self_attention(torch.ones(2, 7, 16), heads, *weights, None, True, False, False)
+    options = AttentionOptions(scale=1.0)
     if 0 <= heads < 100:
         query, key = torch.ones(1, 16, 7, 8), torch.ones(1, 1, 9, 8).expand(1, heads, 9, 8)
         with pytest.raises(ValueError, match=f"heads of key {message}"):

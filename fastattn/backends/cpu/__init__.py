@@ -1,4 +1,4 @@
-"""The adapter of the native CPU module: from tensors to addresses, shapes and strides.
+"""The adapter of the native CPU module, whose functions take tensors and return new ones.
 
 Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
 primitives.
@@ -16,10 +16,9 @@ from fastattn import _cpu, evidence
 from fastattn.backends import _served
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
-from fastattn.backends.cpu.decode import WIDEST, append_to_cache, decode_attention
+from fastattn.backends.cpu.decode import append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
-from fastattn.backends.cpu.linear import linear, self_attention
 from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
 from fastattn.backends.cpu.memory_hops import (
     memory_hop_attention,
@@ -35,7 +34,8 @@ from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
-signature = _cpu.signature
+# Without options: the native functions themselves.
+linear, self_attention, signature = _cpu.linear, _cpu.self_attention, _cpu.signature
 
 __all__ = [
     "additive_attention",
@@ -66,6 +66,7 @@ __all__ = [
 
 _OTHERS = (torch.int64, torch.int32, *QUANTISED)
 _NAMES = "float32, float64, bfloat16, float16"
+_WIDEST = 576  # kWidestCached in csrc/params.h
 
 
 def _choose_isa() -> None:
@@ -113,7 +114,7 @@ def _few_queries(query: Tensor, tensors: Mapping[str, Tensor | None], options: A
     assert value is not None
     rows = query.shape[-2] * query.shape[1] // max(key.shape[1], 1)
     widest = max(key.shape[-1], value.shape[-1])
-    decodes = rows <= 64 and widest <= WIDEST and key.stride(-1) == value.stride(-1) == 1
+    decodes = rows <= 64 and widest <= _WIDEST and key.stride(-1) == value.stride(-1) == 1
     decodes = decodes and options.dropout_p == 0
     return query.shape[-2] <= 4 and (query.dtype is torch.float32 or decodes)
 

@@ -1,4 +1,4 @@
-"""The adapters of memory hops, and what that of Hopfield retrieval shares with them."""
+"""The adapters of memory hops."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import summed_to
-from fastattn.backends._operands import Operand, broadcast_operand, operand
-from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 
 
@@ -68,41 +66,3 @@ def memory_hop_attention_backward(
             for grad, memory in ((grad_in, in_memory), (grad_out_memory, out_memory))
         )
     return grad_query, grad_in, grad_out_memory, grad_proj, grad_bias
-
-
-def hop_operands(
-    query: Tensor,
-    in_memory: Operand,
-    out_memory: Operand | None,  # None: the next memory of a stack, or in_memory itself
-    hop_proj: Tensor | None,
-    trace: Tensor,
-    stats: Tensor,
-    shared: bool,  # by the whole batch
-) -> dict[str, Any]:
-    """The named operands of a call; the columns of memories and projections are contiguous."""
-    return {
-        "query": (query.data_ptr(), query.stride()),
-        "in_memory": in_memory,
-        "out_memory": out_memory,
-        "hop_proj": None if hop_proj is None else operand(hop_proj),
-        "trace": trace.data_ptr(),
-        "stats": stats.data_ptr(),
-        "shared": shared,
-    }
-
-
-def hop_biases(mask: Tensor | None, bias: Tensor | None) -> dict[str, Any] | None:
-    """A mask and a bias that broadcast to [B, Q, K, N], as named operands; None without both."""
-    if mask is None and bias is None:
-        return None
-    return {
-        "mask": None if mask is None else broadcast_operand(mask),
-        "bias": None if bias is None else broadcast_operand(bias),
-        "bias_dtype": 0 if bias is None else DTYPES[bias.dtype],
-    }
-
-
-def vectors(x: Tensor) -> Operand:
-    """[B, D] or [B, Q, D] as [B, Q, -, D]."""
-    stride = x.stride()
-    return x.data_ptr(), (stride[0], stride[1] if len(stride) == 3 else 0, 0, stride[-1])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._operands import table_for
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 
@@ -29,8 +28,6 @@ def scaled_dot_product_attention(
     only_first: bool = False,
 ) -> Any:
     """Return ``(out, lse, weights or None)``, or out alone; see ``docs/design.md``."""
-    if relative_bias is not None:
-        relative_bias = table_for(query, relative_bias)
     results: Any = _cpu.attention(
         options,
         query,
@@ -68,8 +65,6 @@ def scaled_dot_product_attention_backward(
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
-    if relative_bias is not None:
-        relative_bias = table_for(query, relative_bias)
     grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table = _cpu.attention_backward(
         options,
         grad_out,

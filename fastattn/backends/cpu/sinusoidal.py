@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastattn import _cpu
+from fastattn.backends._sinusoidal import of_any_rank
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import sinusoids
 
@@ -22,15 +22,8 @@ def sinusoidal_encoding(
     columns = sinusoids(x.shape[-1], options.layout, options.max_timescale)
     if offset is None:
         offset = options.offset
-    if x.ndim <= 4:
+
+    def encode(x: Tensor, positions: Tensor | None, out: Tensor | None) -> Tensor:
         return _cpu.sinusoidal_encoding(options, offset, x, positions, *columns, out)
-    # The kernel's rank; leading dimensions that cannot be merged are copied.
-    out = torch.empty_like(x)
-    target = out.flatten(0, -4)
-    if positions is not None:
-        positions = positions.expand(x.shape[:-1]).flatten(0, -3)
-    x = x.flatten(0, -4)
-    _cpu.sinusoidal_encoding(options, offset, x, positions, *columns, target)
-    if target.data_ptr() != out.data_ptr():
-        out.copy_(target.view(out.shape))
-    return out
+
+    return encode(x, positions, out) if x.ndim <= 4 else of_any_rank(encode, x, positions)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._operands import with_columns_together
 from fastattn.backends.primitives import VarlenOptions
 
 
@@ -26,8 +25,6 @@ def varlen_attention(
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
-    if relative_bias is not None:
-        relative_bias = with_columns_together(relative_bias)
     starts = (cu_seqlens_q, cu_seqlens_k)
     biases = (alibi_slopes, seed, sinks, relative_bias, mask_program)
     return _cpu.varlen_attention(options, query, key, value, *starts, *biases, None, None)
@@ -52,8 +49,6 @@ def varlen_attention_backward(
     options: VarlenOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, sinks and relative bias, or None."""
-    if relative_bias is not None:
-        relative_bias = with_columns_together(relative_bias)
     grads: Any = _cpu.varlen_attention_backward(
         options,
         grad_out,

@@ -1,4 +1,4 @@
-"""The adapter of the native CUDA module: from tensors to addresses, shapes, strides and a stream.
+"""The adapter of the native CUDA module, whose functions take tensors and return new ones.
 
 Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
 primitives. Tests bind the same adapter to a module whose kernels run in an emulator, on CPU tensors

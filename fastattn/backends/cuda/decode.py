@@ -8,29 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import address, operand, table_for
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import (
-    DTYPES,
-    MAX_LENGTH,
-    mask_workspace,
-    on,
-    optional_operands,
-    why_not_dtype,
-)
+from fastattn.backends.cuda.operands import MAX_LENGTH, launch, why_not_dtype
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
 
 __all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]
-
-# A sequence is split between blocks of threads at multiples of _SPLIT_KEYS; chosen without a
-# measurement. With more than _MOST_ROWS query rows per key head there is enough work without a
-# split.
-_SPLIT_KEYS, _MOST_ROWS = 256, 64
 
 
 def why_not(
@@ -75,41 +60,12 @@ def decode_attention(
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
-    batch, heads, queries, _ = query.shape
-    kv_heads, value_width = value_cache.shape[1], value_cache.shape[3]
-    out = empty_output(query, value_width)
-    lse = query.new_empty((batch, heads, queries), dtype=torch.float64)
-    capacity = _capacity(key_cache, block_table)
-    divided = queries * heads <= _MOST_ROWS * kv_heads
-    split_keys = _SPLIT_KEYS if divided else max(capacity, 1)
-    splits = -(-capacity // split_keys)
-    shape = (batch, heads, queries, splits)
-    sums = query.new_empty((*shape, value_width), dtype=torch.float32)
-    stats = query.new_empty((*shape, 2), dtype=torch.float32)
-    if relative_bias is not None:
-        relative_bias = table_for(query, relative_bias)
-    workspace = mask_workspace(mask_program, (batch, heads, queries, capacity))
-    biases = (alibi_slopes, sinks, relative_bias, None, mask_program, workspace)
-    kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
-    with on(query) as stream:
-        _cuda.decode_attention(
-            DTYPES[query.dtype],
-            stream,
-            (batch, heads, kv_heads, queries, capacity, query.shape[3], value_width),
-            options,
-            {"query": operand(query), **optional_operands((batch, heads), None, *biases)},
-            cache,
-            {
-                "out": operand(out),
-                "lse": lse.data_ptr(),
-                "part_sums": sums.data_ptr(),
-                "part_stats": stats.data_ptr(),
-                "split_keys": split_keys,
-                "splits": splits,
-            },
-        )
-    del kept
-    return out, lse
+    where = (cache_seqlens, block_table, cache_batch_idx)
+    biases = (alibi_slopes, sinks, relative_bias, mask_program)
+    results: Any = launch(
+        _cuda.decode_attention, query, options, query, key_cache, value_cache, *where, *biases
+    )
+    return results
 
 
 def append_to_cache(
@@ -124,45 +80,10 @@ def append_to_cache(
     options: AppendOptions,
 ) -> None:
     """Append the new keys and values to those of each sequence, in place."""
-    batch, kv_heads, rows, width = key.shape
-    capacity = _capacity(key_cache, block_table)
-    kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
-    with on(key) as stream:
-        _cuda.append_to_cache(
-            DTYPES[key.dtype],
-            stream,
-            (batch, kv_heads, kv_heads, rows, capacity, width, value.shape[3]),
-            {"key": operand(key), "value": operand(value)},
-            cache,
-        )
-    del kept
+    where = (cache_seqlens, block_table, cache_batch_idx)
+    launch(_cuda.append_to_cache, key, key_cache, value_cache, key, value, *where)
 
 
 def _capacity(cache: Tensor, block_table: Tensor | None) -> int:
     """The keys that an entry, or a row of the block table, has room for."""
     return cache.shape[2] * (1 if block_table is None else block_table.shape[1])
-
-
-def _cache(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """The tensors that must live until the launch, and the cache's operands by name."""
-    lengths = cache_seqlens.contiguous()
-    entries = None if cache_batch_idx is None else cache_batch_idx.contiguous()
-    table = block_table
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
-    return (lengths, entries, table), {
-        "key_cache": operand(key_cache),
-        "value_cache": operand(value_cache),
-        "lengths": lengths.data_ptr(),
-        "entries": address(entries),
-        "block_table": address(table),
-        "block_table_stride": 0 if table is None else table.stride(0),
-        "page_size": key_cache.shape[2],
-        "cache_entries": key_cache.shape[0],
-    }

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._operands import encoding_operands, with_columns_together
-from fastattn.backends.cuda.operands import DTYPES, on, why_not_dtype
+from fastattn.backends.cuda.operands import launch, why_not_dtype
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 
 __all__ = ["encode_memory", "encode_memory_backward", "why_not"]
@@ -40,22 +39,9 @@ def encode_memory(
     options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return the memories [R, B, G, N, D], see ``docs/design.md``."""
-    models, batch, sentences, words = tokens.shape
-    _, tables, rows, width = weight.shape
-    out = weight.new_empty((models, batch, tables, sentences, width))
-    weight, factors = with_columns_together(weight), with_columns_together(factors)
-    if temporal is not None:
-        temporal = with_columns_together(temporal)
-    with on(weight) as stream:
-        _cuda.encode_memory_forward(
-            DTYPES[weight.dtype],
-            stream,
-            (models, tables, batch, sentences, words, rows, width),
-            options,
-            encoding_operands(tokens, factors, weight, temporal),
-            out.data_ptr(),
-        )
-    return out
+    tensors = (tokens, weight, factors, temporal)
+    memories: Tensor = launch(_cuda.encode_memory, weight, options, *tensors)
+    return memories
 
 
 def encode_memory_backward(
@@ -64,13 +50,9 @@ def encode_memory_backward(
     factors: Tensor,
     *,
     options: EncodeMemoryBackwardOptions,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
-    models, batch, tables, sentences, width = grad.shape
-    grad, factors = with_columns_together(grad), with_columns_together(factors)
-    rows, temporal = options.rows, options.temporal
-    grad_weight = grad.new_empty((models, tables, rows, width))
-    grad_temporal = grad.new_empty((models, tables, sentences, width) if temporal else 0)
+    models, rows = tokens.shape[0], options.rows
     counts = (tokens >= 0) & (tokens < rows)
     if options.padding_idx is not None:
         counts &= tokens != options.padding_idx
@@ -78,24 +60,8 @@ def encode_memory_backward(
     words, order = torch.where(counts, tokens, rows).flatten(1).sort(stable=True)
     bounds = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
     starts, any_word = torch.searchsorted(words, bounds), counts.any(-1)
-    with on(grad) as stream:
-        _cuda.encode_memory_backward(
-            DTYPES[grad.dtype],
-            stream,
-            (models, tables, batch, sentences, tokens.shape[3], rows, width),
-            options,
-            {
-                "factors": factors.data_ptr(),
-                "factor_stride": factors.stride(0),
-                "order": order.data_ptr(),
-                "starts": starts.data_ptr(),
-                "sentences": any_word.data_ptr(),
-            },
-            {
-                "grad": grad.data_ptr(),
-                "grad_stride": grad.stride()[:4],
-                "grad_weight": grad_weight.data_ptr(),
-                "grad_temporal": grad_temporal.data_ptr() if temporal else 0,
-            },
-        )
-    return grad_weight, grad_temporal
+    sorted_words = (order, starts, any_word)
+    grads: Any = launch(
+        _cuda.encode_memory_backward, grad, options, grad, tokens, factors, *sorted_words
+    )
+    return grads

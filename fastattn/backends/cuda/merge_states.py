@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._states import named_operands, operators, sizes
-from fastattn.backends.cuda.operands import DTYPES, on, why_not_dtype
+from fastattn.backends._states import operators
+from fastattn.backends.cuda.operands import launch, why_not_dtype
 
 __all__ = ["merge_states", "merge_states_backward", "why_not"]
-
-_LSE_DTYPES = {torch.float32: 0, torch.float64: 1}
 
 
 def why_not(out_a: Tensor, **_: Any) -> list[str]:
@@ -22,16 +18,7 @@ def why_not(out_a: Tensor, **_: Any) -> list[str]:
     return why_not_dtype(out_a.dtype)
 
 
-def _call(kernel: Callable[..., None]) -> Callable[[dict[str, Any]], None]:
-    def run(tensors: dict[str, Any]) -> None:
-        out, lse = tensors["out_a"], tensors["lse_a"]
-        dtypes = DTYPES[out.dtype], _LSE_DTYPES[lse.dtype]
-        with on(out) as stream:
-            kernel(*dtypes, stream, sizes(out), named_operands(tensors))
-
-    return run
-
-
 merge_states, merge_states_backward = operators(
-    _call(_cuda.merge_states), _call(_cuda.merge_states_backward)
+    lambda *states: launch(_cuda.merge_states, states[0], *states),
+    lambda *tensors: launch(_cuda.merge_states_backward, tensors[2], *tensors),
 )

@@ -1,17 +1,18 @@
-"""What all adapters pass to the native module beside addresses and strides: dtypes, a stream."""
+"""What all adapters share: what the native module asks of PyTorch, and where a call runs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn import _cuda
+from fastattn import _cuda, compat
 from fastattn._version import __version__
-from fastattn.backends._operands import address, operand, program_operands, table_operands
+from fastattn.backends._alloc import empty_output
+from fastattn.backends._precision import allows_tf32
 
 INFO: dict[str, Any] = _cuda.build_info()
 DEVICE: str = INFO["device"]  # "cpu" under the emulator
@@ -20,48 +21,10 @@ if DEVICE == "cuda" and INFO["version"] != __version__:
         f"the CUDA kernels have version {INFO['version']} and fastattn has {__version__}; they "
         f"must be the same: `pip install fastattn-cuda=={__version__}`, or a build in a checkout"
     )
+_cuda.use_torch(torch, compat.exchange_interface, DEVICE)
+_cuda.use_rules(empty_output, allows_tf32)
 MAX_LENGTH = 2**30  # kMaxLength in csrc/cuda/params.h
-DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
-MASK_DTYPES = {**DTYPES, torch.bool: 4}
-
-
-def optional_operands(
-    shape: tuple[int, ...],  # [B, Hq, Lq, Lk], of which a call without a mask needs two
-    attn_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    relative_bias: Tensor | None = None,  # its last dimension is contiguous
-    positions: Tensor | None = None,
-    mask_program: Tensor | None = None,
-    mask_workspace: Tensor | None = None,
-) -> dict[str, Any]:
-    """The operands that a call of attention has, by name; nothing is expanded in memory."""
-    operands: dict[str, Any] = {}
-    if attn_mask is not None:
-        operands["mask"] = operand(attn_mask.expand(shape))
-        operands["mask_dtype"] = MASK_DTYPES[attn_mask.dtype]
-    for name, of_heads in (("alibi", alibi_slopes), ("sinks", sinks)):
-        if of_heads is not None:
-            operands[name], operands[f"{name}_stride"] = operand(of_heads.expand(shape[:2]))
-    if relative_bias is not None:
-        operands |= table_operands(relative_bias, positions)
-    if mask_program is not None:
-        operands |= program_operands(mask_program)
-        operands["mask_workspace"] = address(mask_workspace)
-    return operands
-
-
-def mask_workspace(
-    mask_program: Tensor | None,
-    shape: Sequence[int],  # B, Hq, Lq, Lk
-    packed: bool = False,  # Lq and Lk are the rows of all sequences
-) -> Tensor | None:
-    """Memory for the steps that a kernel reads from a mask program, and a byte for each tile."""
-    if mask_program is None:
-        return None
-    batch, heads, queries, keys = shape
-    size = _cuda.mask_workspace(batch, heads, queries, keys, packed)
-    return mask_program.new_empty(size, dtype=torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not_dtype(dtype: torch.dtype) -> list[str]:
@@ -70,11 +33,23 @@ def why_not_dtype(dtype: torch.dtype) -> list[str]:
     return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
 
 
+def why_not_mask(attn_mask: Tensor | None) -> list[str]:
+    if attn_mask is None or attn_mask.dtype in (torch.bool, *DTYPES):
+        return []
+    return [f"the mask's dtype {attn_mask.dtype} is not bool, float32, bfloat16 or float16"]
+
+
+def launch(function: Callable[..., Any], of: Tensor, *args: Any) -> Any:
+    """Call a native function on the device of a tensor, and on its current stream."""
+    with current(of.device) as place:
+        return function(*place, *args)
+
+
 @contextlib.contextmanager
-def on(tensor: Tensor) -> Iterator[int]:
-    """Make the tensor's device current within the block; yield its current stream as a number."""
-    if tensor.device.type != "cuda":
-        yield 0
+def current(device: torch.device) -> Iterator[tuple[int, int]]:
+    """Make a device current within the block; yield its number and its current stream."""
+    if device.type != "cuda":  # the emulator
+        yield 0, 0
         return
-    with torch.cuda.device(tensor.device):
-        yield torch.cuda.current_stream(tensor.device).cuda_stream
+    with torch.cuda.device(device):
+        yield device.index, torch.cuda.current_stream(device).cuda_stream

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import address, packed_operand, table_for
-from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import DTYPES, mask_workspace, on, optional_operands
+from fastattn.backends.cuda.operands import launch
 from fastattn.backends.primitives import VarlenOptions
 
 __all__ = ["varlen_attention", "varlen_attention_backward", "why_not"]
@@ -51,25 +48,12 @@ def varlen_attention(
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
-    rows, heads, _ = query.shape
-    out = empty_output(query, value.shape[2])
-    lse = query.new_empty((heads, rows), dtype=torch.float64)
-    starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    sizes = _sizes(query, key, value, cu_seqlens_q)
-    if relative_bias is not None:
-        relative_bias = table_for(query, relative_bias)
-    workspace = _mask_workspace(sizes, mask_program)
-    optional = (alibi_slopes, sinks, relative_bias, None, mask_program, workspace)
-    with on(query) as stream:
-        _cuda.attention_forward(
-            DTYPES[query.dtype],
-            stream,
-            sizes,
-            options,
-            _operands(query, key, value, out, lse, starts, seed, optional),
-            None,
-        )
-    return out, lse
+    starts = (cu_seqlens_q, cu_seqlens_k)
+    biases = (alibi_slopes, seed, sinks, relative_bias, mask_program)
+    results: Any = launch(
+        _cuda.varlen_attention, query, options, query, key, value, *starts, *biases
+    )
+    return results
 
 
 def varlen_attention_backward(
@@ -93,75 +77,24 @@ def varlen_attention_backward(
     """Return the gradients of query, key, value, sinks and relative bias, or None."""
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    if grad_lse is not None:
-        grad_lse = grad_lse.to(torch.float64).contiguous()
-    grads = tuple(empty_output(x, x.shape[2]) for x in (query, key, value))
-    stats = query.new_empty((*lse.shape, 4), dtype=torch.float32)
-    starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    sizes = _sizes(query, key, value, cu_seqlens_q)
-    parts = grad_table = None
-    if relative_bias is not None:
-        relative_bias = table_for(query, relative_bias)
-        # A sequence has the distances below its own length, so the sums take O(Tq + Tk) memory.
-        rows = query.shape[0] + key.shape[0]
-        parts = query.new_zeros((2, query.shape[1], rows), dtype=torch.float32)
-        grad_table = torch.zeros_like(relative_bias, memory_format=torch.contiguous_format)
-    workspace = _mask_workspace(sizes, mask_program)
-    optional = (alibi_slopes, sinks, relative_bias, None, mask_program, workspace)
-    with on(query) as stream:
-        _cuda.attention_backward(
-            DTYPES[query.dtype],
-            stream,
-            sizes,
-            options,
-            _operands(query, key, value, out, lse, starts, seed, optional),
-            {
-                "grad_out": packed_operand(grad_out),
-                "grad_lse": address(grad_lse),
-                "grad_weights": None,
-                "grad_query": packed_operand(grads[0]),
-                "grad_key": packed_operand(grads[1]),
-                "grad_value": packed_operand(grads[2]),
-                "grad_mask": None,
-                "grad_relative_bias": address(parts),
-                "grad_table": address(grad_table),
-                "row_stats": stats.data_ptr(),
-            },
-        )
+    *grads, stats, grad_table = launch(
+        _cuda.varlen_attention_backward,
+        query,
+        options,
+        grad_out,
+        grad_lse,
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        seed,
+        out,
+        lse,
+        sinks,
+        relative_bias,
+        mask_program,
+    )
     grad_sinks = None if sinks is None else sdpa.grad_of_sinks(sinks, lse[None], stats[None])
     return *grads, grad_sinks, grad_table
-
-
-def _sizes(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[int, ...]:
-    rows, heads, width = query.shape
-    keys, kv_heads, value_width = value.shape
-    return starts.shape[0] - 1, heads, kv_heads, rows, keys, width, value_width
-
-
-def _mask_workspace(sizes: tuple[int, ...], mask_program: Tensor | None) -> Tensor | None:
-    batch, heads, _, rows, keys, *_ = sizes
-    return mask_workspace(mask_program, (batch, heads, rows, keys), packed=True)
-
-
-def _operands(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: tuple[Tensor, Tensor],
-    seed: Tensor | None,
-    optional: tuple[Tensor | None, ...],  # as optional_operands takes them, without a mask
-) -> dict[str, Any]:
-    return {
-        "query": packed_operand(query),
-        "key": packed_operand(key),
-        "value": packed_operand(value),
-        "out": packed_operand(out),
-        "lse": lse.data_ptr(),
-        **optional_operands((starts[0].shape[0] - 1, query.shape[1]), None, *optional),
-        "seed": address(seed),
-        "tf32": allows_tf32(),
-        "q_starts": starts[0].data_ptr(),
-        "k_starts": starts[1].data_ptr(),
-    }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output, summed_to
-from fastattn.backends._operands import with_columns_together
+from fastattn.backends._memories import with_rows
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
 from fastattn.backends.triton._core import Operand, Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
@@ -224,7 +224,7 @@ def options_of(
     added = None if boolean else mask
     table = None
     if relative_bias is not None:
-        table = operand(with_columns_together(relative_bias).unsqueeze(2))
+        table = operand(with_rows(relative_bias).unsqueeze(2))
     biased = any(x is not None for x in (added, alibi, table))
     threshold = round((1.0 - dropout_p) * 65536) if dropout_p > 0 else None
     return Options(

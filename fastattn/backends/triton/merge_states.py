@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -145,26 +146,33 @@ def merge_rows_backward(
     tl.store(places(grad_lse_b, row, heads, length), of_b, mask=m_row)
 
 
-def _call(kernel: Any) -> Callable[[dict[str, Any]], None]:
-    def run(tensors: dict[str, Any]) -> None:
-        out = tensors["out_a"]
-        batch, heads, length, width = sizes(out)
+def _call(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
+    """A call with these tensors and the states; its results are the other arguments of a kernel."""
+    states = ("out_a", "lse_a", "out_b", "lse_b")
+    results = tuple(f"grad_{name}" for name in states) if names else ("out", "lse")
+
+    def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+        given = dict(zip((*names, *states), tensors, strict=True))
+        like = [x for name, x in given.items() if name in states and x is not None]
+        made = {name: torch.empty_like(x) for name, x in zip(results, like, strict=False)}
+        batch, heads, length, width = sizes(like[0])
         rows = batch * heads * length
         operands = {
             name: None if x is None else _operand(x.unsqueeze(-1) if "lse" in name else x)
-            for name, x in tensors.items()
+            for name, x in (given | made).items()
         }
         launch(
             kernel,
             _TILE,
             _TILE.q_tiles(rows),
-            out.device,
+            like[0].device,
             **operands,
             heads=heads,
             length=length,
             rows=rows,
             width=width,
         )
+        return tuple(made.values())
 
     return run
 
@@ -173,4 +181,6 @@ def _operand(x: Tensor) -> Operand:
     return operand(x[(None,) * (4 - x.ndim)])
 
 
-merge_states, merge_states_backward = operators(_call(merge_rows), _call(merge_rows_backward))
+merge_states, merge_states_backward = operators(
+    _call(merge_rows), _call(merge_rows_backward, "grad_out", "grad_lse")
+)

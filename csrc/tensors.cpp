@@ -35,9 +35,9 @@ struct Exchange {
 };
 
 constexpr int kMostDimensions = 5;
-constexpr int kDTypes = 7;
-constexpr int kCpu = 1;                                             // DLPack's number of the device
-constexpr uint8_t kInteger = 0, kFloat = 2, kBrain = 4, kBool = 6;  // and of types
+constexpr int kDTypes = 9;
+constexpr int32_t kCpu = 1, kCuda = 2;  // DLPack's numbers of devices
+constexpr uint8_t kInteger = 0, kFloat = 2, kBrain = 4, kBool = 6, kE4m3 = 10;  // and of types
 
 // They live as long as the process: a module that Python unloads must not release them.
 struct Interface {
@@ -46,12 +46,15 @@ struct Interface {
   PyObject *empty = nullptr, *empty_like = nullptr, *get_num_threads = nullptr;
   PyObject* contiguous_format = nullptr;
   PyObject* dtypes[kDTypes] = {};  // of torch, in the order of DType
+  int32_t device_type = kCpu;
   // names
-  PyObject *is_neg, *requires_grad, *is_cpu, *dtype, *shape, *stride, *data_ptr, *contiguous;
+  PyObject *is_neg, *requires_grad, *is_here, *dtype, *shape, *stride, *data_ptr, *contiguous;
+  PyObject* get_device;
   PyObject *of_dtype_and_device, *of_format;  // tuples of the names of arguments
-  PyObject* cpu;                              // the name of the device
+  PyObject* device;                           // its name
 };
 Interface found;
+thread_local int device_index = 0;
 
 PyObject* attribute(const py::handle& of, const char* name) {
   return py::object(of.attr(name)).release().ptr();
@@ -71,6 +74,10 @@ bool read_dtype(const Record& r, DType* to) {
     *to = DType::bf16;
   else if (r.type_code == kBool && r.type_bits == 8)
     *to = DType::boolean;
+  else if (r.type_code == kE4m3 && r.type_bits == 8)
+    *to = kFloat8;
+  else if (r.type_code == kInteger && r.type_bits == 8)
+    *to = kInt8;
   else if (r.type_code == kInteger && (r.type_bits == 32 || r.type_bits == 64))
     *to = r.type_bits == 32 ? kInt32 : kInt64;
   else if (r.type_code != kFloat)
@@ -89,7 +96,9 @@ bool read_dtype(const Record& r, DType* to) {
 bool read_by_interface(PyObject* from, TensorView* to) {
   Record r;
   if (found.exchange->read(from, &r) != 0) return false;
-  if (r.device_type != kCpu || r.byte_offset != 0 || r.dimensions > kMostDimensions) return false;
+  if (r.device_type != found.device_type || r.byte_offset != 0 || r.dimensions > kMostDimensions)
+    return false;
+  if ((on_cpu() ? 0 : r.device_index) != device_index) return false;  // PyTorch numbers no CPU
   to->data = r.data, to->rank = r.dimensions;
   std::copy_n(r.shape, to->rank, to->size);
   std::copy_n(r.strides, to->rank, to->stride);
@@ -119,7 +128,9 @@ py::object get(PyObject* of, PyObject* name) {
 bool read_by_methods(PyObject* from, TensorView* to) {
   const py::object dtype = get(from, found.dtype);
   const auto* const at = std::find(found.dtypes, found.dtypes + kDTypes, dtype.ptr());
-  if (at == found.dtypes + kDTypes || get(from, found.is_cpu).ptr() != Py_True) return false;
+  if (at == found.dtypes + kDTypes || get(from, found.is_here).ptr() != Py_True) return false;
+  const py::object index = on_cpu() ? py::int_(0) : call(from, found.get_device);
+  if (!index || PyLong_AsLong(index.ptr()) != device_index) return false;
   to->dtype = static_cast<DType>(at - found.dtypes);
   to->rank = read_integers(get(from, found.shape), to->size);
   if (to->rank < 0 || read_integers(call(from, found.stride), to->stride) != to->rank) return false;
@@ -176,23 +187,25 @@ bool read(PyObject* from, TensorView* to) {
 
 }  // namespace
 
-bool use_torch(const py::module_& torch, const py::object& interface) {
+bool use_torch(const py::module_& torch, const py::object& interface, const char* device) {
   constexpr uint32_t kMajor = 1;
+  found.device_type = std::string(device) == "cpu" ? kCpu : kCuda;
   found.tensor = reinterpret_cast<PyTypeObject*>(attribute(torch, "Tensor"));
   found.parameter = reinterpret_cast<PyTypeObject*>(attribute(torch.attr("nn"), "Parameter"));
   found.empty = attribute(torch, "empty");
   found.empty_like = attribute(torch, "empty_like");
   found.get_num_threads = attribute(torch, "get_num_threads");
   found.contiguous_format = attribute(torch, "contiguous_format");
-  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16",
-                                      "bool",    "int32",   "int64"};
+  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16",      "bool",
+                                      "int32",   "int64",   "int8",     "float8_e4m3fn"};
   for (int n = 0; n < kDTypes; ++n) found.dtypes[n] = attribute(torch, names[n]);
   const auto name = PyUnicode_InternFromString;
   found.is_neg = name("is_neg"), found.requires_grad = name("requires_grad");
-  found.is_cpu = name("is_cpu"), found.dtype = name("dtype"), found.shape = name("shape");
+  found.is_here = name(on_cpu() ? "is_cpu" : "is_cuda"), found.get_device = name("get_device");
+  found.dtype = name("dtype"), found.shape = name("shape");
   found.stride = name("stride"), found.data_ptr = name("data_ptr");
   found.contiguous = name("contiguous");
-  found.of_dtype_and_device = tuple_of("dtype", "device"), found.cpu = name("cpu");
+  found.of_dtype_and_device = tuple_of("dtype", "device"), found.device = name(device);
   found.of_format = tuple_of("memory_format");
 
   found.exchange = nullptr;
@@ -204,6 +217,10 @@ bool use_torch(const py::module_& torch, const py::object& interface) {
   found.exchange = exchange;
   return true;
 }
+
+bool on_cpu() { return found.device_type == kCpu; }
+
+void use_device(int index) { device_index = index; }
 
 bool TensorView::has_sizes(std::initializer_list<int64_t> sizes) const {
   return static_cast<size_t>(rank) == sizes.size() && std::equal(sizes.begin(), sizes.end(), size);
@@ -221,7 +238,7 @@ bool TensorView::is_contiguous() const {
 bool read_exact(py::handle from, TensorView* to) {
   PyTypeObject* const type = Py_TYPE(from.ptr());
   if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
-  return read(from.ptr(), to) && to->rank <= 4 && has_memory(*to);
+  return read(from.ptr(), to) && to->dtype < kInt8 && to->rank <= 4 && has_memory(*to);
 }
 
 TensorView view_of(const char* name, py::handle from) {
@@ -231,9 +248,9 @@ TensorView view_of(const char* name, py::handle from) {
   TensorView view;
   if (!read(from.ptr(), &view))
     throw py::type_error(
-        std::string("fastattn: ") + name +
-        " must be a tensor in the memory of the CPU, of at most 5 dimensions and a "
-        "dtype that the kernels have");
+        std::string("fastattn: ") + name + " must be a tensor in the memory of " +
+        (device_index == 0 && on_cpu() ? "the CPU" : "GPU " + std::to_string(device_index)) +
+        ", of at most 5 dimensions and a dtype that the kernels have");
   if (!has_memory(view))
     throw std::runtime_error(std::string("fastattn: ") + name +
                              " has no memory: its storage was freed, or never allocated");
@@ -247,7 +264,9 @@ int threads() {
 }
 
 Tensor4 operand_of(const TensorView& x) {
-  return {x.data, {x.stride[0], x.stride[1], x.stride[2], x.stride[3]}};
+  Tensor4 made{x.data, {}};
+  std::copy_n(x.stride, x.rank, made.stride + 4 - x.rank);
+  return made;
 }
 
 int64_t number_of_call(DType dtype, std::initializer_list<py::handle> tensors) {
@@ -291,14 +310,14 @@ py::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** 
   size_t place = 0;
   for (const int64_t size : sizes) shape[place++] = size;
   // With the device: torch.set_default_device() may have made another one the default.
-  PyObject* const arguments[] = {shape.ptr(), found.dtypes[static_cast<int>(dtype)], found.cpu};
+  PyObject* const arguments[] = {shape.ptr(), found.dtypes[static_cast<int>(dtype)], found.device};
   py::object made = call_named(found.empty, arguments, found.of_dtype_and_device);
   *data = view_of("a new tensor", made).data;
   return made;
 }
 
 py::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** data) {
-  if (found.exchange == nullptr) return new_result(dtype, sizes, data);
+  if (found.exchange == nullptr || !on_cpu()) return new_result(dtype, sizes, data);
   Record like{};
   like.device_type = kCpu, like.dimensions = static_cast<int32_t>(sizes.size());
   like.shape = sizes.begin();

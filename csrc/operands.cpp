@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "../arguments.h"
+#include "arguments.h"
 
 namespace py = pybind11;
 
@@ -16,8 +16,8 @@ PyObject* make_rows = nullptr;
 PyObject* may_round_factors = nullptr;
 
 const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16",
-                                    "bool",    "int32",   "int64"};
+  constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16",      "bool",
+                                    "int32",   "int64",   "int8",     "float8_e4m3fn"};
   return kNames[static_cast<int>(dtype)];
 }
 
@@ -144,6 +144,7 @@ py::object new_rows(py::handle like, int64_t width, Tensor4* to) {
 
 py::object new_zeros(DType dtype, Sizes sizes, void** data) {
   py::object made = new_result(dtype, sizes, data);
+  if (!on_cpu()) return made.attr("zero_")();
   int64_t bytes = element_bytes(dtype);
   for (const int64_t size : sizes) bytes *= size;
   if (bytes > 0) std::memset(*data, 0, static_cast<size_t>(bytes));

@@ -1,21 +1,23 @@
 // Reads PyTorch's tensors and makes new ones without its headers, so that one build serves every
 // version. Newer versions have DLPack's exchange interface, a table of functions: one of them gives the
 // address, sizes and strides in less time than Python takes for one of the three. For others, the
-// tensor's own methods are called.
+// tensor's own methods are called. Each module reads the tensors of one kind of device.
 #pragma once
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <initializer_list>
 
-#include "../params.h"
+#include "params.h"
 
 namespace fastattn {
 
 // Of tensors that are read, but that no kernel computes with: indices and random keys.
 constexpr DType kInt32{5}, kInt64{6};
+// Of quantised caches; the second is torch.float8_e4m3fn.
+constexpr DType kInt8{7}, kFloat8{8};
 
-// A tensor of at most five dimensions, in the memory of the CPU.
+// A tensor of at most five dimensions.
 struct TensorView {
   void* data;
   DType dtype;
@@ -27,17 +29,24 @@ struct TensorView {
   bool is_contiguous() const;
 };
 
-// Reads tensors of this module, `torch`, from here on. `interface` is a capsule of the exchange
-// interface, or None; one of another major version is not used. Returns whether one is.
-bool use_torch(const pybind11::module_& torch, const pybind11::object& interface);
+// Reads tensors of this module, `torch`, from here on, that are on the CPU or on GPUs: `device` is "cpu"
+// or "cuda". `interface` is a capsule of the exchange interface, or None; one of another major version is
+// not used. Returns whether one is.
+bool use_torch(const pybind11::module_& torch, const pybind11::object& interface,
+               const char* device);
+bool on_cpu();
+// The GPU whose tensors this thread reads from here on; the caller made it PyTorch's current device, so
+// that new tensors are there. The CPU has the number 0.
+void use_device(int index);
 
-// Whether `from` is a tensor (no subclass but torch.nn.Parameter) in the memory of the CPU, of at most
+// Whether `from` is a tensor (no subclass but torch.nn.Parameter) in the memory of the device, of at most
 // four dimensions and a dtype that the core reads. Not if its address is below 4 GiB, which may be
 // the offset of a view whose storage was freed, unless it is empty. Sets no error.
 bool read_exact(pybind11::handle from, TensorView* to);
 // The same for a tensor of any subclass, and of five dimensions too. Otherwise the error names the tensor.
 TensorView view_of(const char* name, pybind11::handle from);
-Tensor4 operand_of(const TensorView& view);  // of four dimensions
+// Four dimensions: those that are missing at the front have stride 0.
+Tensor4 operand_of(const TensorView& view);
 // 0 if one of these tensors (or None) is a lazy negation, which DLPack does not tell; else a number of
 // the dtype, odd if one of them requires a gradient.
 int64_t number_of_call(DType dtype, std::initializer_list<pybind11::handle> tensors);
@@ -50,10 +59,10 @@ pybind11::object contiguous(pybind11::handle tensor);
 pybind11::object new_like(pybind11::handle tensor, TensorView* to);
 // The same, contiguous, with the strides of torch.empty(tensor.shape).
 pybind11::object new_contiguous_like(pybind11::handle tensor, void** data);
-// torch.empty(sizes, dtype=dtype, device="cpu"), and its address.
+// torch.empty(sizes, dtype=dtype) on the device, and its address.
 pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** data);
-// The same of float32, float64 or int64, in two thirds of the time where there is the interface, but
-// PyTorch cannot resize it.
+// The same of float32, float64 or int64, in two thirds of the time where there is the interface for the
+// CPU, but PyTorch cannot resize it.
 pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** data);
 
 }  // namespace fastattn
