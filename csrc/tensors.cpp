@@ -238,7 +238,7 @@ bool TensorView::is_contiguous() const {
 bool read_exact(py::handle from, TensorView* to) {
   PyTypeObject* const type = Py_TYPE(from.ptr());
   if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
-  return read(from.ptr(), to) && to->dtype < kInt8 && to->rank <= 4 && has_memory(*to);
+  return read(from.ptr(), to) && to->rank <= 4 && has_memory(*to);
 }
 
 TensorView view_of(const char* name, py::handle from) {

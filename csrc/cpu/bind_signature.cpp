@@ -23,7 +23,7 @@ class Signature {
   bool add_tensor(py::handle from, bool is_rows) {
     if (from.is_none()) return put('-');
     TensorView x;
-    if (!read_exact(from, &x) || (is_rows && x.dtype >= DType::boolean)) return false;
+    if (!read_exact(from, &x)) return false;
     const int64_t number = number_of_call(x.dtype, {from});  // odd if it requires a gradient
     if (number == 0) return false;
     bool fits = put(static_cast<char>('a' + number)) && put(static_cast<char>('0' + x.rank));

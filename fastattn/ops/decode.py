@@ -18,7 +18,7 @@ from fastattn.call import Plan, Plans
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._quantised import check_memory, check_rotated, check_scales
-from fastattn.ops._relative_bias import fold_distances, largest
+from fastattn.ops._relative_bias import fold_distances, largest, split_bias
 from fastattn.ops._rotary import check_rotary
 
 __all__ = ["decode_attention"]
@@ -150,22 +150,22 @@ def decode_attention(
         >>> keys[0, 0, 2:5, 0]
         tensor([0., 1., 0.])
     """
+    table, bias_kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (
         *(query, key_cache, value_cache, cache_seqlens, key, value),
         *(block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks),
+        *(key_scales, value_scales, rotary_cos, rotary_sin, rotary_positions, table),
     )
-    others = (key_scales, value_scales, relative_bias, mask, rotary_cos, rotary_sin)
-    signature = None
-    if all([x is None for x in others]) and rotary_positions is None:  # noqa: C419  (faster)
-        flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
-        kind, signed = None, tensors
-        if type(cache_seqlens) is int:  # it changes from call to call: checked each time
-            kind, signed = "int", (*tensors[:3], None, *tensors[4:])
-        signature, plan = plans.find(signed, kind, *flags)
-        if plan is not None:
-            # The complete path names a wrong value.
-            with contextlib.suppress(ValueError):
-                return _planned(plan, *tensors, layout == "bnhd", return_lse)
+    kind, signed = None, tensors
+    if type(cache_seqlens) is int:  # it changes from call to call: checked each time
+        kind, signed = "int", (*tensors[:3], None, *tensors[4:])
+    flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
+    signature, plan = plans.find(signed, kind, mask is None, *flags, *bias_kind)
+    if plan is not None:
+        # The complete path names a wrong value.
+        with contextlib.suppress(ValueError):
+            others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
+            return _planned(plan, *tensors[:-1], *others)
     operator, args, append = prepare(
         query,
         key_cache,
@@ -213,8 +213,7 @@ def _keep(
     signature: bytes, given: tuple[Any, ...], args: tuple[Any, ...], append: tuple[Any, ...] | None
 ) -> None:
     """Keep the plan of a call that the complete path prepared."""
-    query, key_cache, value_cache, _, _, _, *indices, slopes, sinks = given
-    table, entries, leftpad = indices
+    query, key_cache, value_cache, _, _, _, table, entries, leftpad, slopes, sinks, *scales = given
     if compat.any_requires_grad(*given):
         return
     if append is not None:
@@ -222,10 +221,9 @@ def _keep(
             return
         if dispatch.choose("append_to_cache", *append) != "cpu":
             return
-    biases = (slopes, sinks, None, None, leftpad)
-    plans.keep(
-        signature, decode, args, (query, key_cache, value_cache, None, table, entries, *biases)
-    )
+    biases = (slopes, sinks, None, None, leftpad, *scales[:2])
+    in_order = (query, key_cache, value_cache, None, table, entries, *biases)
+    plans.keep(signature, decode, args, in_order)
 
 
 def _planned(
@@ -241,17 +239,29 @@ def _planned(
     cache_leftpad: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
-    is_transposed: bool,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_positions: Tensor | None,
+    relative_bias: Tensor | T5 | None,
+    mask: masks.Mask | None,
+    rotary_interleaved: bool,
+    layout: str,
     return_lse: bool,
 ) -> Any:
     """The results of a call by its plan."""
-    if is_transposed:
+    table = program = None
+    if key_scales is not None:
+        caches = (key_cache, value_cache, layout, key, value)
+        key_scales, value_scales = check_scales(key_scales, value_scales, *caches)
+    if layout == "bnhd":
         query, key_cache, value_cache = (x.transpose(1, 2) for x in (query, key_cache, value_cache))
+    capacity = key_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
     if isinstance(cache_seqlens, Tensor):
         lengths = cache_seqlens.to(torch.int64)
     else:
-        pages = 1 if block_table is None else block_table.shape[1]
-        length = key_cache.shape[2] * pages if cache_seqlens is None else cache_seqlens
+        length = capacity if cache_seqlens is None else cache_seqlens
         # One beyond int64 is wrong, too.
         length = min(max(length, -1), 2**62)
         lengths = torch.full((query.shape[0],), length, dtype=torch.int64, device="cpu")
@@ -259,17 +269,31 @@ def _planned(
     if key is not None and value is not None:
         if 0 in key_cache.stride() or 0 in value_cache.stride():
             check_memory(key_cache=key_cache, value_cache=value_cache)
-        if is_transposed:
+        if layout == "bnhd":
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-        new = (key_cache, value_cache, key, value, lengths, *where)
+        rotary: tuple[Tensor | None, ...] = (None,) * 4
+        options = _NOT_ROTATED
+        if rotary_cos is not None:
+            own, new = (rotary_positions, rotary_interleaved, query), (key, value)
+            rotary = check_rotary(rotary_cos, rotary_sin, *own, new, lengths)
+            options = AppendOptions(rotary_interleaved)
+        call = (key_cache, value_cache, key, value, lengths, *where, *rotary)
         cpu: Any = dispatch.load("cpu")
-        cpu.append_to_cache(*new, *(None,) * 6, cache_leftpad, options=_NOT_ROTATED)
-        torch.autograd.graph.increment_version((key_cache, value_cache))
+        rotated = cpu.append_to_cache(
+            *call, key_scales, value_scales, cache_leftpad, options=options
+        )
+        query = query if rotated is None else rotated
+        written = (key_cache, value_cache, key_scales, value_scales)
+        torch.autograd.graph.increment_version([x for x in written if x is not None])
         lengths = lengths + key.shape[2]
+    if relative_bias is not None:
+        table = fold_table(relative_bias, query, lengths, capacity)
+    if mask is not None:
+        program = masks.cache_program(_OP, mask, query, capacity, lengths)
     slopes, sinks = (x[None] if x is not None and x.dim() == 1 else x for x in (slopes, sinks))
-    biases = (slopes, sinks, None, None, cache_leftpad)
+    biases = (slopes, sinks, table, program, cache_leftpad, key_scales, value_scales)
     out, lse = plan.all((query, key_cache, value_cache, lengths, *where, *biases))
-    out = out.transpose(1, 2) if is_transposed else out
+    out = out.transpose(1, 2) if layout == "bnhd" else out
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()

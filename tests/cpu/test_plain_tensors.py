@@ -144,7 +144,6 @@ class _Own(Tensor):
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(lambda q: q.int(), id="integers"),
         pytest.param(lambda q: q.to(torch.complex64), id="complex"),
         pytest.param(lambda q: q[:, :, :0], id="no-queries"),
         pytest.param(lambda q: q[None], id="dimensions"),
