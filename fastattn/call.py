@@ -24,7 +24,7 @@ from fastattn.library import Operator
 
 __all__ = ["Plan", "Plans", "only_viewed"]
 
-_MOST = 4096  # plans of one function
+_MOST = 4096  # plans of one function; a model has far fewer signatures
 _MOST_VALUES = 64  # of an option that a plan sets in each call
 
 
@@ -89,23 +89,28 @@ class _ChoosingPlan(Plan):
 class Plans:
     """The plans of one public function; all are dropped when the evidence changes.
 
-    Of the first ``rows`` tensors of a call, heads and columns are in its signature.
+    Of the first ``rows`` tensors of a call, heads and columns are in its signature. Half of the
+    plans are older ones: those used since move to the newer half, the others go when that is full.
     """
 
     def __init__(self, rows: int = 0) -> None:
         self.rows = rows
         self._plans: dict[bytes | None, Any] = {}
-        self._get = self._plans.get
+        self._older: dict[bytes | None, Any] = {}
         # The signature of (tensors, rows, options), None if the call needs the complete path.
         self._sign: Callable[..., bytes | None] = self._load
-        evidence.on_change(self._plans.clear)
+        evidence.on_change(self._clear)
 
     def find(self, tensors: tuple[Any, ...], *options: Any) -> tuple[bytes | None, Any]:
         """The signature and the plan of a call, None where it has none."""
         if not may_plan():
             return None, None
         signature = self._sign(tensors, self.rows, (dispatch.forced.get(), options))
-        return signature, self._get(signature)
+        plan = self._plans.get(signature)
+        if plan is None and signature in self._older:
+            plan = self._older.get(signature)  # None if another thread was faster
+            self.set(signature, plan)
+        return signature, plan
 
     def keep(
         self,
@@ -133,10 +138,13 @@ class Plans:
         viewed = any(y is not x for y, x in zip(tensors, given, strict=False))
         self.set(signature, kind(operator, options, requires_grad, viewed))
 
-    def set(self, signature: bytes, plan: Any) -> None:
-        while len(self._plans) >= _MOST:  # the oldest: a model has far fewer signatures
-            self._plans.pop(next(iter(self._plans), None), None)
+    def set(self, signature: bytes | None, plan: Any) -> None:
+        if len(self._plans) >= _MOST // 2:
+            self._older, self._plans = self._plans, {}
         self._plans[signature] = plan
+
+    def _clear(self) -> None:
+        self._plans, self._older = {}, {}
 
     def _load(self, tensors: tuple[Any, ...], *args: Any) -> bytes | None:
         if not getattr(tensors[0], "is_cpu", False):  # loads nothing
