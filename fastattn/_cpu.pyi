@@ -226,9 +226,10 @@ def memory_hops(
     hop_proj: Tensor | None,
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
-    states: int,  # 0: no trace and stats; 2: one array of both, in the place of trace
+    states: bool,  # return trace and stats
+    keeps: bool,  # and what the backward pass can read
     /,
-) -> tuple[Tensor, Any, Any, Tensor | None]: ...  # out, trace, stats, weights
+) -> tuple[Any, ...]: ...  # out, trace, stats, weights, kept
 
 # The gradients of query, in_memory, out_memory, hop_proj and of the scores [B, Q, K, N].
 def memory_hops_backward(
@@ -242,7 +243,8 @@ def memory_hops_backward(
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
     trace: Tensor,
-    stats: Tensor | None,  # None: trace is the array of both
+    stats: Tensor,
+    kept: Tensor | None,
     /,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
 def hopfield_retrieve(

@@ -35,6 +35,9 @@ class Derivative:
     operator: type[Operator] | None = None  # the class of the backward operator
     fake: Callable[..., Any] | None = None
     vmap: Callable[..., Any] | None = None
+    keeps: bool = (
+        False  # the CPU's forward returns one more tensor or None, `kept`, for the backward
+    )
     # The options of the backward pass that follow from the tensors of the call.
     of_call: Callable[..., Any] | None = None
 

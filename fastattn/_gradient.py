@@ -47,7 +47,8 @@ class Gradient:
             text.split() for text in (derivative.grads, derivative.reads, derivative.gives)
         )
         known, none = [*names, *results], len(gives)
-        self._save = _picker([known.index(name) for name in reads])
+        self._saved = [known.index(name) for name in reads]
+        self._save = _picker(self._saved)
         self._take = _picker([results.index(name) for name in grads])
         places = [gives.index(name) if name in gives else none for name in names]
         self._arrange = _picker([*places, none])
@@ -84,10 +85,13 @@ class Gradient:
         of_call, constants = derivative.of_call, [] if first else self._constants
         several, none = operator.returns > 1, (None,) * (operator.returns - 1)
         missing = take((None, *none))[1:]
+        keeps = {"keeps": True} if derivative.keeps else {}
+        if keeps:  # `kept` is the last of the results
+            save = _picker([*self._saved, len(operator.names) + operator.returns])
 
         def forward(ctx: Any, *args: Any) -> Any:
             *tensors, options = args
-            results = getattr(load("cpu"), forward_name)(*tensors, options=options)
+            results = getattr(load("cpu"), forward_name)(*tensors, options=options, **keeps)
             ctx.set_materialize_grads(False)
             ctx.options, ctx.backend, ctx.eager = options, "cpu", True
             if of_call is not None:
@@ -95,7 +99,9 @@ class Gradient:
             ctx.save_for_backward(*save((*tensors, *results) if several else args))
             if constants:
                 ctx.mark_non_differentiable(*(results[n] for n in constants))
-            return results[0] if first and several else results
+            if first and several:
+                return results[0]
+            return results[:-1] if keeps else results
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             taken = take(grads)
@@ -110,8 +116,11 @@ class Gradient:
 
         def derived(ctx: Any, *grads: Tensor | None) -> Any:
             options = self._options_of_backward(ctx.options, ctx.needs_input_grad)
+            saved, kept = ctx.saved_tensors, {}
+            if keeps:
+                *saved, kept["kept"] = saved
             kernel = getattr(load("cpu"), backward_name)
-            return arrange((*kernel(*grads, *ctx.saved_tensors, options=options), None))
+            return arrange((*kernel(*grads, *saved, options=options, **kept), None))
 
         return _function(operator.name, forward, backward_of_first if first else backward)
 
@@ -141,7 +150,7 @@ class Gradient:
         if self._derivative is None:
             return self._operator.backward_through_reference(ctx, *grads)
         options = self._options_of_backward(options, needs)
-        seen = (*ctx.saved_tensors, options, ctx.backend)
+        seen = (*ctx.saved_tensors[: len(self._saved)], options, ctx.backend)
         found = self._operator.backward.resume(ctx, grads, seen)
         gradients = (*self._arrange((*found, None)), None)  # none of the backend
         return tuple(x if need else None for x, need in zip(gradients, needs, strict=False))

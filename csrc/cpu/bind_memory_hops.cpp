@@ -30,57 +30,40 @@ void run_backward(const MemoryHopsParams& p) {
 // The arguments of a call, and what they point to.
 struct Hops : MemoryHopsParams, HopCall {};
 
-// trace and stats in one array, and the weights where the kernel of the backward pass reads them: that of
-// short memories does, if they are not rounded, instead of computing the scores again.
-struct HopStates {
-  static constexpr int64_t kShort = 64;  // rows that the kernel reads as one block
-  int64_t trace, stats, weights;         // elements of the accumulator's dtype
+// The kernel of the backward pass for short memories reads the weights, if they are not rounded, instead
+// of computing the scores again.
+bool backward_reads_weights(const Hops& p) {
+  constexpr int64_t kShort = 64;  // rows that the kernel reads as one block
+  return !p.is_one_memory && p.Q == 1 && p.N <= kShort && accumulator(p.dtype) == p.dtype;
+}
 
-  HopStates(const Hops& p, bool keeps_weights)
-      : trace(p.B * p.Q * (2 * p.K + 1) * p.D), stats(p.B * p.Q * p.K * 2), weights(0) {
-    const bool reads = !p.is_one_memory && p.Q == 1 && p.N <= kShort;
-    if (keeps_weights && !p.returns_weights && reads && accumulator(p.dtype) == p.dtype)
-      weights = p.B * p.K * p.N;
-  }
-  int64_t size() const { return trace + stats + weights; }
-  void place(void* data, Hops& p) const {
-    char* const at = static_cast<char*>(data);
-    const int64_t bytes = element_bytes(accumulator(p.dtype));
-    p.trace = at, p.stats = at + trace * bytes;
-    if (weights > 0) p.weights = at + (trace + stats) * bytes;
-  }
-};
-
-// What the caller needs besides the results.
-enum States { kNone = 0, kTraceAndStats = 1, kInOneArray = 2 };
-
-// (out, trace, stats, weights), new, or None. states: of States; one array is in the place of trace.
+// (out, trace, stats, weights, kept), new, or None: trace and stats only if a caller needs `states`;
+// kept, if it `keeps` what the backward pass can read.
 py::tuple memory_hops(const py::object& options, py::handle query, py::handle in_memory,
                       py::handle out_memory, py::handle hop_proj, py::handle memory_mask,
-                      py::handle memory_bias, int states) {
+                      py::handle memory_bias, bool states, bool keeps) {
   Hops p{};
   read_hop_call(p, p, options, {query, in_memory, out_memory, hop_proj, memory_mask, memory_bias});
   p.threads = threads();
   p.shared = p.memories[0].stride[0] == 0 && p.memories[1].stride[0] == 0;
   const DType wide = accumulator(p.dtype);
   const py::object out = new_contiguous_like(query, &p.out);
-  py::object trace = py::none(), stats = py::none(), weights = py::none();
+  py::object trace = py::none(), stats = py::none(), weights = py::none(), kept = py::none();
   std::unique_ptr<double[]> own;
-  if (states == kTraceAndStats) {
+  if (states) {
     trace = new_rows_of(new_buffer, p, p, wide, 2 * p.K + 1, p.D, &p.trace);
     stats = new_rows_of(new_buffer, p, p, wide, p.K, 2, &p.stats);
   } else {
-    const HopStates sizes(p, states == kInOneArray);
-    void* data;
-    if (states == kInOneArray)
-      trace = new_buffer(wide, {sizes.size()}, &data);
-    else
-      own.reset(new double[static_cast<size_t>(sizes.size())]), data = own.get();
-    sizes.place(data, p);
+    const int64_t of_trace = p.B * p.Q * (2 * p.K + 1) * p.D, of_stats = p.B * p.Q * p.K * 2;
+    own.reset(new double[static_cast<size_t>(of_trace + of_stats)]);
+    p.trace = own.get(), p.stats = own.get() + of_trace;
   }
-  if (p.returns_weights) weights = new_rows_of(new_result, p, p, p.dtype, p.K, p.N, &p.weights);
+  if (p.returns_weights)
+    weights = new_rows_of(new_result, p, p, p.dtype, p.K, p.N, &p.weights);
+  else if (keeps && backward_reads_weights(p))
+    kept = new_buffer(wide, {p.B, p.K, p.N}, &p.weights);
   run_forward(p);
-  return py::make_tuple(out, trace, stats, weights);
+  return py::make_tuple(out, trace, stats, weights, kept);
 }
 
 // The gradient of a memory, new: of one that all share, or of each example.
@@ -92,24 +75,23 @@ py::object new_grad_memory(const Hops& p, py::handle memory, const TensorView& x
 }
 
 // The gradients of query, in_memory, out_memory and hop_proj, and that of the scores [B, Q, K, N], new;
-// None where the options do not ask for them. stats is None if trace is the array of HopStates.
+// None where the options do not ask for them. kept may be None.
 py::tuple memory_hops_backward(const py::object& options, py::handle grad_out,
                                py::handle grad_weights, py::handle query, py::handle in_memory,
                                py::handle out_memory, py::handle hop_proj, py::handle memory_mask,
-                               py::handle memory_bias, py::handle trace, py::handle stats) {
+                               py::handle memory_bias, py::handle trace, py::handle stats,
+                               py::handle kept) {
   Hops p{};
   const HopResults results{grad_out, grad_weights, trace, stats};
   read_hop_call(p, p, options, {query, in_memory, out_memory, hop_proj, memory_mask, memory_bias});
   p.threads = threads();
   p.shared = p.is_one_memory;
   const DType wide = accumulator(p.dtype);
-  if (stats.is_none()) {
-    const HopStates sizes(p, true);
-    const TensorView x = read_sizes("trace", trace, wide, {sizes.size()});
-    expect(x.is_contiguous(), "fastattn: trace must be contiguous");
-    sizes.place(x.data, p);
-  } else {
-    read_trace_and_stats(p, p, results);
+  read_trace_and_stats(p, p, results);
+  if (!kept.is_none()) {
+    const TensorView x = read_sizes("kept", kept, wide, {p.B, p.K, p.N});
+    expect(x.is_contiguous() && backward_reads_weights(p), "kept must be what the forward kept");
+    p.weights = x.data;
   }
   read_hop_gradients(p, p, options, results);
 

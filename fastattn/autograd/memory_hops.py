@@ -15,7 +15,7 @@ from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
-__all__ = ["hop_attention", "share"]
+__all__ = ["hop_attention", "of_four_dimensions", "share"]
 
 
 def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,6 +73,26 @@ def _flops(
     return attention_flops(of_rows, 1, 1, backward=backward) + products
 
 
+class _Backward(Operator):
+    def lifted(self, tensors: Sequence[Any]) -> list[Any]:
+        """Masks and biases of a plan may lack dimensions."""
+        found = list(tensors)
+        query = found[self.place_of("query")]
+        for n in (self.place_of("memory_mask"), self.place_of("memory_bias")):
+            if found[n] is not None:
+                found[n] = of_four_dimensions(found[n], query)
+        return found
+
+
+def of_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
+    """A mask or a bias as [B|1, Q|1, K|1, N|1]."""
+    if x.dim() == 4:
+        return x
+    if x.dim() == 3:
+        return x.unsqueeze(2 if query.dim() == 3 else 1)
+    return x[:, None, None] if x.dim() == 2 else x[None, None, None]
+
+
 hop_attention = Operator(
     "memory_hop_attention(Tensor query, Tensor in_memory, Tensor? out_memory, Tensor? hop_proj, "
     "Tensor? memory_mask, Tensor? memory_bias)",
@@ -86,6 +106,8 @@ hop_attention = Operator(
         gives="query in_memory out_memory hop_proj memory_bias",
         options=MemoryHopBackwardOptions,
         vmap=_vmap_backward,
+        operator=_Backward,
+        keeps=True,
     ),
     flops=_flops,
     shapes="query: B D / B Q D; in_memory: B|1 N D / B|1 * N D; out_memory: B|1 N D / B|1 * N D; "

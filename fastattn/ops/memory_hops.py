@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd.memory_hops import hop_attention, share
+from fastattn.autograd.memory_hops import hop_attention, of_four_dimensions, share
 from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.call import Plans
 from fastattn.checks import autocast, autocast_bias, check_dense
@@ -102,9 +102,11 @@ def memory_hop_attention(
     if plan is not None:
         call: tuple[Tensor | None, ...] = tensors
         if plan.viewed:
-            memories = (x if x is None else share(x) for x in tensors[1:3])
-            of_hops = (x if x is None else _of_four_dimensions(x, query) for x in tensors[4:])
-            call = (query, *memories, hop_proj, *of_hops)
+            in_memory = share(in_memory)
+            out_memory = None if out_memory is None else share(out_memory)
+            if memory_bias is not None and memory_bias.requires_grad:
+                memory_bias = of_four_dimensions(memory_bias, query)
+            call = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
         try:
             if not need_weights:
                 return plan.first(call)
@@ -275,7 +277,7 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]
     given = x
     if 1 <= x.ndim <= len(batch) + 2:
-        x = _of_four_dimensions(x, query)
+        x = of_four_dimensions(x, query)
     four = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
     if x.ndim != 4 or given.ndim > len(batch) + 2 or not _expands_to(x.shape, four):
         names = "[N], [B, N] or [B, K, N]"
@@ -287,15 +289,6 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
             f"got shape {_shape(given)}"
         )
     return x
-
-
-def _of_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
-    """A mask or a bias as [B|1, Q|1, K|1, N|1]."""
-    if x.dim() == 4:
-        return x
-    if x.dim() == 3:
-        return x.unsqueeze(2 if query.dim() == 3 else 1)
-    return x[:, None, None] if x.dim() == 2 else x[None, None, None]
 
 
 def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:

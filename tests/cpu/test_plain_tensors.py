@@ -265,13 +265,13 @@ def test_native_memory_hops_check_every_tensor(
 ) -> None:
     tensors: dict[str, Any] = of_hops()
     options = MemoryHopOptions(hops=2, scale=0.5)
-    out, trace, stats, weights = native.memory_hops(options, *tensors.values(), 1)
+    out, trace, stats, weights, _ = native.memory_hops(options, *tensors.values(), True, False)
     assert (trace.shape, stats.shape, weights) == ((4, 5, 6), (4, 2, 2), None)
     want = fastattn.memory_hop_attention(**tensors, hops=2, scale=0.5)
     torch.testing.assert_close(out, want)
     tensors[name] = wrong(tensors[name])
     with pytest.raises((TypeError, ValueError), match=message):
-        native.memory_hops(options, *tensors.values(), 1)
+        native.memory_hops(options, *tensors.values(), True, False)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +291,9 @@ def test_native_memory_hops_backward_checks_every_tensor(
 ) -> None:
     tensors: dict[str, Any] = of_hops()
     options = MemoryHopBackwardOptions(hops=2, weights=True, needed=31)
-    out, trace, stats, weights = native.memory_hops(options, *tensors.values(), 1)
+    out, trace, stats, weights, _ = native.memory_hops(options, *tensors.values(), True, False)
     given: dict[str, Any] = {"grad_out": out.mT.contiguous().mT, "grad_weights": weights, **tensors}
-    given |= {"trace": trace.mT.contiguous().mT, "stats": stats}
+    given |= {"trace": trace.mT.contiguous().mT, "stats": stats, "kept": None}
     grads = native.memory_hops_backward(options, *given.values())
     assert [x.shape for x in grads[:4]] == [tensors[x].shape for x in HOPS[:4]]
     assert grads[4].shape == (4, 1, 2, 9)
@@ -302,22 +302,23 @@ def test_native_memory_hops_backward_checks_every_tensor(
         native.memory_hops_backward(options, *given.values())
 
 
-def test_only_kept_states_that_fit_are_used(way: None, native: ModuleType) -> None:
+def test_only_kept_weights_that_fit_are_used(way: None, native: ModuleType) -> None:
     tensors = of_hops()
     options = MemoryHopBackwardOptions(hops=2, needed=15)
-    out, trace, stats, _ = native.memory_hops(options, *tensors.values(), 1)
-    _, kept, none, _ = native.memory_hops(options, *tensors.values(), 2)
-    assert none is None
-    assert kept.numel() == trace.numel() + stats.numel() + 4 * 2 * 9  # and the weights
+    call = (options, *tensors.values(), True, True)
+    out, *states, weights, kept = native.memory_hops(*call)
+    assert weights is None
+    assert kept.shape == (4, 2, 9)
 
-    def gradients(*states: Any) -> Any:
-        return native.memory_hops_backward(options, out, None, *tensors.values(), *states)[:4]
+    def gradients(kept: Any) -> Any:
+        given = (out, None, *tensors.values(), *states, kept)
+        return native.memory_hops_backward(options, *given)[:4]
 
-    for got, wanted in zip(gradients(kept, None), gradients(trace, stats), strict=True):
+    for got, wanted in zip(gradients(kept), gradients(None), strict=True):
         assert torch.equal(got, wanted)
-    for wrong in (kept[1:], kept.double(), kept.repeat_interleave(2)[::2], trace):
-        with pytest.raises(ValueError, match="trace"):
-            gradients(wrong, None)
+    for wrong in (kept[:, :1], kept.double(), kept.mT.contiguous().mT):
+        with pytest.raises(ValueError, match="kept"):
+            gradients(wrong)
 
 
 def of_additive_attention() -> dict[str, Any]:

@@ -21,11 +21,15 @@ def memory_hop_attention(
     *,
     options: MemoryHopOptions,
     only_first: bool = False,
+    keeps: bool = False,
 ) -> Any:
-    """Return ``(out, trace, stats, weights)``, or out alone; see ``docs/design.md``."""
+    """Return ``(out, trace, stats, weights)``, see ``docs/design.md``; or out alone, or one more.
+
+    With ``keeps``, that is ``kept`` of the backward pass.
+    """
     memories, others = (in_memory, out_memory), (hop_proj, memory_mask, memory_bias)
-    results = _cpu.memory_hops(options, query, *memories, *others, not only_first)
-    return results[0] if only_first else results
+    results = _cpu.memory_hops(options, query, *memories, *others, not only_first, keeps)
+    return results[0] if only_first else results if keeps else results[:-1]
 
 
 def memory_hop_attention_backward(
@@ -41,6 +45,7 @@ def memory_hop_attention_backward(
     stats: Tensor,
     *,
     options: MemoryHopBackwardOptions,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
     grad_query, grad_in, grad_out_memory, grad_proj, scores = _cpu.memory_hops_backward(
@@ -55,6 +60,7 @@ def memory_hop_attention_backward(
         memory_bias,
         trace,
         stats,
+        kept,
     )
     grad_bias = None
     if scores is not None and memory_bias is not None:
