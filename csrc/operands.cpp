@@ -125,7 +125,7 @@ py::object new_rows(py::handle like, int64_t width, TensorView* to) {
   const auto by_rule = [&] { return py::reinterpret_borrow<py::object>(make_rows)(like, width); };
   void* data;
   py::object made = x.size[last] == width ? new_like(like, to)
-                    : x.rank == 4 && in_order(x)
+                    : x.rank == 4 && width > 0 && in_order(x)
                         ? new_result(x.dtype, {x.size[0], x.size[1], x.size[2], width}, &data)
                         : py::object(by_rule());
   *to = view_of("a new tensor", made);

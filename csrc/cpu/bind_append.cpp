@@ -101,6 +101,7 @@ py::object append_to_cache(const py::object& options, py::handle key_cache, py::
                            py::handle value_scales, py::handle cache_leftpad) {
   const TensorView k = view_of("key", key);
   expect_dtype("key", k, kFloats);
+  expect_sizes("key", k, k.dtype, {k.size[0], k.size[1], k.size[2], k.size[3]});  // of four
   CacheCall t{};
   AttentionParams& all = t.attention;
   all.dtype = k.dtype, all.B = k.size[0];

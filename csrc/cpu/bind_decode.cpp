@@ -102,6 +102,22 @@ bool reads_quantised(const CacheCall& t) {
   return reads_in_place(p, integers ? kMostIntegerRows : kMostQuantisedRows);
 }
 
+// The queries in the dtype that a quantised cache is multiplied in, float32 or wider for rows that are
+// read in place; other rows are widened, too.
+py::object widen(CacheCall& t, py::handle query) {
+  AttentionParams& p = t.attention;
+  const bool in_place = reads_quantised(t), sixteen_bits = element_bytes(p.dtype) == 2;
+  auto wide = py::reinterpret_borrow<py::object>(query);
+  // bfloat16 has the range of the scales; its kernels are faster than those of float32.
+  if (sixteen_bits && (in_place || p.dtype == DType::f16)) {
+    wide = query.attr("float")();
+    p.dtype = DType::f32;
+  }
+  p.sixteen_bits = sixteen_bits && in_place;
+  if (!in_place) gather(t, p.dtype);
+  return wide;
+}
+
 // Whether the heads of a key head, one query each, are faster as the queries of one head: they then fill
 // the lanes of a panel.
 bool stacks(const CacheCall& t) {
@@ -137,30 +153,20 @@ py::tuple decode_attention(const py::object& options, py::handle query, py::hand
   CacheCall t{};
   AttentionParams& p = t.attention;
   read_decode_options(Named(options), p);
-  TensorView q = view_of("query", query);
+  const TensorView q = view_of("query", query);
   expect_dtype("query", q, kFloats);
   p.dtype = q.dtype, p.threads = threads();
   p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2];
+  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, q.size[3]});  // of four dimensions
   read_cache(t, {key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad,
                  key_scales, value_scales});
   expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});
   if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
   check_cache(t);
 
-  py::object wide;  // the queries of a quantised cache
-  if (t.cache.quantised) {
-    const bool in_place = reads_quantised(t);
-    p.sixteen_bits = element_bytes(p.dtype) == 2;
-    // bfloat16 has the range of the scales; its kernels are faster than those of float32.
-    if (p.sixteen_bits && (in_place || p.dtype == DType::f16)) {
-      wide = query.attr("float")();
-      q = view_of("query", wide);
-      p.dtype = DType::f32;
-    }
-    if (!in_place) gather(t, p.dtype), p.sixteen_bits = false;
-  }
-  const py::handle like = wide ? py::handle(wide) : query;
-  p.q = operand_of(q);
+  const py::object wide =
+      t.cache.quantised ? widen(t, query) : py::reinterpret_borrow<py::object>(query);
+  p.q = operand_of(view_of("query", wide));
   int64_t positions = 0;
   const py::none none;
   read_biases(p, {none, alibi_slopes, none, sinks, relative_bias, none, mask_program}, &positions,
@@ -174,7 +180,7 @@ py::tuple decode_attention(const py::object& options, py::handle query, py::hand
   check_table(t);
   read_mask_program(mask_program, p, t.steps);
 
-  const py::object out = new_rows(like, p.Dv, &p.out);
+  const py::object out = new_rows(wide, p.Dv, &p.out);
   void* data;
   const py::object lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &data);
   p.lse = static_cast<double*>(data);

@@ -45,6 +45,7 @@ py::tuple decode(uintptr_t stream, const py::object& options, py::handle query,
   const TensorView q = view_of("query", query);
   expect_dtype("query", q, kFloats);
   p.dtype = q.dtype, p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2];
+  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, q.size[3]});  // of four dimensions
   read_cache(
       p, {key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx, none, none, none});
   expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn.backends.primitives import HopfieldOptions, SinusoidalOptions
+from fastattn.backends.primitives import (
+    AppendOptions,
+    DecodeOptions,
+    HopfieldOptions,
+    SinusoidalOptions,
+)
 from fastattn.sinusoids import sinusoids
 
 
@@ -156,3 +161,167 @@ def test_native_merging_checks_every_tensor(
     states[name] = wrong(states[name])
     with pytest.raises(ValueError, match=r"is not valid|at least two dimensions"):
         native.merge_states_backward(*states.values())
+
+
+def of_decoding() -> dict[str, Any]:
+    caches = torch.randn(2, 3, 2, 16, 8)
+    tensors = {"query": torch.randn(3, 4, 1, 8), "key_cache": caches[0], "value_cache": caches[1]}
+    tensors["cache_seqlens"] = torch.tensor([3, 16, 0])
+    names = "block_table cache_batch_idx alibi_slopes sinks relative_bias mask_program"
+    names += " cache_leftpad key_scales value_scales"
+    return {**tensors, **dict.fromkeys(names.split())}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("query", lambda x: x[0], "query is not valid"),
+        ("query", lambda x: x.int(), "query is not valid: it must be float32 or"),
+        ("query", lambda x: x[..., :7], r"query is not valid: it must be float32 \(3, 4, 1, 8\)"),
+        ("query", lambda x: x[:, :3], "heads of key must be positive and divide 3, got 2"),
+        ("key_cache", lambda x: x.double(), "key_cache is not valid: it must be float32"),
+        ("key_cache", lambda x: x[0], "key_cache is not valid"),
+        ("key_cache", lambda x: x.tolist(), "key_cache must be a tensor"),
+        ("value_cache", lambda x: x[:, :, :9], "value_cache is not valid"),
+        ("value_cache", lambda x: x.half(), "value_cache is not valid: it must be float32"),
+        ("cache_seqlens", lambda x: x.int(), r"cache_seqlens is not valid: it must be int64 \(3\)"),
+        ("cache_seqlens", lambda x: x[:2], "cache_seqlens is not valid"),
+        ("cache_seqlens", lambda x: None, "cache_seqlens must be a tensor, got NoneType"),
+        ("cache_seqlens", lambda x: x + 1, "cache_seqlens must be between 0 and the 16 keys"),
+        ("block_table", lambda x: torch.zeros(3, 1), "block_table is not valid: it must be int32"),
+        ("block_table", lambda x: torch.zeros(2, 1).int(), "block_table is not valid"),
+        ("block_table", lambda x: torch.full((3, 1), 3).int(), "must name one of the 3 pages"),
+        ("cache_batch_idx", lambda x: torch.zeros(3).int(), "cache_batch_idx is not valid"),
+        ("cache_batch_idx", lambda x: torch.tensor([0, 1, 3]), "one of the 3 entries"),
+        ("alibi_slopes", lambda x: torch.ones(1, 3), "alibi_slopes is not valid"),
+        ("sinks", lambda x: torch.ones(1, 4).double(), "sinks is not valid: it must be float32"),
+        ("relative_bias", lambda x: torch.ones(1, 4), "relative_bias is not valid"),
+        ("relative_bias", lambda x: torch.ones(1, 4, 29), "at least 31 distances"),
+        ("mask_program", lambda x: torch.ones(3), "mask_program is not valid: it must be cont"),
+        ("cache_leftpad", lambda x: torch.tensor([0, 17, 0]), "cache_leftpad must be between"),
+        ("cache_leftpad", lambda x: torch.tensor([0, 0, -1]), "cache_leftpad must be between"),
+        ("key_scales", lambda x: torch.ones(3, 2, 16), "key_cache is not valid: it must be int8"),
+    ],
+)
+def test_native_decoding_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
+) -> None:
+    options, tensors = DecodeOptions(scale=0.4, window_left=3), of_decoding()
+    out, lse = native.decode_attention(options, *tensors.values())
+    assert out.shape == (3, 4, 1, 8)
+    assert lse[2].isinf().all()
+    tensors[name] = wrong(tensors[name])
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.decode_attention(options, *tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_native_decoding_reads_quantised_rows(
+    dtype: torch.dtype, way: None, native: ModuleType
+) -> None:
+    tensors = of_decoding()
+    for name in ("key", "value"):
+        tensors[f"{name}_cache"] = (10 * tensors[f"{name}_cache"]).to(dtype)
+        tensors[f"{name}_scales"] = torch.full((3, 2, 16), 0.1)
+    options = DecodeOptions(scale=0.4)
+    out, _ = native.decode_attention(options, *tensors.values())
+    wide = {**tensors, "key_scales": None, "value_scales": None}
+    for name in ("key_cache", "value_cache"):
+        wide[name] = 0.1 * wide[name].float()
+    torch.testing.assert_close(out, native.decode_attention(options, *wide.values())[0])
+    for wrong in (torch.ones(3, 2, 15), torch.ones(3, 2, 16).double()):
+        with pytest.raises(ValueError, match="value_scales is not valid: it must be float32"):
+            native.decode_attention(options, *{**tensors, "value_scales": wrong}.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("key_cache", lambda x: x.double(), "key_cache is not valid: it must be float32"),
+        ("key", lambda x: x[:, :1], r"key is not valid: it must be float32 \(3, 2, 2, 8\)"),
+        ("key", lambda x: x[0], "key is not valid"),
+        ("key", lambda x: x.int(), "key is not valid: it must be float32 or"),
+        ("value", lambda x: x[:, :, :1], "value is not valid"),
+        ("value", lambda x: x.double(), "value is not valid"),
+        ("cache_seqlens", lambda x: x + 15, "plus 2 to append, at most 16, got 18"),
+        ("rotary_cos", lambda x: x.half(), "rotary_cos is not valid: it must be float32"),
+        ("rotary_cos", lambda x: x[:4], "rotary_cos must have a row for each position, got 4"),
+        ("rotary_sin", lambda x: x[:, :2], "rotary_sin is not valid"),
+        ("rotary_positions", lambda x: torch.zeros(3, 2).int(), "rotary_positions is not valid"),
+        ("query", lambda x: x[:2], "query is not valid"),
+        ("query", lambda x: x.repeat(1, 1, 3, 1), "each query must be of a new token"),
+    ],
+)
+def test_native_appending_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
+) -> None:
+    cache, new = torch.zeros(2, 3, 2, 16, 8), torch.randn(2, 3, 2, 2, 8)
+    tensors: dict[str, Any] = {"key_cache": cache[0], "value_cache": cache[1]}
+    tensors |= {"key": new[0], "value": new[1], "cache_seqlens": torch.tensor([3, 6, 0])}
+    tensors |= dict.fromkeys(("block_table", "cache_batch_idx"))
+    tensors |= {"rotary_cos": torch.ones(16, 3), "rotary_sin": torch.zeros(16, 3)}
+    tensors |= {"rotary_positions": None, "query": torch.randn(3, 4, 1, 8)}
+    tensors |= dict.fromkeys(("key_scales", "value_scales", "cache_leftpad"))
+    options = AppendOptions()
+    rotated = native.append_to_cache(options, *tensors.values())
+    assert torch.equal(rotated, tensors["query"])
+    assert torch.equal(cache[:, 1, :, 6:8], new[:, 1])
+    before = cache.clone()
+    if name == "rotary_cos":
+        tensors["rotary_sin"] = wrong(tensors["rotary_sin"])
+    if name == "cache_seqlens":
+        tensors["rotary_cos"] = tensors["rotary_sin"] = tensors["query"] = None
+    tensors[name] = wrong(tensors[name])
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.append_to_cache(options, *tensors.values())
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "message"),
+    [
+        (torch.ones(2, 3).int(), torch.ones(4, 3), None, "x is not valid"),
+        (torch.ones(2), torch.ones(4, 2), None, "x is not valid"),
+        (torch.ones(2, 3), torch.ones(4, 2), None, r"weight is not valid: it must be float32"),
+        (torch.ones(2, 3), torch.ones(4, 6)[:, ::2], None, "weight must have dense rows or"),
+        (torch.ones(2, 3), torch.ones(4, 3), torch.ones(3), r"bias is not valid: it must be"),
+    ],
+)
+def test_native_linear_checks_every_tensor(
+    x: Any, weight: Any, bias: Any, message: str, way: None, native: ModuleType
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        native.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("x", lambda x: x.double()),
+        ("x", lambda x: x.mT.contiguous().mT),
+        ("x", lambda x: x[0]),
+        ("x", lambda x: torch._neg_view(x)),
+        ("w_in", lambda x: x[:-1]),
+        ("w_in", lambda x: x.t().contiguous().t()),
+        ("w_in", lambda x: x.requires_grad_()),
+        ("b_in", lambda x: x[1:]),
+        ("b_in", lambda x: x.to("meta")),
+        ("w_out", lambda x: x.tolist()),
+        ("b_out", lambda x: x.half()),
+        ("padding", lambda x: x.float()),
+        ("padding", lambda x: x[:, 1:]),
+    ],
+)
+def test_native_self_attention_leaves_other_tensors_to_the_general_path(
+    name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
+) -> None:
+    tensors: dict[str, Any] = {"x": torch.randn(2, 5, 8), "num_heads": 2}
+    tensors |= {"w_in": torch.randn(24, 8), "b_in": torch.randn(24)}
+    tensors |= {"w_out": torch.randn(8, 8), "b_out": torch.randn(8)}
+    tensors |= {"padding": torch.zeros(2, 5, dtype=torch.bool)}
+    flags = (True, False, True)
+    assert native.self_attention(*tensors.values(), *flags).shape == (2, 5, 8)
+    tensors[name] = wrong(tensors[name])
+    assert native.self_attention(*tensors.values(), *flags) is None
+    if name == "w_in" and tensors[name].requires_grad:
+        assert native.self_attention(*tensors.values(), True, False, False) is not None

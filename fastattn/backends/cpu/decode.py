@@ -64,9 +64,20 @@ def append_to_cache(
     options: AppendOptions,
 ) -> Tensor | None:
     """Append the new keys and values to those of each sequence, in place; rotate the queries."""
-    where = (cache_seqlens, block_table, cache_batch_idx)
-    rotary = (rotary_cos, rotary_sin, rotary_positions, query)
-    caches = (key_cache, value_cache, key, value)
     return _cpu.append_to_cache(
-        options, *caches, *where, *rotary, key_scales, value_scales, cache_leftpad
+        options,
+        key_cache,
+        value_cache,
+        key,
+        value,
+        cache_seqlens,
+        block_table,
+        cache_batch_idx,
+        rotary_cos,
+        rotary_sin,
+        rotary_positions,
+        query,
+        key_scales,
+        value_scales,
+        cache_leftpad,
     )
