@@ -249,7 +249,8 @@ WORK = [
 ]
 
 
-@pytest.mark.sampled(1)
+# A value of a field may also be met by a case that these kernels leave to the others.
+@pytest.mark.sampled(1, keep=("layout-expanded_heads",))
 @pytest.mark.parametrize(("case", "dtype", "seed"), WORK)
 def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> None:
     assert _faults(adapter, case, dtype, seed) == []
@@ -380,7 +381,6 @@ def _edges() -> Iterator[Case]:
 EDGES = tuple(_edges())
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize(
     ("case", "dtype", "seed"),
     [
