@@ -75,7 +75,8 @@ class Operator:
     ``opaque`` names tensors that the kernels treat as constants: if one of them requires a
     gradient, the reference runs instead. ``recomputed`` names tensors that a derivative through the
     reference does not read. ``not_in_onnx`` maps names of tensors to the reason why a call with
-    them cannot become a part of an ONNX graph. ``derived`` computes an option that is None from the
+    them cannot become a part of an ONNX graph; the key "" is a graph of ``torch.export``.
+    ``derived`` computes an option that is None from the
     tensors, at run time: during tracing this would specialize the graph to one size.
     ``checked_by`` names backends that check themselves that their tensors have memory.
     """
@@ -106,6 +107,7 @@ class Operator:
         self._recomputed = {self._names.index(name) for name in recomputed}
         reasons = {**_NOT_IN_ONNX, **(not_in_onnx or {})}
         self._not_in_onnx = {n: reasons[x] for n, x in enumerate(self._names) if x in reasons}
+        self._no_graph_in_onnx = reasons.get("")
         self._derived = derived or {}
         self._checked_by = checked_by
         self._lse = self._names.index("lse") if "lse" in self._names else None
@@ -300,6 +302,10 @@ class Operator:
     def _autograd_kernel(self, *args: Any) -> Any:
         """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""
         given, args = args, self._recorded(args)
+        if compat.exports_onnx():  # a graph of torch.export, which holds this operator
+            if self._no_graph_in_onnx:
+                raise compat.not_in_onnx(self.name, self._no_graph_in_onnx)
+            return self._exported(*args)
         if obstacles := self.obstacles(args):
             self.choose(args, obstacles)
             run = functools.partial(self._through_reference, *args)
