@@ -13,6 +13,7 @@ from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.checks import (
+    as_double,
     as_stored_mask,
     autocast,
     autocast_bias,
@@ -230,7 +231,7 @@ def prepared(
         mask,
         scale,
         -1 if steps_max is None else steps_max,
-        float(eps),
+        as_double(f"{_NAME}: update_steps_eps", eps),
         stop,
         grad,
     )
