@@ -95,7 +95,15 @@ def check_real(op: str, name: str, value: Any) -> float:
             f"{op}: {name} is a constant and gets no gradient, got a tensor that requires one: "
             "detach it, or multiply the query by it"
         )
-    return float(value)
+    return as_double(f"{op}: {name}", value)
+
+
+def as_double(where: str, number: Any) -> float:
+    """``float(number)``; ``where`` names the argument."""
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{where} must fit a double, got an integer beyond it") from None
 
 
 def check_dropout(op: str, dropout_p: Any) -> float:

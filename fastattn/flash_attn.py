@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fastattn.bias import T5
-from fastattn.checks import check_window
+from fastattn.checks import check_real, check_window
 from fastattn.masks import Mask
 from fastattn.ops._pages import gather_pages
 from fastattn.ops.decode import decode_attention
@@ -249,7 +249,7 @@ def flash_attn_with_kvcache(
 
 
 def _refuse_probabilities(name: str, return_attn_probs: bool, dropout_p: float) -> None:
-    if return_attn_probs and dropout_p > 0:
+    if return_attn_probs and check_real(name, "dropout_p", dropout_p) > 0:
         raise NotImplementedError(
             f"{name}: return_attn_probs must be False with dropout; for the weights there is "
             "scaled_dot_product_attention(..., need_weights=True)"

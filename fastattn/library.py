@@ -76,12 +76,12 @@ class Operator:
     that the kernels treat as constants: if one of them requires a gradient, the reference runs
     instead. ``recomputed`` names tensors that a derivative through the reference does not read.
     ``not_in_onnx`` maps names of tensors to the reason why a call with them cannot become a part of
-    an ONNX graph. ``derived`` computes an option that is None from the tensors, at run time: during
-    tracing this would specialize the graph to one size. ``checked_by`` names backends that check
-    themselves that their tensors have memory. ``formula`` is a derivative without a backward
-    operator, (options, *grads) -> the gradient of the first tensor. ``vmap`` is a batching rule;
-    None folds the mapped dimension into the batch (:func:`fastattn._derivative.fold_batches`) if
-    the operator ``folds``.
+    an ONNX graph; the key "" is a graph of ``torch.export``. ``derived`` computes an option that is
+    None from the tensors, at run time: during tracing this would specialize the graph to one size.
+    ``checked_by`` names backends that check themselves that their tensors have memory. ``formula``
+    is a derivative without a backward operator, (options, *grads) -> the gradient of the first
+    tensor. ``vmap`` is a batching rule; None folds the mapped dimension into the batch
+    (:func:`fastattn._derivative.fold_batches`) if the operator ``folds``.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Operator:
         self._recomputed = {self.names.index(name) for name in recomputed}
         reasons = {**_NOT_IN_ONNX, **(not_in_onnx or {})}
         self._not_in_onnx = {n: reasons[x] for n, x in enumerate(self.names) if x in reasons}
+        self._no_graph_in_onnx = reasons.get("")
         self.derived = derived or {}
         self.checked_by = checked_by
         self._lse = self.names.index("lse") if "lse" in self.names else None
@@ -328,6 +329,10 @@ class Operator:
     def _autograd_kernel(self, *args: Any) -> Any:
         """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""
         given, args = args, self._recorded(args)
+        if compat.exports_onnx():  # a graph of torch.export, which holds this operator
+            if self._no_graph_in_onnx:
+                raise compat.not_in_onnx(self.name, self._no_graph_in_onnx)
+            return self._exported(*args)
         if obstacles := self.obstacles(args):
             self.choose(args, obstacles)
             run = functools.partial(self._through_reference, *args)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn import compat, dispatch
 from fastattn._flops import attention_flops, count, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
@@ -114,6 +114,8 @@ count(torch.ops.fastattn.append_to_cache, lambda args, results: 0)  # it moves r
 
 @append_operator.register_fake
 def _append_fake(*args: Any) -> Tensor:
+    if compat.exports_onnx():  # a graph of torch.export, which holds this operator
+        raise compat.not_in_onnx("decode_attention", "it writes to its cache")
     query = args[_QUERY]
     return args[2].new_empty(0) if query is None else empty_output(query, query.shape[3])
 

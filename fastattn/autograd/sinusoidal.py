@@ -34,4 +34,5 @@ encode_positions = Operator(
     vmap=_vmap,
     flops=lambda _, x, *rest: 2 * x.numel(),  # the scale, and the sum
     shapes="x: ... L D",
+    not_in_onnx={"": "its frequencies are constants; export the model instead of its graph"},
 )

@@ -100,6 +100,7 @@ class Reader:
         step, u = self._entered(u)
         nothing = u.new_zeros(u.shape[2], u.shape[2])  # H = 0: the result of the hop is o itself
         options = MemoryHopOptions(normalize="none", scale=scale, weights=self._weights)
+        bias = None if bias is None else bias.to(u.dtype)
         limits = [None if x is None else x[:, :, None] for x in (mask, bias)]
         out, _, _, p = hop_attention(u, keys, values, nothing, *limits, options)
         return total(self._peers, step, out), None, p[:, :, 0] if self._weights else None

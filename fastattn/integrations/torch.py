@@ -125,7 +125,7 @@ def _attend(
 
     Raises:
         RuntimeError: a call in which PyTorch divides by the number of heads of key, 0, which ends
-            the process.
+            the process, or reads and writes beyond a value with fewer rows than key.
     """
     if enable_gqa and key.dim() > 2 and key.shape[-3] == 0 and value.numel() > 0:
         raise RuntimeError(
@@ -152,7 +152,18 @@ def _attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        _check_lengths(key, value)
         return None  # checks only: PyTorch accepts the call, or raises its own error
     keep(signature, tensors, operator, call)
     result: Tensor = folding.restore(operator(*checks.with_seed(operator, call, None))[0])
     return result
+
+
+def _check_lengths(key: Tensor, value: Tensor) -> None:
+    if key.is_nested or value.is_nested or key.dim() < 2 or value.dim() < 2:
+        return
+    if key.shape[-2] != value.shape[-2]:
+        raise RuntimeError(
+            "scaled_dot_product_attention: key and value must have the same length (dimension "
+            f"-2), got shapes {tuple(key.shape)} and {tuple(value.shape)}"
+        )

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from fastattn.nn._sizes import check_sizes
+
 __all__ = ["HeadNetwork"]
 
 
@@ -36,8 +38,7 @@ class HeadNetwork(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
-            raise ValueError(f"nonlinear_heads must be a positive integer, got {hidden!r}")
+        check_sizes(num_heads=num_heads, head_dim=head_dim, nonlinear_heads=hidden)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight1 = Parameter(torch.empty(num_heads, hidden, head_dim, **made))
         self.bias1 = Parameter(torch.empty(num_heads, hidden, **made))

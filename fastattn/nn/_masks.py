@@ -19,7 +19,11 @@ def check_mask_dtypes(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, query_dtype: torch.dtype
 ) -> None:
     """Raise and warn about the masks' dtypes as PyTorch does, by passing it empty masks."""
-    dtypes = {mask.dtype for mask in (key_padding_mask, attn_mask) if mask is not None}
+    masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+    for name, mask in masks.items():
+        if mask is not None and not isinstance(mask, Tensor):
+            raise TypeError(f"{name} must be a Tensor or None, got {type(mask).__name__}")
+    dtypes = {mask.dtype for mask in masks.values() if mask is not None}
     alike = len(dtypes) < 2 and all(d == torch.bool or d.is_floating_point for d in dtypes)
     if alike or canonical_mask is None:
         return

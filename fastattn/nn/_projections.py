@@ -61,7 +61,10 @@ def project_out(module: nn.MultiheadAttention, out: Tensor, batch_dim: int) -> T
     """[N, H, L, D] -> [N, L, E] or [L, N, E]"""
     order = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
     # As in PyTorch, out_proj's parameters are read and it is never called; wrappers rely on that.
-    return linear(out.permute(order).flatten(2), module.out_proj.weight, module.out_proj.bias)
+    out, weight, bias = out.permute(order).flatten(2), module.out_proj.weight, module.out_proj.bias
+    if weight is None:
+        raise TypeError("linear(): argument 'weight' (position 2) must be Tensor, not NoneType")
+    return linear(out, weight, bias)
 
 
 def _heads_of(module: nn.MultiheadAttention) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import Parameter, UninitializedParameter
 
+from fastattn.checks import check_dense
+from fastattn.nn._sizes import check_dropout, check_optional_sizes, check_sizes
 from fastattn.ops import additive_attention
 
 __all__ = ["AdditiveAttention", "BahdanauAttention"]
@@ -49,9 +51,9 @@ class BahdanauAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(units, bool) or not isinstance(units, int) or units < 1:
-            raise ValueError(f"units must be a positive integer, got {units!r}")
-        _check_dropout(dropout)
+        check_sizes(units=units)
+        check_optional_sizes(query_size=query_size, memory_size=memory_size)
+        check_dropout(dropout)
         self.units, self.normalize, self.dropout = units, normalize, dropout
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query_layer = _linear(query_size, units, made)
@@ -94,6 +96,7 @@ class BahdanauAttention(nn.Module):
             attn_mask, key_padding_mask: as for :func:`fastattn.additive_attention`.
             need_weights: return them, [B, Tq, Tk] ([B, Tk] for one step).
         """
+        check_dense("BahdanauAttention", query=query, memory=memory)
         step = query.ndim == 2
         query = self.query_layer(query.unsqueeze(1) if step else query)
         keys = self.memory_layer(memory) if keys is None else keys
@@ -143,7 +146,8 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_dropout(dropout)
+        check_optional_sizes(dim=dim)
+        check_dropout(dropout)
         self.use_scale, self.dropout = use_scale, dropout
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if not use_scale:
@@ -187,6 +191,7 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
             use_causal_mask: exclude the keys after the query's own position.
             return_attention_scores: also return the weights.
         """
+        check_dense("AdditiveAttention", query=query, value=value)
         scale = query.new_ones(query.shape[-1]) if self.scale is None else self.scale
         result = additive_attention(
             query,
@@ -211,8 +216,3 @@ def _linear(size: int | None, units: int, made: dict[str, Any]) -> nn.Linear:
     if size is None:
         return nn.LazyLinear(units, bias=False, **made)
     return nn.Linear(size, units, bias=False, **made)
-
-
-def _check_dropout(p: float) -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout must be between 0 and 1, got {p}")

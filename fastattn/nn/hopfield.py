@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.nn._association import Association
+from fastattn.nn._sizes import check_dropout, check_optional_sizes, check_sizes
 
 __all__ = ["Hopfield", "HopfieldLayer", "HopfieldPooling"]
 
@@ -106,10 +107,16 @@ class Hopfield(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
-            raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+        check_sizes(num_heads=num_heads)
+        check_optional_sizes(
+            input_size=input_size,
+            hidden_size=hidden_size,
+            output_size=output_size,
+            pattern_size=pattern_size,
+            stored_pattern_size=stored_pattern_size,
+            pattern_projection_size=pattern_projection_size,
+        )
+        check_dropout(dropout)
         for name, limit in (
             ("scaling", scaling),
             ("update_steps_max", update_steps_max),
@@ -490,6 +497,5 @@ def _named(
     if twice:
         raise TypeError(f"got multiple values for argument {sorted(twice)[0]!r}")
     quantity, learn = given.pop("quantity", quantity), given.pop("trainable", learn)
-    if isinstance(quantity, bool) or not isinstance(quantity, int) or quantity < 1:
-        raise ValueError(f"quantity must be a positive integer, got {quantity!r}")
+    check_sizes(quantity=quantity)
     return given | options, quantity, learn

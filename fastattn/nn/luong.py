@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from fastattn.checks import check_dense
+from fastattn.nn._sizes import check_dropout, check_optional_sizes, check_sizes
 from fastattn.ops import additive_attention, luong_attention
 
 __all__ = ["GlobalAttention", "LuongAttention"]
@@ -50,6 +52,8 @@ class LuongAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(query_size=query_size)
+        check_optional_sizes(key_size=key_size, attention_size=attention_size)
         key_size = query_size if key_size is None else key_size
         for name, given, allowed in (
             ("method", method, ("dot", "general", "concat")),
@@ -61,8 +65,7 @@ class LuongAttention(nn.Module):
             raise ValueError(
                 f"method='dot' needs query and key of one width, got {query_size} and {key_size}"
             )
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+        check_dropout(dropout)
         hidden = query_size if attention_size is None else attention_size
         self.method, self.window, self.D, self.dropout = method, window, D, dropout
         shapes: dict[str, tuple[int, ...] | None] = {
@@ -104,6 +107,7 @@ class LuongAttention(nn.Module):
                 remaining keys.
             need_weights: return them, [B, Tq, Tk] ([B, Tk] for one step).
         """
+        check_dense("LuongAttention", query=query, key=key)
         step = query.ndim == 2
         query = query.unsqueeze(1) if step else query
         weight: Any = (self.weight, self.v) if self.method == "concat" else self.weight
@@ -168,6 +172,7 @@ class GlobalAttention(nn.Module):
         super().__init__()
         if attn_type not in ("dot", "general", "mlp"):
             raise ValueError(f"attn_type must be one of dot, general, mlp, got {attn_type!r}")
+        check_sizes(dim=dim)
         self.dim, self.coverage, self.attn_type = dim, coverage, attn_type
 
         def layer(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -201,6 +206,7 @@ class GlobalAttention(nn.Module):
         Returns:
             [B, Tq, dim] and [B, Tq, Tk]; for one step [B, dim] and [B, Tk].
         """
+        check_dense("GlobalAttention", source=source, memory_bank=memory_bank)
         step = source.ndim == 2
         source = source.unsqueeze(1) if step else source
         if coverage is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.nn._sizes import check_optional_sizes, check_sizes
 from fastattn.ops import scaled_dot_product_attention
 
 __all__ = ["KeyValueMemory"]
@@ -52,9 +53,8 @@ class KeyValueMemory(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("slots", slots), ("key_dim", key_dim), ("batch_size", batch_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        check_sizes(slots=slots, key_dim=key_dim, batch_size=batch_size)
+        check_optional_sizes(value_dim=value_dim)
         value_dim = key_dim if value_dim is None else value_dim
         self.slots, self.scale = slots, scale
         made: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastattn.checks import check_dense
+from fastattn.nn._sizes import check_sizes
 from fastattn.ops.sinusoidal import check_options, locate, sinusoidal_encoding
 
 __all__ = ["LearnedPositionalEncoding", "SinusoidalPositionalEncoding"]
@@ -22,6 +24,7 @@ class _PositionalEncoding(nn.Module):
         super().__init__()
         if isinstance(scale, str) and scale != "sqrt_dim":
             raise ValueError(f'scale must be a number, None or "sqrt_dim", got {scale!r}')
+        check_sizes(d_model=d_model)
         self.d_model = d_model
         self.scale = math.sqrt(d_model) if isinstance(scale, str) else scale
         self.batch_first = batch_first
@@ -39,6 +42,7 @@ class _PositionalEncoding(nn.Module):
             positions: instead of ``offset``, the position of every row: int64 or int32, [L] or the
                 shape of x without its last dimension.
         """
+        check_dense(type(self).__name__, x=x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"x must be a sequence or a batch of sequences with d_model = {self.d_model}, "
@@ -142,6 +146,7 @@ class LearnedPositionalEncoding(_PositionalEncoding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dropout, scale, batch_first)
+        check_sizes(num_embeddings=num_embeddings)
         if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
             raise ValueError(
                 f"padding_idx must be in [0, num_embeddings = {num_embeddings}), got {padding_idx}"

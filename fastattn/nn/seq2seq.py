@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastattn.checks import check_dense
 from fastattn.nn._cache import DecoderCache
 from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._eager import is_plain
+from fastattn.nn._sizes import check_integers
 from fastattn.nn.positional import SinusoidalPositionalEncoding
 from fastattn.nn.transformer import (
     TransformerDecoder,
@@ -178,6 +180,7 @@ class Transformer(nn.Transformer, ContextParallel):
                 tgt_is_causal,
                 memory_is_causal,
             )
+        check_dense("Transformer", src=src, tgt=tgt)
         batch = 0 if self.batch_first else 1
         if src.ndim == tgt.ndim == 2 and src.shape[batch] != tgt.shape[batch]:
             raise RuntimeError("the batch number of src and tgt must be equal")
@@ -265,8 +268,10 @@ class Transformer(nn.Transformer, ContextParallel):
         """
         if self.tgt_embedding is None:
             raise RuntimeError("generate needs tokens: create the Transformer with vocab_size")
+        check_dense("generate", src=src)
         if src.ndim != 2:
             raise ValueError(f"src must be a batch of tokens, got shape {tuple(src.shape)}")
+        check_integers(max_length=max_length, beams=beams, bos_idx=bos_idx, eos_idx=eos_idx)
         for name, value in (("max_length", max_length), ("beams", beams)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -286,7 +291,9 @@ class Transformer(nn.Transformer, ContextParallel):
             more = logits.select(steps, 0).float().log_softmax(-1)  # [N·beams, V]
             more[done] = -math.inf
             more[done, self.padding_idx] = 0.0  # an ended beam continues with padding, at no cost
-            scores, best = (scores.flatten()[:, None] + more).view(count, -1).topk(beams)
+            scores, best = (
+                (scores.flatten()[:, None] + more).view(count, beams * more.shape[1]).topk(beams)
+            )
             parent = (first + best // more.shape[1]).flatten()
             word = (best % more.shape[1]).flatten()
             tokens = torch.cat((tokens[parent], word[:, None].to(tokens.dtype)), 1)
@@ -294,7 +301,7 @@ class Transformer(nn.Transformer, ContextParallel):
             cache.select(parent)
             if done.all():
                 break
-        generated = tokens[:, 1:].view(count, beams, -1)
+        generated = tokens[:, 1:].view(count, beams, tokens.shape[1] - 1)
         lengths = (generated != self.padding_idx).sum(-1).clamp(min=1)
         chosen = generated[torch.arange(count), (scores / lengths).argmax(1)]
         return chosen if self.batch_first else chosen.T
@@ -336,6 +343,7 @@ def _sizes(vocab_size: Any, padding_idx: int) -> tuple[int, int]:
         raise TypeError(f"vocab_size must be an integer or a pair of them, got {vocab_size!r}")
     if min(sizes) < 1:
         raise ValueError(f"vocab_size must be at least 1, got {vocab_size!r}")
+    check_integers(padding_idx=padding_idx)
     if not 0 <= padding_idx < min(sizes):
         raise ValueError(
             f"padding_idx must be in [0, vocab_size = {vocab_size}), got {padding_idx}"

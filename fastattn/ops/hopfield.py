@@ -14,6 +14,7 @@ from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.call import Plans
 from fastattn.checks import (
+    as_double,
     as_stored_mask,
     autocast,
     autocast_bias,
@@ -233,7 +234,7 @@ def prepared(
         mask,
         scale,
         -1 if steps_max is None else steps_max,
-        float(eps),
+        as_double(f"{_NAME}: update_steps_eps", eps),
         stop,
         grad,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn.autograd.memory_hops import hop_attention, of_four_dimensions, share
 from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.call import Plans
-from fastattn.checks import autocast, autocast_bias, check_dense
+from fastattn.checks import as_double, autocast, autocast_bias, check_dense
 from fastattn.library import Operator
 
 __all__ = ["memory_hop_attention"]
@@ -180,7 +180,8 @@ def prepare(
         query, in_memory = pad(query, (0, 1)), pad(in_memory, (0, 1))
         out_memory = None if out_memory is None else pad(out_memory, (0, 1))
         hop_proj = None
-    options = MemoryHopOptions(hops, activation, normalize, float(scale), need_weights)
+    scale = as_double(f"{_NAME}: scale", scale)
+    options = MemoryHopOptions(hops, activation, normalize, scale, need_weights)
     tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
     return hop_attention, (*tensors, options)
 

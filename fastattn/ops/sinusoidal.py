@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.call import Plan, Plans
-from fastattn.checks import check_dense, check_int64, expands_to
+from fastattn.checks import as_double, check_dense, check_int64, expands_to
 from fastattn.library import Operator
 from fastattn.sinusoids import LAYOUTS
 
@@ -160,8 +160,9 @@ def prepare(
     _check_x(x)
     check_options(layout, max_timescale, scale, padding_idx)
     offset, positions = locate(x, offset, positions)
-    scale = 1.0 if scale is None else float(scale)
-    options = SinusoidalOptions(offset, layout, float(max_timescale), scale, padding_idx)
+    scale = 1.0 if scale is None else as_double("scale", scale)
+    wavelength = as_double("max_timescale", max_timescale)
+    options = SinusoidalOptions(offset, layout, wavelength, scale, padding_idx)
     return encode_positions, (x, positions, options)
 
 

@@ -58,10 +58,17 @@ class Functional(nn.Module):
         return out
 
 
-def exported(model: nn.Module, inputs: Inputs, shapes: Any, dynamo: bool) -> bytes:
+def exported(
+    model: nn.Module, inputs: Inputs, shapes: Any, dynamo: bool, from_graph: bool = False
+) -> bytes:
     file = io.BytesIO()
-    if dynamo:
-        program: Any = torch.onnx.export(
+    if from_graph:
+        graph = torch.export.export(model, inputs, dynamic_shapes=shapes)
+        assert any("fastattn" in str(node.target) for node in graph.graph.nodes)
+        program: Any = torch.onnx.export(graph, dynamo=True, verbose=False)
+        program.save(file)
+    elif dynamo:
+        program = torch.onnx.export(
             model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
         )
         program.save(file)
@@ -76,10 +83,11 @@ def check(
     *others: Inputs,
     shapes: Any = None,
     dynamo: bool = True,
+    from_graph: bool = False,
 ) -> None:
     """The graph that is exported with the first inputs gives the model's results for all."""
     model.eval()
-    content = exported(model, inputs, shapes, dynamo)
+    content = exported(model, inputs, shapes, dynamo, from_graph)
     assert b"fastattn::" not in content
     session = onnxruntime.InferenceSession(content)
     names = [entry.name for entry in session.get_inputs()]
@@ -149,6 +157,13 @@ def test_each_operator(name: str) -> None:
 
 
 @pytest.mark.complete
+@pytest.mark.parametrize("name", CALLS.keys() - {"sinusoidal"})
+def test_each_operator_in_a_graph(name: str) -> None:
+    function, tensors = CALLS[name]
+    check(Calling(function), tuple(tensors), from_graph=True)
+
+
+@pytest.mark.complete
 def test_causal_attention_of_grouped_heads_and_any_size() -> None:
     model = Calling(
         lambda q, k, v, m: fastattn.scaled_dot_product_attention(
@@ -194,6 +209,16 @@ def test_an_accelerated_model() -> None:
         fastattn.restore(model)
 
 
+def test_a_graph_of_an_accelerated_model() -> None:
+    model = Functional().eval()
+    fastattn.accelerate(model)
+    try:
+        inputs = (torch.randn(2, 5, 16),), (torch.randn(2, 9, 16),)
+        check(model, *inputs, shapes=({1: LENGTH},), from_graph=True)
+    finally:
+        fastattn.restore(model)
+
+
 def test_the_exporter_that_traces() -> None:
     model = SelfAttention()
     fastattn.replace_mha(model)
@@ -226,12 +251,21 @@ REFUSED: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_exported_says_so(name: str) -> None:
-    function, tensors, reason = REFUSED[name]
+REFUSED_GRAPHS = {
+    **REFUSED,
+    "sinusoidal": (*CALLS["sinusoidal"], "export the model instead of its graph"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "from_graph"),
+    [(name, False) for name in REFUSED] + [(name, True) for name in REFUSED_GRAPHS],
+)
+def test_what_cannot_be_exported_says_so(name: str, from_graph: bool) -> None:
+    function, tensors, reason = REFUSED_GRAPHS[name]
     model = Calling(function)
     with pytest.raises(torch.onnx.errors.OnnxExporterError) as caught:
-        exported(model, tensors, None, dynamo=True)
+        exported(model, tensors, None, True, from_graph)
     assert isinstance(caught.value.__cause__, RuntimeError)
     message = str(caught.value.__cause__)
     assert reason in message

@@ -137,6 +137,15 @@ def test_a_key_without_heads_does_not_end_the_process(active: None, backends: An
         attend(query, key, value, enable_gqa=True)
 
 
+@pytest.mark.parametrize("lengths", [(9, 10), (10, 9), (9, 0)])
+def test_a_value_of_another_length_than_key_is_not_read(
+    active: None, lengths: tuple[int, int]
+) -> None:
+    key, value = (torch.ones(2, 4, length, 8) for length in lengths)
+    with pytest.raises(RuntimeError, match="key and value must have the same length"):
+        attend(torch.ones(2, 4, 7, 8), key, value)
+
+
 def outcome(function: Any, tensors: list[torch.Tensor]) -> Any:
     """The result of a call, or the text of its error."""
     try:

@@ -150,7 +150,15 @@ def test_a_changed_attention_acts_as_in_pytorch(name: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "name",
-    ["in_proj_weight", "in_proj_bias", "q_proj_weight", "v_proj_weight", "bias_k", "bias_v"],
+    [
+        "in_proj_weight",
+        "in_proj_bias",
+        "q_proj_weight",
+        "v_proj_weight",
+        "out_proj.weight",
+        "bias_k",
+        "bias_v",
+    ],
 )
 def test_a_changed_parameter_acts_as_in_pytorch(name: str, layout: str) -> None:
     shapes = [(48, 16), (16, 16), (16, 12), (48,), (16,), (0,)]

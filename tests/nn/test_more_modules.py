@@ -223,3 +223,57 @@ def test_without_them_nothing_changes() -> None:
     assert {name.split(".")[0] for name in with_them - names} == {"head_network"}
     with pytest.raises(ValueError, match="nonlinear_heads must be a positive integer, got 0"):
         nn.MultiheadAttention(8, 2, nonlinear_heads=0)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+TOKENS = nn.Transformer(
+    8, 2, 1, 1, 8, vocab_size=5, batch_first=True, dropout=0.0, dtype=torch.float64
+).eval()
+X = torch.zeros(2, 3, 6)
+INVALID: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
+    "query_size": (lambda n: nn.BahdanauAttention(4, query_size=n), (0, -1, 1.0, "3", True)),
+    "memory_size": (lambda n: nn.BahdanauAttention(4, memory_size=n), (0, 1.0)),
+    "dim": (lambda n: nn.AdditiveAttention(dim=n), (0, -1, "3")),
+    "dropout": (lambda n: nn.LuongAttention(4, dropout=n), (2.0, "0.5", None, 1j)),
+    "key_size": (lambda n: nn.LuongAttention(4, n), (0, -(2**31), 1.0)),
+    "attention_size": (lambda n: nn.LuongAttention(4, attention_size=n), (0, [1])),
+    "value_dim": (lambda n: nn.KeyValueMemory(4, 4, n), (0, -1, "3")),
+    "head_dim": (lambda n: nn.HeadNetwork(2, n, 4), (0, -1, None)),
+    "hidden_size": (lambda n: nn.Hopfield(4, n), (0, -1, 1.0)),
+    "pattern_size": (lambda n: nn.HopfieldLayer(4, pattern_size=n), (0, "3")),
+    "d_model": (lambda n: nn.SinusoidalPositionalEncoding(n), (0, -1, None, 4.0)),
+    "num_embeddings": (lambda n: nn.LearnedPositionalEncoding(n, 4), (0, -1, None)),
+    "padding_idx": (lambda n: nn.Transformer(vocab_size=5, padding_idx=n), (None, "3", 1.0, -1)),
+    "beams": (
+        lambda n: TOKENS.generate(X[0].long(), bos_idx=1, eos_idx=2, max_length=2, beams=n),
+        (None, "3", 0, 1.5, 2**64),
+    ),
+    "eos_idx": (
+        lambda n: TOKENS.generate(X[0].long(), bos_idx=1, eos_idx=n, max_length=2),
+        (None, 2**64, 1.0),
+    ),
+    "query": (lambda x: nn.BahdanauAttention(4, query_size=6, memory_size=6)(x, X), (None, [1.0])),
+    "memory_bank": (lambda x: nn.GlobalAttention(6)(X, x), (None, 1.0)),
+    "source": (lambda x: nn.GlobalAttention(6)(x, X), (None, 1.0)),
+    "key": (lambda x: nn.LuongAttention(6)(X, x), (None, "x")),
+    "x": (lambda x: nn.LearnedPositionalEncoding(9, 6)(x), (None, [0.0])),
+    "src": (lambda x: TOKENS(x, X[0].long()), (None, [0])),
+    "attn_mask": (lambda x: nn.MultiheadAttention(6, 2)(X, X, X, attn_mask=x), ([True], 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_a_wrong_argument_is_named(name: str) -> None:
+    call, values = INVALID[name]
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+            call(value)
+
+
+def test_nothing_is_generated_for_no_sequences() -> None:
+    for beams in (1, 3):
+        empty = torch.zeros(0, 4, dtype=torch.long)
+        found = TOKENS.generate(empty, bos_idx=1, eos_idx=2, max_length=3, beams=beams)
+        assert found.shape[0] == 0
+        assert found.dtype == torch.long

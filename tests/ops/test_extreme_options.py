@@ -359,6 +359,29 @@ def test_a_tiny_softcap_makes_weights_equal(name: str, dtype: torch.dtype, choic
             assert ours[-1].isfinite().all()
 
 
+HUGE_INTEGERS: dict[str, Run] = {
+    "scale": lambda n: fastattn.scaled_dot_product_attention(*LONG[:1] * 3, scale=n),
+    "softcap": lambda n: fastattn.varlen_attention(*TOGETHER, TOGETHER[1], *STARTS, softcap=n),
+    "dropout_p": lambda n: flash_attn.flash_attn_func(*LONG[:1] * 3, n, return_attn_probs=True),
+    "scale-hops": lambda n: fastattn.memory_hop_attention(*ROWS, scale=n),
+    "scale-sinusoidal": lambda n: fastattn.sinusoidal_encoding(ROWS[0], scale=n),
+    "max_timescale": lambda n: fastattn.sinusoidal_encoding(ROWS[0], max_timescale=n),
+    "update_steps_eps": lambda n: fastattn.hopfield_retrieve(*ROWS, update_steps_eps=n),
+}
+
+
+@pytest.mark.parametrize("name", HUGE_INTEGERS)
+def test_an_integer_beyond_all_floats_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=name.partition("-")[0]):
+        HUGE_INTEGERS[name](10**400)
+
+
+@pytest.mark.parametrize("dropout_p", [None, "0.5", [0.1], 1j])
+def test_a_dropout_that_is_no_number_is_named(dropout_p: Any) -> None:
+    with pytest.raises(TypeError, match="dropout_p"):
+        flash_attn.flash_attn_func(*LONG[:1] * 3, dropout_p, return_attn_probs=True)
+
+
 def test_a_tiny_softcap_of_equal_scores(choice: str) -> None:
     key = normal(1, 2, 9, 16)
     for dtype in FLOATS:

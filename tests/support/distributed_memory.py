@@ -84,6 +84,12 @@ CASES = (
         poisoned=True,
     ),
     HOPS(
+        "hops-linear-bf16",
+        shapes={"query": (3, D), "in_memory": (3, N, D), "memory_bias": (3, N)},
+        options={"hops": 2, "normalize": "none", "scale": 0.2},
+        dtype=torch.bfloat16,
+    ),
+    HOPS(
         "hops-bf16",
         shapes={"query": (3, D), "in_memory": (1, N, D), "hop_proj": (D, D)},
         options={"hops": 3, "need_weights": True},
