@@ -21,23 +21,6 @@ from torch import Tensor
 from fastattn.backends.primitives import Weights
 from fastattn.testing.memory import LAYOUTS
 
-__all__ = [
-    "CASES",
-    "FLOATS",
-    "SCALED",
-    "AnyCase",
-    "AttentionCase",
-    "Case",
-    "NamedByFields",
-    "NamedCase",
-    "alibi_slopes",
-    "current_draw",
-    "draw",
-    "drawn",
-    "dropout_seed",
-    "numbers_of",
-]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _Case = TypeVar("_Case", bound="NamedCase")
@@ -270,4 +253,4 @@ def _cases() -> Iterator[Case]:
     yield replace(long, name="long-queries", q_len=2100, k_len=17, grads=SCALED)
 
 
-CASES: dict[str, tuple[Case, ...]] = {"scaled_dot_product_attention": tuple(_cases())}
+ATTENTION_CASES = tuple(_cases())

@@ -22,8 +22,6 @@ from fastattn.testing.judge import Proof
 from fastattn.testing.sequences import Sequences
 from fastattn.testing.varlen import PROGRAMS, biases
 
-__all__ = ["DECODE_CASES", "DecodeCase", "check_decode", "make_decode"]
-
 
 @dataclass(frozen=True)
 class DecodeCase(AttentionCase, CacheCase):

@@ -16,8 +16,6 @@ from fastattn.testing.cases import NamedByFields, numbers_of
 from fastattn.testing.judge import Proof
 from fastattn.testing.memory import place_any
 
-__all__ = ["HOPFIELD_CASES", "HopfieldCase", "check_hopfield", "make_hopfield_inputs"]
-
 
 @dataclass(frozen=True)
 class HopfieldCase(NamedByFields):
@@ -59,7 +57,7 @@ HOPFIELD_CASES = (
 )
 
 
-def _retrieve(
+def define(
     state: Tensor,
     stored: Tensor,
     projection: Tensor | None,
@@ -113,7 +111,7 @@ def make_hopfield_inputs(
         tensors["attn_mask"] = placed(normal(*(sizes[dim] for dim in case.bias)))
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
     grads = {"out": placed(normal(*tensors["state"].shape))}
-    return Call("hopfield_retrieve", tensors, options, grads, plain=_retrieve, prepare=prepare)
+    return Call("hopfield_retrieve", tensors, options, grads, plain=define, prepare=prepare)
 
 
 check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs)

@@ -12,8 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Watch", "bytes_of", "place", "place_any"]
-
 _GUARD = 2048  # poisoned elements before and after a tensor, a multiple of all vector widths
 
 # A layout makes an empty [B, H, L, D] view; `new` allocates contiguous memory of a shape.

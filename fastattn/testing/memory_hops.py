@@ -16,8 +16,6 @@ from fastattn.testing.inputs import poison
 from fastattn.testing.judge import Proof
 from fastattn.testing.memory import place_any
 
-__all__ = ["HOP_CASES", "HopCase", "check_hops", "make_hop_inputs"]
-
 
 @dataclass(frozen=True)
 class HopCase(NamedByFields):
@@ -80,10 +78,10 @@ HOP_CASES = (
 )
 
 
-def _hops(**arguments: Any) -> Any:
+def define(**arguments: Any) -> Any:
     _, (*tensors, options) = prepare(**arguments)
     out, _, _, weights = reference.memory_hop_attention(*tensors, options=options)
-    return (out, weights) if arguments["need_weights"] else out
+    return (out, weights) if options.weights else out
 
 
 def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous") -> Call:
@@ -140,7 +138,7 @@ def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous
             memory = clean[name] = tensors[name]
             assert memory is not None
             tensors[name] = placed(poison(memory, excluded))
-    return Call("memory_hop_attention", tensors, options, grads, clean=clean, plain=_hops,
+    return Call("memory_hop_attention", tensors, options, grads, clean=clean, plain=define,
                 prepare=prepare)  # fmt: skip
 
 

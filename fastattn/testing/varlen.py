@@ -23,8 +23,6 @@ from fastattn.testing.cases import (
 from fastattn.testing.judge import Proof
 from fastattn.testing.sequences import Sequences
 
-__all__ = ["PROGRAMS", "VARLEN_CASES", "VarlenCase", "biases", "check_varlen", "make_varlen"]
-
 
 @dataclass(frozen=True)
 class VarlenCase(AttentionCase):
