@@ -30,7 +30,7 @@ COMPILED = (
     *("hops-of-many-queries", "hops-expanded", "luong-general", "luong-predictive"),
     *("hopfield-unroll", "hopfield-one_step", "hopfield-implicit", "hopfield-bias"),
     *("hopfield-settled", "sinusoidal-plain", "sinusoidal-from-five"),
-    *("sinusoidal-encoding", "sinusoidal-offset", "sinusoidal-positions"),
+    *("sinusoidal-encoding", "sinusoidal-offset", "sinusoidal-positions", "luong-monotonic"),
 )
 EXPORTED = ("encode-memory-tables", "hops-of-many-queries", "hopfield-unroll")
 CAST = ("sdpa-plain", "varlen", "additive", "hops-plain", "hopfield-unroll")
@@ -156,10 +156,11 @@ def test_vmap_of_forward_over_reverse(name: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiles_without_a_graph_break(backend: str, name: str) -> None:
-    function, inputs = OPERATORS[name]()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+def test_compiles_without_a_graph_break(backend: str, name: str, dynamic: bool) -> None:
+    function, inputs = CASES[name]()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     got, want = tupled(compiled(*inputs)), tupled(function(*inputs))
     assert_close(got, want)
     gradients = [

@@ -300,25 +300,6 @@ def test_nothing_is_saved_but_the_operands(backend: str) -> None:
 
 # --- derivatives and transforms --------------------------------------------------------------
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"is_causal": True, "need_weights": True},
-    {"attn_mask": torch.tensor([[True, False, True, True, False]] * 3)},
-    {"key_padding_mask": torch.tensor([[False] * 4 + [True], [True] * 5]), "need_weights": True},
-]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-def test_gradients(backend: str, options: dict[str, Any]) -> None:
-    args = operands(grad=True)
-
-    def f(*args: Tensor) -> Any:
-        return additive_attention(*args, **options)
-
-    assert torch.autograd.gradcheck(f, args)
-    assert torch.autograd.gradgradcheck(f, args)
-
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (2, 3, 1), (1, 1, 5), (1,)])
@@ -331,16 +312,6 @@ def test_gradient_of_a_mask(backend: str, shape: tuple[int, ...]) -> None:
 
     assert torch.autograd.gradcheck(f, (*args, mask))
     assert torch.autograd.gradgradcheck(f, (*args, mask))
-
-
-def test_gradient_with_dropout(backend: str) -> None:
-    args = operands(grad=True)
-
-    def f(*args: Tensor) -> Any:
-        torch.manual_seed(3)
-        return additive_attention(*args, dropout_p=0.4, need_weights=True)
-
-    assert torch.autograd.gradcheck(f, args)
 
 
 def test_only_the_gradients_that_are_wanted(backend: str) -> None:
@@ -370,15 +341,6 @@ def test_vmap_of_masks_and_dropout(backend: str) -> None:
 
 
 @pytest.mark.complete
-def test_compiles_with_any_size(backend: str) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(additive_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (2, 3, 9):
-        args = operands(2, length, length + 1, 4, 3)
-        torch.testing.assert_close(compiled(*args), additive_attention(*args))
-
-
-@pytest.mark.complete
 @pytest.mark.parametrize("grad", [False, True])
 def test_operators_are_registered_rightly(backend: str, grad: bool) -> None:
     ops = torch.ops.fastattn
@@ -393,14 +355,6 @@ def test_operators_are_registered_rightly(backend: str, grad: bool) -> None:
         torch.library.opcheck(
             ops.additive_attention_backward.default, (*given, *tensors, *values, needs, "")
         )
-
-
-def test_fake_tensors_and_meta() -> None:
-    with torch._subclasses.FakeTensorMode():
-        args = [torch.empty(s) for s in ((2, 3, 4), (2, 5, 4), (2, 5, 6), (4,))]
-        out, weights = additive_attention(*args, need_weights=True)
-        assert out.shape == (2, 3, 6)
-        assert weights.shape == (2, 3, 5)
 
 
 # --- dtypes and errors -----------------------------------------------------------------------

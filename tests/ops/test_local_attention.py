@@ -109,18 +109,6 @@ def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
         assert not grad[0, [0, 1, 2, 4, 6]].isnan().any()
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize("factored", [False, True])
-def test_derivatives(backend: str, factored: bool) -> None:
-    *leaves, padding, factor = operands()
-
-    def f(*leaves: Tensor) -> Any:
-        return local_attention(*leaves, padding, factor if factored else None, OPTIONS)
-
-    assert torch.autograd.gradcheck(f, leaves)
-    assert torch.autograd.gradgradcheck(f, leaves)
-
-
 def test_a_factor_that_requires_a_gradient_gets_one() -> None:
     *leaves, padding, factor = operands()
     factor.requires_grad_()
@@ -140,21 +128,6 @@ def test_opcheck(factored: bool) -> None:
     out, weights = local_attention.op(*constants, *values, "")
     given = (torch.ones_like(out), torch.ones_like(weights))
     torch.library.opcheck(local_attention_backward.op, (*given, *constants, weights, *values, ""))
-
-
-def test_compiles(backend: str) -> None:
-    query, key, value, p, padding, factor = operands()
-
-    def f(query: Tensor, p: Tensor) -> Tensor:
-        return local_attention(query, key, value, p, padding, factor, OPTIONS)[0].sin()
-
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
-    out, want = compiled(query, p), f(query, p)
-    torch.testing.assert_close(out, want)
-    leaves = (query, key, value, p)
-    torch.testing.assert_close(
-        torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves)
-    )
 
 
 def test_bits_do_not_depend_on_threads_or_batch_mates(same_for_any_threads: Any) -> None:

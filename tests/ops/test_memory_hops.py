@@ -116,32 +116,6 @@ def test_masks_and_biases_of_every_shape(
     is_the_equation(of_hops(tensors, {"hops": 2, "need_weights": True}, grads))
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize("normalize", ["softmax", "none"])
-def test_gradients(engine: Target, normalize: str, normal: Callable[..., Tensor]) -> None:
-    def draw(*shape: int) -> Tensor:
-        return (0.7 * normal(*shape)).requires_grad_()
-
-    def f(query: Tensor, m: Tensor, c: Tensor, hop_proj: Tensor, bias: Tensor) -> Any:
-        return memory_hop_attention(
-            query,
-            m,
-            c,
-            hops=2,
-            hop_proj=hop_proj,
-            memory_mask=mask,
-            memory_bias=bias,
-            activation="tanh",
-            normalize=normalize,
-            need_weights=True,
-        )
-
-    mask = torch.tensor([[True, False, True], [False] * 3])
-    inputs = draw(2, 2), draw(1, 2, 3, 2), draw(2, 3, 2), draw(2, 2), draw(2, 2, 3)
-    assert torch.autograd.gradcheck(f, inputs)
-    assert torch.autograd.gradgradcheck(f, inputs)
-
-
 def test_weights_of_the_softmax_add_up_to_one(
     engine: Target, normal: Callable[..., Tensor]
 ) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from case_table import each_case
 from torch import Tensor
-from torch.autograd import gradgradcheck
 from within_bound import assert_right
 
 import fastattn
@@ -180,14 +179,6 @@ def test_values_and_derivatives(
         return with_gradients(NAMES, by_definition(*exact), exact, [x.double() for x in grads])
 
     assert_right(found, definition, dtype)
-
-
-@pytest.mark.complete
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")  # forward mode
-def test_derivatives_of_both_orders(normal: Callable[..., Tensor]) -> None:
-    given = [x.requires_grad_() for x in states(torch.float64, normal)]
-    torch.autograd.gradcheck(merge_states, given, check_forward_ad=True, check_batched_grad=True)
-    gradgradcheck(merge_states, given)
 
 
 @pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=4)), ids=str)

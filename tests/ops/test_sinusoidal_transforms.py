@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,29 +9,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import sinusoidal_encoding, sinusoidal_table
 
+
 # offset, positions, scale, padding_idx
-OPTIONS = [
-    {},
-    {"offset": 5, "scale": 3.0},
-    {"offset": torch.tensor([2, 70])},
-    {"positions": torch.tensor([[4, 1, 1], [9, 0, 1]]), "scale": 0.5, "padding_idx": 1},
-]
-
-
-def encoding(**options: object) -> Callable[[Tensor], Tensor]:
-    return lambda x: sinusoidal_encoding(x, **options)  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def x(generator: torch.Generator) -> Tensor:
     return torch.randn(2, 3, 5, dtype=torch.float64, generator=generator)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-def test_gradients(backend: str, options: dict[str, object], x: Tensor) -> None:
-    x.requires_grad_()
-    assert torch.autograd.gradcheck(encoding(**options), (x,))
-    assert torch.autograd.gradgradcheck(encoding(**options), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -52,14 +32,6 @@ def test_nothing_is_saved_for_the_gradient(backend: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
         sinusoidal_encoding(x, scale=2.0)
     assert saved == []
-
-
-def test_double_backward_through_a_nonlinear_function(backend: str, x: Tensor) -> None:
-    x.requires_grad_()
-    y = sinusoidal_encoding(x, offset=3, scale=2.0)
-    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(second, 24 * y.detach())
 
 
 def test_vmap_over_positions(backend: str, x: Tensor) -> None:

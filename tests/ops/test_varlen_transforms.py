@@ -12,17 +12,6 @@ from fastattn import varlen_attention
 
 ENDS = torch.tensor([0, 3, 3, 4])
 K_ENDS = torch.tensor([0, 2, 4, 9])
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "everything": {
-        "window": (2, 3),
-        "softcap": 2.0,
-        "alibi_slopes": torch.tensor([0.5, 0.25], dtype=torch.float64),
-        "scale": 0.3,
-    },
-}
-options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def inputs(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[Tensor]:
@@ -37,23 +26,6 @@ def inputs(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> li
 def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     out, lse = varlen_attention(q, k, v, ENDS, K_ENDS, return_lse=True, **options)
     return out, lse[:, :4].exp()  # the fifth row is of no sequence
-
-
-@pytest.mark.complete
-@options
-def test_first_and_second_derivatives(backend: str, options: dict[str, Any]) -> None:
-    def f(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return call(*tensors, **options)
-
-    assert torch.autograd.gradcheck(f, inputs())
-    assert torch.autograd.gradgradcheck(f, inputs())
-
-
-def test_dropout_has_its_gradient(backend: str) -> None:
-    def f(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return call(*tensors, dropout_p=0.5, generator=torch.Generator().manual_seed(1))
-
-    assert torch.autograd.gradcheck(f, inputs())
 
 
 @pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
