@@ -234,11 +234,16 @@ def _possible(case: Case) -> bool:
     return (case.positions is None or case.q_len <= case.k_len) and (of_parts or not case.partial)
 
 
-def _cases() -> Iterator[Case]:
-    base = Case("mixed", grads=SCALED)
-    for case in filter(_possible, drawn(base, 330, _SIZES, _OPTIONS)):
+def mixed(name: str, count: int) -> Iterator[Case]:
+    """Cases of attention with any sizes and options."""
+    base = Case(name, grads=SCALED)
+    for case in filter(_possible, drawn(base, count, _SIZES, _OPTIONS)):
         kind = case.mask or ""
         yield replace(case, mask_grad=kind in ("float", "finfo_min", "steep") or "_inf" in kind)
+
+
+def _cases() -> Iterator[Case]:
+    yield from mixed("mixed", 330)
     yield Case("plain")
     empty = Case("empty", mask="bool", mask_dims="qk", weights=1)
     for name in ("batch", "heads", "q_len", "k_len"):
