@@ -14,7 +14,7 @@ from fastattn.ops.hopfield import prepare, prepared, primitive
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import NamedByFields, numbers_of
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import place_any
+from fastattn.testing.memory import STRIDED, place_any
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class HopfieldCase(NamedByFields):
     bias: str | None = None
     beta: str = "number"  # or "scalar", "heads"
     grad: str = "unroll"
+    layout: str = "contiguous"  # of all tensors
 
 
 # Few steps: after many, most gradients vanish, and the query with the slowest contraction
@@ -54,6 +55,8 @@ HOPFIELD_CASES = (
     HopfieldCase(queries=12, rows=30, width=9, grad="one_step", bias="N", projection=True),
     HopfieldCase(queries=2, rows=6, width=12, grad="implicit", mask="B11N", steps=60),
     HopfieldCase(queries=11, rows=6, width=12, grad="implicit", bias="N", beta="heads", steps=60),
+    *(HopfieldCase(rows=20, width=18, bias="BHLN", projection=True, layout=x) for x in STRIDED),
+    *(HopfieldCase(queries=9, rows=40, width=13, mask="BHLN", layout=x) for x in STRIDED),
 )
 
 
@@ -78,15 +81,13 @@ def define(
     return reference.attend(*operands, None, None, options)[0]
 
 
-def make_hopfield_inputs(
-    case: HopfieldCase, dtype: torch.dtype, layout: str = "contiguous"
-) -> Call:
+def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "H": case.heads, "L": case.queries, "N": case.rows, "1": 1}
 
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        return place_any(values.to(as_dtype), layout)
+        return place_any(values.to(as_dtype), case.layout)
 
     # Implicit derivatives are those of a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0

@@ -9,22 +9,21 @@ from typing import Any
 import naive
 import pytest
 import torch
-from case_table import each_case
+from case_table import within_the_bound
 from torch import Tensor
 
 import fastattn
 from fastattn import additive_attention
-from fastattn.backends import reference
 from fastattn.backends.primitives import AdditiveOptions
 from fastattn.testing import Target
 from fastattn.testing.additive import (
-    ADDITIVE_CASES,
     AdditiveCase,
-    check_additive,
     make_additive,
 )
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+test_case = within_the_bound("additive_attention")
 NAN, INF = math.nan, math.inf
 
 
@@ -42,32 +41,6 @@ def operands(
 
 
 # --- values ----------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled
-@each_case("additive_attention", ADDITIVE_CASES, Target("reference"))
-def test_case(case: AdditiveCase, dtype: torch.dtype, target: Target) -> None:
-    verdict = check_additive(case, dtype, target)
-    assert verdict.ok, verdict.faults
-    assert not verdict.declined
-
-
-@pytest.mark.parametrize("result", range(6))
-def test_the_judge_sees_a_wrong_gradient(result: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any, options: Any) -> Any:
-        grads = list(reference.additive_attention_backward(*args, options=options))
-        grads[result] = grads[result] * 1.001
-        return tuple(grads)
-
-    class Wrong:
-        why_not = staticmethod(reference.why_not)
-        additive_attention = staticmethod(reference.additive_attention)
-        additive_attention_backward = staticmethod(wrong)
-
-    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
-    case = AdditiveCase("judged", mask="float", weights=True)
-    for dtype in (torch.float32, torch.float64):
-        assert not check_additive(case, dtype, Target("wrong")).ok
 
 
 def test_by_hand(backend: str) -> None:
@@ -338,23 +311,6 @@ def test_vmap_of_masks_and_dropout(backend: str) -> None:
     )
     torch.manual_seed(2)
     torch.testing.assert_close(got[0], additive_attention(*args, dropout_p=0.5))
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("grad", [False, True])
-def test_operators_are_registered_rightly(backend: str, grad: bool) -> None:
-    ops = torch.ops.fastattn
-    args = operands(grad=grad)
-    mask = torch.randn(1, 3, 5).double().requires_grad_(grad)
-    for mask_, seed, weights in ((None, None, False), (mask, torch.tensor(7), True)):
-        values = (False, 0.0 if seed is None else 0.3, weights)
-        tensors = (*args, mask_, seed)
-        torch.library.opcheck(ops.additive_attention.default, (*tensors, *values, ""))
-        given = (torch.randn(2, 3, 2).double(), torch.randn(2, 3, 5).double() if weights else None)
-        needs = mask_ is not None
-        torch.library.opcheck(
-            ops.additive_attention_backward.default, (*given, *tensors, *values, needs, "")
-        )
 
 
 # --- dtypes and errors -----------------------------------------------------------------------

@@ -230,25 +230,6 @@ def test_the_order_of_the_rows_does_not_matter(
     torch.testing.assert_close(q, p[..., order])
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("requires_grad", [pytest.param(False, marks=pytest.mark.complete), True])
-def test_operator_is_registered_rightly(choice: str, requires_grad: bool) -> None:
-    operator = torch.ops.fastattn.memory_hop_attention.default
-    for dtype in (torch.float32, torch.bfloat16):
-
-        def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.randn(*shape).to(dtype).requires_grad_(requires_grad)
-
-        tensors = draw(2, 2, 3), draw(2, 4, 3), draw(2, 2, 4, 3), draw(3, 3)
-        mask = torch.ones(2, 1, 1, 4, dtype=torch.bool)
-        for weights in (False, True):
-            options = (2, "relu", "softmax", 0.5, weights, "")
-            torch.library.opcheck(operator, (*tensors, mask, draw(1, 1, 2, 4), *options))
-        stack = draw(2, 3, 4, 3)
-        linear = (2, "none", "none", 1.0, False, "")
-        torch.library.opcheck(operator, (tensors[0], stack, None, None, None, None, *linear))
-
-
 @pytest.mark.parametrize(("rows", "kept"), [(50, 50), (65, 0)])
 def test_what_is_saved_is_small(choice: str, rows: int, kept: int) -> None:
     """The weights of a short memory, and nothing that grows with a longer one."""

@@ -111,20 +111,6 @@ def test_exports_with_a_dynamic_length(backend: str) -> None:
     torch.testing.assert_close(exported(*args), Model()(*args))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_operator_is_registered_rightly(backend: str, requires_grad: bool) -> None:
-    operator = torch.ops.fastattn.sinusoidal_encoding.default
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(2, 3, 8).to(dtype).requires_grad_(requires_grad)
-        positions = torch.randint(9, (2, 3))
-        for view in (x, x.transpose(0, 1), x[:, :, ::2]):
-            aligned = positions if view.shape[0] == 2 else positions.T
-            for p in (None, aligned):
-                options = (0 if p is not None else 4, "marian", 1e4, 2.0, 3, "")
-                torch.library.opcheck(operator, (view, p, *options))
-
-
 def test_fake_tensors(backend: str) -> None:
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(2, 3, 8).transpose(0, 1)

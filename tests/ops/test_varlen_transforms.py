@@ -35,33 +35,6 @@ def test_slopes_have_a_gradient_by_the_reference() -> None:
     assert torch.autograd.gradcheck(lambda s: call(*tensors, alibi_slopes=s), (slopes,))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck(backend: str, dtype: torch.dtype, requires_grad: bool) -> None:
-    q, k, v = inputs(dtype, requires_grad)
-    args = (q, k, v, ENDS, K_ENDS, *[None] * 5, 0.5, True, -1, 0, 0.0, 0.0, "")
-    torch.library.opcheck(torch.ops.fastattn.varlen_attention.default, args)
-    seed = torch.tensor(5)
-    slopes, sinks = torch.rand(2, 1, 2)
-    args = (q, k, v, ENDS, K_ENDS, slopes, seed, sinks, None, None, 0.5, True, 3, 0, 2.0, 0.1, "")
-    torch.library.opcheck(torch.ops.fastattn.varlen_attention.default, args)
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("sinks", [None, torch.tensor([[0.5, -0.5]])], ids=["plain", "sinks"])
-@pytest.mark.parametrize("table", [None, torch.ones(1, 2, 9)], ids=["plain", "relative"])
-def test_opcheck_of_the_backward(sinks: Tensor | None, table: Tensor | None) -> None:
-    q, k, v = inputs(torch.float32)
-    values = (0.5, True, -1, 0, 0.0, 0.0, "")
-    args = (q, k, v, ENDS, K_ENDS, None, None)
-    with torch.no_grad():
-        out, lse = torch.ops.fastattn.varlen_attention(*args, sinks, table, None, *values)
-    grads = torch.randn(5, 2, 2, requires_grad=True), torch.randn(2, 5, dtype=torch.float64)
-    operator = torch.ops.fastattn.varlen_attention_backward.default
-    torch.library.opcheck(operator, (*grads, *args, out, lse, sinks, table, None, *values))
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager_without_graph_breaks(backend: str, dynamic: bool) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
