@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-__all__ = ["HeadNetwork"]
-
 
 class HeadNetwork(nn.Module):
     r"""A separate feed-forward network for each head.
