@@ -20,8 +20,6 @@ from fastattn.nn._nested import nested_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
-__all__ = ["capture"]
-
 # How to request a layer's weights: keyword arguments of its forward, with their values.
 _REQUESTS: tuple[dict[str, bool], ...] = (
     {"need_weights": True, "average_attn_weights": False},  # torch.nn.MultiheadAttention

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path, PurePosixPath
 
-__all__ = ["cpu_quota"]
-
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the CPU time per second that the process may use, in cores; None if it is unlimited.

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from fastattn.backends.primitives import QUANTISED
 
-__all__ = ["Dtypes"]
-
 # The dtype of the first of these, `own`, is the dtype of all tensors that are not named below.
 _LEADING = ("query", "state", "weight", "x", "out_a", "key", "grad_out")
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

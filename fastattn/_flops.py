@@ -19,15 +19,6 @@ from torch import Tensor
 from fastattn import compat
 from fastattn.eager import has_plain_memory
 
-__all__ = [
-    "additive_flops",
-    "attention_flops",
-    "count",
-    "product_flops",
-    "values",
-    "visible_pairs",
-]
-
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["in_use", "runtimes", "share"]
-
 _A_FUNCTION = "GOMP_parallel"  # every parallel loop of GCC begins with it
 
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Processor", "cpuinfo", "described", "processor"]
-
 _DISTINGUISHING = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 

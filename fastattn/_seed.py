@@ -17,8 +17,6 @@ from torch import Tensor
 
 from fastattn import compat
 
-__all__ = ["draw_seed"]
-
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """The dropout seed of one call, from ``generator`` or PyTorch's default generator."""

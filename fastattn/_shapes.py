@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Shapes"]
-
 
 class _Size(NamedTuple):
     name: str  # "" is any size

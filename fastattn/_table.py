@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-__all__ = ["as_html", "as_text"]
-
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to equal widths; the first row is the head."""

@@ -19,8 +19,6 @@ from fastattn.explanation import explain_primitive
 from fastattn.integrations.torch import STOCK, attend
 from fastattn.library import operators, watchers
 
-__all__ = ["Call", "Calls", "trace"]
-
 # PyTorch's own fused attention. Its unfused attention is a product, a softmax and another product,
 # which no name distinguishes from others.
 _STOCK = ("aten::_scaled_dot_product_", "aten::_native_multi_head_attention", "aten::_transformer_")

@@ -6,8 +6,6 @@ import sys
 import warnings
 from types import FrameType
 
-__all__ = ["warn"]
-
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the innermost line that is neither in fastattn nor in torch."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -430,6 +431,15 @@ stock_attention: Callable[..., Any] = _attention.decompose
 if not MISSING:
     _composite = torch._C.DispatchKey.CompositeImplicitAutograd
     stock_attention = functools.partial(_attention._op_dk, _composite)
+
+
+def written_as_steps(operation: Any) -> Callable[..., Any]:
+    """How PyTorch's tracers write an operation as simpler ones, which takes a second to import."""
+    steps: Callable[..., Any] = importlib.import_module("torch._decomp").decomposition_table[
+        operation
+    ]
+    return steps
+
 
 # oneDNN's inner product (x, weight, bias, "none", [], ""); if None, the caller uses another GEMM.
 onednn_linear: Any | None = None

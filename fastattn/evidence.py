@@ -18,24 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn._processor import Processor, processor
+from fastattn._processor import Processor as Processor
+from fastattn._processor import processor as processor
 from fastattn._version import __version__
 from fastattn._warning import warn
-
-__all__ = [
-    "Gemm",
-    "Processor",
-    "Row",
-    "choose",
-    "forget",
-    "has_tiles",
-    "isa",
-    "on_change",
-    "own_file",
-    "processor",
-    "remove_own",
-    "set_own",
-]
 
 
 class Gemm(NamedTuple):

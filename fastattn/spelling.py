@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from fastattn.bench import ops
 
-__all__ = ["add_list", "dtypes", "list_type", "names", "one_dtype", "operators"]
-
 # One line, one dtype.
 _DTYPES = (
     ("fp64", "float64", "double"),

@@ -31,10 +31,8 @@ from fastattn.bench.providers.passes import run_passes
 from fastattn.bench.shapes import parse_shapes
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.nn import _linear
-from fastattn.testing import OnGpu, Target
-from fastattn.verify import PROOFS, results_of
-
-__all__ = ["add_arguments", "run"]
+from fastattn.testing import PROOFS, OnGpu, Target
+from fastattn.verify import results_of
 
 # Operator: its name in ``fastattn.bench``, the sizes that differ from the defaults there, its mask.
 MEASURED = {

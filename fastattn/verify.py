@@ -22,8 +22,6 @@ from fastattn import dispatch, evidence, spelling
 from fastattn.testing import PROOFS, OnGpu, Target, Verdict, targets
 from fastattn.testing.cases import AnyCase, draw
 
-__all__ = ["PROOFS", "add_arguments", "results_of", "run"]
-
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

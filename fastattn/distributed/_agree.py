@@ -15,8 +15,6 @@ from torch import Tensor
 
 from fastattn.distributed._peers import Peers
 
-__all__ = ["agree", "gather", "problem"]
-
 _PROBLEM = "problem"  # the option that only a rank with an error has
 _STEP = "the comparison of the arguments"
 

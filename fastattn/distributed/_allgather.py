@@ -19,8 +19,6 @@ from fastattn.distributed._peers import Peers
 from fastattn.distributed._schedule import Schedule
 from fastattn.distributed.layout import Run
 
-__all__ = ["gathered_attention"]
-
 
 def gathered_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` of this rank's queries, lse in float64."""

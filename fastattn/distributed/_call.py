@@ -17,8 +17,6 @@ from fastattn.distributed._dtensor import refuse_dtensors
 from fastattn.distributed._peers import OP
 from fastattn.distributed.layout import Layout, Run
 
-__all__ = ["LAYOUTS", "METHODS", "Call", "checked"]
-
 METHODS = ("auto", "ring", "allgather", "ulysses")
 LAYOUTS = ("contiguous", "zigzag")
 NOWHERE = Layout(())

@@ -11,8 +11,6 @@ from fastattn.distributed._agree import gather
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed.layout import Layout
 
-__all__ = ["whole_columns"]
-
 
 def whole_columns(own: Tensor, group: Any, layout: str | Layout) -> Tensor:
     """[B, Lk of this rank] of each rank -> [B, Lk of all ranks], in the order of positions."""

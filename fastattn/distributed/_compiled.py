@@ -9,8 +9,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["untraced"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["is_dtensor", "local_parts", "refuse_dtensors"]
-
 Restored = Callable[..., Any]  # (part of a result, the dimension that ranks share or None)
 
 

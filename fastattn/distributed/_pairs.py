@@ -11,8 +11,6 @@ from torch import Tensor
 from fastattn._flops import visible_pairs
 from fastattn.distributed.layout import Layout, Run
 
-__all__ = ["VisiblePairs"]
-
 
 class VisiblePairs:
     """Counts pairs of a layout of keys; a window hides the others.

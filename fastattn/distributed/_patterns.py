@@ -20,8 +20,6 @@ from fastattn.backends.primitives import HopfieldOptions
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._read import Reader
 
-__all__ = ["retrieved"]
-
 
 def retrieved(peers: Peers, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """The final state [G, Q, D], in float32 or wider, and the steps of each query [G, Q].

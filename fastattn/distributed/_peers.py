@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fastattn.checks import wrong_type
 
-__all__ = ["OP", "Exchange", "Peers", "process_group"]
-
 OP = "fastattn.distributed.attention"
 
 

@@ -22,8 +22,6 @@ from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._replicated import enter, merged, total
 
-__all__ = ["Reader"]
-
 
 class Reader:
     """The reads of a call, with arguments and results as those of the reference.

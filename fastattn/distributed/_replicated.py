@@ -23,8 +23,6 @@ from fastattn.backends._partial import gradients_of_part
 from fastattn.distributed._agree import agree, gather, problem
 from fastattn.distributed._peers import Peers
 
-__all__ = ["agreed", "described", "enter", "merged", "merged_states", "total"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from fastattn.distributed._call import Call, part_of
 from fastattn.distributed._peers import OP, Exchange, Peers
 from fastattn.distributed._schedule import Piece, Schedule
 
-__all__ = ["ring_attention"]
-
 
 def ring_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` of this rank's queries, lse in float64."""

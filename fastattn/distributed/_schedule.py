@@ -15,8 +15,6 @@ from fastattn.distributed._pairs import VisiblePairs
 from fastattn.distributed._peers import Peers
 from fastattn.distributed.layout import Layout, Run
 
-__all__ = ["Piece", "Schedule"]
-
 
 class Piece(NamedTuple):
     """A run of this rank's queries and a run of the keys of some rank."""

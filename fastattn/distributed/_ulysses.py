@@ -22,8 +22,6 @@ from fastattn.distributed._call import Call
 from fastattn.distributed._peers import OP, Peers
 from fastattn.distributed.layout import Layout
 
-__all__ = ["head_attention", "heads_divide"]
-
 
 def heads_divide(call: Call, ranks: int) -> bool:
     return call.query.shape[1] % ranks == 0 and call.key.shape[1] % ranks == 0

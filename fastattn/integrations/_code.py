@@ -15,8 +15,6 @@ from torch import nn
 
 from fastattn import compat
 
-__all__ = ["calls_of"]
-
 # Functions by which attention is called, and those of which it can be made.
 SEEN = {
     "scaled_dot_product_attention",

@@ -8,8 +8,6 @@ import re
 import threading
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Registration", "Registry", "Undoable", "check_version", "lock"]
-
 Self = TypeVar("Self", bound="Undoable")
 Name = TypeVar("Name")
 Taken = TypeVar("Taken", contravariant=True)

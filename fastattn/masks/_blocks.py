@@ -13,15 +13,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "MaskMod",
-    "Size",
-    "blocks_of_block_mask",
-    "blocks_of_function",
-    "blocks_of_part",
-    "words_of_pairs",
-]
-
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Size = tuple[int, int]  # of queries and keys
 

@@ -15,21 +15,6 @@ from fastattn.checks import not_dense, wrong_type
 from fastattn.compat import records_trace
 from fastattn.eager import runs_eagerly
 
-__all__ = [
-    "CacheCall",
-    "Call",
-    "DenseCall",
-    "PackedCall",
-    "PartCall",
-    "PartOfCacheCall",
-    "check_device",
-    "check_int",
-    "check_rows",
-    "exactly",
-    "integers",
-    "keys_before",
-]
-
 
 @dataclass
 class Call:

@@ -14,8 +14,6 @@ from fastattn.masks._blocks import words_of_pairs
 from fastattn.masks._calls import CacheCall, Call, check_device, check_rows, exactly
 from fastattn.masks._mask import LeafMask, Mask
 
-__all__ = ["draft_tree"]
-
 _BLOCK = 64  # keys: those that decoding on vectors asks about at once
 
 

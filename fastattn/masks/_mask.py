@@ -34,22 +34,6 @@ from fastattn.masks._calls import (
 )
 from fastattn.masks._observed import Observation, observe
 
-__all__ = [
-    "LeafMask",
-    "Mask",
-    "cache_mask",
-    "cache_program",
-    "check_whole",
-    "dense_mask",
-    "from_block_mask",
-    "from_function",
-    "packed_program",
-    "part_is_visible",
-    "part_of_cache_program",
-    "part_program",
-    "program",
-]
-
 _KEPT = 8  # programs that a mask keeps, of different lengths
 _lock = threading.Lock()  # of what masks keep
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from fastattn import compat
 from fastattn.eager import has_plain_memory
 
-__all__ = ["Observation", "observe"]
-
 _BLOCK_MASK = (
     "seq_lengths",
     "BLOCK_SIZE",

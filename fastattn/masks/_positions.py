@@ -23,8 +23,6 @@ from fastattn.masks._calls import (
 )
 from fastattn.masks._mask import LeafMask, Mask
 
-__all__ = ["causal", "chunked", "document", "prefix_lm", "sliding_window"]
-
 
 class _Interval(LeafMask):
     """The keys from low[i] to high[i] are visible to query i."""

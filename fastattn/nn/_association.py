@@ -13,8 +13,6 @@ from fastattn.nn._linear import linear
 from fastattn.nn._masks import merge_masks
 from fastattn.ops.hopfield import hopfield_retrieve
 
-__all__ = ["Association"]
-
 
 class Association(nn.Module):
     """Projects stored patterns, states and values to heads, retrieves, and projects the result.

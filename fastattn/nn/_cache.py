@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["DecoderCache", "KeyValueCache"]
-
 
 class KeyValueCache:
     """Keys and values [N, H, S, D] of one attention.

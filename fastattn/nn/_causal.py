@@ -11,8 +11,6 @@ from fastattn.nn._nested import nested_attention
 from fastattn.nn._small import self_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
-__all__ = ["LayerAttention", "into_layer_attention"]
-
 
 class LayerAttention(MultiheadAttention):
     """``MultiheadAttention`` whose ``is_causal=True`` needs no mask, with an optional cache."""

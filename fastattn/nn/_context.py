@@ -14,8 +14,6 @@ from fastattn.nn._masks import merge_masks
 if TYPE_CHECKING:
     from fastattn.distributed import Layout
 
-__all__ = ["Context", "ContextParallel", "checked", "unsupported"]
-
 Module = TypeVar("Module", bound="ContextParallel")
 
 

@@ -10,8 +10,6 @@ from torch.nn import Parameter
 
 from fastattn.nn._sizes import check_sizes
 
-__all__ = ["HeadNetwork"]
-
 
 class HeadNetwork(nn.Module):
     r"""A separate feed-forward network for each head.

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from fastattn.nn._linear import linear
 
-__all__ = ["project", "project_out", "project_query"]
-
 
 def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_dim: int

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["heatmap", "hops"]
-
 _INCHES = 0.28  # per row or column
 _LARGEST = 14.0
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from fastattn.plot._values import matrices, tokens_of
 
-__all__ = ["html"]
-
 
 def html(
     weights: Any,

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["matrices", "tokens_of"]
-
 
 def matrices(name: str, weights: Any, dims: Sequence[int]) -> Tensor:
     """Return the weights in float32 on the CPU; ``dims`` lists the allowed dimensions."""

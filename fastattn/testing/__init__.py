@@ -2,7 +2,7 @@
 
 from fastattn.testing.additive import check_additive
 from fastattn.testing.append import check_append
-from fastattn.testing.cases import CASES, Case
+from fastattn.testing.cases import Case
 from fastattn.testing.decode import check_decode
 from fastattn.testing.encode_memory import check_encoding
 from fastattn.testing.hopfield import check_hopfield
@@ -17,7 +17,6 @@ from fastattn.testing.targets import OnGpu, Target, targets
 from fastattn.testing.varlen import check_varlen
 
 __all__ = [
-    "CASES",
     "PROOFS",
     "Case",
     "Deviation",

@@ -15,8 +15,6 @@ from fastattn.testing.cases import NamedCase, dropout_seed, numbers_of
 from fastattn.testing.inputs import make_mask, poison
 from fastattn.testing.judge import Proof
 
-__all__ = ["ADDITIVE_CASES", "AdditiveCase", "check_additive", "make_additive"]
-
 
 @dataclass(frozen=True)
 class AdditiveCase(NamedCase):

@@ -24,8 +24,6 @@ from fastattn.testing.cases import NamedCase, drawn, numbers_of
 from fastattn.testing.judge import Proof, Verdict
 from fastattn.testing.targets import moved
 
-__all__ = ["APPEND_CASES", "AppendCase", "CacheCase", "Places", "check_append", "make_append"]
-
 
 @dataclass(frozen=True)
 class Places:

@@ -20,8 +20,6 @@ from fastattn.backends.primitives import (
     extended,
 )
 
-__all__ = ["Call", "Operands", "Results", "double"]
-
 Results = dict[str, Tensor]
 
 # The results of each primitive, and the tensors whose gradients its backward returns, in order.

@@ -21,23 +21,6 @@ from torch import Tensor
 from fastattn.backends.primitives import Weights
 from fastattn.testing.memory import LAYOUTS
 
-__all__ = [
-    "CASES",
-    "FLOATS",
-    "SCALED",
-    "AnyCase",
-    "AttentionCase",
-    "Case",
-    "NamedByFields",
-    "NamedCase",
-    "alibi_slopes",
-    "current_draw",
-    "draw",
-    "drawn",
-    "dropout_seed",
-    "numbers_of",
-]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _Case = TypeVar("_Case", bound="NamedCase")
@@ -251,11 +234,16 @@ def _possible(case: Case) -> bool:
     return (case.positions is None or case.q_len <= case.k_len) and (of_parts or not case.partial)
 
 
-def _cases() -> Iterator[Case]:
-    base = Case("mixed", grads=SCALED)
-    for case in filter(_possible, drawn(base, 330, _SIZES, _OPTIONS)):
+def mixed(name: str, count: int) -> Iterator[Case]:
+    """Cases of attention with any sizes and options."""
+    base = Case(name, grads=SCALED)
+    for case in filter(_possible, drawn(base, count, _SIZES, _OPTIONS)):
         kind = case.mask or ""
         yield replace(case, mask_grad=kind in ("float", "finfo_min", "steep") or "_inf" in kind)
+
+
+def _cases() -> Iterator[Case]:
+    yield from mixed("mixed", 330)
     yield Case("plain")
     empty = Case("empty", mask="bool", mask_dims="qk", weights=1)
     for name in ("batch", "heads", "q_len", "k_len"):
@@ -270,4 +258,4 @@ def _cases() -> Iterator[Case]:
     yield replace(long, name="long-queries", q_len=2100, k_len=17, grads=SCALED)
 
 
-CASES: dict[str, tuple[Case, ...]] = {"scaled_dot_product_attention": tuple(_cases())}
+ATTENTION_CASES = tuple(_cases())

@@ -22,8 +22,6 @@ from fastattn.testing.judge import Proof
 from fastattn.testing.sequences import Sequences
 from fastattn.testing.varlen import PROGRAMS, biases
 
-__all__ = ["DECODE_CASES", "DecodeCase", "check_decode", "make_decode"]
-
 
 @dataclass(frozen=True)
 class DecodeCase(AttentionCase, CacheCase):
@@ -75,18 +73,19 @@ _OPTIONS: dict[str, Sequence[Any]] = {
 }
 
 
-def _cases() -> Iterator[DecodeCase]:
-    for case in drawn(DecodeCase("mixed"), 240, _SIZES, _OPTIONS):
+def mixed(name: str, count: int) -> Iterator[DecodeCase]:
+    """Cases of any sizes and options."""
+    for case in drawn(DecodeCase(name), count, _SIZES, _OPTIONS):
         if case.heads * case.queries * case.head_dim * case.capacity > 2**24:
             continue
         leftpad = tuple(n // (2 + b) for b, n in enumerate(case.lengths)) if case.leftpad else ()
         values = case.values if case.quantised is None and case.lengths else "normal"
         yield replace(case, leftpad=leftpad, values=values)
-    # More chunks than are merged at once, and a window that begins after the first one.
-    yield DecodeCase("many-chunks", (9000,), 9000, kv_heads=1, head_dim=16, window=(6500, 0))
 
 
-DECODE_CASES = tuple(_cases())
+# More chunks than are merged at once, and a window that begins after the first one.
+_LONG = DecodeCase("many-chunks", (9000,), 9000, kv_heads=1, head_dim=16, window=(6500, 0))
+DECODE_CASES = (*mixed("mixed", 240), _LONG)
 
 
 def make_decode(case: DecodeCase, dtype: torch.dtype) -> Sequences:

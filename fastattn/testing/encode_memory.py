@@ -15,8 +15,6 @@ from fastattn.testing.calls import Call
 from fastattn.testing.cases import NamedByFields, numbers_of
 from fastattn.testing.judge import Proof
 
-__all__ = ["ENCODE_CASES", "EncodeCase", "check_encoding", "draw_sentences", "factors_of"]
-
 
 @dataclass(frozen=True)
 class EncodeCase(NamedByFields):

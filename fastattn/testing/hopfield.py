@@ -14,9 +14,7 @@ from fastattn.ops.hopfield import prepare, prepared, primitive
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import NamedByFields, numbers_of
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import place_any
-
-__all__ = ["HOPFIELD_CASES", "HopfieldCase", "check_hopfield", "make_hopfield_inputs"]
+from fastattn.testing.memory import STRIDED, place_any
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class HopfieldCase(NamedByFields):
     bias: str | None = None
     beta: str = "number"  # or "scalar", "heads"
     grad: str = "unroll"
+    layout: str = "contiguous"  # of all tensors
 
 
 # Few steps: after many, most gradients vanish, and the query with the slowest contraction
@@ -56,10 +55,12 @@ HOPFIELD_CASES = (
     HopfieldCase(queries=12, rows=30, width=9, grad="one_step", bias="N", projection=True),
     HopfieldCase(queries=2, rows=6, width=12, grad="implicit", mask="B11N", steps=60),
     HopfieldCase(queries=11, rows=6, width=12, grad="implicit", bias="N", beta="heads", steps=60),
+    *(HopfieldCase(rows=20, width=18, bias="BHLN", projection=True, layout=x) for x in STRIDED),
+    *(HopfieldCase(queries=9, rows=40, width=13, mask="BHLN", layout=x) for x in STRIDED),
 )
 
 
-def _retrieve(
+def define(
     state: Tensor,
     stored: Tensor,
     projection: Tensor | None,
@@ -80,15 +81,13 @@ def _retrieve(
     return reference.attend(*operands, None, None, options)[0]
 
 
-def make_hopfield_inputs(
-    case: HopfieldCase, dtype: torch.dtype, layout: str = "contiguous"
-) -> Call:
+def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "H": case.heads, "L": case.queries, "N": case.rows, "1": 1}
 
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        return place_any(values.to(as_dtype), layout)
+        return place_any(values.to(as_dtype), case.layout)
 
     # Implicit derivatives are those of a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0
@@ -113,7 +112,7 @@ def make_hopfield_inputs(
         tensors["attn_mask"] = placed(normal(*(sizes[dim] for dim in case.bias)))
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
     grads = {"out": placed(normal(*tensors["state"].shape))}
-    return Call("hopfield_retrieve", tensors, options, grads, plain=_retrieve, prepare=prepare)
+    return Call("hopfield_retrieve", tensors, options, grads, plain=define, prepare=prepare)
 
 
 check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs)

@@ -18,11 +18,9 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.testing.calls import Operands, Results
-from fastattn.testing.cases import CASES, Case, alibi_slopes, dropout_seed, numbers_of
+from fastattn.testing.cases import ATTENTION_CASES, Case, alibi_slopes, dropout_seed, numbers_of
 from fastattn.testing.judge import Proof
 from fastattn.testing.memory import place, place_any
-
-__all__ = ["MASKS", "PROGRAMS", "check", "make_inputs", "make_mask", "poison"]
 
 _INF = float("inf")
 
@@ -338,7 +336,7 @@ PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
 
 check = Proof(
     "scaled_dot_product_attention",
-    CASES["scaled_dot_product_attention"],
+    ATTENTION_CASES,
     make=make_inputs,
     coarse=("lse",),  # for 16-bit inputs, lse is a sum of weights rounded to 16 bits
 )

@@ -25,9 +25,6 @@ from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 
-__all__ = ["EXTENDED", "SAFETY", "Deviation", "Proof", "Verdict", "deviation",
-           "deviations"]  # fmt: skip
-
 SAFETY = 4.0  # correct results stay below half of the bound, see docs/numerics.md
 _CLEARLY_RIGHT = 0.5
 

@@ -16,8 +16,6 @@ from fastattn.testing.cases import NamedByFields, numbers_of
 from fastattn.testing.judge import Proof
 from fastattn.testing.memory import LAYOUTS, place
 
-__all__ = ["LUONG_CASES", "LuongCase", "check_luong"]
-
 
 @dataclass(frozen=True)
 class LuongCase(NamedByFields):

@@ -12,8 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Watch", "bytes_of", "place", "place_any"]
-
 _GUARD = 2048  # poisoned elements before and after a tensor, a multiple of all vector widths
 
 # A layout makes an empty [B, H, L, D] view; `new` allocates contiguous memory of a shape.
@@ -41,6 +39,8 @@ LAYOUTS: dict[str, Callable[[_New, int, int, int, int], Tensor]] = {
     "expanded_dims": lambda new, b, h, n, d: new(b, h, n, min(d, 1)).expand(b, h, n, d),
     "expanded_all": lambda new, b, h, n, d: new(1, 1, 1, 1).expand(b, h, n, d),
 }
+# Those in which every element has a place of its own, but for the first.
+STRIDED = [name for name in LAYOUTS if not name.startswith(("contiguous", "expanded"))]
 
 
 def allocate(numel: int, dtype: torch.dtype) -> Tensor:

@@ -14,9 +14,7 @@ from fastattn.testing.calls import Call
 from fastattn.testing.cases import NamedByFields, numbers_of
 from fastattn.testing.inputs import poison
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import place_any
-
-__all__ = ["HOP_CASES", "HopCase", "check_hops", "make_hop_inputs"]
+from fastattn.testing.memory import STRIDED, place_any
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class HopCase(NamedByFields):
     normalize: str = "softmax"
     scale: float = 0.8
     weights: bool = False
+    layout: str = "contiguous"  # of all tensors
 
 
 _PLAIN = HopCase()
@@ -77,23 +76,27 @@ HOP_CASES = (
         _LINEAR, batch=33, in_memory="1N", out_memory="1N", mask="BKN", bias="BKN", weights=True
     ),
     replace(_LINEAR, rows=20, in_memory="BSN", out_memory=None, hop_proj="K", activation="tanh"),
-)
+    *(HopCase(queries=3, rows=20, width=18, in_memory="BKN", hop_proj="K", bias="BQKN", layout=x)
+      for x in STRIDED),
+    *(HopCase(queries=9, rows=40, width=13, in_memory="BSN", out_memory=None, mask="BQN", layout=x)
+      for x in STRIDED),
+)  # fmt: skip
 
 
-def _hops(**arguments: Any) -> Any:
+def define(**arguments: Any) -> Any:
     _, (*tensors, options) = prepare(**arguments)
     out, _, _, weights = reference.memory_hop_attention(*tensors, options=options)
-    return (out, weights) if arguments["need_weights"] else out
+    return (out, weights) if options.weights else out
 
 
-def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous") -> Call:
+def make_hop_inputs(case: HopCase, dtype: torch.dtype) -> Call:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
     sizes |= {"S": case.hops + 1, "1": 1}
 
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        return place_any(values.to(as_dtype), layout)
+        return place_any(values.to(as_dtype), case.layout)
 
     def shape(dims: str) -> tuple[int, ...]:
         return tuple(sizes[dim] for dim in dims)
@@ -140,7 +143,7 @@ def make_hop_inputs(case: HopCase, dtype: torch.dtype, layout: str = "contiguous
             memory = clean[name] = tensors[name]
             assert memory is not None
             tensors[name] = placed(poison(memory, excluded))
-    return Call("memory_hop_attention", tensors, options, grads, clean=clean, plain=_hops,
+    return Call("memory_hop_attention", tensors, options, grads, clean=clean, plain=define,
                 prepare=prepare)  # fmt: skip
 
 

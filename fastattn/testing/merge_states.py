@@ -18,8 +18,6 @@ from fastattn.testing.calls import Operands
 from fastattn.testing.cases import NamedCase, numbers_of
 from fastattn.testing.judge import Proof
 
-__all__ = ["MERGE_CASES", "MergeCase", "check_merge", "make_merge"]
-
 _INF = float("inf")
 
 

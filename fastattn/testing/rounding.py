@@ -33,10 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.compat import DispatchMode
-from fastattn.testing.composites import STEPS
-
-__all__ = ["Noise", "RandomRounding"]
+from fastattn.compat import DispatchMode, written_as_steps
 
 aten = torch.ops.aten
 
@@ -125,15 +122,15 @@ class RandomRounding(DispatchMode):
         operation = func.overloadpacket
         if func.is_view or operation in _EXACT:
             return func(*args, **kwargs)
-        if operation in _UNITS or operation in _SUMS:
+        if operation in _UNITS or operation in _TERMS:
             smaller = None
             if operation in _ADDITIONS and not kwargs and len(args) == 2:
                 smaller = torch.minimum(*(torch.as_tensor(x).abs() for x in args))
             result = func(*args, **kwargs)
             if result.dtype != torch.float64:
                 return result
-            if operation in _SUMS:
-                return self._summed(result, *_SUMS[operation](func, result, args, kwargs))
+            if operation in _TERMS:
+                return self._summed(result, *_squares(func, result, args, kwargs))
             if smaller is None:
                 rounded = self._rounded(result, _UNITS[operation])
             else:
@@ -143,8 +140,9 @@ class RandomRounding(DispatchMode):
         if operation in _BACKWARD_STABLE:  # the exact result of slightly perturbed arguments
             return func(*(self._rounded(x) if _is_double(x) else x for x in args), **kwargs)
         with self:  # a composite operation: each step has its own error
-            steps = STEPS.get(operation, func.decompose)
-            result = steps(*args, **kwargs)
+            if operation in _COMPOSITES:
+                return written_as_steps(func)(*args, **kwargs)
+            result = _STEPS.get(operation, func.decompose)(*args, **kwargs)
         if result is not NotImplemented:
             return result
         result = func(*args, **kwargs)
@@ -190,76 +188,72 @@ def _is_double(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.float64
 
 
-# The sum of the squares of the terms of each result, and the number of terms.
-_Squares = tuple[Tensor, int]
-
-
-def _squares_of_product(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
-    a, b = args[:2]  # [..., M, N] @ [..., N, P]
-    return func(a * a, b * b), a.shape[-1]
-
-
-def _squares_of_sum(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
-    x = args[0]
-    terms = x.numel() // max(result.numel(), 1)
-    squares = func(x * x, *args[1:], **kwargs)
-    return (squares / terms if func.overloadpacket is aten.mean else squares), terms
-
-
-def _squares_of_rows(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
-    """embedding_dense_backward(grad, indices, rows, ...): each row is a sum of rows of grad."""
-    most = int(args[1].flatten().bincount().max()) if args[1].numel() else 1
-    return func(args[0] ** 2, *args[1:], **kwargs), most
-
-
-def _squares_of_cumulated(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
-    return func(args[0] ** 2, *args[1:], **kwargs), args[0].shape[args[1]] if args[0].ndim else 1
-
-
-def _squares_of_accumulated(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
-    """index_put and similar: the old value and the added one."""
-    return result * result, 2
-
-
-def _squares_of_convolution(func: Any, result: Tensor, args: Any, kwargs: Any) -> _Squares:
-    """convolution(x, weight, bias, ...), with the bias as one more term."""
-    x, weight, bias, *rest = args
-    squares = None if bias is None else bias * bias
-    return func(x * x, weight * weight, squares, *rest, **kwargs), weight[0].numel() + 1
-
-
-_SUMS: dict[Any, Callable[..., _Squares]] = {
-    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _squares_of_product),
-    **dict.fromkeys((aten.sum, aten.mean), _squares_of_sum),
-    aten.embedding_dense_backward: _squares_of_rows,
-    aten.cumsum: _squares_of_cumulated,
-    aten.convolution: _squares_of_convolution,
-    **dict.fromkeys(
-        (aten.index_put, aten.index_put_, aten.index_add, aten.scatter_add),
-        _squares_of_accumulated,
-    ),
-}
-
-
 def _packets(names: str) -> list[Any]:
+    """Some versions of PyTorch lack some of them."""
     return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
 
 
-_ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
-# The units of error: 1 for operations with one rounding, 2 for elementary functions.
-_UNITS = {
-    **dict.fromkeys(
-        _packets("add sub rsub mul div add_ sub_ mul_ div_ reciprocal sqrt square frac remainder"),
-        1,
-    ),
-    **dict.fromkeys(
-        _packets(
-            "exp exp2 expm1 log log1p log2 tanh sigmoid pow rsqrt sin cos erf special_entr"
-            " sigmoid_ tanh_ tanh_backward sigmoid_backward norm linalg_vector_norm"
-        ),
-        2,
+# How many terms each result of a sum has, by the result and the arguments.
+_ACCUMULATIONS = _packets("index_put index_put_ index_add scatter_add")
+_TERMS: dict[Any, Callable[..., int]] = {
+    **dict.fromkeys(_packets("mm bmm mv dot"), lambda _, a, b: a.shape[-1]),
+    **dict.fromkeys(_packets("sum mean"), lambda y, x, *_: x.numel() // max(y.numel(), 1)),
+    **dict.fromkeys(_ACCUMULATIONS, lambda *_: 2),  # the old value and the added one
+    aten.cumsum: lambda _, x, dim: x.shape[dim] if x.ndim else 1,
+    aten.convolution: lambda _, x, weight, *__: weight[0].numel() + 1,  # and the bias
+    # Each row is a sum of rows of the gradient.
+    aten.embedding_dense_backward: lambda _, grad, indices, *__: (
+        int(indices.flatten().bincount().max()) if indices.numel() else 1
     ),
 }
+
+
+def _squares(func: Any, result: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, int]:
+    """The sum of the squares of the terms of each result, and the number of terms."""
+    operation = func.overloadpacket
+    terms = _TERMS[operation](result, *args)
+    if operation in _ACCUMULATIONS:
+        return result * result, terms
+    squares = func(*(x * x if _is_double(x) else x for x in args), **kwargs)
+    return (squares / terms if operation is aten.mean else squares), terms
+
+
+# What PyTorch itself writes as steps, and what it writes with factors of 1 or in its private
+# operations.
+_COMPOSITES = frozenset(
+    _packets(
+        "_softmax _safe_softmax _softmax_backward_data _log_softmax logsumexp logaddexp silu"
+        " silu_backward gelu gelu_backward native_layer_norm native_layer_norm_backward"
+    )
+)
+
+
+def _add_product(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    product = a @ b if alpha == 1 else (a @ b) * alpha
+    return product + (added if beta == 1 else added * beta)
+
+
+def _var_mean(x: Tensor, dims: Any, *, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """As normalisation needs it: without a correction."""
+    mean = x.mean(dims, keepdim=True)
+    centered = x - mean
+    return (centered * centered).mean(dims, keepdim=keepdim), mean
+
+
+_STEPS: dict[Any, Callable[..., Any]] = {
+    aten.addmm: _add_product,
+    aten.baddbmm: _add_product,
+    aten.var_mean: _var_mean,
+}
+
+
+_ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
+_ROUNDED_ONCE = "add sub rsub mul div add_ sub_ mul_ div_ reciprocal sqrt square frac remainder"
+_ELEMENTARY = (
+    "exp exp2 expm1 log log1p log2 tanh sigmoid pow rsqrt sin cos erf special_entr sigmoid_ tanh_"
+    " tanh_backward sigmoid_backward norm linalg_vector_norm"
+)
+_UNITS = dict.fromkeys(_packets(_ROUNDED_ONCE), 1) | dict.fromkeys(_packets(_ELEMENTARY), 2)
 _BACKWARD_STABLE = frozenset(_packets("_linalg_solve_ex linalg_lu_solve convolution_backward"))
 # Moving, selecting and comparing numbers has no rounding error.
 _EXACT = frozenset(

@@ -20,8 +20,6 @@ from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.testing.calls import Operands, Results
 from fastattn.testing.inputs import attention_operands
 
-__all__ = ["Sequences"]
-
 _Alone = tuple[slice, slice, Operands]  # the rows of queries and keys, and the call of attention
 
 
@@ -40,38 +38,27 @@ class Sequences(Operands):
 
     def by_sequence(self, run: Callable[[Operands], Results]) -> Results:
         """Apply ``run`` to each sequence, and combine the results."""
-        if self.operator == "decode_attention":
-            return self._in_cache(run)
-        (q_rows, heads, _), dv = self.query.shape, self.value.shape[2]
-        packed: Results = {
-            "out": torch.zeros(q_rows, heads, dv, dtype=torch.float64),
-            "lse": torch.full((heads, q_rows), -torch.inf, dtype=torch.float64),
+        shape, in_cache = self.query.shape[:-1], self.operator == "decode_attention"
+        value = self.value_cache if in_cache else self.value
+        results: Results = {
+            "out": torch.zeros(*shape, value.shape[-1], dtype=torch.float64),
+            "lse": torch.full(shape if in_cache else shape[::-1], -torch.inf).double(),
         }
         if any(grad is not None for grad in self.grads.values()):
             for name in ("query", "key", "value", "sinks", "relative_bias"):
                 if (x := self.tensors[name]) is not None:
-                    packed[f"grad_{name}"] = torch.zeros_like(x, dtype=torch.float64)
+                    results[f"grad_{name}"] = torch.zeros_like(x, dtype=torch.float64)
         for q, k, alone in self.alone:
             for name, result in run(alone).items():
                 if name in ("grad_sinks", "grad_relative_bias"):
-                    packed[name] += result.double()
+                    results[name] += result.double()
+                elif in_cache:
+                    results[name][q] = result.double()
                 elif name == "lse":
-                    packed[name][:, q] = result[-1].double()
+                    results[name][:, q] = result[-1].double()
                 else:
                     rows = k if name in ("grad_key", "grad_value") else q
-                    packed[name][rows] = result[-1].transpose(0, 1).double()
-        return packed
-
-    def _in_cache(self, run: Callable[[Operands], Results]) -> Results:
-        shape = self.query.shape[:3]
-        results = {
-            "out": torch.zeros(*shape, self.value_cache.shape[3], dtype=torch.float64),
-            "lse": torch.zeros(shape, dtype=torch.float64),
-        }
-        for b, (_, _, alone) in enumerate(self.alone):
-            found = run(alone)
-            for name, result in results.items():
-                result[b] = found[name][0]
+                    results[name][rows] = result[-1].transpose(0, 1).double()
         return results
 
 

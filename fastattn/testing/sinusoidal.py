@@ -18,8 +18,6 @@ from fastattn.testing.calls import Operands
 from fastattn.testing.cases import NamedCase, numbers_of
 from fastattn.testing.judge import Proof
 
-__all__ = ["SINUSOIDAL_CASES", "SinusoidalCase", "check_sinusoidal"]
-
 
 @dataclass(frozen=True)
 class SinusoidalCase(NamedCase):

@@ -16,8 +16,6 @@ from fastattn import dispatch
 from fastattn.backends._precision import allows_tf32
 from fastattn.testing.calls import Call
 
-__all__ = ["OnGpu", "Target", "fresh_memory_is_nan", "moved", "targets"]
-
 
 @dataclass(frozen=True)
 class Target:

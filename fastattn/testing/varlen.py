@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,6 @@ from fastattn.testing.cases import (
 )
 from fastattn.testing.judge import Proof
 from fastattn.testing.sequences import Sequences
-
-__all__ = ["PROGRAMS", "VARLEN_CASES", "VarlenCase", "biases", "check_varlen", "make_varlen"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,14 @@ _OPTIONS: dict[str, Sequence[Any]] = {
     "layouts": [(layout,) * 3 for layout in _LAYOUTS],
     "grads": [(), ("out",), ("lse",)],
 }
-VARLEN_CASES = tuple(drawn(VarlenCase("mixed"), 100, _SIZES, _OPTIONS))
+
+
+def mixed(name: str, count: int) -> Iterator[VarlenCase]:
+    """Cases of any sizes and options."""
+    return drawn(VarlenCase(name), count, _SIZES, _OPTIONS)
+
+
+VARLEN_CASES = tuple(mixed("mixed", 100))
 
 
 def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:

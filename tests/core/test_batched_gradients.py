@@ -7,6 +7,7 @@ Old style: ``torch.autograd.grad(is_grads_batched=True)``, ``torch.autograd.func
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -175,21 +176,24 @@ def differentiable(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Ca
     return call
 
 
-@pytest.mark.complete
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["the default", "reference"])
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ESTIMATES])
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(name: str, by: str) -> None:
     function, inputs = OPERATORS[name]()
-    function = differentiable(function, inputs)
     forward = not any(word in name for word in DRAWING)
-    assert gradcheck(
-        function,
-        inputs,
-        fast_mode=True,
-        check_batched_grad=True,
-        check_forward_ad=forward,
-        check_batched_forward_grad=forward,
-    )
-    assert gradgradcheck(function, inputs, fast_mode=True, check_batched_grad=True)
+    is_forced = by == "reference"
+    with fastattn.use_backend(by) if is_forced else contextlib.nullcontext():
+        function = differentiable(function, inputs)
+        assert gradcheck(
+            function,
+            inputs,
+            fast_mode=True,
+            check_batched_grad=True,
+            check_forward_ad=forward,
+            check_batched_forward_grad=forward,
+        )
+        assert gradgradcheck(function, inputs, fast_mode=True, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -97,22 +97,6 @@ def test_no_other_file_has_a_private_name() -> None:
     assert not {path: names for path, names in found.items() if names}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch._dynamo",
-        "from torch._ops import OpOverload",
-        "from torch.autograd.function import _SingleLevelFunction",
-        "import torch\ntorch._C._any_requires_grad(x)",
-        "x._is_zerotensor()",
-        "module._parameters['weight']",
-        "getattr(torch.ops.mkldnn, '_linear_pointwise')",
-    ],
-)
-def test_a_private_name_would_be_found(source: str) -> None:
-    assert _private_names_of_torch(source, _own_names())
-
-
 # --- each way, and each name taken away -----------------------------------------------------------
 
 

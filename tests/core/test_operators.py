@@ -13,6 +13,7 @@ from batched_modules import MODULES
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -30,8 +31,21 @@ COMPILED = (
     *("hops-of-many-queries", "hops-expanded", "luong-general", "luong-predictive"),
     *("hopfield-unroll", "hopfield-one_step", "hopfield-implicit", "hopfield-bias"),
     *("hopfield-settled", "sinusoidal-plain", "sinusoidal-from-five"),
-    *("sinusoidal-encoding", "sinusoidal-offset", "sinusoidal-positions"),
+    *("sinusoidal-encoding", "sinusoidal-offset", "sinusoidal-positions", "luong-monotonic"),
 )
+# Between them these have every tensor and option of the operators.
+REGISTERED = (
+    *("sdpa-plain", "sdpa-bias-of-each", "sdpa-biases", "sdpa-dropout-bias", "sdpa-weights"),
+    *("sdpa-lse-window-softcap", "sdpa-alibi", "sdpa-t5", "sdpa-window2d", "varlen"),
+    *("varlen-biases", "varlen-causal-alibi", "varlen-dropout", "additive-everything"),
+    *("additive-dropout", "encode-memory", "encode-memory-tables", "hops-of-many-queries"),
+    *("hops-stack-masked", "hops-linear", "luong-monotonic", "luong-predictive"),
+    *("hopfield-unroll", "hopfield-implicit", "hopfield-projected", "sinusoidal-from-five"),
+    *("sinusoidal-positions", "merge-states", "hard-attention-reinforce"),
+)
+LATER = [
+    pytest.param(name, marks=pytest.mark.complete) for name in OPERATORS if name not in REGISTERED
+]
 EXPORTED = ("encode-memory-tables", "hops-of-many-queries", "hopfield-unroll")
 CAST = ("sdpa-plain", "varlen", "additive", "hops-plain", "hopfield-unroll")
 
@@ -156,10 +170,11 @@ def test_vmap_of_forward_over_reverse(name: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiles_without_a_graph_break(backend: str, name: str) -> None:
-    function, inputs = OPERATORS[name]()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+def test_compiles_without_a_graph_break(backend: str, name: str, dynamic: bool) -> None:
+    function, inputs = CASES[name]()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     got, want = tupled(compiled(*inputs)), tupled(function(*inputs))
     assert_close(got, want)
     gradients = [
@@ -198,6 +213,46 @@ def test_exports(backend: str, name: str) -> None:
 
     program = torch.export.export(Model(), tuple(x.detach() for x in inputs))
     assert_close(program.module()(*inputs), function(*inputs))
+
+
+# --- the operators below -------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """The calls of our operators, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "fastattn":
+            self.calls[func] = args
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*REGISTERED, *LATER])
+def test_opcheck(backend: str, name: str, dtype: torch.dtype) -> None:
+    function, inputs = OPERATORS[name]()
+    # Without a gradient of out, the empty result for no gradient has the dtype of that of lse.
+    dtype = torch.float64 if name.startswith("hard") else dtype
+    inputs = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
+    with Recorder() as recorder:
+        found = [y for y in tupled(function(*inputs)) if y.requires_grad]
+        torch.autograd.grad(found, inputs, [torch.ones_like(y) for y in found], allow_unused=True)
+    assert recorder.calls
+    for operator, args in recorder.calls.items():
+        forward = "backward" not in operator.name()  # second derivatives take the compiler minutes
+        own = [x.detach() if isinstance(x, Tensor) else x for x in args]
+        for x, given in zip(own, args, strict=True):
+            if isinstance(x, Tensor) and forward:
+                x.requires_grad_(given.requires_grad)
+        torch.library.opcheck(operator, tuple(own))
 
 
 # --- autocast --------------------------------------------------------------------------------

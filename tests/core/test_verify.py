@@ -13,7 +13,6 @@ import pytest
 from fastattn import cli
 from fastattn.backends import reference
 from fastattn.testing import Target, targets
-from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 
 OP = "scaled_dot_product_attention"
 ONE = ["verify", "--backend", "reference", "--op", OP, "--case", "plain"]
@@ -126,13 +125,3 @@ def test_wrong_usage(
         pytest.skip("no native core")
     assert cli.main(["verify", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", SINUSOIDAL_CASES, ids=lambda case: case.name)
-def test_sinusoidal_case(case: SinusoidalCase) -> None:
-    for dtype in case.dtypes:
-        for target in [*targets(), Target("reference")]:
-            verdict = check_sinusoidal(case, dtype, target)
-            assert verdict.ok, f"{target} {dtype}: {verdict.faults}"
-            assert not verdict.declined

@@ -43,31 +43,25 @@ def test_chunks_of_very_different_scores(
 
 
 @DTYPES
-def test_the_bits_of_a_sequence_are_its_own(tiles: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_sequence_are_its_own(
+    tiles: str, dtype: torch.dtype, same_for_any_threads: Any
+) -> None:
     """Alone or in a batch, on any number of threads, in pages or not."""
     q, k, v = (x.to(dtype) for x in qkv(3, 36, 1, 1408, 40, 24, kv_heads=2))
     lengths = torch.tensor([1408, 9, 520])
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            found.append(decode_attention(q, k, v, lengths, return_lse=True))
-    finally:
-        torch.set_num_threads(threads)
+    want = same_for_any_threads(lambda: decode_attention(q, k, v, lengths, return_lse=True))
     order = torch.randperm(3 * 88, generator=torch.Generator().manual_seed(1)).view(3, 88)
     pages = []
     for x in (k, v):
         rows = x.unflatten(2, (88, 16)).transpose(1, 2).flatten(0, 1)
         pages.append(torch.empty_like(rows).index_copy_(0, order.flatten(), rows))
-    found.append(decode_attention(q, *pages, lengths, block_table=order, return_lse=True))
+    paged = decode_attention(q, *pages, lengths, block_table=order, return_lse=True)
     alone = [
         decode_attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], n, return_lse=True)
         for b, n in enumerate(lengths.tolist())
     ]
-    found.append(tuple(torch.cat(x) for x in zip(*alone, strict=True)))
-    for got in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True))
+    for got in (paged, [torch.cat(x) for x in zip(*alone, strict=True)]):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @DTYPES

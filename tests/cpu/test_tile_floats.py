@@ -147,18 +147,10 @@ def test_hidden_floats_change_no_bit(tiles: str, bad: float) -> None:
             assert torch.equal(x, expected[name]), name
 
 
-def test_bits_of_floats_do_not_depend_on_the_threads(tiles: str) -> None:
+def test_bits_of_floats_do_not_depend_on_the_threads(tiles: str, same_for_any_threads: Any) -> None:
     q, k, v = float_qkv(1, 2, 300, 1300, 32, kv_heads=1)
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            found.append(results(q, k, v, ours(is_causal=True, causal_alignment="bottom_right")))
-    finally:
-        torch.set_num_threads(threads)
-    for name, x in found[0].items():
-        assert torch.equal(x, found[1][name]), name
+    call = ours(is_causal=True, causal_alignment="bottom_right")
+    same_for_any_threads(lambda: results(q, k, v, call))
 
 
 def test_two_parts_only_where_pytorch_allows_them(chosen_tiles: str) -> None:

@@ -38,21 +38,16 @@ def test_keys_and_queries_that_meet_in_a_band(tiles: str) -> None:
         assert_gradients(q, k, v, window=window)
 
 
-def test_gradients_of_a_chunk_do_not_depend_on_the_threads(tiles: str) -> None:
+def test_gradients_of_a_chunk_do_not_depend_on_the_threads(
+    tiles: str, same_for_any_threads: Any
+) -> None:
     """Two threads take the chunks of a head in parallel. A mask's gradient adds up over heads."""
     q, k, v = qkv(1, 2, 300, 2100, 40, kv_heads=1)
     mask = torch.zeros(300, 2100, requires_grad=True)
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3, 8):
-            torch.set_num_threads(count)
-            causal = gradients(q, k, v, is_causal=True, causal_alignment="bottom_right")
-            found.append((*causal, *gradients(q, k, v, attn_mask=mask)))
-    finally:
-        torch.set_num_threads(threads)
-    for n, got in enumerate(found[1:]):
-        assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True)), n
+    causal = {"is_causal": True, "causal_alignment": "bottom_right"}
+    same_for_any_threads(
+        lambda: (*gradients(q, k, v, **causal), *gradients(q, k, v, attn_mask=mask))
+    )
 
 
 @pytest.mark.parametrize("bad", [3.0, math.nan, math.inf])

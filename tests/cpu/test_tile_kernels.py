@@ -26,20 +26,12 @@ def test_keys_in_pieces(tiles: str, keys: int) -> None:
 
 @pytest.mark.parametrize(("queries", "keys", "dim"), [(2100, 130, 40), (1100, 600, 512)])
 def test_tasks_of_part_of_a_head_give_the_same_bits(
-    tiles: str, queries: int, keys: int, dim: int
+    tiles: str, queries: int, keys: int, dim: int, same_for_any_threads: Any
 ) -> None:
     """Few heads and many queries: how many tasks there are depends on the threads."""
     q, k, v = qkv(1, 1, queries, keys, dim)
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3, 8):
-            torch.set_num_threads(count)
-            found += [attention(q, k, v, is_causal=c, return_lse=True) for c in (False, True)]
-    finally:
-        torch.set_num_threads(threads)
-    for n, got in enumerate(found[2:]):
-        assert all(torch.equal(a, b) for a, b in zip(got, found[n % 2], strict=True)), n
+    for causal in (False, True):
+        same_for_any_threads(lambda c=causal: attention(q, k, v, is_causal=c, return_lse=True))
 
 
 @pytest.mark.parametrize("factor", [40.0, 1e4, 1e30])

@@ -172,63 +172,43 @@ def test_nothing_hidden_by_padding_reaches_the_result(calls: list[int]) -> None:
     assert torch.equal(clean[:, :4], dirty[:, :4])
 
 
-def weights_wanted(module: nn.Module, x: Tensor) -> None:
-    module(x, x, x)
+def attend(module: nn.Module, *tensors: Tensor, **options: Any) -> Any:
+    query, key, value = tensors if len(tensors) == 3 else 3 * tensors
+    return module(query, key, value, need_weights=False, **options)
 
 
-def gradient(module: nn.Module, x: Tensor) -> None:
-    with torch.enable_grad():
-        module(x, x, x, need_weights=False)[0].sum().backward()
+def within(context: Callable[[], Any]) -> Callable[[nn.Module, Tensor], Any]:
+    def use(module: nn.Module, x: Tensor) -> None:
+        with context():
+            y = attend(module, x)[0]
+            if y.requires_grad:
+                y.sum().backward()
+
+    return use
 
 
-def other_tensors(module: nn.Module, x: Tensor) -> None:
-    module(x, x.clone(), x, need_weights=False)
+USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "weights": lambda module, x: module(x, x, x),
+    "a gradient": within(torch.enable_grad),
+    "other tensors": lambda module, x: attend(module, x, x.clone(), x),
+    "dropout": lambda module, x: (setattr(module, "dropout", 0.5), attend(module.train(), x)),
+    "a forced backend": within(lambda: fastattn.use_backend("reference")),
+    "parametrized": lambda module, x: (
+        parametrizations.weight_norm(module, "in_proj_weight"), attend(module, x)
+    ),
+    "pruned": lambda module, x: (
+        prune.random_unstructured(module, "in_proj_weight", amount=0.5), attend(module, x)
+    ),
+    "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "floating padding": lambda module, x: attend(
+        module, x, key_padding_mask=torch.zeros(x.shape[:2])
+    ),
+    "a mask": lambda module, x: attend(module, x, attn_mask=torch.zeros(2 * x.shape[1:2])),
+    "strides": lambda module, x: attend(module, x.expand(4, -1, -1)),
+}  # fmt: skip
 
 
-def dropout(module: nn.Module, x: Tensor) -> None:
-    module.dropout = 0.5
-    module.train()(x, x, x, need_weights=False)
-
-
-def forced(module: nn.Module, x: Tensor) -> None:
-    with fastattn.use_backend("reference"):
-        module(x, x, x, need_weights=False)
-
-
-def parametrized(module: nn.Module, x: Tensor) -> None:
-    parametrizations.weight_norm(module, "in_proj_weight")
-    module(x, x, x, need_weights=False)
-
-
-def pruned(module: nn.Module, x: Tensor) -> None:
-    prune.random_unstructured(module, "in_proj_weight", amount=0.5)
-    module(x, x, x, need_weights=False)
-
-
-def autocast(module: nn.Module, x: Tensor) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        module(x, x, x, need_weights=False)
-
-
-def floating_padding(module: nn.Module, x: Tensor) -> None:
-    module(x, x, x, key_padding_mask=torch.zeros(x.shape[:2]), need_weights=False)
-
-
-def a_mask(module: nn.Module, x: Tensor) -> None:
-    module(x, x, x, attn_mask=torch.zeros(x.shape[1], x.shape[1]), need_weights=False)
-
-
-def strided(module: nn.Module, x: Tensor) -> None:
-    x = x.expand(4, -1, -1)
-    module(x, x, x, need_weights=False)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [weights_wanted, gradient, other_tensors, dropout, forced, parametrized, pruned, autocast,
-     floating_padding, a_mask, strided],
-    ids=lambda use: use.__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_goes_the_general_way_for(
     use: Callable[[nn.Module, Tensor], None], calls: list[int]
 ) -> None:

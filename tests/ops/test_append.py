@@ -7,28 +7,15 @@ from typing import Any
 import pytest
 import torch
 from cache_calls import refused
-from case_table import each_case
+from case_table import within_the_bound
 from torch import Tensor
 from torch.testing import assert_close
 
 from fastattn import decode_attention, explain, masks, use_backend
-from fastattn.testing import Target
-from fastattn.testing.append import APPEND_CASES, AppendCase, check_append
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-
-@each_case("append_to_cache", APPEND_CASES)
-def test_within_the_bound(case: AppendCase, dtype: torch.dtype, target: Target) -> None:
-    verdict = check_append(case, dtype, target)
-    assert not verdict.declined
-    assert verdict.ok, verdict.faults
-
-
-@pytest.mark.parametrize("case", APPEND_CASES[::3], ids=lambda case: case.name)
-def test_the_reference_is_within_the_bound(case: AppendCase) -> None:
-    verdict = check_append(case, torch.float32, Target("reference"))
-    assert verdict.ok, verdict.faults
+test_case = within_the_bound("append_to_cache")
 
 
 @pytest.fixture

@@ -8,31 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import DECODE_CASES
 from cache_calls import refused
-from case_table import each_case
+from case_table import within_the_bound
 from planned import count, fresh, without_plans
 from torch import Tensor
 
 from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
 from fastattn.bias import T5
 from fastattn.testing import Target
-from fastattn.testing.decode import DecodeCase, check_decode, make_decode
+from fastattn.testing.decode import DecodeCase, make_decode
 
-
-@pytest.mark.sampled
-@each_case("decode_attention", DECODE_CASES)
-def test_within_the_bound(case: DecodeCase, dtype: torch.dtype, target: Target) -> None:
-    verdict = check_decode(case, dtype, target)
-    assert not verdict.declined
-    assert verdict.ok, verdict.faults
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("case", DECODE_CASES[::3], ids=lambda case: case.name)
-def test_the_reference_is_within_the_bound(case: DecodeCase) -> None:
-    verdict = check_decode(case, torch.float32, Target("reference"))
-    assert verdict.ok, verdict.faults
+test_case = within_the_bound("decode_attention")
 
 
 WAYS = {

@@ -8,21 +8,22 @@ from typing import Any
 import fenced
 import pytest
 import torch
+from case_table import within_the_bound
 from torch import Tensor
 from torch.func import vmap
 
 from fastattn import encode_memory
 from fastattn.ops.encode_memory import encoding_factors
-from fastattn.testing import Target, targets
+from fastattn.testing import Target
 from fastattn.testing.encode_memory import (
     ENCODE_CASES,
-    EncodeCase,
-    check_encoding,
     draw_sentences,
 )
 from fastattn.testing.memory import Watch, place
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+test_case = within_the_bound("encode_memory")
 NAN = float("nan")
 
 
@@ -33,16 +34,6 @@ def results(
     leaves = [x.detach().clone().requires_grad_() for x in (weight, temporal) if x is not None]
     out = encode(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", ENCODE_CASES, ids=str)
-@pytest.mark.parametrize("chosen", [*targets(), Target("reference")], ids=str)
-def test_within_the_bound(chosen: Target, case: EncodeCase, dtype: torch.dtype) -> None:
-    verdict = check_encoding(case, dtype, chosen)
-    assert verdict.ok, verdict.faults
-    assert len(verdict.deviations) == 3
 
 
 def test_by_hand(engine: Target) -> None:
@@ -375,22 +366,6 @@ def test_tokens_are_checked_inside_transforms(backend: str) -> None:
     error = IndexError if backend == "cpu" else (IndexError, RuntimeError)
     with pytest.raises(error):
         vmap(encode)(tokens, weight, temporal)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.complete
-@pytest.mark.parametrize("strided", [False, True])
-def test_opcheck(backend: str, strided: bool) -> None:
-    tokens, weight, temporal = inputs(3, 2)
-    factors = torch.randn(4, 5, dtype=torch.float64)
-    if strided:
-        weight, temporal = (x.mT.contiguous().mT for x in (weight, temporal))
-    for rows in (None, temporal):
-        weight = weight.detach().requires_grad_()
-        torch.library.opcheck(forward_op, (tokens, weight, factors, rows, 0, ""))
-        out = torch.randn(2, 2, 3, 3, 5, dtype=torch.float64, requires_grad=True)
-        args = (out, tokens, factors, 6, rows is not None, 0, "")
-        torch.library.opcheck(backward_op, args)
 
 
 def test_inference_mode_leaves_nothing_behind(backend: str) -> None:

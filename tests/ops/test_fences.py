@@ -34,6 +34,10 @@ STEPS = {
     "append_to_cache": 4,
     "merge_states": 1,
     "additive_attention": 1,
+    "memory_hop_attention": 1,
+    "hopfield_retrieve": 1,
+    "luong_attention": 1,
+    "sinusoidal_encoding": 1,
 }
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from within_bound import assert_right
 
 from fastattn import hard_attention
@@ -137,27 +136,6 @@ def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., 
         found.append(torch.autograd.grad(sum(x.sin().sum() for x in first), (q, k, bias)))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("estimator", ["reinforce", "gumbel"])  # all that is called is among it
-def test_the_operators_below_pass_opcheck(
-    backend: str, estimator: str, normal: Callable[..., Tensor], generator: torch.Generator
-) -> None:
-    calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-            if func.namespace == "fastattn":
-                calls.append((func, args))
-            return func(*args, **(kwargs or {}))
-
-    q, k = (normal(2, n, 5).requires_grad_() for n in (6, 4))
-    with Watch():
-        hard_attention(q, k, k, estimator=estimator, generator=generator)
-    assert len(calls) == 2
-    for func, args in calls:
-        torch.library.opcheck(func, args)
 
 
 def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import naive
+import extended
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
 from fastattn.testing import Target
 from fastattn.testing.calls import Call
+from fastattn.testing.hopfield import define
 
 
 def step(xi: Tensor, stored: Tensor, beta: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
@@ -43,8 +44,10 @@ def test_follows_the_equations(
     drawn = {name: normal(*shape) for name, shape in shapes.items()}
     grad = normal(3, 2, queries, 5)
     tensors = {name: drawn[name] for name in ("state", "stored", "projection")}
-    got = Call("", tensors | {"beta": 0.7}, options, {"out": grad}).run(hopfield_retrieve)
-    want = naive.hopfield_retrieve(*tensors.values(), 0.7, None, 3, "unroll", grad)
+    tensors |= {"beta": 0.7, "attn_mask": None}
+    options |= {"grad": "unroll"}
+    call = Call("hopfield_retrieve", tensors, options, {"out": grad}, plain=define)
+    got, want = call.results(), extended.exact(call)
     torch.testing.assert_close(got["out"], want["out"], rtol=1e-12, atol=1e-13)
     assert got.keys() == want.keys()
     for name, x in got.items():

@@ -6,27 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import within_the_bound
 from torch import Tensor
 
 import fastattn
 from fastattn.autograd.local_attention import local_attention
-from fastattn.backends import primitives
 from fastattn.backends.primitives import LocalOptions
-from fastattn.testing import Target, targets
-from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
+from fastattn.testing import Target
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", LUONG_CASES, ids=str)
-@pytest.mark.parametrize("chosen", targets(), ids=str)
-def test_within_the_bound(chosen: Target, case: LuongCase, dtype: torch.dtype) -> None:
-    verdict = check_luong(case, dtype, chosen)
-    assert verdict.ok, verdict.faults
-    results = 4 + case.weights + (case.window == "local-p")
-    assert len(verdict.deviations) == results
+test_case = within_the_bound("luong_attention")
 
 
 OPTIONS = LocalOptions(reach=2, bell=True)
@@ -109,52 +99,12 @@ def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
         assert not grad[0, [0, 1, 2, 4, 6]].isnan().any()
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize("factored", [False, True])
-def test_derivatives(backend: str, factored: bool) -> None:
-    *leaves, padding, factor = operands()
-
-    def f(*leaves: Tensor) -> Any:
-        return local_attention(*leaves, padding, factor if factored else None, OPTIONS)
-
-    assert torch.autograd.gradcheck(f, leaves)
-    assert torch.autograd.gradgradcheck(f, leaves)
-
-
 def test_a_factor_that_requires_a_gradient_gets_one() -> None:
     *leaves, padding, factor = operands()
     factor.requires_grad_()
     with fastattn.use_backend("reference"):
         out, _ = local_attention(*leaves, padding, factor, OPTIONS)
     assert torch.autograd.grad(out.sum(), factor)[0].abs().sum() > 0
-
-
-@pytest.mark.parametrize("factored", [False, True])
-def test_opcheck(factored: bool) -> None:
-    args: list[Any] = list(operands(torch.float32))
-    if not factored:
-        args[5] = None
-    values = primitives.values_of(OPTIONS)
-    torch.library.opcheck(local_attention.op, (*args, *values, ""))
-    constants = [None if x is None else x.detach() for x in args]
-    out, weights = local_attention.op(*constants, *values, "")
-    given = (torch.ones_like(out), torch.ones_like(weights))
-    torch.library.opcheck(local_attention.backward.op, (*given, *constants, weights, *values, ""))
-
-
-def test_compiles(backend: str) -> None:
-    query, key, value, p, padding, factor = operands()
-
-    def f(query: Tensor, p: Tensor) -> Tensor:
-        return local_attention(query, key, value, p, padding, factor, OPTIONS)[0].sin()
-
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
-    out, want = compiled(query, p), f(query, p)
-    torch.testing.assert_close(out, want)
-    leaves = (query, key, value, p)
-    torch.testing.assert_close(
-        torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves)
-    )
 
 
 def test_bits_do_not_depend_on_threads_or_batch_mates(same_for_any_threads: Any) -> None:

@@ -96,36 +96,6 @@ def test_is_its_definition(
         torch.testing.assert_close(luong_attention(*qkv, **options), want[0])
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("window", ["global", "local-m", "local-p"])
-@pytest.mark.parametrize("method", METHODS)
-def test_gradients(backend: str, method: str, window: str) -> None:
-    query, key, value, weight = operands(method, tq=3, tk=6, grad=True, width=3)
-    flat = [] if weight is None else list(weight) if method == "concat" else [weight]
-    # The window is not differentiable where a key enters it.
-    positions = torch.tensor([0.3, 2.4, 4.8], dtype=torch.float64, requires_grad=True)
-    place = [positions] if window == "local-p" else []
-
-    def f(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Any:
-        given = more[: len(flat)]
-        return luong_attention(
-            query,
-            key,
-            value,
-            method=method,
-            weight=None if not given else given if method == "concat" else given[0],
-            window=window,
-            D=2,
-            positions=more[-1] if place else None,
-            need_weights=True,
-        )
-
-    leaves = (query, key, value, *flat, *place)
-    assert torch.autograd.gradcheck(f, leaves)
-    if window == "local-p" and method != "general":
-        assert torch.autograd.gradgradcheck(f, leaves)
-
-
 def test_what_is_outside_every_window_is_not_read(backend: str) -> None:
     query, key, value, weight = operands("concat", tq=2, grad=False)
     key[:, 8:], value[:, 8:] = NAN, NAN

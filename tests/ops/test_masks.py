@@ -321,17 +321,16 @@ def test_a_program_is_built_once() -> None:
     assert programs[0] is programs[1]
 
 
-def test_bits_do_not_depend_on_the_threads() -> None:
+def test_bits_do_not_depend_on_the_threads(same_for_any_threads: Any) -> None:
     leaves = [x.requires_grad_() for x in qkv(300, 1500)]
     ids = torch.arange(1500) // 400
     mask = masks.document(ids[:300], ids) | masks.from_function(striped, None, None, 300, 1500)
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
+
+    def results() -> tuple[Tensor, ...]:
         out = attend(*leaves, mask=mask)
-        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
-    torch.set_num_threads(before)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        return (out, *torch.autograd.grad(out.sin().sum(), leaves))
+
+    same_for_any_threads(results)
 
 
 def test_vmap_over_documents() -> None:

@@ -7,23 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 import extended
-import naive
 import pytest
 import torch
 from torch import Tensor
 
 from fastattn import memory_hop_attention
-from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.testing import Target
 from fastattn.testing.calls import Call
+from fastattn.testing.memory_hops import define
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ACTIVATIONS = (None, "relu", "tanh", "sigmoid")
 
 
+def of_hops(tensors: Any, options: Any, grads: Any) -> Call:
+    return Call("memory_hop_attention", tensors, options, grads, plain=define)
+
+
 def is_the_equation(call: Call) -> None:
     """The results and every gradient, of float64."""
-    got, want = call.run(memory_hop_attention), extended.memory_hops(call)
+    got, want = call.results(), extended.exact(call)
     assert got.keys() == want.keys()
     for name, x in got.items():
         torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
@@ -71,7 +74,7 @@ def test_follows_the_equations(
             tensors = {"query": query, "in_memory": memories[0], "out_memory": memories[1]}
             rest = {"activation": activation, "normalize": normalize, "scale": 0.7}
             grads = {"out": normal(3, 5)}
-            is_the_equation(Call("", tensors | {"hop_proj": projection}, {"hops": 2} | rest, grads))
+            is_the_equation(of_hops(tensors | {"hop_proj": projection}, {"hops": 2} | rest, grads))
 
 
 def test_a_stack_is_each_output_and_the_next_input(
@@ -80,10 +83,9 @@ def test_a_stack_is_each_output_and_the_next_input(
     stack, query = normal(2, 4, 6, 5), normal(2, 5)
     grad = normal(2, 5)
     apart = {"query": query, "in_memory": stack[:, :3], "out_memory": stack[:, 1:]}
-    want = extended.memory_hops(Call("", apart, {"hops": 3}, {"out": grad}))
-    got = Call("", {"query": query, "in_memory": stack}, {"hops": 3}, {"out": grad}).run(
-        memory_hop_attention
-    )
+    want = extended.exact(of_hops(apart, {"hops": 3}, {"out": grad}))
+    whole = {"query": query, "in_memory": stack}
+    got = of_hops(whole, {"hops": 3}, {"out": grad}).results()
     torch.testing.assert_close(got["out"], want["out"])
     inputs, outputs = want["grad_in_memory"], want["grad_out_memory"]
     expected = torch.nn.functional.pad(inputs, (0, 0, 0, 0, 0, 1))
@@ -96,7 +98,7 @@ def test_a_single_memory_is_its_own_output(engine: Target, normal: Callable[...,
         "query": normal(2, 5),
         "in_memory": normal(2, 6, 5),
     }
-    is_the_equation(Call("", tensors, {"hops": 3}, {"out": normal(2, 5)}))
+    is_the_equation(of_hops(tensors, {"hops": 3}, {"out": normal(2, 5)}))
 
 
 @pytest.mark.parametrize("dims", ["N", "BN", "1N", "BQN", "1QN", "B1N", "BQKN", "B1KN", "1QK1"])
@@ -109,43 +111,9 @@ def test_masks_and_biases_of_every_shape(
     memory = normal(2, 6, 5)
     bias = normal(*shape)
     mask = torch.rand(shape, generator=generator) < 0.6
-    full = {1: (1, 1, 1, 6), 2: (*shape[:1], 1, 1, 6), 3: (*shape[:2], 1, *shape[2:])}
-    whole = [x.reshape(full.get(len(shape), shape)) for x in (mask, bias)]
-    grads = normal(2, 3, 5), normal(2, 3, 2, 6)
+    grads = {"out": normal(2, 3, 5), "weights": normal(2, 3, 2, 6)}
     tensors = {"query": query, "in_memory": memory, "memory_mask": mask, "memory_bias": bias}
-    given = dict(zip(("out", "weights"), grads, strict=True))
-    got = Call("", tensors, {"hops": 2, "need_weights": True}, given).run(memory_hop_attention)
-    options = MemoryHopOptions(hops=2, weights=True)
-    memories = (memory.unsqueeze(1), None, None)
-    want = naive.memory_hop_attention(query, *memories, *whole, options, *grads)
-    for name, x in got.items():
-        torch.testing.assert_close(x, want[name].reshape(x.shape))
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("normalize", ["softmax", "none"])
-def test_gradients(engine: Target, normalize: str, normal: Callable[..., Tensor]) -> None:
-    def draw(*shape: int) -> Tensor:
-        return (0.7 * normal(*shape)).requires_grad_()
-
-    def f(query: Tensor, m: Tensor, c: Tensor, hop_proj: Tensor, bias: Tensor) -> Any:
-        return memory_hop_attention(
-            query,
-            m,
-            c,
-            hops=2,
-            hop_proj=hop_proj,
-            memory_mask=mask,
-            memory_bias=bias,
-            activation="tanh",
-            normalize=normalize,
-            need_weights=True,
-        )
-
-    mask = torch.tensor([[True, False, True], [False] * 3])
-    inputs = draw(2, 2), draw(1, 2, 3, 2), draw(2, 3, 2), draw(2, 2), draw(2, 2, 3)
-    assert torch.autograd.gradcheck(f, inputs)
-    assert torch.autograd.gradgradcheck(f, inputs)
+    is_the_equation(of_hops(tensors, {"hops": 2, "need_weights": True}, grads))
 
 
 def test_weights_of_the_softmax_add_up_to_one(
@@ -260,25 +228,6 @@ def test_the_order_of_the_rows_does_not_matter(
     v, q = memory_hop_attention(query, mixed, mixed, hops=2, scale=0.3, need_weights=True)
     torch.testing.assert_close(v, u)
     torch.testing.assert_close(q, p[..., order])
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("requires_grad", [pytest.param(False, marks=pytest.mark.complete), True])
-def test_operator_is_registered_rightly(choice: str, requires_grad: bool) -> None:
-    operator = torch.ops.fastattn.memory_hop_attention.default
-    for dtype in (torch.float32, torch.bfloat16):
-
-        def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.randn(*shape).to(dtype).requires_grad_(requires_grad)
-
-        tensors = draw(2, 2, 3), draw(2, 4, 3), draw(2, 2, 4, 3), draw(3, 3)
-        mask = torch.ones(2, 1, 1, 4, dtype=torch.bool)
-        for weights in (False, True):
-            options = (2, "relu", "softmax", 0.5, weights, "")
-            torch.library.opcheck(operator, (*tensors, mask, draw(1, 1, 2, 4), *options))
-        stack = draw(2, 3, 4, 3)
-        linear = (2, "none", "none", 1.0, False, "")
-        torch.library.opcheck(operator, (tensors[0], stack, None, None, None, None, *linear))
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(50, 50), (65, 0)])

@@ -6,32 +6,21 @@ import math
 import statistics
 from typing import Any
 
-import fenced
 import pytest
 import torch
-from child_process import in_fork
+from case_table import within_the_bound
 
 from fastattn import memory_hop_attention
 from fastattn.testing import Target
-from fastattn.testing.memory import LAYOUTS, Watch
 from fastattn.testing.memory_hops import (
-    HOP_CASES,
     HopCase,
-    check_hops,
     make_hop_inputs,
 )
 from fastattn.testing.rounding import RandomRounding
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("case", HOP_CASES, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_within_the_bound(target: Target, case: HopCase, dtype: torch.dtype) -> None:
-    verdict = check_hops(case, dtype, target)
-    assert verdict.deviations
-    assert not verdict.faults, verdict.faults
+test_case = within_the_bound("memory_hop_attention")
 
 
 # Every schedule: memories shared among threads, chunks of one memory, panels of queries.
@@ -67,29 +56,6 @@ def test_a_query_does_not_depend_on_its_batch(target: Target, queries: int | Non
             assert torch.equal(x[0], whole[name][b]), name
 
 
-LAID = [
-    HopCase(
-        queries=3, rows=20, width=18, in_memory="BKN", out_memory="BN", hop_proj="K", bias="BQKN"
-    ),
-    HopCase(
-        queries=9, rows=40, width=13, in_memory="BSN", out_memory=None, mask="BQN", weights=True
-    ),
-]
-
-
-@pytest.mark.parametrize("case", LAID, ids=["stream", "panels"])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
-def test_any_strides(target: Target, layout: str, case: HopCase) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        want = make_hop_inputs(case, dtype).results()
-        inputs = make_hop_inputs(case, dtype, layout)
-        watch = Watch(**inputs.tensors)
-        got = inputs.results()
-        assert not watch.written()
-        for name, x in got.items():
-            assert torch.equal(x, want[name]), name
-
-
 @pytest.mark.parametrize("queries", [1, 8])
 def test_two_views_of_a_tensor_that_begin_together_are_two_memories(
     target: Target, queries: int
@@ -115,20 +81,6 @@ def test_queries_of_one_memory_see_different_rows(target: Target, dtype: torch.d
         (grad_alone,) = torch.autograd.grad(alone.sum(), query)
         assert torch.equal(alone[:, 0], together[:, q])
         assert torch.equal(grad_alone[:, q], grad[:, q])
-
-
-def test_nothing_is_read_past_the_end(target: Target) -> None:
-    """Every tensor ends where memory ends: one read more and the child dies."""
-
-    def child() -> bool:
-        fenced.everywhere()
-        torch.set_num_threads(1)
-        for case in (*LAID, *SCHEDULES[2:4], *HOP_CASES[:3]):
-            for dtype in (torch.float32, torch.float16):
-                make_hop_inputs(case, dtype).results()
-        return True
-
-    in_fork(child)
 
 
 @pytest.mark.parametrize("queries", [1, 8])

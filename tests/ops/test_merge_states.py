@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from case_table import each_case
+from case_table import within_the_bound
 from torch import Tensor
-from torch.autograd import gradgradcheck
 from within_bound import assert_right
 
 import fastattn
@@ -21,11 +20,11 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.testing import Target, targets
 from fastattn.testing.merge_states import (
-    MERGE_CASES,
     MergeCase,
-    check_merge,
     make_merge,
 )
+
+test_case = within_the_bound("merge_states")
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INF = float("inf")
@@ -60,43 +59,6 @@ def with_gradients(
 
 def exactly(leaves: list[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in leaves]
-
-
-@pytest.mark.sampled
-@each_case("merge_states", MERGE_CASES, Target("reference"))
-def test_case(case: MergeCase, dtype: torch.dtype, target: Target) -> None:
-    verdict = check_merge(case, dtype, target)
-    assert verdict.ok, verdict.faults
-    assert not verdict.declined
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_judge_sees_a_wrong_result(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = replace(MERGE_CASES[0], name="judged")
-    off = 32 * torch.finfo(dtype if "out" in name else torch.float32).eps
-
-    class Wrong:
-        why_not = staticmethod(reference.why_not)
-
-        @staticmethod
-        def merge_states(*args: Any, options: NoOptions) -> Any:
-            results = reference.merge_states(*args, options=options)
-            found = zip(NAMES[:2], results, strict=True)
-            return tuple(x * (1 + off) if n == name else x for n, x in found)
-
-        @staticmethod
-        def merge_states_backward(*args: Any, options: NoOptions) -> Any:
-            grads = reference.merge_states_backward(*args, options=options)
-            found = zip(NAMES[2:], grads, strict=True)
-            return tuple(x * (1 + off) if n == name else x for n, x in found)
-
-    assert check_merge(case, dtype, Target("reference")).ok
-    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
-    (fault,) = check_merge(case, dtype, Target("wrong")).faults
-    assert fault.startswith(f"{name} [")
 
 
 @pytest.mark.parametrize("target", targets(), ids=str)
@@ -180,14 +142,6 @@ def test_values_and_derivatives(
         return with_gradients(NAMES, by_definition(*exact), exact, [x.double() for x in grads])
 
     assert_right(found, definition, dtype)
-
-
-@pytest.mark.complete
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")  # forward mode
-def test_derivatives_of_both_orders(normal: Callable[..., Tensor]) -> None:
-    given = [x.requires_grad_() for x in states(torch.float64, normal)]
-    torch.autograd.gradcheck(merge_states, given, check_forward_ad=True, check_batched_grad=True)
-    gradgradcheck(merge_states, given)
 
 
 @pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=4)), ids=str)

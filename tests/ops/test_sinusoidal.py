@@ -9,6 +9,7 @@ from typing import Any
 import mpmath
 import pytest
 import torch
+from case_table import within_the_bound
 from torch import Tensor
 from within_bound import assert_right
 
@@ -20,6 +21,8 @@ from fastattn.testing.memory import LAYOUTS as MEMORY_LAYOUTS
 from fastattn.testing.memory import Watch, place
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+test_case = within_the_bound("sinusoidal_encoding", 1)
 FAR = (0, 1, 2, 3, -1, -7, 511, 4095, 123_457, 1_000_001, 99_999_999, 10**8, -(10**8))
 
 

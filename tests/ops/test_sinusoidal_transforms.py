@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,29 +9,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import sinusoidal_encoding, sinusoidal_table
 
+
 # offset, positions, scale, padding_idx
-OPTIONS = [
-    {},
-    {"offset": 5, "scale": 3.0},
-    {"offset": torch.tensor([2, 70])},
-    {"positions": torch.tensor([[4, 1, 1], [9, 0, 1]]), "scale": 0.5, "padding_idx": 1},
-]
-
-
-def encoding(**options: object) -> Callable[[Tensor], Tensor]:
-    return lambda x: sinusoidal_encoding(x, **options)  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def x(generator: torch.Generator) -> Tensor:
     return torch.randn(2, 3, 5, dtype=torch.float64, generator=generator)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-def test_gradients(backend: str, options: dict[str, object], x: Tensor) -> None:
-    x.requires_grad_()
-    assert torch.autograd.gradcheck(encoding(**options), (x,))
-    assert torch.autograd.gradgradcheck(encoding(**options), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -52,14 +32,6 @@ def test_nothing_is_saved_for_the_gradient(backend: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
         sinusoidal_encoding(x, scale=2.0)
     assert saved == []
-
-
-def test_double_backward_through_a_nonlinear_function(backend: str, x: Tensor) -> None:
-    x.requires_grad_()
-    y = sinusoidal_encoding(x, offset=3, scale=2.0)
-    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(second, 24 * y.detach())
 
 
 def test_vmap_over_positions(backend: str, x: Tensor) -> None:
@@ -137,20 +109,6 @@ def test_exports_with_a_dynamic_length(backend: str) -> None:
     exported = torch.export.export(Model(), example, dynamic_shapes=shapes).module()
     args = (torch.randn(5, 11, 8), torch.randint(100, (5, 11)))
     torch.testing.assert_close(exported(*args), Model()(*args))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_operator_is_registered_rightly(backend: str, requires_grad: bool) -> None:
-    operator = torch.ops.fastattn.sinusoidal_encoding.default
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(2, 3, 8).to(dtype).requires_grad_(requires_grad)
-        positions = torch.randint(9, (2, 3))
-        for view in (x, x.transpose(0, 1), x[:, :, ::2]):
-            aligned = positions if view.shape[0] == 2 else positions.T
-            for p in (None, aligned):
-                options = (0 if p is not None else 4, "marian", 1e4, 2.0, 3, "")
-                torch.library.opcheck(operator, (view, p, *options))
 
 
 def test_fake_tensors(backend: str) -> None:

@@ -56,19 +56,6 @@ def test_opcheck_of_the_forward(backend: str, layout: str) -> None:
     torch.library.opcheck(forward_op, (*forward_tensors(*tensors), *PLAIN, 1, ""))
 
 
-def test_opcheck_of_the_forward_without_weights(backend: str) -> None:
-    """The compiler differentiates every result, the empty one in the weights' place too."""
-    torch.library.opcheck(forward_op, (*forward_tensors(*qkv(True, heads=2)), *PLAIN, 0, ""))
-
-
-def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
-    mask, slopes, seed = rand(1, 4, 1, 7, requires_grad=True), rand(1, 4).abs(), torch.tensor(3)
-    more = {"sinks": rand(1, 4), "relative_bias": rand(1, 4, 23), "positions": POSITIONS}
-    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, **more}
-    tensors = forward_tensors(*qkv(True), **others)
-    torch.library.opcheck(forward_op, (*tensors, *DROPPING, 2, ""))
-
-
 @pytest.mark.complete
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
@@ -77,28 +64,6 @@ def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
     out, lse, _ = forward_op(*forward_tensors(*args), *PLAIN, 0, "")
     tensors = backward_tensors(relaid(torch.randn_like(out)), *args, out=out, lse=lse)
     torch.library.opcheck(backward_op, (*tensors, *PLAIN, 0, False, False, ""))
-
-
-@pytest.mark.parametrize(
-    "twice",
-    [
-        False,
-        # The compiler traces the reference's second derivative, for symbolic sizes.
-        pytest.param(True, marks=pytest.mark.slow),
-    ],
-)
-def test_opcheck_of_the_backward_with_everything(backend: str, twice: bool) -> None:
-    mask, slopes, seed = rand(2, 1, 5, 1, requires_grad=twice), rand(1, 4).abs(), torch.tensor(3)
-    tensors = qkv(twice, heads=2)
-    more = {"sinks": rand(1, 4), "relative_bias": rand(1, 4, 23), "positions": POSITIONS}
-    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, **more}
-    with torch.no_grad():
-        results = forward_op(*forward_tensors(*tensors, **others), *DROPPING, 2, "")
-    out, lse, _ = results
-    grads = [torch.randn_like(x) for x in results]
-    rest = {"grad_lse": grads[1], "grad_weights": grads[2], "out": out, "lse": lse}
-    args = backward_tensors(grads[0], *tensors, **others, **rest)
-    torch.library.opcheck(backward_op, (*args, *DROPPING, 2, True, False, ""))
 
 
 def test_opcheck_in_16_bits() -> None:

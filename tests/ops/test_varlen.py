@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import VARLEN_CASES
-from case_table import each_case
+from case_table import within_the_bound
 from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention
@@ -21,23 +21,8 @@ from fastattn.testing.varlen import (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-quick = [case for case in VARLEN_CASES if not case.slow]
 
-
-@pytest.mark.sampled(1, keep=("relative", "sinks", "program-documents"))
-@each_case("varlen_attention", quick)
-def test_within_the_bound(case: VarlenCase, dtype: torch.dtype, target: Target) -> None:
-    verdict = check_varlen(case, dtype, target)
-    assert not verdict.declined
-    assert verdict.ok, verdict.faults
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("case", quick, ids=lambda case: case.name)
-def test_the_reference_is_within_the_bound(case: VarlenCase) -> None:
-    """The packed oracle, against the one of single sequences."""
-    verdict = check_varlen(case, torch.float32, Target("reference"))
-    assert verdict.ok, verdict.faults
+test_case = within_the_bound("varlen_attention", 1, keep=("relative", "program-documents"))
 
 
 @pytest.mark.slow

@@ -117,15 +117,6 @@ def test_compiled(backend: str, dynamic: bool) -> None:
             assert_close(x, y)
 
 
-def test_opcheck(backend: str) -> None:
-    leaves = [x.requires_grad_() for x in (*qkv(torch.float32), torch.randn(1, 4, 13))]
-    query, key, value, table = leaves
-    program = masks.packed_program("test", mask_of_all(), query, key, (Q_ENDS, K_ENDS), True)
-    args = (query, key, value, Q_ENDS, K_ENDS, None, None, torch.randn(1, 4), table, program)
-    operator = torch.ops.fastattn.varlen_attention.default
-    torch.library.opcheck(operator, (*args, 0.5, True, -1, 0, 0.0, 0.0, ""))
-
-
 def test_the_table_of_t5_has_the_bound_of_the_lengths_where_none_is_known() -> None:
     q, k, v = (x.float() for x in qkv())
     buckets = torch.randn(8, 4)

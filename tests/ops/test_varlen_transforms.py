@@ -12,17 +12,6 @@ from fastattn import varlen_attention
 
 ENDS = torch.tensor([0, 3, 3, 4])
 K_ENDS = torch.tensor([0, 2, 4, 9])
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "everything": {
-        "window": (2, 3),
-        "softcap": 2.0,
-        "alibi_slopes": torch.tensor([0.5, 0.25], dtype=torch.float64),
-        "scale": 0.3,
-    },
-}
-options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def inputs(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[Tensor]:
@@ -39,55 +28,11 @@ def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
     return out, lse[:, :4].exp()  # the fifth row is of no sequence
 
 
-@pytest.mark.complete
-@options
-def test_first_and_second_derivatives(backend: str, options: dict[str, Any]) -> None:
-    def f(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return call(*tensors, **options)
-
-    assert torch.autograd.gradcheck(f, inputs())
-    assert torch.autograd.gradgradcheck(f, inputs())
-
-
-def test_dropout_has_its_gradient(backend: str) -> None:
-    def f(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return call(*tensors, dropout_p=0.5, generator=torch.Generator().manual_seed(1))
-
-    assert torch.autograd.gradcheck(f, inputs())
-
-
 @pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 def test_slopes_have_a_gradient_by_the_reference() -> None:
     slopes = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
     tensors = inputs(requires_grad=False)
     assert torch.autograd.gradcheck(lambda s: call(*tensors, alibi_slopes=s), (slopes,))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck(backend: str, dtype: torch.dtype, requires_grad: bool) -> None:
-    q, k, v = inputs(dtype, requires_grad)
-    args = (q, k, v, ENDS, K_ENDS, *[None] * 5, 0.5, True, -1, 0, 0.0, 0.0, "")
-    torch.library.opcheck(torch.ops.fastattn.varlen_attention.default, args)
-    seed = torch.tensor(5)
-    slopes, sinks = torch.rand(2, 1, 2)
-    args = (q, k, v, ENDS, K_ENDS, slopes, seed, sinks, None, None, 0.5, True, 3, 0, 2.0, 0.1, "")
-    torch.library.opcheck(torch.ops.fastattn.varlen_attention.default, args)
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("sinks", [None, torch.tensor([[0.5, -0.5]])], ids=["plain", "sinks"])
-@pytest.mark.parametrize("table", [None, torch.ones(1, 2, 9)], ids=["plain", "relative"])
-def test_opcheck_of_the_backward(sinks: Tensor | None, table: Tensor | None) -> None:
-    q, k, v = inputs(torch.float32)
-    values = (0.5, True, -1, 0, 0.0, 0.0, "")
-    args = (q, k, v, ENDS, K_ENDS, None, None)
-    with torch.no_grad():
-        out, lse = torch.ops.fastattn.varlen_attention(*args, sinks, table, None, *values)
-    grads = torch.randn(5, 2, 2, requires_grad=True), torch.randn(2, 5, dtype=torch.float64)
-    operator = torch.ops.fastattn.varlen_attention_backward.default
-    torch.library.opcheck(operator, (*grads, *args, out, lse, sinks, table, None, *values))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastattn import testing
+from fastattn.testing import cases, decode, varlen
 from fastattn.testing.cases import FLOATS, SCALED, Case
 from fastattn.testing.decode import DecodeCase
 from fastattn.testing.varlen import PROGRAMS, VarlenCase
@@ -179,7 +180,6 @@ def _options() -> Iterator[Case]:
 
 
 def _sinks() -> Iterator[Case]:
-    all_grads = ("out", "lse", "weights")
     base = Case("sinks", heads=4, kv_heads=2, sinks="h")
     yield replace(base, name="sinks-h")
     yield replace(base, name="sinks-bh", sinks="bh", grads=SCALED)
@@ -188,25 +188,9 @@ def _sinks() -> Iterator[Case]:
         case = replace(base, q_len=q_len, k_len=k_len, grads=SCALED)
         yield replace(case, name=f"sinks-{q_len}x{k_len}")
         yield replace(case, name=f"sinks-{q_len}x{k_len}-causal", causal="bottom_right")
-    for kind in ("bool_rows", "padding", "nothing", "float_inf", "finfo_min", "steep"):
-        added = kind not in ("bool_rows", "padding", "nothing")
-        case = replace(base, name=f"sinks-mask-{kind}", mask=kind, mask_grad=added, grads=SCALED)
-        yield replace(case, weights=2 if added else 1, k_len=100)
-        yield replace(case, name=f"{case.name}-long", k_len=700, poison=not added)
     hidden = replace(base, mask="bool_rows", q_len=66, grads=SCALED)
     yield replace(hidden, name="sinks-nan-queries", poison_queries=True)
     yield replace(hidden, name="sinks-nan-queries-long", poison_queries=True, k_len=700)
-    yield replace(base, name="sinks-window", window=(2, 2), q_len=200, k_len=20, grads=SCALED)
-    yield replace(base, name="sinks-softcap", softcap=2.0, weights=1, grads=all_grads)
-    yield replace(base, name="sinks-alibi", alibi="bh", causal="upper_left", scale=-0.3)
-    for weights in (0, 1, 2):
-        grads = all_grads if weights else SCALED
-        case = replace(base, dropout_p=0.3, weights=weights, grads=grads)
-        yield replace(case, name=f"sinks-dropout-weights-{weights}")
-        yield replace(case, name=f"sinks-dropout-weights-{weights}-long", k_len=600)
-    yield replace(base, name="sinks-decode", q_len=1, k_len=1500, mask="padding", weights=1)
-    yield replace(base, name="sinks-decode-window", q_len=2, k_len=1500, window=(70, 0),
-                  causal="bottom_right", grads=SCALED)  # fmt: skip
     everything = next(case for case in _options() if case.name == "everything")
     yield replace(everything, name="sinks-everything", sinks="h")
 
@@ -223,16 +207,6 @@ def _parts() -> Iterator[Case]:
         yield replace(case, name=f"partial-{q_len}x{k_len}")
         case = replace(case, name=f"partial-{q_len}x{k_len}-causal", causal="bottom_right")
         yield replace(case, slow=True)
-    yield replace(base, name="partial-out", grads=("out",), head_dim=40, value_dim=24)
-    yield replace(base, name="partial-lse", grads=("lse",), causal="upper_left", slow=True)
-    for kind in ("bool_rows", "padding", "nothing", "float_inf"):
-        case = replace(base, mask=kind, mask_grad="float" in kind, poison="float" not in kind)
-        yield replace(case, name=f"partial-mask-{kind}", slow=kind in ("padding", "nothing"))
-        yield replace(case, name=f"partial-mask-{kind}-long", k_len=600, slow=True)
-    yield replace(base, name="partial-window", window=(2, 2), q_len=200, k_len=20, slow=True)
-    yield replace(base, name="partial-softcap", softcap=2.0, scale=-0.7, slow=True)
-    yield replace(base, name="partial-alibi", alibi="bh", dropout_p=0.3)
-    yield replace(base, name="partial-relative", relative_bias="h", slow=True)
     yield replace(base, name="partial-program", program="documents", poison=True)
 
 
@@ -244,23 +218,10 @@ def _relative_biases() -> Iterator[Case]:
         case = replace(base, q_len=q_len, k_len=k_len)
         yield replace(case, name=f"relative-{q_len}x{k_len}")
         yield replace(case, name=f"relative-{q_len}x{k_len}-causal", causal="bottom_right")
-    for kind in ("bool_rows", "padding", "float_inf", "steep"):
-        added = kind not in ("bool_rows", "padding")
-        case = replace(base, name=f"relative-mask-{kind}", mask=kind, mask_grad=added, weights=1)
-        yield replace(case, mask_dims="bk" if kind == "padding" else "bhqk")
-    yield replace(base, name="relative-window", window=(9, 4), q_len=90, k_len=40, poison=True)
+    masked = replace(base, mask="float_inf", mask_grad=True, weights=1)
+    yield replace(masked, name="relative-mask-float_inf")
     yield replace(base, name="relative-softcap", softcap=2.0, weights=1, sinks="h")
-    yield replace(base, name="relative-alibi", alibi="bh", causal="upper_left", scale=-0.3)
-    for weights in (0, 1, 2):
-        case = replace(base, dropout_p=0.3, weights=weights)
-        yield replace(case, name=f"relative-dropout-weights-{weights}")
-    decode = replace(base, q_len=1, k_len=700)
-    yield replace(decode, name="relative-decode", mask="padding", weights=1)
-    yield replace(decode, name="relative-decode-causal", q_len=3, causal="bottom_right", sinks="h")
     long = replace(base, heads=2, kv_heads=1, q_len=34, k_len=600)
-    yield replace(long, name="relative-long")
-    yield replace(long, name="relative-long-causal", causal="bottom_right", weights=1)
-    yield replace(long, name="relative-long-mask", mask="bool_rows", poison=True)
     for kind in ("grid", "any"):
         case = replace(base, positions=kind, q_len=49, k_len=49)
         yield replace(case, name=f"relative-{kind}")
@@ -298,30 +259,13 @@ def _programs() -> Iterator[Case]:
     yield replace(hidden, name="program-sinks-nan-queries", sinks="h")
     base = replace(base, program="documents", k_len=100)
     yield replace(base, name="program-mask-finfo-min", mask="finfo_min", grads=("out",))
-    for kind in ("padding", "bool_rows", "float_inf", "float"):
-        added = kind.startswith("float")
-        case = replace(base, name=f"program-mask-{kind}", mask=kind, mask_grad=added)
-        yield replace(case, weights=2 if added else 1, poison=not added)
-        yield replace(case, name=f"{case.name}-keys", mask_dims="bk", program="groups")
-    for kind in ("bool_rows", "float"):
-        yield replace(wide, name=f"program-mask-{kind}-long", mask=kind, program="function",
-                      mask_grad=kind == "float", poison=False)  # fmt: skip
     yield replace(base, name="program-sinks", sinks="h", program="groups")
     yield replace(base, name="program-sinks-nothing", sinks="bh", program="nothing", weights=1)
-    yield replace(base, name="program-and-window", window=(30, 4), causal="bottom_right")
-    yield replace(base, name="program-softcap", softcap=2.0, weights=1)
-    yield replace(base, name="program-alibi", alibi="bh", scale=-0.3)
     for weights in (0, 1, 2):
         case = replace(base, dropout_p=0.3, weights=weights)
         yield replace(case, name=f"program-dropout-weights-{weights}", program="many")
-    yield replace(base, name="program-decode", q_len=1, k_len=1500, program="not_documents",
-                  causal="bottom_right", weights=1, poison=True)  # fmt: skip
     everything = next(case for case in _options() if case.name == "everything")
     yield replace(everything, name="program-everything", sinks="h", program="many")
-    both = replace(base, relative_bias="h", poison=True)
-    yield replace(both, name="program-relative", program="many")
-    yield replace(both, name="program-relative-padding", mask="padding", mask_dims="bk", sinks="h")
-    yield replace(both, name="program-relative-decode", q_len=1, k_len=700, causal="bottom_right")
 
 
 def _layouts() -> Iterator[Case]:
@@ -338,13 +282,6 @@ def _layouts() -> Iterator[Case]:
             q, k, v = (name if m == n else "contiguous" for m in range(3))
             one = replace(case, name=f"layout-{tensor}-{name}", grad_layout="contiguous")
             yield replace(one, layouts=(q, k, v), q_len=19, head_dim=64)
-    # The gradient of out.sum(): one number, expanded.
-    yield Case("layout-grad-scalar", grad_layout="expanded_all", k_len=100)
-    yield Case("layout-grad-scalar-weights", grad_layout="expanded_all", weights=2,
-               grads=("out", "lse", "weights"))  # fmt: skip
-    mixed = ("transposed", "expanded_heads", "every_second")
-    yield Case("layout-mixed", layouts=mixed, mask="bool", mask_dims="bk", poison=False)
-    yield Case("layout-decode", layouts=("blhd", "sliced", "blhd"), q_len=1, k_len=300, head_dim=64)
 
 
 def _results() -> Iterator[Case]:
@@ -359,9 +296,6 @@ def _results() -> Iterator[Case]:
             yield replace(case, name=f"{case.name}-causal", causal="upper_left", dropout_p=0.3)
             if len(given) != 1:
                 yield replace(case, name=f"{case.name}-mask", mask="float_inf", mask_grad=True)
-    yield Case("weights-averaged-many-heads", heads=16, kv_heads=4, weights=2, head_dim=64)
-    yield Case("weights-long", q_len=150, k_len=600, batch=1, weights=2, grads=("out", "weights"))
-    yield Case("weights-decode", q_len=1, k_len=700, weights=1, head_dim=64)
 
 
 def _long() -> Iterator[Case]:
@@ -454,22 +388,15 @@ def _packed() -> Iterator[VarlenCase]:
     for heads, kv_heads in ((2, 2), (8, 2), (3, 1)):
         case = replace(causal, name=f"mixed-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads)
         yield replace(case, bottom_right=True, head_dim=64, **mixed)
-    yield replace(base, name="gqa", heads=6, kv_heads=2, **cross)
     for d, dv in ((1, 1), (33, 48), (64, 64), (128, 40), (200, 136)):
         yield replace(causal, name=f"head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
-    with_sinks = replace(causal, sinks=True, heads=4, kv_heads=2, bottom_right=True)
-    yield replace(with_sinks, name="sinks")
-    yield replace(with_sinks, name="sinks-dropout", dropout_p=0.2, softcap=3.0, **cross)
-    yield replace(with_sinks, name="sinks-mixed-after", after=(7, 3), grads=("out",), **mixed)
     for p in (0.1, 0.5, 1.0):
         yield replace(causal, name=f"dropout-{p}", dropout_p=p, heads=4, kv_heads=2, **cross)
-    yield replace(base, name="alibi-h", alibi="h")
     for layout in ("contiguous", "unaligned", "packed", "transposed", "every_second", "sliced",
                    "expanded_heads", "expanded_dims"):  # fmt: skip
         yield replace(causal, name=f"layout-{layout}", layouts=(layout,) * 3, head_dim=24)
     for grads in ((), ("out",), ("lse",)):
         yield replace(causal, name=f"grads-{'-'.join(grads) or 'none'}", grads=grads)
-    yield replace(causal, name="backward-split", q_lengths=(200, 20), k_lengths=(1300, 30), heads=1)
     long = replace(causal, name="long", q_lengths=(2100, 3, 500), head_dim=64, slow=True)
     yield replace(long, dtypes=(torch.float32, torch.bfloat16))
     yield from _packed_with_biases(replace(base, heads=4, kv_heads=2), cross, mixed)
@@ -489,10 +416,6 @@ def _packed_with_biases(
     for program in PROGRAMS:
         case = replace(base, program=program, bottom_right=program != "causal", after=(7, 3))
         yield replace(case, name=f"program-{program}", **cross)
-    yield replace(base, name="program-mixed", program="many", bottom_right=True, **mixed)
-    lengths = tuple(n * 7 % 23 for n in range(40))
-    yield replace(base, name="program-short", program="documents", q_lengths=lengths)
-    yield replace(split, name="program-split", program="many", relative_bias=False)
     both = replace(relative, program="many", sinks=True, softcap=3.0, alibi="bh", **cross)
     yield replace(both, name="relative-everything", dropout_p=0.2, window=(50, -1))
     nothing = replace(both, q_lengths=(), k_lengths=(), alibi="h")
@@ -523,20 +446,13 @@ def _decoding() -> Iterator[DecodeCase]:
         # Sixteen rows of a key head are a tile; 32 are a panel.
         for heads in (15, 16, 33):
             yield replace(case, name=f"{label}rows-{heads}", heads=heads, kv_heads=1)
-        latent = replace(case, heads=20, kv_heads=1, head_dim=576, value_dim=512)
-        yield replace(latent, name=f"{label}latent", lengths=(70, 0, 129))
-        many = replace(latent, heads=128, window=(90, 0), lengths=(70, 0, 129))
-        many = replace(many, dtypes=(torch.float32, torch.bfloat16))
-        yield replace(many, name=f"{label}latent-128")
-        grouped = replace(many, heads=130, kv_heads=2, head_dim=40, value_dim=24)
+        latent = replace(case, heads=128, kv_heads=1, head_dim=576, value_dim=512)
+        latent = replace(latent, dtypes=(torch.float32, torch.bfloat16), lengths=(70, 0, 129))
+        yield replace(latent, name=f"{label}latent-128", window=(90, 0))
+        grouped = replace(latent, heads=130, kv_heads=2, head_dim=40, value_dim=24)
         yield replace(grouped, name=f"{label}rows-65", leftpad=(9, 0, 50), softcap=4.0)
-        stacked = replace(case, heads=12, queries=3, lengths=(70, 2, 129), window=(20, 0))
-        yield replace(stacked, name=f"{label}stacked")
-        yield replace(stacked, name=f"{label}stacked-everything", softcap=4.0, alibi="bh",
-                      sinks=True, window=(70, 1), layouts=("blhd", "blhd"))  # fmt: skip
         many = replace(case, heads=16, kv_heads=1, lengths=(1100, 513, 512), capacity=1100)
         yield replace(many, name=f"{label}stacked-long", sinks=True)
-        yield replace(many, name=f"{label}stacked-long-window", window=(600, 0), alibi="h")
         many = replace(many, dtypes=(torch.float32, torch.bfloat16))
         yield replace(many, name=f"{label}stacked-long-inf", values="inf", window=(500, 0),
                       lengths=(1100, 1100))  # fmt: skip
@@ -545,11 +461,8 @@ def _decoding() -> Iterator[DecodeCase]:
         yield replace(case, name=f"{label}window", window=(20, 0), queries=3)
         yield replace(case, name=f"{label}softcap-alibi", softcap=4.0, alibi="bh", queries=2)
         yield replace(case, name=f"{label}alibi", alibi="h", window=(-1, 0))
-        yield replace(case, name=f"{label}sinks", sinks=True, window=(20, 0), queries=2)
         long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
         yield replace(long, name=f"{label}long")
-        yield replace(long, name=f"{label}long-sinks", sinks=True)
-        yield replace(long, name=f"{label}long-batch", lengths=(600, 9, 700, 512, 0, 1024, 33, 7))
         for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
             yield replace(case, name=f"{label}layout-{layout}", layouts=(layout, layout))
         padded = replace(case, leftpad=(9, 0, 1, 128), sinks=True)
@@ -557,18 +470,11 @@ def _decoding() -> Iterator[DecodeCase]:
         padded = replace(padded, dtypes=(torch.float32, torch.bfloat16))
         yield replace(padded, name=f"{label}leftpad-everything", queries=3, alibi="bh", tree="b",
                       program="many", window=(100, -1), relative_bias=True)  # fmt: skip
-        yield replace(padded, name=f"{label}leftpad-panels", queries=40, window=(-1, 0))
-        yield replace(padded, name=f"{label}leftpad-rows", heads=16, kv_heads=1, queries=2)
-        yield replace(long, name=f"{label}leftpad-long", leftpad=(700, 512, 511, 0),
-                      dtypes=(torch.float32,))  # fmt: skip
         yield from _quantised(replace(case, quantised=torch.int8), f"{label}int8")
         yield from _quantised(replace(case, quantised=torch.float8_e4m3fn), f"{label}fp8")
     # So many key heads that a thread takes all chunks of one, up to four threads.
     yield replace(base, name="stacked-long-heads", heads=64, kv_heads=4, head_dim=16, capacity=1030,
                   lengths=(1030, 900, 1024, 700), dtypes=(torch.bfloat16,))  # fmt: skip
-    # More chunks than are merged at once, and a window that begins after the first one.
-    yield replace(base, name="many-chunks", kv_heads=1, head_dim=16, capacity=9000, lengths=(9000,),
-                  window=(6500, 0), dtypes=(torch.float32, torch.bfloat16))  # fmt: skip
     yield replace(base, name="no-sequences", lengths=())
     yield replace(paged, name="paged-no-sequences", lengths=())
     for case in (base, paged):
@@ -586,30 +492,10 @@ def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
         large = replace(case, spread=50.0, head_dim=128, dtypes=(torch.bfloat16, torch.float16))
         large = replace(large, lengths=(600, 3), capacity=610)
         yield replace(large, name=f"{label}-large-scores")
-    for d, dv in ((1, 1), (5, 40), (100, 33), (128, 128), (600, 20), (576, 512)):
-        yield replace(case, name=f"{label}-head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
-    for heads, kv_heads in ((3, 1), (40, 2), (66, 1)):
-        yield replace(
-            case, name=f"{label}-heads-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads
-        )
-    for queries in (0, 4, 40):
-        some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
-        yield replace(some, name=f"{label}-queries-{queries}-causal")
-    yield replace(case, name=f"{label}-everything", queries=3, softcap=4.0, alibi="bh", sinks=True,
-                  relative_bias=True, program="many", leftpad=(9, 0, 1, 128))  # fmt: skip
-    long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
-    yield replace(long, name=f"{label}-long")
-    for layout in ("blhd", "unaligned", "sliced", "every_second"):
-        yield replace(case, name=f"{label}-layout-{layout}", layouts=(layout, layout))
     # Rows are widened up to the longest sequence; masks are those of the whole cache.
     spare = replace(case, capacity=400, tree="b", program="many", dtypes=(torch.float32,))
     yield replace(spare, name=f"{label}-spare-queries", queries=40)
     yield replace(spare, name=f"{label}-spare-heads", heads=66, kv_heads=1, leftpad=(9, 0, 1, 128))
-    if not case.page:
-        yield replace(case, name=f"{label}-entries", shuffled=True)
-        yield replace(case, name=f"{label}-no-sequences", lengths=())
-    else:
-        yield replace(case, name=f"{label}-pages-of-7", page=7)
 
 
 def _decoding_with_biases(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
@@ -644,9 +530,10 @@ _MORE = {
     "scaled_dot_product_attention": [
         *(_head_dims(), _lengths(), _heads(), _masks(), _windows(), _options(), _sinks()),
         *(_relative_biases(), _programs(), _layouts(), _results(), _long(), _parts()),
+        cases.mixed("more", 120),
     ],
-    "varlen_attention": [_packed()],
-    "decode_attention": [_decoding()],
+    "varlen_attention": [_packed(), varlen.mixed("more", 30)],
+    "decode_attention": [_decoding(), decode.mixed("more", 100)],
 }
 PROOFS = {
     op: replace(proof, cases=(*chain(*_MORE.get(op, ())), *proof.cases))

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,25 +141,9 @@ def stall() -> None:
     time.sleep(1.5 * SECONDS)
 
 
-def die_in_comparison() -> tuple[str, float]:
-    return _fail("the comparison of the arguments", die, "ring")
-
-
-def die_in_ring() -> tuple[str, float]:
-    return _fail("step 2 of 3 of the forward ring", die, "ring")
-
-
-def die_in_backward() -> tuple[str, float]:
-    return _fail("step 1 of 3 of the backward ring", die, "ring")
-
-
-def die_in_gathering() -> tuple[str, float]:
-    return _fail("gathering the keys", die, "allgather")
-
-
-def die_in_heads() -> tuple[str, float]:
-    return _fail("the exchange of heads", die, "ulysses", heads=6)
-
-
-def stall_in_ring() -> tuple[str, float]:
-    return _fail("step 1 of 2 of the forward ring", stall, "ring")
+die_in_comparison = partial(_fail, "the comparison of the arguments", die, "ring")
+die_in_ring = partial(_fail, "step 2 of 3 of the forward ring", die, "ring")
+die_in_backward = partial(_fail, "step 1 of 3 of the backward ring", die, "ring")
+die_in_gathering = partial(_fail, "gathering the keys", die, "allgather")
+die_in_heads = partial(_fail, "the exchange of heads", die, "ulysses", heads=6)
+stall_in_ring = partial(_fail, "step 1 of 2 of the forward ring", stall, "ring")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,21 +93,12 @@ def _fail(step: str, act: Callable[[], None], call: Callable[[], Any]) -> tuple[
     return message_of(differentiated), time.monotonic() - begin
 
 
-def die_in_hop() -> tuple[str, float]:
-    return _fail("hop 2 of 3", die, lambda: hop(hops=3))
-
-
-def die_in_derivative() -> tuple[str, float]:
-    return _fail("the gradient of the query of hop 2 of 3", die, lambda: hop(hops=3))
-
-
-def die_in_retrieval() -> tuple[str, float]:
-    return _fail("step 2 of the retrieval", die, lambda: retrieve(update_steps_max=3))
-
-
-def die_in_decoding() -> tuple[str, float]:
-    return _fail("the merge of the keys of all ranks", die, decode)
-
-
-def stall_in_hop() -> tuple[str, float]:
-    return _fail("hop 2 of 3", stall, lambda: hop(hops=3))
+die_in_hop = partial(_fail, "hop 2 of 3", die, partial(hop, hops=3))
+die_in_derivative = partial(
+    _fail, "the gradient of the query of hop 2 of 3", die, partial(hop, hops=3)
+)
+die_in_retrieval = partial(
+    _fail, "step 2 of the retrieval", die, partial(retrieve, update_steps_max=3)
+)
+die_in_decoding = partial(_fail, "the merge of the keys of all ranks", die, decode)
+stall_in_hop = partial(_fail, "hop 2 of 3", stall, partial(hop, hops=3))

@@ -1,11 +1,14 @@
 """Exact results for candidates in float64: those of ``naive``, in extended precision.
 
 Importing it (conftest.py does) makes them what the proofs of ``fastattn.testing`` compare with.
+Gradients stay those of the definition, whose derivative ``test_reference.py`` compares with
+differences of ``naive``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import naive
@@ -16,84 +19,76 @@ from fastattn.testing.calls import Call, Operands, Results, double
 from fastattn.testing.encode_memory import factors_of
 from fastattn.testing.judge import EXTENDED
 
-__all__ = ["attention", "exact", "memory_hops"]
+__all__ = ["FORWARD", "exact"]
 
 
-def exact(inputs: Operands) -> Results:
-    """The exact results of attention in the dtype of the inputs."""
-    return attention(inputs) if inputs.query.dtype == torch.float64 else inputs.definition()
-
-
-def attention(inputs: Operands) -> Results:
-    found: Results = inputs.cleaned().results(naive)
+def _primitive(inputs: Operands) -> Results:
+    found: Results = replace(inputs.cleaned(), grads={}).results(naive)
     return found
-
-
-def _additive(inputs: Operands) -> Results:
-    tensors = inputs.cleaned().tensors.values()
-    return naive.additive_attention(*tensors, inputs.options, *inputs.grads.values())
 
 
 def _encoding(inputs: Call) -> Results:
     tokens, *tables = inputs.tensors.values()
-    grad = inputs.grad_out
-    factors = factors_of(inputs.options["encoding"], tokens.shape[-1], grad.shape[-1])
+    factors = factors_of(inputs.options["encoding"], tokens.shape[-1], tables[0].shape[-1])
     weight, temporal = (x.unsqueeze(0) if x.ndim == 2 else x for x in tables)
-    grad = grad if grad.ndim == 4 else grad.unsqueeze(1)
-    results = naive.encode_memory(tokens, weight, factors, temporal, grad)
-    shapes = (inputs.grad_out.shape, *(x.shape for x in tables))
-    return {name: x.view(s) for (name, x), s in zip(results.items(), shapes, strict=True)}
+    out = naive.encode_memory(tokens, weight, factors, temporal)
+    return {"out": out.squeeze(1) if tables[0].ndim == 2 else out}
 
 
 def _hopfield(inputs: Call) -> Results:
-    call, options = inputs.cleaned(double), inputs.options
-    return naive.hopfield_retrieve(
-        *call.tensors.values(), options["update_steps_max"], options["grad"], call.grad_out
-    )
+    call = inputs.cleaned(double)
+    out = naive.hopfield_retrieve(*call.tensors.values(), inputs.options["update_steps_max"])
+    return {"out": out}
 
 
 def _luong(inputs: Call) -> Results:
     clean, options = inputs.cleaned(double), inputs.options
-    return naive.luong_attention(
+    out, weights = naive.luong_attention(
         *(clean.tensors[name] for name in ("query", "key", "value")),
         positions=clean.tensors.get("positions", options.get("positions")),
         padding=options["key_padding_mask"],
         half=options["D"],
         bell=options["window"] == "local-p",
-        grad_out=inputs.grad_out,
-        grad_weights=inputs.grad_weights,
     )
+    return {"out": out, "weights": weights} if options["need_weights"] else {"out": out}
 
 
-def memory_hops(inputs: Call) -> Results:
+def _memory_hops(inputs: Call) -> Results:
     clean = inputs.cleaned()
-    _, (*tensors, options) = prepare(**clean.tensors, **clean.options)
-    query, m, c, hop_proj, *rest = tensors
-    grads = [clean.grads["out"], clean.grads.get("weights")]
-    shapes = {f"grad_{name}": x.shape for name, x in clean.tensors.items() if x is not None}
-    shapes |= {n: x.shape for n, x in zip(("out", "weights"), grads, strict=True) if x is not None}
+    _, (query, m, c, *rest, options) = prepare(**clean.tensors, **clean.options)
     if query.ndim == 2:
-        query, *grads = (None if x is None else x.unsqueeze(1) for x in (query, *grads))
-    m, c = (x.unsqueeze(1) if x is not None and x.ndim == 3 else x for x in (m, c))
-    if hop_proj is not None and hop_proj.ndim == 2:
-        hop_proj = hop_proj.unsqueeze(0)
-    results = naive.memory_hop_attention(query, m, c, hop_proj, *rest, options, *grads)
-    return {name: x.reshape(shapes[name]) for name, x in results.items()}
+        query = query.unsqueeze(1)
+    m, c, hop_proj = (
+        x if x is None or x.ndim == n else x.unsqueeze(n - 3)
+        for x, n in zip((m, c, rest[0]), (4, 4, 3), strict=True)
+    )
+    out, weights = naive.memory_hop_attention(query, m, c, hop_proj, *rest[1:], options=options)
+    lead = clean.query.shape[:-1]
+    found = {"out": out.view(*lead, -1), "weights": weights.reshape(*lead, *weights.shape[2:])}
+    return found if options.weights else {"out": found["out"]}
 
 
-_BY_OPERATOR: dict[str, Callable[[Any], Results]] = {
-    "additive_attention": _additive,
-    "append_to_cache": lambda inputs: inputs.define(naive),
-    "decode_attention": lambda inputs: inputs.by_sequence(attention),
+FORWARD: dict[str, Callable[[Any], Results]] = {
+    **dict.fromkeys(
+        ("additive_attention", "merge_states", "scaled_dot_product_attention"), _primitive
+    ),
     "encode_memory": _encoding,
     "hopfield_retrieve": _hopfield,
     "luong_attention": _luong,
-    "memory_hop_attention": memory_hops,
-    "merge_states": attention,
-    "scaled_dot_product_attention": attention,
-    "varlen_attention": lambda inputs: inputs.by_sequence(attention),
+    "memory_hop_attention": _memory_hops,
 }
-EXTENDED.update({(op, torch.float64): function for op, function in _BY_OPERATOR.items()})
-# Nothing of the retrieval that is judged is part of this definition.
+
+
+def exact(inputs: Any) -> Results:
+    """The results in extended precision, and the gradients of the definition."""
+    found: Results = inputs.definition() | FORWARD[inputs.operator](inputs)
+    return found
+
+
+EXTENDED.update({(op, torch.float64): exact for op in FORWARD})
+EXTENDED["append_to_cache", torch.float64] = lambda inputs: inputs.define(naive)
+for op in ("decode_attention", "varlen_attention"):
+    EXTENDED[op, torch.float64] = lambda inputs: inputs.by_sequence(exact)
+# The definition shares the preparation of its arguments with the retrieval that is judged.
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    EXTENDED["hopfield_retrieve", dtype] = _hopfield
+    EXTENDED["hopfield_retrieve", dtype] = exact

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from within_bound import assert_right, assert_within_bound
 
-from fastattn.testing import Noise, deviation
+from fastattn import testing
+from fastattn.testing import Noise, Target, deviation
 from fastattn.testing.judge import SAFETY, Verdict
 from fastattn.testing.rounding import RandomRounding
 
@@ -137,6 +140,29 @@ def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
     assert 1e6 < verdict.severity < 1e8
     verdict.faults.append("query was written to")
     assert verdict.severity == float("inf")
+
+
+@dataclass(frozen=True)
+class Wrong(Target):
+    """The reference, of which one result is slightly wrong."""
+
+    name: str = ""
+
+    def results(self, backend: Any, inputs: Any) -> dict[str, Tensor]:
+        found = super().results(backend, inputs)
+        found[self.name] = found[self.name] * 1.001
+        return found
+
+
+@pytest.mark.parametrize("operator", testing.PROOFS)
+def test_the_judge_sees_any_result_that_is_wrong(operator: str) -> None:
+    proof = testing.PROOFS[operator]
+    case = next(case for case in proof.cases if torch.float32 in case.dtypes)
+    _, exact, _ = proof.expected(case, torch.float32)
+    for name, x in exact.items():
+        if x.any():
+            (fault,) = proof(case, torch.float32, Wrong("reference", name=name)).faults
+            assert fault.startswith(f"{name} [")
 
 
 _SCRIPT = """

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import ATTENTION_CASES
+from attention_cases import ATTENTION_CASES, PROOFS
+from extended import FORWARD
 from reference_calls import INF, PLAIN, SEED, attend, normal
 from torch import Tensor
 
+from fastattn import testing
 from fastattn.backends import reference
 from fastattn.testing import Case, Target, check
 
@@ -116,6 +119,55 @@ def test_is_within_the_bound_as_a_backend(name: str, dtype: torch.dtype) -> None
     (case,) = [case for case in TABLE if case.name == name]
     verdict = check(case, dtype, Target("reference"))
     assert verdict.ok, "\n".join(verdict.faults)
+
+
+# Where a small step changes nothing but rounding, or more than the derivative says.
+STEEP = ("steep", "finfo_min", "saturated", "spread-", "apart", "large", "scale-1e+", "infinite")
+
+
+def _is_smooth(case: Any) -> bool:
+    text = f"{case.name} {getattr(case, 'mask', '')}"
+    excluded = getattr(case, "partial", False) or getattr(case, "grad", "") == "one_step"
+    return not excluded and not any(word in text for word in STEEP)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("operator", "case"),
+    [
+        pytest.param(operator, case, id=f"{operator}-{case.name}")
+        for operator in FORWARD
+        for case in testing.PROOFS[operator].cases[:: 6 if "dot_product" in operator else 1]
+        if torch.float64 in case.dtypes and _is_smooth(case)
+    ],
+)
+def test_gradients_are_those_of_differences_of_the_naive_implementation(
+    operator: str, case: Any
+) -> None:
+    """The derivative in one random direction of each tensor."""
+    inputs: Any = PROOFS[operator].make(case, torch.float64).cleaned()
+    exact, step = inputs.definition(), 1e-5
+    given = {name: grad for name, grad in inputs.grads.items() if grad is not None}
+
+    def terms(results: Any) -> Tensor:
+        """Those of the loss; -inf of a fully masked row is none."""
+        each = [(results[n].where(results[n].isfinite(), 0.0) * g).sum() for n, g in given.items()]
+        return torch.stack([torch.zeros(()).double(), *each])
+
+    rounding = float(terms(exact).abs().sum()) * 1e-9
+    for name, x in inputs.tensors.items():
+        of_mask = name == "attn_mask" and "grad_mask" in exact
+        gradient = exact.get("grad_mask" if of_mask else f"grad_{name}")
+        if x is None or gradient is None or not x.is_floating_point():
+            continue
+        direction = normal(*x.shape)
+        if name == "positions":  # at a whole number the window is about to move
+            direction[:, ::3] = 0
+        moved = [{**inputs.tensors, name: x + at * direction} for at in (step, -step)]
+        after, before = (terms(FORWARD[operator](replace(inputs, tensors=t))) for t in moved)
+        want = gradient * direction
+        off = (after - before).sum() / (2 * step) - want.sum()
+        assert off.abs() <= 1e-6 * want.abs().sum() + rounding, name
 
 
 # -- dropout --------------------------------------------------------------------------------------

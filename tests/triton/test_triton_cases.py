@@ -95,54 +95,24 @@ WORK = [
 ]
 # Whatever else is chosen: the options that meet in these are met nowhere else.
 OF_ATTENTION = {
-    "empty-heads": torch.float16,
-    "gqa-mask-heads": torch.float32,
-    "alibi-bh-window": torch.float32,
-    "mask-padding-poison": torch.float32,
-    "mask-nan-queries": torch.float32,
-    "mask-one_key-poison": torch.bfloat16,
-    "mask-float32-hq": torch.bfloat16,
-    "mask-float-one": torch.float32,
-    "mask-finfo-min": torch.float16,
-    "window-3-5-65x65-full": torch.float32,
-    "window-3--1-40x130-bottom_right": torch.bfloat16,
-    "window-sees-nothing": torch.float32,
-    "layout-expanded_rows-causal-wide": torch.float32,
-    "dropout-0.5-mask": torch.float32,
-    "head_dim-512": torch.float32,
-    "relative-3x0": torch.float32,
-    "relative-65x16": torch.float16,
-    "relative-bh": torch.bfloat16,
-    "relative-any-decode": torch.float32,
-    "relative-grid-decode": torch.bfloat16,
-    "program-sinks": torch.float32,
-    "program-documents_b-40x1": torch.float16,
-    "program-function-40x1": torch.bfloat16,
-    "results-0-out-lse": torch.float32,
-    "lengths-33x33-upper_left": torch.float32,
-    "lengths-33x65-bottom_right": torch.float32,
-    "results-0-out-lse-causal": torch.float32,
-    "heads-4-2": torch.float16,
-    "mask-bool-qk": torch.float32,
-    "alibi-h-window": torch.float32,
-    "softcap-0.5": torch.float32,
-    "dropout-0.5": torch.float32,
-    "results-1-out-weights": torch.float32,
-    "mask-float-bqk": torch.float32,
-    "relative-softcap": torch.float32,
-    "program-window": torch.float32,
-    "program-causal": torch.float32,
-    "program-documents_b": torch.float32,
-    "program-function": torch.float32,
-    "program-block_mask": torch.float32,
-    "program-not_window": torch.float32,
-    "program-chunks": torch.float32,
-    "program-many": torch.float32,
-    "program-sinks-nan-queries": torch.float32,
-    "results-2-out-weights": torch.float32,
-    "sinks-1x1": torch.float32,
-    "sinks-nan-queries": torch.float32,
-    "sinks-40x1-causal": torch.float32,
+    name: dtype
+    for dtype, names in {
+        torch.float16: """empty-heads mask-finfo-min relative-65x16
+            program-documents_b-40x1 heads-4-2""",
+        torch.float32: """gqa-mask-heads alibi-bh-window mask-padding-poison
+            mask-nan-queries mask-float-one window-3-5-65x65-full window-sees-nothing
+            layout-expanded_rows-causal-wide
+            dropout-0.5-mask head_dim-512 relative-3x0 relative-any-decode program-sinks
+            results-0-out-lse lengths-33x33-upper_left lengths-33x65-bottom_right
+            results-0-out-lse-causal mask-bool-qk alibi-h-window softcap-0.5 dropout-0.5
+            results-1-out-weights mask-float-bqk relative-softcap program-window program-causal
+            program-documents_b program-function program-block_mask program-not_window
+            program-chunks program-many program-sinks-nan-queries results-2-out-weights
+            sinks-1x1 sinks-nan-queries sinks-40x1-causal""",
+        torch.bfloat16: """mask-one_key-poison mask-float32-hq window-3--1-40x130-bottom_right
+            relative-bh relative-grid-decode program-function-40x1""",
+    }.items()
+    for name in names.split()
 }
 WORK += [
     (ATTENTION, case, OF_ATTENTION[case.name])

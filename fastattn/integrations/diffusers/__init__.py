@@ -6,6 +6,7 @@ diffusers looks up the name given to ``set_attention_backend`` in a registry of 
 
 from __future__ import annotations
 
-from fastattn.integrations.diffusers._registry import Registration, register
+from fastattn.integrations._registration import Registration
+from fastattn.integrations.diffusers._registry import register
 
 __all__ = ["Registration", "register"]

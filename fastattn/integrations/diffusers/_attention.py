@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fastattn.ops import scaled_dot_product_attention
 
-__all__ = ["attention_forward"]
-
 
 # diffusers drops, without an error, each argument that has no parameter here.
 def attention_forward(

@@ -9,8 +9,6 @@ from typing import Any
 from fastattn.integrations._registration import Registration, check_version
 from fastattn.integrations.diffusers._attention import attention_forward
 
-__all__ = ["NAME", "Registration", "register"]
-
 NAME = "fastattn"
 # The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (0, 37), (1, 0)

@@ -7,9 +7,9 @@ function and one for the function that creates the mask (``AttentionInterface`` 
 
 from __future__ import annotations
 
+from fastattn.integrations._registration import Registration
 from fastattn.integrations.transformers._compact import CompactBiases, compact_relative_bias
 from fastattn.integrations.transformers._registry import (
-    Registration,
     context_parallel,
     register,
 )

@@ -16,8 +16,6 @@ from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.integrations.transformers._support import is_model_input, takes_any_mask
 from fastattn.ops import merge_states, scaled_dot_product_attention, varlen_attention
 
-__all__ = ["attention_forward", "check_others"]
-
 # Arguments that models pass to every layer and that do not change attention. Composite models also
 # pass their own inputs (PaliGemma: labels), see is_model_input.
 _IRRELEVANT = frozenset(

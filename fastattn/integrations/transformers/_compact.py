@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from fastattn.bias import T5, Window2d
 from fastattn.integrations._registration import Undoable
 
-__all__ = ["CompactBias", "CompactBiases", "compact_relative_bias"]
-
 
 @dataclass(frozen=True)
 class CompactBias:

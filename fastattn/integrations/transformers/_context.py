@@ -16,8 +16,6 @@ from fastattn.integrations.transformers._masks import StructuredMask
 from fastattn.integrations.transformers._patterns import Pattern, pattern_of
 from fastattn.integrations.transformers._recording import weights_are_recorded
 
-__all__ = ["Context"]
-
 _NAME = "attn_implementation='fastattn_context_parallel'"
 
 

@@ -15,8 +15,6 @@ from fastattn.integrations.transformers._patterns import Pattern, in_window, pat
 from fastattn.integrations.transformers._support import takes_any_mask
 from fastattn.library import watchers
 
-__all__ = ["StructuredMask", "attention_mask", "dense_mask"]
-
 
 class StructuredMask(Tensor):
     """A boolean mask [B, 1, Lq, Lk], stored as its pattern instead of a matrix; True takes part.

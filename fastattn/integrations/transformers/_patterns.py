@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pattern", "in_window", "pattern_of"]
-
 
 @dataclass(frozen=True)
 class Pattern:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["weights_are_recorded"]
-
 
 def weights_are_recorded(module: nn.Module) -> bool:
     """True within a call of a model with ``output_attentions=True``.

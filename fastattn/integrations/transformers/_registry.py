@@ -10,8 +10,6 @@ from fastattn.distributed import Layout
 from fastattn.integrations._registration import Registration, check_version
 from fastattn.nn._context import checked
 
-__all__ = ["Registration", "context_parallel", "register"]
-
 # The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (5, 0), (6, 0)
 _OVERRIDABLE = ("sdpa",)

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_model_input", "takes_any_mask"]
-
 
 @torch.compiler.assume_constant_result
 def takes_any_mask(config: Any) -> bool:

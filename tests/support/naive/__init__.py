@@ -1,4 +1,4 @@
-"""An independent implementation of every operator, with gradients, in NumPy and extended precision.
+"""An independent implementation of every operator, in NumPy and extended precision.
 
 It shares no code with ``backends/reference/`` (except for the dropout mask, which is integer
 arithmetic with known answers), so each checks the other. It is also the only reference that is more
@@ -17,11 +17,8 @@ from naive.encode_memory import encode_memory
 from naive.hopfield import hopfield_retrieve
 from naive.luong import luong_attention
 from naive.memory_hops import memory_hop_attention
-from naive.merge_states import merge_states, merge_states_backward
-from naive.sdpa import (
-    scaled_dot_product_attention,
-    scaled_dot_product_attention_backward,
-)
+from naive.merge_states import merge_states
+from naive.sdpa import scaled_dot_product_attention
 
 __all__ = [
     "additive_attention",
@@ -31,7 +28,5 @@ __all__ = [
     "luong_attention",
     "memory_hop_attention",
     "merge_states",
-    "merge_states_backward",
     "scaled_dot_product_attention",
-    "scaled_dot_product_attention_backward",
 ]

@@ -50,10 +50,6 @@ def softmax(scores: Array, seen: NDArray[np.bool_]) -> tuple[Array, Array]:
     return e / np.where(total == 0, 1, total), lse
 
 
-def softmax_backward(p: Array, d_p: Array) -> Array:
-    return cast(Array, p * (d_p - (p * d_p).sum(-1, keepdims=True)))
-
-
 def dropout(
     shape: tuple[int, int, int, int],
     probability: float,
@@ -66,9 +62,3 @@ def dropout(
     threshold = round((1 - probability) * 65536)
     keep = dropout_keep(shape, probability, seed, first).numpy()
     return cast(Array, keep * (np.longdouble(65536) / max(threshold, 1)))
-
-
-def summed(grad: Array, like: Tensor) -> Array:
-    """The gradient of a tensor that was broadcast."""
-    axes = tuple(n for n, size in enumerate(like.shape) if size == 1 and grad.shape[n] != 1)
-    return cast(Array, grad.sum(axes, keepdims=True)) if axes else grad

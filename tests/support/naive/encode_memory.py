@@ -15,19 +15,15 @@ def encode_memory(
     weight: Tensor,  # [G, V, D]
     factors: Tensor,  # [J, D]
     temporal: Tensor,  # [G, N, D]
-    grad: Tensor,  # [B, G, N, D]
-) -> dict[str, Tensor]:
-    """Return out and the gradients of weight and temporal, by name, in float64."""
-    tables, rows, f, g = map(array, (weight, temporal, factors, grad))
-    out, grad_tables, grad_rows = np.zeros_like(g), np.zeros_like(tables), np.zeros_like(rows)
+) -> Tensor:
+    """Return the memories in float64, [B, G, N, D]."""
+    tables, rows, f = map(array, (weight, temporal, factors))
+    out = np.zeros((len(tokens), *rows.shape), np.longdouble)
     for b, story in enumerate(tokens.tolist()):
         for n, sentence in enumerate(story):
             if any(sentence):
                 out[b, :, n] += rows[:, n]
-                grad_rows[:, n] += g[b, :, n]
             for j, token in enumerate(sentence):
                 if token:
                     out[b, :, n] += f[j] * tables[:, token]
-                    grad_tables[:, token] += f[j] * g[b, :, n]
-    results = {"out": out, "grad_weight": grad_tables, "grad_temporal": grad_rows}
-    return {name: tensor(result) for name, result in results.items()}
+    return tensor(out)

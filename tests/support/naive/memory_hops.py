@@ -8,16 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from fastattn.backends.primitives import MemoryHopOptions
-from naive._arrays import (
-    Array,
-    array,
-    masked,
-    softmax,
-    softmax_backward,
-    summed,
-    tensor,
-    transposed,
-)
+from naive._arrays import Array, array, masked, softmax, tensor, transposed
 
 __all__ = ["memory_hop_attention"]
 
@@ -29,11 +20,10 @@ def memory_hop_attention(
     hop_proj: Tensor | None,
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
+    *,
     options: MemoryHopOptions,
-    grad_out: Tensor,
-    grad_weights: Tensor | None,
-) -> dict[str, Tensor]:
-    """Return out, weights, and the gradient of every argument, by name, in float64."""
+) -> tuple[Tensor, Tensor]:
+    """Return out and weights in float64."""
     batch, queries, width = query.shape
     hops, scale = options.hops, np.longdouble(options.scale)
     rows = in_memory.shape[2]
@@ -52,45 +42,15 @@ def memory_hop_attention(
     if memory_mask is not None:
         seen &= memory_mask.numpy()
 
-    u, us, ps, ys = array(query), [], [], []
+    u, ps = array(query), []
     for k in range(hops):
         s = scale * (u @ transposed(m[b, in_at[k]])) + bias[:, :, k]
         p = np.where(seen[:, :, k], s, 0)
         if options.normalize == "softmax":
             p, _ = softmax(s, seen[:, :, k])
-        us.append(u)
         ps.append(p)
         u = _phi(options.activation, u @ h[h_at[k]].T + p @ c[b, out_at[k]])
-        ys.append(u)
-
-    dm, dc = np.zeros(m.shape, np.longdouble), np.zeros(c.shape, np.longdouble)
-    dh, dbias = np.zeros(h.shape, np.longdouble), np.zeros(full, np.longdouble)
-    g = array(grad_out)
-    dw = np.zeros(full, np.longdouble) if grad_weights is None else array(grad_weights)
-    for k in reversed(range(hops)):
-        g = g * _dphi(options.activation, ys[k])
-        dc[:, out_at[k]] += transposed(ps[k]) @ g
-        dh[h_at[k]] += np.einsum("bqi,bqj->ij", g, us[k])
-        dp = g @ transposed(c[b, out_at[k]]) + dw[:, :, k]
-        ds = np.where(seen[:, :, k], dp, 0)
-        if options.normalize == "softmax":
-            ds = softmax_backward(ps[k], dp)
-        dbias[:, :, k] = ds
-        ds = scale * ds
-        dm[:, in_at[k]] += transposed(ds) @ us[k]
-        g = g @ h[h_at[k]] + ds @ m[b, in_at[k]]
-    if out_memory is None:
-        dm = dm + dc
-    results = {"out": u, "grad_query": g, "grad_in_memory": summed(dm, in_memory)}
-    if options.weights:
-        results["weights"] = np.stack(ps, 2)
-    if out_memory is not None:
-        results["grad_out_memory"] = summed(dc, out_memory)
-    if hop_proj is not None:
-        results["grad_hop_proj"] = dh
-    if memory_bias is not None:
-        results["grad_memory_bias"] = summed(dbias, memory_bias)
-    return {name: tensor(x) for name, x in results.items()}
+    return tensor(u), tensor(np.stack(ps, 2))
 
 
 def _phi(name: str, x: Array) -> Array:
@@ -99,12 +59,3 @@ def _phi(name: str, x: Array) -> Array:
     if name == "tanh":
         return np.tanh(x)
     return cast(Array, 1 / (1 + np.exp(-x)) if name == "sigmoid" else x)
-
-
-def _dphi(name: str, y: Array) -> Array:
-    """The derivative, from the value."""
-    if name == "relu":
-        return (y > 0).astype(np.longdouble)
-    if name == "tanh":
-        return 1 - y * y
-    return cast(Array, y * (1 - y) if name == "sigmoid" else np.ones_like(y))

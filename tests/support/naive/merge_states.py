@@ -10,7 +10,7 @@ from torch import Tensor
 from fastattn.backends.primitives import NoOptions
 from naive._arrays import Array, array, tensor
 
-__all__ = ["merge_states", "merge_states_backward"]
+__all__ = ["merge_states"]
 
 
 def merge_states(
@@ -19,25 +19,6 @@ def merge_states(
     """Return (out, lse) in float64; outputs must be finite, except where lse is -inf."""
     a, b, lse = _shares(lse_a, lse_b)
     return tensor(a[..., None] * _held(out_a, lse_a) + b[..., None] * _held(out_b, lse_b)), lse
-
-
-def merge_states_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    *,
-    options: NoOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of out_a, lse_a, out_b and lse_b in float64."""
-    a, b, _ = _shares(lse_a, lse_b)
-    g = np.zeros(out_a.shape, np.longdouble) if grad_out is None else array(grad_out)
-    h = np.zeros(lse_a.shape, np.longdouble) if grad_lse is None else array(grad_lse)
-    rest = a * b * (g * (_held(out_a, lse_a) - _held(out_b, lse_b))).sum(-1)
-    of_a, of_b = a[..., None] * g, b[..., None] * g
-    return tensor(of_a), tensor(a * h + rest), tensor(of_b), tensor(b * h - rest)
 
 
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Array, Array, Tensor]:
