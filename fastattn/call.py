@@ -44,7 +44,10 @@ class Plan:
         self.viewed = viewed
         self._operator, self.options, self.requires_grad = operator, options, requires_grad
         self._records: dict[Any, Any] = {}
-        self.kernel: Any = operator.primitive("cpu")
+        self._load()
+
+    def _load(self) -> None:
+        self.kernel: Any = self._operator.primitive("cpu")
         # Whether the kernel can leave out all results but the first.
         self._skips = "only_first" in inspect.signature(self.kernel).parameters
 
@@ -78,6 +81,9 @@ class _ChoosingPlan(Plan):
     """For calls of which PyTorch's kernel serves some, depending on values: each call chooses."""
 
     __slots__ = ()
+
+    def _load(self) -> None:  # there may be no kernel
+        pass
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
         return self._operator(*self._operator.lifted(tensors), options or self.options)

@@ -233,8 +233,12 @@ def _add_product(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha:
     return product + (added if beta == 1 else added * beta)
 
 
-def _var_mean(x: Tensor, dims: Any, *, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _var_mean(
+    x: Tensor, dims: Any, unbiased: bool = False, keepdim: bool = False, *, correction: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """As normalisation needs it: without a correction."""
+    assert not unbiased
+    assert not correction
     mean = x.mean(dims, keepdim=True)
     centered = x - mean
     return (centered * centered).mean(dims, keepdim=keepdim), mean

@@ -381,12 +381,12 @@ def test_the_cpu_has_no_reason_against_what_it_always_serves() -> None:
             continue
         names = dispatch.named(operator.name, [torch.ones(1)] * 20)
         kinds = dict.fromkeys(names, torch.float32) | {"alibi_slopes": None}
-        if not cpu.serves_all(operator.name, kinds, operator._options):
+        if not cpu.serves_all(operator.name, kinds, operator.options):
             continue
         served += 1
         tensors = {n: None if kinds[n] is None else torch.ones(1) for n in names}
-        for field in dataclasses.fields(operator._options):
-            unusual = operator._options(**_unusual(operator._options, field.name))
+        for field in dataclasses.fields(operator.options):
+            unusual = operator.options(**_unusual(operator.options, field.name))
             assert cpu.why_not(operator.name, tensors, unusual) == []
     assert served > 15
 

@@ -81,10 +81,10 @@ def test_the_message_names_the_tensor_and_the_sizes() -> None:
         "B = 2, Hq = 4, Lq = 5, Lk = 5, got (1, 1, 5, 6)"
     )
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        operator.dispatched(*tensors, operator._options(scale=1.0), "")
+        operator.dispatched(*tensors, operator.options(scale=1.0), "")
     three = operator.tensors(query=x, key=x[:, :3], value=x[:, :3])
     with pytest.raises(RuntimeError, match="Hq must be a multiple of Hkv, got 4 and 3"):
-        operator.dispatched(*three, operator._options(scale=1.0), "")
+        operator.dispatched(*three, operator.options(scale=1.0), "")
 
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float64)

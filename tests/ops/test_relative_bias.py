@@ -248,7 +248,7 @@ def test_a_table_that_is_too_small_is_not_read(table: Any, positions: Any, messa
     call(torch.zeros(1, 4, 17), enough)
     with pytest.raises(ValueError, match="positions is not valid: it must be contiguous, of int32"):
         call(torch.zeros(1, 4, 17), enough.long())
-    with pytest.raises(ValueError, match=r"relative_bias must be torch\.float32 for .*, got .*16"):
+    with pytest.raises(ValueError, match="relative_bias is not valid: it must be float32, got bf"):
         call(torch.zeros(1, 4, 17).bfloat16(), enough)
 
 
