@@ -9,7 +9,7 @@ from typing import Any
 import naive
 import pytest
 import torch
-from case_table import within_the_bound
+from case_table import refuses, within_the_bound
 from torch import Tensor
 
 import fastattn
@@ -351,9 +351,4 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("args", "options", "error", "match"), BAD)
-def test_errors_say_what_is_wrong(
-    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        additive_attention(*args, **options)
+test_errors = refuses(additive_attention, BAD)

@@ -8,7 +8,7 @@ from typing import Any
 import fenced
 import pytest
 import torch
-from case_table import within_the_bound
+from case_table import refuses, within_the_bound
 from torch import Tensor
 from torch.func import vmap
 
@@ -314,12 +314,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("args", "options", "error", "match"), BAD)
-def test_errors_say_what_is_wrong(
-    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        encode_memory(*args, **options)
+test_errors = refuses(encode_memory, BAD)
 
 
 # -- autograd, torch.func and torch.export --------------------------------------------------------

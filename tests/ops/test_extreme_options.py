@@ -51,52 +51,33 @@ TOKENS = torch.tensor([[[1, 2], [0, 3]]])
 BOTTOM_RIGHT = {"causal_alignment": "bottom_right"}
 
 
+sdpa, varlen = fastattn.scaled_dot_product_attention, fastattn.varlen_attention
+decode, luong, stats = fastattn.decode_attention, fastattn.luong_attention, fastattn.attention_stats
+LOCAL: dict[str, Any] = {"method": "dot", "window": "local-p", "positions": POSITIONS}
+WEIGHTS: dict[str, Any] = {"need_weights": True, "return_lse": True, **BOTTOM_RIGHT}
+
 # name: (the call as a function of the number and of the tensors, the tensors to differentiate by)
 CALLS: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
-    "window": (
-        lambda n, q, k: fastattn.scaled_dot_product_attention(q, k, k, window=(n, n)),
-        LONG,
-    ),
-    "window-weights": (
-        lambda n, q, k: fastattn.scaled_dot_product_attention(
-            q, k, k, window=(n, 0), need_weights=True, return_lse=True, **BOTTOM_RIGHT
-        ),
-        LONG,
-    ),
+    "window": (lambda n, q, k: sdpa(q, k, k, window=(n, n)), LONG),
+    "window-weights": (lambda n, q, k: sdpa(q, k, k, window=(n, 0), **WEIGHTS), LONG),
     "window-slopes": (
-        lambda n, q, k: fastattn.scaled_dot_product_attention(
-            q, k, k, window=(0, n), alibi_slopes=SLOPES, **BOTTOM_RIGHT
-        ),
-        LONG,
+        lambda n, q, k: sdpa(q, k, k, window=(0, n), alibi_slopes=SLOPES, **BOTTOM_RIGHT), LONG
     ),
     "window-varlen": (
-        lambda n, q, k, v: fastattn.varlen_attention(
-            q, k, v, *STARTS, window=(n, n), return_lse=True, **BOTTOM_RIGHT
-        ),
-        PACKED,
+        lambda n, *x: varlen(*x, *STARTS, window=(n, n), return_lse=True, **BOTTOM_RIGHT), PACKED
     ),
-    "max_seqlen": (
-        lambda n, q, k, v: fastattn.varlen_attention(q, k, v, *STARTS, n, n),
-        PACKED,
-    ),
-    "window-decode": (
-        lambda n: fastattn.decode_attention(QUERY, KEY, VALUE, 8, window=(n, n)),
-        (),
-    ),
-    "cache_seqlens": (lambda n: fastattn.decode_attention(QUERY, KEY, VALUE, n), ()),
+    "max_seqlen": (lambda n, *x: varlen(*x, *STARTS, n, n), PACKED),
+    "window-decode": (lambda n: decode(QUERY, KEY, VALUE, 8, window=(n, n)), ()),
+    "cache_seqlens": (lambda n: decode(QUERY, KEY, VALUE, n), ()),
     "window-flash": (
-        lambda n, q, k, v: flash_attn.flash_attn_varlen_func(
-            q, k, v, *STARTS, 4, 5, window_size=(n, n)
-        ),
+        lambda n, *x: flash_attn.flash_attn_varlen_func(*x, *STARTS, 4, 5, window_size=(n, n)),
         PACKED,
     ),
-    "window-stats": (lambda n: fastattn.attention_stats(*LONG, window=(n, 0)).entropy, ()),
-    "top_k": (lambda n: fastattn.attention_stats(*LONG, top_k=n).lse, ()),
-    "rows": (lambda n: fastattn.attention_stats(*LONG, rows=(n,)).lse, ()),
+    "window-stats": (lambda n: stats(*LONG, window=(n, 0)).entropy, ()),
+    "top_k": (lambda n: stats(*LONG, top_k=n).lse, ()),
+    "rows": (lambda n: stats(*LONG, rows=(n,)).lse, ()),
     "max_distance": (
-        lambda n, q, k, table: fastattn.scaled_dot_product_attention(
-            q, k, k, relative_bias=T5(table, True, n)
-        ),
+        lambda n, q, k, table: sdpa(q, k, k, relative_bias=T5(table, True, n)),
         (*LONG, normal(8, 2)),
     ),
     "hops": (lambda n, u, m: fastattn.memory_hop_attention(u, m, m, hops=n), ROWS),
@@ -104,16 +85,8 @@ CALLS: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
         lambda n, x, m: fastattn.hopfield_retrieve(x, m, update_steps_max=n, update_steps_eps=0.1),
         ROWS,
     ),
-    "D-local-m": (
-        lambda n, q, k: fastattn.luong_attention(q, k, k, method="dot", window="local-m", D=n),
-        ROWS,
-    ),
-    "D-local-p": (
-        lambda n, q, k: fastattn.luong_attention(
-            q, k, k, method="dot", window="local-p", D=n, positions=POSITIONS, need_weights=True
-        ),
-        ROWS,
-    ),
+    "D-local-m": (lambda n, q, k: luong(q, k, k, method="dot", window="local-m", D=n), ROWS),
+    "D-local-p": (lambda n, q, k: luong(q, k, k, D=n, need_weights=True, **LOCAL), ROWS),
     "padding_idx": (
         lambda n, weight: fastattn.encode_memory(TOKENS, weight, padding_idx=n),
         (normal(5, 4),),
@@ -126,20 +99,11 @@ CALLS: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
         (ROWS[0],),
     ),
     "left": (
-        lambda n, q, k: fastattn.scaled_dot_product_attention(
-            q, k, k, mask=masks.sliding_window(n, 0), **BOTTOM_RIGHT
-        ),
-        LONG,
+        lambda n, q, k: sdpa(q, k, k, mask=masks.sliding_window(n, 0), **BOTTOM_RIGHT), LONG
     ),
-    "size": (
-        lambda n, q, k: fastattn.scaled_dot_product_attention(q, k, k, mask=masks.chunked(n)),
-        LONG,
-    ),
-    "lengths": (
-        lambda n, q, k: fastattn.scaled_dot_product_attention(q, k, k, mask=masks.prefix_lm(n)),
-        LONG,
-    ),
-}
+    "size": (lambda n, q, k: sdpa(q, k, k, mask=masks.chunked(n)), LONG),
+    "lengths": (lambda n, q, k: sdpa(q, k, k, mask=masks.prefix_lm(n)), LONG),
+}  # fmt: skip
 
 
 def results(run: Run, number: int, tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -201,16 +165,8 @@ def test_a_local_window_of_all_keys_is_global_attention(D: int, choice: str) -> 
     query, key = ROWS
     everywhere = fastattn.luong_attention(query, key, key, method="dot", need_weights=True)
     for positions in (None, torch.tensor([0.0, 3.25, 8.0])):
-        local = fastattn.luong_attention(
-            query,
-            key,
-            key,
-            method="dot",
-            window="local-m",
-            D=D,
-            positions=positions,
-            need_weights=True,
-        )
+        options = {"window": "local-m", "D": D, "positions": positions}
+        local = luong(query, key, key, method="dot", need_weights=True, **options)
         torch.testing.assert_close(local, everywhere, rtol=1e-5, atol=1e-6)
 
 
@@ -229,65 +185,33 @@ TOLERANCES = {
 SINKS = torch.tensor([0.5, -0.25])
 WIDE = (normal(1, 2, 150, 64), normal(1, 2, 160, 64))
 TOGETHER = (normal(70, 2, 16), normal(71, 2, 16))
+FEW = (normal(1, 2, 5, 16), LONG[1])
 STARTS_TOGETHER = (torch.tensor([0, 30, 70]), torch.tensor([0, 31, 71]))
 
 # The calls as functions of the scale, or of the option of that name.
 SCALES: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
-    "scale": (
-        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x, return_lse=True),
-        LONG,
-    ),
-    "scale-wide": (
-        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x, return_lse=True),
-        WIDE,
-    ),
+    "scale": (lambda x, q, k: sdpa(q, k, k, scale=x, return_lse=True), LONG),
+    "scale-wide": (lambda x, q, k: sdpa(q, k, k, scale=x, return_lse=True), WIDE),
     "scale-small": (
-        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x),
-        (normal(1, 2, 7, 16), normal(1, 2, 9, 16)),
+        lambda x, q, k: sdpa(q, k, k, scale=x), (normal(1, 2, 7, 16), normal(1, 2, 9, 16))
     ),
     "scale-one": (
-        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x),
-        (normal(1, 2, 1, 64), normal(1, 2, 300, 64)),
+        lambda x, q, k: sdpa(q, k, k, scale=x), (normal(1, 2, 1, 64), normal(1, 2, 300, 64))
     ),
     "scale-causal": (
-        lambda x, q, k: fastattn.scaled_dot_product_attention(
-            q, k, k, scale=x, is_causal=True, sinks=SINKS, need_weights=True
-        ),
+        lambda x, q, k: sdpa(q, k, k, scale=x, is_causal=True, sinks=SINKS, need_weights=True),
         LONG,
     ),
-    "scale-varlen": (
-        lambda x, q, k: fastattn.varlen_attention(q, k, k, *STARTS_TOGETHER, scale=x),
-        TOGETHER,
-    ),
-    "scale-decode": (
-        lambda x, q, k: fastattn.decode_attention(q, k, k, 60, scale=x, window=(20, 0)),
-        (normal(1, 2, 5, 16), LONG[1]),
-    ),
-    "scale-stats": (
-        lambda x, q, k: fastattn.attention_stats(q, k, scale=x).entropy,
-        LONG,
-    ),
+    "scale-varlen": (lambda x, q, k: varlen(q, k, k, *STARTS_TOGETHER, scale=x), TOGETHER),
+    "scale-decode": (lambda x, q, k: decode(q, k, k, 60, scale=x, window=(20, 0)), FEW),
+    "scale-stats": (lambda x, q, k: stats(q, k, scale=x).entropy, LONG),
     "beta": (lambda x, q, k: fastattn.hopfield_retrieve(q, k, beta=x, update_steps_max=3), ROWS),
-}
+}  # fmt: skip
 SOFTCAPS: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
-    "softcap": (
-        lambda x, q, k: fastattn.scaled_dot_product_attention(
-            q, k, k, softcap=x, is_causal=True, return_lse=True
-        ),
-        LONG,
-    ),
-    "softcap-wide": (
-        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, softcap=x),
-        WIDE,
-    ),
-    "softcap-varlen": (
-        lambda x, q, k: fastattn.varlen_attention(q, k, k, *STARTS_TOGETHER, softcap=x),
-        TOGETHER,
-    ),
-    "softcap-decode": (
-        lambda x, q, k: fastattn.decode_attention(q, k, k, 60, softcap=x),
-        (normal(1, 2, 5, 16), LONG[1]),
-    ),
+    "softcap": (lambda x, q, k: sdpa(q, k, k, softcap=x, is_causal=True, return_lse=True), LONG),
+    "softcap-wide": (lambda x, q, k: sdpa(q, k, k, softcap=x), WIDE),
+    "softcap-varlen": (lambda x, q, k: varlen(q, k, k, *STARTS_TOGETHER, softcap=x), TOGETHER),
+    "softcap-decode": (lambda x, q, k: decode(q, k, k, 60, softcap=x), FEW),
 }
 WITHOUT_GRADIENT = ("scale-decode", "scale-stats", "softcap-decode")
 
@@ -325,9 +249,7 @@ def test_a_scale_beyond_float32_is_nan_where_the_reference_is(
     for number in (1e19, 1e25, 1e39, 1e300):
 
         def run(scale: float = number) -> Tensor:
-            return fastattn.scaled_dot_product_attention(
-                query, key, key, scale=scale, is_causal=True
-            )
+            return sdpa(query, key, key, scale=scale, is_causal=True)
 
         with fastattn.use_backend("reference"):
             theirs = run()
@@ -386,8 +308,6 @@ def test_a_tiny_softcap_of_equal_scores(choice: str) -> None:
     key = normal(1, 2, 9, 16)
     for dtype in FLOATS:
         query = torch.zeros(1, 2, 7, 16, dtype=dtype)
-        out = fastattn.scaled_dot_product_attention(
-            query, key.to(dtype), key.to(dtype), softcap=SMALLEST
-        )
+        out = sdpa(query, key.to(dtype), key.to(dtype), softcap=SMALLEST)
         mean = key.to(dtype).mean(2, keepdim=True).expand_as(out)
         torch.testing.assert_close(out, mean, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])

@@ -9,6 +9,7 @@ from typing import Any
 import extended
 import pytest
 import torch
+from case_table import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -493,9 +494,4 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("args", "options", "error", "message"), BAD)
-def test_bad_input_is_named(
-    args: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"hopfield_retrieve: {message}"):
-        hopfield_retrieve(*args, **options)
+test_errors = refuses(hopfield_retrieve, BAD, "hopfield_retrieve: ")

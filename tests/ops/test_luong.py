@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import refuses
 from torch import Tensor
 
 from fastattn import luong_attention
@@ -220,9 +221,4 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "match"), BAD)
-def test_errors_say_what_is_wrong(
-    options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        luong_attention(**{"query": Q, "key": K, "value": V, **options})
+test_errors = refuses(luong_attention, [((), *row) for row in BAD], query=Q, key=K, value=V)

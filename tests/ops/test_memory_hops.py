@@ -9,6 +9,7 @@ from typing import Any
 import extended
 import pytest
 import torch
+from case_table import refuses
 from torch import Tensor
 
 from fastattn import memory_hop_attention
@@ -279,9 +280,4 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("args", "options", "error", "match"), BAD)
-def test_errors_say_what_is_wrong(
-    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        memory_hop_attention(*args, **options)
+test_errors = refuses(memory_hop_attention, BAD)

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import ATTENTION_CASES
+from torch import Tensor
 
+from fastattn.backends import reference
 from fastattn.testing import Case, Target, check, targets
 from fastattn.testing.inputs import make_inputs
 from fastattn.testing.memory import LAYOUTS, Watch, place
@@ -132,79 +135,44 @@ def test_poison_is_where_no_query_looks_and_nowhere_else() -> None:
     assert torch.isfinite(inputs.clean["key"]).all()
 
 
-# -- the judge: it must see each of these mistakes ------------------------------------------------
+# -- the judge: other mistakes are in tests/support/test_error_bound.py ---------------------------
 
 
 class _Mistaken:
     """The reference with one mistake in it."""
 
+    why_not = staticmethod(reference.why_not)
+    scaled_dot_product_attention_backward = staticmethod(
+        reference.scaled_dot_product_attention_backward
+    )
+
     def __init__(self, mistake: str) -> None:
-        from fastattn.backends import reference
+        self.mistake = mistake
 
-        self.reference, self.mistake = reference, mistake
-
-    def why_not(self, *args: object, **kwargs: object) -> list[str]:
-        return []
-
-    def scaled_dot_product_attention(self, q, k, v, *rest, options):  # type: ignore[no-untyped-def]
-        if self.mistake == "last key forgotten" and k.shape[2] > 1:
-            mask = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool)
-            mask[..., -1] = False
-            rest = (mask, *rest[1:])
+    def scaled_dot_product_attention(self, query: Tensor, *rest: Any, options: Any) -> Any:
         if self.mistake == "scale off by 1e-5":
             options = replace(options, scale=options.scale * (1 + 1e-5))
-        out, lse, w = self.reference.scaled_dot_product_attention(q, k, v, *rest, options=options)
-        if self.mistake == "one NaN":
-            out[-1, -1, -1, -1] = float("nan")
-        if self.mistake == "lse in base 2":
-            lse = lse * 1.4426950408889634
+        out, *others = reference.scaled_dot_product_attention(query, *rest, options=options)
         if self.mistake == "half of the output unwritten":
             half = torch.empty_like(out)
             half[..., ::2] = out[..., ::2]
             out = half
-        if self.mistake == "wrong dtype":
-            out = out.double()
-        if self.mistake == "wrong shape":
-            out = out.mT
         if self.mistake == "query written":
-            q.mul_(1)
-            q.as_strided((1,), (1,), 0).zero_()
-        return out, lse, w
-
-    def scaled_dot_product_attention_backward(self, *args, **options):  # type: ignore[no-untyped-def]
-        found = self.reference.scaled_dot_product_attention_backward(*args, **options)
-        dq, dk, dv, *others = found
-        if self.mistake == "one gradient element off":
-            dk[0, 0, 3, 3] += 1e-4 * dk.abs().max()
-        if self.mistake == "gradients swapped":
-            dk, dv = dv, dk
-        return dq, dk, dv, *others
+            query.as_strided((1,), (1,), 0).zero_()
+        return out, *others
 
 
-@pytest.mark.parametrize(
-    ("mistake", "word"),
-    [
-        ("last key forgotten", "out"),
-        ("scale off by 1e-5", "out"),
-        ("one NaN", "out"),
-        ("lse in base 2", "lse"),
-        ("half of the output unwritten", "out"),
-        ("wrong dtype", "torch.float64"),
-        ("wrong shape", "want torch.float32 [2, 2, 33, 16]"),
-        ("query written", "query was written to"),
-        ("one gradient element off", "worst at [0, 0, 3, 3]"),
-        ("gradients swapped", "grad_value"),
-    ],
-)
-def test_the_judge_sees(monkeypatch: pytest.MonkeyPatch, mistake: str, word: str) -> None:
+MISTAKES = {
+    "scale off by 1e-5": "out",
+    "half of the output unwritten": "out",
+    "query written": "query was written to",
+    "none": "",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_judge_sees(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     mistaken = _Mistaken(mistake)
     monkeypatch.setattr(Target, "module", property(lambda _: mistaken))
-    verdict = check(Case("judged"), torch.float32, Target("mistaken"))
-    assert not verdict.ok
-    assert any(word in fault for fault in verdict.faults), verdict.faults
-
-
-def test_the_judge_passes_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    mistaken = _Mistaken("none")
-    monkeypatch.setattr(Target, "module", property(lambda _: mistaken))
-    assert check(Case("judged"), torch.float32, Target("mistaken")).ok
+    faults = check(Case("judged"), torch.float32, Target("mistaken")).faults
+    assert any(MISTAKES[mistake] in fault for fault in faults) == (mistake != "none"), faults

@@ -9,7 +9,7 @@ from typing import Any
 import mpmath
 import pytest
 import torch
-from case_table import within_the_bound
+from case_table import refuses, within_the_bound
 from torch import Tensor
 from within_bound import assert_right
 
@@ -357,22 +357,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("args", "options", "error", "match"), BAD)
-def test_errors_say_what_is_wrong(
-    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        sinusoidal_encoding(*args, **options)
+test_errors = refuses(sinusoidal_encoding, BAD)
 
 
-@pytest.mark.parametrize(
-    ("args", "error", "match"),
-    [
-        ((-1, 4), ValueError, "length must not be negative, got -1"),
-        ((2, -4), ValueError, "dim must not be negative, got -4"),
-        ((2.0, 4), TypeError, "length must be an integer, got float"),
-    ],
-)
-def test_table_errors(args: tuple[Any, ...], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        sinusoidal_table(*args)
+BAD_TABLES = [
+    ((-1, 4), {}, ValueError, "length must not be negative, got -1"),
+    ((2, -4), {}, ValueError, "dim must not be negative, got -4"),
+    ((2.0, 4), {}, TypeError, "length must be an integer, got float"),
+]
+test_errors_of_tables = refuses(sinusoidal_table, BAD_TABLES)

@@ -5,6 +5,7 @@ Fresh memory is NaN, so a result or a gradient that no kernel writes shows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from fastattn.testing import Target
 
 SIZES = {"B": 2, "H": 4, "K": 2, "L": 3, "S": 5, "D": 8, "V": 6, "N": 3, "J": 2}
 
+HEADS = "BHKLSDV"
 Operands = tuple[Tensor, ...]
 
 
@@ -51,146 +53,102 @@ def rows(d: Any) -> Operands:
     return normal(d.B, d.L, d.D), normal(d.B, d.S, d.D), normal(d.B, d.S, d.V)
 
 
+def nothing(d: Any) -> Operands:
+    return ()
+
+
 def cache(d: Any) -> Operands:
     return tuple(x.detach() for x in heads(d))
 
 
+sdpa = functools.partial(fastattn.scaled_dot_product_attention, enable_gqa=True)
+varlen, decode = fastattn.varlen_attention, fastattn.decode_attention
+luong, hopfield = fastattn.luong_attention, fastattn.hopfield_retrieve
+hops, additive = fastattn.memory_hop_attention, fastattn.additive_attention
+OPTIONS: dict[str, Any] = {"window": (2, 1), "softcap": 2.0}
+LOCAL: dict[str, Any] = {"window": "local-p"}
+
+
+def pages(d: Any) -> Any:
+    caches = (normal(6, d.K, d.S, x).detach() for x in (d.D, d.V))
+    table = torch.arange(d.B * d.N).view(d.B, d.N)
+    return decode(cache(d)[0], *caches, min(2, d.S * d.N), block_table=table)
+
+
+def fewer_pages(d: Any) -> Any:
+    tensors = (x[:n] for x, n in zip(cache(d), (d.B, 1, 1), strict=True))
+    return decode(*tensors, 0, block_table=torch.zeros(d.B, d.N, dtype=torch.int64))
+
+
+def concat(d: Any, *x: Tensor) -> Any:
+    weight, at = (normal(4, 2 * d.D).detach(), normal(4).detach()), torch.ones(d.B, d.L)
+    return luong(*x, method="concat", weight=weight, positions=at, need_weights=True, **LOCAL)
+
+
 # name: (the dimensions, the operands to differentiate by, the call)
 CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
-    "attention": (
-        "BHKLSDV",
-        heads,
-        lambda d, q, k, v: fastattn.scaled_dot_product_attention(
-            q, k, v, enable_gqa=True, return_lse=True, need_weights=True
-        ),
-    ),
+    "attention": (HEADS, heads, lambda d, *x: sdpa(*x, return_lse=True, need_weights=True)),
     "attention-biases": (
-        "BHKLSDV",
+        HEADS,
         lambda d: (*heads(d), normal(d.L, d.S), normal(8, d.H)),
-        lambda d, q, k, v, mask, table: fastattn.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            enable_gqa=True,
-            window=(2, 1),
-            softcap=2.0,
-            sinks=torch.ones(d.H),
-            relative_bias=T5(table),
-        ),
+        lambda d, *x: sdpa(*x[:4], sinks=torch.ones(d.H), relative_bias=T5(x[4]), **OPTIONS),
     ),
     "attention-averaged": (
-        "BHKLSDV",
-        heads,
-        lambda d, q, k, v: fastattn.scaled_dot_product_attention(
-            q, k, v, enable_gqa=True, need_weights=True, average_weights=True
-        ),
+        *(HEADS, heads), lambda d, *x: sdpa(*x, need_weights=True, average_weights=True)
     ),
     "attention-columns-apart": (
-        "BHKLSDV",
+        HEADS,
         lambda d: tuple(twice(x)[..., ::2].detach().requires_grad_() for x in heads(d)),
-        lambda d, q, k, v: fastattn.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        lambda d, *x: sdpa(*x),
     ),
     "attention-mask": (
-        "BHKLSDV",
-        heads,
-        lambda d, q, k, v: fastattn.scaled_dot_product_attention(
-            q, k, v, enable_gqa=True, mask=masks.causal() | masks.chunked(2)
-        ),
+        *(HEADS, heads), lambda d, *x: sdpa(*x, mask=masks.causal() | masks.chunked(2))
     ),
     "varlen": (
-        "BHKLSDV",
-        packed,
-        lambda d, q, k, v: fastattn.varlen_attention(
-            q, k, v, *starts(d), is_causal=True, return_lse=True
-        ),
+        *(HEADS, packed), lambda d, *x: varlen(*x, *starts(d), is_causal=True, return_lse=True)
     ),
     "varlen-biases": (
-        "BHKLSDV",
+        HEADS,
         lambda d: (*packed(d), normal(8, d.H)),
-        lambda d, q, k, v, table: fastattn.varlen_attention(
-            q, k, v, *starts(d), relative_bias=T5(table), sinks=torch.ones(d.H)
+        lambda d, *x: varlen(
+            *x[:3], *starts(d), relative_bias=T5(x[3]), sinks=torch.ones(d.H)
         ),
     ),
     "varlen-slopes": (
-        "BHKLSDV",
-        packed,
-        lambda d, q, k, v: fastattn.varlen_attention(
-            q, k, v, *starts(d), alibi_slopes=torch.ones(d.B, d.H)
-        ),
+        *(HEADS, packed),
+        lambda d, *x: varlen(*x, *starts(d), alibi_slopes=torch.ones(d.B, d.H)),
     ),
-    "decode": (
-        "BHKLSDV",
-        lambda d: (),
-        lambda d: fastattn.decode_attention(*cache(d), min(2, d.S), return_lse=True),
-    ),
-    "decode-pages": (
-        "BHKLSDVN",
-        lambda d: (),
-        lambda d: fastattn.decode_attention(
-            normal(d.B, d.H, d.L, d.D).detach(),
-            normal(6, d.K, d.S, d.D).detach(),
-            normal(6, d.K, d.S, d.V).detach(),
-            min(2, d.S * d.N),
-            block_table=torch.arange(d.B * d.N).view(d.B, d.N),
-        ),
-    ),
-    "decode-fewer-pages": (
-        "BHKLSDVN",
-        lambda d: (),
-        lambda d: fastattn.decode_attention(
-            *(x.detach()[:n] for x, n in zip(heads(d), (d.B, 1, 1), strict=True)),
-            0,
-            block_table=torch.zeros(d.B, d.N, dtype=torch.int64),
-        ),
-    ),
+    "decode": (HEADS, nothing, lambda d: decode(*cache(d), min(2, d.S), return_lse=True)),
+    "decode-pages": (HEADS + "N", nothing, pages),
+    "decode-fewer-pages": (HEADS + "N", nothing, fewer_pages),
     "flash": (
-        "BHKLSDV",
-        heads,
-        lambda d, q, k, v: flash_attn.flash_attn_func(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True
-        ),
+        *(HEADS, heads),
+        lambda d, *x: flash_attn.flash_attn_func(*(y.transpose(1, 2) for y in x), causal=True),
     ),
     "memory-hops": (
         "BLSDN",
         lambda d: (normal(d.B, d.L, d.D), normal(d.B, d.S, d.D), normal(d.D, d.D)),
-        lambda d, u, m, h: fastattn.memory_hop_attention(u, m, m, hops=d.N, hop_proj=h),
+        lambda d, u, m, h: hops(u, m, m, hops=d.N, hop_proj=h),
     ),
     "additive": (
         "BLSDV",
         lambda d: (*rows(d), normal(d.D)),
-        lambda d, q, k, v, w: fastattn.additive_attention(q, k, v, w, need_weights=True),
+        lambda d, *x: additive(*x, need_weights=True),
     ),
     "luong": (
-        "BLSDV",
-        rows,
-        lambda d, q, k, v: fastattn.luong_attention(
-            q, k, v, method="dot", window="local-p", positions=torch.ones(d.B, d.L)
-        ),
+        *("BLSDV", rows),
+        lambda d, *x: luong(*x, method="dot", positions=torch.ones(d.B, d.L), **LOCAL),
     ),
-    "luong-concat": (
-        "BLSDV",
-        rows,
-        lambda d, q, k, v: fastattn.luong_attention(
-            q,
-            k,
-            v,
-            method="concat",
-            weight=(normal(4, 2 * d.D).detach(), normal(4).detach()),
-            window="local-p",
-            positions=torch.ones(d.B, d.L),
-            need_weights=True,
-        ),
-    ),
+    "luong-concat": ("BLSDV", rows, concat),
     "hopfield": (
         "BKLSD",
         lambda d: (normal(d.B, d.K, d.L, d.D), normal(d.B, d.K, d.S, d.D)),
-        lambda d, x, m: fastattn.hopfield_retrieve(x, m, update_steps_max=2, need_weights=True),
+        lambda d, *x: hopfield(*x, update_steps_max=2, need_weights=True),
     ),
     "hopfield-shared": (
         "BKLSD",
         lambda d: (normal(d.B, d.K, d.L, d.D), normal(1, d.K, d.S, d.D), normal(d.B, 1, 1, d.S)),
-        lambda d, x, m, mask: fastattn.hopfield_retrieve(x, m, update_steps_max=2, attn_mask=mask),
+        lambda d, x, m, mask: hopfield(x, m, update_steps_max=2, attn_mask=mask),
     ),
     "encode-memory": (
         "BNJSD",
@@ -207,9 +165,9 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
     "merge-states": (
         "BKLV",
         lambda d: (normal(d.B, d.K, d.L, d.V), normal(d.B, d.K, d.L)) * 2,
-        lambda d, a, of_a, b, of_b: fastattn.merge_states(a, of_a, b, of_b),
+        lambda d, *x: fastattn.merge_states(*x),
     ),
-}
+}  # fmt: skip
 
 
 def zeros(dimensions: str) -> Iterator[tuple[str, ...]]:

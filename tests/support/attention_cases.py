@@ -18,8 +18,6 @@ from fastattn.testing.cases import FLOATS, SCALED, Case
 from fastattn.testing.decode import DecodeCase
 from fastattn.testing.varlen import PROGRAMS, VarlenCase
 
-__all__ = ["ATTENTION_CASES", "DECODE_CASES", "PROOFS", "VARLEN_CASES"]
-
 
 def _head_dims() -> Iterator[Case]:
     for d in (1, 2, 3, 5, 8, 16, 31, 32, 33, 48, 64, 80, 96, 100, 128, 160, 192, 256, 512, 1024):

@@ -1,8 +1,9 @@
-"""The test of a case table: each case in each dtype on each target."""
+"""Tests of tables: the cases of an operator in each dtype on each target, and wrong calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -34,4 +35,20 @@ def within_the_bound(
         assert verdict.ok, "\n".join(verdict.faults)
 
     found: Callable[[AnyCase, torch.dtype, Target], None] = test_case
+    return found
+
+
+def refuses(
+    function: Callable[..., Any], table: Iterable[Any], begins: str = "", **defaults: Any
+) -> Callable[..., None]:
+    """The test of wrong calls: arguments, options, the error, and what its message says."""
+
+    @pytest.mark.parametrize(("args", "options", "error", "message"), table)
+    def test_errors(
+        args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=begins + message):
+            function(*args, **{**defaults, **options})
+
+    found: Callable[..., None] = test_errors
     return found

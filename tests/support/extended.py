@@ -19,8 +19,6 @@ from fastattn.testing.calls import Call, Operands, Results, double
 from fastattn.testing.encode_memory import factors_of
 from fastattn.testing.judge import EXTENDED
 
-__all__ = ["FORWARD", "exact"]
-
 
 def _primitive(inputs: Operands) -> Results:
     found: Results = replace(inputs.cleaned(), grads={}).results(naive)

@@ -12,8 +12,6 @@ from fastattn import dispatch
 from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
-__all__ = ["Extended", "assert_declined", "assert_tensor_declined"]
-
 _OP = "scaled_dot_product_attention"
 
 

@@ -19,13 +19,6 @@ from typing import Any
 
 import pytest
 
-__all__ = [
-    "pytest_addoption",
-    "pytest_collection_modifyitems",
-    "pytest_generate_tests",
-    "sample",
-]
-
 # Fixtures of conftest.py: who computes.
 WHO = ("backend", "choice", "engine", "target")
 

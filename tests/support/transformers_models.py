@@ -131,6 +131,9 @@ def decoder(name: str, config: dict[str, Any], **options: Any) -> Entry:
     return Entry(name, config, **{"packed": ("position_ids", "cu_seq_lens", "both")} | options)
 
 
+SLIDING: dict[str, Any] = GROUPED | {"sliding_window": 5}
+BOTH = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+
 ENTRIES = (
     # Encoders of text
     Entry("BertModel", TEXT, quick=True),
@@ -172,7 +175,7 @@ ENTRIES = (
     ),
     Entry("BioGptForCausalLM", TEXT),
     decoder("LlamaForCausalLM", GROUPED, quick=True),
-    decoder("MistralForCausalLM", GROUPED | {"sliding_window": 5}, quick=True),
+    decoder("MistralForCausalLM", SLIDING, quick=True),
     decoder("MixtralForCausalLM", GROUPED | EXPERTS),
     decoder("GemmaForCausalLM", GROUPED),
     decoder(
@@ -180,36 +183,22 @@ ENTRIES = (
         GROUPED | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
         quick=True,
     ),
-    decoder(
-        "Gemma3ForCausalLM",
-        GROUPED
-        | {
-            "sliding_window": 5,
-            "query_pre_attn_scalar": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    decoder("Gemma3ForCausalLM", GROUPED | BOTH | {"query_pre_attn_scalar": 8}),
     decoder("Qwen2ForCausalLM", GROUPED),
     decoder("Qwen3ForCausalLM", GROUPED),
     decoder("PhiForCausalLM", GROUPED),
-    decoder("Phi3ForCausalLM", GROUPED | {"sliding_window": 5}),
+    decoder("Phi3ForCausalLM", SLIDING),
     decoder("Olmo2ForCausalLM", GROUPED),
-    decoder("Olmo3ForCausalLM", GROUPED | {"sliding_window": 5}),
+    decoder("Olmo3ForCausalLM", SLIDING),
     decoder("SmolLM3ForCausalLM", GROUPED),
-    decoder("Starcoder2ForCausalLM", GROUPED | {"sliding_window": 5}),
+    decoder("Starcoder2ForCausalLM", SLIDING),
     decoder(
-        "GptOssForCausalLM",
-        GROUPED
-        | EXPERTS
-        | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        *("GptOssForCausalLM", GROUPED | EXPERTS | BOTH),
         packed=("cu_seq_lens", "both"),
         quick=True,
     ),
     decoder("CohereForCausalLM", GROUPED),
-    decoder(
-        "Cohere2ForCausalLM",
-        GROUPED | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
+    decoder("Cohere2ForCausalLM", GROUPED | BOTH),
     decoder("GraniteForCausalLM", GROUPED | {"attention_multiplier": 0.3}),
     Entry("StableLmForCausalLM", GROUPED, weights_since="5.4.0"),
     decoder("Glm4ForCausalLM", GROUPED),

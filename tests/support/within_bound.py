@@ -10,8 +10,6 @@ from torch import Tensor
 from fastattn.testing import Noise, deviation
 from fastattn.testing.judge import deviations
 
-__all__ = ["assert_right", "assert_within_bound"]
-
 
 def assert_within_bound(
     candidate: Tensor,

@@ -6,8 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["visible_by_program"]
-
 _ALL_OF, _ANY_OF, _INTERVAL, _IDS = range(4)
 
 

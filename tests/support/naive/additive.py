@@ -8,8 +8,6 @@ from torch import Tensor
 from fastattn.backends.primitives import AdditiveOptions
 from naive._arrays import array, dropout, masked, softmax, tensor
 
-__all__ = ["additive_attention"]
-
 
 def additive_attention(
     query: Tensor,  # the primitive's arguments, all finite

@@ -11,8 +11,6 @@ from torch import Tensor
 from fastattn.backends.primitives import AppendOptions
 from naive._arrays import Array, array, tensor
 
-__all__ = ["append_to_cache"]
-
 
 def append_to_cache(
     key_cache: Tensor,

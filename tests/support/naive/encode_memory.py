@@ -7,8 +7,6 @@ from torch import Tensor
 
 from naive._arrays import array, tensor
 
-__all__ = ["encode_memory"]
-
 
 def encode_memory(
     tokens: Tensor,  # [B, N, J], 0 is padding

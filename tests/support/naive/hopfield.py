@@ -8,8 +8,6 @@ from torch import Tensor
 from fastattn.backends.primitives import MemoryHopOptions
 from naive.memory_hops import memory_hop_attention
 
-__all__ = ["hopfield_retrieve"]
-
 
 def hopfield_retrieve(
     state: Tensor,  # [B, H, L, D]; in float64, all finite

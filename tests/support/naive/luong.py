@@ -7,8 +7,6 @@ from torch import Tensor
 
 from naive._arrays import array, softmax, tensor, transposed
 
-__all__ = ["luong_attention"]
-
 
 def luong_attention(
     query: Tensor,

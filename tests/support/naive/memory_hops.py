@@ -10,8 +10,6 @@ from torch import Tensor
 from fastattn.backends.primitives import MemoryHopOptions
 from naive._arrays import Array, array, masked, softmax, tensor, transposed
 
-__all__ = ["memory_hop_attention"]
-
 
 def memory_hop_attention(
     query: Tensor,  # [B, Q, D]; the primitive's arguments, all finite

@@ -10,8 +10,6 @@ from torch import Tensor
 from fastattn.backends.primitives import NoOptions
 from naive._arrays import Array, array, tensor
 
-__all__ = ["merge_states"]
-
 
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, options: NoOptions

@@ -11,8 +11,6 @@ from fastattn.backends.primitives import AttentionOptions
 from naive._arrays import array, dropout, masked, softmax, tensor, transposed
 from naive._mask_program import visible_by_program
 
-__all__ = ["scaled_dot_product_attention"]
-
 
 def scaled_dot_product_attention(
     query: Tensor,
