@@ -204,7 +204,8 @@ class Transformer(nn.Transformer, ContextParallel):
         if self.src_embedding is not None:
             if src_key_padding_mask is None:
                 src_key_padding_mask = self.padding_of(src)
-            src_key_padding_mask = _if_any(src_key_padding_mask)
+            if src_key_padding_mask.numel() == src.numel():  # or it is refused, without reading it
+                src_key_padding_mask = _if_any(src_key_padding_mask)
             src = self._embed("src", src, self.src_embedding, 0)
         return self.encoder(src, src_mask, src_key_padding_mask, src_is_causal)
 

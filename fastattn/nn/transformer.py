@@ -60,20 +60,20 @@ class TransformerEncoder(nn.TransformerEncoder, ContextParallel):
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoder``, also for a batch of padding only."""
         first: Any = self.layers[0]
-        if first.training or mask is not None or _can_be_nested(src_key_padding_mask):
+        if first.training or mask is not None or _can_be_nested(src_key_padding_mask, src):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
             src = layer(src, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
         return src if self.norm is None else self.norm(src)
 
 
-def _can_be_nested(padding: Tensor | None) -> bool:
+def _can_be_nested(padding: Tensor | None, src: Tensor) -> bool:
     """Whether PyTorch, which may store the sequences without padding, reads this mask correctly.
 
     It cannot pad sequences again that have no row, takes every number but 0 for padding, and keeps
     the sizes in a graph of torch.jit.trace.
     """
-    if padding is None:
+    if padding is None or padding.numel() > src.numel():  # too large: not read, but refused
         return True
     if not runs_eagerly(padding):
         return False

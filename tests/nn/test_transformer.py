@@ -556,3 +556,13 @@ def test_layer_attention_is_the_drop_in_otherwise() -> None:
         torch.jit.script(attention)
     layer = TransformerDecoderLayer(E, H)
     assert copy.deepcopy(layer).self_attn._forward_pre_hooks
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_padding_of_too_many_rows_is_refused_without_being_read(tokens: bool) -> None:
+    padding = torch.zeros(1, 5, dtype=torch.bool).expand(2**40, 5)
+    options: dict[str, Any] = {"vocab_size": 7} if tokens else {}
+    model = fastattn.nn.Transformer(16, 2, 1, 1, 16, batch_first=True, **options).eval()
+    src = torch.ones(2, 5, dtype=torch.long) if tokens else torch.ones(2, 5, 16)
+    with torch.no_grad(), pytest.raises((AssertionError, RuntimeError)):
+        model(src, src, src_key_padding_mask=padding)
