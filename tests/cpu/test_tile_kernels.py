@@ -34,10 +34,16 @@ def test_tasks_of_part_of_a_head_give_the_same_bits(
         same_for_any_threads(lambda c=causal: attention(q, k, v, is_causal=c, return_lse=True))
 
 
-@pytest.mark.parametrize("factor", [40.0, 1e4, 1e30])
-@pytest.mark.parametrize("keys", [300, 1300])
-def test_a_later_key_far_above_the_first_block(tiles: str, factor: float, keys: int) -> None:
-    q, k, v = qkv(1, 1, 64, keys, 512)
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [*((torch.bfloat16, factor) for factor in (40.0, 1e4, 1e30)),
+     *((torch.float16, factor) for factor in (4.0, 6.0, 40.0, 300.0, 1e30))],
+)  # fmt: skip
+@pytest.mark.parametrize("keys", [300, 1300])  # of 512 channels, 1300 keys are three pieces
+def test_a_later_key_far_above_the_first_block(
+    tiles: str, keys: int, factor: float, dtype: torch.dtype
+) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(1, 1, 64, keys, 512))
     bias = grows(factor, 33, keys)
     got = attention(q, k, v, attn_mask=bias, return_lse=True)
     assert_close(got, in_double(q, k, v, bias))

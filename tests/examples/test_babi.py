@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import babi
+import babi_data as data
 import pytest
 import torch
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def babi() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import babi
-
-        yield babi
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
-@pytest.fixture
-def data(babi: ModuleType) -> ModuleType:
-    return sys.modules["babi_data"]
-
 
 STORY = """\
 1 Mary moved to the bathroom.
@@ -43,7 +23,7 @@ STORY = """\
 """
 
 
-def test_reads_stories(data: ModuleType) -> None:
+def test_reads_stories() -> None:
     first, second, third = data.parse(STORY.splitlines(), 8)
     assert first.story[0] == ("mary", "moved", "to", "the", "bathroom")
     assert first.words == ("where", "is", "mary")
@@ -54,7 +34,7 @@ def test_reads_stories(data: ModuleType) -> None:
     assert (len(third.story), third.answer, third.support) == (1, "no", ())
 
 
-def test_made_up_stories_are_right(data: ModuleType) -> None:
+def test_made_up_stories_are_right() -> None:
     for question in data.invent(200, seed=3):
         where: dict[str, str] = {}
         carrier: dict[str, str] = {}
@@ -74,9 +54,7 @@ def test_made_up_stories_are_right(data: ModuleType) -> None:
 SMALL = "--recipe single --questions 90 --restarts 2 --epochs 3 --linear-epochs 2 --dim 8".split()
 
 
-def test_runs_without_data(
-    babi: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = ["--picture", str(tmp_path / "hops.png")]
     json_to = ["--json", str(tmp_path / "r.json")]
     (result,) = babi.main([*SMALL, "--timed-steps", "2", *json_to, *picture])
@@ -90,9 +68,7 @@ def test_runs_without_data(
     assert json.loads((tmp_path / "r.json").read_text())["results"][0]["best"] == result.best
 
 
-def test_resumes_where_it_was_stopped(
-    babi: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumes_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = babi.main([*SMALL, "--timed-steps", "0"])
     keep = ["--checkpoint", str(tmp_path / "kept.pt"), "--timed-steps", "0"]
     write, written = babi.Checkpoint.write, []
@@ -115,8 +91,8 @@ def test_resumes_where_it_was_stopped(
         babi.main([*SMALL, *keep, "--seed", "1"])
 
 
-def trained(babi: ModuleType, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    (questions,), words = sys.modules["babi_data"].vectorize([babi.invent(64)], 50)
+def trained(steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    (questions,), words = data.vectorize([babi.invent(64)], 50)
     recipe = replace(babi.RECIPES["single"], dim=8, restarts=3, **options)
     run = babi.Training(recipe, questions, questions, len(words))
     for n in range(steps):
@@ -126,7 +102,7 @@ def trained(babi: ModuleType, steps: int, **options: Any) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("tying", ["adjacent", "layerwise"])
-def test_the_eager_network_learns_the_same(babi: ModuleType, tying: str) -> None:
-    ours, plain = (trained(babi, 3, tying=tying, plain=plain) for plain in (False, True))
+def test_the_eager_network_learns_the_same(tying: str) -> None:
+    ours, plain = (trained(3, tying=tying, plain=plain) for plain in (False, True))
     for name, p in ours.items():
         torch.testing.assert_close(p, plain[name], rtol=1e-4, atol=1e-5)

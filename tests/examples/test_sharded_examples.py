@@ -21,7 +21,6 @@ SMALL = ["--length", "60", "--width", "8", "--layers", "1", "--steps", "3"]
 
 def run_small() -> dict[str, Any]:
     """Both examples, on the ranks of this group."""
-    sys.path.insert(0, str(EXAMPLES))
     import long_context
     import sharded_memory
 

@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import translation
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = ["bahdanau", "luong", "transformer"]
-
-
-@pytest.fixture(scope="module")
-def translation() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import translation
-
-        yield translation
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
-@pytest.fixture
-def data(translation: ModuleType) -> ModuleType:
-    return sys.modules["translation_data"]
-
-
-@pytest.fixture
-def models(translation: ModuleType) -> ModuleType:
-    return sys.modules["translation_models"]
 
 
 SMALL = "--sentences 150 --epochs 2 --width 16 --batch 32 --rate 0.01".split()
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_twin_learns_the_same(translation: ModuleType, model: str, tmp_path: Path) -> None:
+def test_the_twin_learns_the_same(model: str, tmp_path: Path) -> None:
     """In float64, with dropout: 10 steps of both."""
     options = ["--model", model, "--twin", "--double", "--json", str(tmp_path / "r.json")]
     report = translation.main([*SMALL, *options])
@@ -54,7 +30,7 @@ def test_the_twin_learns_the_same(translation: ModuleType, model: str, tmp_path:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_draws_the_alignment(
-    translation: ModuleType, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, page = tmp_path / "alignment.png", tmp_path / "alignment.html"
     report = translation.main(
@@ -68,9 +44,7 @@ def test_draws_the_alignment(
     assert len(report["aligned"]) == (2 if model == "transformer" else 1)
 
 
-def test_resumes_where_it_was_stopped(
-    translation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumes_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = translation.main([*SMALL, "--twin"])
     keep = ["--twin", "--checkpoint", str(tmp_path / "kept.pt")]
     write = translation.Checkpoint.write
@@ -90,9 +64,9 @@ def test_resumes_where_it_was_stopped(
         translation.main([*SMALL, *keep, "--seed", "1"])
 
 
-def test_reads_a_file(translation: ModuleType, data: ModuleType, tmp_path: Path) -> None:
+def test_reads_a_file(tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
-    pairs = data.invent(60)
+    pairs = translation.invent(60)
     text = "".join(f"{' '.join(pair.source)}\t{' '.join(pair.target)}\n" for pair in pairs)
     file.write_text(text)
     report = translation.main(["--data", str(file), *SMALL])
@@ -105,9 +79,9 @@ def test_reads_a_file(translation: ModuleType, data: ModuleType, tmp_path: Path)
 @torch.no_grad()
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plain", [False, True])
-def test_generate_is_greedy(models: ModuleType, model: str, plain: bool) -> None:
+def test_generate_is_greedy(model: str, plain: bool) -> None:
     torch.manual_seed(3)
-    network = models.make(model, (20, 9), 16, 0.1, plain=plain).eval()
+    network = translation.make(model, (20, 9), 16, 0.1, plain=plain).eval()
     source = torch.randint(4, 20, (3, 6))
     source[1, 4:] = 0
     out = network.generate(source, bos_idx=1, eos_idx=2, max_length=5)

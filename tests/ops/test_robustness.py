@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -48,78 +47,7 @@ def assert_bitwise_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-def run(code: str, timeout: float = 120) -> None:
-    """Run a program in its own process: a hang is a failure, not a hang of the tests."""
-    done = run_python("-c", textwrap.dedent(code), timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 # --- processes -------------------------------------------------------------------------------
-
-# PyTorch's own parallel loops hang in a child forked after others: only ours may run there. So the
-# gradients of the results are given, and results are compared as bytes.
-PRELUDE = """
-import sys, threading, torch, fastattn
-from child_process import in_fork
-torch.set_num_threads(2)
-tensors = [torch.randn(2, 8, 256, 64, requires_grad=True) for _ in range(3)]
-grads = torch.randn(2, 8, 256, 64), torch.randn(2, 256, 256)
-
-def compute():
-    results = fastattn.scaled_dot_product_attention(
-        *tensors, is_causal=True, need_weights=True, average_weights=True)
-    found = *results, *torch.autograd.grad(results, tensors, grads)
-    return [x.detach().numpy().tobytes() for x in found]
-"""
-
-
-def test_a_forked_child_computes_after_a_parallel_parent() -> None:
-    run(
-        PRELUDE
-        + """
-expected = compute()
-in_fork(lambda: compute() == expected)
-assert compute() == expected, "the parent, afterwards"
-in_fork(lambda: in_fork(lambda: compute() == expected) is None)  # a grandchild
-"""
-    )
-
-
-@pytest.mark.complete
-def test_a_child_forked_before_any_call_computes() -> None:
-    run(
-        PRELUDE
-        + """
-in_fork(lambda: compute() == compute())
-compute()
-"""
-    )
-
-
-@pytest.mark.complete
-@pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""),
-    reason="a lock of AddressSanitizer that another thread holds at the fork stays locked in the "
-    "child, until https://github.com/llvm/llvm-project/pull/75290",
-)
-def test_a_child_forked_while_other_threads_compute() -> None:
-    run(
-        PRELUDE
-        + """
-expected, stop = compute(), threading.Event()
-def busy():
-    while not stop.is_set():
-        fastattn.scaled_dot_product_attention(*(x.detach() for x in tensors))
-threads = [threading.Thread(target=busy) for _ in range(2)]
-for thread in threads: thread.start()
-try:
-    for _ in range(3):
-        in_fork(lambda: compute() == expected)
-finally:
-    stop.set()
-    for thread in threads: thread.join()
-"""
-    )
 
 
 @pytest.mark.complete

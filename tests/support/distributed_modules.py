@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed_faults import message_of
 from torch import Tensor, nn
 
 import fastattn
@@ -123,26 +124,19 @@ def messages() -> dict[str, str]:
     """What is refused, on one rank."""
     x = torch.ones(1, 3, E)
 
-    def of(call: Callable[[], Any]) -> str:
-        try:
-            call()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
     mha: Any = fastattn.MultiheadAttention(E, H, batch_first=True)
     mha.context_parallel()
     return {
-        "weights": of(lambda: mha(x, x, x)),
-        "method": of(lambda: mha.context_parallel(method="tree")),
-        "layout": of(lambda: mha.context_parallel(layout=[1])),
-        "add_zero_attn": of(
+        "weights": message_of(lambda: mha(x, x, x)),
+        "method": message_of(lambda: mha.context_parallel(method="tree")),
+        "layout": message_of(lambda: mha.context_parallel(layout=[1])),
+        "add_zero_attn": message_of(
             lambda: fastattn.MultiheadAttention(E, H, add_zero_attn=True).context_parallel()
         ),
-        "tokens": of(
+        "tokens": message_of(
             lambda: fastattn.nn.Transformer(E, H, 1, 1, 16, vocab_size=9).context_parallel()
         ),
-        "cache": of(_with_cache),
+        "cache": message_of(_with_cache),
     }
 
 

@@ -15,6 +15,7 @@ import fastattn
 from fastattn import masks
 from fastattn.testing import Target
 from fastattn.testing.decode import DecodeCase, make_decode
+from fastattn.testing.varlen import VarlenCase, make_varlen
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
@@ -117,17 +118,19 @@ def test_tiles_of_a_cache_without_a_visible_key_are_not_read(
     assert counts["tiles"] == 2 * tiles  # of keys and of values
 
 
-def test_a_distance_that_a_table_lacks_has_its_last_entry() -> None:
+@pytest.mark.parametrize("op", ["decode_attention", "varlen_attention"])
+def test_a_distance_that_a_table_lacks_has_its_last_entry(op: str) -> None:
     """On a GPU the host does not know the longest sequence, and no kernel may read elsewhere."""
-    case = DecodeCase("short", (40, 9), capacity=40, relative_bias=True)
-    inputs = make_decode(case, torch.float32)
+    inputs: Any = make_varlen(VarlenCase("short", (40, 9), relative_bias=True), torch.float32)
+    if op == "decode_attention":
+        case = DecodeCase("short", (40, 9), capacity=40, relative_bias=True)
+        inputs = make_decode(case, torch.float32)
     *args, table = inputs.args
     assert table is not None
     short = table[:, :, 30:-30]
     long = torch.nn.functional.pad(short, (30, 30), mode="replicate")
     outs = (
-        TRITON.module.decode_attention(*args, bias, options=inputs.options)
-        for bias in (short, long)
+        getattr(TRITON.module, op)(*args, bias, options=inputs.options) for bias in (short, long)
     )
     for found, want in zip(*outs, strict=True):
         assert torch.equal(found, want)

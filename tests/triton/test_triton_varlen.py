@@ -56,18 +56,3 @@ def test_the_gradient_of_a_table_has_a_bounded_number_of_parts(
     case = VarlenCase("parts", (9, 2, 35, 0, 4), heads=1, relative_bias=True)
     verdict = check_varlen(case, torch.float32, TRITON)
     assert verdict.ok, verdict.faults
-
-
-def test_a_distance_that_a_table_lacks_has_its_last_entry() -> None:
-    """On a GPU the host does not know the longest sequence, and no kernel may read elsewhere."""
-    inputs = make_varlen(VarlenCase("short", (40, 9), relative_bias=True), torch.float32)
-    *args, table = inputs.args
-    assert table is not None
-    short = table[:, :, 30:-30]
-    long = torch.nn.functional.pad(short, (30, 30), mode="replicate")
-    outs = (
-        TRITON.module.varlen_attention(*args, bias, options=inputs.options)
-        for bias in (short, long)
-    )
-    for found, want in zip(*outs, strict=True):
-        assert torch.equal(found, want)
