@@ -36,10 +36,9 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.bench import ops
-from fastattn.bench.cells import Cell, bytes_touched
+from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
 from fastattn.bench.environment import describe_environment
 from fastattn.bench.gauges import Stopwatch
-from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.providers.passes import run_passes
 from fastattn.bench.results import CellResult, Outcome, Result, Round
@@ -164,8 +163,8 @@ def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) 
         for cell in cells:
             found = CellResult(cell, 0, bytes_touched(cell))  # parts have no count of operations
             result.cells.append(found)
-            calls = _calls(cell, make_inputs(cell, seed))
-            outputs = dict(zip(output_names(cell), calls["call"](), strict=True))
+            calls = _calls(cell, seed)
+            outputs = dict(zip(output_names(cell), ops.as_tuple(calls["call"]()), strict=True))
             found.outcomes["call"] = Oracle(cell, seed).check(outputs)
             if found.outcomes["call"].ok:
                 _measure(found, calls, rounds, order)
@@ -202,18 +201,20 @@ def _measure(
         found.rounds.append(turn)
 
 
-def _calls(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+def _calls(cell: Cell, seed: int) -> dict[str, Callable[[], Any]]:
     """The calls that `Part.within` names."""
-    op, grad = ops.get(cell.op), inputs["grad_out"]
-    forward, leaves = op.ours(cell, inputs)
-    calls: dict[str, Callable[[], Any]] = {"call": forward, "forward": forward, "plain": forward}
+    op, x, theirs = ops.get(cell.op), make_inputs(cell, seed), make_inputs(cell, seed)
+    forward = op.ours(cell, x)
+    calls: dict[str, Callable[[], Any]] = dict.fromkeys(("call", "forward", "plain"), forward)
     calls["floor"] = tuple
     if cell.passes != "fwd":
-        out = forward()[0].detach()
-        calls["call"] = run_passes(cell, forward, leaves, grad)
-        calls["floor"] = lambda: torch.autograd.grad(_Nothing.apply(out, *leaves), leaves, grad)
+        out, leaves = ops.as_tuple(forward())[0].detach(), [x[n] for n in op.leaf_names(cell)]
+        calls["call"] = run_passes(cell, forward, x)
+        calls["floor"] = lambda: torch.autograd.grad(
+            _Nothing.apply(out, *leaves), leaves, x.grad_out
+        )
     if not op.why_not_theirs(cell):
-        calls["torch"] = run_passes(cell, *op.theirs(cell, inputs), grad)
+        calls["torch"] = run_passes(cell, op.theirs(cell, theirs), theirs)
     return calls
 
 

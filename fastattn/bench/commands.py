@@ -19,13 +19,11 @@ import torch
 
 from fastattn.bench import compare as comparing
 from fastattn.bench import display, ops, peaks, recording, results, runner
-from fastattn.bench.cells import Cell
 from fastattn.bench.environment import describe_environment, processor_slug
-from fastattn.bench.presets import PRESETS, WHOLE_MODELS
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
 from fastattn.bench.results import CellResult, Result
 from fastattn.bench.rounds import QUIET_SHARE
-from fastattn.bench.selection import cells_of, check_names
+from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names
 from fastattn.bench.summary import Row, summarise
 from fastattn.bench.workers import usable_cpus
 
@@ -54,30 +52,40 @@ def run(args: argparse.Namespace) -> int:
     cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
     metrics = args.metric or display.default_metrics(cells)
     check_names("--metric", metrics, tuple(display.METRICS))
-    _check_run(args, cells)
+    _check_run(args)
+    # Of several libraries some may be missing: their rows say so.
+    missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
+    if all(missing):
+        raise ValueError(missing[0])
+    same = ("cache", "seed", "time_budget", "rounds", "timeout")
     settings = runner.Settings(
         cells=cells,
         providers=list(dict.fromkeys(args.providers)),
         baseline=args.baseline or ("torch" if "torch" in args.providers else args.providers[0]),
         threads=check_threads(args.threads),
-        cache=args.cache,
-        seed=args.seed,
-        time_budget=args.time_budget,
-        rounds=args.rounds,
-        timeout=args.timeout,
+        **{name: getattr(args, name) for name in same},
     )
     folder = placed(args.out, args.device)
+    saved, earlier = folder and folder / "results.json", None
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    earlier = _earlier(folder / "results.json", settings) if folder and args.resume else None
+    if args.resume and saved and saved.exists():
+        earlier = results.load(saved)
+        if differ := results.differences(earlier, settings.new_result()):
+            raise ValueError(f"--resume: {saved} was measured with another {'; '.join(differ)}")
 
     def measured(result: Result, found: CellResult) -> None:
         if display.was_skipped(found):
             return
         if not args.quiet:
             print(display.progress(result, found, len(cells)), file=sys.stderr, flush=True)
-        if folder:
-            _save_so_far(result, folder / "results.json")
+        if saved:
+            # Replaced in one step, so a run that is killed keeps the cells measured before. The
+            # table of a run counts for more than a full disk, which is reported at the end.
+            part = saved.with_suffix(".part")
+            with contextlib.suppress(OSError):
+                results.save_json(result, summarise(result), part)
+                part.replace(saved)
 
     result = runner.Runner(settings, earlier, measured).run()
     rows = summarise(result)
@@ -99,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     return UNWRITTEN if failures else exit_code(result.ended, rows)
 
 
-def _check_run(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
-    """Raises ValueError, which names the wrong argument or what is not installed."""
+def _check_run(args: argparse.Namespace) -> None:
+    """Raises ValueError, which names the wrong argument."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here")
     for flag in ("--time-budget", "--rounds", "--timeout"):
@@ -113,31 +121,6 @@ def _check_run(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
         among = ",".join(args.providers)
         raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")
     check_picture(args.plot)
-    # Of several libraries some may be missing: their rows say so.
-    missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
-    if all(missing):
-        raise ValueError(missing[0])
-
-
-def _earlier(path: Path, settings: runner.Settings) -> Result | None:
-    """The result that a run continues; None if there is none. Raises ValueError for another one."""
-    if not path.exists():
-        return None
-    earlier = results.load(path)
-    if differ := results.differences(earlier, settings.new_result()):
-        raise ValueError(f"--resume: {path} was measured with another {'; '.join(differ)}")
-    return earlier
-
-
-def _save_so_far(result: Result, path: Path) -> None:
-    """Replaces the file in one step, so a run that is killed keeps the cells measured before.
-
-    The table of a run counts for more than a full disk, which is reported at the end.
-    """
-    part = path.with_suffix(".part")
-    with contextlib.suppress(OSError):
-        results.save_json(result, summarise(result), part)
-        part.replace(path)
 
 
 def _written(path: Path, write: Callable[[Path], Any]) -> bool:
@@ -202,8 +185,7 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
 def list_all(args: argparse.Namespace) -> int:
     """List operators, whole models, presets and providers, and why a provider is unavailable."""
     operators, providers = {}, {}
-    for name in ops.OPS:
-        op = ops.get(name)
+    for name, op in ((name, ops.get(name)) for name in ops.OPS):
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
         operators[name] = f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"
     models = {name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()}
@@ -253,7 +235,7 @@ def compare(args: argparse.Namespace) -> int:
         print(f"{len(alone)} rows are in one result alone: {'; '.join(alone)}")
     if args.fail_slower is None:
         return OK
-    failed = [change for change in found if change.is_slower_than(args.fail_slower)]
+    failed = [change for change in found if change.high < 1 / (1 + args.fail_slower)]
     for change in failed:
         print(f"WORSE by more than {args.fail_slower:.0%}: {change.name}", file=sys.stderr)
     return FAULTS if failed else OK
@@ -274,11 +256,11 @@ def plot(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Write a result as one self-contained HTML file."""
-    from fastattn.bench import report as html  # imports matplotlib
+    from fastattn.bench import plots  # imports matplotlib
 
     path = args.out or args.results.with_suffix(".html")
     result = results.load(args.results)
-    return OK if _written(path, lambda path: html.write(result, path, args.title)) else UNWRITTEN
+    return OK if _written(path, partial(plots.report, result, title=args.title)) else UNWRITTEN
 
 
 def roofline(args: argparse.Namespace) -> int:
@@ -308,11 +290,10 @@ def breakdown(args: argparse.Namespace) -> int:
     """
     from fastattn.bench import breakdown as parts
 
-    threads = check_threads(args.threads)
+    threads, path = check_threads(args.threads), placed(args.json)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
     check_picture(args.plot)
-    path = placed(args.json)
     result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
     print("\n".join(parts.lines(result)))
     if path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastattn.bench import stats
 from fastattn.bench.results import Result
@@ -15,8 +15,7 @@ METRICS = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "re
 _KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One cell of one provider: `ratio` above 1 is better in the second result."""
 
     name: str
@@ -25,21 +24,17 @@ class Change:
     ratio: float
     low: float
     high: float
-    busy: bool
+    busy: bool = False
 
     @property
     def verdict(self) -> str:
         return stats.verdict(self.low, self.high)
 
-    def is_slower_than(self, share: float) -> bool:
-        """Whether the complete interval is slower by more than this share."""
-        return self.high < 1 / (1 + share)
-
 
 def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
     """The changes of common rows, and the names of rows that only one result has."""
     old, new = (_measured(result, METRICS[metric]) for result in (before, after))
-    found = [_change(name, old[name], new[name], metric) for name in old if name in new]
+    found = [_change(name, *old[name], *new[name], metric) for name in old if name in new]
     return found, [name for name in [*old, *new] if (name in old) != (name in new)]
 
 
@@ -54,21 +49,19 @@ def _measured(result: Result, column: str) -> dict[str, tuple[Row, list[float]]]
 
 
 def _change(
-    name: str, old: tuple[Row, list[float]], new: tuple[Row, list[float]], metric: str
+    name: str, was: Row, old_ms: list[float], now: Row, new_ms: list[float], metric: str
 ) -> Change:
-    (was, old_ms), (now, new_ms) = old, new
     before, after = was[METRICS[metric]], now[METRICS[metric]]
     if metric == "time":
         low, high = _interval(old_ms, new_ms)
-        busy = was["busy"] or now["busy"]
-        return Change(name, before, after, before / after, low, high, busy)
+        return Change(name, before, after, before / after, low, high, was["busy"] or now["busy"])
     if metric == "speedup":
         # A ratio to the baseline of its own run is comparable between machines and days.
         low = now["speedup_low"] / was["speedup_high"]
         high = now["speedup_high"] / was["speedup_low"]
-        return Change(name, before, after, after / before, low, high, busy=False)
+        return Change(name, before, after, after / before, low, high)
     ratio = 1.0 if before == after else before / after if after else math.inf
-    return Change(name, before, after, ratio, ratio, ratio, busy=False)
+    return Change(name, before, after, ratio, ratio, ratio)
 
 
 def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:

@@ -77,15 +77,16 @@ def cell_words(row: Row) -> str:
 
 def _texts(row: Row) -> dict[str, str]:
     """The text of every column of METRICS."""
-    texts = {
+    texts = dict.fromkeys(("±", "% of peak", "per second"), "") | {
         column: "" if row[key] is None else form.format(row[key])
         for column, (key, form) in _NUMBERS.items()
     }
-    blank = dict.fromkeys(("±", "% of peak", "per second"), "")
     if row["ms"] is None:  # the result file has the complete reason
-        return (
-            texts | blank | {"ms": row["status"], "speed-up": textwrap.shorten(row["reason"], 160)}
-        )
+        return texts | {"ms": row["status"], "speed-up": textwrap.shorten(row["reason"], 160)}
+    percent, bandwidth = row["percent_of_peak"], row["percent_of_bandwidth"]
+    share = "" if percent is None else f"{percent:.0f}"
+    if bandwidth is not None and bandwidth > (percent or 0):
+        share = f"{bandwidth:.0f} (read)"
     rate, speedup = row["items_per_second"], row["speedup"]
     against = "baseline" if row["provider"] == row["baseline"] else ""
     if speedup is not None:
@@ -94,18 +95,10 @@ def _texts(row: Row) -> dict[str, str]:
     return texts | {
         "ms": ("busy " if row["busy"] else "") + milliseconds(row["ms"]),
         "±": f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %",
-        "% of peak": _share_of_peak(row),
+        "% of peak": f"{share} IMPOSSIBLE" if row["impossible"] else share,
         "per second": "" if rate is None else f"{milliseconds(rate)} {row['item']}",
         "speed-up": against,
     }
-
-
-def _share_of_peak(row: Row) -> str:
-    percent, bandwidth = row["percent_of_peak"], row["percent_of_bandwidth"]
-    text = "" if percent is None else f"{percent:.0f}"
-    if bandwidth is not None and bandwidth > (percent or 0):
-        text = f"{bandwidth:.0f} (read)"
-    return text + (" IMPOSSIBLE" if row["impossible"] else "")
 
 
 def lines(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> list[list[str]]:
@@ -174,16 +167,17 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
     faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
     sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
     skipped = sum(map(was_skipped, result.cells)) if result.ended == "complete" else 0
-    absolute = "ms, GFLOP/s and % of peak"
+    busy = "so do not trust their ms, GFLOP/s and % of peak."
     notes = {
         "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations or the "
         "peak is wrong.": sum(bool(row["impossible"]) for row in rows),
         "cells were not measured: the time budget was used up (--time-budget).": skipped,
-        f"samples of busy rounds are left out of {absolute}.": sum(
+        "samples of busy rounds are left out of ms, GFLOP/s and % of peak.": sum(
             row["discarded"] or 0 for row in rows
         ),
-        "rows are busy: something else used the cores in most of their rounds, so do not trust "
-        f"their {absolute}.": sum(bool(row["busy"]) for row in rows),
+        f"rows are busy: something else used the cores in most of their rounds, {busy}": sum(
+            bool(row["busy"]) for row in rows
+        ),
         "speed-ups are of disturbed rounds, so their intervals are wide.": sum(
             not row["comparable"] for row in compared
         ),

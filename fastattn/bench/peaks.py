@@ -29,15 +29,13 @@ KINDS = {
     "copy_bandwidth": ("copying it", "GB/s"),
 }
 KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
-# The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak.
+# The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak. In
+# words, to follow the name of the dtype; and the feature that a unit needs: if a processor has it
+# and the native core was built without the loop for it, the measured rate is below the peak.
 _UNITS = {
     "dot_bf16": ("tile_bf16", "dot_bf16", "fma_f32"),
     "dot_f16": ("tile_f16", "fma_f16", "fma_f32"),
 }
-# The feature that a unit needs. If a processor has it and the native core was built without the
-# loop for it, the measured rate is below the peak.
-_FEATURES = {"tile_bf16": "amx_bf16", "tile_f16": "amx_fp16", "fma_f16": "avx512_fp16"}
-# In words, to follow the name of the dtype.
 UNIT_NAMES = {
     "tile_bf16": "AMX tiles",
     "tile_f16": "AMX tiles",
@@ -45,11 +43,11 @@ UNIT_NAMES = {
     "dot_bf16": "dot products",
     "fma_f32": "as fp32 FMA",
 }
+_FEATURES = {"tile_bf16": "amx_bf16", "tile_f16": "amx_fp16", "fma_f16": "avx512_fp16"}
 _CHOOSING_SECONDS = 0.02
 _MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": torch.float16}
 _MM_SIZE = 768
-_READ_ELEMENTS = 1 << 26  # 256 MB in fp32
-_COPY_ELEMENTS = 1 << 25
+_READ, _COPIED = 1 << 26, 1 << 25  # elements: 256 and 128 MB in fp32
 _ROOF_SECONDS = 0.3
 
 
@@ -92,42 +90,34 @@ def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
 
 
 def _estimate(kind: str, seconds: float, device: str) -> Peak:
+    call: Callable[[], object]
+    ones = functools.partial(torch.ones, device=device)
     if kind == "copy_bandwidth":
-        source = torch.ones(_COPY_ELEMENTS, device=device)
-        target = torch.zeros_like(source)
-        work, method = 8 * _COPY_ELEMENTS, "torch copy"
-        rate = _best_rate(lambda: target.copy_(source), work, seconds, device)
+        call = functools.partial(ones(_COPIED).copy_, ones(_COPIED))
+        work, method = 8 * _COPIED, "torch copy"
     elif kind == "read_bandwidth":
-        buffer = torch.ones(_READ_ELEMENTS, device=device)
-        work, method = 4 * _READ_ELEMENTS, "torch.sum estimate"
-        rate = _best_rate(buffer.sum, work, seconds, device)
+        call, work, method = ones(_READ).sum, 4 * _READ, "torch.sum estimate"
     else:
-        dtype = _MM_DTYPES.get(kind, torch.float32)
         size = _MM_SIZE if device == "cpu" else 8 * _MM_SIZE
-        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        matrix = ones(size, size, dtype=_MM_DTYPES.get(kind))
+        call = functools.partial(torch.mm, matrix, matrix)
         work, method = 2 * size**3, "torch.mm estimate"
-        rate = _best_rate(lambda: matrix @ matrix, work, seconds, device)
-    return Peak(rate, method)
+    call()
+    synchronize(device)
+    best, end, now = float("inf"), time.perf_counter() + seconds, 0.0
+    while now < end:
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        now = time.perf_counter()
+        best = min(best, now - start)
+    return Peak(work / best / 1e9, method)
 
 
 def synchronize(device: str) -> None:
     """Synchronizes the device; does nothing on a CPU."""
     if device != "cpu":
         torch.accelerator.synchronize()
-
-
-def _best_rate(call: Callable[[], object], work: int, seconds: float, device: str) -> float:
-    call()
-    synchronize(device)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now >= end:
-            return work / best / 1e9
 
 
 def words_of(kind: str, peak: Peak) -> str:
@@ -143,10 +133,12 @@ def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
     """Measures every peak; also returns the least share of the cores that it received."""
     peaks, least = {}, 1.0
     for kind in KINDS:
-        found = [measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)]
-        peaks[kind], _ = max(found, key=lambda one: one[0].rate)
-        peaks[kind].samples = [peak.rate for peak, _ in found]
-        least = min(least, *(share for _, share in found))
+        found, shares = zip(
+            *(measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)), strict=True
+        )
+        peaks[kind] = max(found, key=lambda peak: peak.rate)
+        peaks[kind].samples = [peak.rate for peak in found]
+        least = min(least, *shares)
     return peaks, least
 
 

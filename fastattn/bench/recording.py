@@ -28,8 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastattn import compat
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPES
-from fastattn.bench.inputs import TORCH_DTYPES
+from fastattn.bench.cells import DTYPES, TORCH_DTYPES
 from fastattn.bench.shapes import shape_text
 from fastattn.library import operators
 
@@ -67,15 +66,11 @@ class Recording(Calls):
 
     def _note_operator(self, name: str, tensors: Sequence[Any], options: Any) -> None:
         if name in _PRIMITIVES:
-            self._note(_primitive(*_PRIMITIVES[name], tensors, options))
+            self.lines.update(_primitive(*_PRIMITIVES[name], tensors, options))
 
     def _note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func in _FUNCTIONS:
-            self._note(_FUNCTIONS[func](*args, **kwargs))
-
-    def _note(self, line: str) -> None:
-        if line:
-            self.lines[line] += 1
+            self.lines.update(_FUNCTIONS[func](*args, **kwargs))
 
     def text(self) -> str:
         """The contents of a file for `--shapes @FILE`, the most frequent lines first."""
@@ -125,19 +120,20 @@ def run_program(command: Sequence[str], path: Path) -> int:
     return done.returncode
 
 
-# A call as a line of --shapes; "" if the benchmark has no such cell.
+# A call as a line of --shapes; none if the benchmark has no such cell.
 
 
-def _line(op: str, sizes: Mapping[str, int], tensors: Sequence[Any], **options: str) -> str:
+def _line(op: str, sizes: Mapping[str, int], tensors: Sequence[Any], **options: str) -> list[str]:
     """`tensors` are those that may have a gradient."""
     dtype = next(_DTYPE_NAMES.get(x.dtype) for x in tensors if x.is_floating_point())
     if dtype not in DTYPES or min(sizes.values()) < 1:
-        return ""
+        return []
     wants = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     grad = wants and "fwd+bwd" in ops.get(op).PASSES
     words = [op, shape_text(sizes, ops.get(op).SIZES), f"dtype={dtype}"]
     words.append(f"pass={'fwd+bwd' if grad else 'fwd'}")
-    return " ".join(words + [f"{name}={x}" for name, x in options.items() if x != "none"])
+    words += [f"{name}={x}" for name, x in options.items() if x != "none"]
+    return [" ".join(words)]
 
 
 def _sizes(shapes: str, tensors: Sequence[Tensor]) -> dict[str, int]:
@@ -183,7 +179,7 @@ _PRIMITIVES = {
 }
 
 
-def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> str:
+def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> list[str]:
     """A call of a primitive, with all of its tensors and its record of options."""
     used, words = tensors[: shapes.count(",") + 1], {}
     sizes = _sizes(shapes, used)
@@ -204,7 +200,7 @@ def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> st
     elif op == "decode":
         _, keys, values, _, table = tensors[:5]
         if table is not None:  # paged: the shapes do not include the length of the cache
-            return ""
+            return []
         if values.shape[-1] < keys.shape[-1] and values.data_ptr() == keys.data_ptr():
             words["option"] = "latent"  # the first columns of the keys
     elif op == "hopfield":
@@ -213,20 +209,15 @@ def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> st
 
 
 def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> str:
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> list[str]:  # fmt: skip
     tensors = (query, key, value)
     mask = _mask_kind(attn_mask, is_causal)
     return _line("sdpa", _sizes(_HEADS, tensors), tensors, mask=mask)
 
 
-def _module(*args: Any, **kwargs: Any) -> str:
+def _module(*args: Any, **kwargs: Any) -> list[str]:
     """`F.multi_head_attention_forward`: [L, B, E], and True in a mask is ignored."""
     call = inspect.signature(functional.multi_head_attention_forward).bind(*args, **kwargs)
     call.apply_defaults()
@@ -247,7 +238,7 @@ def _module(*args: Any, **kwargs: Any) -> str:
     return _line(op, sizes, tensors, mask=kind, weights=weights if given.need_weights else "none")
 
 
-_FUNCTIONS: dict[Any, Callable[..., str]] = {
+_FUNCTIONS: dict[Any, Callable[..., list[str]]] = {
     functional.scaled_dot_product_attention: _sdpa,
     functional.multi_head_attention_forward: _module,
 }

@@ -34,19 +34,9 @@ SLOWEST = 3.0
 
 def quiet_rounds(rounds: list[Round]) -> list[Round]:
     """The rounds of a cell that were undisturbed, according to the guards."""
-    floor = STEADY * max((peak_beside(r) for r in rounds), default=0.0)
-    return [
-        r
-        for r in rounds
-        if min(r.guard) >= QUIET * max(r.guard)
-        and peak_beside(r) >= floor
-        and r.share >= QUIET_SHARE
-    ]
-
-
-def peak_beside(turn: Round) -> float:
-    """The peak of a round: the higher guard, because disturbances only lower a peak."""
-    return max(turn.guard)
+    floor = STEADY * max((turn.peak for turn in rounds), default=0.0)
+    quiet = (turn for turn in rounds if min(turn.guard) >= QUIET * turn.peak)
+    return [turn for turn in quiet if turn.peak >= floor and turn.share >= QUIET_SHARE]
 
 
 class Usual(NamedTuple):
@@ -71,18 +61,18 @@ def usual_states(cells: Iterable[CellResult]) -> dict[str, Usual]:
         for name, beside in turn.probes.items():
             probes.setdefault(name, []).extend(beside)
             pushed.setdefault(name, []).append(turn.pushed[name])
-    return {
-        name: Usual(stats.quantile(probes[name], 0.25), stats.quantile(pushed[name], 0.25))
-        for name in probes
-    }
+    quartiles = (
+        {name: stats.quantile(x, 0.25) for name, x in of.items()} for of in (probes, pushed)
+    )
+    probe, often = quartiles
+    return {name: Usual(probe[name], often[name]) for name in probes}
 
 
 def slowness(turn: Round, name: str, usual: Mapping[str, Usual]) -> float:
     """How many times as slow as usual the cores were during a sample, at most `SLOWEST`."""
     if turn.pushed[name] > PUSHED + COMPARABLE * usual[name].pushed:
         return SLOWEST
-    before, after = turn.probes[name]
-    return min(SLOWEST, (before + after) / 2 / usual[name].probe)
+    return min(SLOWEST, sum(turn.probes[name]) / 2 / usual[name].probe)
 
 
 def comparable_rounds(
@@ -94,7 +84,7 @@ def comparable_rounds(
     """
     if not usual:
         return _with(quiet_rounds(rounds), names)
-    return [r for r in _with(rounds, names) if _slowest(r, names, usual) <= COMPARABLE]
+    return [turn for turn in _with(rounds, names) if _slowest(turn, names, usual) <= COMPARABLE]
 
 
 def _slowest(turn: Round, names: Collection[str], usual: Mapping[str, Usual]) -> float:
@@ -102,7 +92,7 @@ def _slowest(turn: Round, names: Collection[str], usual: Mapping[str, Usual]) ->
 
 
 def _with(rounds: list[Round], names: Collection[str]) -> list[Round]:
-    return [r for r in rounds if all(name in r.ms for name in names)]
+    return [turn for turn in rounds if turn.ms.keys() >= set(names)]
 
 
 def speedup(
@@ -114,15 +104,13 @@ def speedup(
     one of the providers down as much and the other not, so the interval is as much wider.
     """
     names = (baseline, provider)
-    chosen = comparable_rounds(rounds, names, usual)
-    comparable, wider = len(chosen) >= MIN_KEPT, 1.0
-    if not comparable:
-        chosen = _with(rounds, names)
-        if not chosen:
+    chosen, wider = comparable_rounds(rounds, names, usual), 1.0
+    if not (comparable := len(chosen) >= MIN_KEPT):
+        if not (chosen := _with(rounds, names)):
             return None
         if usual:
             wider = max(1.0, stats.median([_slowest(turn, names, usual) for turn in chosen]))
-    ratios = [r.ms[baseline] / r.ms[provider] for r in chosen]
+    ratios = [turn.ms[baseline] / turn.ms[provider] for turn in chosen]
     low, high = stats.median_interval(ratios)
     low, high = low / wider, high * wider
     return {

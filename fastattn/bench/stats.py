@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median, stdev
+
+import torch
 
 __all__ = ["CONFIDENCE", "FEWEST", "median", "median_interval", "quantile", "verdict"]
 
@@ -17,12 +19,8 @@ SAME_WITHIN = 0.02
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """Linear interpolation between the order statistics, as numpy's default does."""
-    ordered = sorted(samples)
-    position = share * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    """Linear interpolation between the order statistics."""
+    return float(torch.tensor(samples, dtype=torch.float64).quantile(share))
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
@@ -35,10 +33,8 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     ordered, count = sorted(samples), len(samples)
     if count in _STUDENT and ordered[0] > 0:
         logs = [math.log(x) for x in ordered]
-        mean = sum(logs) / count
-        variance = sum((x - mean) ** 2 for x in logs) / (count - 1)
-        half = _STUDENT[count] * math.sqrt(variance / count)
-        return math.exp(mean - half), math.exp(mean + half)
+        half = _STUDENT[count] * stdev(logs) / math.sqrt(count)
+        return math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)
     cut, below = 0, 1  # samples cut off at either end, and 2^n times the probability beyond
     while 2 * (below + math.comb(count, cut + 1)) <= (1 - CONFIDENCE) * 2**count:
         cut += 1

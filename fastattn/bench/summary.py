@@ -9,7 +9,7 @@ from fastattn.bench import ops, stats
 from fastattn.bench.cells import options_in_words
 from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.results import CellResult, Result, Round
-from fastattn.bench.rounds import MIN_KEPT, Usual, peak_beside, quiet_rounds, speedup, usual_states
+from fastattn.bench.rounds import MIN_KEPT, Usual, quiet_rounds, speedup, usual_states
 
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
@@ -20,12 +20,11 @@ _FASTER_UNITS = {"bf16": {"bf16", "sve"}, "fp16": {"asimd"}}
 _FP32_ON_TILES = 32 / 3
 # The columns of a row that are None unless it was timed.
 _TIMED = (
-    *("rounds", "discarded", "busy", "ms", "ms_q1", "ms_q3", "ms_low", "ms_high"),
-    *("gflops", "peak_gflops", "percent_of_peak", "percent_low", "percent_high", "impossible"),
-    *("gbs", "percent_of_bandwidth", "intensity", "roof_gflops", "percent_of_roof"),
-    *("baseline", "speedup", "speedup_low", "speedup_high", "comparable", "verdict"),
-    *("items_per_second", "item", "attention_share", "speedup_limit"),
-)
+    "rounds discarded busy ms ms_q1 ms_q3 ms_low ms_high gflops peak_gflops percent_of_peak "
+    "percent_low percent_high impossible gbs percent_of_bandwidth intensity roof_gflops "
+    "percent_of_roof baseline speedup speedup_low speedup_high comparable verdict "
+    "items_per_second item attention_share speedup_limit"
+).split()
 
 Row = dict[str, Any]
 
@@ -39,7 +38,7 @@ def summarise(result: Result) -> list[Row]:
 def kept_rounds(result: Result) -> list[list[float]]:
     """The samples used, in milliseconds, for each row of `summarise`."""
     return [
-        [r.ms[provider] for r in _used(cell, provider)[0]]
+        [turn.ms[provider] for turn in _used(cell, provider)[0]]
         for cell in result.cells
         for provider in cell.outcomes
     ]
@@ -50,11 +49,9 @@ def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
 
     With too few undisturbed rounds all of them count, and the row is marked as busy.
     """
-    timed = [r for r in cell.rounds if provider in r.ms]
-    kept = [r for r in quiet_rounds(cell.rounds) if provider in r.ms]
-    if len(kept) < MIN_KEPT:
-        return timed, 0, True
-    return kept, len(timed) - len(kept), False
+    timed = [turn for turn in cell.rounds if provider in turn.ms]
+    kept = [turn for turn in quiet_rounds(cell.rounds) if provider in turn.ms]
+    return (timed, 0, True) if len(kept) < MIN_KEPT else (kept, len(timed) - len(kept), False)
 
 
 def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> list[Row]:
@@ -67,9 +64,7 @@ def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> li
             "pass": cell.passes,
             **{name: getattr(cell, name) for name in ("mask", "weights", "option")},
             "provider": provider,
-            "status": outcome.status,
-            "reason": outcome.reason,
-            "max_error": outcome.max_error,
+            **{name: getattr(outcome, name) for name in ("status", "reason", "max_error")},
             "relative_error": outcome.relative_error,
             "bound": outcome.bound,
             "peak_mb": None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6,
@@ -91,30 +86,29 @@ def option_words(row: Row) -> list[str]:
 
 
 def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: str) -> Row:
-    samples = [r.ms[provider] for r in rounds]
-    ms = stats.median(samples)
-    low, high = stats.median_interval(samples)
+    samples = [turn.ms[provider] for turn in rounds]
+    ms, (low, high) = stats.median(samples), stats.median_interval(samples)
     intensity, gflops = found.flops / found.bytes_touched, found.flops / ms / 1e6
     metrics: Row = {
         "ms": ms,
-        "ms_q1": stats.quantile(samples, 0.25),
-        "ms_q3": stats.quantile(samples, 0.75),
         "ms_low": low,
         "ms_high": high,
         "gflops": gflops,
-        "gbs": found.bytes_touched / ms / 1e6,
         "intensity": intensity,
+        "ms_q1": stats.quantile(samples, 0.25),
+        "ms_q3": stats.quantile(samples, 0.75),
+        "gbs": found.bytes_touched / ms / 1e6,
     }
     # Other machines of a host share its memory, so the bandwidth varies within a run. Files without
     # measurements beside the rounds have the best of the run.
     bandwidth = result.peaks.get("read_bandwidth")
-    read = [r.read or (0.0 if bandwidth is None else bandwidth.rate) for r in rounds]
+    read = [turn.read or (bandwidth.rate if bandwidth else 0.0) for turn in rounds]
     from_memory = is_from_memory(result, found) and min(read) > 0
     if from_memory:
         shares = [found.bytes_touched / x / 1e4 / of for x, of in zip(samples, read, strict=True)]
         metrics["percent_of_bandwidth"] = stats.median(shares)
     if KIND_OF_DTYPE[found.cell.dtype] in result.peaks:
-        peaks = [peak_beside(r) for r in rounds]
+        peaks = [turn.peak for turn in rounds]
         percents = [found.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
         low, high = stats.median_interval(percents)
         metrics["peak_gflops"] = roof = stats.median(peaks)
@@ -127,7 +121,7 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
     if (items := ops.get(found.cell.op).items(found.cell)) is not None:
         metrics["items_per_second"], metrics["item"] = items[0] / ms * 1e3, items[1]
     # Of a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
-    if attention := [r.attention[provider] for r in rounds if provider in r.attention]:
+    if attention := [turn.attention[provider] for turn in rounds if provider in turn.attention]:
         metrics["attention_share"] = share = stats.median(attention)
         metrics["speedup_limit"] = 1 / (1 - share) if share < 1 else None
     return metrics

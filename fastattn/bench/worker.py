@@ -20,12 +20,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastattn.bench import ops, peaks, results
-from fastattn.bench.cells import Cell
+from fastattn.bench.cells import Cell, make_inputs, output_names
 from fastattn.bench.gauges import Probe, Stopwatch, flush_caches, peak_extra_bytes, times_pushed
-from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.providers import Provider, load
 
 MAX_INNER = 10_000
@@ -41,20 +39,24 @@ WARMING = 0.01
 class Worker:
     """Serves one provider. `time` repeats the call that the last `prepare` returned."""
 
+    provider: Provider
+    call: Callable[[], Any] | None = None
+    inner = 1
+    seconds = 0.0  # of one call, estimated
+    device, cold = "cpu", False
+    stopwatch = Stopwatch()
+    probe: Callable[[], float]
+
     def __init__(self) -> None:
-        self.provider: Provider | None = None
-        self.call: Callable[[], Any] | None = None
-        self.inner = 1
-        self.seconds = 0.0  # of one call, estimated
         self.loaded: set[Cell] = set()
-        self.device, self.cold = "cpu", False
-        self.stopwatch = Stopwatch()
-        self.probe: Callable[[], float] = float
 
     def open(self, provider: str, threads: int) -> dict[str, Any]:
         """Loads the provider; returns what it is and its versions."""
         torch.set_num_threads(threads)
-        _keep_freed_memory()
+        # Makes glibc keep freed memory, as in a process that has run for a while. It returns freed
+        # blocks above a threshold to the system, and the next call pays the page faults. The
+        # threshold grows to the size of the largest freed block, up to 32 MiB.
+        torch.empty(31 << 20, dtype=torch.uint8)
         self.provider = load(provider)
         shared = getattr(self.provider, "THREADS_OF_TORCH", True)
         self.probe = Probe(threads if shared else 1)
@@ -63,15 +65,13 @@ class Worker:
 
     def why_not(self, cell: Cell) -> list[str]:
         """The reasons why the provider cannot run the cell."""
-        assert self.provider is not None
         return self.provider.why_not(cell)
 
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
-        assert self.provider is not None
         self.call = None  # frees the previous cell before this one is measured
         self._load_code(cell)
-        call = self.provider.prepare(cell, _on_device(cell, seed))
+        call = self._prepared(cell, seed)
         outputs, peak_bytes = peak_extra_bytes(call, cell.device)
         saved = saved_outputs(cell, outputs)
         del outputs
@@ -90,10 +90,13 @@ class Worker:
         sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
         tiny = dataclasses.replace(cell, sizes=sizes, preset="", label="")
         if tiny not in self.loaded:
-            assert self.provider is not None
             with contextlib.suppress(Exception):  # the cell itself reports the error
-                self.provider.prepare(tiny, _on_device(tiny, 0))()
+                self._prepared(tiny, 0)()
             self.loaded.add(tiny)
+
+    def _prepared(self, cell: Cell, seed: int) -> Callable[[], Any]:
+        inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
+        return self.provider.prepare(cell, ops.Inputs(inputs))
 
     def time(self) -> dict[str, Any]:
         """A sample: milliseconds of a call, the share of attention in it, and the state of the
@@ -101,7 +104,6 @@ class Worker:
         """
         call, inner, watch = self.call, self.inner, self.stopwatch
         assert call is not None
-        is_cpu = self.device == "cpu"
         gc.collect()
         gc.disable()
         # Wakes the threads, and loads the inputs of a short call into the caches.
@@ -111,18 +113,15 @@ class Worker:
         while time.perf_counter() < end:
             warm()
         lost, began, watched = times_pushed(), time.perf_counter(), watch.seconds
-        probes = [self.probe()] if is_cpu else []
+        probes = [self.probe()] if self.device == "cpu" else []
         seconds = self._seconds(call, inner)
-        probes += [self.probe()] if is_cpu else []
+        probes += [self.probe()] if self.device == "cpu" else []
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
         _settle()
-        return {
-            "ms": seconds / inner * 1e3,
-            "attention": (watch.seconds - watched) / seconds or None,
-            "probes": probes,
-            "pushed": pushed,
-        }
+        share = (watch.seconds - watched) / seconds or None
+        ms = seconds / inner * 1e3
+        return {"ms": ms, "attention": share, "probes": probes, "pushed": pushed}
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
         """The duration of so many calls; flushing the caches before each is not timed."""
@@ -144,15 +143,6 @@ class Worker:
         return peaks.measure_peak(kind, threads, seconds, device)
 
 
-def _keep_freed_memory() -> None:
-    """Makes glibc keep freed memory, as in a process that has run for a while.
-
-    glibc returns freed blocks above a threshold to the system, and the next call pays the page
-    faults. The threshold grows to the size of the largest freed block, up to 32 MiB.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
-
-
 def _settle() -> None:
     """Waits until this process is idle.
 
@@ -167,16 +157,11 @@ def _settle() -> None:
             return
 
 
-def _on_device(cell: Cell, seed: int) -> dict[str, Tensor]:
-    return {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
-
-
 def saved_outputs(cell: Cell, outputs: Any) -> bytes:
     """The outputs of a provider, which the parent compares."""
-    names = output_names(cell)
+    names, buffer = output_names(cell), io.BytesIO()
     if len(outputs) != len(names):
         raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
-    buffer = io.BytesIO()
     pairs = zip(names, outputs, strict=True)
     torch.save({name: torch.as_tensor(x).detach().cpu().clone() for name, x in pairs}, buffer)
     return buffer.getvalue()

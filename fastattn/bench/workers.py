@@ -21,8 +21,7 @@ class ProviderError(RuntimeError):
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
-        self.status = status
-        self.reason = reason
+        self.status, self.reason = status, reason
 
 
 class WorkerProcess:
@@ -84,8 +83,8 @@ class WorkerProcess:
 
 def thread_variables(threads: int) -> dict[str, str]:
     """Environment variables that give every runtime the same number of threads."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TBB_NUM_THREADS")
-    return {name: str(threads) for name in names} | {"MKL_DYNAMIC": "FALSE"}
+    names = (f"{of}_NUM_THREADS" for of in ("OMP", "MKL", "OPENBLAS", "TBB"))
+    return {**dict.fromkeys(names, str(threads)), "MKL_DYNAMIC": "FALSE"}
 
 
 def usable_cpus(threads: int) -> list[int]:

@@ -12,9 +12,8 @@ from bench_results import SMALL, bench, parse
 
 import fastattn
 from fastattn.bench import commands, ops, selection
-from fastattn.bench.presets import PRESETS
 from fastattn.bench.providers import PROVIDERS
-from fastattn.bench.selection import preset_cells
+from fastattn.bench.selection import PRESETS, preset_cells
 from fastattn.bench.shapes import parse_shapes, shape_text
 
 # Shapes

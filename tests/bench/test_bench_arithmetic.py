@@ -8,11 +8,12 @@ import pytest
 import torch
 from bench_results import TINY, a_result, cell_of
 
-from fastattn.bench import commands, display, inputs, ops, stats, summary
+from fastattn.bench import commands, display, ops, stats, summary
 from fastattn.bench.cells import (
     Cell,
     bytes_touched,
     flops,
+    make_inputs,
     padding_lengths,
     visible_pairs,
 )
@@ -35,7 +36,7 @@ def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (7, 5), (1, 9)])
 def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len: int) -> None:
     cell = dataclasses.replace(TINY, mask=mask, sizes={**TINY.sizes, "Lq": q_len, "Lk": kv_len})
-    drawn = inputs.make_inputs(cell, 3).get("attn_mask")
+    drawn = make_inputs(cell, 3).get("attn_mask")
     pairs = sum(
         sees(cell, i, j, b, drawn)
         for b in range(cell["B"])
@@ -43,7 +44,7 @@ def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len:
         for i in range(q_len)
         for j in range(kv_len)
     )
-    count = inputs.true_in_mask(cell, 3)
+    count = 3
     assert cell["H"] * visible_pairs(cell, count) == pairs
     assert flops(cell, count) == pairs * (2 * 8 + 2 * 6)
     both = dataclasses.replace(cell, passes="fwd+bwd")
@@ -66,7 +67,7 @@ def test_pairs_of_packed_sequences_are_counted_within_each(mask: str) -> None:
     cell = cell_of("varlen", "B=3,H=2,L=29,S=5,D=4", mask=mask)
     pairs = sum(
         sees_in_its_sequence(cell, i, j, n, 29 // 4)
-        for n in inputs.make_inputs(cell, 0)["ends"].diff().tolist()
+        for n in make_inputs(cell, 0)["ends"].diff().tolist()
         for i in range(n)
         for j in range(n)
     )

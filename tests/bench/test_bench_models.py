@@ -14,15 +14,14 @@ from bench_results import a_result, bench, cell_of, parse
 from test_bench_render import load_render
 from torch import Tensor
 
-from fastattn.bench import display, inputs, ops, selection, summary
-from fastattn.bench.cells import Cell, flops
+from fastattn.bench import display, ops, selection, summary
+from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models import _model
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.presets import WHOLE_MODELS
 from fastattn.bench.providers import load
 from fastattn.bench.providers.passes import leave
 from fastattn.bench.results import Outcome, Result, Round
-from fastattn.bench.selection import model_cells, preset_cells
+from fastattn.bench.selection import WHOLE_MODELS, model_cells, preset_cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,9 +51,9 @@ def few_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
-    arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 0))()
+    arrays = load(provider).prepare(cell, make_inputs(cell, 0))()
     leave()
-    return dict(zip(inputs.output_names(cell), arrays, strict=True))
+    return dict(zip(output_names(cell), arrays, strict=True))
 
 
 # Right, or not timed
@@ -73,7 +72,7 @@ def test_every_provider_is_right(cell: Cell) -> None:
 def test_a_tiny_pool_still_fills_a_large_weight() -> None:
     cell = cell_of("bert", f"B=1,L=4,{_LAYERS},V=999")
     assert _model._POOL < 999 * 16
-    words = inputs.make_inputs(cell, 0)["embeddings.word_embeddings.weight"]
+    words = make_inputs(cell, 0)["embeddings.word_embeddings.weight"]
     assert words.shape == (999, 16)
     assert words.std() == pytest.approx(16**-0.5, rel=0.1)
 
@@ -134,7 +133,7 @@ def test_a_wrong_attention_is_found(
 @pytest.mark.usefixtures("few_random_numbers")
 def test_both_passes_have_the_same_weights() -> None:
     cells = [cell_of("bert", SMALL["bert"], passes=passes) for passes in ("fwd", "fwd+bwd")]
-    first, second = (inputs.make_inputs(cell, 0) for cell in cells)
+    first, second = (make_inputs(cell, 0) for cell in cells)
     assert first.keys() == second.keys()
     assert all(torch.equal(x, second[name]) for name, x in first.items())
 
@@ -142,7 +141,7 @@ def test_both_passes_have_the_same_weights() -> None:
 @pytest.mark.usefixtures("few_random_numbers")
 def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
     cell = cell_of("gpt2", SMALL["gpt2"], dtype="bf16")
-    given = inputs.make_inputs(cell, 0)
+    given = make_inputs(cell, 0)
     before = {name: x.clone() for name, x in given.items()}
     assert ops.get("gpt2").expected(cell, given)["out"].dtype == torch.float64
     assert all(torch.equal(x, before[name]) for name, x in given.items())
@@ -151,7 +150,7 @@ def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
 @pytest.mark.usefixtures("few_random_numbers")
 def test_the_cache_is_full_again_after_each_token() -> None:
     cell = cell_of("llama_decode", SMALL["llama_decode"])
-    call = load("fastattn").prepare(cell, inputs.make_inputs(cell, 0))
+    call = load("fastattn").prepare(cell, make_inputs(cell, 0))
     first, second = call()[0], call()[0]
     leave()
     assert torch.equal(first, second)
@@ -164,10 +163,11 @@ def counted(cell: Cell) -> int:
     """Multiplications and additions of the model with its attention spelled out."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    forward, leaves = ops.get(cell.op).eager(cell, inputs.make_inputs(cell, 0))
+    op, x = ops.get(cell.op), make_inputs(cell, 0)
+    forward = op.eager(cell, x)
     with FlopCounterMode(display=False) as counter:
-        out = forward()[0]
-        if leaves:
+        out = forward()
+        if leaves := [x[name] for name in op.leaf_names(cell)]:
             torch.autograd.grad(out.sum(), leaves)
     return counter.get_total_flops()
 

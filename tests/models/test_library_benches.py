@@ -13,8 +13,8 @@ from libraries import library
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastattn.bench import inputs, ops
-from fastattn.bench.cells import Cell, flops
+from fastattn.bench import ops
+from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models import _model
 from fastattn.bench.models._model import LibraryModel
 from fastattn.bench.oracle import Oracle
@@ -50,9 +50,9 @@ def few_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
-    arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 0))()
+    arrays = load(provider).prepare(cell, make_inputs(cell, 0))()
     leave()
-    return dict(zip(inputs.output_names(cell), arrays, strict=True))
+    return dict(zip(output_names(cell), arrays, strict=True))
 
 
 def test_all_are_tested() -> None:
@@ -81,7 +81,7 @@ def test_the_share_of_attention_is_measured(op: str) -> None:
 @pytest.mark.parametrize("op", SMALL)
 def test_operations_are_counted_as_pytorch_counts_them(op: str) -> None:
     cell = cell_of(op, SMALL[op])
-    forward, _ = model_of(op).eager(cell, inputs.make_inputs(cell, 0))
+    forward = model_of(op).eager(cell, make_inputs(cell, 0))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         forward()
     assert flops(cell) == counter.get_total_flops()

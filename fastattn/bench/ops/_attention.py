@@ -1,9 +1,9 @@
-"""Masks and attention, shared by the operators."""
+"""Masks, weights and the definition of attention, shared by the operators."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,76 +12,11 @@ from torch.nn.functional import embedding
 
 from fastattn import masks
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.backends.reference import attend as defined_attention
-from fastattn.bench.cells import DOCUMENTS, Cell, keys_of, prefix_length, window_width
-from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Operator
+from fastattn.backends.reference import attend
+from fastattn.bench.cells import DOCUMENTS, Cell, Draw, keys_of, prefix_length, window_width
+from fastattn.bench.ops._base import Forward, Inputs
 
-PAIRS_CHECKED = 1 << 26
-PAIRS_OF_FEW = 1 << 22
-
-
-class SampledHeads(Operator):
-    """An attention with the sizes B, H, Hkv, Lq and Lk; the check of a long one takes a sample."""
-
-    JOINT: Sequence[str] = ()  # options with an input of all heads: they are not sampled
-
-    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
-        """A sample of (sequence, key head), because they do not depend on each other.
-
-        If the weights are averaged over the heads, a sample of sequences.
-        """
-        pairs = cell["B"] * cell["H"] * cell["Lq"] * cell["Lk"]
-        most = PAIRS_OF_FEW if few else PAIRS_CHECKED
-        if pairs <= most or cell.option in self.JOINT:
-            return [()]
-        heads = [()] if cell.weights == "average" else [(h,) for h in range(cell["Hkv"])]
-        units = [(b, *h) for b in range(cell["B"]) for h in heads]
-        count = max(1, most * len(units) // pairs)
-        return sorted(random.Random(seed).sample(units, count))
-
-    def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
-        """Slices the batch and the heads, except for broadcast dimensions."""
-        if not where:
-            return x
-        if name == "attn_mask":
-            x = x[(None,) * (4 - x.dim())]
-        b = where[0] if x.shape[0] > 1 else 0
-        x = x[b : b + 1]
-        if len(where) == 1 or x.dim() < 4 or x.shape[1] == 1:
-            return x
-        group = x.shape[1] // cell["Hkv"]
-        return x[:, where[1] * group : (where[1] + 1) * group]
-
-    def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
-        if parts == [()]:
-            return "all"
-        if len(parts[0]) == 1:
-            return f"{len(parts)} of {cell['B']} sequences"
-        return f"{len(parts)} of {cell['B'] * cell['Hkv']} (sequence, head)"
-
-
-def attend(
-    query: Tensor,  # [B, H, Lq, D]
-    key: Tensor,  # [B, Hkv, Lk, D]
-    value: Tensor,  # [B, Hkv, Lk, Dv]
-    mask: Tensor | None = None,  # broadcastable to [B, H, Lq, Lk]: True takes part, or added
-    slopes: Tensor | None = None,  # [B|1, H]
-    *,
-    given: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """The definition of attention: the output, and the weights [B, H, Lq, Lk].
-
-    `options` are those of `AttentionOptions`, `given` the other tensors of the definition.
-    """
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
-    record = AttentionOptions(scale=query.shape[-1] ** -0.5, **options)
-    out, _, weights = defined_attention(
-        query, key, value, mask, slopes, None, record, **given or {}
-    )
-    return out.to(query.dtype), weights.to(query.dtype)
+HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
 
 
 def softmax_weights(
@@ -108,14 +43,23 @@ def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
     return None
 
 
+def attn_mask(cell: Cell, draw: Draw, *heads: int) -> dict[str, Tensor]:
+    """The input `attn_mask` of a function that has `is_causal`, by its name."""
+    if cell.mask == "bias":
+        return {"attn_mask": draw.normal(*heads, cell["Lq"], cell["Lk"])}
+    visible = None if cell.mask == "causal" else visible_keys(cell, draw)
+    if visible is None:
+        return {}
+    return {"attn_mask": visible[:, None] if heads and cell.mask == "padding" else visible}
+
+
 def visible_to_last(cell: Cell, queries: int, length: int, device: torch.device) -> Tensor | None:
     """The visible pairs of the last queries of a sequence, [queries, length]; None: all."""
     if cell.mask == "none":
         return None
-    seen = (keys_of(cell, at, length) for at in range(length - queries, length))
-    low, high = torch.tensor([(keys.start, keys.stop) for keys in seen]).T[..., None]
     keys = torch.arange(length)
-    return ((low <= keys) & (keys < high)).to(device)
+    first, end = keys_of(cell, keys[length - queries :, None], length)
+    return ((first <= keys) & (keys < end)).to(device)
 
 
 def mask_of(cell: Cell, *lengths: int) -> masks.Mask | None:
@@ -145,3 +89,44 @@ def biases(
     distances = rows[:, None] + offset - columns
     found = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
     return found if visible is None else found.masked_fill(~visible, -torch.inf)
+
+
+def unseen(cell: Cell, at: Tensor) -> int:
+    """The keys that no query at these positions sees."""
+    first, end = keys_of(cell, at, cell["Lk"])
+    return cell["Lk"] - int(end.max() - first.min())
+
+
+def defined(
+    x: Mapping[str, Tensor], tensors: Sequence[Tensor], mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The definition of attention: the output, and the weights [B, H, Lq, Lk]."""
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    names = ("alibi_slopes", "sinks", "relative_bias")
+    slopes, sinks, table = (x[name][None] if name in x else None for name in names)
+    record = AttentionOptions(scale=tensors[0].shape[-1] ** -0.5, **options)
+    given: dict[str, Any] = {"keep": x.get("kept"), "sinks": sinks, "relative_bias": table}
+    query, key, value = tensors
+    out, _, weights = attend(query, key, value, mask, slopes, None, record, **given)
+    return out.to(query.dtype), weights.to(query.dtype)
+
+
+def with_masks(
+    cell: Cell,
+    x: Inputs,
+    lengths: Sequence[tuple[int, int]],
+    visible: Sequence[Tensor | None],
+    call: Callable[[Sequence[Tensor | None]], Tensor],
+) -> Forward:
+    """A call of PyTorch, which gets a table of biases as masks: in each call, if it has a gradient.
+
+    `lengths` are the queries and keys of each mask.
+    """
+    table = x.get("relative_bias")
+    if table is None:
+        return functools.partial(call, visible)
+
+    def made() -> Sequence[Tensor | None]:
+        return [biases(table, *of, seen) for of, seen in zip(lengths, visible, strict=True)]
+
+    return functools.partial(call, made()) if cell.passes == "fwd" else lambda: call(made())

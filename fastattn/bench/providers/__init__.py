@@ -10,7 +10,7 @@ A provider is a module, or an object, with
     why_not(cell) -> list[str]           reasons why it cannot run the cell; empty if it can
     prepare(cell, inputs) -> callable    everything that is not timed: layouts, modules, sessions
 
-The callable is timed. It returns the arrays of `inputs.output_names(cell)` in that order, as torch
+The callable is timed. It returns the arrays of `cells.output_names(cell)` in that order, as torch
 tensors or numpy arrays.
 
 Any importable module is a provider: `--providers fastattn,mypackage.mykernel`. If it has no
@@ -23,26 +23,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
-from torch import Tensor
-
 from fastattn.bench import ops
-from fastattn.bench.cells import MASKS, Cell
-from fastattn.bench.ops._module import Twin
+from fastattn.bench.cells import Cell
 from fastattn.bench.providers.passes import Outputs, run_passes
 
-_OF_PYTORCH, _OF_RUNTIMES = (f"{__name__}.{file}" for file in ("pytorch", "runtimes"))
 PROVIDERS = {
-    "fastattn": (_OF_PYTORCH, "Fastattn"),
-    "torch": (_OF_PYTORCH, "Torch"),
-    "torch-eager": (_OF_PYTORCH, "Eager"),
-    "torch-flex": (_OF_PYTORCH, "Flex"),
-    "torch-compiled": (_OF_PYTORCH, "Compiled"),
-    "onnxruntime": (_OF_RUNTIMES, "OnnxRuntime"),
-    "openvino": (_OF_RUNTIMES, "OpenVino"),
+    "fastattn": "pytorch.Fastattn",
+    "torch": "pytorch.Torch",
+    "torch-eager": "pytorch.Eager",
+    "torch-flex": "peers.Flex",
+    "torch-compiled": "pytorch.Compiled",
+    "onnxruntime": "peers.OnnxRuntime",
+    "openvino": "peers.OpenVino",
 }
 DEFAULT = ("torch", "fastattn")
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
@@ -53,7 +49,7 @@ class Provider(Protocol):
 
     def versions(self) -> dict[str, str]: ...
     def why_not(self, cell: Cell) -> list[str]: ...
-    def prepare(self, cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Sequence[Any]]: ...
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Sequence[Any]]: ...
 
 
 class Functions:
@@ -70,20 +66,20 @@ class Functions:
     def why_not(self, cell: Cell) -> list[str]:
         op = ops.get(cell.op)
         name = op.FUNCTION.removeprefix("nn.")
-        if op.FUNCTION.startswith("nn.") and not isinstance(op, Twin):
+        if op.FUNCTION.startswith("nn.") and not isinstance(op, ops.Twin):
             return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
         return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
 
-    def prepare(self, cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
         op = ops.get(cell.op)
-        if isinstance(op, Twin):
-            prepared = op.built(functools.partial(op.build, self.module), cell, inputs)
+        if isinstance(op, ops.Twin):
+            forward = op.built(functools.partial(op.build, self.module), cell, inputs)
         else:
             args, options = op.arguments(cell, inputs)
             used = {name: x for name, x in options.items() if x is not None and x is not False}
-            function = functools.partial(getattr(self.module, op.FUNCTION), *args, **used)
-            prepared = op.calling(function, cell, inputs)
-        return run_passes(cell, *prepared, inputs["grad_out"])
+            function = getattr(self.module, op.FUNCTION)
+            forward = op.calling(functools.partial(function, *args, **used), inputs)
+        return run_passes(cell, forward, inputs)
 
 
 def split(name: str) -> tuple[str, str]:
@@ -108,8 +104,8 @@ def load(name: str) -> Provider:
     name, variant = split(name)
     check_name(name)
     if name in PROVIDERS:
-        file, kind = PROVIDERS[name]
-        provider = getattr(importlib.import_module(file), kind)()
+        file, _, kind = PROVIDERS[name].partition(".")
+        provider = getattr(importlib.import_module(f"{__name__}.{file}"), kind)()
     else:
         provider = importlib.import_module(name)
         if not hasattr(provider, "prepare"):
@@ -129,32 +125,3 @@ def check_name(name: str) -> None:
     if "@" in name and provider in PROVIDERS and variant not in variants(name):
         known = ", ".join(f"{provider}@{v}" for v in variants(name)) or "none"
         raise ValueError(f"--providers {name!r}: variants of {provider} are {known}")
-
-
-class SdpaOnly:
-    """Part of a provider that has no operator but `sdpa`; the attributes say what it serves."""
-
-    DTYPES: Sequence[str] = ("fp32",)
-    PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",)}  # device: passes
-    MASKS: Sequence[str] = MASKS
-    GROUPED = True
-
-    def why_not(self, cell: Cell) -> list[str]:
-        reasons, passes = [], self.PASSES_ON.get(cell.device)
-        if passes is None:
-            reasons.append(f"it runs on {' and '.join(self.PASSES_ON)}")
-        if cell.op != "sdpa":
-            return [*reasons, "only sdpa is supported here"]
-        if cell.dtype not in self.DTYPES:
-            reasons.append(f"it takes {', '.join(self.DTYPES)}")
-        if passes is not None and cell.passes not in passes:
-            reasons.append("it has no backward")
-        if cell.mask not in self.MASKS:
-            reasons.append(f"no {cell.mask} mask is supported here")
-        if cell.weights != "none":
-            reasons.append("it returns no weights")
-        if cell.option != "none":
-            reasons.append(f"no {cell.option} is supported here")
-        if cell["H"] != cell["Hkv"] and not self.GROUPED:
-            reasons.append("it has no grouped heads")
-        return reasons

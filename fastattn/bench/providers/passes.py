@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 
 Outputs = tuple[Tensor, ...]
@@ -28,9 +29,7 @@ def leave() -> None:
     _entered.close()
 
 
-def run_passes(
-    cell: Cell, forward: Callable[[], Outputs], leaves: Sequence[Tensor], grad_out: Tensor
-) -> Callable[[], Outputs]:
+def run_passes(cell: Cell, forward: ops.Forward, x: ops.Inputs) -> Callable[[], Outputs]:
     """A callable that runs the cell's passes; the first output is differentiated.
 
     Gradients are returned, not accumulated: `torch.autograd.grad` allocates new ones in every
@@ -40,18 +39,20 @@ def run_passes(
 
         def run_forward() -> Outputs:
             with torch.no_grad():
-                return forward()
+                out = forward()
+            return out if type(out) is tuple else (out,)
 
         return run_forward
 
+    leaves, grad_out = [x[name] for name in ops.get(cell.op).leaf_names(cell)], x.grad_out
     for leaf in leaves:
         leaf.requires_grad_()
     if cell.passes == "bwd":
-        kept = forward()[0]
+        kept = ops.as_tuple(forward())[0]
         return lambda: torch.autograd.grad(kept, leaves, grad_out, retain_graph=True)
 
     def run_both() -> Outputs:
-        outputs = forward()
+        outputs = ops.as_tuple(forward())
         gradients = torch.autograd.grad(outputs[0], leaves, grad_out)
         return (*(output.detach() for output in outputs), *gradients)
 

@@ -1,0 +1,152 @@
+"""`scaled_dot_product_attention`: O = softmax(Q Kᵀ / √D) V."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastattn import masks
+from fastattn._seed import draw_seed
+from fastattn.backends.reference import dropout_keep
+from fastattn.bench.cells import Cell, Draw, window_width
+from fastattn.bench.ops._attention import (
+    HEADS,
+    attn_mask,
+    defined,
+    document_ids,
+    unseen,
+    with_masks,
+)
+from fastattn.bench.ops._base import Forward, Inputs, Operator
+
+_SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
+_DROPOUT = 0.1
+
+
+class _Sdpa(Operator):
+    MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
+    WEIGHTS = ("none", "average", "per-head")
+    OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
+    SAMPLED, BLOCKED, HIDDEN = ("B", "Hkv"), "Lq", "4 * B*H*Lq*Lk"
+    JOINT = ("learnable", "relative")
+    LEARNED = {"relative": "relative_bias", "learnable": "attn_mask"}  # noqa: RUF012
+    OTHERS = dict.fromkeys(("attn_mask", "kept", "weights"), "B H Lq Lk") | {
+        "alibi_slopes": "H",
+        "sinks": "H",
+    }
+
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
+        if cell.option == "window" and cell.mask not in ("none", "causal"):
+            raise ValueError(
+                f"option=window: with a {cell.mask} mask the visible pairs cannot be counted"
+            )
+        if cell.option == "window" and cell["Lq"] > cell["Lk"]:
+            raise ValueError(f"option=window: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
+        if cell.option == "learnable" and cell.mask != "bias":
+            raise ValueError("option=learnable: needs mask=bias")
+        if cell.option == "dropout" and cell.device != "cpu":
+            raise ValueError("option=dropout: the check needs the seed of a CPU generator")
+
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
+        heads = cell["H"]
+        inputs = attn_mask(cell, draw, heads)  # a bias has the shape of a learned relative one
+        if cell.option == "alibi":
+            inputs["alibi_slopes"] = (torch.arange(1, heads + 1) * (-8 / heads)).exp2()
+        elif cell.option == "sinks":  # of the size of lse, so that a wrong one shows
+            inputs["sinks"] = draw.normal(heads) + math.log(cell["Lk"])
+        elif cell.option == "relative":
+            inputs["relative_bias"] = draw.normal(heads, 2 * max(cell["Lq"], cell["Lk"]) - 1)
+        elif cell.option == "dropout":
+            scores = (cell["B"], heads, cell["Lq"], cell["Lk"])
+            inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
+        return inputs
+
+    def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
+        dims, is_average = super().dims(cell, name, x), name == "weights" and x.dim() == 3
+        return [size for size in dims if size != "H"] if is_average else dims
+
+    def unread(self, cell: Cell) -> int:
+        if cell.option != "window":
+            return 0
+        beyond = unseen(cell, torch.arange(cell["Lq"]))
+        return cell["B"] * cell["Hkv"] * beyond * (cell["D"] + cell["Dv"])
+
+    def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        tensors, options = super().arguments(cell, x)
+        options["average_weights"] = cell.weights == "average"
+        if cell.mask == "documents":
+            ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+            options |= {"attn_mask": None, "mask": masks.document(*ids)}
+        if cell.option == "window":
+            options["window"] = (window_width(cell), window_width(cell))
+        elif cell.option == "softcap":
+            options["softcap"] = _SOFTCAP
+        elif cell.option == "dropout":
+            options |= {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
+        return tensors, options
+
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        query, key, value = self.leaves(x)
+        causal, grouped = cell.mask == "causal", cell["H"] != cell["Hkv"]
+
+        def call(masks: Sequence[Tensor | None]) -> Tensor:
+            return scaled_dot_product_attention(
+                query, key, value, masks[0], is_causal=causal, enable_gqa=grouped
+            )
+
+        return with_masks(cell, x, [(cell["Lq"], cell["Lk"])], [x.get("attn_mask")], call)
+
+    def why_not_theirs(self, cell: Cell) -> list[str]:
+        reasons = []
+        if cell.weights != "none":
+            reasons.append("F.scaled_dot_product_attention returns no weights")
+        if cell.option in ("window", "softcap", "alibi", "sinks"):
+            reasons.append(f"F.scaled_dot_product_attention has no {cell.option}")
+        if cell.option == "relative" and cell.mask != "none":
+            reasons.append("F.scaled_dot_product_attention has one mask")
+        if cell.option == "dropout":
+            reasons.append("PyTorch drops other weights, so its result cannot be checked")
+        return reasons
+
+    def equation(self, cell: Cell, x: Inputs, first: int = 0) -> tuple[Tensor, ...]:
+        """The definition, for the queries from the one at position `first` on."""
+        width = window_width(cell) if cell.option == "window" else -1
+        out, weights = defined(
+            x,
+            self.leaves(x),
+            x.get("attn_mask"),
+            offset=first,
+            window_left=width,
+            window_right=0 if cell.mask == "causal" else width,
+            softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
+            dropout_p=_DROPOUT if cell.option == "dropout" else 0.0,
+        )
+        if cell.weights == "none":
+            return (out,)
+        return out, weights.mean(1) if cell.weights == "average" else weights
+
+    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
+        return functools.partial(self.equation, cell, x, start)
+
+
+def _first_seed() -> tuple[torch.device, torch.Generator]:
+    """The arguments of `draw_seed` in the first call with dropout, which is the one checked."""
+    return torch.device("cpu"), torch.Generator().manual_seed(0)
+
+
+SDPA = _Sdpa(
+    FUNCTION="scaled_dot_product_attention",
+    ABOUT="softmax(Q Kᵀ / √D) V on [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]",
+    TORCH="F.scaled_dot_product_attention",
+    SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"},
+    SHAPES=HEADS,
+    OUTPUT="B H Lq Dv",
+    FLOPS="attention(pairs * H, D, Dv)",
+)
