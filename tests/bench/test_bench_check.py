@@ -187,7 +187,7 @@ def test_an_output_has_the_dtype_that_its_operator_gives_it() -> None:
 
 def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastattn.bench.ops._base.PAIRS_CHECKED", 2 * 2 * 5 * 7)
-    monkeypatch.setattr("fastattn.bench.ops._base.AT_ONCE", 4 * 2 * 7 * 2)  # two rows of queries
+    monkeypatch.setattr("fastattn.bench.ops._base.AT_ONCE", 2 * 7 * 2)  # two rows of queries
     cell = dataclasses.replace(TINY, mask="causal", passes="fwd+bwd")
     oracle = Oracle(cell, 0)
     assert oracle.compared == "2 of 4 (sequence, head)"

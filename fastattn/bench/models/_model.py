@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn.bench.cells import Cell, Draw
+from fastattn.bench.cells import TORCH_DTYPES, Cell, Draw
 from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.ops._base import Forward, Inputs, NothingDrawn, Operator, Part, value_of
 
@@ -41,7 +41,7 @@ class Model(Operator):
     # configuration, where a number is the least of a field that limits the length, and arguments.
     CLASS, CONFIG = "", ""
     BUILD: Mapping[str, Any] = {}
-    CAUSAL = False
+    CAUSAL, BLOCKED = False, ""
     # Formulas of the sizes: the weights of a layer that multiply each token; outside of the layers,
     # the weights and the products with them; the tokens; and the pairs of one layer and head, of
     # which `pairs` counts the mask only.
@@ -112,16 +112,6 @@ class Model(Operator):
         model.set_attn_implementation(_EXACT)
         return sdpa_kernel(SDPBackend.MATH)
 
-    def widen(self, model: nn.Module) -> None:
-        """Converts the model to float64 for one forward pass, each layer only while it runs."""
-        layers = {x for stack in model.modules() if isinstance(stack, nn.ModuleList) for x in stack}
-        in_layers = {parameter for layer in layers for parameter in layer.parameters()}
-        _widen([parameter for parameter in model.parameters() if parameter not in in_layers])
-        for layer in layers:
-            own = list(layer.parameters())
-            layer.register_forward_pre_hook(functools.partial(_widen, own))
-            layer.register_forward_hook(functools.partial(_restore, own, [x.data for x in own]))
-
     # Derived
 
     def require(self) -> None:
@@ -189,7 +179,6 @@ class Model(Operator):
         with self.serving(attention):
             if hasattr(model, "set_attn_implementation"):
                 model.set_attn_implementation(attention)
-        x.update(model.named_parameters())
 
         def forward() -> Tensor:
             with self.serving(attention):
@@ -201,12 +190,13 @@ class Model(Operator):
         """The model with the parameters that are in `x`, of their dtype."""
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(x.grad_out.dtype)
+            torch.set_default_dtype(TORCH_DTYPES[cell.dtype])
             stack.enter_context(NothingDrawn())
             model = self.make(cell)
         model.train(cell.passes != "fwd")
         for name, parameter in model.named_parameters():
             parameter.data = x[name]
+        x.update(model.named_parameters())
         return model
 
     def _given(self, cell: Cell, x: Inputs) -> Inputs:
@@ -217,27 +207,33 @@ class Model(Operator):
     # The reference
 
     def in_double(self, x: Inputs) -> Inputs:
-        """Unchanged: all weights in float64 may not fit into memory, so `expected` converts."""
-        return x
+        """In float64, slices of one pool as before: all weights may not fit into memory."""
 
-    def expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
+        @functools.cache
+        def doubled(pool: Tensor) -> Tensor:
+            return pool.double()
+
+        def sliced(t: Tensor) -> Tensor:
+            pool: Any = t._base
+            if pool is None or not t.is_floating_point():
+                return t.double() if t.is_floating_point() else t
+            return doubled(pool).as_strided(t.shape, t.stride(), t.storage_offset())
+
+        return Inputs({name: sliced(t) for name, t in x.items()})
+
+    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
         """The model in float64, with plain attention.
 
         Parts that the model always computes in float32, such as rotary angles, stay in float32.
         """
-        model, names = self._model(cell, x), self.leaf_names(cell)
-        call = self.bind(cell, model, super().in_double(self._given(cell, x)))
-        with torch.set_grad_enabled(bool(names)), self.exactly(model):
-            if not names:
-                self.widen(model)
-                return {"out": call()}
-            own = dict(model.named_parameters())
-            _widen(list(own.values()))
-            out = call()
-            leaves = [own[name] for name in names]
-            gradients = torch.autograd.grad(out, leaves, x.grad_out.double())
-        found = zip((f"grad_{name}" for name in names), gradients, strict=True)
-        return {"out": out.detach(), **dict(found)}
+        model = self._model(cell, x)
+        call = self.bind(cell, model, self._given(cell, x))
+
+        def forward() -> Tensor:
+            with self.exactly(model):
+                return call()
+
+        return forward
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
         """The noise of a forward pass is measured on one sequence, or on the start of one.
@@ -250,7 +246,8 @@ class Model(Operator):
         return [last | {"L": range(min(cell["L"], 64))} if self.CAUSAL else last]
 
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
-        return [] if name in self.parameters(cell) else ["B", "L", *[""] * (x.dim() - 2)]
+        sizes = ["B", "L", *["_"] * x.dim()][: x.dim()]
+        return [] if name in self.parameters(cell) else sizes
 
     def unjudged(self, cell: Cell) -> Collection[str]:
         """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
@@ -292,26 +289,12 @@ class LibraryModel(Model):
     def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
         return sdpa_kernel(SDPBackend.MATH)
 
-    def widen(self, model: nn.Module) -> None:
-        """Converts all parameters together: parts of a layer may be called on their own."""
-        _widen(list(model.parameters()))
-
 
 @functools.lru_cache(maxsize=8)
 def _on_meta(model: Model, cell: Cell) -> nn.Module:
     """The model on the meta device: its modules and the shapes of its parameters."""
     with torch.device("meta"):
         return model.make(cell)
-
-
-def _widen(parameters: list[nn.Parameter], *called: Any) -> None:
-    for parameter in parameters:
-        parameter.data = parameter.data.double()
-
-
-def _restore(parameters: list[nn.Parameter], kept: list[Tensor], *called: Any) -> None:
-    for parameter, data in zip(parameters, kept, strict=True):
-        parameter.data = data
 
 
 class _Mark(torch.autograd.Function):

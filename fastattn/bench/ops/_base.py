@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Forward = Callable[[], Any]  # returns the output, or a tuple that begins with it
 Part = Mapping[str, range]  # of a cell: the places along some of its sizes
 
-AT_ONCE = 1 << 25  # elements of the largest intermediate tensor of the float64 reference: 256 MB
+AT_ONCE = 1 << 23  # elements of the largest intermediate tensor of the float64 reference: 64 MB
 PAIRS_CHECKED = 1 << 26
 PAIRS_OF_FEW = 1 << 22
 _MULTIPLES = (("H", "Hkv"), ("E", "H"), ("Lk", "P"), ("I", "P"))
@@ -82,10 +82,8 @@ class Operator:
     ARGUMENTS: Sequence[str] = ()
     KEYWORDS: Mapping[str, Any] = {}
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
-    # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1. The
-    # elements of the largest intermediate tensor of the definition.
+    # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1.
     FLOPS: str
-    HIDDEN: str = "0"
     # Whether `equation` is the definition, because the reference's needs far more work (all pairs
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
@@ -242,7 +240,7 @@ class Operator:
     def expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
         """All outputs of the cell by name, a block at a time, to bound the memory."""
         names, wanted = self.leaf_names(cell), cell.passes != "fwd"
-        leaves = {n: x[n].clone().requires_grad_(wanted) for n in names if n in x}
+        leaves = {n: x[n].clone().requires_grad_() for n in names if n in x} if wanted else {}
         outputs: list[tuple[Tensor, ...]] = []
         gradients: list[tuple[Tensor, ...]] = []
         with torch.set_grad_enabled(wanted):
@@ -264,12 +262,12 @@ class Operator:
         return found | {f"grad_{name}": total for name, total in zip(names, sums, strict=False)}
 
     def blocks(self, cell: Cell, x: Inputs) -> Sequence[range]:
-        """Blocks whose intermediate tensors are not too large together."""
+        """Blocks of queries or sequences whose intermediate tensors are not too large together."""
         count = cell.sizes.get(self.BLOCKED, 1)
-        hidden = int(value_of(self.HIDDEN, cell))
-        if hidden and x.grad_out.numel():  # of a part of the cell, a part of it
+        hidden = math.prod(cell.sizes.get(size, 1) for size in ("B", "H", "Lq", "Lk", "A"))
+        if self.BLOCKED and x.grad_out.numel():  # of a part of the cell, a part of it
             hidden = hidden * x.grad_out.numel() // math.prod(self.shape(cell, self.OUTPUT))
-        step = max(1, count * AT_ONCE // max(hidden, 1))
+        step = max(1, count * AT_ONCE // hidden) if self.BLOCKED else count
         return [range(n, min(n + step, count)) for n in range(0, count, step)]
 
     # The check of a long cell compares a sample of its parts.

@@ -146,7 +146,7 @@ VARLEN = _Varlen(
 class _Decode(Operator):
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "t5", *_QUANTISED, "latent")
-    SAMPLED, JOINT = ("B", "Hkv"), ("t5",)
+    SAMPLED, BLOCKED, JOINT = ("B", "Hkv"), "", ("t5",)
     BY_EQUATION = True
     PASSES = ("fwd",)
 

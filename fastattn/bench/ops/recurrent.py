@@ -43,7 +43,6 @@ ADDITIVE = _Additive(
     others=attn_mask,
     SCALES={"v": "A ** -0.5", "bias": 0.1},
     FLOPS="additive(pairs, A, Dv)",
-    HIDDEN="B * Lq * Lk * A",
 )
 
 
@@ -57,7 +56,6 @@ ADDITIVE_MODULE = Module(
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256},
     SHAPES={"query": "B Lq A", "memory": "B Lk A"},
     FLOPS="additive(pairs, A, A)",
-    HIDDEN="B * Lq * Lk * A",
     make=lambda cell, **made: AdditiveAttention(dim=cell["A"], **made),
     equation=lambda cell, x: _without_masks(x.query, x.memory, x.scale, x.memory),
 )
@@ -73,7 +71,6 @@ BAHDANAU = Module(
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "E": 256, "A": 256},
     SHAPES={"query": "B Lq E", "memory": "B Lk E"},
     FLOPS="additive(pairs, A, E) + products(B * (Lq + Lk) * E*A)",
-    HIDDEN="B * Lq * Lk * A",
     KEYWORDS={"need_weights": False},
     make=lambda cell, **made: _bahdanau(cell["E"], cell["A"], **made),
     parameter=lambda name, shape, draw: draw.normal(*shape, scale=shape[-1] ** -0.5),
@@ -196,7 +193,6 @@ LUONG = _Luong(
     OTHERS={"key_padding_mask": "B Lk", "positions": "B Lq"},
     SCALES={"weight": "1 / D"},
     FLOPS="attention(pairs, D, Dv) + products(B*Lq * D**2)",
-    HIDDEN="B * Lq * Lk",
 )
 
 
