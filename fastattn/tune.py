@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from fastattn import dispatch, evidence, spelling
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
-from fastattn.bench.providers.passes import run_passes
+from fastattn.bench.providers import run_passes
 from fastattn.bench.shapes import parse_shapes
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.nn import _linear

@@ -40,7 +40,7 @@ from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
 from fastattn.bench.environment import describe_environment
 from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers.passes import run_passes
+from fastattn.bench.providers import run_passes
 from fastattn.bench.results import CellResult, Outcome, Result, Round
 
 SAMPLE_SECONDS = 0.002

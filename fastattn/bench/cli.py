@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastattn.bench import commands, compare, display
+from fastattn.bench import commands, summary
 from fastattn.bench.cells import DEVICES
 from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.selection import WHOLE_MODELS, add_passes, add_what
@@ -124,7 +124,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     _add(out, "--markdown FILE", "write the table")
     _add(out, "--plot FILE", "write the plot (.png, .svg or .pdf)")
     out.add_argument("--resume", action="store_true", help="continue the run in --out")
-    words = f"columns of the table, comma-separated: {', '.join(display.METRICS)}"
+    words = f"columns of the table, comma-separated: {', '.join(summary.METRICS)}"
     out.add_argument("--metric", metavar="LIST", type=names, default=[], help=words)
     out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
 
@@ -141,7 +141,7 @@ def _add_breakdown(parser: argparse.ArgumentParser) -> None:
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help=_RESULT)
     parser.add_argument("after", type=Path, help="the file to compare with it")
-    _add(parser, "--metric", "", "time", choices=compare.METRICS)
+    _add(parser, "--metric", "", "time", choices=commands.METRICS)
     words = "exit with 1 if a row is worse by more than this over its complete interval"
     _add(parser, "--fail-slower P%", words, type=_share)
 

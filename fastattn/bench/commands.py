@@ -13,19 +13,85 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.bench import compare as comparing
-from fastattn.bench import display, ops, peaks, recording, results, runner
+from fastattn.bench import ops, peaks, recording, results, runner, stats, summary
 from fastattn.bench.environment import describe_environment, processor_slug
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
 from fastattn.bench.results import CellResult, Result
-from fastattn.bench.rounds import QUIET_SHARE
 from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names
-from fastattn.bench.summary import Row, summarise
-from fastattn.bench.workers import usable_cpus
+from fastattn.bench.stats import QUIET_SHARE
+from fastattn.bench.summary import Row, kept_rounds, summarise
+from fastattn.bench.worker import usable_cpus
+
+# The metrics, and their columns.
+METRICS = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
+_KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
+
+
+class Change(NamedTuple):
+    """One cell of one provider: `ratio` above 1 is better in the second result."""
+
+    name: str
+    before: float
+    after: float
+    ratio: float
+    low: float
+    high: float
+    busy: bool = False
+
+    @property
+    def verdict(self) -> str:
+        return stats.verdict(self.low, self.high)
+
+
+def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
+    """The changes of common rows, and the names of rows that only one result has."""
+    old, new = (_measured(result, METRICS[metric]) for result in (before, after))
+    found = [_change(name, *old[name], *new[name], metric) for name in old if name in new]
+    return found, [name for name in [*old, *new] if (name in old) != (name in new)]
+
+
+def _measured(result: Result, column: str) -> dict[str, tuple[Row, list[float]]]:
+    """Every row that has a value, with its samples in milliseconds, by its name."""
+    rows = zip(summarise(result), kept_rounds(result), strict=True)
+    return {
+        " ".join(word for name in _KEY if (word := row[name]) not in ("none", "cpu")): (row, ms)
+        for row, ms in rows
+        if row[column] is not None
+    }
+
+
+def _change(
+    name: str, was: Row, old_ms: list[float], now: Row, new_ms: list[float], metric: str
+) -> Change:
+    before, after = was[METRICS[metric]], now[METRICS[metric]]
+    if metric == "time":
+        low, high = _interval(old_ms, new_ms)
+        return Change(name, before, after, before / after, low, high, was["busy"] or now["busy"])
+    if metric == "speedup":
+        # A ratio to the baseline of its own run is comparable between machines and days.
+        low = now["speedup_low"] / was["speedup_high"]
+        high = now["speedup_high"] / was["speedup_low"]
+        return Change(name, before, after, after / before, low, high)
+    ratio = 1.0 if before == after else before / after if after else math.inf
+    return Change(name, before, after, ratio, ratio, ratio)
+
+
+def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """The interval of the ratio of two medians of independent samples.
+
+    The logarithms of the two intervals add up as independent errors do.
+    """
+    ratio = stats.median(before) / stats.median(after)
+    (low, high), (least, most) = (
+        [math.log(end / stats.median(samples)) for end in stats.median_interval(samples)]
+        for samples in (before, after)
+    )
+    return ratio * math.exp(-math.hypot(low, most)), ratio * math.exp(math.hypot(high, least))
+
 
 # The exit codes, see docs/benchmarks.md.
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
@@ -50,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
     for name in args.providers:
         check_name(name)
     cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
-    metrics = args.metric or display.default_metrics(cells)
-    check_names("--metric", metrics, tuple(display.METRICS))
+    metrics = args.metric or summary.default_metrics(cells)
+    check_names("--metric", metrics, tuple(summary.METRICS))
     _check_run(args)
     # Of several libraries some may be missing: their rows say so.
     missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
@@ -75,10 +141,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--resume: {saved} was measured with another {'; '.join(differ)}")
 
     def measured(result: Result, found: CellResult) -> None:
-        if display.was_skipped(found):
+        if summary.was_skipped(found):
             return
         if not args.quiet:
-            print(display.progress(result, found, len(cells)), file=sys.stderr, flush=True)
+            print(summary.progress(result, found, len(cells)), file=sys.stderr, flush=True)
         if saved:
             # Replaced in one step, so a run that is killed keeps the cells measured before. The
             # table of a run counts for more than a full disk, which is reported at the end.
@@ -89,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
     result = runner.Runner(settings, earlier, measured).run()
     rows = summarise(result)
-    text = display.page(result, rows, metrics)
+    text = summary.page(result, rows, metrics)
     print(text)
     writers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
         "json": (args.json, lambda path: results.save_json(result, rows, path)),
@@ -152,12 +218,12 @@ def exit_code(ended: str, rows: Sequence[Row]) -> int:
     impossible = [row for row in rows if row["impossible"]]
     for row in impossible:
         print(
-            f"IMPOSSIBLE: {display.cell_words(row)} {row['dtype']} {row['pass']}: "
+            f"IMPOSSIBLE: {summary.cell_words(row)} {row['dtype']} {row['pass']}: "
             f"{row['provider']} ran at {row['percent_of_peak']:.0f} % of the peak measured beside "
             f"it, 95 % interval {row['percent_low']:.0f} to {row['percent_high']:.0f} %",
             file=sys.stderr,
         )
-    return FAULTS if impossible or any(map(display.is_fault, rows)) else OK
+    return FAULTS if impossible or any(map(summary.is_fault, rows)) else OK
 
 
 def check_picture(path: Path | None) -> None:
@@ -213,7 +279,7 @@ def list_all(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Compare two results row by row, and show which conditions differ."""
     before, after = (results.load(path) for path in (args.before, args.after))
-    found, alone = comparing.changes(before, after, args.metric)
+    found, alone = changes(before, after, args.metric)
     for line in results.differences(before, after):
         print(f"Different conditions: {line}")
     if not found:

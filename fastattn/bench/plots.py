@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fastattn.bench import breakdown as parts
-from fastattn.bench import display
+from fastattn.bench import summary
 from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, option_words, summarise
@@ -115,13 +115,13 @@ def _speedup(result: Result, rows: Sequence[Row]) -> Figure:
         axes.margins(x=0.12)
     figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=6)
     figure.supxlabel(
-        textwrap.fill(display.conditions(result), 165), fontsize=7.5, x=0.01, ha="left"
+        textwrap.fill(summary.conditions(result), 165), fontsize=7.5, x=0.01, ha="left"
     )
     return figure
 
 
 def _group(row: Row) -> str:
-    return f"{row['label'] or display.cell_words(row)}\n{_PASSES[row['pass']]}"
+    return f"{row['label'] or summary.cell_words(row)}\n{_PASSES[row['pass']]}"
 
 
 def _bars(axes: Axes, bars: dict[float, Row], height: float, metric: str, **look: Any) -> None:
@@ -263,11 +263,11 @@ def report(result: Result, path: Path, title: str) -> None:
     rows, text = summarise(result), html.escape
     facts = {name: getattr(result, name) for name in ("environment", "settings", "providers")}
     facts["peaks"] = {kind: vars(peak) for kind, peak in result.peaks.items()}
-    lines = display.lines(rows, _METRICS)
+    lines = summary.lines(rows, _METRICS)
     page = _PAGE.format(
         title=text(title),
-        conditions=text(display.conditions(result)),
-        closing="".join(f"<li>{text(line)}" for line in display.closing(result, rows)),
+        conditions=text(summary.conditions(result)),
+        closing="".join(f"<li>{text(line)}" for line in summary.closing(result, rows)),
         plots="\n".join(f"<h2>{words}</h2>{_svg(result, kind)}" for kind, words in _TITLES.items()),
         table="\n".join("<tr>" + "".join(f"<td>{text(x)}" for x in line) for line in lines),
         facts=text(json.dumps(facts, indent=1)),

@@ -20,7 +20,7 @@ from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Outcome, Result, Round
-from fastattn.bench.rounds import (  # fmt: skip
+from fastattn.bench.stats import (  # fmt: skip
     MIN_KEPT,
     QUIET,
     QUIET_SHARE,
@@ -29,7 +29,7 @@ from fastattn.bench.rounds import (  # fmt: skip
     usual_states,
 )
 from fastattn.bench.summary import is_from_memory
-from fastattn.bench.workers import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
+from fastattn.bench.worker import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 
 PEAK_SECONDS = 0.2
 # A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within

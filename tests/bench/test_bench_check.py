@@ -15,8 +15,7 @@ from fastattn import dispatch
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops, make_inputs, output_names
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers import load
-from fastattn.bench.providers.passes import leave
+from fastattn.bench.providers import leave, load
 
 # Sizes that are 0 unless given, and memories of one for all.
 MORE = [

@@ -14,12 +14,11 @@ from bench_results import a_result, bench, cell_of, parse
 from test_bench_render import load_render
 from torch import Tensor
 
-from fastattn.bench import display, ops, selection, summary
+from fastattn.bench import ops, selection, summary
 from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models import _model
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers import load
-from fastattn.bench.providers.passes import leave
+from fastattn.bench.providers import leave, load
 from fastattn.bench.results import Outcome, Result, Round
 from fastattn.bench.selection import WHOLE_MODELS, model_cells, preset_cells
 
@@ -143,7 +142,10 @@ def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
     cell = cell_of("gpt2", SMALL["gpt2"], dtype="bf16")
     given = make_inputs(cell, 0)
     before = {name: x.clone() for name, x in given.items()}
-    assert ops.get("gpt2").expected(cell, given)["out"].dtype == torch.float64
+    assert (
+        ops.get("gpt2").expected(cell, ops.get("gpt2").in_double(given))["out"].dtype
+        == torch.float64
+    )
     assert all(torch.equal(x, before[name]) for name, x in given.items())
 
 
@@ -207,7 +209,7 @@ def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
     assert stock["attention_share"] == 0.25
     assert stock["speedup_limit"] == pytest.approx(4 / 3)
     assert ours["speedup"] == 1.25
-    table = display.table([stock, ours], display.MODEL_METRICS)
+    table = summary.table([stock, ours], summary.MODEL_METRICS)
     assert "60 tokens" in table
     assert "25.0%" in table
     assert "1.33×" in table

@@ -47,7 +47,6 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     assert render.replaced(once, block) == once
     with pytest.raises(ValueError, match="README"):
         render.replaced("no markers", block)
-    result.environment |= {"utc": "now", "commit": "abc", "python": "3", "system": "Linux"}
     page = render.results_page({"a-processor": {"dropin": result}})
     assert "### a-processor/dropin.json" in page
     assert "2.00×" in page
@@ -101,38 +100,30 @@ def test_a_result_beyond_the_peak_is_not_rendered(
     assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in printed
 
 
-XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6, "cpu_model": 143}
-XEON_FLAGS = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6}
+TILES = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+ZEN = {"cpu_vendor": "AuthenticAMD", "cpu_family": 25}
 
 
 @pytest.mark.parametrize(
-    ("record", "slug"),
+    ("cpu", "flags", "more", "slug"),
     [
-        (
-            {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cpu_flags": XEON_FLAGS}
-            | XEON,
-            "intel-xeon-platinum-8481c-sapphire-rapids-amx_bf16",
-        ),
-        (
-            {"cpu": "Intel(R) Xeon(R) Processor @ 2.10GHz", "cpu_flags": XEON_FLAGS} | XEON,
-            "intel-xeon-sapphire-rapids-amx_bf16",
-        ),
-        (
-            {"cpu": "Intel(R) Xeon(R) Processor", "cpu_flags": ["avx2"]}
-            | {**XEON, "cpu_model": 200},
-            "intel-xeon-family6-model200-avx2",
-        ),
-        (
-            {"cpu": "AMD Ryzen 9 7950X 16-Core Processor", "cpu_flags": ["avx512_bf16"]}
-            | {"cpu_vendor": "AuthenticAMD", "cpu_family": 25, "cpu_model": 97},
-            "amd-ryzen-9-7950x-zen4-avx512_bf16",
-        ),
-        ({"cpu": "aarch64", "cpu_flags": ["asimd", "bf16", "sve"]}, "aarch64-sve"),
-        ({"cpu": "AMD EPYC", "cpu_flags": ["avx2"], "gpu": "NVIDIA H200"}, "nvidia-h200"),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", TILES, {**XEON, "cpu_model": 143},
+         "intel-xeon-platinum-8481c-sapphire-rapids-amx_bf16"),
+        ("Intel(R) Xeon(R) Processor @ 2.10GHz", TILES, {**XEON, "cpu_model": 143},
+         "intel-xeon-sapphire-rapids-amx_bf16"),
+        ("Intel(R) Xeon(R) Processor", ["avx2"], {**XEON, "cpu_model": 200},
+         "intel-xeon-family6-model200-avx2"),
+        ("AMD Ryzen 9 7950X 16-Core Processor", ["avx512_bf16"], {**ZEN, "cpu_model": 97},
+         "amd-ryzen-9-7950x-zen4-avx512_bf16"),
+        ("aarch64", ["asimd", "bf16", "sve"], {}, "aarch64-sve"),
+        ("AMD EPYC", ["avx2"], {"gpu": "NVIDIA H200"}, "nvidia-h200"),
     ],
-)
-def test_the_folder_of_a_processor(record: dict[str, object], slug: str) -> None:
-    assert environment.processor_slug(record) == slug
+)  # fmt: skip
+def test_the_folder_of_a_processor(
+    cpu: str, flags: list[str], more: dict[str, object], slug: str
+) -> None:
+    assert environment.processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
 
 
 def test_the_committed_texts_are_those_of_the_committed_results(

@@ -216,8 +216,8 @@ def test_a_run_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy this machine is, the first run counts; the last one is measured again.
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET", 0.0)
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET_SHARE", 0.0)
+    monkeypatch.setattr("fastattn.bench.stats.QUIET", 0.0)
+    monkeypatch.setattr("fastattn.bench.stats.QUIET_SHARE", 0.0)
     monkeypatch.setattr("fastattn.bench.environment._commit", lambda: None)  # somebody edits
     run = (*TINY_RUN, "--out", str(tmp_path))
     assert bench(*run, "--shapes", "H=1,L=4") == commands.OK
@@ -232,7 +232,7 @@ def test_a_run_is_resumed(
     assert "--resume: give the --out DIR" in capsys.readouterr().err
     assert len(results.load(tmp_path / "results.json").cells) == 2  # a refusal destroys nothing
     assert (tmp_path / "results.md").read_text().startswith("| cell")
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET", 2.0)  # no machine is so quiet
+    monkeypatch.setattr("fastattn.bench.stats.QUIET", 2.0)  # no machine is so quiet
     assert bench(*run, "--shapes", "H=1,L=4|5", "--resume") == commands.OK
     again = results.load(tmp_path / "results.json")
     assert again.cells[0].rounds != both.cells[0].rounds

@@ -7,7 +7,7 @@ import torch
 from bench_results import TINY
 
 from fastattn import use_backend
-from fastattn.bench import rounds
+from fastattn.bench import stats
 from fastattn.bench.gauges import Probe, times_pushed
 from fastattn.bench.results import CellResult, Round
 
@@ -33,10 +33,10 @@ def test_a_ratio_counts_if_both_samples_ran_in_the_usual_state(
     disturbed: tuple[str, float, float, float],
 ) -> None:
     turns = [*ALONE, *(a_round(9.0, by=disturbed) for _ in range(8))]
-    usual = rounds.usual_states([CellResult(TINY, 1, 1, rounds=turns)])
+    usual = stats.usual_states([CellResult(TINY, 1, 1, rounds=turns)])
     assert usual == {"torch": (30, 0), "ours": (30, 0)}
-    assert rounds.comparable_rounds(turns, TWO, usual) == ALONE
-    assert rounds.speedup(turns, *TWO, usual) == {
+    assert stats.comparable_rounds(turns, TWO, usual) == ALONE
+    assert stats.speedup(turns, *TWO, usual) == {
         "speedup": 2,
         "speedup_low": 2,
         "speedup_high": 2,
@@ -46,24 +46,24 @@ def test_a_ratio_counts_if_both_samples_ran_in_the_usual_state(
 
 
 def test_a_sample_is_as_slow_as_its_probes_and_lost_cores_say() -> None:
-    usual = {"ours": rounds.Usual(probe=30, pushed=100)}
+    usual = {"ours": stats.Usual(probe=30, pushed=100)}
     for before, after, pushed, slow in (
         (30, 45, 175, 1.25),
         (15, 30, 0, 0.75),
-        (30, 30, 176, rounds.SLOWEST),
-        (30, 9000, 0, rounds.SLOWEST),
+        (30, 30, 176, stats.SLOWEST),
+        (30, 9000, 0, stats.SLOWEST),
     ):
         turn = a_round(1.0, by=("ours", before, after, pushed))
-        assert rounds.slowness(turn, "ours", usual) == slow
+        assert stats.slowness(turn, "ours", usual) == slow
 
 
 def test_a_sample_is_compared_with_those_of_the_whole_run() -> None:
     """A neighbour that stays during a cell is found by the cells before and after it."""
     busy = [a_round(2.0, a=("torch", 60, 60, 0), b=("ours", 60, 60, 80)) for _ in range(6)]
     cells = [CellResult(TINY, 1, 1, rounds=turns) for turns in (ALONE, busy)]
-    assert rounds.comparable_rounds(busy, TWO, rounds.usual_states(cells)) == []
+    assert stats.comparable_rounds(busy, TWO, stats.usual_states(cells)) == []
     # If it stays during the run, it is the machine's state.
-    assert rounds.comparable_rounds(busy, TWO, rounds.usual_states(cells[1:])) == busy
+    assert stats.comparable_rounds(busy, TWO, stats.usual_states(cells[1:])) == busy
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_interval_is_wider_by_what_slowed_the_probes_down(
     busy: tuple[str, float, float, float], wider: float
 ) -> None:
     turns = [*ALONE[:2], *(a_round(2.5, by=busy) for _ in range(7))]
-    found = rounds.speedup(turns, *TWO, dict.fromkeys(TWO, rounds.Usual(30, 0)))
+    found = stats.speedup(turns, *TWO, dict.fromkeys(TWO, stats.Usual(30, 0)))
     assert found is not None
     assert not found["comparable"]
     assert found["speedup"] == 2.5

@@ -6,46 +6,31 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from bench_results import bench
+from bench_results import a_result as a_usual_result
+from bench_results import bench, cell_of
 
-from fastattn.bench import commands, display, peaks, results, summary
-from fastattn.bench.cells import Cell
+from fastattn.bench import commands, peaks, results, summary
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 
 
 def a_result(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Result:
     """Two lengths, two providers; fastattn's times are multiplied by `scale`."""
-    cells = []
+    result = a_usual_result([])
+    times = [(4.0 + n / 99, scale * (2.0 + n / 198)) for n in range(9)]
+    rounds = [Round((200.0, 200.0), {"torch": x, "fastattn": y}) for x, y in times]
+    result.cells.clear()
     for length in lengths:
-        sizes = {"B": 1, "H": 2, "Hkv": 2, "Lq": length, "Lk": length, "D": 8, "Dv": 8}
-        rounds = [
-            Round((200.0, 200.0), {"torch": 4.0 + n / 99, "fastattn": scale * (2.0 + n / 198)})
-            for n in range(9)
-        ]
-        outcomes = {
-            name: Outcome(max_error=1e-7, largest=2.0, bound=1e-6, peak_bytes=length * 1000)
-            for name in ("torch", "fastattn")
-        }
-        outcomes["broken<b>"] = Outcome("WRONG", "out is <i>off</i> & more")
-        cells.append(CellResult(Cell("sdpa", sizes), 10**8, 10**6, outcomes, rounds))
-    environment = {
-        "cpu": "a processor",
-        "cpu_flags": [],
-        "isa": "avx2",
-        "fastattn": "0",
-        "torch": "2",
-        "utc": "now",
-        "commit": "abc",
-        "python": "3",
-        "last_cache": 32 << 20,
-    }
-    settings = {"baseline": "torch", "threads": 1, "time_budget": 1.0, "cache": "warm", "seed": 0}
-    peaks = {
+        right = Outcome(max_error=1e-7, largest=2.0, bound=1e-6, peak_bytes=length * 1000)
+        wrong = Outcome("WRONG", "out is <i>off</i> & more")
+        outcomes = {"torch": right, "fastattn": right, "broken<b>": wrong}
+        cell = cell_of("sdpa", f"H=2,L={length},D=8")
+        result.cells.append(CellResult(cell, 10**8, 10**6, outcomes, rounds))
+    result.peaks = {
         "fma_f32": Peak(200.0, "measured", [190.0, 200.0]),
         "read_bandwidth": Peak(30.0, "measured", [30.0]),
         "copy_bandwidth": Peak(25.0, "torch copy", [25.0]),
     }
-    return Result(environment, settings, {"torch": {}, "fastattn": {}}, cells, peaks)
+    return result
 
 
 def saved(result: Result, path: Path) -> Path:
@@ -119,10 +104,8 @@ def test_every_picture_can_be_drawn(kind: str, tmp_path: Path) -> None:
 def test_all_pictures_have_names_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = saved(a_result(), tmp_path / "results.json")
-    assert (
-        bench("plot", str(path), "--metric", "all", "--plot", str(tmp_path / "p.png"))
-        == commands.OK
-    )
+    picture = str(tmp_path / "p.png")
+    assert bench("plot", str(path), "--metric", "all", "--plot", picture) == commands.OK
     written = {path.name for path in tmp_path.glob("p-*.png")}
     assert written == {f"p-{kind}.png" for kind in commands.PLOTS}
 
@@ -181,6 +164,6 @@ def test_the_roof_is_the_lower_of_arithmetic_and_memory() -> None:
 
 def test_the_table_has_the_columns_that_are_asked_for() -> None:
     rows = summary.summarise(a_result())
-    head, *_ = display.lines(rows, ["gbs", "roof", "speedup"])
-    assert head == [*display.HEAD, "GB/s", "% of roof", "speed-up"]
+    head, *_ = summary.lines(rows, ["gbs", "roof", "speedup"])
+    assert head == [*summary.HEAD, "GB/s", "% of roof", "speed-up"]
     assert bench("run", "--metric", "luck") == commands.USAGE

@@ -18,8 +18,7 @@ from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models import _model
 from fastattn.bench.models._model import LibraryModel
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers import load
-from fastattn.bench.providers.passes import leave
+from fastattn.bench.providers import leave, load
 from fastattn.integrations import torch as integration
 
 SMALL = {

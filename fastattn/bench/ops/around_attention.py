@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._attention import softmax_weights
 from fastattn.bench.ops._base import Inputs, Module, Operator
+from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import HeadNetwork
 
 

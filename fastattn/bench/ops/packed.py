@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattn.bench.cells import Cell, Draw, keys_of, padding_lengths
-from fastattn.bench.ops._attention import (
+from fastattn.bench.ops._base import Forward, Inputs, Operator
+from fastattn.bench.ops.attention import (
     HEADS,
     biases,
     defined,
@@ -33,7 +34,6 @@ from fastattn.bench.ops._attention import (
     visible_to_last,
     with_masks,
 )
-from fastattn.bench.ops._base import Forward, Inputs, Operator
 from fastattn.bias import T5
 from fastattn.ops._relative_bias import fold_distances
 

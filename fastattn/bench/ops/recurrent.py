@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fastattn._flops import visible_pairs
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._attention import attn_mask, softmax_weights, visible_keys
 from fastattn.bench.ops._base import Inputs, Module, Operator
+from fastattn.bench.ops.attention import attn_mask, softmax_weights, visible_keys
 from fastattn.nn import AdditiveAttention, BahdanauAttention, GlobalAttention, LuongAttention
 
 # Additive attention

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._attention import visible_keys
 from fastattn.bench.ops._base import Forward, Inputs, Twin
+from fastattn.bench.ops.attention import visible_keys
 
 LAYERS = 6  # not a size, because each layer has its own parameters
 

@@ -14,8 +14,7 @@ from fastattn import evidence
 from fastattn._version import __version__
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell
-from fastattn.bench.providers import ISAS
-from fastattn.bench.providers.passes import Outputs, run_passes, stay_in
+from fastattn.bench.providers import ISAS, Outputs, run_passes, stay_in
 from fastattn.dispatch import BACKENDS, PRIORITY, load
 
 
