@@ -27,8 +27,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -50,8 +49,7 @@ _ALLOCATORS = (
 )
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """`inside` lists the functions that are timed, within the pass; without: the pass itself."""
 
     within: str  # call, forward or plain
@@ -60,20 +58,19 @@ class Part:
     one_thread: bool = False
 
 
-_NO_ADAPTERS = ("serves_all", "signature", "why_not")
+def _natives() -> list[tuple[Any, str]]:
+    core: Any = dispatch.load("cpu")._cpu  # type: ignore[union-attr]
+    return _timeable(core, [name for name, x in vars(core).items() if callable(x)])
 
 
-def _adapters() -> Sequence[tuple[Any, str]]:
+def _adapters() -> list[tuple[Any, str]]:
     module: Any = dispatch.load("cpu")
-    of_backend = [(module, name) for name in module.__all__ if name not in _NO_ADAPTERS]
-    return [*of_backend, *_natives()]  # a plan may call the native function itself
+    return _timeable(module, module.__all__) + _natives()  # a plan may call a native one itself
 
 
-def _natives() -> Sequence[tuple[Any, str]]:
-    module: Any = dispatch.load("cpu")
-    core = vars(module._cpu).items()
-    natives = [name for name, x in core if callable(x) and name[0] != "_"]
-    return [(module._cpu, name) for name in natives if name not in _NO_ADAPTERS]
+def _timeable(owner: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
+    others = ("serves_all", "signature", "why_not")
+    return [(owner, name) for name in names if name not in others and name[0] != "_"]
 
 
 PARTS = {

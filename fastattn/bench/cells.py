@@ -207,6 +207,8 @@ def visible_pairs(cell: Cell, seed: int = 0) -> int:
     if cell.mask == "bool":
         mask = make_inputs(cell, seed)["attn_mask"]
         return batch * int((~mask if cell.op == "mha" else mask).sum())
+    if cell.mask == cell.option == "none":  # without a tensor, which may be too large
+        return batch * queries * keys
     first, end = keys_of(cell, torch.arange(queries), keys, queries)
     return batch * int((end - first).sum())
 

@@ -40,7 +40,7 @@ class Change(NamedTuple):
     ratio: float
     low: float
     high: float
-    busy: bool = False
+    busy: bool
 
     @property
     def verdict(self) -> str:
@@ -68,29 +68,22 @@ def _change(
     name: str, was: Row, old_ms: list[float], now: Row, new_ms: list[float], metric: str
 ) -> Change:
     before, after = was[METRICS[metric]], now[METRICS[metric]]
-    if metric == "time":
-        low, high = _interval(old_ms, new_ms)
-        return Change(name, before, after, before / after, low, high, was["busy"] or now["busy"])
-    if metric == "speedup":
-        # A ratio to the baseline of its own run is comparable between machines and days.
-        low = now["speedup_low"] / was["speedup_high"]
-        high = now["speedup_high"] / was["speedup_low"]
-        return Change(name, before, after, after / before, low, high)
     ratio = 1.0 if before == after else before / after if after else math.inf
-    return Change(name, before, after, ratio, ratio, ratio)
-
-
-def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """The interval of the ratio of two medians of independent samples.
-
-    The logarithms of the two intervals add up as independent errors do.
-    """
-    ratio = stats.median(before) / stats.median(after)
-    (low, high), (least, most) = (
-        [math.log(end / stats.median(samples)) for end in stats.median_interval(samples)]
-        for samples in (before, after)
-    )
-    return ratio * math.exp(-math.hypot(low, most)), ratio * math.exp(math.hypot(high, least))
+    low = high = ratio
+    if metric == "time":
+        # The logarithms of the intervals of two medians add up as independent errors do.
+        (least, most), (low, high) = (
+            [math.log(end / stats.median(samples)) for end in stats.median_interval(samples)]
+            for samples in (old_ms, new_ms)
+        )
+        low, high = -math.hypot(least, high), math.hypot(most, low)
+        low, high = ratio * math.exp(low), ratio * math.exp(high)
+    elif metric == "speedup":
+        # A ratio to the baseline of its own run is comparable between machines and days.
+        ratio, low = after / before, now["speedup_low"] / was["speedup_high"]
+        high = now["speedup_high"] / was["speedup_low"]
+    busy = metric == "time" and (was["busy"] or now["busy"])
+    return Change(name, before, after, ratio, low, high, busy)
 
 
 # The exit codes, see docs/benchmarks.md.

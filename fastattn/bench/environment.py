@@ -51,20 +51,13 @@ def processor_slug(environment: Mapping[str, Any]) -> str:
     """
     if gpu := environment.get("gpu"):
         return _slug(gpu)
+    vendor, family, model = (environment.get(f"cpu_{key}") for key in ("vendor", "family", "model"))
+    names = [of[3] for of in _GENERATIONS if of[:2] == (vendor, family) and model in of[2]]
+    generation = (names or [f"family{family}-model{model}"])[0] if family else ""
     flags = environment["cpu_flags"]
     feature = next((flag for flag in _NAMED_FLAGS if flag in flags), "")
-    parts = (_slug(_NOISE.sub(" ", environment["cpu"])), _generation(environment), feature)
+    parts = (_slug(_NOISE.sub(" ", environment["cpu"])), generation, feature)
     return "-".join(part for part in parts if part)
-
-
-def _generation(environment: Mapping[str, Any]) -> str:
-    vendor, family, model = (environment.get(f"cpu_{key}") for key in ("vendor", "family", "model"))
-    if not family:
-        return ""
-    for known_vendor, known_family, models, name in _GENERATIONS:
-        if (vendor, family) == (known_vendor, known_family) and model in models:
-            return name
-    return f"family{family}-model{model}"
 
 
 def _slug(name: str) -> str:

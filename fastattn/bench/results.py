@@ -117,10 +117,6 @@ class Result:
     ended: str = "complete"  # or "interrupted" by Ctrl-C, or "killed" while it was measuring
 
 
-class ResultFileError(ValueError):
-    """The file is not a result of this benchmark, or has another version."""
-
-
 # What makes two results comparable.
 _CONDITIONS = {
     "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
@@ -170,13 +166,13 @@ def save_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def load(path: Path) -> Result:
-    """Reads a result. Raises ResultFileError, which names the file and the error."""
+    """Reads a result. Raises ValueError, which names the file and the error."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document.get("format") != FORMAT:
-            raise ResultFileError(f"{path} is not a result of fastattn bench")
+            raise ValueError(f"{path} is not a result of fastattn bench")
         if document["version"] != VERSION:
-            raise ResultFileError(
+            raise ValueError(
                 f"{path} has format version {document['version']}, this is version {VERSION}: "
                 "measure again, with `fastattn bench run`"
             )
@@ -186,7 +182,7 @@ def load(path: Path) -> Result:
         return result
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ResultFileError(f"{path} is not a result of fastattn bench ({reason})") from error
+        raise ValueError(f"{path} is not a result of fastattn bench ({reason})") from error
 
 
 def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:

@@ -87,14 +87,10 @@ def quiet_rounds(rounds: list[Round]) -> list[Round]:
 
 
 class Usual(NamedTuple):
-    """The usual state of a provider's cores: the lower quartile of a run.
+    """The usual state of a provider's cores: the lower quartile of a run."""
 
-    probe   microseconds
-    pushed  how often a second a core is lost
-    """
-
-    probe: float
-    pushed: float
+    probe: float  # microseconds
+    pushed: float  # how often a second a core is lost
 
 
 def usual_states(cells: Iterable[CellResult]) -> dict[str, Usual]:

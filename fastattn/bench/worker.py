@@ -160,7 +160,11 @@ class Worker:
         self._load_code(cell)
         call = self._prepared(cell, seed)
         outputs, peak_bytes = peak_extra_bytes(call, cell.device)
-        saved = saved_outputs(cell, outputs)
+        names, saved = output_names(cell), io.BytesIO()
+        if len(outputs) != len(names):
+            raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
+        kept = (torch.as_tensor(x).detach().cpu().clone() for x in outputs)
+        torch.save(dict(zip(names, kept, strict=True)), saved)
         del outputs
         self.device, self.cold = cell.device, cold
         self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
@@ -168,7 +172,12 @@ class Worker:
         most = MAX_INNER_COLD if cold else MAX_INNER
         self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
         seconds = self.inner * self.seconds
-        return {"outputs": saved, "seconds": seconds, "inner": self.inner, "peak_bytes": peak_bytes}
+        return {
+            "outputs": saved.getvalue(),
+            "seconds": seconds,
+            "inner": self.inner,
+            "peak_bytes": peak_bytes,
+        }
 
     def _load_code(self, cell: Cell) -> None:
         """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
@@ -242,16 +251,6 @@ def _settle() -> None:
         time.sleep(0.002)
         if time.process_time() - cpu < 0.2 * (time.perf_counter() - wall):
             return
-
-
-def saved_outputs(cell: Cell, outputs: Any) -> bytes:
-    """The outputs of a provider, which the parent compares."""
-    names, buffer = output_names(cell), io.BytesIO()
-    if len(outputs) != len(names):
-        raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
-    pairs = zip(names, outputs, strict=True)
-    torch.save({name: torch.as_tensor(x).detach().cpu().clone() for name, x in pairs}, buffer)
-    return buffer.getvalue()
 
 
 def main() -> None:

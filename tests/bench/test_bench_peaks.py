@@ -57,14 +57,8 @@ def test_the_peak_of_a_dtype_is_that_of_its_fastest_unit(
 
 
 def test_a_peak_is_measured_for_as_long_as_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def measure(kind: str, threads: int, seconds: float) -> float:
-        asked.append((kind, threads, seconds))
-        return 100.0
-
-    core = fake_core({}, [])
-    core.__dict__["measure_peak"] = measure
+    asked, core = [], fake_core({}, [])
+    core.__dict__["measure_peak"] = lambda *request: asked.append(request) or 100.0
     monkeypatch.setattr(peaks, "native_core", lambda: core)
     for seconds in (0.02, 0.2):
         peaks.measure_peak("fma_f64", 2, seconds)

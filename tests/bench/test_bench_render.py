@@ -66,18 +66,16 @@ def test_a_result_is_in_the_folder_of_its_processor(
         "cpu_family": 25,
         "cpu_model": 17,
     }
-    here = tmp_path / "amd-epyc-zen4-avx512_bf16"
-    save_json(result, [], here / "dropin.json")
-    (here / "other.json").write_text('{"of": "another program"}')
-    assert list(render.load_all()) == [here.name]
-    assert list(render.load_all()[here.name]) == ["dropin"]
-    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    zen4, zen5 = (tmp_path / f"amd-epyc-zen{n}-avx512_bf16" for n in (4, 5))
+    save_json(result, [], zen4 / "dropin.json")
+    (zen4 / "other.json").write_text('{"of": "another program"}')
+    assert {name: [*found] for name, found in render.load_all().items()} == {zen4.name: ["dropin"]}
+    save_json(result, [], zen5 / "dropin.json")
     with pytest.raises(ValueError, match=r"zen5.*was measured on amd-epyc-zen4-avx512_bf16"):
         render.load_all()
-    # Older records tell no generation.
-    for key in ("cpu_vendor", "cpu_family", "cpu_model"):
+    for key in ("cpu_vendor", "cpu_family", "cpu_model"):  # older records tell no generation
         del result.environment[key]
-    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    save_json(result, [], zen5 / "dropin.json")
     assert len(render.load_all()) == 2
     save_json(result, [], tmp_path / "amd-epyc-zen5-avx2" / "dropin.json")
     with pytest.raises(ValueError, match=r"zen5-avx2.*was measured on amd-epyc-avx512_bf16"):

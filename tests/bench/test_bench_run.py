@@ -57,48 +57,42 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_row_beyond_the_peak_fails_the_run(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _cpu = pytest.importorskip("fastattn._cpu")  # without it, peaks are estimates
-    assert _cpu
-    status = bench(
-        *("run", "--shapes", "B=1,H=8,L=256,D=64", "--threads", "1", "--rounds", "3", "--quiet"),
-        *("--providers", "torch,fakes.remembering", "--json", str(tmp_path / "out.json")),
-    )
+    pytest.importorskip("fastattn._cpu")  # without it, peaks are estimates
+    path = tmp_path / "out.json"
+    run = ("run", "--shapes", "B=1,H=8,L=256,D=64", "--threads", "1", "--rounds", "3", "--quiet")
+    status = bench(*run, "--providers", "torch,fakes.remembering", "--json", str(path))
     printed = capsys.readouterr()
     assert status == commands.FAULTS, printed.out
     assert "IMPOSSIBLE: sdpa B=1,H=8,L=256,D=64 fp32 fwd: fakes.remembering ran at" in printed.err
     assert "1 IMPOSSIBLE" in printed.out
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["impossible"] for row in rows] == [False, True]
+    assert [row["impossible"] for row in json.loads(path.read_text())["rows"]] == [False, True]
 
 
 @pytest.mark.complete
 def test_bad_providers_are_named_and_the_good_survive(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["wrong", "crashing", "hanging", "raising", "missing", "choosy"]
+    expected = {
+        "torch": ("ok", ""),
+        "fakes.wrong": ("WRONG", "out [1, 2, 16, 8]: max error"),
+        "fakes.crashing": ("CRASHED", "signal SIGABRT during 'prepare'"),
+        "fakes.hanging": ("HUNG", "no answer to 'prepare' within 12 s"),
+        "fakes.raising": ("ERROR", "RuntimeError: out of luck"),
+        "fakes.missing": ("UNAVAILABLE", "ImportError: no wheel for this machine"),
+        "fakes.choosy": ("UNAVAILABLE", "not today; nor tomorrow"),
+    }
     out = tmp_path / "out"
     code = bench(
         *("run", "--shapes", "B=1,H=2,L=16,D=8", "--threads", "1", "--rounds", "2", "--quiet"),
-        *("--providers", ",".join(["torch", *(f"fakes.{name}" for name in names)])),
-        *("--timeout", "12", "--out", str(out)),
+        *("--providers", ",".join(expected), "--timeout", "12", "--out", str(out)),
     )
     assert code == commands.FAULTS
-    document = json.loads((out / "results.json").read_text())
-    by_provider = {row["provider"].removeprefix("fakes."): row for row in document["rows"]}
-    expected = {
-        "torch": ("ok", ""),
-        "wrong": ("WRONG", "out [1, 2, 16, 8]: max error"),
-        "crashing": ("CRASHED", "signal SIGABRT during 'prepare'"),
-        "hanging": ("HUNG", "no answer to 'prepare' within 12 s"),
-        "raising": ("ERROR", "RuntimeError: out of luck"),
-        "missing": ("UNAVAILABLE", "ImportError: no wheel for this machine"),
-        "choosy": ("UNAVAILABLE", "not today; nor tomorrow"),
-    }
-    for name, (status, reason) in expected.items():
-        row = by_provider[name]
+    for row in json.loads((out / "results.json").read_text())["rows"]:
+        status, reason = expected.pop(row["provider"])
         assert row["status"] == status, row
         assert reason in row["reason"]
         assert (row["ms"] is not None) == (status == "ok")
+    assert not expected
     printed = capsys.readouterr().out
     assert "fakes.wrong WRONG in 1 cell." in printed
 
@@ -118,11 +112,10 @@ def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: 
 def test_a_run_that_measured_nothing_has_failed(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ("run", "--shapes", "H=1,L=4", "--threads", "1", "--quiet")
-    out = tmp_path / "out"
-    assert bench(*run, "--providers", "fakes.missing", "--out", str(out)) == commands.FAULTS
+    run = (*TINY_RUN, "--shapes", "H=1,L=4", "--out", str(tmp_path))
+    assert bench(*run, "--providers", "fakes.missing") == commands.FAULTS
     assert "Nothing was measured" in capsys.readouterr().err
-    (row,) = json.loads((out / "results.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert "no wheel for this machine" in row["reason"]
 
 
@@ -156,8 +149,7 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-3)
         assert row["verdict"] == saved["verdict"]
 
-    with (tmp_path / "results.csv").open() as file:
-        table = list(csv.DictReader(file))
+    table = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [row["provider"] for row in table] == ["torch", "fastattn@reference"] * 3
     assert all(float(row["ms"]) > 0 for row in table)
 

@@ -120,9 +120,6 @@ class Model(Operator):
         except ImportError as error:
             raise ImportError(f"{self.FUNCTION} needs {self.INSTALL} ({error})") from error
 
-    def items(self, cell: Cell) -> tuple[float, str]:
-        return value_of(self.ITEMS[0], cell), self.ITEMS[1]
-
     def pairs(self, cell: Cell, pairs: int) -> int:
         of_layer = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
         return int(value_of(of_layer, cell, pairs=pairs))

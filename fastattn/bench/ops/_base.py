@@ -81,6 +81,7 @@ class Operator:
     # beside tensors and those that a mask or weights need, or functions of the cell.
     ARGUMENTS: Sequence[str] = ()
     KEYWORDS: Mapping[str, Any] = {}
+    ITEMS: tuple[str, str] | None = None  # a formula of what a call processes, and its unit
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
     # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1.
     FLOPS: str
@@ -113,7 +114,7 @@ class Operator:
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
         """What a call processes, such as tokens, and its unit; None if that is no measure of it."""
-        return None
+        return self.ITEMS and (value_of(self.ITEMS[0], cell), self.ITEMS[1])
 
     def check(self, cell: Cell) -> None:
         """Raises ValueError, which names the keys, for sizes and options that do not match."""
@@ -253,9 +254,9 @@ class Operator:
                     by = [leaves[n] if taken[n] is before.get(n) else taken[n] for n in names]
                     gradients.append(torch.autograd.grad(results[0], by, taken.grad_out))
                 outputs.append(tuple(result.detach() for result in results))
-        axis = self.dims(cell, "out", outputs[0][0]).index(self.BLOCKED) if len(outputs) > 1 else 0
+        axis = 0 if self.BLOCKED == "B" else -2
         found = {
-            name: torch.cat(parts, axis - outputs[0][0].dim()) if len(parts) > 1 else parts[0]
+            name: torch.cat(parts, axis) if len(parts) > 1 else parts[0]
             for name, parts in zip(("out", "weights"), zip(*outputs, strict=True), strict=False)
         }
         sums = (functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))

@@ -148,7 +148,7 @@ class _Decode(Operator):
     OPTIONS = ("none", "t5", *_QUANTISED, "latent")
     SAMPLED, BLOCKED, JOINT = ("B", "Hkv"), "", ("t5",)
     BY_EQUATION = True
-    PASSES = ("fwd",)
+    PASSES, ITEMS = ("fwd",), ("B * Lq", "tokens")
 
     def check(self, cell: Cell) -> None:
         super().check(cell)
@@ -165,9 +165,6 @@ class _Decode(Operator):
     def pairs(self, cell: Cell, pairs: int) -> int:
         first, end = keys_of(cell, _newest(cell), cell["Lk"])
         return cell["B"] * int((end - first).sum())
-
-    def items(self, cell: Cell) -> tuple[float, str]:
-        return cell["B"] * cell["Lq"], "tokens"
 
     def elements(self, cell: Cell) -> tuple[int, int]:
         rows = cell["B"] * cell["H"] * cell["Lq"]
