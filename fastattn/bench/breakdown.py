@@ -262,12 +262,18 @@ def _own_seconds() -> float:
 
 
 def _emptied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors but
-    vectors, which have no batch."""
+    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors.
+
+    A vector has no batch, unless it is an array of states, whose length no other tensor has.
+    """
     place = next((n for n, x in enumerate(args) if isinstance(x, tuple)), len(args))
-    if place == len(args):
-        return tuple(x[:0] if isinstance(x, Tensor) and x.dim() > 1 else x for x in args)
-    return *args[:place], *((0, *x[1:]) for x in args[place : place + 1]), *args[place + 1 :]
+    if place < len(args):
+        return *args[:place], (0, *args[place][1:]), *args[place + 1 :]
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    sizes = {size for x in tensors if x.dim() > 1 for size in x.shape}
+    batched = {id(x) for x in tensors if x.dim() > 1 or x.is_floating_point()}
+    batched -= {id(x) for x in tensors if x.dim() == 1 and len(x) in sizes}
+    return tuple(x[:0] if id(x) in batched and x.dim() else x for x in args)
 
 
 class _Nothing(torch.autograd.Function):
