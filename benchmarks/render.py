@@ -31,7 +31,7 @@ import tables
 from tables import Row, ours_compared, side_by_side
 
 from fastattn.bench import results, summary
-from fastattn.bench.environment import processor_slug
+from fastattn.bench.machine import processor_slug
 from fastattn.bench.results import Result
 
 ROOT = Path(__file__).resolve().parents[1]

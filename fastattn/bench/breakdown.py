@@ -36,8 +36,8 @@ from torch import Tensor
 from fastattn import dispatch
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
-from fastattn.bench.environment import describe_environment
 from fastattn.bench.gauges import Stopwatch
+from fastattn.bench.machine import describe_environment
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.providers import run_passes
 from fastattn.bench.results import CellResult, Outcome, Result, Round

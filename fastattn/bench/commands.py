@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.bench import ops, peaks, recording, results, runner, stats, summary
-from fastattn.bench.environment import describe_environment, processor_slug
+from fastattn.bench import machine, ops, recording, results, runner, stats, summary
+from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
 from fastattn.bench.results import CellResult, Result
 from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names
@@ -326,8 +326,8 @@ def roofline(args: argparse.Namespace) -> int:
     """Measure the peaks of this machine."""
     threads = check_threads(args.threads)
     torch.set_num_threads(threads)
-    rates, share = peaks.measure_all(threads)
-    print("\n".join([f"{threads} thread{'s' if threads > 1 else ''}", *peaks.roof_lines(rates)]))
+    rates, share = machine.measure_all(threads)
+    print("\n".join([f"{threads} thread{'s' if threads > 1 else ''}", *machine.roof_lines(rates)]))
     if share < QUIET_SHARE:
         print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
     return OK

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from fastattn.bench import breakdown as parts
 from fastattn.bench import summary
-from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench.machine import KIND_OF_DTYPE
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, option_words, summarise
 

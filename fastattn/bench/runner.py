@@ -15,9 +15,8 @@ import torch
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops
-from fastattn.bench.environment import describe_environment
+from fastattn.bench.machine import KIND_OF_DTYPE, describe_environment
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Outcome, Result, Round
 from fastattn.bench.stats import (  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastattn.bench import ops, stats
 from fastattn.bench.cells import Cell, options_in_words
-from fastattn.bench.peaks import KIND_OF_DTYPE, KINDS, words_of
+from fastattn.bench.machine import KIND_OF_DTYPE, KINDS, words_of
 from fastattn.bench.results import CellResult, Result, Round
 from fastattn.bench.stats import MIN_KEPT, Usual, quiet_rounds, speedup, usual_states
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fastattn.bench import ops, peaks, results
+from fastattn.bench import machine, ops, results
 from fastattn.bench.cells import Cell, make_inputs, output_names
 from fastattn.bench.gauges import Probe, Stopwatch, flush_caches, peak_extra_bytes, times_pushed
 from fastattn.bench.providers import Provider, load
@@ -225,18 +225,18 @@ class Worker:
             return sum(self._seconds(call, 1) for _ in range(count))
         if self.cold:
             flush_caches(self.device)
-        peaks.synchronize(self.device)
+        machine.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
             call()
-        peaks.synchronize(self.device)
+        machine.synchronize(self.device)
         return time.perf_counter() - start
 
     def peak(
         self, kind: str, threads: int, seconds: float, device: str
     ) -> tuple[results.Peak, float]:
         torch.set_num_threads(threads)
-        return peaks.measure_peak(kind, threads, seconds, device)
+        return machine.measure_peak(kind, threads, seconds, device)
 
 
 def _settle() -> None:

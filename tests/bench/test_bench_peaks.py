@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from fastattn.bench import peaks
+from fastattn.bench import machine
 
 
 def fake_core(rates: dict[str, float], features: list[str]) -> ModuleType:
@@ -51,17 +51,17 @@ def test_the_peak_of_a_dtype_is_that_of_its_fastest_unit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = fake_core(rates, features)
-    monkeypatch.setattr(peaks, "native_core", lambda: core)
-    found, _ = peaks.measure_peak(kind, 2, 0.01)
+    monkeypatch.setattr(machine, "native_core", lambda: core)
+    found, _ = machine.measure_peak(kind, 2, 0.01)
     assert (found.rate, found.unit, found.method) == expected
 
 
 def test_a_peak_is_measured_for_as_long_as_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, core = [], fake_core({}, [])
     core.__dict__["measure_peak"] = lambda *request: asked.append(request) or 100.0
-    monkeypatch.setattr(peaks, "native_core", lambda: core)
+    monkeypatch.setattr(machine, "native_core", lambda: core)
     for seconds in (0.02, 0.2):
-        peaks.measure_peak("fma_f64", 2, seconds)
+        machine.measure_peak("fma_f64", 2, seconds)
     assert asked[1:] == [("fma_f64", 2, 0.02), ("fma_f64", 2, 0.2)]  # the first one chose the unit
 
 

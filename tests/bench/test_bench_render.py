@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from bench_results import a_result, cell_of
 
-from fastattn.bench import environment, summary
+from fastattn.bench import machine, summary
 from fastattn.bench.results import Outcome, Round, save_json
 
 
@@ -121,7 +121,7 @@ ZEN = {"cpu_vendor": "AuthenticAMD", "cpu_family": 25}
 def test_the_folder_of_a_processor(
     cpu: str, flags: list[str], more: dict[str, object], slug: str
 ) -> None:
-    assert environment.processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
+    assert machine.processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
 
 
 def test_the_committed_texts_are_those_of_the_committed_results(

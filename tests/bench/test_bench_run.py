@@ -29,7 +29,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").touch()
     common = """
         import os, time
-        from fastattn.bench.providers.pytorch import Torch
+        from fastattn.bench.providers import Torch
         ABOUT, prepare, versions, why_not = "", Torch().prepare, Torch().versions, Torch().why_not
         right = prepare
     """
@@ -210,7 +210,7 @@ def test_a_run_is_resumed(
     # However busy this machine is, the first run counts; the last one is measured again.
     monkeypatch.setattr("fastattn.bench.stats.QUIET", 0.0)
     monkeypatch.setattr("fastattn.bench.stats.QUIET_SHARE", 0.0)
-    monkeypatch.setattr("fastattn.bench.environment._commit", lambda: None)  # somebody edits
+    monkeypatch.setattr("fastattn.bench.machine._commit", lambda: None)  # somebody edits
     run = (*TINY_RUN, "--out", str(tmp_path))
     assert bench(*run, "--shapes", "H=1,L=4") == commands.OK
     first = results.load(tmp_path / "results.json")

@@ -9,7 +9,7 @@ import pytest
 from bench_results import a_result as a_usual_result
 from bench_results import bench, cell_of
 
-from fastattn.bench import commands, peaks, results, summary
+from fastattn.bench import commands, machine, results, summary
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 
 
@@ -132,7 +132,7 @@ def test_the_roof_is_the_lower_of_arithmetic_and_memory() -> None:
     cold.settings["cache"] = "cold"
     cold.cells[0].bytes_touched = 10**8 // 2
     assert summary.summarise(cold)[1]["roof_gflops"] == pytest.approx(60)
-    printed = "\n".join(peaks.roof_lines(cold.peaks))
+    printed = "\n".join(machine.roof_lines(cold.peaks))
     assert "reading memory 30 GB/s (30.0 to 30.0)" in printed
     assert "copying it 25 GB/s, torch copy (25.0 to 25.0)" in printed
     assert "the limit from 6.7 FLOP per byte on" in printed

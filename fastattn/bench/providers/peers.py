@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn.bench import ops
 from fastattn.bench.cells import MASKS, Cell
 from fastattn.bench.ops.attention import document_ids
-from fastattn.bench.providers.pytorch import Torch
+from fastattn.bench.providers import Torch
 
 _NAMES = ("query", "key", "value", "attn_mask")
 
