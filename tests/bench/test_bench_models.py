@@ -1,4 +1,4 @@
-"""Whole models of transformers in the benchmark: what is computed, judged, timed and reported."""
+"""Whole models in the benchmark: what is computed, judged, timed and reported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 from bench_results import a_result, bench, cell_of, parse
+from libraries import library
 from test_bench_render import load_render
 from torch import Tensor
 
 from fastattn.bench import ops, selection, summary
 from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models import _model
+from fastattn.bench.models._model import Model
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.providers import leave, load
 from fastattn.bench.results import Outcome, Result, Round
 from fastattn.bench.selection import WHOLE_MODELS, model_cells, preset_cells
+from fastattn.integrations import torch as integration
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,19 +37,39 @@ SMALL = {
     "llama": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
     "llama_decode": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
 }
-# tests/models has those of other libraries.
+OTHERS = {
+    "timm_vit": f"B=2,I=8,P=4,{_LAYERS}",
+    "diffusers_dit": "B=2,I=8,P=2,N=2,E=16,H=2",
+    "openai_whisper": "B=2,L=6,M=5,N=1,E=16,H=4,F=64",
+}
+ALL = SMALL | OTHERS
 EVERY = [
-    cell_of(op, SMALL[op], dtype=dtype, mask=mask, passes=passes)
-    for op in SMALL
+    cell_of(op, ALL[op], dtype=dtype, mask=mask, passes=passes)
+    for op in ALL
     for dtype in ("fp32", "bf16")
     for mask in ops.get(op).MASKS
     for passes in ops.get(op).PASSES
+    if (op, dtype) != ("openai_whisper", "bf16")  # its norms are in float32
 ]
+PROVIDERS = ("torch", "torch-eager", "fastattn")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def few_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_model, "_POOL", 2**12)
+
+
+def model_of(op: str) -> Model:
+    """The model, whose library is installed."""
+    model = ops.get(op)
+    assert isinstance(model, Model)
+    if op in OTHERS:
+        library(model.PACKAGE)
+    return model
+
+
+def test_all_are_tested() -> None:
+    assert {*ops.MODELS} == {*ALL}
 
 
 def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
@@ -58,16 +81,25 @@ def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
 # Right, or not timed
 
 
-@pytest.mark.usefixtures("few_random_numbers")
 @pytest.mark.parametrize("cell", EVERY, ids=lambda cell: cell.name)
 def test_every_provider_is_right(cell: Cell) -> None:
+    model_of(cell.op)
     oracle = Oracle(cell, 0)
-    for provider in ("torch", "torch-eager", "fastattn"):
+    for provider in PROVIDERS:
         found = oracle.check(answer(provider, cell))
         assert found.ok, f"{provider}: {found.reason}"
+    assert not integration._active
 
 
-@pytest.mark.usefixtures("few_random_numbers")
+@pytest.mark.parametrize("op", OTHERS)
+def test_the_share_of_attention_is_measured(op: str) -> None:
+    model = model_of(op)
+    for provider in PROVIDERS:
+        model.stopwatch.seconds = 0.0
+        answer(provider, cell_of(op, ALL[op], passes=model.PASSES[-1]))
+        assert model.stopwatch.seconds > 0
+
+
 def test_inputs_are_drawn_once_and_constructors_draw_nothing() -> None:
     cell = cell_of("bert", f"B=1,L=4,{_LAYERS},V=999")
     assert _model._POOL < 999 * 16
@@ -93,7 +125,6 @@ FAULTS: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 @pytest.mark.complete
-@pytest.mark.usefixtures("few_random_numbers")
 @pytest.mark.parametrize(
     ("op", "mask", "fault"),
     [
@@ -122,7 +153,6 @@ def test_a_wrong_attention_is_found(
         assert found.reason
 
 
-@pytest.mark.usefixtures("few_random_numbers")
 def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
     cell = cell_of("gpt2", SMALL["gpt2"], dtype="bf16")
     given = make_inputs(cell, 0)
@@ -134,7 +164,6 @@ def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
     assert all(torch.equal(x, before[name]) for name, x in given.items())
 
 
-@pytest.mark.usefixtures("few_random_numbers")
 def test_the_cache_is_full_again_after_each_token() -> None:
     cell = cell_of("llama_decode", SMALL["llama_decode"])
     call = load("fastattn").prepare(cell, make_inputs(cell, 0))
@@ -159,11 +188,10 @@ def counted(cell: Cell) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.usefixtures("few_random_numbers")
-@pytest.mark.parametrize("op", SMALL)
+@pytest.mark.parametrize("op", ALL)
 def test_operations_are_counted_as_pytorch_counts_them_without_the_future(op: str) -> None:
-    cell, hidden = cell_of(op, SMALL[op]), 0
-    if ops.get(op).CAUSAL:  # type: ignore[attr-defined]
+    cell, hidden = cell_of(op, ALL[op]), 0
+    if model_of(op).CAUSAL:
         hidden_pairs = cell["B"] * cell["L"] * (cell["L"] - 1) // 2
         hidden = 4 * cell["N"] * cell["E"] * hidden_pairs
     assert flops(cell) == counted(cell) - hidden
@@ -232,14 +260,22 @@ def test_without_transformers_the_extra_is_named(
 
 
 @pytest.mark.complete
-def test_a_run_measures_stock_and_ours(tmp_path: Path) -> None:
+def test_a_run_measures_stock_and_ours_and_a_missing_library_leaves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the other processes have all random numbers
+    monkeypatch.setitem(sys.modules, "timm", None)
     path = tmp_path / "models.json"
+    shapes = (f"--shapes=timm_vit {OTHERS['timm_vit']}", f"--shapes=bert {SMALL['bert']}")
     run = ("--threads", "1", "--rounds", "1", "--quiet", "--timeout", "300", "--json", str(path))
-    assert bench("run", "--shapes", f"bert {SMALL['bert']}", *run) == 0
+    assert bench("run", *shapes, *run) == 0
     document = json.loads(path.read_text())
-    assert [row["provider"] for row in document["rows"]] == ["torch", "fastattn"]
-    for row in document["rows"]:
+    assert [row["provider"] for row in document["rows"]] == ["torch", "fastattn"] * 2
+    for row in document["rows"][:2]:
+        assert row["status"] == "UNAVAILABLE"
+        assert "pip install fastattn[timm]" in row["reason"]
+    for row in document["rows"][2:]:
         assert row["status"] == "ok"
         assert row["items_per_second"] > 0
         assert 0 < row["attention_share"] < 1
-    assert {*document["cells"][0]["rounds"][0]["attention"]} == {"torch", "fastattn"}
+    assert {*document["cells"][1]["rounds"][0]["attention"]} == {"torch", "fastattn"}
