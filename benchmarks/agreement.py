@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from fastattn.bench import results, stats, summary
-from fastattn.bench.workers import thread_variables, usable_cpus
+from fastattn.bench.worker import thread_variables, usable_cpus
 
 # The argument of `bench run --shapes`, and the code for a user of each provider.
 CELLS = {

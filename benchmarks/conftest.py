@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fastattn.bench import inputs, providers
-from fastattn.bench.cells import Cell, flops
+from fastattn.bench import providers
+from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.oracle import Oracle
 
 SEED = 0
@@ -22,12 +22,12 @@ def time_cell(benchmark: Any) -> Callable[[Cell, str], None]:
         provider = providers.load(provider_name)
         if reasons := provider.why_not(cell):
             pytest.skip("; ".join(reasons))
-        call = provider.prepare(cell, inputs.make_inputs(cell, SEED))
-        outputs = dict(zip(inputs.output_names(cell), call(), strict=True))
+        call = provider.prepare(cell, make_inputs(cell, SEED))
+        outputs = dict(zip(output_names(cell), call(), strict=True))
         check = Oracle(cell, SEED).check(outputs)
         assert check.ok, check.reason
         benchmark.group = cell.name
-        benchmark.extra_info["flops"] = flops(cell, inputs.true_in_mask(cell, SEED))
+        benchmark.extra_info["flops"] = flops(cell, SEED)
         benchmark(call)
 
     return run

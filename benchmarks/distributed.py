@@ -32,7 +32,7 @@ from rank_counter import Counter
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from fastattn.bench.environment import describe_environment, processor_slug
+from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.results import json_lines
 from fastattn.distributed import Layout, attention, plan
 

@@ -30,8 +30,8 @@ from typing import Any
 import tables
 from tables import Row, ours_compared, side_by_side
 
-from fastattn.bench import display, results, summary
-from fastattn.bench.environment import processor_slug
+from fastattn.bench import results, summary
+from fastattn.bench.machine import processor_slug
 from fastattn.bench.results import Result
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def all_conditions(found: dict[str, Result]) -> str:
     """The conditions of each result."""
     several = len(found) > 1
     return "\n\n".join(
-        (f"{name}: " if several else "") + display.conditions(result)
+        (f"{name}: " if several else "") + summary.conditions(result)
         for name, result in found.items()
     )
 
@@ -219,12 +219,12 @@ def results_page(found: dict[str, dict[str, Result]]) -> str:
             parts += [
                 f"### {processor}/{name}.json",
                 f"{env['utc']}, commit {env['commit']}, Python {env['python']}, {env['system']}.",
-                display.conditions(result),
+                summary.conditions(result),
             ]
             if name == BREAKDOWN:  # its rows are parts of a call
                 parts.append(side_by_side({processor: tables.breakdown_table(result)}))
             else:
-                parts += [" ".join(display.closing(result, rows)), tables.full_table(rows)]
+                parts += [" ".join(summary.closing(result, rows)), tables.full_table(rows)]
     return "\n\n".join(parts) + "\n"
 
 

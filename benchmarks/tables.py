@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fastattn.bench import breakdown, display, summary
+from fastattn.bench import breakdown, summary
 from fastattn.bench.results import Result
 
 COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
@@ -146,7 +146,7 @@ def models_table(result: Result) -> Table:
     for (label, passes, dtype), (stock, ours) in stock_and_ours(result).items():
         interval = f"× [{ours['speedup_low']:.2f}, {ours['speedup_high']:.2f}]"
         both = (stock, ours)
-        rates = [f"{display.milliseconds(row['items_per_second'])} {row['item']}" for row in both]
+        rates = [f"{summary.milliseconds(row['items_per_second'])} {row['item']}" for row in both]
         lines[label, PASSES[passes], dtype] = [
             *(rates[0], rates[1] + mark(ours)),
             speedup_text(ours).replace("×", interval),
@@ -298,7 +298,7 @@ def _step_of(row: Row) -> tuple[str, str, str]:
 
 def _tokens(row: Row | None) -> str:
     rate = row["items_per_second"] if row and row["ms"] else None
-    return "–" if rate is None else display.milliseconds(rate)
+    return "–" if rate is None else summary.milliseconds(rate)
 
 
 # Ways of PyTorch beside its function, in the words of a heading.

@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastattn import compat, dispatch, explanation
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPE_BYTES, Cell
-from fastattn.bench.inputs import make_inputs
+from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
 from fastattn.bench.recording import Calls
 from fastattn.bench.selection import add_what, cells_of
 
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     if not (args.shapes or args.preset):
         args.shapes = args.op or ["sdpa"]
-    for cell in cells_of(args, tuple(DTYPE_BYTES)):
+    for cell in cells_of(args, tuple(TORCH_DTYPES)):
         print(f"{cell.name}:")
         found = explanations(cell, device)
         print(*found, sep="\n") if found else print("plain PyTorch: it calls no kernel of fastattn")
@@ -61,9 +60,10 @@ def explanations(cell: Cell, device: torch.device) -> list[explanation.Explanati
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         inputs = make_inputs(cell, 0)
         with _Pretend(device), Calls(explain):
-            forward, leaves = ops.get(cell.op).ours(cell, inputs)
-            for leaf in leaves:
-                leaf.requires_grad_(cell.passes != "fwd")
+            op = ops.get(cell.op)
+            forward = op.ours(cell, inputs)
+            for name in op.leaf_names(cell):
+                inputs[name].requires_grad_(cell.passes != "fwd")
             forward()
     return found
 

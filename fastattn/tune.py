@@ -25,9 +25,8 @@ import torch.nn.functional as F
 
 from fastattn import dispatch, evidence, spelling
 from fastattn.bench import ops
-from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
-from fastattn.bench.providers.passes import run_passes
+from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
+from fastattn.bench.providers import run_passes
 from fastattn.bench.shapes import parse_shapes
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.nn import _linear
@@ -147,8 +146,8 @@ def seconds(
     passes = [name for name in ("fwd", "fwd+bwd") if name in op.PASSES]
     for of_pass in passes:
         cell = Cell(stem, shape, dtype=kind, passes=of_pass, mask=mask, device=device.type)
-        inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
-        call = run_passes(cell, *op.ours(cell, inputs), inputs["grad_out"])
+        inputs = ops.Inputs({name: x.to(device) for name, x in make_inputs(cell, 0).items()})
+        call = run_passes(cell, op.ours(cell, inputs), inputs)
         calls = {name: functools.partial(_call, call, on[name]) for name in means}
         runs = {name: call for name, call in calls.items() if _runs(name, call)}
         times = race(f"{what}, {of_pass}", runs) if runs else {}

@@ -27,8 +27,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -36,12 +35,11 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.bench import ops
-from fastattn.bench.cells import Cell, bytes_touched
-from fastattn.bench.environment import describe_environment
+from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
 from fastattn.bench.gauges import Stopwatch
-from fastattn.bench.inputs import make_inputs, output_names
+from fastattn.bench.machine import describe_environment
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.providers.passes import run_passes
+from fastattn.bench.providers import run_passes
 from fastattn.bench.results import CellResult, Outcome, Result, Round
 
 SAMPLE_SECONDS = 0.002
@@ -51,8 +49,7 @@ _ALLOCATORS = (
 )
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """`inside` lists the functions that are timed, within the pass; without: the pass itself."""
 
     within: str  # call, forward or plain
@@ -61,20 +58,19 @@ class Part:
     one_thread: bool = False
 
 
-_NO_ADAPTERS = ("serves_all", "signature", "why_not")
+def _natives() -> list[tuple[Any, str]]:
+    core: Any = dispatch.load("cpu")._cpu  # type: ignore[union-attr]
+    return _timeable(core, [name for name, x in vars(core).items() if callable(x)])
 
 
-def _adapters() -> Sequence[tuple[Any, str]]:
+def _adapters() -> list[tuple[Any, str]]:
     module: Any = dispatch.load("cpu")
-    of_backend = [(module, name) for name in module.__all__ if name not in _NO_ADAPTERS]
-    return [*of_backend, *_natives()]  # a plan may call the native function itself
+    return _timeable(module, module.__all__) + _natives()  # a plan may call a native one itself
 
 
-def _natives() -> Sequence[tuple[Any, str]]:
-    module: Any = dispatch.load("cpu")
-    core = vars(module._cpu).items()
-    natives = [name for name, x in core if callable(x) and name[0] != "_"]
-    return [(module._cpu, name) for name in natives if name not in _NO_ADAPTERS]
+def _timeable(owner: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
+    others = ("serves_all", "signature", "why_not")
+    return [(owner, name) for name in names if name not in others and name[0] != "_"]
 
 
 PARTS = {
@@ -164,8 +160,8 @@ def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) 
         for cell in cells:
             found = CellResult(cell, 0, bytes_touched(cell))  # parts have no count of operations
             result.cells.append(found)
-            calls = _calls(cell, make_inputs(cell, seed))
-            outputs = dict(zip(output_names(cell), calls["call"](), strict=True))
+            calls = _calls(cell, seed)
+            outputs = dict(zip(output_names(cell), ops.as_tuple(calls["call"]()), strict=True))
             found.outcomes["call"] = Oracle(cell, seed).check(outputs)
             if found.outcomes["call"].ok:
                 _measure(found, calls, rounds, order)
@@ -202,18 +198,20 @@ def _measure(
         found.rounds.append(turn)
 
 
-def _calls(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+def _calls(cell: Cell, seed: int) -> dict[str, Callable[[], Any]]:
     """The calls that `Part.within` names."""
-    op, grad = ops.get(cell.op), inputs["grad_out"]
-    forward, leaves = op.ours(cell, inputs)
-    calls: dict[str, Callable[[], Any]] = {"call": forward, "forward": forward, "plain": forward}
+    op, x, theirs = ops.get(cell.op), make_inputs(cell, seed), make_inputs(cell, seed)
+    forward = op.ours(cell, x)
+    calls: dict[str, Callable[[], Any]] = dict.fromkeys(("call", "forward", "plain"), forward)
     calls["floor"] = tuple
     if cell.passes != "fwd":
-        out = forward()[0].detach()
-        calls["call"] = run_passes(cell, forward, leaves, grad)
-        calls["floor"] = lambda: torch.autograd.grad(_Nothing.apply(out, *leaves), leaves, grad)
+        out, leaves = ops.as_tuple(forward())[0].detach(), [x[n] for n in op.leaf_names(cell)]
+        calls["call"] = run_passes(cell, forward, x)
+        calls["floor"] = lambda: torch.autograd.grad(
+            _Nothing.apply(out, *leaves), leaves, x.grad_out
+        )
     if not op.why_not_theirs(cell):
-        calls["torch"] = run_passes(cell, *op.theirs(cell, inputs), grad)
+        calls["torch"] = run_passes(cell, op.theirs(cell, theirs), theirs)
     return calls
 
 
@@ -264,12 +262,18 @@ def _own_seconds() -> float:
 
 
 def _emptied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors but
-    vectors, which have no batch."""
+    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors.
+
+    A vector has no batch, unless it is an array of states, whose length no other tensor has.
+    """
     place = next((n for n, x in enumerate(args) if isinstance(x, tuple)), len(args))
-    if place == len(args):
-        return tuple(x[:0] if isinstance(x, Tensor) and x.dim() > 1 else x for x in args)
-    return *args[:place], *((0, *x[1:]) for x in args[place : place + 1]), *args[place + 1 :]
+    if place < len(args):
+        return *args[:place], (0, *args[place][1:]), *args[place + 1 :]
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    sizes = {size for x in tensors if x.dim() > 1 for size in x.shape}
+    batched = {id(x) for x in tensors if x.dim() > 1 or x.is_floating_point()}
+    batched -= {id(x) for x in tensors if x.dim() == 1 and len(x) in sizes}
+    return tuple(x[:0] if id(x) in batched and x.dim() else x for x in args)
 
 
 class _Nothing(torch.autograd.Function):

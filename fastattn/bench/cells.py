@@ -1,14 +1,16 @@
-"""One cell of a benchmark: an operator with a shape, a dtype and a pass, and its cost.
+"""One cell of a benchmark: an operator with a shape, a dtype and a pass; its inputs and its cost.
 
 The operator's file in `bench/ops` defines the sizes and the cost of the passes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fastattn.bench import ops
 from fastattn.bench.shapes import shape_text
@@ -23,9 +25,13 @@ OPTIONS = (
     *("dropout", "learnable", "stepwise", "layerwise"),
 )
 DEVICES = ("cpu", "cuda")
-
 # float64 can be explained, not measured: the check needs a wider type.
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+TORCH_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,8 @@ class Cell:
     def __post_init__(self) -> None:
         op = ops.get(self.op)
         for name, allowed in (
-            ("dtype", DTYPE_BYTES),
-            ("passes", op.PASSES),
-            ("mask", op.MASKS),
-            ("weights", op.WEIGHTS),
-            ("option", op.OPTIONS),
-            ("device", DEVICES),
+            *(("dtype", TORCH_DTYPES), ("passes", op.PASSES), ("mask", op.MASKS)),
+            *(("weights", op.WEIGHTS), ("option", op.OPTIONS), ("device", DEVICES)),
         ):
             if (given := getattr(self, name)) not in allowed:
                 names = ", ".join(allowed)
@@ -69,6 +71,10 @@ class Cell:
 
     def __getitem__(self, key: str) -> int:
         return self.sizes[key]
+
+    @property
+    def itemsize(self) -> int:
+        return TORCH_DTYPES[self.dtype].itemsize
 
     @property
     def shape(self) -> str:
@@ -85,8 +91,7 @@ class Cell:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cell:
-        fields = {field.name for field in dataclasses.fields(cls)}
-        known = {key: value for key, value in data.items() if key in fields}
+        known = {key: value for key, value in data.items() if key in cls.__annotations__}
         sizes = dict(known["sizes"])
         # In a result from before a size was added, the size has its default.
         for key, default in ops.get(known["op"]).SIZES.items():
@@ -98,6 +103,62 @@ def options_in_words(mask: str, weights: str, option: str) -> list[str]:
     """Those of the three that are not "none"."""
     shown = (mask, weights if weights == "none" else f"{weights} weights", option)
     return [word for word in shown if word != "none"]
+
+
+# Inputs
+
+
+class Draw:
+    """Random tensors from one seed."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return (low + (high - low) * torch.rand(shape, generator=self.generator)).to(self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def sentences(self, batch: int, sentences: int, words: int, vocabulary: int) -> Tensor:
+        """[batch, sentences, words]: about half of them are padding, which is 0."""
+        stories = self.integers(min(1, vocabulary - 1), vocabulary, batch, sentences, words)
+        lengths = self.integers(max(1, words // 4), words + 1, batch, sentences, 1)
+        counts = self.integers(1, sentences + 1, batch, 1, 1)
+        stories *= torch.arange(words) < lengths
+        stories *= torch.arange(sentences).unsqueeze(-1) < counts
+        return stories
+
+    def visible(self, queries: int, keys: int) -> Tensor:
+        """[queries, keys], half of it True, with at least one True in every row."""
+        visible = torch.rand(queries, keys, generator=self.generator) < 0.5
+        rows = torch.arange(queries)
+        visible[rows, rows % keys] = True
+        return visible
+
+    @staticmethod
+    def valid(batch: int, keys: int) -> Tensor:
+        """[batch, keys], True where the key is not padding."""
+        return torch.arange(keys) < torch.tensor(padding_lengths(batch, keys))[:, None]
+
+
+def make_inputs(cell: Cell, seed: int) -> ops.Inputs:
+    """The inputs of `cell` by name, equal in every process: drawn in fp32 and rounded."""
+    return ops.get(cell.op).inputs(cell, Draw(TORCH_DTYPES[cell.dtype], seed))
+
+
+def output_names(cell: Cell) -> list[str]:
+    """The names of a provider's outputs for `cell`, in order."""
+    names = ["out", *(["weights"] if cell.weights != "none" else [])]
+    gradients = [f"grad_{name}" for name in ops.get(cell.op).leaf_names(cell)]
+    return {"fwd": names, "bwd": gradients, "fwd+bwd": names + gradients}[cell.passes]
+
+
+# Masks, and the cost
 
 
 def padding_lengths(batch: int, keys: int) -> list[int]:
@@ -117,50 +178,44 @@ def prefix_length(length: int) -> int:
     return length // 2
 
 
-def keys_of(cell: Cell, at: int, length: int, queries: int = 0) -> range:
-    """The visible keys of the query at a position of a sequence: with these masks, neighbours.
+def keys_of(cell: Cell, at: Tensor, length: int, queries: int = 0) -> tuple[Tensor, Tensor]:
+    """The first visible key of the query at each position of a sequence, and the end of them.
 
     `queries` is the number of queries, if it is not that of the keys.
     """
+    first, end = torch.zeros_like(at), torch.full_like(at, length)
     if cell.option == "window":
-        width = window_width(cell)
-        last = at if cell.mask == "causal" else at + width
-        return range(max(0, at - width), min(length, last + 1))
-    if cell.mask == "causal":
-        return range(min(length, at + 1))
-    if cell.mask == "prefix":
-        return range(max(at + 1, prefix_length(length)))
-    if cell.mask == "window":
-        return range(max(0, at - window_width(cell)), at + 1)
-    if cell.mask == "documents":
+        first, end = at - window_width(cell), at + window_width(cell) + 1
+    elif cell.mask == "window":
+        first = at - window_width(cell)
+    elif cell.mask == "documents":
         own = at * DOCUMENTS // (queries or length)
-        return range(-(-own * length // DOCUMENTS), -(-(own + 1) * length // DOCUMENTS))
-    return range(length)
+        first, end = (-(-number * length // DOCUMENTS) for number in (own, own + 1))
+    if cell.mask in ("causal", "window"):
+        end = at + 1
+    elif cell.mask == "prefix":
+        end = (at + 1).clamp(min=prefix_length(length))
+    return first.clamp(min=0), end.clamp(max=length)
 
 
-def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
-    """The visible pairs (query, key) of one head, over the batch.
-
-    `true_in_mask` is the number of True in the random [Lq, Lk] mask of a `bool` cell.
-    """
+def visible_pairs(cell: Cell, seed: int = 0) -> int:
+    """The visible pairs (query, key) of one head, over the batch; `seed` draws a bool mask."""
     batch = cell.sizes.get("B", 1)
     queries, keys = (cell.sizes.get(key, cell.sizes.get("L", 0)) for key in ("Lq", "Lk"))
     if cell.mask == "padding":
         return queries * sum(padding_lengths(batch, keys))
     if cell.mask == "bool":
-        if true_in_mask is None:
-            raise ValueError("a cell with a bool mask needs true_in_mask")
-        return batch * true_in_mask
-    if cell.mask == cell.option == "none":
+        mask = make_inputs(cell, seed)["attn_mask"]
+        return batch * int((~mask if cell.op == "mha" else mask).sum())
+    if cell.mask == cell.option == "none":  # without a tensor, which may be too large
         return batch * queries * keys
-    return batch * sum(len(keys_of(cell, i, keys, queries)) for i in range(queries))
+    first, end = keys_of(cell, torch.arange(queries), keys, queries)
+    return batch * int((end - first).sum())
 
 
-def flops(cell: Cell, true_in_mask: int | None = None) -> int:
+def flops(cell: Cell, seed: int = 0) -> int:
     """The floating-point operations of a cell, including the projections of a module."""
-    pairs = visible_pairs(cell, true_in_mask)
-    forward, backward = ops.get(cell.op).flops(cell, pairs)
-    return _of_pass(cell, forward, backward)
+    return _of_pass(cell, *ops.get(cell.op).flops(cell, visible_pairs(cell, seed)))
 
 
 def bytes_touched(cell: Cell) -> int:
@@ -172,8 +227,7 @@ def bytes_touched(cell: Cell) -> int:
     op = ops.get(cell.op)
     inputs, outputs = op.elements(cell)
     forward = inputs - op.unread(cell) + outputs
-    backward = forward + inputs + outputs
-    return DTYPE_BYTES[cell.dtype] * _of_pass(cell, forward, backward)
+    return cell.itemsize * _of_pass(cell, forward, forward + inputs + outputs)
 
 
 def _of_pass(cell: Cell, forward: int, backward: int) -> int:

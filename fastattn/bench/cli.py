@@ -6,12 +6,12 @@ import argparse
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from fastattn.bench import commands, compare, display
+from fastattn.bench import commands, summary
 from fastattn.bench.cells import DEVICES
-from fastattn.bench.presets import WHOLE_MODELS
 from fastattn.bench.providers import DEFAULT, PROVIDERS
-from fastattn.bench.selection import add_passes, add_what
+from fastattn.bench.selection import WHOLE_MODELS, add_passes, add_what
 from fastattn.spelling import names
 
 EXAMPLES = """\
@@ -27,6 +27,8 @@ examples:
   fastattn bench compare main/results.json mine/results.json --fail-slower 5%
 
 """
+_RESULT = "a .json file that `run` wrote"
+_NEXT_TO_IT = "output file (default: next to the results)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (commands.env, None, "print the environment that every result records"),
         (commands.list_all, None, "list operators, presets and providers"),
     ):
-        name = function.__name__.removesuffix("_all")
         command = subparsers.add_parser(
-            name,
+            function.__name__.removesuffix("_all"),
             help=words,
             description=inspect.cleandoc(function.__doc__ or ""),
             epilog=EXAMPLES + (parser.epilog or ""),
@@ -63,6 +64,26 @@ def run(args: argparse.Namespace) -> int:
     return function(args)
 
 
+_TYPES = {"N": int, "S": float, "FILE": Path, "DIR": Path, "LIST": names}
+
+
+def _add(
+    to: argparse._ActionsContainer, flag: str, words: str, default: Any = None, **more: Any
+) -> None:
+    """Adds a flag, whose type is that of its metavar; its default ends the help."""
+    name, _, metavar = flag.partition(" ")
+    if default is not None and "default:" not in words:
+        shown = "default: %(default)" + (".0f" if isinstance(default, float) else "s")
+        words = f"{words} ({shown})" if words else shown
+    if metavar:
+        more = {"metavar": metavar, "type": _TYPES.get(metavar, str)} | more
+    to.add_argument(name, default=default, help=words, **more)
+
+
+def _add_threads(to: argparse._ActionsContainer) -> None:
+    _add(to, "--threads N", "number of threads (default: that of torch)")
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add_what(parser)
     _add_how(parser)
@@ -77,95 +98,72 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("providers").add_argument
-    words = (
-        f"comma-separated: {', '.join(PROVIDERS)}, a variant such as fastattn@avx2, or an "
-        f"importable module (default: {','.join(DEFAULT)})"
+    group = parser.add_argument_group("providers")
+    words = f"comma-separated: {', '.join(PROVIDERS)}, a variant such as fastattn@avx2, or an "
+    words += f"importable module (default: {','.join(DEFAULT)})"
+    _add(group, "--providers LIST", words, list(DEFAULT))
+    _add(
+        group, "--baseline NAME", "the provider that the others are compared with (default: torch)"
     )
-    add("--providers", metavar="LIST", type=names, default=list(DEFAULT), help=words)
-    words = "the provider that the others are compared with (default: torch)"
-    add("--baseline", metavar="NAME", help=words)
 
     how = parser.add_argument_group("how to measure")
-    add = how.add_argument
-    add("--device", choices=DEVICES, default="cpu", help="default: %(default)s")
+    _add(how, "--device", "", "cpu", choices=DEVICES)
     words = "cold: flush the caches before every call (default: warm)"
-    add("--cache", choices=("warm", "cold"), default="warm", help=words)
+    _add(how, "--cache", words, "warm", choices=("warm", "cold"))
     _add_threads(how)
-    words = "seed of the inputs and of the order of providers (default: %(default)s)"
-    add("--seed", metavar="N", type=int, default=0, help=words)
-    words = "time limit for the complete run, in seconds (default: %(default).0f)"
-    add("--time-budget", metavar="S", type=float, default=60.0, help=words)
-    words = "comparable rounds per cell (default: %(default)s)"
-    add("--rounds", metavar="N", type=int, default=15, help=words)
-    words = "seconds without an answer after which a provider is stopped (default: %(default).0f)"
-    add("--timeout", metavar="S", type=float, default=60.0, help=words)
+    _add(how, "--seed N", "seed of the inputs and of the order of providers", 0)
+    _add(how, "--time-budget S", "time limit for the complete run, in seconds", 60.0)
+    _add(how, "--rounds N", "comparable rounds per cell", 15)
+    _add(how, "--timeout S", "seconds without an answer after which a provider is stopped", 60.0)
 
-    add = parser.add_argument_group(
-        "output", "{processor} in a path is replaced by the folder of this machine, see `bench env`"
-    ).add_argument
-    words = "write results.json after every cell, and at the end .csv, .md and .png"
-    add("--out", metavar="DIR", type=Path, help=words)
-    for flag, words in (
-        ("--json", "write raw samples and the environment"),
-        ("--csv", "write one line per cell and provider"),
-        ("--markdown", "write the table"),
-        ("--plot", "write the plot (.png, .svg or .pdf)"),
-    ):
-        add(flag, metavar="FILE", type=Path, help=words)
-    add("--resume", action="store_true", help="continue the run in --out")
-    words = f"columns of the table, comma-separated: {', '.join(display.METRICS)}"
-    add("--metric", metavar="LIST", type=names, default=[], help=words)
-    add("--quiet", action="store_true", help="print no progress, only the table")
-
-
-def _add_threads(parser: argparse._ActionsContainer) -> None:
-    words = "number of threads (default: that of torch)"
-    parser.add_argument("--threads", metavar="N", type=int, help=words)
+    words = "{processor} in a path is replaced by the folder of this machine, see `bench env`"
+    out = parser.add_argument_group("output", words)
+    _add(out, "--out DIR", "write results.json after every cell, and at the end .csv, .md and .png")
+    _add(out, "--json FILE", "write raw samples and the environment")
+    _add(out, "--csv FILE", "write one line per cell and provider")
+    _add(out, "--markdown FILE", "write the table")
+    _add(out, "--plot FILE", "write the plot (.png, .svg or .pdf)")
+    out.add_argument("--resume", action="store_true", help="continue the run in --out")
+    words = f"columns of the table, comma-separated: {', '.join(summary.METRICS)}"
+    out.add_argument("--metric", metavar="LIST", type=names, default=[], help=words)
+    out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
 
 
 def _add_breakdown(parser: argparse.ArgumentParser) -> None:
     add_what(parser)
     _add_threads(parser)
-    add = parser.add_argument
-    add("--seed", metavar="N", type=int, default=0, help="default: %(default)s")
-    add("--rounds", metavar="N", type=int, default=50, help="default: %(default)s")
-    add("--json", metavar="FILE", type=Path, help="write raw samples and the environment")
-    add("--plot", metavar="FILE", type=Path, help="write the picture")
+    _add(parser, "--seed N", "", 0)
+    _add(parser, "--rounds N", "", 50)
+    _add(parser, "--json FILE", "write raw samples and the environment")
+    _add(parser, "--plot FILE", "write the picture")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("before", type=Path, help="a .json file that `run` wrote")
-    add("after", type=Path, help="the file to compare with it")
-    add("--metric", choices=compare.METRICS, default="time", help="default: %(default)s")
+    parser.add_argument("before", type=Path, help=_RESULT)
+    parser.add_argument("after", type=Path, help="the file to compare with it")
+    _add(parser, "--metric", "", "time", choices=commands.METRICS)
     words = "exit with 1 if a row is worse by more than this over its complete interval"
-    add("--fail-slower", metavar="P%", type=_share, help=words)
+    _add(parser, "--fail-slower P%", words, type=_share)
 
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("results", type=Path, help="a .json file that `run` wrote")
+    parser.add_argument("results", type=Path, help=_RESULT)
     words = "which plot (default: %(default)s); all writes one file for each"
-    add("--metric", choices=(*commands.PLOTS, "all"), default="speedup", help=words)
-    words = "output file (default: next to the results)"
-    add("--plot", metavar="FILE", type=Path, help=words)
-    add("--theme", choices=("light", "dark"), default="light", help="default: %(default)s")
+    _add(parser, "--metric", words, "speedup", choices=(*commands.PLOTS, "all"))
+    _add(parser, "--plot FILE", _NEXT_TO_IT)
+    _add(parser, "--theme", "", "light", choices=("light", "dark"))
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("results", type=Path, help="a .json file that `run` wrote")
-    words = "output file (default: next to the results)"
-    add("--out", metavar="FILE", type=Path, help=words)
-    add("--title", default="Attention, measured", help="default: %(default)s")
+    parser.add_argument("results", type=Path, help=_RESULT)
+    _add(parser, "--out FILE", _NEXT_TO_IT)
+    parser.add_argument("--title", default="Attention, measured", help="default: %(default)s")
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", metavar="FILE", type=Path, default="shapes.txt", help="default: %(default)s")
+    _add(parser, "--out FILE", "", "shapes.txt")
     metavar, words = "-- python train.py ...", "or -- python -m module ..."
-    add("program", nargs=argparse.REMAINDER, metavar=metavar, help=words)
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar=metavar, help=words)
 
 
 def _share(text: str) -> float:

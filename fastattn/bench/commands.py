@@ -13,21 +13,78 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.bench import compare as comparing
-from fastattn.bench import display, ops, peaks, recording, results, runner
-from fastattn.bench.cells import Cell
-from fastattn.bench.environment import describe_environment, processor_slug
-from fastattn.bench.presets import PRESETS, WHOLE_MODELS
+from fastattn.bench import machine, ops, recording, results, runner, stats, summary
+from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
 from fastattn.bench.results import CellResult, Result
-from fastattn.bench.rounds import QUIET_SHARE
-from fastattn.bench.selection import cells_of, check_names
-from fastattn.bench.summary import Row, summarise
-from fastattn.bench.workers import usable_cpus
+from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names
+from fastattn.bench.stats import QUIET_SHARE
+from fastattn.bench.summary import Row, kept_rounds, summarise
+from fastattn.bench.worker import usable_cpus
+
+# The metrics, and their columns.
+METRICS = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
+_KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
+
+
+class Change(NamedTuple):
+    """One cell of one provider: `ratio` above 1 is better in the second result."""
+
+    name: str
+    before: float
+    after: float
+    ratio: float
+    low: float
+    high: float
+    busy: bool
+
+    @property
+    def verdict(self) -> str:
+        return stats.verdict(self.low, self.high)
+
+
+def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
+    """The changes of common rows, and the names of rows that only one result has."""
+    old, new = (_measured(result, METRICS[metric]) for result in (before, after))
+    found = [_change(name, *old[name], *new[name], metric) for name in old if name in new]
+    return found, [name for name in [*old, *new] if (name in old) != (name in new)]
+
+
+def _measured(result: Result, column: str) -> dict[str, tuple[Row, list[float]]]:
+    """Every row that has a value, with its samples in milliseconds, by its name."""
+    rows = zip(summarise(result), kept_rounds(result), strict=True)
+    return {
+        " ".join(word for name in _KEY if (word := row[name]) not in ("none", "cpu")): (row, ms)
+        for row, ms in rows
+        if row[column] is not None
+    }
+
+
+def _change(
+    name: str, was: Row, old_ms: list[float], now: Row, new_ms: list[float], metric: str
+) -> Change:
+    before, after = was[METRICS[metric]], now[METRICS[metric]]
+    ratio = 1.0 if before == after else before / after if after else math.inf
+    low = high = ratio
+    if metric == "time":
+        # The logarithms of the intervals of two medians add up as independent errors do.
+        (least, most), (low, high) = (
+            [math.log(end / stats.median(samples)) for end in stats.median_interval(samples)]
+            for samples in (old_ms, new_ms)
+        )
+        low, high = -math.hypot(least, high), math.hypot(most, low)
+        low, high = ratio * math.exp(low), ratio * math.exp(high)
+    elif metric == "speedup":
+        # A ratio to the baseline of its own run is comparable between machines and days.
+        ratio, low = after / before, now["speedup_low"] / was["speedup_high"]
+        high = now["speedup_high"] / was["speedup_low"]
+    busy = metric == "time" and (was["busy"] or now["busy"])
+    return Change(name, before, after, ratio, low, high, busy)
+
 
 # The exit codes, see docs/benchmarks.md.
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
@@ -52,36 +109,46 @@ def run(args: argparse.Namespace) -> int:
     for name in args.providers:
         check_name(name)
     cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
-    metrics = args.metric or display.default_metrics(cells)
-    check_names("--metric", metrics, tuple(display.METRICS))
-    _check_run(args, cells)
+    metrics = args.metric or summary.default_metrics(cells)
+    check_names("--metric", metrics, tuple(summary.METRICS))
+    _check_run(args)
+    # Of several libraries some may be missing: their rows say so.
+    missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
+    if all(missing):
+        raise ValueError(missing[0])
+    same = ("cache", "seed", "time_budget", "rounds", "timeout")
     settings = runner.Settings(
         cells=cells,
         providers=list(dict.fromkeys(args.providers)),
         baseline=args.baseline or ("torch" if "torch" in args.providers else args.providers[0]),
         threads=check_threads(args.threads),
-        cache=args.cache,
-        seed=args.seed,
-        time_budget=args.time_budget,
-        rounds=args.rounds,
-        timeout=args.timeout,
+        **{name: getattr(args, name) for name in same},
     )
     folder = placed(args.out, args.device)
+    saved, earlier = folder and folder / "results.json", None
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    earlier = _earlier(folder / "results.json", settings) if folder and args.resume else None
+    if args.resume and saved and saved.exists():
+        earlier = results.load(saved)
+        if differ := results.differences(earlier, settings.new_result()):
+            raise ValueError(f"--resume: {saved} was measured with another {'; '.join(differ)}")
 
     def measured(result: Result, found: CellResult) -> None:
-        if display.was_skipped(found):
+        if summary.was_skipped(found):
             return
         if not args.quiet:
-            print(display.progress(result, found, len(cells)), file=sys.stderr, flush=True)
-        if folder:
-            _save_so_far(result, folder / "results.json")
+            print(summary.progress(result, found, len(cells)), file=sys.stderr, flush=True)
+        if saved:
+            # Replaced in one step, so a run that is killed keeps the cells measured before. The
+            # table of a run counts for more than a full disk, which is reported at the end.
+            part = saved.with_suffix(".part")
+            with contextlib.suppress(OSError):
+                results.save_json(result, summarise(result), part)
+                part.replace(saved)
 
     result = runner.Runner(settings, earlier, measured).run()
     rows = summarise(result)
-    text = display.page(result, rows, metrics)
+    text = summary.page(result, rows, metrics)
     print(text)
     writers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
         "json": (args.json, lambda path: results.save_json(result, rows, path)),
@@ -99,8 +166,8 @@ def run(args: argparse.Namespace) -> int:
     return UNWRITTEN if failures else exit_code(result.ended, rows)
 
 
-def _check_run(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
-    """Raises ValueError, which names the wrong argument or what is not installed."""
+def _check_run(args: argparse.Namespace) -> None:
+    """Raises ValueError, which names the wrong argument."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here")
     for flag in ("--time-budget", "--rounds", "--timeout"):
@@ -113,31 +180,6 @@ def _check_run(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
         among = ",".join(args.providers)
         raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")
     check_picture(args.plot)
-    # Of several libraries some may be missing: their rows say so.
-    missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
-    if all(missing):
-        raise ValueError(missing[0])
-
-
-def _earlier(path: Path, settings: runner.Settings) -> Result | None:
-    """The result that a run continues; None if there is none. Raises ValueError for another one."""
-    if not path.exists():
-        return None
-    earlier = results.load(path)
-    if differ := results.differences(earlier, settings.new_result()):
-        raise ValueError(f"--resume: {path} was measured with another {'; '.join(differ)}")
-    return earlier
-
-
-def _save_so_far(result: Result, path: Path) -> None:
-    """Replaces the file in one step, so a run that is killed keeps the cells measured before.
-
-    The table of a run counts for more than a full disk, which is reported at the end.
-    """
-    part = path.with_suffix(".part")
-    with contextlib.suppress(OSError):
-        results.save_json(result, summarise(result), part)
-        part.replace(path)
 
 
 def _written(path: Path, write: Callable[[Path], Any]) -> bool:
@@ -169,12 +211,12 @@ def exit_code(ended: str, rows: Sequence[Row]) -> int:
     impossible = [row for row in rows if row["impossible"]]
     for row in impossible:
         print(
-            f"IMPOSSIBLE: {display.cell_words(row)} {row['dtype']} {row['pass']}: "
+            f"IMPOSSIBLE: {summary.cell_words(row)} {row['dtype']} {row['pass']}: "
             f"{row['provider']} ran at {row['percent_of_peak']:.0f} % of the peak measured beside "
             f"it, 95 % interval {row['percent_low']:.0f} to {row['percent_high']:.0f} %",
             file=sys.stderr,
         )
-    return FAULTS if impossible or any(map(display.is_fault, rows)) else OK
+    return FAULTS if impossible or any(map(summary.is_fault, rows)) else OK
 
 
 def check_picture(path: Path | None) -> None:
@@ -202,8 +244,7 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
 def list_all(args: argparse.Namespace) -> int:
     """List operators, whole models, presets and providers, and why a provider is unavailable."""
     operators, providers = {}, {}
-    for name in ops.OPS:
-        op = ops.get(name)
+    for name, op in ((name, ops.get(name)) for name in ops.OPS):
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
         operators[name] = f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"
     models = {name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()}
@@ -231,7 +272,7 @@ def list_all(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Compare two results row by row, and show which conditions differ."""
     before, after = (results.load(path) for path in (args.before, args.after))
-    found, alone = comparing.changes(before, after, args.metric)
+    found, alone = changes(before, after, args.metric)
     for line in results.differences(before, after):
         print(f"Different conditions: {line}")
     if not found:
@@ -253,7 +294,7 @@ def compare(args: argparse.Namespace) -> int:
         print(f"{len(alone)} rows are in one result alone: {'; '.join(alone)}")
     if args.fail_slower is None:
         return OK
-    failed = [change for change in found if change.is_slower_than(args.fail_slower)]
+    failed = [change for change in found if change.high < 1 / (1 + args.fail_slower)]
     for change in failed:
         print(f"WORSE by more than {args.fail_slower:.0%}: {change.name}", file=sys.stderr)
     return FAULTS if failed else OK
@@ -274,19 +315,19 @@ def plot(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Write a result as one self-contained HTML file."""
-    from fastattn.bench import report as html  # imports matplotlib
+    from fastattn.bench import plots  # imports matplotlib
 
     path = args.out or args.results.with_suffix(".html")
     result = results.load(args.results)
-    return OK if _written(path, lambda path: html.write(result, path, args.title)) else UNWRITTEN
+    return OK if _written(path, partial(plots.report, result, title=args.title)) else UNWRITTEN
 
 
 def roofline(args: argparse.Namespace) -> int:
     """Measure the peaks of this machine."""
     threads = check_threads(args.threads)
     torch.set_num_threads(threads)
-    rates, share = peaks.measure_all(threads)
-    print("\n".join([f"{threads} thread{'s' if threads > 1 else ''}", *peaks.roof_lines(rates)]))
+    rates, share = machine.measure_all(threads)
+    print("\n".join([f"{threads} thread{'s' if threads > 1 else ''}", *machine.roof_lines(rates)]))
     if share < QUIET_SHARE:
         print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
     return OK
@@ -308,11 +349,10 @@ def breakdown(args: argparse.Namespace) -> int:
     """
     from fastattn.bench import breakdown as parts
 
-    threads = check_threads(args.threads)
+    threads, path = check_threads(args.threads), placed(args.json)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
     check_picture(args.plot)
-    path = placed(args.json)
     result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
     print("\n".join(parts.lines(result)))
     if path:

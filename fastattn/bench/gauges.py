@@ -27,8 +27,7 @@ from fastattn.dispatch import PRIORITY, load
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 32 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
+_PROCESS = Path("/proc/self")
 # Of which the fastest counts: the first ones load the code, and an interrupt is no neighbour.
 _PROBES = 6
 
@@ -36,17 +35,15 @@ _PROBES = 6
 class Stopwatch:
     """The total seconds between `start` and `stop`: measures a part of a call."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.is_running = False
-        self._began = 0.0
+    seconds = began = 0.0
+    is_running = False
 
     def start(self) -> None:
         self.is_running = True
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
 
     def stop(self) -> None:
-        self.seconds += time.perf_counter() - self._began
+        self.seconds += time.perf_counter() - self.began
         self.is_running = False
 
 
@@ -85,7 +82,7 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> tuple[Any,
         return result, torch.cuda.max_memory_allocated() - held
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        _CLEAR_REFS.write_text("5")  # resets VmHWM to the current size
+        (_PROCESS / "clear_refs").write_text("5")  # resets VmHWM to the current size
         before = _resident("VmRSS")
     except (OSError, AttributeError, KeyError):
         return call(), None
@@ -94,8 +91,8 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> tuple[Any,
 
 
 def _resident(field: str) -> int:
-    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024
+    lines = (_PROCESS / "status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
 
 
 class Probe:

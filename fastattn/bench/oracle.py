@@ -11,13 +11,14 @@ An operator may compare a random sample of a long cell; the result file records 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastattn.bench import ops
-from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
+from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
+from fastattn.bench.ops import Part
 from fastattn.bench.results import Outcome
 from fastattn.testing.judge import deviations
 from fastattn.testing.rounding import Noise
@@ -29,8 +30,7 @@ class Oracle:
     """The expected outputs of one cell, computed once for all providers."""
 
     def __init__(self, cell: Cell, seed: int) -> None:
-        self.cell = cell
-        self.op = ops.get(cell.op)
+        self.cell, self.op, self.dtype = cell, ops.get(cell.op), TORCH_DTYPES[cell.dtype]
         self.inputs = make_inputs(cell, seed)
         self.parts = self.op.parts(cell, seed)
         self.compared = self.op.coverage(cell, self.parts)
@@ -38,44 +38,34 @@ class Oracle:
         # Rounding affects all parts alike, and simulating it is slow.
         few = self.op.parts(cell, seed, few=True)
         of_few = self.reference if few == self.parts else self._expected(few)
-        dtype = TORCH_DTYPES[cell.dtype]
-        self.noise = Noise(functools.partial(self._expected, few), of_few, dtype)
+        self.noise = Noise(functools.partial(self._expected, few), of_few, self.dtype)
 
     def check(self, outputs: Outputs) -> Outcome:
         """Compares all outputs; has the error of the one with the largest ratio to its bound."""
-        dtype = TORCH_DTYPES[self.cell.dtype]
         unjudged = self.op.unjudged(self.cell)
-        sampled = {n: self._sample(n, whole) for n, whole in outputs.items() if n not in unjudged}
+        judged = {name: x for name, x in outputs.items() if name not in unjudged}
+        sampled = _joined([self.op.taken(self.cell, judged, part) for part in self.parts])
         for name, got in sampled.items():
-            want, wanted = self.reference[name], self.op.dtype_of(name, dtype)
-            if got.shape != want.shape or got.dtype != wanted:
-                reason = (
-                    f"{name} is {got.dtype} {list(got.shape)}, expected {wanted} {list(want.shape)}"
-                )
+            want, dtype = self.reference[name], self.op.dtype_of(name, self.dtype)
+            if got.shape != want.shape or got.dtype != dtype:
+                is_what = f"{got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
+                reason = f"{name} is {is_what}"
                 return Outcome("WRONG", reason, float("inf"), 0.0, 1.0, name, self.compared)
         if not sampled:
             return Outcome("ok", "", 0.0, 0.0, 1.0, "", self.compared)
-        worst = max(
-            deviations(sampled, self.reference, self.noise), key=lambda deviation: deviation.ratio
-        )
+        found = deviations(sampled, self.reference, self.noise)
+        worst = max(found, key=lambda deviation: deviation.ratio)
         want = self.reference[worst.name]
-        return Outcome(
-            status="ok" if worst.ok else "WRONG",
-            reason="" if worst.ok else str(worst),
-            max_error=worst.error,
-            bound=worst.bound,
-            largest=float(want.abs().max()) if want.numel() else 1.0,
-            worst_tensor=worst.name,
-            compared=self.compared,
-        )
+        largest = float(want.abs().max()) if want.numel() else 1.0
+        status, reason = ("ok", "") if worst.ok else ("WRONG", str(worst))
+        return Outcome(status, reason, worst.error, worst.bound, largest, worst.name, self.compared)
 
-    def _expected(self, parts: list[tuple[int, ...]]) -> Outputs:
-        found = []
-        for where in parts:
-            taken = {n: self.op.part(self.cell, n, x, where) for n, x in self.inputs.items()}
-            found.append(self.op.expected(self.cell, self.op.in_double(taken)))
-        return {name: torch.cat([part[name] for part in found]) for name in found[0]}
+    def _expected(self, parts: Sequence[Part]) -> Outputs:
+        taken = (ops.Inputs(self.op.taken(self.cell, self.inputs, part)) for part in parts)
+        return _joined([self.op.expected(self.cell, self.op.in_double(x)) for x in taken])
 
-    def _sample(self, name: str, whole: Tensor) -> Tensor:
-        parts = [self.op.part(self.cell, name, whole, where) for where in self.parts]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+def _joined(parts: Sequence[Outputs]) -> Outputs:
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

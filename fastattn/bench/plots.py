@@ -1,7 +1,13 @@
-"""The plots of a result: speed-ups, times, the roofline, the budget of calls. Needs matplotlib."""
+"""The plots of a result: speed-ups, times, the roofline, the budget of calls; and a page of them.
+
+Needs matplotlib.
+"""
 
 from __future__ import annotations
 
+import html
+import io
+import json
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fastattn.bench import breakdown as parts
-from fastattn.bench.display import cell_words, conditions
-from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench import summary
+from fastattn.bench.machine import KIND_OF_DTYPE
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, option_words, summarise
 
@@ -108,12 +114,14 @@ def _speedup(result: Result, rows: Sequence[Row]) -> Figure:
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.12)
     figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=6)
-    figure.supxlabel(textwrap.fill(conditions(result), 165), fontsize=7.5, x=0.01, ha="left")
+    figure.supxlabel(
+        textwrap.fill(summary.conditions(result), 165), fontsize=7.5, x=0.01, ha="left"
+    )
     return figure
 
 
 def _group(row: Row) -> str:
-    return f"{row['label'] or cell_words(row)}\n{_PASSES[row['pass']]}"
+    return f"{row['label'] or summary.cell_words(row)}\n{_PASSES[row['pass']]}"
 
 
 def _bars(axes: Axes, bars: dict[float, Row], height: float, metric: str, **look: Any) -> None:
@@ -218,3 +226,60 @@ KINDS: dict[str, Callable[[Result, Sequence[Row]], Figure]] = {
     "roofline": _roofline,
     "breakdown": _breakdown,
 }
+
+_TITLES = {
+    "speedup": "Speed-up and share of the peak",
+    "time": "Time by length",
+    "roofline": "Roofline",
+}
+_METRICS = ("time", "speedup", "gflops", "peak", "roof", "gbs", "memory", "error")
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1320px; margin: 2rem auto }}
+svg {{ max-width: 100%; height: auto }} pre {{ overflow: auto }}
+table {{ border-collapse: collapse; font-size: 12.5px }}
+th, td {{ border-bottom: 1px solid #8886; padding: .3rem .35rem; text-align: left }}
+</style></head><body>
+<h1>{title}</h1>
+<p>{conditions}</p>
+<ul>{closing}</ul>
+{plots}
+<h2>All rows</h2>
+<table>
+{table}
+</table>
+<h2>Conditions</h2>
+<pre>{facts}</pre>
+</body></html>
+"""
+
+
+def report(result: Result, path: Path, title: str) -> None:
+    """Writes one HTML file: the table, plots as inline SVG and the environment.
+
+    Raises ValueError for a result without timings.
+    """
+    rows, text = summarise(result), html.escape
+    facts = {name: getattr(result, name) for name in ("environment", "settings", "providers")}
+    facts["peaks"] = {kind: vars(peak) for kind, peak in result.peaks.items()}
+    lines = summary.lines(rows, _METRICS)
+    page = _PAGE.format(
+        title=text(title),
+        conditions=text(summary.conditions(result)),
+        closing="".join(f"<li>{text(line)}" for line in summary.closing(result, rows)),
+        plots="\n".join(f"<h2>{words}</h2>{_svg(result, kind)}" for kind, words in _TITLES.items()),
+        table="\n".join("<tr>" + "".join(f"<td>{text(x)}" for x in line) for line in lines),
+        facts=text(json.dumps(facts, indent=1)),
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _svg(result: Result, kind: str) -> str:
+    figure, buffer = make(result, kind), io.StringIO()
+    # Glyphs as text are much smaller and searchable. The salt makes ids differ between plots.
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": kind}):
+        figure.savefig(buffer, format="svg")
+    plt.close(figure)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

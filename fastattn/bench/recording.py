@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastattn import compat
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPES
-from fastattn.bench.inputs import TORCH_DTYPES
+from fastattn.bench.cells import DTYPES, TORCH_DTYPES
 from fastattn.bench.shapes import shape_text
 from fastattn.library import operators
 
@@ -67,21 +65,19 @@ class Recording(Calls):
 
     def _note_operator(self, name: str, tensors: Sequence[Any], options: Any) -> None:
         if name in _PRIMITIVES:
-            self._note(_primitive(*_PRIMITIVES[name], tensors, options))
+            self.lines.update(_primitive(*_PRIMITIVES[name], tensors, options))
 
     def _note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func in _FUNCTIONS:
-            self._note(_FUNCTIONS[func](*args, **kwargs))
-
-    def _note(self, line: str) -> None:
-        if line:
-            self.lines[line] += 1
+            call = inspect.signature(_FUNCTIONS[func][0]).bind(*args, **kwargs)
+            call.apply_defaults()
+            self.lines.update(_FUNCTIONS[func][1](call.arguments))
 
     def text(self) -> str:
         """The contents of a file for `--shapes @FILE`, the most frequent lines first."""
         head = "# recorded by fastattn bench record; run: fastattn bench run --shapes @THIS_FILE\n"
+        width = max(map(len, self.lines), default=0)
         calls = self.lines.most_common()
-        width = max((len(line) for line, _ in calls), default=0)
         return head + "".join(f"{line:<{width}}  # {count} calls\n" for line, count in calls)
 
 
@@ -118,26 +114,38 @@ def run_program(command: Sequence[str], path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()  # an unwritable path raises now, not after the program has run for hours
     program = "from fastattn.bench.recording import main; main()"
-    command = [python, "-c", program, str(path), *words]
-    done = subprocess.run(command, check=False)
+    done = subprocess.run([python, "-c", program, str(path), *words], check=False)
     if path.exists():
         print(f"Written: {path}")
     return done.returncode
 
 
-# A call as a line of --shapes; "" if the benchmark has no such cell.
+def main() -> None:
+    path, *words = sys.argv[1:]
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    with record(path):
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
 
 
-def _line(op: str, sizes: Mapping[str, int], tensors: Sequence[Any], **options: str) -> str:
+# A call as a line of --shapes; none if the benchmark has no such cell.
+
+
+def _line(op: str, sizes: Mapping[str, int], tensors: Sequence[Any], **options: str) -> list[str]:
     """`tensors` are those that may have a gradient."""
     dtype = next(_DTYPE_NAMES.get(x.dtype) for x in tensors if x.is_floating_point())
     if dtype not in DTYPES or min(sizes.values()) < 1:
-        return ""
+        return []
     wants = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     grad = wants and "fwd+bwd" in ops.get(op).PASSES
     words = [op, shape_text(sizes, ops.get(op).SIZES), f"dtype={dtype}"]
     words.append(f"pass={'fwd+bwd' if grad else 'fwd'}")
-    return " ".join(words + [f"{name}={x}" for name, x in options.items() if x != "none"])
+    words += [f"{name}={x}" for name, x in options.items() if x != "none"]
+    return [" ".join(words)]
 
 
 def _sizes(shapes: str, tensors: Sequence[Tensor]) -> dict[str, int]:
@@ -156,16 +164,13 @@ def _sizes(shapes: str, tensors: Sequence[Tensor]) -> dict[str, int]:
 
 def _mask_kind(mask: Tensor | None, causal: bool) -> str:
     """The kind of a mask, from its shape and dtype, and its contents if it is a matrix."""
-    if causal:
-        return "causal"
-    if mask is None:
-        return "none"
+    if causal or mask is None:
+        return "causal" if causal else "none"
     if mask.dim() < 2 or mask.shape[-2] == 1:
         return "padding"
-    if mask.dim() == 2:
-        visible = mask if mask.dtype == torch.bool else mask == 0
-        if torch.equal(visible, torch.ones_like(visible).tril()):
-            return "causal"
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dim() == 2 and torch.equal(visible, torch.ones_like(visible).tril()):
+        return "causal"
     return "bool" if mask.dtype == torch.bool else "bias"
 
 
@@ -183,7 +188,7 @@ _PRIMITIVES = {
 }
 
 
-def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> str:
+def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> list[str]:
     """A call of a primitive, with all of its tensors and its record of options."""
     used, words = tensors[: shapes.count(",") + 1], {}
     sizes = _sizes(shapes, used)
@@ -204,7 +209,7 @@ def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> st
     elif op == "decode":
         _, keys, values, _, table = tensors[:5]
         if table is not None:  # paged: the shapes do not include the length of the cache
-            return ""
+            return []
         if values.shape[-1] < keys.shape[-1] and values.data_ptr() == keys.data_ptr():
             words["option"] = "latent"  # the first columns of the keys
     elif op == "hopfield":
@@ -212,54 +217,43 @@ def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> st
     return _line(op, sizes, used, **words)
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> str:
-    tensors = (query, key, value)
-    mask = _mask_kind(attn_mask, is_causal)
+def _sdpa(given: Mapping[str, Any]) -> list[str]:
+    tensors = [given[name] for name in ("query", "key", "value")]
+    mask = _mask_kind(given["attn_mask"], given["is_causal"])
     return _line("sdpa", _sizes(_HEADS, tensors), tensors, mask=mask)
 
 
-def _module(*args: Any, **kwargs: Any) -> str:
+def _module(given: Mapping[str, Any]) -> list[str]:
     """`F.multi_head_attention_forward`: [L, B, E], and True in a mask is ignored."""
-    call = inspect.signature(functional.multi_head_attention_forward).bind(*args, **kwargs)
-    call.apply_defaults()
-    given = SimpleNamespace(**call.arguments)
-    query, key, value, heads = given.query, given.key, given.value, given.num_heads
-    weights = "average" if given.average_attn_weights else "per-head"
-    mask = given.attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = ~mask
-    kind = "padding" if given.key_padding_mask is not None else _mask_kind(mask, given.is_causal)
-    length, batch = query.shape[0], query.shape[1] if query.dim() == 3 else 1
+    query, key, mask = given["query"], given["key"], given["attn_mask"]
+    weights = "average" if given["average_attn_weights"] else "per-head"
+    mask = ~mask if mask is not None and mask.dtype == torch.bool else mask
+    is_padded = given["key_padding_mask"] is not None
+    kind = "padding" if is_padded else _mask_kind(mask, given["is_causal"])
+    length, batch, heads = (
+        query.shape[0],
+        query.shape[1] if query.dim() == 3 else 1,
+        given["num_heads"],
+    )
     op, sizes = "mha", {"B": batch, "L": length, "E": query.shape[-1], "H": heads}
-    if not query.shape == key.shape == value.shape:  # cross-attention: without the projections
+    if not query.shape == key.shape == given["value"].shape:  # cross-attention: no projections
         width = query.shape[-1] // heads
-        op, sizes = "sdpa", {"B": batch, "H": heads, "Hkv": heads, "Lq": length}
+        op, sizes = "sdpa", {"B": batch, "H": heads, "Hkv": heads, "Lq": len(query)}
         sizes |= {"Lk": key.shape[0], "D": width, "Dv": width}
-    tensors = [x for x in call.arguments.values() if isinstance(x, Tensor)]
-    return _line(op, sizes, tensors, mask=kind, weights=weights if given.need_weights else "none")
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    return _line(
+        op, sizes, tensors, mask=kind, weights=weights if given["need_weights"] else "none"
+    )
 
 
-_FUNCTIONS: dict[Any, Callable[..., str]] = {
-    functional.scaled_dot_product_attention: _sdpa,
-    functional.multi_head_attention_forward: _module,
+def _signature(  # PyTorch's function has none
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> None: ...  # fmt: skip
+
+
+# The function with the signature of one of PyTorch's, and the one that reads its arguments.
+_FUNCTIONS: dict[Any, tuple[Any, Callable[[Mapping[str, Any]], list[str]]]] = {
+    functional.scaled_dot_product_attention: (_signature, _sdpa),
+    functional.multi_head_attention_forward: (functional.multi_head_attention_forward, _module),
 }
-
-
-def main() -> None:
-    path, *words = sys.argv[1:]
-    sys.argv = words[1:] if words[0] == "-m" else words
-    if words[0] != "-m":
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-    with record(path):
-        if words[0] == "-m":
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(words[0], run_name="__main__")

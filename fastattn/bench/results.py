@@ -48,9 +48,7 @@ class Outcome:
 
     @property
     def relative_error(self) -> float | None:
-        if self.max_error is None or not self.largest:
-            return None
-        return self.max_error / self.largest
+        return None if self.max_error is None or not self.largest else self.max_error / self.largest
 
 
 @dataclass
@@ -75,6 +73,11 @@ class Round:
     read: float = 0.0
     probes: dict[str, list[float]] = field(default_factory=dict)
     pushed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """The higher guard, because disturbances only lower a peak."""
+        return max(self.guard)
 
 
 @dataclass
@@ -114,10 +117,6 @@ class Result:
     ended: str = "complete"  # or "interrupted" by Ctrl-C, or "killed" while it was measuring
 
 
-class ResultFileError(ValueError):
-    """The file is not a result of this benchmark, or has another version."""
-
-
 # What makes two results comparable.
 _CONDITIONS = {
     "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
@@ -127,13 +126,12 @@ _CONDITIONS = {
 
 def differences(before: Result, after: Result) -> list[str]:
     """The conditions that differ, in words."""
-    found = []
-    for where, names in _CONDITIONS.items():
-        for name in names:
-            old, new = (getattr(result, where).get(name) for result in (before, after))
-            if old != new:
-                found.append(f"{name}: {old} and {new}")
-    return found
+    pairs = [
+        (name, *(getattr(result, where).get(name) for result in (before, after)))
+        for where, names in _CONDITIONS.items()
+        for name in names
+    ]
+    return [f"{name}: {old} and {new}" for name, old, new in pairs if old != new]
 
 
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
@@ -160,45 +158,39 @@ def _rounded(data: Any) -> Any:
     return [_rounded(entry) for entry in data] if isinstance(data, list | tuple) else data
 
 
-def save_csv(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    table = list(rows)
+def save_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]) if table else ["op"])
+        writer = csv.DictWriter(file, list(rows[0]) if rows else ["op"])
         writer.writeheader()
-        writer.writerows(table)
+        writer.writerows(rows)
 
 
 def load(path: Path) -> Result:
-    """Reads a result. Raises ResultFileError, which names the file and the error."""
+    """Reads a result. Raises ValueError, which names the file and the error."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document.get("format") != FORMAT:
-            raise ResultFileError(f"{path} is not a result of fastattn bench")
+            raise ValueError(f"{path} is not a result of fastattn bench")
         if document["version"] != VERSION:
-            raise ResultFileError(
+            raise ValueError(
                 f"{path} has format version {document['version']}, this is version {VERSION}: "
                 "measure again, with `fastattn bench run`"
             )
-        return Result(
-            environment=document["environment"],
-            settings=document["settings"],
-            providers=document["providers"],
-            cells=list(map(_cell, document["cells"])),
-            peaks={kind: Peak(**peak) for kind, peak in document["peaks"].items()},
-            ended=document["ended"],
-        )
+        result = Result(**_known(Result, document))
+        result.cells = [_cell(**_known(CellResult, data)) for data in document["cells"]]
+        result.peaks = {kind: Peak(**peak) for kind, peak in document["peaks"].items()}
+        return result
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ResultFileError(f"{path} is not a result of fastattn bench ({reason})") from error
+        raise ValueError(f"{path} is not a result of fastattn bench ({reason})") from error
 
 
-def _cell(data: dict[str, Any]) -> CellResult:
-    # Fields of rounds that are not known any more, such as joules, are left out.
-    known = {field.name for field in dataclasses.fields(Round)}
-    return CellResult(
-        cell=Cell.from_json(data["cell"]),
-        flops=data["flops"],
-        bytes_touched=data["bytes_touched"],
-        outcomes={name: Outcome(**outcome) for name, outcome in data["outcomes"].items()},
-        rounds=[Round(**{k: x for k, x in of.items() if k in known}) for of in data["rounds"]],
-    )
+def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record, without those that are not known any more, such as joules."""
+    return {name: data[name] for name in kind.__annotations__ if name in data}
+
+
+def _cell(cell: Any, outcomes: Any, rounds: Any, **counts: int) -> CellResult:
+    found = {name: Outcome(**outcome) for name, outcome in outcomes.items()}
+    turns = [Round(**_known(Round, turn)) for turn in rounds]
+    return CellResult(Cell.from_json(cell), outcomes=found, rounds=turns, **counts)

@@ -15,13 +15,11 @@ import torch
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops
-from fastattn.bench.environment import describe_environment
-from fastattn.bench.inputs import true_in_mask
+from fastattn.bench.machine import KIND_OF_DTYPE, describe_environment
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Outcome, Result, Round
-from fastattn.bench.rounds import (
+from fastattn.bench.stats import (  # fmt: skip
     MIN_KEPT,
     QUIET,
     QUIET_SHARE,
@@ -30,7 +28,7 @@ from fastattn.bench.rounds import (
     usual_states,
 )
 from fastattn.bench.summary import is_from_memory
-from fastattn.bench.workers import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
+from fastattn.bench.worker import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 
 PEAK_SECONDS = 0.2
 # A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within
@@ -79,8 +77,7 @@ class Runner:
         earlier: Result | None = None,
         measured: Callable[[Result, CellResult], None] = lambda result, cell: None,
     ) -> None:
-        self.settings = settings
-        self.measured = measured
+        self.settings, self.measured = settings, measured
         self.result = settings.new_result()
         self.cells: dict[str, CellResult] = {}  # by the names of their cells
         self.done: set[str] = set()
@@ -101,7 +98,12 @@ class Runner:
         self.deadline = time.monotonic() + self.settings.time_budget
         cells = self.settings.cells
         try:
-            self._start()
+            # All processes start at once; that of "" measures the peaks.
+            for name in ("", *self.settings.providers):
+                self._start(name)
+            for name in self.settings.providers:
+                self._open(name)
+            self._measure_peaks()
             for index, cell in enumerate(cells):
                 if cell.name in self.done:
                     continue
@@ -128,17 +130,10 @@ class Runner:
             return False
         return "SKIPPED" not in statuses
 
-    # Starting
+    # Processes and peaks
 
-    def _start(self) -> None:
-        # All processes start at once; that of "" measures the peaks.
-        self.workers = {name: self._new_worker(name) for name in ("", *self.settings.providers)}
-        for name in self.settings.providers:
-            self._open(name)
-        self._measure_peaks()
-
-    def _new_worker(self, name: str) -> WorkerProcess:
-        return WorkerProcess(self.settings.threads, self.cpus, isa_of(name))
+    def _start(self, name: str) -> None:
+        self.workers[name] = WorkerProcess(self.settings.threads, self.cpus, isa_of(name))
 
     def _open(self, name: str) -> None:
         """Makes a process load its provider; records its versions, or why it is unavailable."""
@@ -189,7 +184,10 @@ class Runner:
         self.result.cells = [*self.cells.values()]
         try:
             for name in self.settings.providers:
-                self._find_out_whether(name, found, seconds)
+                found.outcomes[name] = Outcome()
+                status, reason = self._why_not(name, found, seconds)
+                if status:
+                    found.outcomes[name] = Outcome(status, reason)
             self._check(found)
             self._rounds(found, end)
         except KeyboardInterrupt:
@@ -198,18 +196,17 @@ class Runner:
             raise
         self.measured(self.result, found)
 
-    def _find_out_whether(self, name: str, found: CellResult, seconds: float) -> None:
-        """Sets the outcome of a provider: ok, or why it is not measured."""
-        outcome = found.outcomes[name] = Outcome()
+    def _why_not(self, name: str, found: CellResult, seconds: float) -> tuple[str, str]:
+        """The status of a provider that is not measured, and why; "" if it is."""
         if seconds <= 0:
-            outcome.status, outcome.reason = "SKIPPED", "the time budget was used up"
-        elif missing := ops.missing(found.cell.op):
-            outcome.status, outcome.reason = "UNAVAILABLE", missing
-        elif name not in self.workers:
+            return "SKIPPED", "the time budget was used up"
+        if missing := ops.missing(found.cell.op):
+            return "UNAVAILABLE", missing
+        if name not in self.workers:
             provider = self.result.providers[name]
-            outcome.status, outcome.reason = provider["status"], provider["reason"]
-        elif reasons := self._ask(name, found, "why_not", cell=found.cell):
-            outcome.status, outcome.reason = "UNAVAILABLE", "; ".join(reasons)
+            return provider["status"], provider["reason"]
+        reasons = self._ask(name, found, "why_not", cell=found.cell)
+        return ("UNAVAILABLE", "; ".join(reasons)) if reasons else ("", "")
 
     def _ask(self, name: str, found: CellResult, do: str, **request: Any) -> Any:
         """The reply of a provider; None after a failure, which its outcome then says.
@@ -221,11 +218,11 @@ class Runner:
         except ProviderError as error:
             outcome = found.outcomes[name]
             outcome.status, outcome.reason = error.status, error.reason
+            self.failures[name] += error.status != "ERROR"
             if error.status == "ERROR":
                 return None
-            self.failures[name] += 1
             if self.failures[name] < MAX_FAILURES:
-                self.workers[name] = self._new_worker(name)
+                self._start(name)
                 self._open(name)
             else:
                 del self.workers[name]
@@ -242,7 +239,7 @@ class Runner:
         if not ready:
             return
         try:
-            found.flops = flops(found.cell, true_in_mask(found.cell, seed))
+            found.flops = flops(found.cell, seed)
             oracle = self._oracle_for(found.cell)
         except (RuntimeError, MemoryError) as error:  # such as too little memory
             first_line = (str(error) or type(error).__name__).splitlines()[0]
@@ -270,10 +267,8 @@ class Runner:
     def _rounds(self, found: CellResult, end: float) -> None:
         if not found.ready():
             return
-        kind = KIND_OF_DTYPE[found.cell.dtype]
-        seconds = self._guard_seconds(found)
-        before = self._guard(kind, seconds)
-        enough = min(ENOUGH, self.settings.rounds)
+        kind, seconds = KIND_OF_DTYPE[found.cell.dtype], self._guard_seconds(found)
+        before, enough = self._guard(kind, seconds), min(ENOUGH, self.settings.rounds)
         # Further rounds replace disturbed ones while there is time.
         for number in range(4 * self.settings.rounds):
             ready, now = found.ready(), time.monotonic()

@@ -1,19 +1,49 @@
-"""The arguments that select cells, and the cells that they select."""
+"""The arguments that select cells, the presets, and the cells that both select."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from fastattn import spelling
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES, MASKS, OPTIONS, PASSES, WEIGHTS, Cell
-from fastattn.bench.presets import ALL, COMMON_FIRST, PRESETS, RARER, WHOLE_MODELS
 from fastattn.bench.shapes import Line, parse_line, parse_shapes, read_lines
 from fastattn.spelling import names
+
+
+class Preset(NamedTuple):
+    about: str
+    lines: list[Line]
+
+
+def _read_presets() -> tuple[dict[str, Preset], dict[str, list[Line]]]:
+    """The sections of presets.txt, and the lines of each whole model."""
+    presets: dict[str, Preset] = {}
+    models: dict[str, list[Line]] = {}
+    for text in Path(__file__).with_name("presets.txt").read_text(encoding="utf-8").splitlines():
+        if text.startswith("["):
+            section, _, about = text[1:].partition("]")
+            presets[section] = Preset(about.strip(), [])
+        elif text and not text.startswith("#"):
+            model, _, line = text.rpartition(": " if section == "models" else "\n")
+            presets[section].lines.append(parse_line(line))
+            if model:
+                models.setdefault(model, []).append(presets[section].lines[-1])
+    about = f"whole models: {', '.join(models)} (one alone: `bench model NAME`)"
+    return presets | {"models": Preset(about, presets["models"].lines)}, models
+
+
+PRESETS, WHOLE_MODELS = _read_presets()
+# Runs in little time may end after any cell, so here the common cells come first.
+COMMON_FIRST = ("quick", "dropin")
+RARER = ("BERT-base MHA, 512 tokens", "BERT-base MHA, 512 tokens, weights returned")
+# The presets of `--preset all`.
+ALL = tuple(name for name in PRESETS if name not in (*COMMON_FIRST, "serving", "models"))
 
 
 def add_what(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +82,11 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
     if args.shapes and args.preset:
         raise ValueError("give either --shapes or --preset")
     if args.shapes:
-        lines = [line for text in args.shapes for line in _lines(text)]
-        cells = [cell for line in lines for cell in _given_cells(line, args, wanted)]
+        cells = []
+        for text in args.shapes:
+            is_file = text.startswith("@")
+            for line in read_lines(Path(text[1:])) if is_file else [parse_line(text)]:
+                cells += _given_cells(line, args, wanted)
     else:
         preset = args.preset or ("all" if wanted else "quick")
         cells = preset_cells(preset, args.dtype, args.passes)
@@ -77,8 +110,8 @@ def model_cells(
     """The cells of whole models; `all` is every one. Raises ValueError for an unknown name."""
     check_names("model", names, [*WHOLE_MODELS, "all"])
     chosen = WHOLE_MODELS if "all" in names else dict.fromkeys(names)
-    lines = [line for name in chosen for line in WHOLE_MODELS[name]]
-    cells = [cell for line in lines for cell in _preset_line(line, dtypes, passes, "models")]
+    lines = (line for name in chosen for line in WHOLE_MODELS[name])
+    cells = _preset_lines(lines, dtypes, passes, "models")
     if not cells:
         raise ValueError(f"--pass {','.join(passes)}: {', '.join(names)} has no such pass")
     return cells
@@ -89,11 +122,8 @@ def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = 
     cells = []
     check_names("--preset", name.split(","), [*PRESETS, "all"])
     for preset in ALL if name == "all" else name.split(","):
-        lines = PRESETS[preset].lines
-        found = [cell for line in lines for cell in _preset_line(line, dtypes, passes, preset)]
-        if preset in COMMON_FIRST:
-            found.sort(key=_rarity)
-        cells += found
+        found = _preset_lines(PRESETS[preset].lines, dtypes, passes, preset)
+        cells += sorted(found, key=_rarity) if preset in COMMON_FIRST else found
     return cells
 
 
@@ -101,17 +131,15 @@ def _rarity(cell: Cell) -> tuple[bool, int, int]:
     return cell.label in RARER, DTYPES.index(cell.dtype), PASSES.index(cell.passes)
 
 
-def _preset_line(
-    line: Line, dtypes: Sequence[str], passes: Sequence[str], preset: str
+def _preset_lines(
+    lines: Iterable[Line], dtypes: Sequence[str], passes: Sequence[str], preset: str
 ) -> list[Cell]:
-    dtypes = dtypes or line.listed("dtype") or ("fp32", "bf16")
-    return _cells(
-        line, line.op, dtypes, passes or line.listed("pass") or ("fwd", "fwd+bwd"), preset
-    )
-
-
-def _lines(text: str) -> list[Line]:
-    return read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
+    cells = []
+    for line in lines:
+        own = dtypes or line.listed("dtype") or ("fp32", "bf16")
+        directions = passes or line.listed("pass") or ("fwd", "fwd+bwd")
+        cells += _cells(line, line.op, own, directions, preset)
+    return cells
 
 
 def _given_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:

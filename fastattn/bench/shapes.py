@@ -19,8 +19,8 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 Defaults = Mapping[str, "int | str"]
 MAX_SHAPES = 1000
@@ -28,8 +28,7 @@ _VALUE = re.compile(r"(\d+)(?::(\d+):([x+])(\d+))?")
 _OPTIONS = ("dtype", "pass", "mask", "weights", "option")
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A parsed line of `--shapes`; missing parts are empty."""
 
     op: str
@@ -55,10 +54,10 @@ def parse_line(text: str) -> Line:
         elif not equals and not op and not shape:
             op = word
         else:
+            lists = " ".join(f"[{name}=LIST]" for name in _OPTIONS)
             raise ValueError(
                 f"--shapes: {word!r} does not belong in {text.strip()!r}; the form is "
-                "[OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=LIST] [weights=LIST] "
-                "[option=LIST] [# LABEL]"
+                f"[OPERATOR] [SHAPE] {lists} [# LABEL]"
             )
     if not shape and not op:
         raise ValueError(f"--shapes: {text.strip()!r} has no KEY=VALUE and no operator")
@@ -81,7 +80,11 @@ def read_lines(path: Path) -> list[Line]:
 
 def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
     """Every combination that `text` describes, each with all keys of the operator."""
-    keys = [*defaults, *_aliases(defaults)]
+    # Other keys that may be given instead of one of the operator.
+    aliases = ["L"] if "Lq" in defaults and "L" not in defaults else []
+    if "H" in defaults:
+        aliases += [{"D": "E", "E": "D"}[key] for key in ("D", "E") if key in defaults]
+    keys = [*defaults, *aliases]
     ranges: dict[str, list[int]] = {}
     references: dict[str, str] = {}  # to other keys
     for part in text.split(",") if text else ():
@@ -119,14 +122,6 @@ def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
     return ",".join(parts)
 
 
-def _aliases(defaults: Defaults) -> list[str]:
-    """Other keys that may be given instead of one of the operator."""
-    aliases = ["L"] if "Lq" in defaults and "L" not in defaults else []
-    if "H" in defaults:
-        aliases += [{"D": "E", "E": "D"}[key] for key in ("D", "E") if key in defaults]
-    return aliases
-
-
 def _values(key: str, text: str, default: int | str | None) -> list[int]:
     values: list[int] = []
     for item in text.split("|"):
@@ -153,7 +148,7 @@ def _values(key: str, text: str, default: int | str | None) -> list[int]:
 def _complete(
     given: dict[str, int], references: Mapping[str, str], defaults: Defaults
 ) -> dict[str, int]:
-    """Resolves references and adds the defaults."""
+    """Resolves references and aliases, and adds the defaults."""
     for key, other in references.items():
         if other not in given:
             raise ValueError(f"--shapes: {key}={other}, but {other} is not given as a number")
@@ -164,24 +159,19 @@ def _complete(
         given["Lq"] = given["Lk"] = given.pop("L")
     elif "Lk" in given and defaults["Lk"] == "Lq":
         given.setdefault("Lq", given["Lk"])
-    if "H" in defaults:
-        _resolve_width(given, defaults)
+    if "H" in defaults:  # E = H·D
+        heads = given.get("H", int(defaults["H"]))
+        if "E" in given and "D" in given and given["D"] * heads != given["E"]:
+            raise ValueError(
+                f"--shapes: E={given['E']} is not H·D = {heads}·{given['D']}; give either E or D"
+            )
+        if "D" in defaults and (embed := given.pop("E", None)) is not None:
+            if embed % heads:
+                raise ValueError(f"--shapes: E={embed} is not a multiple of H={heads}")
+            given["D"] = embed // heads
+        if "E" in defaults and (width := given.pop("D", None)) is not None:
+            given["E"] = heads * width
     shape: dict[str, int] = {}
     for key, default in defaults.items():
         shape[key] = given.get(key, shape[default] if isinstance(default, str) else default)
     return shape
-
-
-def _resolve_width(given: dict[str, int], defaults: Defaults) -> None:
-    """Replaces E by D or D by E, by E = H·D, if the operator has only the other."""
-    heads = given.get("H", int(defaults["H"]))
-    if "E" in given and "D" in given and given["D"] * heads != given["E"]:
-        raise ValueError(
-            f"--shapes: E={given['E']} is not H·D = {heads}·{given['D']}; give either E or D"
-        )
-    if "D" in defaults and (embed := given.pop("E", None)) is not None:
-        if embed % heads:
-            raise ValueError(f"--shapes: E={embed} is not a multiple of H={heads}")
-        given["D"] = embed // heads
-    if "E" in defaults and (width := given.pop("D", None)) is not None:
-        given["E"] = heads * width

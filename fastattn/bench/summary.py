@@ -1,15 +1,21 @@
-"""From raw rounds to rows of a table: computes the metrics from the rounds that count."""
+"""From raw rounds to rows of a table, and the text of progress lines, tables and conditions.
+
+The metrics are computed from the rounds that count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastattn.bench import ops, stats
-from fastattn.bench.cells import options_in_words
-from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench.cells import Cell, options_in_words
+from fastattn.bench.machine import KIND_OF_DTYPE, KINDS, words_of
 from fastattn.bench.results import CellResult, Result, Round
-from fastattn.bench.rounds import MIN_KEPT, Usual, peak_beside, quiet_rounds, speedup, usual_states
+from fastattn.bench.stats import MIN_KEPT, Usual, quiet_rounds, speedup, usual_states
 
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
@@ -20,12 +26,11 @@ _FASTER_UNITS = {"bf16": {"bf16", "sve"}, "fp16": {"asimd"}}
 _FP32_ON_TILES = 32 / 3
 # The columns of a row that are None unless it was timed.
 _TIMED = (
-    *("rounds", "discarded", "busy", "ms", "ms_q1", "ms_q3", "ms_low", "ms_high"),
-    *("gflops", "peak_gflops", "percent_of_peak", "percent_low", "percent_high", "impossible"),
-    *("gbs", "percent_of_bandwidth", "intensity", "roof_gflops", "percent_of_roof"),
-    *("baseline", "speedup", "speedup_low", "speedup_high", "comparable", "verdict"),
-    *("items_per_second", "item", "attention_share", "speedup_limit"),
-)
+    "rounds discarded busy ms ms_q1 ms_q3 ms_low ms_high gflops peak_gflops percent_of_peak "
+    "percent_low percent_high impossible gbs percent_of_bandwidth intensity roof_gflops "
+    "percent_of_roof baseline speedup speedup_low speedup_high comparable verdict "
+    "items_per_second item attention_share speedup_limit"
+).split()
 
 Row = dict[str, Any]
 
@@ -39,7 +44,7 @@ def summarise(result: Result) -> list[Row]:
 def kept_rounds(result: Result) -> list[list[float]]:
     """The samples used, in milliseconds, for each row of `summarise`."""
     return [
-        [r.ms[provider] for r in _used(cell, provider)[0]]
+        [turn.ms[provider] for turn in _used(cell, provider)[0]]
         for cell in result.cells
         for provider in cell.outcomes
     ]
@@ -50,11 +55,9 @@ def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
 
     With too few undisturbed rounds all of them count, and the row is marked as busy.
     """
-    timed = [r for r in cell.rounds if provider in r.ms]
-    kept = [r for r in quiet_rounds(cell.rounds) if provider in r.ms]
-    if len(kept) < MIN_KEPT:
-        return timed, 0, True
-    return kept, len(timed) - len(kept), False
+    timed = [turn for turn in cell.rounds if provider in turn.ms]
+    kept = [turn for turn in quiet_rounds(cell.rounds) if provider in turn.ms]
+    return (timed, 0, True) if len(kept) < MIN_KEPT else (kept, len(timed) - len(kept), False)
 
 
 def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> list[Row]:
@@ -67,9 +70,7 @@ def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> li
             "pass": cell.passes,
             **{name: getattr(cell, name) for name in ("mask", "weights", "option")},
             "provider": provider,
-            "status": outcome.status,
-            "reason": outcome.reason,
-            "max_error": outcome.max_error,
+            **{name: getattr(outcome, name) for name in ("status", "reason", "max_error")},
             "relative_error": outcome.relative_error,
             "bound": outcome.bound,
             "peak_mb": None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6,
@@ -91,30 +92,29 @@ def option_words(row: Row) -> list[str]:
 
 
 def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: str) -> Row:
-    samples = [r.ms[provider] for r in rounds]
-    ms = stats.median(samples)
-    low, high = stats.median_interval(samples)
+    samples = [turn.ms[provider] for turn in rounds]
+    ms, (low, high) = stats.median(samples), stats.median_interval(samples)
     intensity, gflops = found.flops / found.bytes_touched, found.flops / ms / 1e6
     metrics: Row = {
         "ms": ms,
-        "ms_q1": stats.quantile(samples, 0.25),
-        "ms_q3": stats.quantile(samples, 0.75),
         "ms_low": low,
         "ms_high": high,
         "gflops": gflops,
-        "gbs": found.bytes_touched / ms / 1e6,
         "intensity": intensity,
+        "ms_q1": stats.quantile(samples, 0.25),
+        "ms_q3": stats.quantile(samples, 0.75),
+        "gbs": found.bytes_touched / ms / 1e6,
     }
     # Other machines of a host share its memory, so the bandwidth varies within a run. Files without
     # measurements beside the rounds have the best of the run.
     bandwidth = result.peaks.get("read_bandwidth")
-    read = [r.read or (0.0 if bandwidth is None else bandwidth.rate) for r in rounds]
+    read = [turn.read or (bandwidth.rate if bandwidth else 0.0) for turn in rounds]
     from_memory = is_from_memory(result, found) and min(read) > 0
     if from_memory:
         shares = [found.bytes_touched / x / 1e4 / of for x, of in zip(samples, read, strict=True)]
         metrics["percent_of_bandwidth"] = stats.median(shares)
     if KIND_OF_DTYPE[found.cell.dtype] in result.peaks:
-        peaks = [peak_beside(r) for r in rounds]
+        peaks = [turn.peak for turn in rounds]
         percents = [found.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
         low, high = stats.median_interval(percents)
         metrics["peak_gflops"] = roof = stats.median(peaks)
@@ -127,7 +127,7 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
     if (items := ops.get(found.cell.op).items(found.cell)) is not None:
         metrics["items_per_second"], metrics["item"] = items[0] / ms * 1e3, items[1]
     # Of a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
-    if attention := [r.attention[provider] for r in rounds if provider in r.attention]:
+    if attention := [turn.attention[provider] for turn in rounds if provider in turn.attention]:
         metrics["attention_share"] = share = stats.median(attention)
         metrics["speedup_limit"] = 1 / (1 - share) if share < 1 else None
     return metrics
@@ -146,3 +146,189 @@ def _highest_percent(result: Result, found: CellResult) -> float:
     if not is_measured or flags & _FASTER_UNITS.get(dtype, set()):
         return float("inf")
     return 100 * (_FP32_ON_TILES if dtype == "fp32" and "amx_bf16" in flags else 1)
+
+
+# The columns that identify a row, and those of each metric.
+HEAD = ("cell", "dtype", "pass", "provider")
+METRICS = {
+    "time": ("ms", "±"),
+    "gflops": ("GFLOP/s",),
+    "peak": ("% of peak",),
+    "gbs": ("GB/s",),
+    "roof": ("% of roof",),
+    "memory": ("peak MB",),
+    "error": ("rel. error",),
+    "speedup": ("speed-up",),
+    "rate": ("per second",),
+    "attention": ("attention", "at most"),
+}
+DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
+# For whole models: also the share of time in attention, and the largest possible speed-up.
+MODEL_METRICS = ("time", "rate", "memory", "error", "attention", "speedup")
+# For steps of a server, whose limit is reading or arithmetic.
+STEP_METRICS = ("time", "rate", "peak", "memory", "error", "speedup")
+# The columns that are a number of the row.
+_NUMBERS = {
+    "GFLOP/s": ("gflops", "{:.0f}"),
+    "GB/s": ("gbs", "{:.1f}"),
+    "% of roof": ("percent_of_roof", "{:.0f}"),
+    "peak MB": ("peak_mb", "{:.1f}"),
+    "rel. error": ("relative_error", "{:.1e}"),
+    "attention": ("attention_share", "{:.1%}"),
+    "at most": ("speedup_limit", "{:.2f}×"),
+}
+_FINE = ("ok", "UNAVAILABLE", "SKIPPED")  # any other status is a fault
+
+
+def default_metrics(cells: Sequence[Cell]) -> Sequence[str]:
+    if all(cell.op in ops.MODELS for cell in cells):
+        return MODEL_METRICS
+    return STEP_METRICS if all(ops.get(cell.op).items(cell) for cell in cells) else DEFAULT_METRICS
+
+
+def progress(result: Result, found: CellResult, total: int) -> str:
+    """A line about the cell that was measured last."""
+    rows = rows_of(result, found, usual_states(result.cells))
+    outcomes = "; ".join(f"{row['provider']} {_short(row)}" for row in rows)
+    return f"[{len(result.cells)}/{total}] {found.cell.name}: {outcomes}"
+
+
+def _short(row: Row) -> str:
+    if row["ms"] is None:
+        return f"{row['status']} ({row['reason']})" if row["reason"] else row["status"]
+    speedup = "" if row["speedup"] is None else f", {row['speedup']:.2f}×"
+    return f"{milliseconds(row['ms'])} ms{speedup}"
+
+
+def milliseconds(ms: float) -> str:
+    """Three significant digits; the spread does not justify more."""
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+
+
+def cell_words(row: Row) -> str:
+    return " ".join([row["op"], row["shape"], *option_words(row)])
+
+
+def _texts(row: Row) -> dict[str, str]:
+    """The text of every column of METRICS."""
+    texts = dict.fromkeys(("±", "% of peak", "per second"), "") | {
+        column: "" if row[key] is None else form.format(row[key])
+        for column, (key, form) in _NUMBERS.items()
+    }
+    if row["ms"] is None:  # the result file has the complete reason
+        return texts | {"ms": row["status"], "speed-up": textwrap.shorten(row["reason"], 160)}
+    percent, bandwidth = row["percent_of_peak"], row["percent_of_bandwidth"]
+    share = "" if percent is None else f"{percent:.0f}"
+    if bandwidth is not None and bandwidth > (percent or 0):
+        share = f"{bandwidth:.0f} (read)"
+    rate, speedup = row["items_per_second"], row["speedup"]
+    against = "baseline" if row["provider"] == row["baseline"] else ""
+    if speedup is not None:
+        interval = f"[{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+        against = f"{speedup:.2f}× {interval} {row['verdict']}"
+    return texts | {
+        "ms": ("busy " if row["busy"] else "") + milliseconds(row["ms"]),
+        "±": f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %",
+        "% of peak": f"{share} IMPOSSIBLE" if row["impossible"] else share,
+        "per second": "" if rate is None else f"{milliseconds(rate)} {row['item']}",
+        "speed-up": against,
+    }
+
+
+def lines(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> list[list[str]]:
+    """The headings and the rows. A cell is named once: its model, if any, above its shape."""
+    columns = [column for metric in metrics for column in METRICS[metric]]
+    found = [[*HEAD, *columns]]
+    for (label, cell, dtype, passes), group in itertools.groupby(
+        rows, lambda row: (row["label"], cell_words(row), row["dtype"], row["pass"])
+    ):
+        of_cell = list(group)
+        names = [f"{label} {cell}".strip()] if len(of_cell) == 1 else [label, cell]
+        names = [name for name in names if name] + [""] * len(of_cell)
+        for place, (row, name) in enumerate(zip(of_cell, names, strict=False)):
+            texts = _texts(row)
+            head = [name, *(("", "") if place else (dtype, passes)), row["provider"]]
+            found.append(head + [texts[column] for column in columns])
+    return found
+
+
+def table(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> str:
+    """The rows as a Markdown table whose columns are aligned."""
+    head, *body = ([text.replace("|", "\\|") for text in line] for line in lines(rows, metrics))
+    widths = [max(3, *map(len, column)) for column in zip(head, *body, strict=True)]
+    padded = (
+        [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        for line in (head, ["-" * width for width in widths], *body)
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def page(result: Result, rows: Sequence[Row], metrics: Sequence[str]) -> str:
+    """The table, the summary and the conditions of a result, in Markdown."""
+    shown = [row for row in rows if row["status"] != "SKIPPED"]
+    summary = "\n".join(closing(result, rows))
+    return f"{table(shown, metrics)}\n\n{summary}\n\n{conditions(result)}\n"
+
+
+def conditions(result: Result) -> str:
+    """The conditions of a result in one paragraph, to print below a table or plot."""
+    env, settings = result.environment, result.settings
+    peaks = [words_of(kind, result.peaks[kind]) for kind in KINDS if kind in result.peaks]
+    threads = settings["threads"]
+    rates = f" Best rates of this machine in the same run: {'; '.join(peaks)}." if peaks else ""
+    return (
+        f"{env.get('gpu') or env['cpu']}, {threads} thread{'s' if threads != 1 else ''}, "
+        f"fastattn {env['fastattn']} ({env['isa'] or 'native core not built'}), "
+        f"torch {env['torch']}. Medians of interleaved rounds, {settings.get('cache', 'warm')} "
+        f"caches; × is the median ratio to {settings['baseline']} within a round.{rates}"
+    )
+
+
+def closing(result: Result, rows: Sequence[Row]) -> list[str]:
+    """A summary of the run, in sentences."""
+    compared = [row for row in rows if row["speedup"] is not None]
+    sentences = []
+    for provider in dict.fromkeys(row["provider"] for row in compared):
+        ours = [row for row in compared if row["provider"] == provider]
+        count = Counter(row["verdict"] for row in ours)
+        ratios = sorted(row["speedup"] for row in ours)
+        sentences.append(
+            f"{provider} against {ours[0]['baseline']}: "
+            f"{count['FASTER']} of {len(ours)} cells faster, {count['SLOWER']} slower, "
+            f"{count['SAME']} the same, {count['UNSURE']} unsure; "
+            f"{ratios[0]:.2f}× to {ratios[-1]:.2f}×, median {ratios[len(ratios) // 2]:.2f}×."
+        )
+    faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
+    sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
+    skipped = sum(map(was_skipped, result.cells)) if result.ended == "complete" else 0
+    busy = "so do not trust their ms, GFLOP/s and % of peak."
+    notes = {
+        "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations or the "
+        "peak is wrong.": sum(bool(row["impossible"]) for row in rows),
+        "cells were not measured: the time budget was used up (--time-budget).": skipped,
+        "samples of busy rounds are left out of ms, GFLOP/s and % of peak.": sum(
+            row["discarded"] or 0 for row in rows
+        ),
+        f"rows are busy: something else used the cores in most of their rounds, {busy}": sum(
+            bool(row["busy"]) for row in rows
+        ),
+        "speed-ups are of disturbed rounds, so their intervals are wide.": sum(
+            not row["comparable"] for row in compared
+        ),
+    }
+    sentences += [f"{number} {words}" for words, number in notes.items() if number]
+    checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
+    sentences.append(
+        f"{checked} results were compared with fp64 before being timed, and are right."
+    )
+    if result.ended != "complete":
+        sentences.append(f"The run was {result.ended}; these are the cells measured until then.")
+    return sentences
+
+
+def is_fault(row: Row) -> bool:
+    return row["status"] not in _FINE
+
+
+def was_skipped(cell: CellResult) -> bool:
+    return all(outcome.status == "SKIPPED" for outcome in cell.outcomes.values())

@@ -1,7 +1,8 @@
-"""The worker process of one provider: receives requests and sends replies.
+"""The process of a provider, from both sides.
 
-A request is the name of a method of :class:`Worker` and its keyword arguments, a reply (True, what
-it returned) or (False, its error). What libraries print goes to a file of the parent.
+The parent starts it, asks with a time limit, and stops it. A request is the name of a method of
+:class:`Worker` and its keyword arguments, a reply (True, what it returned) or (False, its error).
+What libraries print goes to a file of the parent.
 """
 
 from __future__ import annotations
@@ -12,21 +13,105 @@ import dataclasses
 import gc
 import io
 import math
+import multiprocessing
+import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastattn.bench import ops, peaks, results
-from fastattn.bench.cells import Cell
+from fastattn.bench import machine, ops, results
+from fastattn.bench.cells import Cell, make_inputs, output_names
 from fastattn.bench.gauges import Probe, Stopwatch, flush_caches, peak_extra_bytes, times_pushed
-from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.providers import Provider, load
+
+START_SECONDS = 120.0
+ISA_VARIABLE = "FASTATTN_CPU_ISA"
+
+
+class ProviderError(RuntimeError):
+    """A request failed; `status` is that of the result: ERROR, CRASHED or HUNG."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+class WorkerProcess:
+    """One worker process; `isa` forces an instruction set of the native core."""
+
+    def __init__(self, threads: int, cpus: Sequence[int], isa: str = "") -> None:
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fastattn.bench.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=self._printed,
+                env=os.environ | thread_variables(threads) | ({ISA_VARIABLE: isa} if isa else {}),
+                # Ctrl-C reaches only the parent, which then ends the workers.
+                start_new_session=True,
+            )
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self._process.pid, cpus)
+
+    def ask(self, timeout: float, do: str, **request: Any) -> Any:
+        """Sends a request, returns the reply; raises ProviderError on an error, crash or hang."""
+        try:
+            self._connection.send((do, request))
+            if not self._connection.poll(timeout):
+                self.stop()
+                reason = f"no answer to {do!r} within {timeout:.0f} s (--timeout)"
+                raise ProviderError("HUNG", reason)
+            right, reply = self._connection.recv()
+        except (OSError, EOFError):
+            raise self._crashed(do) from None
+        if not right:
+            raise ProviderError("ERROR", reply)
+        return reply
+
+    def stop(self) -> None:
+        """Ends the process and its children."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+        self._printed.close()
+
+    def _crashed(self, do: str) -> ProviderError:
+        try:
+            code = self._process.wait(timeout=5)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = "closed its connection"
+        self._printed.seek(0)
+        lines = self._printed.read().decode(errors="replace").strip().splitlines()
+        self.stop()
+        message = f": {lines[-1][:200]}" if lines else ""
+        return ProviderError("CRASHED", f"{how} during {do!r}{message}")
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Environment variables that give every runtime the same number of threads."""
+    names = (f"{of}_NUM_THREADS" for of in ("OMP", "MKL", "OPENBLAS", "TBB"))
+    return {**dict.fromkeys(names, str(threads)), "MKL_DYNAMIC": "FALSE"}
+
+
+def usable_cpus(threads: int) -> list[int]:
+    """The processors that workers are pinned to: the first `threads` that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    return sorted(os.sched_getaffinity(0))[:threads]
+
 
 MAX_INNER = 10_000
 MAX_INNER_COLD = 10  # flushing the caches takes longer than most calls
@@ -41,20 +126,24 @@ WARMING = 0.01
 class Worker:
     """Serves one provider. `time` repeats the call that the last `prepare` returned."""
 
+    provider: Provider
+    call: Callable[[], Any] | None = None
+    inner = 1
+    seconds = 0.0  # of one call, estimated
+    device, cold = "cpu", False
+    stopwatch = Stopwatch()
+    probe: Callable[[], float]
+
     def __init__(self) -> None:
-        self.provider: Provider | None = None
-        self.call: Callable[[], Any] | None = None
-        self.inner = 1
-        self.seconds = 0.0  # of one call, estimated
         self.loaded: set[Cell] = set()
-        self.device, self.cold = "cpu", False
-        self.stopwatch = Stopwatch()
-        self.probe: Callable[[], float] = float
 
     def open(self, provider: str, threads: int) -> dict[str, Any]:
         """Loads the provider; returns what it is and its versions."""
         torch.set_num_threads(threads)
-        _keep_freed_memory()
+        # Makes glibc keep freed memory, as in a process that has run for a while. It returns freed
+        # blocks above a threshold to the system, and the next call pays the page faults. The
+        # threshold grows to the size of the largest freed block, up to 32 MiB.
+        torch.empty(31 << 20, dtype=torch.uint8)
         self.provider = load(provider)
         shared = getattr(self.provider, "THREADS_OF_TORCH", True)
         self.probe = Probe(threads if shared else 1)
@@ -63,17 +152,19 @@ class Worker:
 
     def why_not(self, cell: Cell) -> list[str]:
         """The reasons why the provider cannot run the cell."""
-        assert self.provider is not None
         return self.provider.why_not(cell)
 
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
-        assert self.provider is not None
         self.call = None  # frees the previous cell before this one is measured
         self._load_code(cell)
-        call = self.provider.prepare(cell, _on_device(cell, seed))
+        call = self._prepared(cell, seed)
         outputs, peak_bytes = peak_extra_bytes(call, cell.device)
-        saved = saved_outputs(cell, outputs)
+        names, saved = output_names(cell), io.BytesIO()
+        if len(outputs) != len(names):
+            raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
+        kept = (torch.as_tensor(x).detach().cpu().clone() for x in outputs)
+        torch.save(dict(zip(names, kept, strict=True)), saved)
         del outputs
         self.device, self.cold = cell.device, cold
         self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
@@ -81,7 +172,12 @@ class Worker:
         most = MAX_INNER_COLD if cold else MAX_INNER
         self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
         seconds = self.inner * self.seconds
-        return {"outputs": saved, "seconds": seconds, "inner": self.inner, "peak_bytes": peak_bytes}
+        return {
+            "outputs": saved.getvalue(),
+            "seconds": seconds,
+            "inner": self.inner,
+            "peak_bytes": peak_bytes,
+        }
 
     def _load_code(self, cell: Cell) -> None:
         """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
@@ -90,10 +186,13 @@ class Worker:
         sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
         tiny = dataclasses.replace(cell, sizes=sizes, preset="", label="")
         if tiny not in self.loaded:
-            assert self.provider is not None
             with contextlib.suppress(Exception):  # the cell itself reports the error
-                self.provider.prepare(tiny, _on_device(tiny, 0))()
+                self._prepared(tiny, 0)()
             self.loaded.add(tiny)
+
+    def _prepared(self, cell: Cell, seed: int) -> Callable[[], Any]:
+        inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
+        return self.provider.prepare(cell, ops.Inputs(inputs))
 
     def time(self) -> dict[str, Any]:
         """A sample: milliseconds of a call, the share of attention in it, and the state of the
@@ -101,7 +200,6 @@ class Worker:
         """
         call, inner, watch = self.call, self.inner, self.stopwatch
         assert call is not None
-        is_cpu = self.device == "cpu"
         gc.collect()
         gc.disable()
         # Wakes the threads, and loads the inputs of a short call into the caches.
@@ -111,18 +209,15 @@ class Worker:
         while time.perf_counter() < end:
             warm()
         lost, began, watched = times_pushed(), time.perf_counter(), watch.seconds
-        probes = [self.probe()] if is_cpu else []
+        probes = [self.probe()] if self.device == "cpu" else []
         seconds = self._seconds(call, inner)
-        probes += [self.probe()] if is_cpu else []
+        probes += [self.probe()] if self.device == "cpu" else []
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
         _settle()
-        return {
-            "ms": seconds / inner * 1e3,
-            "attention": (watch.seconds - watched) / seconds or None,
-            "probes": probes,
-            "pushed": pushed,
-        }
+        share = (watch.seconds - watched) / seconds or None
+        ms = seconds / inner * 1e3
+        return {"ms": ms, "attention": share, "probes": probes, "pushed": pushed}
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
         """The duration of so many calls; flushing the caches before each is not timed."""
@@ -130,27 +225,18 @@ class Worker:
             return sum(self._seconds(call, 1) for _ in range(count))
         if self.cold:
             flush_caches(self.device)
-        peaks.synchronize(self.device)
+        machine.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
             call()
-        peaks.synchronize(self.device)
+        machine.synchronize(self.device)
         return time.perf_counter() - start
 
     def peak(
         self, kind: str, threads: int, seconds: float, device: str
     ) -> tuple[results.Peak, float]:
         torch.set_num_threads(threads)
-        return peaks.measure_peak(kind, threads, seconds, device)
-
-
-def _keep_freed_memory() -> None:
-    """Makes glibc keep freed memory, as in a process that has run for a while.
-
-    glibc returns freed blocks above a threshold to the system, and the next call pays the page
-    faults. The threshold grows to the size of the largest freed block, up to 32 MiB.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
+        return machine.measure_peak(kind, threads, seconds, device)
 
 
 def _settle() -> None:
@@ -165,21 +251,6 @@ def _settle() -> None:
         time.sleep(0.002)
         if time.process_time() - cpu < 0.2 * (time.perf_counter() - wall):
             return
-
-
-def _on_device(cell: Cell, seed: int) -> dict[str, Tensor]:
-    return {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
-
-
-def saved_outputs(cell: Cell, outputs: Any) -> bytes:
-    """The outputs of a provider, which the parent compares."""
-    names = output_names(cell)
-    if len(outputs) != len(names):
-        raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
-    buffer = io.BytesIO()
-    pairs = zip(names, outputs, strict=True)
-    torch.save({name: torch.as_tensor(x).detach().cpu().clone() for name, x in pairs}, buffer)
-    return buffer.getvalue()
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -12,9 +11,8 @@ from bench_results import SMALL, bench, parse
 
 import fastattn
 from fastattn.bench import commands, ops, selection
-from fastattn.bench.presets import PRESETS
 from fastattn.bench.providers import PROVIDERS
-from fastattn.bench.selection import preset_cells
+from fastattn.bench.selection import PRESETS, preset_cells
 from fastattn.bench.shapes import parse_shapes, shape_text
 
 # Shapes
@@ -39,12 +37,18 @@ def test_a_cache_has_one_query_unless_more_are_given() -> None:
     assert {cell["Lq"] for cell in preset_cells("decode")} == {1}
 
 
-def test_ranges_lists_and_references() -> None:
-    assert [s["Lq"] for s in parse_shapes("Lq=128:1024:x2", SDPA)] == [128, 256, 512, 1024]
-    assert [s["Lq"] for s in parse_shapes("Lq=100:250:+50", SDPA)] == [100, 150, 200, 250]
-    assert [s["Lk"] for s in parse_shapes("Lq=1|3,Lk=Lq", SDPA)] == [1, 3]
-    pairs = [(s["B"], s["Lq"]) for s in parse_shapes("B=1|2,L=8:16:x2", SDPA)]
-    assert pairs == list(itertools.product((1, 2), (8, 16)))
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        ("Lq=128:1024:x2", "Lq", [128, 256, 512, 1024]),
+        ("Lq=100:250:+50", "Lq", [100, 150, 200, 250]),
+        ("Lq=1|3,Lk=Lq", "Lk", [1, 3]),
+        ("B=1|2,L=8:16:x2", "B", [1, 1, 2, 2]),
+        ("B=1|2,L=8:16:x2", "Lk", [8, 16, 8, 16]),
+    ],
+)
+def test_ranges_lists_and_references(text: str, key: str, values: list[int]) -> None:
+    assert [shape[key] for shape in parse_shapes(text, SDPA)] == values
 
 
 @pytest.mark.parametrize(
@@ -111,23 +115,13 @@ sdpa L=4 mask=causal option=softcap
 # Grammar
 
 
-def test_arguments_make_cells() -> None:
+def test_arguments_make_cells_and_narrow_a_preset() -> None:
     args = parse("run", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "fp32,bf16", "--pass", "fwd")
-    cells = selection.cells_of(args)
-    assert [(c["Lq"], c.dtype) for c in cells] == [
-        (8, "fp32"),
-        (8, "bf16"),
-        (16, "fp32"),
-        (16, "bf16"),
-    ]
-    assert {c.op for c in cells} == {"sdpa"}
-
-
-def test_a_preset_can_be_narrowed() -> None:
-    cells = selection.cells_of(
-        parse("run", "--preset", "bert", "--op", "mha", "--pass", "bwd", "--mask", "causal")
-    )
-    assert {(c.op, c.passes, c.mask) for c in cells} == {("mha", "bwd", "causal")}
+    found = [(cell.op, cell["Lq"], cell.dtype) for cell in selection.cells_of(args)]
+    assert found == [("sdpa", n, dtype) for n in (8, 16) for dtype in ("fp32", "bf16")]
+    args = parse("run", "--preset", "bert", "--op", "mha", "--pass", "bwd", "--mask", "causal")
+    found_in_preset = {(cell.op, cell.passes, cell.mask) for cell in selection.cells_of(args)}
+    assert found_in_preset == {("mha", "bwd", "causal")}
 
 
 @pytest.mark.parametrize("op", ops.OPS)
@@ -217,21 +211,27 @@ def test_a_list_that_names_nothing_is_refused(
     assert f"argument {flag}: {text!r} names nothing" in capsys.readouterr().err
 
 
-def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_providers_and_the_environment_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         bench()
     assert ended.value.code == commands.USAGE
     printed = capsys.readouterr().err
     assert all(name in printed for name in ("run", "compare", "record", "list"))
-
-
-def test_list_names_every_provider(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("list") == commands.OK
     printed = capsys.readouterr().out
     assert all(name in printed for name in [*PROVIDERS, *PRESETS])
+    assert bench("env") == commands.OK
+    environment = json.loads(capsys.readouterr().out)
+    assert environment["torch"] == torch.__version__
+    assert environment["cpu"]
 
 
 # Files
+
+
+VERSIONED = '{"format": "fastattn-bench", "version": %d}'
 
 
 @pytest.mark.parametrize(
@@ -239,12 +239,9 @@ def test_list_names_every_provider(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("not json", "not a result"),
         ("{}", "not a result"),
-        ('{"format": "fastattn-bench", "version": 99}', "version 99"),
-        ('{"format": "fastattn-bench", "version": 2}', "not a result"),
-        (
-            '{"format": "fastattn-bench", "version": 1}',
-            "version 1, this is version 2: measure again",
-        ),
+        (VERSIONED % 99, "version 99"),
+        (VERSIONED % 2, "not a result"),
+        (VERSIONED % 1, "version 1, this is version 2: measure again"),
         ("\x89PNG", "not a result of fastattn bench (UnicodeDecodeError"),
     ],
 )
@@ -257,10 +254,3 @@ def test_a_foreign_result_file_is_named(
     printed = capsys.readouterr().err
     assert "strange.json" in printed
     assert named in printed
-
-
-def test_env_shows_what_decides_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("env") == commands.OK
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["torch"] == torch.__version__
-    assert printed["cpu"]

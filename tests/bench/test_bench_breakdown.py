@@ -31,7 +31,10 @@ def test_the_items_add_up_to_the_call() -> None:
 
 @pytest.mark.parametrize(
     ("op", "shape", "passes"),
-    [("sdpa", "B=1,H=2,L=4,D=8", "fwd+bwd"), ("memory_hops", "B=2,N=5,D=8,K=2", "fwd")],
+    [
+        ("sdpa", "B=1,H=2,L=4,D=8", "fwd+bwd"),
+        *(("memory_hops", "B=2,N=5,D=8,K=2", passes) for passes in ("fwd", "fwd+bwd")),
+    ],
 )
 def test_every_part_is_measured_and_nothing_stays_replaced(
     op: str, shape: str, passes: str

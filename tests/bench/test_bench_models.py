@@ -1,4 +1,4 @@
-"""Whole models of transformers in the benchmark: what is computed, judged, timed and reported."""
+"""Whole models in the benchmark: what is computed, judged, timed and reported."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 from bench_results import a_result, bench, cell_of, parse
+from libraries import library
 from test_bench_render import load_render
 from torch import Tensor
 
-from fastattn.bench import display, inputs, ops, selection, summary
-from fastattn.bench.cells import Cell, flops
+from fastattn.bench import ops, selection, summary
+from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models import _model
+from fastattn.bench.models._model import Model
 from fastattn.bench.oracle import Oracle
-from fastattn.bench.presets import WHOLE_MODELS
-from fastattn.bench.providers import load
-from fastattn.bench.providers.passes import leave
+from fastattn.bench.providers import leave, load
 from fastattn.bench.results import Outcome, Result, Round
-from fastattn.bench.selection import model_cells, preset_cells
+from fastattn.bench.selection import WHOLE_MODELS, model_cells, preset_cells
+from fastattn.integrations import torch as integration
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,49 +37,79 @@ SMALL = {
     "llama": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
     "llama_decode": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
 }
-# tests/models has those of other libraries.
+OTHERS = {
+    "timm_vit": f"B=2,I=8,P=4,{_LAYERS}",
+    "diffusers_dit": "B=2,I=8,P=2,N=2,E=16,H=2",
+    "openai_whisper": "B=2,L=6,M=5,N=1,E=16,H=4,F=64",
+}
+ALL = SMALL | OTHERS
 EVERY = [
-    cell_of(op, SMALL[op], dtype=dtype, mask=mask, passes=passes)
-    for op in SMALL
+    cell_of(op, ALL[op], dtype=dtype, mask=mask, passes=passes)
+    for op in ALL
     for dtype in ("fp32", "bf16")
     for mask in ops.get(op).MASKS
     for passes in ops.get(op).PASSES
+    if (op, dtype) != ("openai_whisper", "bf16")  # its norms are in float32
 ]
+PROVIDERS = ("torch", "torch-eager", "fastattn")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def few_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_model, "_POOL", 2**12)
 
 
+def model_of(op: str) -> Model:
+    """The model, whose library is installed."""
+    model = ops.get(op)
+    assert isinstance(model, Model)
+    if op in OTHERS:
+        library(model.PACKAGE)
+    return model
+
+
+def test_all_are_tested() -> None:
+    assert {*ops.MODELS} == {*ALL}
+
+
 def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
-    arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 0))()
+    arrays = load(provider).prepare(cell, make_inputs(cell, 0))()
     leave()
-    return dict(zip(inputs.output_names(cell), arrays, strict=True))
+    return dict(zip(output_names(cell), arrays, strict=True))
 
 
 # Right, or not timed
 
 
-@pytest.mark.usefixtures("few_random_numbers")
 @pytest.mark.parametrize("cell", EVERY, ids=lambda cell: cell.name)
 def test_every_provider_is_right(cell: Cell) -> None:
+    model_of(cell.op)
     oracle = Oracle(cell, 0)
-    for provider in ("torch", "torch-eager", "fastattn"):
+    for provider in PROVIDERS:
         found = oracle.check(answer(provider, cell))
         assert found.ok, f"{provider}: {found.reason}"
+    assert not integration._active
 
 
-@pytest.mark.usefixtures("few_random_numbers")
-def test_a_tiny_pool_still_fills_a_large_weight() -> None:
+@pytest.mark.parametrize("op", OTHERS)
+def test_the_share_of_attention_is_measured(op: str) -> None:
+    model = model_of(op)
+    for provider in PROVIDERS:
+        model.stopwatch.seconds = 0.0
+        answer(provider, cell_of(op, ALL[op], passes=model.PASSES[-1]))
+        assert model.stopwatch.seconds > 0
+
+
+def test_inputs_are_drawn_once_and_constructors_draw_nothing() -> None:
     cell = cell_of("bert", f"B=1,L=4,{_LAYERS},V=999")
     assert _model._POOL < 999 * 16
-    words = inputs.make_inputs(cell, 0)["embeddings.word_embeddings.weight"]
+    words = make_inputs(cell, 0)["embeddings.word_embeddings.weight"]
     assert words.shape == (999, 16)
     assert words.std() == pytest.approx(16**-0.5, rel=0.1)
-
-
-def test_a_constructor_draws_nothing() -> None:
+    both = [cell_of("bert", SMALL["bert"], passes=passes) for passes in ("fwd", "fwd+bwd")]
+    first, second = (make_inputs(cell, 0) for cell in both)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
     drawn = torch.full((2, 3), 9.0)
     with _model.NothingDrawn():
         drawn[0].normal_()
@@ -86,42 +117,33 @@ def test_a_constructor_draws_nothing() -> None:
     assert not drawn.any()
 
 
-def _scaled_a_little(query: Tensor, *rest: Any) -> tuple[Any, ...]:
-    return query * 1.01, *rest
-
-
-def _without_mask(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
-    return query, key, value, None
-
-
-def _without_the_last_key(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
-    return query, key[:, :, :-1], value[:, :, :-1], mask
+FAULTS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "scaled a little": lambda query, *rest: (query * 1.01, *rest),
+    "without mask": lambda query, key, value, mask: (query, key, value, None),
+    "without the last key": lambda q, k, v, mask: (q, k[:, :, :-1], v[:, :, :-1], mask),
+}
 
 
 @pytest.mark.complete
-@pytest.mark.usefixtures("few_random_numbers")
 @pytest.mark.parametrize(
     ("op", "mask", "fault"),
     [
-        *((op, "none", _scaled_a_little) for op in SMALL),
-        *((op, "padding", _without_mask) for op in ("bert", "distilbert")),
-        *((op, "none", _without_mask) for op in ("gpt2", "llama")),
-        *((op, "none", _without_the_last_key) for op in ("vit", "whisper_encoder")),
-        ("llama_decode", "none", _without_the_last_key),
+        *((op, "none", "scaled a little") for op in SMALL),
+        *((op, "padding", "without mask") for op in ("bert", "distilbert")),
+        *((op, "none", "without mask") for op in ("gpt2", "llama")),
+        *((op, "none", "without the last key") for op in ("vit", "whisper_encoder")),
+        ("llama_decode", "none", "without the last key"),
     ],
 )
 def test_a_wrong_attention_is_found(
-    op: str,
-    mask: str,
-    fault: Callable[..., tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    op: str, mask: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered = transformers.AttentionInterface._global_mapping
     attention = registered["sdpa"]
 
     def wrong(module: Any, *tensors: Any, **options: Any) -> Any:
-        options |= {"is_causal": False} if fault is _without_mask else {}
-        return attention(module, *fault(*tensors), **options)
+        options |= {"is_causal": False} if fault == "without mask" else {}
+        return attention(module, *FAULTS[fault](*tensors), **options)
 
     monkeypatch.setitem(registered, "sdpa", wrong)
     for passes in ops.get(op).PASSES:
@@ -131,27 +153,20 @@ def test_a_wrong_attention_is_found(
         assert found.reason
 
 
-@pytest.mark.usefixtures("few_random_numbers")
-def test_both_passes_have_the_same_weights() -> None:
-    cells = [cell_of("bert", SMALL["bert"], passes=passes) for passes in ("fwd", "fwd+bwd")]
-    first, second = (inputs.make_inputs(cell, 0) for cell in cells)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(x, second[name]) for name, x in first.items())
-
-
-@pytest.mark.usefixtures("few_random_numbers")
 def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
     cell = cell_of("gpt2", SMALL["gpt2"], dtype="bf16")
-    given = inputs.make_inputs(cell, 0)
+    given = make_inputs(cell, 0)
     before = {name: x.clone() for name, x in given.items()}
-    assert ops.get("gpt2").expected(cell, given)["out"].dtype == torch.float64
+    assert (
+        ops.get("gpt2").expected(cell, ops.get("gpt2").in_double(given))["out"].dtype
+        == torch.float64
+    )
     assert all(torch.equal(x, before[name]) for name, x in given.items())
 
 
-@pytest.mark.usefixtures("few_random_numbers")
 def test_the_cache_is_full_again_after_each_token() -> None:
     cell = cell_of("llama_decode", SMALL["llama_decode"])
-    call = load("fastattn").prepare(cell, inputs.make_inputs(cell, 0))
+    call = load("fastattn").prepare(cell, make_inputs(cell, 0))
     first, second = call()[0], call()[0]
     leave()
     assert torch.equal(first, second)
@@ -164,26 +179,21 @@ def counted(cell: Cell) -> int:
     """Multiplications and additions of the model with its attention spelled out."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    forward, leaves = ops.get(cell.op).eager(cell, inputs.make_inputs(cell, 0))
+    op, x = ops.get(cell.op), make_inputs(cell, 0)
+    forward = op.eager(cell, x)
     with FlopCounterMode(display=False) as counter:
-        out = forward()[0]
-        if leaves:
+        out = forward()
+        if leaves := [x[name] for name in op.leaf_names(cell)]:
             torch.autograd.grad(out.sum(), leaves)
     return counter.get_total_flops()
 
 
-@pytest.mark.usefixtures("few_random_numbers")
-@pytest.mark.parametrize("op", ["bert", "distilbert", "vit", "whisper_encoder", "llama_decode"])
-def test_operations_are_counted_as_pytorch_counts_them(op: str) -> None:
-    assert flops(cell_of(op, SMALL[op])) == counted(cell_of(op, SMALL[op]))
-
-
-@pytest.mark.usefixtures("few_random_numbers")
-@pytest.mark.parametrize("op", ["gpt2", "llama"])
-def test_a_causal_model_is_counted_without_the_future(op: str) -> None:
-    cell = cell_of(op, SMALL[op])
-    hidden_pairs = cell["B"] * cell["L"] * (cell["L"] - 1) // 2
-    hidden = 4 * cell["N"] * cell["E"] * hidden_pairs
+@pytest.mark.parametrize("op", ALL)
+def test_operations_are_counted_as_pytorch_counts_them_without_the_future(op: str) -> None:
+    cell, hidden = cell_of(op, ALL[op]), 0
+    if model_of(op).CAUSAL:
+        hidden_pairs = cell["B"] * cell["L"] * (cell["L"] - 1) // 2
+        hidden = 4 * cell["N"] * cell["E"] * hidden_pairs
     assert flops(cell) == counted(cell) - hidden
 
 
@@ -207,7 +217,7 @@ def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
     assert stock["attention_share"] == 0.25
     assert stock["speedup_limit"] == pytest.approx(4 / 3)
     assert ours["speedup"] == 1.25
-    table = display.table([stock, ours], display.MODEL_METRICS)
+    table = summary.table([stock, ours], summary.MODEL_METRICS)
     assert "60 tokens" in table
     assert "25.0%" in table
     assert "1.33×" in table
@@ -250,14 +260,22 @@ def test_without_transformers_the_extra_is_named(
 
 
 @pytest.mark.complete
-def test_a_run_measures_stock_and_ours(tmp_path: Path) -> None:
+def test_a_run_measures_stock_and_ours_and_a_missing_library_leaves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the other processes have all random numbers
+    monkeypatch.setitem(sys.modules, "timm", None)
     path = tmp_path / "models.json"
+    shapes = (f"--shapes=timm_vit {OTHERS['timm_vit']}", f"--shapes=bert {SMALL['bert']}")
     run = ("--threads", "1", "--rounds", "1", "--quiet", "--timeout", "300", "--json", str(path))
-    assert bench("run", "--shapes", f"bert {SMALL['bert']}", *run) == 0
+    assert bench("run", *shapes, *run) == 0
     document = json.loads(path.read_text())
-    assert [row["provider"] for row in document["rows"]] == ["torch", "fastattn"]
-    for row in document["rows"]:
+    assert [row["provider"] for row in document["rows"]] == ["torch", "fastattn"] * 2
+    for row in document["rows"][:2]:
+        assert row["status"] == "UNAVAILABLE"
+        assert "pip install fastattn[timm]" in row["reason"]
+    for row in document["rows"][2:]:
         assert row["status"] == "ok"
         assert row["items_per_second"] > 0
         assert 0 < row["attention_share"] < 1
-    assert {*document["cells"][0]["rounds"][0]["attention"]} == {"torch", "fastattn"}
+    assert {*document["cells"][1]["rounds"][0]["attention"]} == {"torch", "fastattn"}

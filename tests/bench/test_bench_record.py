@@ -79,32 +79,23 @@ def test_calls_are_counted_by_mask_dtype_and_gradient(tmp_path: Path) -> None:
 def test_the_other_operators_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "shapes.txt"
     network = fastattn.nn.MemN2N(9, 6, hops=2, memory_size=5)
+    packed, ends = torch.randn(12, 4, 8), torch.tensor([0, 3, 7, 12])
+    query, cache = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
+    x, patterns = torch.randn(2, 3, 8), torch.randn(2, 3, 5, 8)
     with record(path):
         network(torch.randint(1, 9, (2, 5, 4)), torch.randint(1, 9, (2, 4))).sum().backward()
-        x = torch.randn(2, 3, 8)
         fastattn.sinusoidal_encoding(x)
         fastattn.additive_attention(x, x, x, torch.ones(8), is_causal=True)
+        fastattn.varlen_attention(packed, packed[:, :2], packed[:, :2], ends, ends, is_causal=True)
+        for values in (cache, cache[..., :6], torch.randn(2, 2, 9, 6)):
+            fastattn.decode_attention(query, cache, values)
+        fastattn.hopfield_retrieve(patterns, patterns, update_steps_max=2)
     assert list(recorded(path)) == [
         "encode_memory B=2,N=5,J=4,V=9,D=6 fp32 fwd+bwd",
         "encode_memory B=2,N=1,J=4,V=9,D=6 fp32 fwd+bwd",
         "memory_hops B=2,N=5,D=6,K=2 fp32 fwd+bwd",
         "sinusoidal B=2,L=3,E=8 fp32 fwd",
         "additive B=2,L=3,A=8 fp32 fwd causal",
-    ]
-
-
-def test_packed_sequences_decoding_and_retrieval_are_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "shapes.txt"
-    packed, ends = torch.randn(12, 4, 8), torch.tensor([0, 3, 7, 12])
-    query, cache = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
-    patterns = torch.randn(2, 3, 5, 8)
-    with record(path):
-        fastattn.varlen_attention(packed, packed[:, :2], packed[:, :2], ends, ends, is_causal=True)
-        fastattn.decode_attention(query, cache, cache)
-        fastattn.decode_attention(query, cache, cache[..., :6])
-        fastattn.decode_attention(query, cache, torch.randn(2, 2, 9, 6))
-        fastattn.hopfield_retrieve(patterns, patterns, update_steps_max=2)
-    assert list(recorded(path)) == [
         "varlen B=3,H=4,Hkv=2,L=8,D=8 fp32 fwd causal",
         "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8 fp32 fwd",
         "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8,Dv=6 fp32 fwd latent",

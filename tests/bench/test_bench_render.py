@@ -1,17 +1,152 @@
-"""The documentation's figures: rendered from raw results, in a folder for each processor."""
+"""What is made of results: comparisons, pictures, the report, the roof; and the documentation's
+figures, rendered from raw results, in a folder for each processor.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from bench_results import a_result, cell_of
+from bench_results import a_result, bench, cell_of
 
-from fastattn.bench import environment, summary
-from fastattn.bench.results import Outcome, Round, save_json
+from fastattn.bench import commands, machine, results, summary
+from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round, save_json
+
+
+def two_lengths(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Result:
+    """Two lengths, two providers; fastattn's times are multiplied by `scale`."""
+    result = a_result([])
+    times = [(4.0 + n / 99, scale * (2.0 + n / 198)) for n in range(9)]
+    rounds = [Round((200.0, 200.0), {"torch": x, "fastattn": y}) for x, y in times]
+    result.cells.clear()
+    for length in lengths:
+        right = Outcome(max_error=1e-7, largest=2.0, bound=1e-6, peak_bytes=length * 1000)
+        wrong = Outcome("WRONG", "out is <i>off</i> & more")
+        outcomes = {"torch": right, "fastattn": right, "broken<b>": wrong}
+        cell = cell_of("sdpa", f"H=2,L={length},D=8")
+        result.cells.append(CellResult(cell, 10**8, 10**6, outcomes, rounds))
+    result.peaks = {
+        "fma_f32": Peak(200.0, "measured", [190.0, 200.0]),
+        "read_bandwidth": Peak(30.0, "measured", [30.0]),
+        "copy_bandwidth": Peak(25.0, "torch copy", [25.0]),
+    }
+    return result
+
+
+def saved(result: Result, path: Path) -> Path:
+    results.save_json(result, summary.summarise(result), path)
+    return path
+
+
+# compare
+
+
+@pytest.mark.parametrize(
+    ("scale", "limit", "code", "verdict"),
+    [
+        (1.0, "5%", commands.OK, "SAME"),
+        (1.2, "5%", commands.FAULTS, "SLOWER"),
+        (1.2, "0.3", commands.OK, "SLOWER"),
+        (0.8, "5%", commands.OK, "FASTER"),
+    ],
+)
+def test_compare_fails_where_a_row_became_slower(
+    scale: float,
+    limit: str,
+    code: int,
+    verdict: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = saved(two_lengths(), tmp_path / "a.json")
+    after = saved(two_lengths(scale), tmp_path / "b.json")
+    assert bench("compare", str(before), str(after), "--fail-slower", limit) == code
+    printed, complaints = capsys.readouterr()
+    assert printed.count(f"fastattn: {verdict}") == 2
+    assert printed.count("torch: SAME") == 2
+    assert complaints.count("WORSE by more than 5%") == (2 if code else 0)
+    # A ratio to the baseline of the same run needs no equal machine.
+    assert bench("compare", str(before), str(after), "--metric", "speedup") == commands.OK
+    assert verdict in capsys.readouterr().out
+
+
+def test_compare_names_what_was_not_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = two_lengths(lengths=(16, 64))
+    other.environment["torch"], other.settings["threads"] = "3", 8
+    before = saved(two_lengths(), tmp_path / "a.json")
+    after = saved(other, tmp_path / "b.json")
+    assert bench("compare", str(before), str(after)) == commands.OK
+    printed = capsys.readouterr().out
+    assert "Different conditions: torch: 2 and 3" in printed
+    assert "Different conditions: threads: 1 and 8" in printed
+    assert "2 rows: 0 better, 0 worse, 2 the same" in printed
+    assert "4 rows are in one result alone: sdpa B=1,H=2,L=32,D=8 fp32 fwd torch" in printed
+    nothing = saved(two_lengths(lengths=(8,)), tmp_path / "c.json")
+    assert bench("compare", str(before), str(nothing)) == commands.USAGE
+    with pytest.raises(SystemExit):
+        bench("compare", str(before), str(after), "--fail-slower", "often")
+
+
+# Pictures and the report
+
+
+def test_every_picture_can_be_drawn_and_has_a_name_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = saved(two_lengths(), tmp_path / "results.json")
+    picture = str(tmp_path / "p.svg")
+    assert bench("plot", str(path), "--metric", "all", "--plot", picture) == commands.OK
+    for kind in commands.PLOTS:
+        assert "<svg" in (tmp_path / f"p-{kind}.svg").read_text()
+        assert bench("plot", str(path), "--metric", kind, "--plot", picture) == commands.OK
+        assert "<svg" in Path(picture).read_text()
+
+
+def test_the_report_is_one_file_that_needs_no_other(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = saved(two_lengths(), tmp_path / "results.json")
+    assert bench("report", str(path), "--title", "A <title>") == commands.OK
+    text = (tmp_path / "results.html").read_text()
+    # No address that a browser would ask, and no other style
+    assert not re.findall(r"""\s(?:xlink:)?(?:src|href|action)=["'](?!#|data:).*""", text)
+    assert not re.findall(r"@import|url\(http", text)
+    assert text.count("<tr>") == 1 + 6
+    assert "<title>A &lt;title&gt;</title>" in text
+    assert "broken&lt;b&gt;" in text
+    assert "out is &lt;i&gt;off&lt;/i&gt; &amp; more" in text
+    assert text.count("<svg") == len(commands.PLOTS)
+
+
+# The roof, and the columns
+
+
+def test_the_roof_is_the_lower_of_arithmetic_and_memory() -> None:
+    warm = two_lengths()
+    row = summary.summarise(warm)[1]
+    assert row["intensity"] == 100
+    assert row["roof_gflops"] == 200  # what fits in the caches is not bound by memory
+    warm.cells[0].bytes_touched = 10**8  # beyond any cache: one FLOP per byte at 30 GB/s
+    assert summary.summarise(warm)[1]["roof_gflops"] == pytest.approx(30)
+    cold = two_lengths()
+    cold.settings["cache"] = "cold"
+    cold.cells[0].bytes_touched = 10**8 // 2
+    assert summary.summarise(cold)[1]["roof_gflops"] == pytest.approx(60)
+    printed = "\n".join(machine.roof_lines(cold.peaks))
+    assert "reading memory 30 GB/s (30.0 to 30.0)" in printed
+    assert "copying it 25 GB/s, torch copy (25.0 to 25.0)" in printed
+    assert "the limit from 6.7 FLOP per byte on" in printed
+
+
+def test_the_table_has_the_columns_that_are_asked_for() -> None:
+    rows = summary.summarise(two_lengths())
+    head, *_ = summary.lines(rows, ["gbs", "roof", "speedup"])
+    assert head == [*summary.HEAD, "GB/s", "% of roof", "speed-up"]
+    assert bench("run", "--metric", "luck") == commands.USAGE
 
 
 def load_render() -> ModuleType:
@@ -47,7 +182,6 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     assert render.replaced(once, block) == once
     with pytest.raises(ValueError, match="README"):
         render.replaced("no markers", block)
-    result.environment |= {"utc": "now", "commit": "abc", "python": "3", "system": "Linux"}
     page = render.results_page({"a-processor": {"dropin": result}})
     assert "### a-processor/dropin.json" in page
     assert "2.00×" in page
@@ -67,18 +201,16 @@ def test_a_result_is_in_the_folder_of_its_processor(
         "cpu_family": 25,
         "cpu_model": 17,
     }
-    here = tmp_path / "amd-epyc-zen4-avx512_bf16"
-    save_json(result, [], here / "dropin.json")
-    (here / "other.json").write_text('{"of": "another program"}')
-    assert list(render.load_all()) == [here.name]
-    assert list(render.load_all()[here.name]) == ["dropin"]
-    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    zen4, zen5 = (tmp_path / f"amd-epyc-zen{n}-avx512_bf16" for n in (4, 5))
+    save_json(result, [], zen4 / "dropin.json")
+    (zen4 / "other.json").write_text('{"of": "another program"}')
+    assert {name: [*found] for name, found in render.load_all().items()} == {zen4.name: ["dropin"]}
+    save_json(result, [], zen5 / "dropin.json")
     with pytest.raises(ValueError, match=r"zen5.*was measured on amd-epyc-zen4-avx512_bf16"):
         render.load_all()
-    # Older records tell no generation.
-    for key in ("cpu_vendor", "cpu_family", "cpu_model"):
+    for key in ("cpu_vendor", "cpu_family", "cpu_model"):  # older records tell no generation
         del result.environment[key]
-    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    save_json(result, [], zen5 / "dropin.json")
     assert len(render.load_all()) == 2
     save_json(result, [], tmp_path / "amd-epyc-zen5-avx2" / "dropin.json")
     with pytest.raises(ValueError, match=r"zen5-avx2.*was measured on amd-epyc-avx512_bf16"):
@@ -101,38 +233,30 @@ def test_a_result_beyond_the_peak_is_not_rendered(
     assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in printed
 
 
-XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6, "cpu_model": 143}
-XEON_FLAGS = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6}
+TILES = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+ZEN = {"cpu_vendor": "AuthenticAMD", "cpu_family": 25}
 
 
 @pytest.mark.parametrize(
-    ("record", "slug"),
+    ("cpu", "flags", "more", "slug"),
     [
-        (
-            {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cpu_flags": XEON_FLAGS}
-            | XEON,
-            "intel-xeon-platinum-8481c-sapphire-rapids-amx_bf16",
-        ),
-        (
-            {"cpu": "Intel(R) Xeon(R) Processor @ 2.10GHz", "cpu_flags": XEON_FLAGS} | XEON,
-            "intel-xeon-sapphire-rapids-amx_bf16",
-        ),
-        (
-            {"cpu": "Intel(R) Xeon(R) Processor", "cpu_flags": ["avx2"]}
-            | {**XEON, "cpu_model": 200},
-            "intel-xeon-family6-model200-avx2",
-        ),
-        (
-            {"cpu": "AMD Ryzen 9 7950X 16-Core Processor", "cpu_flags": ["avx512_bf16"]}
-            | {"cpu_vendor": "AuthenticAMD", "cpu_family": 25, "cpu_model": 97},
-            "amd-ryzen-9-7950x-zen4-avx512_bf16",
-        ),
-        ({"cpu": "aarch64", "cpu_flags": ["asimd", "bf16", "sve"]}, "aarch64-sve"),
-        ({"cpu": "AMD EPYC", "cpu_flags": ["avx2"], "gpu": "NVIDIA H200"}, "nvidia-h200"),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", TILES, {**XEON, "cpu_model": 143},
+         "intel-xeon-platinum-8481c-sapphire-rapids-amx_bf16"),
+        ("Intel(R) Xeon(R) Processor @ 2.10GHz", TILES, {**XEON, "cpu_model": 143},
+         "intel-xeon-sapphire-rapids-amx_bf16"),
+        ("Intel(R) Xeon(R) Processor", ["avx2"], {**XEON, "cpu_model": 200},
+         "intel-xeon-family6-model200-avx2"),
+        ("AMD Ryzen 9 7950X 16-Core Processor", ["avx512_bf16"], {**ZEN, "cpu_model": 97},
+         "amd-ryzen-9-7950x-zen4-avx512_bf16"),
+        ("aarch64", ["asimd", "bf16", "sve"], {}, "aarch64-sve"),
+        ("AMD EPYC", ["avx2"], {"gpu": "NVIDIA H200"}, "nvidia-h200"),
     ],
-)
-def test_the_folder_of_a_processor(record: dict[str, object], slug: str) -> None:
-    assert environment.processor_slug(record) == slug
+)  # fmt: skip
+def test_the_folder_of_a_processor(
+    cpu: str, flags: list[str], more: dict[str, object], slug: str
+) -> None:
+    assert machine.processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
 
 
 def test_the_committed_texts_are_those_of_the_committed_results(

@@ -1,4 +1,4 @@
-"""Whole runs of the benchmark: what it writes, and what it survives."""
+"""Whole runs of the benchmark: what they write, what they survive, and which cells get the time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,51 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from bench_results import bench
+from bench_results import bench, cell_of
 
-from fastattn.bench import commands, results, summary, worker
+from fastattn.bench import commands, results, runner, summary, worker
+
+
+def test_a_budget_that_runs_out_cuts_the_last_cells_and_not_the_rounds_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every sample takes half a second, so that 20 seconds are two cells of 9 rounds and a bit."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+
+    def time() -> dict[str, Any]:
+        clock.now += 0.5
+        return {"ms": 500.0, "probes": [30.0, 30.0], "pushed": 0.0, "attention": None}
+
+    replies: dict[str, Callable[..., Any]] = {
+        "open": lambda **_: {},
+        "peak": lambda **_: (results.Peak(1.0, "measured"), 1.0),
+        "why_not": lambda **_: [],
+        "prepare": lambda **_: {"outputs": b"", "seconds": 0.5, "inner": 1, "peak_bytes": 0},
+        "time": time,
+    }
+    worker = SimpleNamespace(
+        ask=lambda timeout, do, **request: replies[do](**request), stop=lambda: None
+    )
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "WorkerProcess", lambda *_: worker)
+    monkeypatch.setattr(runner, "torch", SimpleNamespace(set_num_threads=id, load=id))
+    right = SimpleNamespace(check=lambda _: results.Outcome())
+    monkeypatch.setattr(runner.Runner, "_oracle_for", lambda *_: right)
+    cells = [cell_of("sdpa", f"H=1,L={length},D=8") for length in (4, 5, 6, 7, 8)]
+    result = runner.Runner(runner.Settings(cells, threads=1, time_budget=20.0)).run()
+    assert [len(found.rounds) for found in result.cells] == [9, 9, 3, 0, 0]
+    assert [found.outcomes["torch"].status for found in result.cells] == [
+        *["ok"] * 3,
+        *["SKIPPED"] * 2,
+    ]
+
 
 TINY_RUN = ("run", "--threads", "1", "--rounds", "1", "--providers", "torch", "--quiet")
 
@@ -29,7 +67,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").touch()
     common = """
         import os, time
-        from fastattn.bench.providers.pytorch import Torch
+        from fastattn.bench.providers import Torch
         ABOUT, prepare, versions, why_not = "", Torch().prepare, Torch().versions, Torch().why_not
         right = prepare
     """
@@ -57,48 +95,42 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_row_beyond_the_peak_fails_the_run(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _cpu = pytest.importorskip("fastattn._cpu")  # without it, peaks are estimates
-    assert _cpu
-    status = bench(
-        *("run", "--shapes", "B=1,H=8,L=256,D=64", "--threads", "1", "--rounds", "3", "--quiet"),
-        *("--providers", "torch,fakes.remembering", "--json", str(tmp_path / "out.json")),
-    )
+    pytest.importorskip("fastattn._cpu")  # without it, peaks are estimates
+    path = tmp_path / "out.json"
+    run = ("run", "--shapes", "B=1,H=8,L=256,D=64", "--threads", "1", "--rounds", "3", "--quiet")
+    status = bench(*run, "--providers", "torch,fakes.remembering", "--json", str(path))
     printed = capsys.readouterr()
     assert status == commands.FAULTS, printed.out
     assert "IMPOSSIBLE: sdpa B=1,H=8,L=256,D=64 fp32 fwd: fakes.remembering ran at" in printed.err
     assert "1 IMPOSSIBLE" in printed.out
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["impossible"] for row in rows] == [False, True]
+    assert [row["impossible"] for row in json.loads(path.read_text())["rows"]] == [False, True]
 
 
 @pytest.mark.complete
 def test_bad_providers_are_named_and_the_good_survive(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["wrong", "crashing", "hanging", "raising", "missing", "choosy"]
+    expected = {
+        "torch": ("ok", ""),
+        "fakes.wrong": ("WRONG", "out [1, 2, 16, 8]: max error"),
+        "fakes.crashing": ("CRASHED", "signal SIGABRT during 'prepare'"),
+        "fakes.hanging": ("HUNG", "no answer to 'prepare' within 12 s"),
+        "fakes.raising": ("ERROR", "RuntimeError: out of luck"),
+        "fakes.missing": ("UNAVAILABLE", "ImportError: no wheel for this machine"),
+        "fakes.choosy": ("UNAVAILABLE", "not today; nor tomorrow"),
+    }
     out = tmp_path / "out"
     code = bench(
         *("run", "--shapes", "B=1,H=2,L=16,D=8", "--threads", "1", "--rounds", "2", "--quiet"),
-        *("--providers", ",".join(["torch", *(f"fakes.{name}" for name in names)])),
-        *("--timeout", "12", "--out", str(out)),
+        *("--providers", ",".join(expected), "--timeout", "12", "--out", str(out)),
     )
     assert code == commands.FAULTS
-    document = json.loads((out / "results.json").read_text())
-    by_provider = {row["provider"].removeprefix("fakes."): row for row in document["rows"]}
-    expected = {
-        "torch": ("ok", ""),
-        "wrong": ("WRONG", "out [1, 2, 16, 8]: max error"),
-        "crashing": ("CRASHED", "signal SIGABRT during 'prepare'"),
-        "hanging": ("HUNG", "no answer to 'prepare' within 12 s"),
-        "raising": ("ERROR", "RuntimeError: out of luck"),
-        "missing": ("UNAVAILABLE", "ImportError: no wheel for this machine"),
-        "choosy": ("UNAVAILABLE", "not today; nor tomorrow"),
-    }
-    for name, (status, reason) in expected.items():
-        row = by_provider[name]
+    for row in json.loads((out / "results.json").read_text())["rows"]:
+        status, reason = expected.pop(row["provider"])
         assert row["status"] == status, row
         assert reason in row["reason"]
         assert (row["ms"] is not None) == (status == "ok")
+    assert not expected
     printed = capsys.readouterr().out
     assert "fakes.wrong WRONG in 1 cell." in printed
 
@@ -118,11 +150,10 @@ def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: 
 def test_a_run_that_measured_nothing_has_failed(
     fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ("run", "--shapes", "H=1,L=4", "--threads", "1", "--quiet")
-    out = tmp_path / "out"
-    assert bench(*run, "--providers", "fakes.missing", "--out", str(out)) == commands.FAULTS
+    run = (*TINY_RUN, "--shapes", "H=1,L=4", "--out", str(tmp_path))
+    assert bench(*run, "--providers", "fakes.missing") == commands.FAULTS
     assert "Nothing was measured" in capsys.readouterr().err
-    (row,) = json.loads((out / "results.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert "no wheel for this machine" in row["reason"]
 
 
@@ -156,8 +187,7 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-3)
         assert row["verdict"] == saved["verdict"]
 
-    with (tmp_path / "results.csv").open() as file:
-        table = list(csv.DictReader(file))
+    table = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [row["provider"] for row in table] == ["torch", "fastattn@reference"] * 3
     assert all(float(row["ms"]) > 0 for row in table)
 
@@ -216,9 +246,9 @@ def test_a_run_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy this machine is, the first run counts; the last one is measured again.
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET", 0.0)
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET_SHARE", 0.0)
-    monkeypatch.setattr("fastattn.bench.environment._commit", lambda: None)  # somebody edits
+    monkeypatch.setattr("fastattn.bench.stats.QUIET", 0.0)
+    monkeypatch.setattr("fastattn.bench.stats.QUIET_SHARE", 0.0)
+    monkeypatch.setattr("fastattn.bench.machine._commit", lambda: None)  # somebody edits
     run = (*TINY_RUN, "--out", str(tmp_path))
     assert bench(*run, "--shapes", "H=1,L=4") == commands.OK
     first = results.load(tmp_path / "results.json")
@@ -232,7 +262,7 @@ def test_a_run_is_resumed(
     assert "--resume: give the --out DIR" in capsys.readouterr().err
     assert len(results.load(tmp_path / "results.json").cells) == 2  # a refusal destroys nothing
     assert (tmp_path / "results.md").read_text().startswith("| cell")
-    monkeypatch.setattr("fastattn.bench.rounds.QUIET", 2.0)  # no machine is so quiet
+    monkeypatch.setattr("fastattn.bench.stats.QUIET", 2.0)  # no machine is so quiet
     assert bench(*run, "--shapes", "H=1,L=4|5", "--resume") == commands.OK
     again = results.load(tmp_path / "results.json")
     assert again.cells[0].rounds != both.cells[0].rounds

@@ -1,15 +1,93 @@
-"""Verdicts on a machine that something else uses: which rounds count."""
+"""The yardstick: what is measured as the peak of a dtype, and by which unit of the processor; and
+verdicts on a machine that something else uses: which rounds count.
+"""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import pytest
 import torch
 from bench_results import TINY
 
 from fastattn import use_backend
-from fastattn.bench import rounds
+from fastattn.bench import machine, stats
 from fastattn.bench.gauges import Probe, times_pushed
 from fastattn.bench.results import CellResult, Round
+
+
+def fake_core(rates: dict[str, float], features: list[str]) -> ModuleType:
+    """A native core whose units have these rates, of a processor with these features."""
+    core = ModuleType("fake_core")
+    core.__dict__.update(
+        build_info=lambda: {"isa": "avx2", "supported": ["baseline", "avx2"]},
+        set_isa=lambda name: None,
+        processor=lambda: {"features": features},
+        measure_peak=lambda kind, threads, seconds: rates.get(kind, 0.0),
+    )
+    return core
+
+
+XEON = {"fma_f32": 446.0, "dot_bf16": 457.0, "tile_bf16": 6000.0, "fma_f16": 900.0, "fma_f64": 223}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates", "features", "expected"),
+    [
+        ("dot_bf16", XEON, ["amx_bf16", "avx512_fp16"], (6000.0, "tile_bf16", "measured")),
+        ("dot_f16", XEON, ["amx_bf16", "avx512_fp16"], (900.0, "fma_f16", "measured")),
+        ("fma_f32", XEON, ["amx_bf16", "avx512_fp16"], (446.0, "", "measured")),
+        ("dot_f16", XEON | {"tile_f16": 5e3}, ["amx_fp16"], (5e3, "tile_f16", "measured")),
+        ("dot_bf16", {"fma_f32": 235.0, "dot_bf16": 470.0}, [], (470.0, "dot_bf16", "measured")),
+        ("dot_bf16", {"fma_f32": 118.0}, [], (118.0, "fma_f32", "measured")),
+        ("dot_f16", {"fma_f32": 118.0}, [], (118.0, "fma_f32", "measured")),
+        # Built by a compiler that knows no AMX: what was measured is no ceiling, and says so.
+        (
+            "dot_bf16",
+            {"fma_f32": 446.0, "dot_bf16": 457.0},
+            ["amx_bf16"],
+            (457.0, "dot_bf16", "without amx_bf16, which was not built"),
+        ),
+    ],
+)
+def test_the_peak_of_a_dtype_is_that_of_its_fastest_unit(
+    kind: str,
+    rates: dict[str, float],
+    features: list[str],
+    expected: tuple[float, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = fake_core(rates, features)
+    monkeypatch.setattr(machine, "native_core", lambda: core)
+    found, _ = machine.measure_peak(kind, 2, 0.01)
+    assert (found.rate, found.unit, found.method) == expected
+
+
+def test_a_peak_is_measured_for_as_long_as_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, core = [], fake_core({}, [])
+    core.__dict__["measure_peak"] = lambda *request: asked.append(request) or 100.0
+    monkeypatch.setattr(machine, "native_core", lambda: core)
+    for seconds in (0.02, 0.2):
+        machine.measure_peak("fma_f64", 2, seconds)
+    assert asked[1:] == [("fma_f64", 2, 0.02), ("fma_f64", 2, 0.2)]  # the first one chose the unit
+
+
+def test_the_units_of_this_processor_are_measured() -> None:
+    core = pytest.importorskip("fastattn._cpu")
+    features = core.processor()["features"]
+    for unit, feature in (
+        ("tile_bf16", "amx_bf16"),
+        ("tile_f16", "amx_fp16"),
+        ("fma_f16", "avx512_fp16"),
+    ):
+        rate = core.measure_peak(unit, 1, 0.02)
+        if feature not in features:
+            assert rate == 0
+        else:
+            assert rate >= 0  # 0: the compiler of this build knows no such unit
+    with pytest.raises(ValueError, match=r"allowed are fma_f32, .* tile_bf16, tile_f16, fma_f16"):
+        core.measure_peak("fma_f128", 1, 0.02)
+
 
 TWO = ("torch", "ours")
 
@@ -33,10 +111,10 @@ def test_a_ratio_counts_if_both_samples_ran_in_the_usual_state(
     disturbed: tuple[str, float, float, float],
 ) -> None:
     turns = [*ALONE, *(a_round(9.0, by=disturbed) for _ in range(8))]
-    usual = rounds.usual_states([CellResult(TINY, 1, 1, rounds=turns)])
+    usual = stats.usual_states([CellResult(TINY, 1, 1, rounds=turns)])
     assert usual == {"torch": (30, 0), "ours": (30, 0)}
-    assert rounds.comparable_rounds(turns, TWO, usual) == ALONE
-    assert rounds.speedup(turns, *TWO, usual) == {
+    assert stats.comparable_rounds(turns, TWO, usual) == ALONE
+    assert stats.speedup(turns, *TWO, usual) == {
         "speedup": 2,
         "speedup_low": 2,
         "speedup_high": 2,
@@ -46,24 +124,24 @@ def test_a_ratio_counts_if_both_samples_ran_in_the_usual_state(
 
 
 def test_a_sample_is_as_slow_as_its_probes_and_lost_cores_say() -> None:
-    usual = {"ours": rounds.Usual(probe=30, pushed=100)}
+    usual = {"ours": stats.Usual(probe=30, pushed=100)}
     for before, after, pushed, slow in (
         (30, 45, 175, 1.25),
         (15, 30, 0, 0.75),
-        (30, 30, 176, rounds.SLOWEST),
-        (30, 9000, 0, rounds.SLOWEST),
+        (30, 30, 176, stats.SLOWEST),
+        (30, 9000, 0, stats.SLOWEST),
     ):
         turn = a_round(1.0, by=("ours", before, after, pushed))
-        assert rounds.slowness(turn, "ours", usual) == slow
+        assert stats.slowness(turn, "ours", usual) == slow
 
 
 def test_a_sample_is_compared_with_those_of_the_whole_run() -> None:
     """A neighbour that stays during a cell is found by the cells before and after it."""
     busy = [a_round(2.0, a=("torch", 60, 60, 0), b=("ours", 60, 60, 80)) for _ in range(6)]
     cells = [CellResult(TINY, 1, 1, rounds=turns) for turns in (ALONE, busy)]
-    assert rounds.comparable_rounds(busy, TWO, rounds.usual_states(cells)) == []
+    assert stats.comparable_rounds(busy, TWO, stats.usual_states(cells)) == []
     # If it stays during the run, it is the machine's state.
-    assert rounds.comparable_rounds(busy, TWO, rounds.usual_states(cells[1:])) == busy
+    assert stats.comparable_rounds(busy, TWO, stats.usual_states(cells[1:])) == busy
 
 
 @pytest.mark.parametrize(
@@ -74,7 +152,7 @@ def test_an_interval_is_wider_by_what_slowed_the_probes_down(
     busy: tuple[str, float, float, float], wider: float
 ) -> None:
     turns = [*ALONE[:2], *(a_round(2.5, by=busy) for _ in range(7))]
-    found = rounds.speedup(turns, *TWO, dict.fromkeys(TWO, rounds.Usual(30, 0)))
+    found = stats.speedup(turns, *TWO, dict.fromkeys(TWO, stats.Usual(30, 0)))
     assert found is not None
     assert not found["comparable"]
     assert found["speedup"] == 2.5

@@ -68,14 +68,9 @@ TINY = cell_of("sdpa", SMALL["sdpa"])
 
 def a_result(rounds: list[Round], method: str = "measured") -> Result:
     cell = CellResult(TINY, 10**9, 10**6, {"torch": Outcome(), "ours": Outcome()}, rounds)
-    environment = {
-        "cpu": "a processor",
-        "cpu_flags": [],
-        "isa": "avx2",
-        "fastattn": "0",
-        "torch": "2",
-        "last_cache": 32 << 20,
-    }
-    settings = {"baseline": "torch", "threads": 1, "time_budget": 1.0}
+    words = {"cpu": "a processor", "isa": "avx2", "fastattn": "0", "torch": "2", "utc": "now"}
+    words |= {"commit": "abc", "python": "3", "system": "Linux"}
+    environment = {**words, "cpu_flags": [], "last_cache": 32 << 20}
+    settings = {"baseline": "torch", "threads": 1, "time_budget": 1.0, "cache": "warm", "seed": 0}
     peaks = {"fma_f32": Peak(2e3, method)}
     return Result(environment, settings, {}, [cell], peaks)

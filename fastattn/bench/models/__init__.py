@@ -1,74 +1,43 @@
 """Whole models as operators of the benchmark: their sizes, their configuration, and their cost.
 
-A library is imported when a model is built. `presets.WHOLE_MODELS` has the sizes of real models.
+A library is imported when a model is built. `selection.WHOLE_MODELS` has the sizes of real models.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
-from fastattn.bench.models._model import Call, LibraryModel, Model, imported
-from fastattn.bench.ops._base import Inputs, value_of
-
-_TEXT = "N layers of width E, H heads, F hidden units, V words, on B sentences of L tokens"
-_TEXT_SIZES = {"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V": 30522}
-
-
-def _configured(model: str, config: str, fields: str, **more: Any) -> Callable[[Cell], nn.Module]:
-    """Makes a model of transformers without dropout; `more` are arguments of the model.
-
-    `fields` names the size of each field of its configuration. A number is the least of a field
-    that limits the length.
-    """
-
-    def make(cell: Cell) -> nn.Module:
-        library = imported("transformers")
-        configured = getattr(library, config)
-        values: dict[str, Any] = {name: 0.0 for name in vars(configured()) if "drop" in name}
-        for name, _, size in (field.partition("=") for field in fields.split()):
-            values[name] = cell[size] if size.isalpha() else max(int(size), cell["L"])
-        built: nn.Module = operator.attrgetter(model)(library)(configured(**values), **more)
-        return built
-
-    return make
-
+from fastattn.bench.cells import Cell, Draw
+from fastattn.bench.models._model import LibraryModel, Model, imported
+from fastattn.bench.ops._base import Forward, Inputs, value_of
 
 _COMMON = "num_hidden_layers=N num_attention_heads=H intermediate_size=F hidden_size=E"
+_TEXT: dict[str, Any] = {
+    "ABOUT": "N layers of width E, H heads, F hidden units, V words, on B sentences of L tokens",
+    "MASKS": ("none", "padding"),
+}
 
 # Devlin et al. 2019, https://arxiv.org/abs/1810.04805
 BERT = Model(
     FUNCTION="transformers.BertModel",
-    ABOUT=_TEXT,
-    SIZES=_TEXT_SIZES,
-    MASKS=("none", "padding"),
-    make=_configured(
-        "BertModel",
-        "BertConfig",
-        f"vocab_size=V {_COMMON} max_position_embeddings=512",
-        add_pooling_layer=False,
-    ),
+    SIZES={"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V": 30522},
+    CONFIG=f"vocab_size=V {_COMMON} max_position_embeddings=512",
+    BUILD={"add_pooling_layer": False},
+    **_TEXT,
 )
 
 # Sanh et al. 2019, https://arxiv.org/abs/1910.01108
 DISTILBERT = Model(
     FUNCTION="transformers.DistilBertModel",
-    ABOUT=_TEXT,
-    SIZES={**_TEXT_SIZES, "N": 6},
-    MASKS=("none", "padding"),
-    make=_configured(
-        "DistilBertModel",
-        "DistilBertConfig",
-        "vocab_size=V dim=E n_layers=N n_heads=H hidden_dim=F max_position_embeddings=512",
-    ),
+    SIZES={**BERT.SIZES, "N": 6},
+    CONFIG="vocab_size=V dim=E n_layers=N n_heads=H hidden_dim=F max_position_embeddings=512",
+    **_TEXT,
 )
 
 # Radford et al. 2019: a prompt, which fills the cache
@@ -77,26 +46,20 @@ GPT2 = Model(
     ABOUT="N layers of width E, H heads, F hidden units, V words, on prompts of L tokens",
     SIZES={"B": 1, "L": 1024, "N": 12, "E": 768, "H": 12, "F": 3072, "V": 50257},
     CAUSAL=True,
-    make=_configured(
-        "GPT2Model",
-        "GPT2Config",
-        "vocab_size=V n_embd=E n_layer=N n_head=H n_inner=F n_positions=1024",
-    ),
+    CONFIG="vocab_size=V n_embd=E n_layer=N n_head=H n_inner=F n_positions=1024",
 )
 
 # Touvron et al. 2023, https://arxiv.org/abs/2302.13971
-_LLAMA_SIZES = {"B": 1, "L": 512, "N": 22, "E": 2048, "H": 32, "Hkv": 4, "F": 5632, "V": 32000}
-_LLAMA_FIELDS = (
-    f"vocab_size=V {_COMMON} num_key_value_heads=Hkv max_position_embeddings=2048"  # and more
-)
-_LLAMA: dict[str, Any] = {"PASSES": ("fwd",), "LAYER": "2 * E * (E + E // H * Hkv) + 3 * E * F"}
-
+_LLAMA: dict[str, Any] = {
+    "PASSES": ("fwd",),
+    "LAYER": "2 * E * (E + E // H * Hkv) + 3 * E * F",
+    "CONFIG": f"vocab_size=V {_COMMON} num_key_value_heads=Hkv max_position_embeddings=2048",
+}
 LLAMA = Model(
     FUNCTION="transformers.LlamaModel",
     ABOUT="N layers of width E, H heads on Hkv key heads, F hidden units, on prompts of L tokens",
-    SIZES=_LLAMA_SIZES,
+    SIZES={"B": 1, "L": 512, "N": 22, "E": 2048, "H": 32, "Hkv": 4, "F": 5632, "V": 32000},
     CAUSAL=True,
-    make=_configured("LlamaModel", "LlamaConfig", _LLAMA_FIELDS),
     **_LLAMA,
 )
 
@@ -104,21 +67,16 @@ LLAMA = Model(
 class _LlamaDecode(Model):
     """One token per sequence with a full cache, up to the scores of all words."""
 
-    FUNCTION = "transformers.LlamaForCausalLM"
-    ABOUT = "the next token of N layers of width E, H heads on Hkv key heads, a cache of L tokens"
     TOKENS, PAIRS, ITEMS = "B", "B * (L + 1)", ("B", "tokens")
     OTHER = ("E * V", "B * E * V")
 
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
+    def given(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """One token, and the keys and values of all layers [B, N, Hkv, L, D]."""
         shape = (*(cell[key] for key in ("B", "N", "Hkv", "L")), cell["E"] // cell["H"])
-        return {
-            "input_ids": draw.integers(0, cell["V"], cell["B"], 1),
-            "keys": draw.normal(*shape),
-            "values": draw.normal(*shape),
-        }
+        token = draw.integers(0, cell["V"], cell["B"], 1)
+        return {"input_ids": token, "keys": draw.normal(*shape), "values": draw.normal(*shape)}
 
-    def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
+    def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
         """The cache grows by one token, as in `generate`, and is cropped again."""
         cache = imported("transformers").DynamicCache()
         for layer in range(cell["N"]):
@@ -137,54 +95,44 @@ class _LlamaDecode(Model):
 
 
 LLAMA_DECODE = _LlamaDecode(
-    SIZES={**_LLAMA_SIZES, "L": 2048},
-    make=_configured("LlamaForCausalLM", "LlamaConfig", _LLAMA_FIELDS),
+    FUNCTION="transformers.LlamaForCausalLM",
+    ABOUT="the next token of N layers of width E, H heads on Hkv key heads, a cache of L tokens",
+    SIZES={**LLAMA.SIZES, "L": 2048},
     **_LLAMA,
 )
 
 # Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929: images, a class token, no pooler
-
-
-def _image(cell: Cell, draw: Draw) -> Inputs:
-    return {"pixel_values": draw.normal(cell["B"], 3, cell["I"], cell["I"])}
-
-
-_IMAGES: dict[str, Any] = {
-    "TINY": {"B": 1, "I": 32, "N": 1},
-    "ITEMS": ("B", "images"),
-}
+_IMAGES: dict[str, Any] = {"TINY": {"B": 1, "I": 32, "N": 1}, "ITEMS": ("B", "images")}
 _VIT: dict[str, Any] = _IMAGES | {
     "ABOUT": "N layers of width E, H heads, F hidden units, on B images of I x I, patches of P x P",
     "TOKENS": "B * ((I // P)**2 + 1)",
     "PAIRS": "B * ((I // P)**2 + 1)**2",
     "OTHER": ("3 * P**2 * E", "B * (I // P)**2 * 3 * P**2 * E"),
-    "given": _image,
+    "given": lambda cell, draw: {
+        "pixel_values": draw.normal(cell["B"], 3, cell["I"], cell["I"]),
+    },
 }
-
 VIT = Model(
     FUNCTION="transformers.ViTModel",
     SIZES={"B": 8, "I": 224, "P": 16, "N": 12, "E": 768, "H": 12, "F": 3072},
     PASSES=("fwd",),
-    make=_configured(
-        "ViTModel", "ViTConfig", f"image_size=I patch_size=P {_COMMON}", add_pooling_layer=False
-    ),
+    CONFIG=f"image_size=I patch_size=P {_COMMON}",
+    BUILD={"add_pooling_layer": False},
     **_VIT,
 )
-
 TIMM_VIT = LibraryModel(
     FUNCTION="timm.models.VisionTransformer",
     PACKAGE="timm",
     INSTALL="pip install fastattn[timm]",
     SIZES={"B": 8, "I": 224, "P": 16, "N": 12, "E": 384, "H": 6, "F": 1536},
     make=lambda cell: imported("timm").models.VisionTransformer(
-        img_size=cell["I"],
-        patch_size=cell["P"],
+        *(cell["I"], cell["P"]),
         embed_dim=cell["E"],
         depth=cell["N"],
         num_heads=cell["H"],
         mlp_ratio=cell["F"] / cell["E"],
         num_classes=0,
-        weight_init="skip",  # they are replaced
+        weight_init="skip",
     ),
     bind=lambda cell, model, given: lambda: model.forward_features(given["pixel_values"]),
     **_VIT,
@@ -196,16 +144,6 @@ TIMM_VIT = LibraryModel(
 # of it; so does the end, two vectors.
 _OF_TOKEN = "12 * P**2 * E"
 _OF_IMAGE = "(N * (256*E + 7 * E**2) + 256*E + 3 * E**2)"
-
-
-def _noisy(cell: Cell, draw: Draw) -> Inputs:
-    return {
-        "hidden_states": draw.normal(cell["B"], 4, cell["I"], cell["I"]),
-        "timestep": draw.integers(0, 1000, cell["B"]),
-        "class_labels": draw.integers(0, 1000, cell["B"]),
-    }
-
-
 DIFFUSERS_DIT = LibraryModel(
     FUNCTION="diffusers.DiTTransformer2DModel",
     ABOUT="N layers of width E, H heads, on B latent images of I x I, patches of P x P",
@@ -218,8 +156,7 @@ DIFFUSERS_DIT = LibraryModel(
     LAYER="12 * E**2",
     OTHER=(f"{_OF_TOKEN} + {_OF_IMAGE}", f"B * (I // P)**2 * {_OF_TOKEN} + B * {_OF_IMAGE}"),
     make=lambda cell: imported("diffusers").DiTTransformer2DModel(
-        num_attention_heads=cell["H"],
-        attention_head_dim=cell["E"] // cell["H"],
+        *(cell["H"], cell["E"] // cell["H"]),
         in_channels=4,
         out_channels=8,
         num_layers=cell["N"],
@@ -227,36 +164,32 @@ DIFFUSERS_DIT = LibraryModel(
         patch_size=cell["P"],
         num_embeds_ada_norm=1000,
     ),
-    given=_noisy,
+    given=lambda cell, draw: {
+        "hidden_states": draw.normal(cell["B"], 4, cell["I"], cell["I"]),
+        "timestep": draw.integers(0, 1000, cell["B"]),
+        "class_labels": draw.integers(0, 1000, cell["B"]),
+    },
     bind=lambda cell, model, given: lambda: model(**given, return_dict=False)[0],
     **_IMAGES | {"TINY": {"B": 1, "I": 8, "N": 1}},
 )
 
 # Radford et al. 2022, https://arxiv.org/abs/2212.04356: the encoder. A position is two frames of
 # sound of 10 ms, because the second convolution has a stride of 2; both are three frames wide.
-
-
-def _sound(cell: Cell, draw: Draw) -> Inputs:
-    return {"input_features": draw.normal(cell["B"], cell["M"], 2 * cell["L"])}
-
-
 _WHISPER: dict[str, Any] = {
     "SIZES": {"B": 1, "L": 1500, "M": 80, "N": 12, "E": 768, "H": 12, "F": 3072},
+    "PASSES": ("fwd",),
     "OTHER": ("3*E*M + 3 * E**2", "B * L * (2 * 3*E*M + 3 * E**2)"),
     "ITEMS": ("B * L / 50", "seconds of sound"),
-    "given": _sound,
+    "given": lambda cell, draw: {
+        "input_features": draw.normal(cell["B"], cell["M"], 2 * cell["L"]),
+    },
 }
-
 WHISPER_ENCODER = Model(
     FUNCTION="transformers.WhisperModel.encoder",
     ABOUT="N layers of width E, H heads, F hidden units, on B sounds of L positions, M mel bands",
-    PASSES=("fwd",),
-    make=_configured(
-        "models.whisper.modeling_whisper.WhisperEncoder",
-        "WhisperConfig",
-        "num_mel_bins=M max_source_positions=L d_model=E encoder_layers=N "
-        "encoder_attention_heads=H encoder_ffn_dim=F",
-    ),
+    CLASS="models.whisper.modeling_whisper.WhisperEncoder",
+    CONFIG="num_mel_bins=M max_source_positions=L d_model=E encoder_layers=N "
+    "encoder_attention_heads=H encoder_ffn_dim=F",
     **_WHISPER,
 )
 
@@ -285,7 +218,6 @@ OPENAI_WHISPER = _OpenaiWhisper(
     PACKAGE="whisper",
     INSTALL="pip install openai-whisper",
     CALLER="whisper.model",
-    PASSES=("fwd",),
     make=lambda cell: imported("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
     bind=lambda cell, model, given: functools.partial(model, given["input_features"]),
     **_WHISPER,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -13,14 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn.bench.cells import Cell
+from fastattn.bench.cells import TORCH_DTYPES, Cell, Draw
 from fastattn.bench.gauges import Stopwatch
-from fastattn.bench.inputs import Draw
-from fastattn.bench.models._watching import watching
-from fastattn.bench.ops._base import Inputs, Operator, Prepared, value_of
-from fastattn.bench.ops._module import NothingDrawn
+from fastattn.bench.ops._base import Forward, Inputs, NothingDrawn, Operator, Part, value_of
 
-Call = Callable[[], Tensor]
 _EXACT = "fastattn-bench-exact"  # registered with transformers for the reference
 _FUNCTION = "scaled_dot_product_attention"
 _POOL = 2**24  # random numbers; drawing a billion would take longer than running the model
@@ -40,7 +37,11 @@ class Model(Operator):
     INSTALL = "pip install fastattn[transformers]"
     PASSES: Sequence[str] = ("fwd", "fwd+bwd")
     TINY: Mapping[str, int] = {"B": 1, "L": 16, "N": 1, "V": 64}
-    CAUSAL = False
+    # The name of the class if it is not that of FUNCTION, the sizes of the fields of its
+    # configuration, where a number is the least of a field that limits the length, and arguments.
+    CLASS, CONFIG = "", ""
+    BUILD: Mapping[str, Any] = {}
+    CAUSAL, BLOCKED = False, ""
     # Formulas of the sizes: the weights of a layer that multiply each token; outside of the layers,
     # the weights and the products with them; the tokens; and the pairs of one layer and head, of
     # which `pairs` counts the mask only.
@@ -53,34 +54,34 @@ class Model(Operator):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        self.FLOPS = (
-            f"N * attention(pairs, E, E) + products({self.TOKENS} * N * ({self.LAYER}) + "
-            f"{self.OTHER[1]})"
-        )
+        products = f"{self.TOKENS} * N * ({self.LAYER}) + {self.OTHER[1]}"
+        self.FLOPS = f"N * attention(pairs, E, E) + products({products})"
         self.stopwatch = Stopwatch()
 
     # Defined by each model
 
     def make(self, cell: Cell) -> nn.Module:
-        """The model; its parameters are replaced."""
-        raise NotImplementedError
+        """The model without dropout; its parameters are replaced."""
+        name = self.CLASS or self.FUNCTION.partition(".")[2]
+        kind = operator.attrgetter(name)(imported(self.PACKAGE))
+        values = {name: 0.0 for name in vars(kind.config_class()) if "drop" in name}
+        for name, size in (field.split("=") for field in self.CONFIG.split()):
+            values[name] = cell[size] if size.isalpha() else max(int(size), cell["L"])
+        model: nn.Module = kind(kind.config_class(**values), **self.BUILD)
+        return model
 
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
+    def given(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """The arguments of the model: random tokens, and which of them are not padding."""
         inputs = {"input_ids": draw.integers(0, cell["V"], cell["B"], cell["L"])}
         if cell.mask == "padding":
             inputs["attention_mask"] = draw.valid(cell["B"], cell["L"]).long()
         return inputs
 
-    def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
+    def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
         """The call that is timed."""
         return lambda: model(**given).last_hidden_state
 
     # The choice of attention, "sdpa", "fastattn" or "eager"; another library defines its own
-
-    def choose(self, model: Any, attention: str) -> None:
-        """Prepares the model for its calls."""
-        model.set_attn_implementation(attention)
 
     @contextlib.contextmanager
     def serving(self, attention: str) -> Iterator[None]:
@@ -111,16 +112,6 @@ class Model(Operator):
         model.set_attn_implementation(_EXACT)
         return sdpa_kernel(SDPBackend.MATH)
 
-    def widen(self, model: nn.Module) -> None:
-        """Converts the model to float64 for one forward pass, each layer only while it runs."""
-        layers = {x for stack in model.modules() if isinstance(stack, nn.ModuleList) for x in stack}
-        in_layers = {parameter for layer in layers for parameter in layer.parameters()}
-        widen([parameter for parameter in model.parameters() if parameter not in in_layers])
-        for layer in layers:
-            own = list(layer.parameters())
-            layer.register_forward_pre_hook(functools.partial(widen, own))
-            layer.register_forward_hook(functools.partial(_restore, own, [x.data for x in own]))
-
     # Derived
 
     def require(self) -> None:
@@ -129,19 +120,13 @@ class Model(Operator):
         except ImportError as error:
             raise ImportError(f"{self.FUNCTION} needs {self.INSTALL} ({error})") from error
 
-    def items(self, cell: Cell) -> tuple[float, str]:
-        return value_of(self.ITEMS[0], cell), self.ITEMS[1]
-
-    def tokens(self, cell: Cell) -> int:
-        return int(value_of(self.TOKENS, cell))
-
     def pairs(self, cell: Cell, pairs: int) -> int:
         of_layer = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
         return int(value_of(of_layer, cell, pairs=pairs))
 
     def elements(self, cell: Cell) -> tuple[int, int]:
         weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
-        tokens = self.tokens(cell) * cell["E"]
+        tokens = value_of(self.TOKENS, cell) * cell["E"]
         return weights + tokens, tokens
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
@@ -149,12 +134,9 @@ class Model(Operator):
 
         All are slices of one pool, which is faster than drawing, and needs no extra memory.
         """
-        inputs, scaled, begin = (
-            self.given(cell, draw),
-            functools.cache(draw.normal(_POOL).__mul__),
-            0,
-        )
-        for name, parameter in _parameters_of(self, cell).items():
+        inputs, begin = Inputs(self.given(cell, draw)), 0
+        scaled = functools.cache(draw.normal(_POOL).__mul__)
+        for name, parameter in self.parameters(cell).items():
             shape, count = parameter.shape, parameter.numel()
             pool = scaled((count // shape[0]) ** -0.5 if len(shape) > 1 else 0.1)
             if count > _POOL:
@@ -165,111 +147,120 @@ class Model(Operator):
             begin += count
             if len(shape) == 1 and name.endswith("weight"):
                 inputs[name] = inputs[name] + 1
-        length = self.tokens(cell) // cell["B"]
-        return inputs | {"grad_out": draw.normal(cell["B"], length, cell["E"])}
+        length = value_of(self.TOKENS, cell) // cell["B"]
+        inputs["grad_out"] = draw.normal(cell["B"], length, cell["E"])
+        return inputs
+
+    def parameters(self, cell: Cell) -> dict[str, nn.Parameter]:
+        """The parameters on the meta device, by name."""
+        return dict(_on_meta(self, cell).named_parameters())
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return () if cell.passes == "fwd" else [*_parameters_of(self, cell)]
+        return () if cell.passes == "fwd" else [*self.parameters(cell)]
 
-    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._with(cell, inputs, "fastattn")
+    def ours(self, cell: Cell, x: Inputs) -> Forward:
+        return self._with(cell, x, "fastattn")
 
-    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._with(cell, inputs, "sdpa")
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        return self._with(cell, x, "sdpa")
 
-    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._with(cell, inputs, "eager")
+    def eager(self, cell: Cell, x: Inputs) -> Forward:
+        return self._with(cell, x, "eager")
 
-    def _with(self, cell: Cell, inputs: Inputs, attention: str) -> Prepared:
+    def _with(self, cell: Cell, x: Inputs, attention: str) -> Forward:
         """Eval mode for the forward only, else training without dropout."""
-        model = self._model(cell, inputs)
+        model = self._model(cell, x)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # each has its own memory, as in a loaded model
-        call = self.bind(cell, model, self._given(cell, inputs))
+        call = self.bind(cell, model, self._given(cell, x))
         with self.serving(attention):
-            self.choose(model, attention)
+            if hasattr(model, "set_attn_implementation"):
+                model.set_attn_implementation(attention)
 
         def forward() -> Tensor:
             with self.serving(attention):
                 return call()
 
-        return self.prepared(cell, dict(model.named_parameters()), forward)
+        return forward
 
-    def _model(self, cell: Cell, inputs: Inputs) -> Any:
-        """The model with the parameters that are in `inputs`, of their dtype."""
+    def _model(self, cell: Cell, x: Inputs) -> Any:
+        """The model with the parameters that are in `x`, of their dtype."""
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(inputs["grad_out"].dtype)
+            torch.set_default_dtype(TORCH_DTYPES[cell.dtype])
             stack.enter_context(NothingDrawn())
             model = self.make(cell)
         model.train(cell.passes != "fwd")
         for name, parameter in model.named_parameters():
-            parameter.data = inputs[name]
+            parameter.data = x[name]
+        x.update(model.named_parameters())
         return model
 
-    def _given(self, cell: Cell, inputs: Inputs) -> Inputs:
+    def _given(self, cell: Cell, x: Inputs) -> Inputs:
         """The arguments of the model."""
-        own = {"grad_out", *_parameters_of(self, cell)}
-        return {name: x for name, x in inputs.items() if name not in own}
+        own = {"grad_out", *self.parameters(cell)}
+        return Inputs({name: tensor for name, tensor in x.items() if name not in own})
 
     # The reference
 
-    def in_double(self, inputs: Inputs) -> Inputs:
-        """Unchanged: all weights in float64 may not fit into memory, so `expected` converts."""
-        return inputs
+    def in_double(self, x: Inputs) -> Inputs:
+        """In float64, slices of one pool as before: all weights may not fit into memory."""
 
-    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
+        @functools.cache
+        def doubled(pool: Tensor) -> Tensor:
+            return pool.double()
+
+        def sliced(t: Tensor) -> Tensor:
+            pool: Any = t._base
+            if pool is None or not t.is_floating_point():
+                return t.double() if t.is_floating_point() else t
+            return doubled(pool).as_strided(t.shape, t.stride(), t.storage_offset())
+
+        return Inputs({name: sliced(t) for name, t in x.items()})
+
+    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
         """The model in float64, with plain attention.
 
         Parts that the model always computes in float32, such as rotary angles, stay in float32.
         """
-        model = self._model(cell, inputs)
-        given = super().in_double(self._given(cell, inputs))
-        wanted = self.leaf_names(cell)
-        with torch.set_grad_enabled(bool(wanted)), self.exactly(model):
-            if not wanted:
-                self.widen(model)
-                return {"out": self.bind(cell, model, given)()}
-            own = dict(model.named_parameters())
-            widen(list(own.values()))
-            out = self.bind(cell, model, given)()
-            leaves = [own[name] for name in wanted]
-            gradients = torch.autograd.grad(out, leaves, inputs["grad_out"].double())
-        names = (f"grad_{name}" for name in wanted)
-        return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
+        model = self._model(cell, x)
+        call = self.bind(cell, model, self._given(cell, x))
 
-    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
+        def forward() -> Tensor:
+            with self.exactly(model):
+                return call()
+
+        return forward
+
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
         """The noise of a forward pass is measured on one sequence, or on the start of one.
 
         The start is enough in a causal model, whose tokens do not depend on later ones.
         """
         if not few or cell.passes != "fwd":
-            return [()]
-        last = cell["B"] - 1
-        return [(last, min(cell["L"], 64)) if self.CAUSAL else (last,)]
+            return [{}]
+        last = {"B": range(cell["B"] - 1, cell["B"])}
+        return [last | {"L": range(min(cell["L"], 64))} if self.CAUSAL else last]
+
+    def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
+        sizes = ["B", "L", *["_"] * x.dim()][: x.dim()]
+        return [] if name in self.parameters(cell) else sizes
 
     def unjudged(self, cell: Cell) -> Collection[str]:
         """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
         if cell.dtype == "fp32":
             return ()
         summed = (nn.LayerNorm, nn.Embedding)
-        modules = _on_meta(self, cell).named_modules()
         return {
             f"grad_{name}.{own}"
-            for name, module in modules
+            for name, module in _on_meta(self, cell).named_modules()
             if isinstance(module, summed)
             for own, _ in module.named_parameters()
         }
 
-    def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
+    def coverage(self, cell: Cell, parts: Sequence[Part]) -> str:
         skipped = cell.passes != "fwd" and self.unjudged(cell)
         return "all but the gradients of layer norms and embeddings" if skipped else "all"
-
-    def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
-        if not where or (name != "out" and name not in self._given(cell, {name: x})):
-            return x
-        x = x[where[0] : where[0] + 1]
-        return x[:, : where[1]] if len(where) > 1 else x
 
 
 class LibraryModel(Model):
@@ -277,9 +268,6 @@ class LibraryModel(Model):
 
     TORCH = "the model as it is, the same parameters"
     CALLER = "torch.nn.functional"  # the module in which layers find the function
-
-    def choose(self, model: Any, attention: str) -> None:
-        pass
 
     @contextlib.contextmanager
     def serving(self, attention: str) -> Iterator[None]:
@@ -298,10 +286,6 @@ class LibraryModel(Model):
     def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
         return sdpa_kernel(SDPBackend.MATH)
 
-    def widen(self, model: nn.Module) -> None:
-        """Converts all parameters together: parts of a layer may be called on their own."""
-        widen(list(model.parameters()))
-
 
 @functools.lru_cache(maxsize=8)
 def _on_meta(model: Model, cell: Cell) -> nn.Module:
@@ -310,18 +294,53 @@ def _on_meta(model: Model, cell: Cell) -> nn.Module:
         return model.make(cell)
 
 
-def _parameters_of(model: Model, cell: Cell) -> dict[str, nn.Parameter]:
-    return dict(_on_meta(model, cell).named_parameters())
+class _Mark(torch.autograd.Function):
+    """The identity; `then` is called in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.then()
+        return None, *grads
 
 
-def widen(parameters: list[nn.Parameter], *called: Any) -> None:
-    for parameter in parameters:
-        parameter.data = parameter.data.double()
+@contextlib.contextmanager
+def watching(
+    function: Callable[..., Any],
+    replace: Callable[[Any], object],
+    watch: Stopwatch,
+    before: int = 0,
+) -> Iterator[None]:
+    """Within the block, a function of query, key and value is timed, forward and backward.
 
+    `replace` puts another function in its place; `before` arguments come before the query. The
+    result is the output, or a tuple that begins with it. In the backward, the mark on the output
+    comes before attention, and those on its inputs after it.
+    """
 
-def _restore(parameters: list[nn.Parameter], kept: list[Tensor], *called: Any) -> None:
-    for parameter, data in zip(parameters, kept, strict=True):
-        parameter.data = data
+    def watched(*args: Any, **options: Any) -> Any:
+        tensors = args[before : before + 3]
+        has_backward = torch.is_grad_enabled() and tensors[0].requires_grad
+        if has_backward:
+            tensors = _Mark.apply(watch.stop, *tensors)
+        watch.start()
+        result = function(*args[:before], *tensors, *args[before + 3 :], **options)
+        watch.stop()
+        if not has_backward:
+            return result
+        if isinstance(result, tuple):
+            return *_Mark.apply(watch.start, result[0]), *result[1:]
+        return _Mark.apply(watch.start, result)[0]
+
+    replace(watched)
+    try:
+        yield
+    finally:
+        replace(function)
 
 
 def imported(name: str) -> ModuleType:
@@ -339,7 +358,7 @@ def imported(name: str) -> ModuleType:
         if "torchvision::nms" not in str(error):
             raise
         library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for function in ("nms", "qnms"):
+            library.define(f"{function}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _declared.append(library)
     return importlib.import_module(name)

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import math
 import operator
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-import fastattn
+import fastattn.nn
 from fastattn import _flops, compat
 from fastattn.backends import reference
 from fastattn.library import operators
 
 if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
+    from fastattn.bench.cells import Cell, Draw
     from fastattn.bench.gauges import Stopwatch
-    from fastattn.bench.inputs import Draw
 
-Inputs = dict[str, Tensor]
-Outputs = tuple[Tensor, ...]
-Forward = Callable[[], Outputs]
-Prepared = tuple[Forward, Sequence[Tensor]]  # a call, and the leaves of its gradient
+Forward = Callable[[], Any]  # returns the output, or a tuple that begins with it
+Part = Mapping[str, range]  # of a cell: the places along some of its sizes
 
-_AT_ONCE = 1 << 25  # elements of the largest intermediate tensor of the float64 reference: 256 MB
+AT_ONCE = 1 << 23  # elements of the largest intermediate tensor of the float64 reference: 64 MB
+PAIRS_CHECKED = 1 << 26
+PAIRS_OF_FEW = 1 << 22
 _MULTIPLES = (("H", "Hkv"), ("E", "H"), ("Lk", "P"), ("I", "P"))
 _RULES: dict[str, Callable[..., int]] = {
     "attention": _flops.attention_flops,
@@ -36,16 +39,25 @@ _RULES: dict[str, Callable[..., int]] = {
 }
 
 
+class Inputs(dict[str, Tensor]):
+    """Tensors by their names, which are attributes too."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
 class Operator:
     """An operator: its sizes, inputs and cost, its call, and what PyTorch's users write instead.
 
     A simple one is an instance, whose keyword arguments replace the attributes and methods below:
 
         OP = Operator(FUNCTION="learned_scale", SIZES={"B": 1, "E": 512}, ...,
-                      arguments=lambda cell, inputs: ([inputs["x"]], {}))
+                      arguments=lambda cell, x: ([x.query], {}))
 
     The defaults suit a function of `fastattn` without masks and weights; modules are instances of
-    `_module.Module`. The exact result is the library's call with the definitions of
+    `Module`. The exact result is the library's call with the definitions of
     `fastattn.backends.reference` in place of kernels, in float64. A baseline is an `equation`: the
     definitions also handle NaN, inf and fully masked rows, and take several times as long.
     """
@@ -59,16 +71,20 @@ class Operator:
     WEIGHTS: Sequence[str] = ("none",)
     OPTIONS: Sequence[str] = ("none",)
     PASSES: Sequence[str] = ("fwd", "bwd", "fwd+bwd")
-    # The inputs that have a gradient, in order, and the output, which may be like the first input;
-    # "B L*E" is [B, L * E].
+    # The inputs that have a gradient, in order, and the output, which may be like the first input.
+    # An entry is a formula of the sizes and of DERIVED ones.
     SHAPES: Mapping[str, str]
     OUTPUT = ""
-    KEYWORDS: Mapping[str, Any] = {}  # arguments of the call that all cells have
+    LEARNED: Mapping[str, str] = {}  # the other input that has one, with an option
+    DERIVED: Mapping[str, Callable[[Cell], int]] = {}
+    # The tensors that the call takes by position, if not those of SHAPES; arguments of the call
+    # beside tensors and those that a mask or weights need, or functions of the cell.
+    ARGUMENTS: Sequence[str] = ()
+    KEYWORDS: Mapping[str, Any] = {}
+    ITEMS: tuple[str, str] | None = None  # a formula of what a call processes, and its unit
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
-    # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1. The
-    # elements of the largest intermediate tensor of the definition.
+    # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1.
     FLOPS: str
-    HIDDEN: str = "0"
     # Whether `equation` is the definition, because the reference's needs far more work (all pairs
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
@@ -77,8 +93,16 @@ class Operator:
         ("L", "Lq", "Lk", "N"), 16
     )
     SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
-    # Measures the attention in a call that also does other work.
-    stopwatch: Stopwatch | None = None
+    # The sizes along which parts do not depend on each other: that of which a sample is checked if
+    # the cell is long, and the one along which the definition is computed in blocks. `OTHERS` are
+    # the sizes of tensors beside those of SHAPES.
+    SAMPLED: Sequence[str] = ()
+    JOINT: Sequence[str] = ()  # options with an input of all parts, which are not sampled
+    BLOCKED = "B"
+    OTHERS: Mapping[str, str] = {}
+    stopwatch: Stopwatch | None = None  # measures the attention in a call that does other work too
+    # Selects the compared outputs of a call's result, given the dtype of the cell.
+    results: Callable[[Any, torch.dtype], Any] | None = None
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -90,7 +114,7 @@ class Operator:
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
         """What a call processes, such as tokens, and its unit; None if that is no measure of it."""
-        return None
+        return self.ITEMS and (value_of(self.ITEMS[0], cell), self.ITEMS[1])
 
     def check(self, cell: Cell) -> None:
         """Raises ValueError, which names the keys, for sizes and options that do not match."""
@@ -115,16 +139,11 @@ class Operator:
         """The visible pairs of one head over the batch, unless the mask alone decides them."""
         return pairs
 
-    def size(self, cell: Cell, key: str) -> int:
-        """The value of a key in SHAPES and OUTPUT."""
-        return cell[key]
-
     def shape(self, cell: Cell, sizes: str) -> list[int]:
         """The shape that an entry of SHAPES, or OUTPUT, describes."""
+        derived = {name: size(cell) for name, size in self.DERIVED.items()}
         sizes = sizes or next(iter(self.SHAPES.values()))
-        return [
-            math.prod(self.size(cell, key) for key in size.split("*")) for size in sizes.split()
-        ]
+        return [value_of(size, cell, **derived) for size in sizes.split()]
 
     def elements(self, cell: Cell) -> tuple[int, int]:
         """The number of elements of all inputs, and of the output."""
@@ -144,132 +163,156 @@ class Operator:
             scale = float(value_of(str(self.SCALES.get(name, 1.0)), cell))
             drawn[name] = draw.normal(*self.shape(cell, sizes), scale=scale)
         grad_out = self.shape(cell, self.OUTPUT) if "bwd" in self.PASSES else (0,)
-        return self.others(cell, draw) | drawn | {"grad_out": draw.normal(*grad_out)}
+        return Inputs(self.others(cell, draw) | drawn | {"grad_out": draw.normal(*grad_out)})
 
-    def others(self, cell: Cell, draw: Draw) -> Inputs:
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """Inputs without a gradient, such as tokens and masks."""
         return {}
 
-    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments of the library's function."""
-        return self.leaves(inputs), dict(self.KEYWORDS)
+    def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments of the library's function: what it accepts of the cell and the inputs."""
+        placed = self.ARGUMENTS or tuple(self.SHAPES)
+        accepted = inspect.signature(getattr(fastattn, self.FUNCTION)).parameters
+        heads = cell.sizes.get("H")
+        given: dict[str, Any] = {
+            "is_causal": cell.mask == "causal",
+            "enable_gqa": cell.sizes.get("Hkv", heads) != heads,
+            "need_weights": cell.weights != "none",
+            **{name: tensor for name, tensor in x.items() if name not in placed},
+        }
+        options = {name: value for name, value in given.items() if name in accepted}
+        own = {name: of(cell) if callable(of) else of for name, of in self.KEYWORDS.items()}
+        return [x[name] for name in placed], options | own
 
-    def results(self, found: Any, dtype: torch.dtype) -> Any:
-        """The compared outputs among the results of a call whose inputs have this dtype."""
-        return found
-
-    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """The library's call."""
-        args, options = self.arguments(cell, inputs)
+    def ours(self, cell: Cell, x: Inputs) -> Forward:
+        """The library's call; a module puts its parameters in place of those inputs."""
+        args, options = self.arguments(cell, x)
         function = operator.attrgetter(self.FUNCTION)(fastattn)
-        return self.calling(functools.partial(function, *args, **options), cell, inputs)
+        return self.calling(functools.partial(function, *args, **options), x)
 
-    def calling(self, function: Callable[[], Any], cell: Cell, inputs: Inputs) -> Prepared:
+    def calling(self, function: Forward, x: Inputs) -> Forward:
         """A call of the library's function, or of another with the same results."""
-        dtype = inputs["grad_out"].dtype
-        return self.prepared(cell, inputs, lambda: self.results(function(), dtype))
+        results, dtype = self.results, x.grad_out.dtype
+        return function if results is None else lambda: results(function(), dtype)
 
-    def equation(self, cell: Cell, inputs: Inputs) -> Any:
+    def equation(self, cell: Cell, x: Inputs) -> Any:
         """The result as a user of PyTorch computes it, without any fused attention."""
         raise NotImplementedError
 
-    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
+    def eager(self, cell: Cell, x: Inputs) -> Forward:
         """The call of the provider `torch-eager`."""
-        return self.prepared(cell, inputs, lambda: self.equation(cell, inputs))
+        return lambda: self.equation(cell, x)
 
-    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
         """The call of the provider `torch`: the best that PyTorch has."""
-        return self.eager(cell, inputs)
+        return self.eager(cell, x)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """The reasons why PyTorch has nothing for this cell."""
         return []
 
-    def prepared(self, cell: Cell, inputs: Inputs, call: Callable[[], Any]) -> Prepared:
-        """A call, whose result becomes a tuple, with the leaves among the inputs."""
-
-        def forward() -> Outputs:
-            result = call()
-            return result if isinstance(result, tuple) else (result,)
-
-        return forward, [inputs[name] for name in self.leaf_names(cell)]
-
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
-        return tuple(self.SHAPES)
+        learned = self.LEARNED.get(cell.option)
+        return [*self.SHAPES, *([learned] if learned else [])]
 
-    def leaves(self, inputs: Inputs) -> list[Tensor]:
+    def leaves(self, x: Inputs) -> list[Tensor]:
         """The inputs of SHAPES."""
-        return [inputs[name] for name in self.SHAPES]
+        return [x[name] for name in self.SHAPES]
 
     # The exact result
 
-    def in_double(self, inputs: Inputs) -> Inputs:
+    def in_double(self, x: Inputs) -> Inputs:
         """The inputs of `expected`."""
-        return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        return Inputs({name: t.double() if t.is_floating_point() else t for name, t in x.items()})
 
-    def exact(self, cell: Cell, inputs: Inputs, block: slice) -> Prepared:
-        """The definition of a block of the call, on inputs in float64."""
+    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
+        """The definition of a block of the call, which begins at `start`, in float64."""
         if self.BY_EQUATION:
-            return self.eager(cell, inputs)
-        forward, leaves = self.ours(cell, inputs)
+            return self.eager(cell, x)
+        forward = self.ours(cell, x)
 
-        def defined() -> Outputs:
+        def defined() -> Any:
             with compat.through_the_dispatcher(), _Definitions():
                 return forward()
 
-        return defined, leaves
+        return defined
 
-    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
+    def expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
         """All outputs of the cell by name, a block at a time, to bound the memory."""
         names, wanted = self.leaf_names(cell), cell.passes != "fwd"
-        whole = inputs | {
-            name: inputs[name].clone().requires_grad_(wanted) for name in names if name in inputs
-        }
-        outputs: list[Outputs] = []
-        gradients: list[Outputs] = []
+        leaves = {n: x[n].clone().requires_grad_() for n in names if n in x} if wanted else {}
+        outputs: list[tuple[Tensor, ...]] = []
+        gradients: list[tuple[Tensor, ...]] = []
         with torch.set_grad_enabled(wanted):
-            for block in self.blocks(cell, inputs):
-                taken = {name: self.within(cell, name, x, block) for name, x in whole.items()}
-                forward, leaves = self.exact(cell, taken, block)
-                results = forward()
+            for block in self.blocks(cell, x):
+                taken = Inputs(self.taken(cell, x | leaves, {self.BLOCKED: block}))
+                before = taken.copy()
+                results = as_tuple(self.exact(cell, taken, block.start)())
                 if wanted:
                     # A parameter of a module has its gradient; the others, that of the whole input.
-                    pairs = zip(names, leaves, strict=True)
-                    by = [whole[n] if x is taken.get(n) else x for n, x in pairs]
-                    gradients.append(torch.autograd.grad(results[0], by, taken["grad_out"]))
-                outputs.append(tuple(x.detach() for x in results))
+                    by = [leaves[n] if taken[n] is before.get(n) else taken[n] for n in names]
+                    gradients.append(torch.autograd.grad(results[0], by, taken.grad_out))
+                outputs.append(tuple(result.detach() for result in results))
+        axis = 0 if self.BLOCKED == "B" else -2
         found = {
-            name: torch.cat(parts, self.BLOCKED) if len(parts) > 1 else parts[0]
+            name: torch.cat(parts, axis) if len(parts) > 1 else parts[0]
             for name, parts in zip(("out", "weights"), zip(*outputs, strict=True), strict=False)
         }
         sums = (functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
-        return found | {f"grad_{name}": x for name, x in zip(names, sums, strict=False)}
+        return found | {f"grad_{name}": total for name, total in zip(names, sums, strict=False)}
 
-    BLOCKED = 0  # the dimension of the outputs that is divided into blocks
+    def blocks(self, cell: Cell, x: Inputs) -> Sequence[range]:
+        """Blocks of queries or sequences whose intermediate tensors are not too large together."""
+        count = cell.sizes.get(self.BLOCKED, 1)
+        hidden = math.prod(cell.sizes.get(size, 1) for size in ("B", "H", "Lq", "Lk", "A"))
+        if self.BLOCKED and x.grad_out.numel():  # of a part of the cell, a part of it
+            hidden = hidden * x.grad_out.numel() // math.prod(self.shape(cell, self.OUTPUT))
+        step = max(1, count * AT_ONCE // hidden) if self.BLOCKED else count
+        return [range(n, min(n + step, count)) for n in range(0, count, step)]
 
-    def blocks(self, cell: Cell, inputs: Inputs) -> Sequence[slice]:
-        """Blocks of sequences whose intermediate tensors are not too large together."""
-        batch = cell.sizes.get("B", 1)
-        step = max(1, batch * _AT_ONCE // max(int(value_of(self.HIDDEN, cell)), 1))
-        return [slice(n, n + step) for n in range(0, batch, step)]
+    # The check of a long cell compares a sample of its parts.
 
-    def within(self, cell: Cell, name: str, x: Tensor, block: slice) -> Tensor:
-        """The part of an input that belongs to a block."""
-        has_batch = name not in self.SHAPES or self.SHAPES[name].startswith("B ")
-        if self.HIDDEN == "0" or not has_batch or (name == "attn_mask" and x.dim() < 3):
-            return x
-        return x[block]
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
+        """The parts to compare; with `few`, those to measure the noise on. `[{}]` is everything."""
+        keys = [key for key in self.SAMPLED if key == "B" or cell.weights != "average"]
+        pairs = math.prod(cell[key] for key in ("B", "H", "Lq", "Lk")) if keys else 0
+        most = PAIRS_OF_FEW if few else PAIRS_CHECKED
+        if pairs <= most or cell.option in self.JOINT:
+            return [{}]
+        units = [(b, h) for b in range(cell["B"]) for h in range(cell["Hkv"] if keys[1:] else 1)]
+        chosen = random.Random(seed).sample(units, max(1, most * len(units) // pairs))
+        return [
+            {key: range(n, n + 1) for key, n in zip(keys, unit, strict=False)}
+            for unit in sorted(chosen)
+        ]
 
-    # The check of a long cell may compare a sample of its parts.
+    def coverage(self, cell: Cell, parts: Sequence[Part]) -> str:
+        """What was compared, for the result file."""
+        if not parts[0]:
+            return "all"
+        if len(parts[0]) == 1:
+            return f"{len(parts)} of {cell['B']} sequences"
+        return f"{len(parts)} of {cell['B'] * cell['Hkv']} (sequence, head)"
 
-    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
-        """The parts to compare; with `few`, those to measure the noise on. `[()]` is everything."""
-        return [()]
+    def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
+        """The sizes of an input or an output; those of a mask are its last ones."""
+        name = name.removeprefix("grad_")
+        sizes = self.OUTPUT or next(iter(self.SHAPES.values()), "") if name == "out" else ""
+        return (sizes or self.SHAPES.get(name) or self.OTHERS.get(name, "")).split()
 
-    def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
-        """One part of an input or an output."""
-        return x
+    def taken(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """The part of each input or output; a key head has the queries of its group."""
+        taken = {}
+        for name, whole in x.items():
+            for axis, size in enumerate(reversed(self.dims(cell, name, whole)), 1):
+                key = "Hkv" if size == "H" and "Hkv" in part else size
+                if key in part and axis <= whole.dim() and whole.shape[-axis] > 1:
+                    each = cell[size] // cell[key]
+                    places = part[key]
+                    whole = whole.narrow(-axis, places.start * each, len(places) * each)
+            taken[name] = whole
+        return taken
 
     def unjudged(self, cell: Cell) -> Collection[str]:
         """Outputs that are not compared, because PyTorch computes them outside the bound."""
@@ -279,15 +322,101 @@ class Operator:
         """The dtype of an output of a cell with this dtype."""
         return dtype
 
-    def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
-        """What was compared, for the result file."""
-        return "all"
+
+class Module(Operator):
+    """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
+
+    TORCH = "the equation: torch has no such module"
+
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        """The module; `made` is the device and the dtype of its parameters."""
+        raise NotImplementedError
+
+    def call(self, cell: Cell, module: nn.Module, x: Inputs) -> Any:
+        """The call that is timed."""
+        return module(*self.leaves(x), **self.KEYWORDS)
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        return (*self.SHAPES, *_parameter_shapes(self, cell))
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        arguments, output = super().elements(cell)
+        return arguments + sum(map(math.prod, _parameter_shapes(self, cell).values())), output
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        drawn = super().inputs(cell, draw)
+        for name, shape in _parameter_shapes(self, cell).items():
+            drawn[name] = self.parameter(name, shape, draw)
+        return drawn
+
+    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        """Matrices that preserve the scale of their inputs; weights of norms near 1."""
+        if len(shape) > 1:
+            return draw.normal(*shape, scale=shape[-1] ** -0.5)
+        about_one = "norm" in name and name.endswith("weight")
+        return draw.normal(*shape, scale=0.1) + (1 if about_one else 0)
+
+    def ours(self, cell: Cell, x: Inputs) -> Forward:
+        return self.built(self.make, cell, x)
+
+    def built(self, make: Callable[..., nn.Module], cell: Cell, x: Inputs) -> Forward:
+        """Eval mode for the forward only, else training; no module here has dropout."""
+        with NothingDrawn():
+            module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
+        own: dict[str, Any] = dict(module.named_parameters())
+        # Not strict, because buffers are no inputs; a parameter that is none raises a KeyError.
+        module.load_state_dict({name: x[name] for name in own}, strict=False)
+        module.train(cell.passes != "fwd")
+        x.update(own)
+        return self.calling(lambda: self.call(cell, module, x), x)
+
+
+class Twin(Module):
+    """A module that `torch.nn` has under the same name, with the same parameters.
+
+    PyTorch's, in float64, is also the definition.
+    """
+
+    def build(self, library: Any, cell: Cell, **made: Any) -> nn.Module:
+        """The module of `library`, which is `fastattn.nn` or `torch.nn`."""
+        raise NotImplementedError
+
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        return self.build(fastattn.nn, cell, **made)
+
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        return self.built(functools.partial(self.build, nn), cell, x)
+
+    def eager(self, cell: Cell, x: Inputs) -> Forward:
+        forward = self.theirs(cell, x)
+
+        def with_scores() -> Any:
+            with sdpa_kernel(SDPBackend.MATH):
+                return forward()
+
+        return with_scores
+
+    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
+        """In training mode and in one step, without PyTorch's fused layers."""
+        return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    """The result of a call that returns the output, or a tuple that begins with it."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def value_of(formula: str, cell: Cell, **names: Any) -> Any:
     """The value of a formula in an operator's declaration."""
     known = {"min": min, "max": max, "option": cell.option, **cell.sizes, **names}
     return eval(formula, {"__builtins__": {}}, known)
+
+
+@functools.lru_cache(maxsize=64)
+def _parameter_shapes(module: Module, cell: Cell) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the cell's module, by name and in its order."""
+    parameters = module.make(cell, device="meta").named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
 class _Definitions(TorchFunctionMode):
@@ -300,3 +429,17 @@ class _Definitions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensors, options = primitive.split(args)
         return getattr(reference, primitive.name)(*tensors, options=options)
+
+
+class NothingDrawn(compat.DispatchMode):
+    """Fills new weights with 0 instead of random numbers, which is faster.
+
+    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))

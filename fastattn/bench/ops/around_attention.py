@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import softmax_weights
-from fastattn.bench.ops._base import Inputs, Operator
-from fastattn.bench.ops._module import Module
+from fastattn.bench.cells import Cell, Draw
+from fastattn.bench.ops._base import Inputs, Module, Operator
+from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import HeadNetwork
 
 
@@ -20,15 +18,14 @@ class _MergeStates(Operator):
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
-        return {name: x.to(self.dtype_of(name, x.dtype)) for name, x in inputs.items()}
+        return Inputs({name: x.to(self.dtype_of(name, x.dtype)) for name, x in inputs.items()})
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32) if "lse" in name else dtype
 
-    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
-        out_a, lse_a, out_b, lse_b = self.leaves(inputs)
-        a, b = torch.stack([lse_a, lse_b]).softmax(0)[..., None]
-        return (a * out_a + b * out_b).to(out_a.dtype)
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
+        return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
 
 
 MERGE_STATES = _MergeStates(
@@ -48,31 +45,21 @@ class _Stats(Operator):
     The backward is not timed, because it stores the weights, which the function exists to avoid.
     """
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        read, queries = super().elements(cell)
-        return read, queries * (1 + cell["K"]) + cell["B"] * cell["H"] * cell["Lk"]
-
-    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
-        options = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
-        return self.leaves(inputs), options | {"top_k": cell["K"]}
-
-    def results(self, found: Any, dtype: torch.dtype) -> Tensor:
-        """One output, [B, H, Lk + Lq (1 + K)]."""
-        joined = [found.column_sums, found.entropy]
-        joined += [] if found.top_values is None else [found.top_values.flatten(-2)]
-        return torch.cat(joined, -1).to(dtype)
-
-    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
-        query, key = self.leaves(inputs)
-        visible = None
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        shape, visible = (cell["Lq"], cell["Lk"]), None
         if cell.mask == "causal":
-            square = torch.ones(cell["Lq"], cell["Lk"], dtype=torch.bool, device=query.device)
-            visible = square.tril()
-        key = key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
-        weights = softmax_weights(query, key, visible)
+            visible = torch.ones(shape, dtype=torch.bool, device=x.query.device).tril()
+        key = x.key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
+        weights = softmax_weights(x.query, key, visible)
         found = [weights.sum(-2), torch.special.entr(weights).sum(-1)]
         found += [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
         return torch.cat(found, -1)
+
+
+def _joined(found: Any, dtype: torch.dtype) -> Tensor:
+    joined = [found.column_sums, found.entropy]
+    joined += [] if found.top_values is None else [found.top_values.flatten(-2)]
+    return torch.cat(joined, -1).to(dtype)
 
 
 ATTENTION_STATS = _Stats(
@@ -84,8 +71,10 @@ ATTENTION_STATS = _Stats(
     MASKS=("none", "causal"),
     PASSES=("fwd",),
     SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D"},
-    OUTPUT="B H Lq",  # and more, see elements
+    OUTPUT="B H Lk+Lq*(1+K)",  # joined
     FLOPS="attention(pairs * H, D, 0)",
+    KEYWORDS={"top_k": lambda cell: cell["K"]},
+    results=_joined,
 )
 
 
@@ -101,17 +90,17 @@ class _Hard(Operator):
         inputs = super().inputs(cell, draw)
         wanted = draw.integers(0, cell["Lk"], cell["Lq"])
         toward = 4 * cell["D"] ** -0.5  # a score of about 4; other scores are about 0
-        query = inputs["key"][:, :, wanted] * toward + 0.1 * inputs["query"]
-        return inputs | {"query": query.to(draw.dtype)}
+        query = inputs.key[:, :, wanted] * toward + 0.1 * inputs.query
+        inputs["query"] = query.to(draw.dtype)
+        return inputs
 
-    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
-        query, key, value = self.leaves(inputs)
-        weights = softmax_weights(query, key)
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        weights = softmax_weights(x.query, x.key)
         chosen = weights.argmax(-1, keepdim=True)
-        out = value.gather(-2, chosen.expand(*chosen.shape[:-1], cell["Dv"]))
+        out = x.value.gather(-2, chosen.expand(*chosen.shape[:-1], cell["Dv"]))
         if not torch.is_grad_enabled():
             return out
-        mean = weights @ value.detach()
+        mean = weights @ x.value.detach()
         return out + (mean - mean.detach())  # the value of `out`, the derivative of `mean`
 
 
@@ -135,10 +124,6 @@ class _HeadNetwork(Module):
         drawn = super().parameter(name, shape, draw)
         return drawn + 8 * (2 * (torch.arange(shape[-1]) % 2) - 1) if name == "bias1" else drawn
 
-    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
-        hidden = (inputs["x"] @ inputs["weight1"].mT + inputs["bias1"][:, None]).relu()
-        return hidden @ inputs["weight2"].mT + inputs["bias2"][:, None]
-
 
 HEAD_NETWORK = _HeadNetwork(
     FUNCTION="nn.HeadNetwork",
@@ -147,4 +132,7 @@ HEAD_NETWORK = _HeadNetwork(
     SHAPES={"x": "B H L D"},
     FLOPS="products(2 * B*H*L*D*F)",
     make=lambda cell, **made: HeadNetwork(cell["H"], cell["D"], cell["F"], **made),
+    equation=lambda cell, x: (
+        (x.x @ x.weight1.mT + x.bias1[:, None]).relu() @ x.weight2.mT + x.bias2[:, None]
+    ),
 )

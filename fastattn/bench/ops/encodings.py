@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.ops._base import Inputs, Operator, Prepared
-from fastattn.bench.ops._module import Module
+from fastattn.bench.ops._base import Forward, Inputs, Module, Operator
 from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
 
@@ -19,9 +18,9 @@ def _table(cell: Cell, like: Tensor) -> Tensor:
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, : cell["E"]].to(like.dtype)
 
 
-def _added(cell: Cell, inputs: Inputs) -> Prepared:
-    x, table = inputs["x"], _table(cell, inputs["x"])
-    return lambda: (x * cell["E"] ** 0.5 + table,), [x]
+def _added(cell: Cell, x: Inputs) -> Forward:
+    rows, table = x.x, _table(cell, x.x)
+    return lambda: rows * cell["E"] ** 0.5 + table
 
 
 _OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}}
@@ -34,16 +33,14 @@ _SINUSOIDAL = _OF_ROWS | {
 
 SINUSOIDAL = Operator(
     FUNCTION="sinusoidal_encoding",
-    arguments=lambda cell, inputs: ([inputs["x"]], {"scale": cell["E"] ** 0.5}),
+    KEYWORDS={"scale": lambda cell: cell["E"] ** 0.5},
     **_SINUSOIDAL,
 )
-
 POSITIONAL = Module(
     FUNCTION="nn.SinusoidalPositionalEncoding",
     make=lambda cell, **made: SinusoidalPositionalEncoding(cell["E"], scale="sqrt_dim"),
     **_SINUSOIDAL,
 )
-
 SINUSOIDAL_TABLE = Operator(
     FUNCTION="sinusoidal_table",
     ABOUT="PE(0), ..., PE(L − 1), [L, E]",
@@ -55,19 +52,18 @@ SINUSOIDAL_TABLE = Operator(
     FLOPS="L*E",  # a sine counts as one operation
     # The table has no input; this tensor carries dtype and device.
     others=lambda cell, draw: {"like": draw.normal(0)},
-    arguments=lambda cell, inputs: (
+    arguments=lambda cell, x: (
         [cell["L"], cell["E"]],
-        {"dtype": inputs["like"].dtype, "device": inputs["like"].device},
+        {"dtype": x.like.dtype, "device": x.like.device},
     ),
-    equation=lambda cell, inputs: _table(cell, inputs["like"]),
+    equation=lambda cell, x: _table(cell, x.like),
 )
-
 LEARNED = Module(
     FUNCTION="nn.LearnedPositionalEncoding",
     ABOUT="x + weight[position] on x [B, L, E], weight [L, E]",
     TORCH="x + nn.Parameter[:L]",
     FLOPS="B*L*E",
     make=lambda cell, **made: LearnedPositionalEncoding(cell["L"], cell["E"], **made),
-    equation=lambda cell, inputs: inputs["x"] + inputs["weight"],
+    equation=lambda cell, x: x.x + x.weight,
     **_OF_ROWS,
 )

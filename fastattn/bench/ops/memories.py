@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import softmax_weights
-from fastattn.bench.ops._base import Inputs, Operator, Prepared
-from fastattn.bench.ops._module import Module, below
+from fastattn.bench.cells import Cell, Draw
+from fastattn.bench.ops._base import Forward, Inputs, Module, Operator
+from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import Hopfield, HopfieldLayer, HopfieldPooling, KeyValueMemory, MemN2N
 from fastattn.ops.encode_memory import encoding_factors
 
@@ -45,20 +44,15 @@ HOPFIELD = Operator(
     # Small, so that the steps contract; diverging steps would amplify rounding errors.
     SCALES={"state": 0.5, "stored": 0.5},
     FLOPS="attention(B*H*L*N * (K + 1), D, D)",
+    KEYWORDS={"update_steps_max": itemgetter("K"), "update_steps_eps": 0.0},
     check=_check_shared,
-    arguments=lambda cell, inputs: (
-        [inputs["state"], inputs["stored"]],
-        {"update_steps_max": cell["K"], "update_steps_eps": 0.0},
-    ),
-    equation=lambda cell, inputs: _retrieved(
-        cell["K"], inputs["state"], inputs["stored"], inputs["stored"]
-    ),
+    equation=lambda cell, x: _retrieved(cell["K"], x.state, x.stored, x.stored),
 )
 
 
-def _energy(cell: Cell, inputs: Inputs) -> Tensor:
+def _energy(cell: Cell, x: Inputs) -> Tensor:
     """−lse(β X ξ) / β + ξ·ξ / 2 + (log N) / β + max |x|² / 2; the constants pass no gradient."""
-    xi, stored, root = inputs["state"], inputs["stored"], math.sqrt(cell["D"])  # 1 / β
+    xi, stored, root = x.state, x.stored, math.sqrt(cell["D"])  # 1 / β
     longest = stored.detach().square().sum(-1).amax(-1, keepdim=True)
     constants = longest / 2 + root * math.log(stored.shape[-2])
     return xi.square().sum(-1) / 2 - root * (xi @ stored.mT / root).logsumexp(-1) + constants
@@ -79,11 +73,11 @@ HOPFIELD_ENERGY = Operator(
 class _Hopfield(Module):
     """A module of retrieval: projections of each state, twice, and of each stored row, twice.
 
-    `KIND(E, **sizes)` is the module; `where` has the states, the rows and the prefix of the names
-    of the parameters of its `Hopfield`.
+    `KIND(E, **sizes)` is the module; its `Hopfield` has a `PREFIX` in the names of the parameters.
     """
 
     KIND: Any
+    PREFIX = "hopfield."
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         if self.KIND is not Hopfield:
@@ -97,81 +91,60 @@ class _Hopfield(Module):
         drawn = super().parameter(name, shape, draw)
         return drawn / 2 if "in_proj" in name else drawn
 
-    def where(self, cell: Cell, inputs: Inputs) -> tuple[Tensor, Tensor, str]:
-        return inputs["state"], inputs["stored"], ""
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        core = f"{self.PREFIX}association_core."
 
-    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
-        state, stored, prefix = self.where(cell, inputs)
-        own = below(inputs, prefix)
-        core = below(own, "association_core.")
+        def heads(n: int, kind: str, rows: Tensor) -> Tensor:
+            norm, names = f"{self.PREFIX}norm_{kind}.", ("weight", "bias")
+            weight, bias = (x[f"{core}in_proj_{name}"].chunk(3)[n] for name in names)
+            shape = rows.shape[-1:]
+            rows = functional.layer_norm(rows, shape, x[norm + "weight"], x[norm + "bias"])
+            rows = functional.linear(rows, weight, bias)
+            return rows.unflatten(-1, (cell["H"], -1)).transpose(1, 2)
 
-        def heads(n: int, kind: str, x: Tensor) -> Tensor:
-            norm = below(own, f"norm_{kind}.")
-            weight, bias = (core[f"in_proj_{name}"].chunk(3)[n] for name in ("weight", "bias"))
-            x = functional.layer_norm(x, x.shape[-1:], norm["weight"], norm["bias"])
-            return functional.linear(x, weight, bias).unflatten(-1, (cell["H"], -1)).transpose(1, 2)
-
+        stored = x.lookup_weights if self.KIND is HopfieldLayer else x.stored
+        pools = self.KIND is HopfieldPooling
+        state = x.pooling_weights.expand(cell["B"], -1, -1) if pools else x.state
         xi, keys = heads(0, "state_pattern", state), heads(1, "stored_pattern", stored)
         out = _retrieved(cell["K"], xi, keys, heads(2, "pattern_projection", stored))
         out = out.transpose(1, 2).flatten(2)
-        out = functional.linear(out, core["out_proj.weight"], core["out_proj.bias"])
-        return out.flatten(1) if self.KIND is HopfieldPooling else out
+        out = functional.linear(out, x[f"{core}out_proj.weight"], x[f"{core}out_proj.bias"])
+        return out.flatten(1) if pools else out
 
 
-def _hopfield(
-    kind: Any, about: str, batch: int, states: int, rows: str, **fields: Any
-) -> _Hopfield:
+def _hopfield(kind: Any, about: str, batch: int, states: int, rows: str, **more: Any) -> _Hopfield:
     return _Hopfield(
         FUNCTION=f"nn.{kind.__name__}",
         KIND=kind,
         ABOUT=f"{about}, H heads, K steps, norms, projections",
         SIZES={"B": batch, "L": states, "N": 128, "E": 512, "H": 8, "K": 3},
         FLOPS=f"attention(B*L*N * (K + 1), E, E) + products(2 * E**2 * (B*L + {rows}))",
-        **fields,
+        **more,
     )
 
 
+_ABOUT = "states [B, L, E] retrieve from "
 HOPFIELD_MODULE = _hopfield(
-    Hopfield,
-    "states [B, L, E] retrieve from patterns [B, N, E]",
-    batch=4,
-    states=128,
-    rows="B*N",
+    *(Hopfield, _ABOUT + "patterns [B, N, E]", 4, 128, "B*N"),
+    PREFIX="",
     SHAPES={"state": "B L E", "stored": "B N E"},
-    call=lambda cell, module, inputs: module((inputs["stored"], inputs["state"], inputs["stored"])),
+    call=lambda cell, module, x: module((x.stored, x.state, x.stored)),
 )
-
 HOPFIELD_LAYER = _hopfield(
-    HopfieldLayer,
-    "states [B, L, E] retrieve from N learned patterns",
-    batch=4,
-    states=128,
-    rows="N",
-    SHAPES={"state": "B L E"},
-    where=lambda cell, inputs: (inputs["state"], inputs["lookup_weights"], "hopfield."),
+    *(HopfieldLayer, _ABOUT + "N learned patterns", 4, 128, "N"), SHAPES={"state": "B L E"}
 )
-
 HOPFIELD_POOLING = _hopfield(
-    HopfieldPooling,
-    "L learned states retrieve from bags of patterns [B, N, E]",
-    batch=32,
-    states=1,
-    rows="B*N",
+    *(HopfieldPooling, "L learned states retrieve from bags of patterns [B, N, E]", 32, 1, "B*N"),
     SHAPES={"stored": "B N E"},
     OUTPUT="B L*E",
-    where=lambda cell, inputs: (
-        inputs["pooling_weights"].expand(cell["B"], -1, -1),
-        inputs["stored"],
-        "hopfield.",
-    ),
 )
 
 # Memory networks
 
 
-def _hops(cell: Cell, inputs: Inputs) -> Any:
-    u, m, c = (inputs[name] for name in ("query", "in_memory", "out_memory"))
-    mask, all_weights = inputs.get("memory_mask"), []
+def _hops(cell: Cell, x: Inputs) -> Any:
+    u, m, c = x.query, x.in_memory, x.out_memory
+    mask, all_weights = x.get("memory_mask"), []
     for _ in range(cell["K"]):
         scores = u @ m[0].T if cell["S"] == 1 else torch.bmm(m, u.unsqueeze(2)).squeeze(2)
         p = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
@@ -189,17 +162,10 @@ MEMORY_HOPS = Operator(
     SHAPES={"query": "B D", "in_memory": "S N D", "out_memory": "S N D"},
     SCALES={"in_memory": 0.1, "out_memory": 0.1},
     FLOPS="attention(B*K*N, D, D)",
+    KEYWORDS={"hops": itemgetter("K")},
     check=_check_shared,
     others=lambda cell, draw: (
         {"memory_mask": draw.valid(cell["B"], cell["N"])} if cell.mask == "padding" else {}
-    ),
-    arguments=lambda cell, inputs: (
-        [inputs[name] for name in ("query", "in_memory", "out_memory")],
-        {
-            "hops": cell["K"],
-            "memory_mask": inputs.get("memory_mask"),
-            "need_weights": cell.weights != "none",
-        },
     ),
     equation=_hops,
 )
@@ -223,21 +189,15 @@ ENCODE_MEMORY = Operator(
     OUTPUT="B N D",
     SCALES={"weight": 0.1, "temporal": 0.1},
     FLOPS="B*N*D * (2*J + 1)",
-    elements=lambda cell: (
-        (min(cell["V"], cell["B"] * cell["N"] * cell["J"]) + cell["N"]) * cell["D"],
-        cell["B"] * cell["N"] * cell["D"],
-    ),
+    ARGUMENTS=("tokens", "weight"),
+    unread=lambda cell: max(0, cell["V"] - cell["B"] * cell["N"] * cell["J"]) * cell["D"],
     others=lambda cell, draw: {"tokens": draw.sentences(*(cell[key] for key in "BNJV"))},
-    arguments=lambda cell, inputs: (
-        [inputs["tokens"], inputs["weight"]],
-        {"temporal": inputs["temporal"]},
-    ),
-    equation=lambda cell, inputs: _encoded(inputs["tokens"], inputs["weight"], inputs["temporal"]),
+    equation=lambda cell, x: _encoded(x.tokens, x.weight, x.temporal),
 )
 
 
 class _Memn2n(Module):
-    def others(self, cell: Cell, draw: Draw) -> Inputs:
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         return {
             "stories": draw.sentences(*(cell[key] for key in "BNJV")),
             "questions": draw.integers(0, cell["V"], cell["B"], cell["J"]),
@@ -251,16 +211,15 @@ class _Memn2n(Module):
         sizes: dict[str, Any] = {"hops": cell["K"], "memory_size": cell["N"]}
         return MemN2N(cell["V"], cell["D"], **sizes, weight_tying=tying, **made)
 
-    def equation(self, cell: Cell, inputs: Inputs) -> Tensor:
-        own, embedding = cell.option == "layerwise", inputs["embedding"]
-        tables = zip(embedding, inputs["temporal"], strict=True)
-        memories = [_encoded(inputs["stories"], table, row) for table, row in tables]
-        u = _encoded(inputs["questions"], inputs["question"] if own else embedding[0])
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        own, embedding = cell.option == "layerwise", x.embedding
+        tables = zip(embedding, x.temporal, strict=True)
+        memories = [_encoded(x.stories, table, row) for table, row in tables]
+        u = _encoded(x.questions, x.question if own else embedding[0])
         for m, c in [memories] * cell["K"] if own else itertools.pairwise(memories):
             p = torch.einsum("bnd,bd->bn", m, u).softmax(-1)
-            kept = u @ inputs["hop_proj"].T if own else u
-            u = kept + torch.einsum("bn,bnd->bd", p, c)
-        return u @ (inputs["answer"] if own else embedding[-1]).T
+            u = (u @ x.hop_proj.T if own else u) + torch.einsum("bn,bnd->bd", p, c)
+        return u @ (x.answer if own else embedding[-1]).T
 
 
 MEMN2N = _Memn2n(
@@ -275,22 +234,22 @@ MEMN2N = _Memn2n(
     # Adjacent hops share K + 1 tables; layerwise ones have two, and each a projection.
     FLOPS="2 * B*J*D * ((2 if option == 'layerwise' else K + 1) * N + 1) + "
     "attention(B*K*N, D, D) + products(B*D * (V + (option == 'layerwise') * K*D))",
-    call=lambda cell, module, inputs: module(inputs["stories"], inputs["questions"]),
+    call=lambda cell, module, x: module(x.stories, x.questions),
 )
 
 
-def _reading(cell: Cell, inputs: Inputs) -> Prepared:
-    query, keys, values = (inputs[name] for name in ("query", "keys", "values"))
-    made: dict[str, Any] = {"device": query.device, "dtype": query.dtype}
+def _reading(cell: Cell, x: Inputs) -> Forward:
+    made: dict[str, Any] = {"device": x.query.device, "dtype": x.query.dtype}
     memory = KeyValueMemory(cell["N"], cell["D"], cell["Dv"], batch_size=cell["B"], **made)
-    memory.keys, memory.values = keys, values
+    memory.keys, memory.values = x["keys"], x["values"]
     memory.used = torch.ones_like(memory.used)
-    return lambda: (memory.read(query),), [query, keys, values]
+    query = x.query
+    return lambda: memory.read(query)
 
 
-def _pytorch_reading(cell: Cell, inputs: Inputs) -> Prepared:
-    query, keys, values = leaves = [inputs[name] for name in ("query", "keys", "values")]
-    return lambda: (functional.scaled_dot_product_attention(query, keys, values),), leaves
+def _pytorch_reading(cell: Cell, x: Inputs) -> Forward:
+    query, keys, values = x.query, x["keys"], x["values"]
+    return lambda: functional.scaled_dot_product_attention(query, keys, values)
 
 
 KEY_VALUE_MEMORY = Operator(
@@ -303,7 +262,5 @@ KEY_VALUE_MEMORY = Operator(
     FLOPS="attention(B*L*N, D, Dv)",
     ours=_reading,
     theirs=_pytorch_reading,
-    equation=lambda cell, inputs: (
-        softmax_weights(inputs["query"], inputs["keys"]) @ inputs["values"]
-    ),
+    equation=lambda cell, x: softmax_weights(x.query, x["keys"]) @ x["values"],
 )

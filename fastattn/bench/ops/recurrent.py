@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastattn._flops import visible_pairs
-from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import softmax_weights, visible_keys
-from fastattn.bench.ops._base import Inputs, Operator
-from fastattn.bench.ops._module import Module
+from fastattn.bench.cells import Cell, Draw
+from fastattn.bench.ops._base import Inputs, Module, Operator
+from fastattn.bench.ops.attention import attn_mask, softmax_weights, visible_keys
 from fastattn.nn import AdditiveAttention, BahdanauAttention, GlobalAttention, LuongAttention
 
 # Additive attention
 
 
 class _Additive(Operator):
-    def others(self, cell: Cell, draw: Draw) -> Inputs:
-        if cell.mask == "bias":
-            return {"attn_mask": draw.normal(cell["Lq"], cell["Lk"])}
-        visible = None if cell.mask == "causal" else visible_keys(cell, draw)
-        return {} if visible is None else {"attn_mask": visible}
-
-    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
-        return self.leaves(inputs), {
-            "attn_mask": inputs.get("attn_mask"),
-            "is_causal": cell.mask == "causal",
-            "need_weights": cell.weights != "none",
-        }
-
-    def equation(self, cell: Cell, inputs: Inputs) -> Any:
-        query, key, value, v, bias = self.leaves(inputs)
-        scores = (query[:, :, None] + key[:, None] + bias).tanh() @ v
-        mask = inputs.get("attn_mask")
+    def equation(self, cell: Cell, x: Inputs) -> Any:
+        scores = (x.query[:, :, None] + x.key[:, None] + x.bias).tanh() @ x.v
+        mask = x.get("attn_mask")
         if cell.mask == "causal":
-            mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=v.device).tril()
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=x.v.device).tril()
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -torch.inf)
         elif mask is not None:
             scores = scores + mask
         weights = scores.softmax(-1)
-        return weights @ value if cell.weights == "none" else (weights @ value, weights)
+        return weights @ x.value if cell.weights == "none" else (weights @ x.value, weights)
 
 
 ADDITIVE = _Additive(
@@ -54,9 +39,10 @@ ADDITIVE = _Additive(
     WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B Lq A", "key": "B Lk A", "value": "B Lk Dv", "v": "A", "bias": "A"},
     OUTPUT="B Lq Dv",
+    OTHERS={"attn_mask": "B Lq Lk"},
+    others=attn_mask,
     SCALES={"v": "A ** -0.5", "bias": 0.1},
     FLOPS="additive(pairs, A, Dv)",
-    HIDDEN="B * Lq * Lk * A",
 )
 
 
@@ -70,11 +56,8 @@ ADDITIVE_MODULE = Module(
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256},
     SHAPES={"query": "B Lq A", "memory": "B Lk A"},
     FLOPS="additive(pairs, A, A)",
-    HIDDEN="B * Lq * Lk * A",
     make=lambda cell, **made: AdditiveAttention(dim=cell["A"], **made),
-    equation=lambda cell, inputs: _without_masks(
-        inputs["query"], inputs["memory"], inputs["scale"], inputs["memory"]
-    ),
+    equation=lambda cell, x: _without_masks(x.query, x.memory, x.scale, x.memory),
 )
 
 
@@ -88,16 +71,12 @@ BAHDANAU = Module(
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "E": 256, "A": 256},
     SHAPES={"query": "B Lq E", "memory": "B Lk E"},
     FLOPS="additive(pairs, A, E) + products(B * (Lq + Lk) * E*A)",
-    HIDDEN="B * Lq * Lk * A",
     KEYWORDS={"need_weights": False},
     make=lambda cell, **made: _bahdanau(cell["E"], cell["A"], **made),
     parameter=lambda name, shape, draw: draw.normal(*shape, scale=shape[-1] ** -0.5),
     results=lambda found, dtype: found[0],
-    equation=lambda cell, inputs: _without_masks(
-        inputs["query"] @ inputs["query_layer.weight"].T,
-        inputs["memory"] @ inputs["memory_layer.weight"].T,
-        inputs["v"],
-        inputs["memory"],
+    equation=lambda cell, x: _without_masks(
+        x.query @ x["query_layer.weight"].T, x.memory @ x["memory_layer.weight"].T, x.v, x.memory
     ),
 )
 
@@ -125,12 +104,12 @@ class _Decoder(nn.Module):
         return torch.stack(states, 1)
 
 
-def _steps(cell: Cell, inputs: Inputs) -> Tensor:
-    memory, state, v = inputs["memory"], inputs["state"], inputs["attention.v"]
-    project = inputs["attention.query_layer.weight"].T
-    gru = [inputs[f"cell.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-    keys, states = memory @ inputs["attention.memory_layer.weight"].T, []
-    for y in inputs["targets"].unbind(1):
+def _steps(cell: Cell, x: Inputs) -> Tensor:
+    memory, state, v = x.memory, x.state, x["attention.v"]
+    project = x["attention.query_layer.weight"].T
+    gru = [x[f"cell.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    keys, states = memory @ x["attention.memory_layer.weight"].T, []
+    for y in x.targets.unbind(1):
         scores = (state[:, None] @ project + keys).tanh() @ v  # [B, S]
         context = (scores.softmax(-1)[:, None] @ memory)[:, 0]
         state = torch.gru_cell(torch.cat([y, context], -1), state, *gru)
@@ -153,23 +132,22 @@ BAHDANAU_DECODER = Module(
 
 
 class _Luong(Operator):
+    ARGUMENTS = ("query", "key", "value")
+    KEYWORDS = {"method": "general"}  # noqa: RUF012
     BY_EQUATION = True
 
     def pairs(self, cell: Cell, pairs: int) -> int:
-        if not _is_local(cell):
-            return pairs
         queries, keys, width = cell["Lq"], cell["Lk"], cell["W"]
         near = visible_pairs(queries, keys, 0, width, width)
-        return pairs * near // (queries * keys)
+        return pairs * near // (queries * keys) if _is_local(cell) else pairs
 
     def unread(self, cell: Cell) -> int:
         if not _is_local(cell):
             return 0
-        queries, width = cell["Lq"], cell["W"]
-        near = queries * (2 * width + 1) if cell["P"] else queries + width
+        near = cell["Lq"] * (2 * cell["W"] + 1) if cell["P"] else cell["Lq"] + cell["W"]
         return cell["B"] * max(0, cell["Lk"] - near) * (cell["D"] + cell["Dv"])
 
-    def others(self, cell: Cell, draw: Draw) -> Inputs:
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         found = {}
         if (visible := visible_keys(cell, draw)) is not None:
             found["key_padding_mask"] = ~visible[:, 0]
@@ -177,33 +155,25 @@ class _Luong(Operator):
             found["positions"] = draw.uniform(0, cell["Lk"] - 1, cell["B"], cell["Lq"])
         return found
 
-    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
-        *tensors, weight = self.leaves(inputs)
-        options: dict[str, Any] = {
-            "method": "general",
-            "weight": weight,
-            "key_padding_mask": inputs.get("key_padding_mask"),
-            "need_weights": cell.weights != "none",
-        }
+    def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        tensors, options = super().arguments(cell, x)
         if _is_local(cell):
             options |= {"window": "local-p" if cell["P"] else "local-m", "D": cell["W"]}
-            options["positions"] = inputs.get("positions")
         return tensors, options
 
-    def equation(self, cell: Cell, inputs: Inputs) -> Any:
-        query, key, value, weight = self.leaves(inputs)
-        visible = ~inputs["key_padding_mask"][:, None] if "key_padding_mask" in inputs else None
-        place = inputs.get("positions", torch.arange(query.shape[1], device=query.device))
-        distance = torch.arange(key.shape[1], device=key.device) - place[..., None]
+    def equation(self, cell: Cell, x: Inputs) -> Any:
+        visible = ~x.key_padding_mask[:, None] if "key_padding_mask" in x else None
+        place = x.get("positions", torch.arange(x.query.shape[1], device=x.query.device))
+        distance = torch.arange(x.key.shape[1], device=x.key.device) - place[..., None]
         if _is_local(cell):
             near = distance.abs() <= cell["W"]
             visible = near if visible is None else near & visible
-        weights = softmax_weights(query @ weight, key, visible, scale=1.0)
+        weights = softmax_weights(x.query @ x.weight, x.key, visible, scale=1.0)
         if visible is not None:
             weights = weights.nan_to_num()  # 0 for fully masked rows
-        if "positions" in inputs:
+        if "positions" in x:
             weights = weights * torch.exp(-2 * (distance / cell["W"]) ** 2)
-        return weights @ value if cell.weights == "none" else (weights @ value, weights)
+        return weights @ x.value if cell.weights == "none" else (weights @ x.value, weights)
 
 
 def _is_local(cell: Cell) -> bool:
@@ -220,21 +190,14 @@ LUONG = _Luong(
     WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B Lq D", "key": "B Lk D", "value": "B Lk Dv", "weight": "D D"},
     OUTPUT="B Lq Dv",
+    OTHERS={"key_padding_mask": "B Lk", "positions": "B Lq"},
     SCALES={"weight": "1 / D"},
     FLOPS="attention(pairs, D, Dv) + products(B*Lq * D**2)",
-    HIDDEN="B * Lq * Lk",
 )
 
 
-def _general(inputs: Inputs, weight: Tensor) -> Tensor:
-    query, memory = inputs["query"], inputs["memory"]
-    return softmax_weights(query @ weight, memory, scale=1.0) @ memory
-
-
-def _global(cell: Cell, inputs: Inputs) -> Tensor:
-    context = _general(inputs, inputs["linear_in.weight"].T)
-    joined = torch.cat((context, inputs["query"]), -1)
-    return (joined @ inputs["linear_out.weight"].T).tanh()
+def _general(x: Inputs, weight: Tensor) -> Tensor:
+    return softmax_weights(x.query @ weight, x.memory, scale=1.0) @ x.memory
 
 
 _ON_A_MEMORY: dict[str, Any] = {
@@ -251,7 +214,7 @@ LUONG_MODULE = Module(
     FLOPS="attention(pairs, D, D) + products(B*Lq * D**2)",
     KEYWORDS={"need_weights": False},
     make=lambda cell, **made: LuongAttention(cell["D"], **made),
-    equation=lambda cell, inputs: _general(inputs, inputs["weight"]),
+    equation=lambda cell, x: _general(x, x.weight),
     **_ON_A_MEMORY,
 )
 
@@ -260,6 +223,8 @@ GLOBAL_ATTENTION = Module(
     ABOUT="tanh(W [c; q]) with c = softmax((U q)ᵀ m) M, q [B, Lq, D], memory [B, Lk, D]",
     FLOPS="attention(pairs, D, D) + products(3 * B*Lq * D**2)",  # of D to D, and of 2·D to D
     make=lambda cell, **made: GlobalAttention(cell["D"], attn_type="general", **made),
-    equation=_global,
+    equation=lambda cell, x: (
+        torch.cat((_general(x, x["linear_in.weight"].T), x.query), -1) @ x["linear_out.weight"].T
+    ).tanh(),
     **_ON_A_MEMORY,
 )

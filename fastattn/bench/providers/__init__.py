@@ -10,7 +10,7 @@ A provider is a module, or an object, with
     why_not(cell) -> list[str]           reasons why it cannot run the cell; empty if it can
     prepare(cell, inputs) -> callable    everything that is not timed: layouts, modules, sessions
 
-The callable is timed. It returns the arrays of `inputs.output_names(cell)` in that order, as torch
+The callable is timed. It returns the arrays of `cells.output_names(cell)` in that order, as torch
 tensors or numpy arrays.
 
 Any importable module is a provider: `--providers fastattn,mypackage.mykernel`. If it has no
@@ -21,28 +21,79 @@ arguments of this library's. Options that are None or False are left out.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fastattn
+from fastattn import dispatch, evidence
+from fastattn._version import __version__
 from fastattn.bench import ops
-from fastattn.bench.cells import MASKS, Cell
-from fastattn.bench.ops._module import Twin
-from fastattn.bench.providers.passes import Outputs, run_passes
+from fastattn.bench.cells import TORCH_DTYPES, Cell
+from fastattn.dispatch import BACKENDS, PRIORITY
 
-_OF_PYTORCH, _OF_RUNTIMES = (f"{__name__}.{file}" for file in ("pytorch", "runtimes"))
+Outputs = tuple[Tensor, ...]
+_entered = contextlib.ExitStack()
+
+
+def stay_in(context: contextlib.AbstractContextManager[Any]) -> None:
+    """Enters `context` until the next call of this function or of `leave`, outside the timing.
+
+    The exit stack keeps a reference; an unreferenced context manager would exit immediately.
+    """
+    _entered.close()
+    _entered.enter_context(context)
+
+
+def leave() -> None:
+    _entered.close()
+
+
+def run_passes(cell: Cell, forward: ops.Forward, x: ops.Inputs) -> Callable[[], Outputs]:
+    """A callable that runs the cell's passes; the first output is differentiated.
+
+    Gradients are returned, not accumulated: `torch.autograd.grad` allocates new ones in every
+    call, like the first backward after `zero_grad`.
+    """
+    if cell.passes == "fwd":
+
+        def run_forward() -> Outputs:
+            with torch.no_grad():
+                out = forward()
+            return out if type(out) is tuple else (out,)
+
+        return run_forward
+
+    leaves, grad_out = [x[name] for name in ops.get(cell.op).leaf_names(cell)], x.grad_out
+    for leaf in leaves:
+        leaf.requires_grad_()
+    if cell.passes == "bwd":
+        kept = ops.as_tuple(forward())[0]
+        return lambda: torch.autograd.grad(kept, leaves, grad_out, retain_graph=True)
+
+    def run_both() -> Outputs:
+        outputs = ops.as_tuple(forward())
+        gradients = torch.autograd.grad(outputs[0], leaves, grad_out)
+        return (*(output.detach() for output in outputs), *gradients)
+
+    return run_both
+
+
 PROVIDERS = {
-    "fastattn": (_OF_PYTORCH, "Fastattn"),
-    "torch": (_OF_PYTORCH, "Torch"),
-    "torch-eager": (_OF_PYTORCH, "Eager"),
-    "torch-flex": (_OF_PYTORCH, "Flex"),
-    "torch-compiled": (_OF_PYTORCH, "Compiled"),
-    "onnxruntime": (_OF_RUNTIMES, "OnnxRuntime"),
-    "openvino": (_OF_RUNTIMES, "OpenVino"),
+    "fastattn": ".Fastattn",
+    "torch": ".Torch",
+    "torch-eager": ".Eager",
+    "torch-flex": ".peers.Flex",
+    "torch-compiled": ".Compiled",
+    "onnxruntime": ".peers.OnnxRuntime",
+    "openvino": ".peers.OpenVino",
 }
 DEFAULT = ("torch", "fastattn")
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
@@ -53,7 +104,7 @@ class Provider(Protocol):
 
     def versions(self) -> dict[str, str]: ...
     def why_not(self, cell: Cell) -> list[str]: ...
-    def prepare(self, cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Sequence[Any]]: ...
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Sequence[Any]]: ...
 
 
 class Functions:
@@ -70,20 +121,118 @@ class Functions:
     def why_not(self, cell: Cell) -> list[str]:
         op = ops.get(cell.op)
         name = op.FUNCTION.removeprefix("nn.")
-        if op.FUNCTION.startswith("nn.") and not isinstance(op, Twin):
+        if op.FUNCTION.startswith("nn.") and not isinstance(op, ops.Twin):
             return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
         return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
 
-    def prepare(self, cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
         op = ops.get(cell.op)
-        if isinstance(op, Twin):
-            prepared = op.built(functools.partial(op.build, self.module), cell, inputs)
+        if isinstance(op, ops.Twin):
+            forward = op.built(functools.partial(op.build, self.module), cell, inputs)
         else:
             args, options = op.arguments(cell, inputs)
             used = {name: x for name, x in options.items() if x is not None and x is not False}
-            function = functools.partial(getattr(self.module, op.FUNCTION), *args, **used)
-            prepared = op.calling(function, cell, inputs)
-        return run_passes(cell, *prepared, inputs["grad_out"])
+            function = getattr(self.module, op.FUNCTION)
+            forward = op.calling(functools.partial(function, *args, **used), inputs)
+        return run_passes(cell, forward, inputs)
+
+
+class Torch:
+    """The best that PyTorch has: its fused attention, its module, or the plain equation."""
+
+    ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
+    # A kernel of scaled_dot_product_attention, or "loop": a loop over packed sequences.
+    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn", "loop")
+    variant = ""
+
+    def select(self, variant: str) -> None:
+        self.variant = variant
+        if variant != "loop":
+            name = "" if variant == "math" else "_ATTENTION"
+            stay_in(sdpa_kernel(getattr(SDPBackend, variant.upper() + name)))
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__}
+
+    def why_not(self, cell: Cell) -> list[str]:
+        if self.variant == "loop":
+            return [] if cell.op == "varlen" else ["it has no packed sequences to loop over"]
+        if self.variant and cell.op not in ("sdpa", "mha"):
+            return ["it does not call scaled_dot_product_attention"]
+        if self.variant in ("efficient", "cudnn") and cell.device == "cpu":
+            return [f"PyTorch has its {self.variant} kernel on GPUs only"]
+        return ops.get(cell.op).why_not_theirs(cell)
+
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
+        return run_passes(cell, self.forward(cell, inputs), inputs)
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        """The forward pass that is timed."""
+        op: Any = ops.get(cell.op)
+        found: ops.Forward = (op.one_by_one if self.variant == "loop" else op.theirs)(cell, inputs)
+        return found
+
+
+class Eager(Torch):
+    ABOUT = "PyTorch, the plain equation: softmax(Q Kᵀ) V with the scores in memory"
+    VARIANTS = ()
+
+    def why_not(self, cell: Cell) -> list[str]:
+        return []
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        return ops.get(cell.op).eager(cell, inputs)
+
+
+class Compiled(Torch):
+    ABOUT = "PyTorch: what the provider torch runs, under torch.compile"
+    VARIANTS = ()
+
+    def why_not(self, cell: Cell) -> list[str]:
+        if cell.op in ops.MODELS:
+            return ["whole models are not compiled here"]
+        return super().why_not(cell)
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        torch.compiler.reset()  # earlier cells would count against the limit of recompilations
+        return torch.compile(super().forward(cell, inputs), dynamic=False)
+
+
+class Fastattn(Torch):
+    """This library with one backend forced, so that no call falls back silently.
+
+    If evidence puts PyTorch's own kernel first, no backend is forced: that is the default for
+    users.
+    """
+
+    ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as without a native build"
+    SM_80 = "sm_80"  # the CUDA kernels without those for Hopper
+    VARIANTS = (*BACKENDS, SM_80, *ISAS)
+
+    def select(self, variant: str) -> None:
+        """Selects a backend; an instruction set was selected when the process started."""
+        self.variant = "cuda" if variant == self.SM_80 else variant if variant in BACKENDS else ""
+        if variant == self.SM_80 and not isinstance(dispatch.load("cuda"), str):
+            importlib.import_module("fastattn._cuda").allow_hopper(False)
+
+    def versions(self) -> dict[str, str]:
+        return {"fastattn": __version__, **super().versions()}
+
+    def why_not(self, cell: Cell) -> list[str]:
+        backend = dispatch.load(self._backend(cell))
+        missing = isinstance(backend, str)
+        return [f"the backend {self._backend(cell)} is {backend}"] if missing else []
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        attention = "scaled_dot_product_attention"
+        row = evidence.choose("backends", cell.device, attention, TORCH_DTYPES[cell.dtype])
+        if self.variant or "torch" not in row.use[:1]:
+            stay_in(fastattn.use_backend(self._backend(cell)))
+        return ops.get(cell.op).ours(cell, inputs)
+
+    def _backend(self, cell: Cell) -> str:
+        """The first backend of the device; a missing one is reported, not replaced."""
+        return self.variant or PRIORITY[cell.device][0]
 
 
 def split(name: str) -> tuple[str, str]:
@@ -108,8 +257,8 @@ def load(name: str) -> Provider:
     name, variant = split(name)
     check_name(name)
     if name in PROVIDERS:
-        file, kind = PROVIDERS[name]
-        provider = getattr(importlib.import_module(file), kind)()
+        file, _, kind = PROVIDERS[name].rpartition(".")
+        provider = getattr(importlib.import_module(__name__ + file), kind)()
     else:
         provider = importlib.import_module(name)
         if not hasattr(provider, "prepare"):
@@ -129,32 +278,3 @@ def check_name(name: str) -> None:
     if "@" in name and provider in PROVIDERS and variant not in variants(name):
         known = ", ".join(f"{provider}@{v}" for v in variants(name)) or "none"
         raise ValueError(f"--providers {name!r}: variants of {provider} are {known}")
-
-
-class SdpaOnly:
-    """Part of a provider that has no operator but `sdpa`; the attributes say what it serves."""
-
-    DTYPES: Sequence[str] = ("fp32",)
-    PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",)}  # device: passes
-    MASKS: Sequence[str] = MASKS
-    GROUPED = True
-
-    def why_not(self, cell: Cell) -> list[str]:
-        reasons, passes = [], self.PASSES_ON.get(cell.device)
-        if passes is None:
-            reasons.append(f"it runs on {' and '.join(self.PASSES_ON)}")
-        if cell.op != "sdpa":
-            return [*reasons, "only sdpa is supported here"]
-        if cell.dtype not in self.DTYPES:
-            reasons.append(f"it takes {', '.join(self.DTYPES)}")
-        if passes is not None and cell.passes not in passes:
-            reasons.append("it has no backward")
-        if cell.mask not in self.MASKS:
-            reasons.append(f"no {cell.mask} mask is supported here")
-        if cell.weights != "none":
-            reasons.append("it returns no weights")
-        if cell.option != "none":
-            reasons.append(f"no {cell.option} is supported here")
-        if cell["H"] != cell["Hkv"] and not self.GROUPED:
-            reasons.append("it has no grouped heads")
-        return reasons

@@ -1,0 +1,256 @@
+"""This machine: what affects speed, without names or paths, and its peak rates, measured.
+
+The peak of a dtype is the highest rate that any code can reach on these cores, also on units that
+fastattn does not use. The native core measures it by a loop of independent multiply-adds on the
+registers of the fastest unit, or of reads over a buffer larger than the caches. Without the native
+core, and on a GPU, it is estimated from below by the rate of `torch.mm` or `torch.sum`, and marked
+as an estimate. The copy rate is that of torch; it counts both reads and writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastattn._processor import described
+from fastattn._version import __version__
+from fastattn.bench.gauges import last_level_bytes
+from fastattn.bench.results import Peak
+
+# The instruction sets that affect the speed of attention, out of a processor's long list.
+_RELEVANT_FLAGS = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
+    *("amx_tile", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve"),
+)
+# Vendor, family, models and name of a design; a hypervisor may hide the name of the processor.
+_GENERATIONS: tuple[tuple[str, int, Collection[int], str], ...] = (
+    ("AuthenticAMD", 23, range(0x30), "zen"),
+    ("AuthenticAMD", 23, range(0x30, 0x100), "zen2"),
+    ("AuthenticAMD", 25, {*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)}, "zen4"),
+    ("AuthenticAMD", 25, range(0x60), "zen3"),
+    ("AuthenticAMD", 26, range(0x100), "zen5"),
+    ("GenuineIntel", 6, (0x55,), "skylake"),
+    ("GenuineIntel", 6, (0x6A, 0x6C), "ice-lake"),
+    ("GenuineIntel", 6, (0x8F,), "sapphire-rapids"),
+    ("GenuineIntel", 6, (0xCF,), "emerald-rapids"),
+    ("GenuineIntel", 6, (0xAD, 0xAE), "granite-rapids"),
+)
+# The strongest of these is part of the folder name.
+_NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
+# The parts of a processor's name that do not identify it.
+_NOISE = re.compile(
+    r"\((r|tm)\)|@.*|\b(cpu|processor|w(ith|/) .*graphics)\b|\b[\w]+-core\b", re.IGNORECASE
+)
+
+
+def processor_slug(environment: Mapping[str, Any]) -> str:
+    """The folder in benchmarks/results for this machine.
+
+    The name of the GPU; or the name, generation and strongest instruction set of the processor, as
+    in `amd-epyc-zen4-avx512_bf16`. Records without `cpu_family` have no generation.
+    """
+    if gpu := environment.get("gpu"):
+        return _slug(gpu)
+    vendor, family, model = (environment.get(f"cpu_{key}") for key in ("vendor", "family", "model"))
+    names = [of[3] for of in _GENERATIONS if of[:2] == (vendor, family) and model in of[2]]
+    generation = (names or [f"family{family}-model{model}"])[0] if family else ""
+    flags = environment["cpu_flags"]
+    feature = next((flag for flag in _NAMED_FLAGS if flag in flags), "")
+    parts = (_slug(_NOISE.sub(" ", environment["cpu"])), generation, feature)
+    return "-".join(part for part in parts if part)
+
+
+def _slug(name: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def describe_environment(device: str = "cpu") -> dict[str, Any]:
+    core, processor = native_core(), described()
+    gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name()}
+    return {
+        "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "fastattn": __version__,
+        "commit": _commit(),
+        "isa": None if core is None else str(core.build_info()["isa"]),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": processor["brand"] or platform.machine(),
+        **{f"cpu_{key}": processor[key] for key in ("vendor", "family", "model")},
+        "cpu_flags": [flag for flag in _RELEVANT_FLAGS if flag in processor["features"]],
+        **gpu,
+        "last_cache": last_level_bytes(),
+        "cores": torch.get_num_threads(),
+    }
+
+
+def native_core() -> Any:
+    """The native core, by its adapter, which chooses the instruction set of each dtype; or None."""
+    try:
+        return importlib.import_module("fastattn.backends.cpu")._cpu
+    except ImportError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the running checkout, with `-dirty` if the package differs from it."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(checkout), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--", "fastattn", "csrc", "setup.py")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}-dirty" if changed else commit
+
+
+# In words, and the unit of the rate.
+KINDS = {
+    "fma_f32": ("fp32 FMA", "GFLOP/s"),
+    "fma_f64": ("fp64 FMA", "GFLOP/s"),
+    "dot_bf16": ("bf16", "GFLOP/s"),
+    "dot_f16": ("fp16", "GFLOP/s"),
+    "read_bandwidth": ("reading memory", "GB/s"),
+    "copy_bandwidth": ("copying it", "GB/s"),
+}
+KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
+# The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak. In
+# words, to follow the name of the dtype; and the feature that a unit needs: if a processor has it
+# and the native core was built without the loop for it, the measured rate is below the peak.
+_UNITS = {
+    "dot_bf16": ("tile_bf16", "dot_bf16", "fma_f32"),
+    "dot_f16": ("tile_f16", "fma_f16", "fma_f32"),
+}
+UNIT_NAMES = {
+    "tile_bf16": "AMX tiles",
+    "tile_f16": "AMX tiles",
+    "fma_f16": "FMA",
+    "dot_bf16": "dot products",
+    "fma_f32": "as fp32 FMA",
+}
+_FEATURES = {"tile_bf16": "amx_bf16", "tile_f16": "amx_fp16", "fma_f16": "avx512_fp16"}
+_CHOOSING_SECONDS = 0.02
+_MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": torch.float16}
+_MM_SIZE = 768
+_READ, _COPIED = 1 << 26, 1 << 25  # elements: 256 and 128 MB in fp32
+_ROOF_SECONDS = 0.3
+
+
+def measure_peak(
+    kind: str, threads: int, seconds: float, device: str = "cpu"
+) -> tuple[Peak, float]:
+    """Measures a peak for `seconds`; a longer load may run at a lower clock.
+
+    Also returns the share of its threads' time that this process received: less than 1 if others
+    use the cores. 1 for all but loops of arithmetic, which alone keep all threads busy.
+    """
+    core = native_core() if device == "cpu" else None
+    if core is None or kind == "copy_bandwidth":
+        return _estimate(kind, seconds, device), 1.0
+    info = core.build_info()
+    # The machine's peak is that of its best instruction set, also if another one is forced.
+    core.set_isa(info["supported"][-1])
+    try:
+        unit, unmeasured = _fastest(core, kind, threads)
+        wall, cpu = time.perf_counter(), time.process_time()
+        rate = float(core.measure_peak(unit, threads, seconds))
+        share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
+    finally:
+        core.set_isa(info["isa"])
+    method = f"without {unmeasured}, which was not built" if unmeasured else "measured"
+    share = 1.0 if kind == "read_bandwidth" else share
+    return Peak(rate, method, unit=unit if kind in _UNITS else ""), share
+
+
+@functools.cache
+def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
+    """The fastest unit for this kind (cached), and the features of this processor that were not
+    built in, if any.
+    """
+    units = _UNITS.get(kind, (kind,))
+    rates = {unit: core.measure_peak(unit, threads, _CHOOSING_SECONDS) for unit in units}
+    features = core.processor()["features"]
+    unmeasured = [_FEATURES[u] for u in units if not rates[u] and _FEATURES.get(u) in features]
+    return max(units, key=lambda unit: rates[unit]), ", ".join(unmeasured)
+
+
+def _estimate(kind: str, seconds: float, device: str) -> Peak:
+    call: Callable[[], object]
+    ones = functools.partial(torch.ones, device=device)
+    if kind == "copy_bandwidth":
+        call = functools.partial(ones(_COPIED).copy_, ones(_COPIED))
+        work, method = 8 * _COPIED, "torch copy"
+    elif kind == "read_bandwidth":
+        call, work, method = ones(_READ).sum, 4 * _READ, "torch.sum estimate"
+    else:
+        size = _MM_SIZE if device == "cpu" else 8 * _MM_SIZE
+        matrix = ones(size, size, dtype=_MM_DTYPES.get(kind))
+        call = functools.partial(torch.mm, matrix, matrix)
+        work, method = 2 * size**3, "torch.mm estimate"
+    call()
+    synchronize(device)
+    best, end, now = float("inf"), time.perf_counter() + seconds, 0.0
+    while now < end:
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        now = time.perf_counter()
+        best = min(best, now - start)
+    return Peak(work / best / 1e9, method)
+
+
+def synchronize(device: str) -> None:
+    """Synchronizes the device; does nothing on a CPU."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def words_of(kind: str, peak: Peak) -> str:
+    """The peak, how it was measured, and by which unit."""
+    words, unit = KINDS[kind]
+    if kind in _UNITS and (which := UNIT_NAMES.get(peak.unit or kind)):
+        words += f" {which}"
+    note = "" if peak.method == "measured" else f", {peak.method}"
+    return f"{words} {peak.rate:.0f} {unit}{note}"
+
+
+def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
+    """Measures every peak; also returns the least share of the cores that it received."""
+    peaks, least = {}, 1.0
+    for kind in KINDS:
+        found, shares = zip(
+            *(measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)), strict=True
+        )
+        peaks[kind] = max(found, key=lambda peak: peak.rate)
+        peaks[kind].samples = [peak.rate for peak in found]
+        least = min(least, *shares)
+    return peaks, least
+
+
+def roof_lines(peaks: dict[str, Peak]) -> list[str]:
+    """The peaks, and the intensity from which arithmetic is the limit."""
+    lines, read = [], peaks["read_bandwidth"].rate
+    for kind, peak in peaks.items():
+        line = f"{words_of(kind, peak)} ({min(peak.samples):.1f} to {max(peak.samples):.1f})"
+        if kind in KIND_OF_DTYPE.values():
+            line += f"; the limit from {peak.rate / read:.1f} FLOP per byte on"
+        lines.append(line)
+    return lines

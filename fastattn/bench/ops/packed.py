@@ -1,0 +1,313 @@
+"""Attention of packed sequences, and on a cache.
+
+`varlen_attention` is within packed sequences, which torch pads. The lengths are those of a padded
+batch: evenly spaced from a quarter to three quarters of L. With S they grow by a constant factor
+from S to L. The cost of padding is not counted.
+
+`decode_attention` is of the newest tokens, at the last positions, to a cache; it has no gradient. A
+paged cache has its pages in random order; torch has none and reads a contiguous one. With the
+options int8 and fp8 the cache is quantised; its rows are exact in bf16, which torch gets. With the
+option latent (multi-head latent attention, https://arxiv.org/abs/2405.04434) there is one cache:
+the value of a row is a view of the first Dv columns of its key.
+
+Masks and distances are those within a sequence; torch gets them as a mask of all pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastattn.bench.cells import Cell, Draw, keys_of, padding_lengths
+from fastattn.bench.ops._base import Forward, Inputs, Operator
+from fastattn.bench.ops.attention import (
+    HEADS,
+    biases,
+    defined,
+    mask_of,
+    unseen,
+    visible_to_last,
+    with_masks,
+)
+from fastattn.bias import T5
+from fastattn.ops._relative_bias import fold_distances
+
+# The dtype and the scale of a quantised cache.
+_QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
+
+
+def _lengths(cell: Cell) -> list[int]:
+    batch, shortest, longest = cell["B"], cell["S"], cell["L"]
+    if not shortest:
+        return padding_lengths(batch, longest)
+    step = (longest / shortest) ** (1 / max(batch - 1, 1))
+    return [round(longest / step**n) for n in range(batch)]
+
+
+class _Varlen(Operator):
+    DERIVED = {"T": lambda cell: sum(_lengths(cell))}  # noqa: RUF012
+    MASKS = ("none", "causal", "documents", "prefix", "window")
+    OPTIONS = ("none", "relative")
+    ARGUMENTS = ("query", "key", "value", "ends", "ends")
+    KEYWORDS = {"mask": lambda cell: mask_of(cell, *_lengths(cell))}  # noqa: RUF012
+    BY_EQUATION = True
+
+    def pairs(self, cell: Cell, pairs: int) -> int:
+        seen = (keys_of(cell, torch.arange(n), n) for n in _lengths(cell))
+        return sum(int((end - first).sum()) for first, end in seen)
+
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
+        lengths = _lengths(cell)
+        inputs = {"ends": torch.tensor([0, *lengths]).cumsum(0)}
+        if cell.option == "relative":
+            inputs["relative_bias"] = draw.normal(cell["H"], 2 * max(lengths) - 1)
+        return inputs
+
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        """The timing includes padding and packing, which packed inputs and outputs require."""
+        leaves, lengths, longest = self.leaves(x), x.ends.diff(), max(_lengths(cell))
+        grouped = cell["H"] != cell["Hkv"]
+        valid = torch.arange(longest, device=lengths.device) < lengths[:, None]  # [B, L]
+        visible = valid[:, None, None]
+        for b, n in enumerate(_lengths(cell)):
+            square = visible_to_last(cell, n, n, lengths.device)
+            if square is not None:  # a row of padding sees all keys of its sequence: no NaN
+                visible = visible.expand(-1, -1, longest, -1).contiguous()  # [B, 1, L, L]
+                visible[b, 0, :n, :n] = square
+
+        def padded(x: Tensor) -> Tensor:
+            batch = x.new_zeros(*valid.shape, *x.shape[1:])
+            return batch.index_put((valid,), x).transpose(1, 2)
+
+        def call(masks: Sequence[Tensor | None]) -> Tensor:
+            query, key, value = (padded(x) for x in leaves)
+            out = scaled_dot_product_attention(query, key, value, masks[0], enable_gqa=grouped)
+            return out.transpose(1, 2)[valid]
+
+        return with_masks(cell, x, [(longest, longest)], [visible], call)
+
+    def one_by_one(self, cell: Cell, x: Inputs) -> Forward:
+        """A loop over the sequences, without padding."""
+        grouped, lengths = cell["H"] != cell["Hkv"], _lengths(cell)
+        causal = cell.mask == "causal" and cell.option == "none"  # else a mask says it
+        visible = [None if causal else visible_to_last(cell, n, n, x.ends.device) for n in lengths]
+
+        def attention(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+            query, key, value = tensors
+            return scaled_dot_product_attention(
+                query, key, value, mask, is_causal=causal, enable_gqa=grouped
+            )
+
+        call = functools.partial(self._of_each, cell, x, attention)
+        return with_masks(cell, x, [(n, n) for n in lengths], visible, call)
+
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        """The definition of attention, for each sequence: it has no pairs of two sequences."""
+        visible = [visible_to_last(cell, n, n, x.ends.device) for n in _lengths(cell)]
+
+        def attention(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+            return defined(x, tensors, mask)[0]
+
+        return self._of_each(cell, x, attention, visible)
+
+    def _of_each(
+        self,
+        cell: Cell,
+        x: Inputs,
+        attention: Callable[[Sequence[Tensor], Tensor | None], Tensor],
+        masks: Sequence[Tensor | None],
+    ) -> Tensor:
+        """The outputs [T, H, D] of an attention on [1, H, L, D] of each sequence."""
+        outs = []
+        tensors = (x.split(_lengths(cell)) for x in self.leaves(x))
+        for *parts, mask in zip(*tensors, masks, strict=True):
+            out = attention([x.transpose(0, 1)[None] for x in parts], mask)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+
+VARLEN = _Varlen(
+    FUNCTION="varlen_attention",
+    ABOUT="attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]",
+    TORCH="F.scaled_dot_product_attention on the padded batch, packed again",
+    SIZES={"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64},
+    LIMITS={"S": "L"},
+    SHAPES={"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"},
+    FLOPS="attention(pairs * H, D, D)",
+    LEARNED={"relative": "relative_bias"},
+)
+
+
+class _Decode(Operator):
+    MASKS = ("none", "causal", "documents", "prefix", "window")
+    OPTIONS = ("none", "t5", *_QUANTISED, "latent")
+    SAMPLED, BLOCKED, JOINT = ("B", "Hkv"), "", ("t5",)
+    BY_EQUATION = True
+    PASSES, ITEMS = ("fwd",), ("B * Lq", "tokens")
+
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
+        if cell.mask != "none" and cell["Lq"] > cell["Lk"]:
+            raise ValueError(f"mask={cell.mask}: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
+        if cell.option == "latent" and cell["Dv"] > cell["D"]:
+            raise ValueError(
+                f"option=latent: Dv={cell['Dv']} is more than D={cell['D']}, the columns of a key"
+            )
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        return ("query", "key") if cell.option == "latent" else super().leaf_names(cell)
+
+    def pairs(self, cell: Cell, pairs: int) -> int:
+        first, end = keys_of(cell, _newest(cell), cell["Lk"])
+        return cell["B"] * int((end - first).sum())
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        rows = cell["B"] * cell["H"] * cell["Lq"]
+        return rows * cell["D"] + _cached(cell, cell["Lk"]), rows * cell["Dv"]
+
+    def unread(self, cell: Cell) -> int:
+        return _cached(cell, unseen(cell, _newest(cell)))
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        inputs = super().inputs(cell, draw)
+        if cell.option == "latent":
+            del inputs["value"]
+        if cell.option in _QUANTISED:
+            for name in ("key", "value"):
+                numbers, scale = _numbers(cell, inputs[name]), _QUANTISED[cell.option][1]
+                inputs[name] = numbers.to(draw.dtype) * scale
+        if cell.option == "t5":
+            inputs["buckets"] = draw.normal(32, cell["H"])
+        if cell["P"]:
+            pages = cell["B"] * cell["Lk"] // cell["P"]
+            order = torch.randperm(pages, generator=draw.generator)
+            inputs["block_table"] = order.view(cell["B"], -1).int()
+        return inputs
+
+    def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        table = x.get("block_table")
+
+        def stored(rows: Tensor) -> Tensor:
+            rows = _numbers(cell, rows) if cell.option in _QUANTISED else rows
+            return rows if table is None else _in_pages(rows, table, cell["P"])
+
+        tensors = _cache(cell, x, stored)
+        options: dict[str, Any] = {
+            "mask": mask_of(cell, cell["Lk"]),
+            "is_causal": cell.mask == "causal",
+            "block_table": table,
+        }
+        if cell.option == "t5":
+            options["relative_bias"] = T5(x.buckets, bidirectional=False)
+        if cell.option in _QUANTISED:
+            rows, scale = tensors[1].shape[:3], _QUANTISED[cell.option][1]
+            for name in ("key_scales", "value_scales"):
+                options[name] = torch.full(rows, scale, device=tensors[1].device)
+        return tensors, options
+
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        """With option=latent, the fastest form that PyTorch has.
+
+        The query heads of a key head are rows of one head, because `enable_gqa` copies the keys for
+        every query head. The value is the complete key, because the fused kernel of the CPU needs
+        equal widths, and the columns beyond Dv of its result are dropped.
+        """
+        query, key, value = _cache(cell, x)
+        latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
+        lengths = cell["Lq"], cell["Lk"]
+        causal = cell.mask == "causal" and cell["Lq"] == cell["Lk"] and cell.option != "t5"
+        mask = None
+        if cell.option == "t5":
+            # Of three dimensions, PyTorch's fused kernel would refuse it.
+            mask = biases(_distances(x, max(lengths)), *lengths, offset=lengths[1] - lengths[0])
+        elif not causal or latent:
+            mask = visible_to_last(cell, *lengths, query.device)
+        if not latent:
+            options: dict[str, Any] = {"is_causal": causal, "enable_gqa": group > 1}
+            call = scaled_dot_product_attention
+            return functools.partial(call, query, key, value, mask, **options)
+        rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, H / Hkv Lq, D]
+        of_rows = None if mask is None else mask.repeat(group, 1)
+
+        def of_keys() -> Tensor:
+            out = scaled_dot_product_attention(rows, key, key, of_rows)[..., : cell["Dv"]]
+            return out.unflatten(2, (group, -1)).flatten(1, 2)
+
+        return of_keys
+
+    def why_not_theirs(self, cell: Cell) -> list[str]:
+        both = cell.option == "t5" and cell.mask != "none"
+        return ["F.scaled_dot_product_attention has one mask"] if both else []
+
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        queries, keys = cell["Lq"], cell["Lk"]
+        visible = visible_to_last(cell, queries, keys, x.query.device)
+        t5 = cell.option == "t5"
+        given = {"relative_bias": _distances(x, max(queries, keys))} if t5 else {}
+        return defined(given, _cache(cell, x), visible, offset=keys - queries)[0]
+
+
+def _cache(
+    cell: Cell, x: Inputs, stored: Callable[[Tensor], Tensor] = lambda rows: rows
+) -> list[Tensor]:
+    """The query, the key and the value, both as they are stored.
+
+    With option=latent there is one cache, [..., D], and the value is a view of it.
+    """
+    key = stored(x.key)
+    return [x.query, key, key[..., : cell["Dv"]] if cell.option == "latent" else stored(x.value)]
+
+
+def _newest(cell: Cell) -> Tensor:
+    """The positions of the newest tokens."""
+    return torch.arange(cell["Lk"] - cell["Lq"], cell["Lk"]).clamp(min=0)
+
+
+def _cached(cell: Cell, rows: int) -> int:
+    """The elements of the cell's dtype in the memory of so many cached rows of each head."""
+    rows *= cell["B"] * cell["Hkv"]
+    if cell.option == "latent":
+        return rows * cell["D"]
+    width = cell["D"] + cell["Dv"]
+    if cell.option in _QUANTISED:
+        return rows * (width + 2 * 4) // cell.itemsize  # with two scales
+    return rows * width
+
+
+def _numbers(cell: Cell, rows: Tensor) -> Tensor:
+    """The numbers of a quantised cache of these rows."""
+    dtype, scale = _QUANTISED[cell.option]
+    x = rows / scale
+    return (x.round().clamp(-127, 127) if dtype == torch.int8 else x).to(dtype)
+
+
+def _distances(x: Inputs, longest: int) -> Tensor:
+    """The bias of every distance, [H, 2 M + 1]."""
+    buckets = T5(x.buckets, bidirectional=False)
+    return fold_distances("decode_attention", buckets, x.query, longest - 1)[0].to(x.query.dtype)
+
+
+def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
+    """[B, Hkv, Lk, D] as [pages, Hkv, size, D], with each page at its place in the table."""
+    pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+    placed = torch.empty_like(pages)
+    placed[table.flatten().long()] = pages  # index_copy_ has no fp8
+    return placed
+
+
+DECODE = _Decode(
+    FUNCTION="decode_attention",
+    ABOUT="the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D], "
+    "[B, Hkv, Lk, Dv]; with P, in pages of P keys",
+    TORCH="F.scaled_dot_product_attention on the contiguous cache; with option=latent, on the "
+    "complete keys as values, and the first Dv columns of its result",
+    SIZES={"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "Dv": "D", "P": 0},
+    SHAPES=HEADS,
+    OUTPUT="B H Lq Dv",
+    FLOPS="attention(pairs * H, D, Dv)",
+)
