@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn.backends.primitives import HopfieldOptions, SinusoidalOptions
+from fastattn.backends.primitives import (
+    EncodeMemoryBackwardOptions,
+    EncodeMemoryOptions,
+    HopfieldOptions,
+    SinusoidalOptions,
+)
 from fastattn.sinusoids import sinusoids
 
 
@@ -156,3 +161,38 @@ def test_native_merging_checks_every_tensor(
     states[name] = wrong(states[name])
     with pytest.raises(ValueError, match=r"is not valid|at least two dimensions"):
         native.merge_states_backward(*states.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("tokens", lambda x: x.float()),
+        ("tokens", lambda x: x[0]),
+        ("weight", lambda x: x.int()),
+        ("weight", lambda x: x[None].repeat(2, 1, 1, 1)),
+        ("weight", lambda x: x[None, None]),
+        ("factors", lambda x: x.double()),
+        ("factors", lambda x: x[:4]),
+        ("temporal", lambda x: x[:, :5]),
+        ("temporal", lambda x: x[0]),
+        ("grad", lambda x: x[:, :, :5]),
+        ("grad", lambda x: x[..., :7]),
+        ("grad", lambda x: x.tolist()),
+    ],
+)
+def test_native_memory_encoding_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
+) -> None:
+    given: dict[str, Any] = {"tokens": torch.ones(2, 6, 5, dtype=torch.int64)}
+    given |= {"weight": torch.randn(3, 30, 8), "factors": torch.randn(5, 8)}
+    given |= {"temporal": torch.randn(3, 6, 8), "grad": torch.randn(2, 3, 6, 8)}
+
+    def run(tokens: Any, weight: Any, factors: Any, temporal: Any, grad: Any) -> Any:
+        memory = native.encode_memory(EncodeMemoryOptions(), tokens, weight, factors, temporal)
+        options = EncodeMemoryBackwardOptions(rows=30, temporal=True)
+        return memory, *native.encode_memory_backward(options, grad, tokens, factors)
+
+    assert [x.shape for x in run(**given)] == [(2, 3, 6, 8), (3, 30, 8), (3, 6, 8)]
+    given[name] = wrong(given[name])
+    with pytest.raises((TypeError, ValueError), match=r"is not valid|dimensions|must be a tensor"):
+        run(**given)
