@@ -95,7 +95,7 @@ class Derivative:
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
         *tensors, options = args
         named = self.named(tensors)
-        first = next(x for x in named.values() if x is not None)
+        first = next(x for x in tensors if x is not None)  # as an operator that runs
         results = []
         for n, name in enumerate(self.gives.split()):
             x = named[name]

@@ -12,6 +12,8 @@ import torch
 from fastattn.backends.primitives import (
     AppendOptions,
     DecodeOptions,
+    EncodeMemoryBackwardOptions,
+    EncodeMemoryOptions,
     HopfieldOptions,
     SinusoidalOptions,
 )
@@ -325,3 +327,38 @@ def test_native_self_attention_leaves_other_tensors_to_the_general_path(
     assert native.self_attention(*tensors.values(), *flags) is None
     if name == "w_in" and tensors[name].requires_grad:
         assert native.self_attention(*tensors.values(), True, False, False) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("tokens", lambda x: x.float()),
+        ("tokens", lambda x: x[0]),
+        ("weight", lambda x: x.int()),
+        ("weight", lambda x: x[None].repeat(2, 1, 1, 1)),
+        ("weight", lambda x: x[None, None]),
+        ("factors", lambda x: x.double()),
+        ("factors", lambda x: x[:4]),
+        ("temporal", lambda x: x[:, :5]),
+        ("temporal", lambda x: x[0]),
+        ("grad", lambda x: x[:, :, :5]),
+        ("grad", lambda x: x[..., :7]),
+        ("grad", lambda x: x.tolist()),
+    ],
+)
+def test_native_memory_encoding_checks_every_tensor(
+    name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
+) -> None:
+    given: dict[str, Any] = {"tokens": torch.ones(2, 6, 5, dtype=torch.int64)}
+    given |= {"weight": torch.randn(3, 30, 8), "factors": torch.randn(5, 8)}
+    given |= {"temporal": torch.randn(3, 6, 8), "grad": torch.randn(2, 3, 6, 8)}
+
+    def run(tokens: Any, weight: Any, factors: Any, temporal: Any, grad: Any) -> Any:
+        memory = native.encode_memory(EncodeMemoryOptions(), tokens, weight, factors, temporal)
+        options = EncodeMemoryBackwardOptions(rows=30, temporal=True)
+        return memory, *native.encode_memory_backward(options, grad, tokens, factors)
+
+    assert [x.shape for x in run(**given)] == [(2, 3, 6, 8), (3, 30, 8), (3, 6, 8)]
+    given[name] = wrong(given[name])
+    with pytest.raises((TypeError, ValueError), match=r"is not valid|dimensions|must be a tensor"):
+        run(**given)

@@ -451,14 +451,14 @@ def test_a_plan_serves_every_option(
 ) -> None:
     if name.startswith("rotary") and not appended:
         pytest.skip("only new rows are rotated")
-    plans = fresh(monkeypatch, "decode")
+    plans = fresh(monkeypatch, decode_attention)
     for dtype in (torch.float32, torch.bfloat16):
         call = (_PLANNED[name], layout, appended, dtype)
         miss = _planned_call(*call)
         kept = count(plans)
         hit = _planned_call(*call)
         assert count(plans) == kept > 0
-        complete = without_plans(monkeypatch, functools.partial(_planned_call, *call))
+        complete = without_plans(functools.partial(_planned_call, *call))
         for results in (miss, hit):
             for got, want in zip(results, complete, strict=True):
                 assert torch.equal(got, want)
