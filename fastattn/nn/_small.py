@@ -75,7 +75,7 @@ def self_attention(
     if isinstance(native, str):
         return None
     tensors = (w_in, b_in, w_out, b_out, key_padding_mask)
-    flags = (module.batch_first, is_causal, torch.is_grad_enabled())
+    flags = (bool(module.batch_first), is_causal, torch.is_grad_enabled())
     return native.self_attention(x, heads, *tensors, *flags)
 
 
