@@ -281,6 +281,64 @@ def test_a_tiny_softcap_makes_weights_equal(name: str, dtype: torch.dtype, choic
             assert ours[-1].isfinite().all()
 
 
+ROWS_OF_FIVE = (normal(2, 5, 4), ROWS[1])
+SEEN = torch.arange(7) != 3
+# By the scale; queries of zeros have scores 0 * inf.
+NOT_FINITE: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
+    **{
+        name: call
+        for name, call in SCALES.items()
+        if name not in ("beta", "scale-causal", "scale-stats")
+    },
+    "scale-one-softcap": (
+        lambda x, q, k: fastattn.scaled_dot_product_attention(q, k, k, scale=x, softcap=2.0),
+        LONG,
+    ),
+    "scale-sinusoidal": (lambda x, q, k: fastattn.sinusoidal_encoding(q, scale=x), ROWS),
+    **{
+        f"scale-hops-{normalize}-{len(rows[0][0])}": (
+            lambda x, q, k, normalize=normalize: fastattn.memory_hop_attention(
+                q, k, k, memory_mask=SEEN, normalize=normalize, scale=x
+            ),
+            rows,
+        )
+        for normalize in ("softmax", "none")
+        for rows in (ROWS, ROWS_OF_FIVE)
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_scale_that_is_not_finite_acts_as_in_the_reference(
+    name: str, dtype: torch.dtype, choice: str
+) -> None:
+    run, (query, *others) = NOT_FINITE[name]
+    for first in (query, torch.zeros_like(query)):
+        tensors = [x.to(dtype) for x in (first, *others)]
+        for number in (torch.inf, -torch.inf, torch.nan):
+            with fastattn.use_backend("reference"):
+                theirs = run(number, *tensors)
+            torch.testing.assert_close(
+                run(number, *tensors),
+                theirs,
+                rtol=TOLERANCES[dtype],
+                atol=TOLERANCES[dtype],
+                equal_nan=True,
+            )
+
+
+def test_an_infinite_score_is_a_weight_of_linear_hops(choice: str) -> None:
+    for queries in (1, 5):
+        query, memory = torch.ones(2, queries, 4), torch.ones(2, 3, 4)
+        memory[:, 1] = -torch.inf
+        out, weights = fastattn.memory_hop_attention(
+            query, memory, torch.ones(2, 3, 4), normalize="none", need_weights=True
+        )
+        assert (out == -torch.inf).all()
+        assert torch.equal(weights[0, 0, 0], torch.tensor([4.0, -torch.inf, 4.0]))
+
+
 HUGE_INTEGERS: dict[str, Run] = {
     "scale": lambda n: fastattn.scaled_dot_product_attention(*LONG[:1] * 3, scale=n),
     "softcap": lambda n: fastattn.varlen_attention(*TOGETHER, TOGETHER[1], *STARTS, softcap=n),

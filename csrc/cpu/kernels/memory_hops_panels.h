@@ -269,7 +269,8 @@ class PanelSteps : protected HopSteps<T> {
     }
   }
 
-  // t.s = scale M U^T + bias [count][L] of a panel, -inf where excluded; also finds the maximum.
+  // t.s = scale M U^T + bias [count][L] of a panel; also finds the maximum. Excluded pairs get -inf
+  // before a softmax, and 0 without one, where -inf is a weight like any other.
   __attribute__((noinline)) void scores(const Group& f, const Tiles& t, int64_t group, int64_t k,
                                         int64_t panel, const Block& block, Vec<T>* top) const {
     products_of_panel<P, NV>(block.count, block.in, f.u + panel * L * D, D, kChain, t.s, top);
@@ -280,13 +281,14 @@ class PanelSteps : protected HopSteps<T> {
     } else if (scale == T(1) && !excludes()) {
       return;
     }
+    const Vec<T> excluded = splat<T>(p.normalize ? -kInf<T> : T(0));
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) top[n] = splat<T>(-kInf<T>);
     for (int64_t i = 0; i < block.count; ++i) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         T* s = t.s + i * L + n * W;
         Vec<T> x = load(s) * scale;
         if (tile) {
           const Vec<T> b = load(t.bias + i * L + n * W);
-          x = select<T>(b == -kInf<T>, splat<T>(-kInf<T>), x + b);
+          x = select<T>(b == -kInf<T>, excluded, x + b);
         } else if (excludes()) {
           x += t.bias[i];
         }
@@ -335,15 +337,12 @@ class PanelSteps : protected HopSteps<T> {
                                        int64_t panel, const Block& block) const {
     Vec<T> top[NV];
     if (block.count > 0) scores(f, t, group, k, panel, block, top);
+    if (!p.normalize) return;
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       const Vec<T> m = load(f.m + panel * L + n * W), inverse = load(f.inverse + panel * L + n * W);
       _Pragma("GCC unroll 4") for (int64_t i = 0; i < block.count; ++i) {
         T* x = t.s + i * L + n * W;
-        const Vec<T> s = load(x);
-        if (p.normalize)
-          store(x, weight_of(s - m) * inverse);
-        else
-          store(x, select<T>(s == -kInf<T>, Vec<T>{}, s));
+        store(x, weight_of(load(x) - m) * inverse);
       }
     }
   }

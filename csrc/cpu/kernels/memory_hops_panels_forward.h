@@ -91,11 +91,6 @@ class PanelForward : public PanelSteps<T, kVectors> {
       soften(t.s, block.count, top, m, l, alpha);
     } else {
       FASTATTN_UNROLL for (int n = 0; n < NV; ++n) alpha[n] = splat<T>(T(1));
-      if (excludes())
-        for (int64_t x = 0; x < block.count * L; x += W) {
-          const Vec<T> s = load(t.s + x);
-          store(t.s + x, select<T>(s == -kInf<T>, Vec<T>{}, s));
-        }
     }
     add_transposed(block.out, t.s, block, alpha, o);
   }
