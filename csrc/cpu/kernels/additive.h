@@ -36,7 +36,17 @@ constexpr double kHalfLn2High<double> = 0x1.62e42fefa3000p-2;
 template <>
 constexpr double kHalfLn2Low<double> = 1.4117645281515789e-13;
 
-// e^(2 x) for |x| <= kFactoredLimit. The argument is reduced before the multiplication by log2(e),
+// The bits of a vector, whose sums may overflow.
+template <class T>
+struct WordsOf {
+  typedef VecU type;
+};
+template <>
+struct WordsOf<double> {
+  typedef uint64_t type __attribute__((vector_size(kVectorBytes), may_alias));
+};
+
+// e^(2 x) for |x| <= kFactoredLimit; any number in other lanes, which the caller replaces. The argument is reduced before the multiplication by log2(e),
 // because rounding the product first would cost |x| units in the last place.
 template <class T>
 FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
@@ -46,7 +56,8 @@ FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
   const Vec<T> shifted = x * kTwoLog2E + kRound, n = shifted - kRound;
   const Vec<T> rest = (x - n * kHalfLn2High<T>)-n * kHalfLn2Low<T>;
   const Vec<T> y = exp2_fraction<false>(rest * kTwoLog2E);
-  return (Vec<T>)((Mask<T>)y + ((Mask<T>)shifted << kMantissa));
+  typedef typename WordsOf<T>::type Words;
+  return (Vec<T>)((Words)y + ((Words)shifted << kMantissa));
 }
 
 // 1 / x. kCoarse has a relative error of 2^-14, for results that are rounded to 16 bits.
