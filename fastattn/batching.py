@@ -106,7 +106,7 @@ def unfold(x: Tensor, n: int) -> Tensor:
 
 def one_by_one(
     operator: Operator, n: int, in_dims: Sequence[int | None], args: Sequence[Any]
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+) -> tuple[Any, Any]:
     """A batching rule that calls the operator once per example."""
     *tensors, options, backend = args
 
@@ -118,6 +118,6 @@ def one_by_one(
 
     results = [operator.dispatched(*example(i), options, backend) for i in range(n)]
     if operator.returns == 1:
-        results = [(result,) for result in results]
+        return torch.stack(results), 0
     stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)

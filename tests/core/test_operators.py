@@ -43,8 +43,12 @@ REGISTERED = (
     *("hopfield-unroll", "hopfield-implicit", "hopfield-projected", "sinusoidal-from-five"),
     *("sinusoidal-positions", "merge-states", "hard-attention-reinforce"),
 )
+# Where the reference differentiates, no operator is called.
+UNCALLED = ("sdpa-alibi-learned", "encode-memory-learned-factors")
 LATER = [
-    pytest.param(name, marks=pytest.mark.complete) for name in OPERATORS if name not in REGISTERED
+    pytest.param(name, marks=pytest.mark.complete)
+    for name in OPERATORS
+    if name not in (*REGISTERED, *UNCALLED)
 ]
 EXPORTED = ("encode-memory-tables", "hops-of-many-queries", "hopfield-unroll")
 CAST = ("sdpa-plain", "varlen", "additive", "hops-plain", "hopfield-unroll")
@@ -239,6 +243,8 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("name", [*REGISTERED, *LATER])
 def test_opcheck(backend: str, name: str, dtype: torch.dtype) -> None:
     function, inputs = OPERATORS[name]()
+    if name == "merge-states":  # whose lse is wide
+        dtype = torch.promote_types(dtype, torch.float32)
     inputs = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
     with Recorder() as recorder:
         found = [y for y in tupled(function(*inputs)) if y.requires_grad]
