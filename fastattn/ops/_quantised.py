@@ -11,7 +11,7 @@ from fastattn import checks
 from fastattn.backends.primitives import QUANTISED, same_memory
 from fastattn.eager import runs_eagerly
 
-__all__ = ["check_memory", "check_rotated", "check_scales"]
+__all__ = ["check_memory", "check_rotated", "check_scales", "outside"]
 
 _OP = "decode_attention"
 
@@ -76,6 +76,12 @@ def check_memory(**written: Tensor) -> None:
                 f"{_OP}: {name} must have memory for each row where rows are appended, got an "
                 f"expanded tensor with strides {x.stride()}"
             )
+
+
+def outside(x: Tensor, *written: Tensor) -> Tensor:
+    """Rows to append, copied if they may be rows of a cache: writing one would change the next."""
+    storage = x.untyped_storage().data_ptr()
+    return x.clone() if any(storage == y.untyped_storage().data_ptr() for y in written) else x
 
 
 def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:

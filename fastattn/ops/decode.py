@@ -17,7 +17,7 @@ from fastattn.bias import T5
 from fastattn.call import Plan, Plans
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._quantised import check_memory, check_rotated, check_scales
+from fastattn.ops._quantised import check_memory, check_rotated, check_scales, outside
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias
 from fastattn.ops._rotary import check_rotary
 
@@ -269,6 +269,7 @@ def _planned(
     if key is not None and value is not None:
         if 0 in key_cache.stride() or 0 in value_cache.stride():
             check_memory(key_cache=key_cache, value_cache=value_cache)
+        key, value = (outside(x, key_cache, value_cache) for x in (key, value))
         if layout == "bnhd":
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         rotary: tuple[Tensor | None, ...] = (None,) * 4
@@ -364,6 +365,8 @@ def prepare(
         )
     if new is not None:
         check_new(*new, query, key_cache, value_cache, cache_seqlens)
+        if runs_eagerly(*new, key_cache, value_cache):
+            new = (outside(new[0], key_cache, value_cache), outside(new[1], key_cache, value_cache))
 
     batch, device = query.shape[0], query.device
     table = entries = None

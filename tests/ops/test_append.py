@@ -100,6 +100,25 @@ def test_equals_a_rotation_before_the_call(
     assert torch.equal(given["value_cache"], want["value_cache"])
 
 
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(("key", "value"), [(2, 2), (4, 4), (2, 4)])
+def test_rows_of_the_cache_are_appended_as_they_were(
+    backend: str, layout: str, key: int, value: int
+) -> None:
+    """Also where a row that is written is one of the rows that are still to be read."""
+    given = operands(layout)
+    dim = 2 if layout == "bhnd" else 1
+    for _ in range(2):  # the second call takes the short path
+        own = given | {n: given[n].clone() for n in ("key_cache", "value_cache")}
+        own["cache_seqlens"] = torch.full((3,), 3)
+        own["key"] = own["key_cache"].narrow(dim, key, 2)
+        own["value"] = own["key_cache" if key == value else "value_cache"].narrow(dim, value, 2)
+        apart = own | {n: own[n].clone() for n in ("key_cache", "value_cache", "key", "value")}
+        assert torch.equal(decode_attention(**own), decode_attention(**apart))
+        assert torch.equal(own["key_cache"], apart["key_cache"])
+        assert torch.equal(own["value_cache"], apart["value_cache"])
+
+
 def test_siblings_of_a_draft_tree_share_a_position(backend: str) -> None:
     given, tables = operands(), angles(14, 4)
     options: dict[str, Any] = {"rotary_cos": tables[0], "rotary_sin": tables[1]}
