@@ -309,12 +309,14 @@ def _any_of_them_requires_grad(*args: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
-# Whether an argument is a tensor that requires a gradient.
+# Whether an argument is a tensor that requires a gradient. The compiler cannot trace PyTorch's
+# function, which is called in traced code if the fast route is off.
 any_requires_grad: Callable[..., bool] = (
     _found["torch._C._any_requires_grad"] or _any_of_them_requires_grad
 )
 
 if MISSING:
+    any_requires_grad = _any_of_them_requires_grad
 
     def run_outside(function: Callable[..., Any], *args: Any) -> Any:
         """Call the function where no mode, transform or tracer is at work: in a new thread."""

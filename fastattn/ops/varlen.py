@@ -174,6 +174,8 @@ def _planned(
     table = program = None
     if longest != (None, None):
         for of, starts, most in (("q", q_starts, longest[0]), ("k", k_starts, longest[1])):
+            if most is not None:
+                checks.check_int64(f"{_OP}: max_seqlen_{of}", most)
             _check_values(of, starts.tolist(), most, None)
     if relative_bias is not None or mask is not None:
         both = q_starts, k_starts = q_starts.to(torch.int64), k_starts.to(torch.int64)
