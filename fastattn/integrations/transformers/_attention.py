@@ -110,7 +110,7 @@ def attention_forward(
         cu_seq_lens_k = paged["cu_seq_lens_k"]
     compact = None
     if isinstance(position_bias, CompactBias):  # T5
-        compact, position_bias = position_bias, None
+        compact, position_bias = position_bias.connected(), None
     if isinstance(attention_mask, CompactBias):  # Swin
         compact, attention_mask = attention_mask, attention_mask.mask
     if attention_mask is None and not takes_any_mask(getattr(module, "config", None)):
