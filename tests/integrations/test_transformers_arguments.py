@@ -11,6 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from fastattn.integrations.transformers import register  # noqa: E402
 from fastattn.integrations.transformers._attention import attention_forward  # noqa: E402
+from fastattn.integrations.transformers._masks import StructuredMask  # noqa: E402
+from fastattn.integrations.transformers._patterns import Pattern  # noqa: E402
 
 
 def query_key_value() -> tuple[Tensor, Tensor, Tensor]:
@@ -64,6 +66,20 @@ def test_arguments_without_bearing_change_nothing(name: str) -> None:
     plain, _ = attention_forward(torch.nn.Identity(), *inputs, None)
     given, _ = attention_forward(torch.nn.Identity(), *inputs, None, **{name: torch.ones(2, 6)})
     assert torch.equal(given, plain)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [(6, 5), (6, 4), (5, 6), (7, 6)])
+def test_a_mask_of_another_size_is_refused(
+    size: tuple[int, int], packed: bool, padded: bool
+) -> None:
+    """A cache may give a layer more or fewer keys than the mask was made for."""
+    pattern = Pattern(right=0, segments=torch.zeros(2, size[0]) if packed else None)
+    padding = torch.ones(2, size[1], dtype=torch.bool) if padded else None
+    mask = StructuredMask((2, 1, *size), pattern, 0, padding, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=f"mask has {size[0]} queries and {size[1]} keys, the"):
+        attention_forward(torch.nn.Identity(), *query_key_value(), mask)
 
 
 def test_indices_name_the_keys_of_each_query() -> None:

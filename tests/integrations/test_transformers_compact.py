@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers_models import ENTRIES
-from transformers_runs import assert_same, fused, gradients, outputs
+from transformers_runs import assert_same, fused, gradients, outputs, with_gradients
 
 import fastattn
-from fastattn.integrations.transformers import _attention, compact_relative_bias
+from fastattn import bias
+from fastattn.integrations.transformers import _attention, _compact, compact_relative_bias
+
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
 
 ENTRY = {entry.name: entry for entry in ENTRIES}
 T5, SWIN = "T5ForConditionalGeneration", "SwinModel"
@@ -43,6 +46,29 @@ def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
     cross = 0 if name == SWIN else 2
     assert sum(used) == len(used) - cross
     assert any("relative" in name for name in got if name.startswith("gradient"))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", [T5, "MT5ForConditionalGeneration", SWIN])
+def test_gradients_of_tables_with_checkpoints(name: str, reentrant: bool) -> None:
+    """A layer that runs again passes gradients to the table that the first one made."""
+    entry = ENTRY[name]
+    model, inputs = entry.build().train(), entry.example()
+    with compact_relative_bias(model), fused(model):
+        want = with_gradients(model, inputs)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        got = with_gradients(model, inputs)
+    assert any("relative" in name for name in got if name.startswith("gradient"))
+    assert_same(got, {name: want[name] for name in got})
+
+
+def test_a_sharded_table_is_refused_in_a_layer_that_runs_again() -> None:
+    embedding = torch.nn.Embedding(32, 4)
+    compact = _compact.CompactBias(bias.T5(embedding.weight.detach() + 0), embedding=embedding)
+    assert compact.connected().relative_bias.table.requires_grad
+    embedding.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        compact.connected()
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -64,10 +64,11 @@ def attention_forward(
         query: [B, Hq, Lq, D].
         key: [B, Hkv, Lk, D]. Hkv must divide Hq; nothing is repeated.
         value: [B, Hkv, Lk, Dv].
-        attention_mask: None; a :class:`StructuredMask`; [B, Lk], nonzero at real keys; or, as in
-            :func:`fastattn.scaled_dot_product_attention`, broadcastable to [B, Hq, Lq, Lk], where
-            keys beyond Lk are left out. With a mask, ``is_causal`` and ``sliding_window`` are
-            ignored, because the mask includes them. A :class:`CompactBias` is a bias and its mask.
+        attention_mask: None; a :class:`StructuredMask` of these Lq and Lk; [B, Lk], nonzero at real
+            keys; or, as in :func:`fastattn.scaled_dot_product_attention`, broadcastable to [B, Hq,
+            Lq, Lk], where keys beyond Lk are left out. With a mask, ``is_causal`` and
+            ``sliding_window`` are ignored, because the mask includes them. A :class:`CompactBias`
+            is a bias and its mask.
         dropout: the probability of dropping a weight.
         scaling: None is 1 / sqrt(D).
         is_causal: without a mask, and with more than one query: query i can see keys 0, ..., i.
@@ -97,6 +98,7 @@ def attention_forward(
 
     Raises:
         TypeError: an unknown argument that is not None.
+        RuntimeError: a mask of another number of queries or keys.
     """
     is_paged = cache is not None or others.get("write_index") is not None
     check_others(module, others, _PAGED if is_paged else _IRRELEVANT)
@@ -110,7 +112,7 @@ def attention_forward(
         cu_seq_lens_k = paged["cu_seq_lens_k"]
     compact = None
     if isinstance(position_bias, CompactBias):  # T5
-        compact, position_bias = position_bias, None
+        compact, position_bias = position_bias.connected(), None
     if isinstance(attention_mask, CompactBias):  # Swin
         compact, attention_mask = attention_mask, attention_mask.mask
     if attention_mask is None and not takes_any_mask(getattr(module, "config", None)):
@@ -127,7 +129,7 @@ def attention_forward(
 
     starts = None
     if isinstance(attention_mask, StructuredMask):
-        visible = _read(attention_mask)
+        visible = _read(attention_mask, query, key)
         if attention_mask.starts is not None:
             starts = (attention_mask.starts, attention_mask.starts)
     elif attention_mask is not None:
@@ -194,7 +196,14 @@ class _Visible:
     offset: int = 0
 
 
-def _read(mask: StructuredMask) -> _Visible:
+def _read(mask: StructuredMask, query: Tensor, key: Tensor) -> _Visible:
+    expected = (query.shape[2], key.shape[2])
+    if mask.shape[2:] != expected:  # a cache may have more or fewer keys than it said
+        raise RuntimeError(
+            "fastattn's attention for transformers: the attention mask has "
+            f"{mask.shape[2]} queries and {mask.shape[3]} keys, the layer has "
+            f"{expected[0]} and {expected[1]}"
+        )
     padding = None if mask.padding is None else mask.padding[:, None, None, :]
     return _Visible(padding, mask.pattern.left, mask.pattern.right, mask.offset)
 

@@ -23,6 +23,26 @@ class CompactBias:
     relative_bias: T5 | Window2d
     offset: int = 0  # the position of query 0 among the keys
     mask: Tensor | None = None
+    embedding: nn.Module | None = None  # of T5: its rows are the table
+
+    def connected(self) -> CompactBias:
+        """The same with a table that passes gradients on, in a layer that runs a second time.
+
+        A reentrant checkpoint runs the layers without gradients first. The tensors that one layer
+        passes to the next are connected when they run again, the table in this object is not.
+        """
+        table, embedding = self.relative_bias.table, self.embedding
+        if table.requires_grad or embedding is None or not torch.is_grad_enabled():
+            return self
+        weight: Any = embedding.weight
+        if not weight.requires_grad:
+            return self
+        if not weight.untyped_storage().size():  # of FSDP, which shares it out between two layers
+            raise RuntimeError(
+                "compact_relative_bias: the table of relative positions is sharded in a layer that "
+                "a reentrant checkpoint runs again; pass use_reentrant=False to the checkpoint"
+            )
+        return replace(self, relative_bias=self.relative_bias._replace(table=_rows_of(embedding)))
 
     def __add__(self, mask: Tensor) -> CompactBias:
         return replace(self, mask=mask if self.mask is None else self.mask + mask)
@@ -125,9 +145,14 @@ def _bias_of_t5(
         )
     # Later layers use the table too. A parameter itself may be sharded again by then (FSDP).
     embedding = layer.relative_attention_bias
-    buckets = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
-    form = T5(embedding(buckets), not layer.is_decoder, layer.relative_attention_max_distance)
-    return CompactBias(form, offset)
+    form = T5(_rows_of(embedding), not layer.is_decoder, layer.relative_attention_max_distance)
+    return CompactBias(form, offset, embedding=embedding)
+
+
+def _rows_of(embedding: Any) -> Tensor:
+    """All rows of an embedding, through its forward."""
+    rows: Tensor = embedding(torch.arange(embedding.num_embeddings, device=embedding.weight.device))
+    return rows
 
 
 def _bias_of_swin(layer: Any, config: Any) -> CompactBias | Tensor:
