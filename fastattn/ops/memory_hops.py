@@ -102,11 +102,11 @@ def memory_hop_attention(
     if plan is not None:
         call: tuple[Tensor | None, ...] = tensors
         if plan.viewed:
-            in_memory = share(in_memory)
-            out_memory = None if out_memory is None else share(out_memory)
-            if memory_bias is not None and memory_bias.requires_grad:
-                memory_bias = of_four_dimensions(memory_bias, query)
-            call = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
+            memories = (x if x is None else share(x) for x in (in_memory, out_memory))
+            bias = memory_bias
+            if bias is not None and bias.requires_grad:
+                bias = of_four_dimensions(bias, query)
+            call = (query, *memories, hop_proj, memory_mask, bias)
         try:
             if not need_weights:
                 return plan.first(call)

@@ -165,6 +165,12 @@ def queries(call: Call) -> Call:
     return {} if is_stack else {"query": torch.randn(4, 2, 20)}
 
 
+def expanded(memories: int) -> Call:
+    """Input memories that the batch shares, by an expanded tensor."""
+    shared = normal(1, memories, 50, 20).expand(4, -1, -1, -1)
+    return {"in_memory": shared, "out_memory": normal(4, 50, 20)}
+
+
 MEMORY_HOPS = Planned(
     function=fastattn.memory_hop_attention,
     make=hops,
@@ -224,6 +230,7 @@ MEMORY_HOPS = Planned(
         for given in (
             {"memory_mask": torch.ones(4, HOPS, 50, dtype=torch.bool)},
             {"hop_proj": normal(HOPS, 20, 20)},
+            expanded(HOPS),
             {},
         )
     ],
@@ -231,6 +238,7 @@ MEMORY_HOPS = Planned(
         "in_memory": [
             *(lambda x: x[..., :19], lambda x: x[..., :49, :], Tensor.double, lambda x: x[:3]),
             normal(4, HOPS + 2, 50, 20),
+            expanded(HOPS + 2),
         ],
         "memory_mask": [torch.ones(4, *n, dtype=torch.bool) for n in ((49,), (7, 50))],
         "hop_proj": [normal(HOPS + 2, 20, 20)],
