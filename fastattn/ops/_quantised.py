@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,10 +79,11 @@ def check_memory(**written: Tensor) -> None:
             )
 
 
-def outside(x: Tensor, *written: Tensor) -> Tensor:
+def outside(rows: tuple[Tensor, Tensor], caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Rows to append, copied if they may be rows of a cache: writing one would change the next."""
-    storage = x.untyped_storage().data_ptr()
-    return x.clone() if any(storage == y.untyped_storage().data_ptr() for y in written) else x
+    written = {cache.untyped_storage().data_ptr() for cache in caches}
+    key, value = (x.clone() if x.untyped_storage().data_ptr() in written else x for x in rows)
+    return key, value
 
 
 def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:

@@ -269,7 +269,7 @@ def _planned(
     if key is not None and value is not None:
         if 0 in key_cache.stride() or 0 in value_cache.stride():
             check_memory(key_cache=key_cache, value_cache=value_cache)
-        key, value = (outside(x, key_cache, value_cache) for x in (key, value))
+        key, value = outside((key, value), (key_cache, value_cache))
         if layout == "bnhd":
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         rotary: tuple[Tensor | None, ...] = (None,) * 4
@@ -366,7 +366,7 @@ def prepare(
     if new is not None:
         check_new(*new, query, key_cache, value_cache, cache_seqlens)
         if runs_eagerly(*new, key_cache, value_cache):
-            new = (outside(new[0], key_cache, value_cache), outside(new[1], key_cache, value_cache))
+            new = outside(new, (key_cache, value_cache))
 
     batch, device = query.shape[0], query.device
     table = entries = None
