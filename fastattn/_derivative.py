@@ -35,9 +35,8 @@ class Derivative:
     operator: type[Operator] | None = None  # the class of the backward operator
     fake: Callable[..., Any] | None = None
     vmap: Callable[..., Any] | None = None
-    keeps: bool = (
-        False  # the CPU's forward returns one more tensor or None, `kept`, for the backward
-    )
+    # The CPU's forward kernel returns one more tensor, or None: `kept`, for the backward kernel.
+    keeps: bool = False
     # The options of the backward pass that follow from the tensors of the call.
     of_call: Callable[..., Any] | None = None
 
@@ -71,7 +70,7 @@ class Derivative:
         tensors = [f"{kind} grad_{name}" for name in grads]
         tensors += [operator.declared.get(name, f"Tensor {name}") for name in reads]
         shapes = [operator.shapes]
-        shapes += [f"grad_{name}:{operator.shape_of(name)}" for name in grads]
+        shapes += [f"grad_{name}:{operator.shape_of[name]}" for name in grads]
         return (self.operator or type(operator))(
             f"{operator.name}_backward({', '.join(tensors)})",
             options=self.options,
@@ -193,9 +192,9 @@ def fold_batches(
 
 def _batched(operator: Operator) -> list[str]:
     """Of each tensor, whether its first size is the "whole" batch, or may be "one"; else ""."""
-    firsts = [operator.first_size(name) for name in operator.names]
     if not operator.folds:
-        return [""] * len(firsts)
+        return [""] * len(operator.names)
+    firsts = [next(iter(operator.shape_of.get(x, "").split()), "") for x in operator.names]
     batch = next(first for first in firsts if first)
     return [
         "whole" if first == batch else "one" if first == f"{batch}|1" else "" for first in firsts

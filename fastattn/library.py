@@ -121,6 +121,9 @@ class Operator:
         self._lse = self.names.index("lse") if "lse" in self.names else None
         self._fake, self.flops = fake, flops
         self.shapes, self.folds = shapes, folds
+        declared = (item.partition(":") for item in shapes.split(";"))
+        # The declared shape of each tensor and result.
+        self.shape_of = {name.strip(): shape for name, colon, shape in declared if colon}
         self._shapes = Shapes(self.name, shapes, self.names)
         self._dtypes = Dtypes(self.name, self.names)
 
@@ -275,16 +278,6 @@ class Operator:
 
     def place_of(self, name: str) -> int:
         return self.names.index(name)
-
-    def shape_of(self, name: str) -> str:
-        """The declared shape of a tensor or a result."""
-        declared = (item.partition(":") for item in self.shapes.split(";"))
-        return next(shape for key, _, shape in declared if key.strip() == name)
-
-    def first_size(self, name: str) -> str:
-        """The first size of a tensor's declared shape; "" without one."""
-        declared = (item.partition(":") for item in self.shapes.split(";"))
-        return next((shape.split()[0] for key, _, shape in declared if key.strip() == name), "")
 
     def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         """Split the dispatcher's arguments into the tensors and the record of options."""
