@@ -35,7 +35,7 @@ class MergedStates {
     return py::make_tuple(out, lse);
   }
 
-  // The gradients of the four, new; those of the results may be None.
+  // The gradients of the four tensors, new. A result may have no gradient: None.
   py::tuple new_gradients(py::handle grad_out, py::handle grad_lse, py::handle out_a,
                           py::handle lse_a, py::handle out_b, py::handle lse_b) {
     MergeStatesParams& p = params;

@@ -22,9 +22,9 @@ __all__ = ["Gradient"]
 class Gradient:
     """The derivative of an operator, by places instead of names.
 
-    ``_save``, ``_take`` and ``_arrange`` pick from a tuple, in C: the tensors to save, from all
-    tensors and results; the gradients that the backward operator takes, from those of all results;
-    and the gradients of all arguments but the backend, from those that it gives and None.
+    Three functions pick from a tuple, in C. ``_save``: the tensors to save, from all tensors and
+    results. ``_take``: the arguments of the backward operator, from the gradients of all results.
+    ``_arrange``: the gradients of all arguments but the backend, from its results and None.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ void check_appended_rows(const SequencesParams& t, int64_t count) {
                                 std::to_string(twice->page) + " twice");
 }
 
-// The positions of the new tokens; without given ones, those of their rows.
+// The positions of the new tokens: given, or else their rows.
 void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64_t>& positions) {
   positions.resize(static_cast<size_t>(p.B * p.L));
   for (int64_t b = 0; b < p.B; ++b)

@@ -108,7 +108,7 @@ py::object widen(CacheCall& t, py::handle query) {
   AttentionParams& p = t.attention;
   const bool in_place = reads_quantised(t), sixteen_bits = element_bytes(p.dtype) == 2;
   auto wide = py::reinterpret_borrow<py::object>(query);
-  // bfloat16 has the range of the scales; its kernels are faster than those of float32.
+  // bfloat16 has the range of the scales; its kernels are faster than float32 kernels.
   if (sixteen_bits && (in_place || p.dtype == DType::f16)) {
     wide = query.attr("float")();
     p.dtype = DType::f32;

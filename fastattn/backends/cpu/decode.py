@@ -63,7 +63,7 @@ def append_to_cache(
     *,
     options: AppendOptions,
 ) -> Tensor | None:
-    """Append the new keys and values to those of each sequence, in place; rotate the queries."""
+    """Append new keys and values to the cache of each sequence, in place; rotate the queries."""
     return _cpu.append_to_cache(
         options,
         key_cache,

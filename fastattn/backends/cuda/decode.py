@@ -79,7 +79,7 @@ def append_to_cache(
     *,
     options: AppendOptions,
 ) -> None:
-    """Append the new keys and values to those of each sequence, in place."""
+    """Append new keys and values to the cache of each sequence, in place."""
     where = (cache_seqlens, block_table, cache_batch_idx)
     launch(_cuda.append_to_cache, key, key_cache, value_cache, key, value, *where)
 

@@ -121,7 +121,7 @@ def append_to_cache(
     *,
     options: AppendOptions,
 ) -> None:
-    """Append the new keys and values to those of each sequence, in place."""
+    """Append new keys and values to the cache of each sequence, in place."""
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
     for x, kept in ((key, key_cache), (value, value_cache)):
         batch, heads, rows, width = x.shape
