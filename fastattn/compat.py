@@ -203,14 +203,22 @@ def sizes_may_change() -> bool:
     return _compiling() or records_trace()
 
 
-def _onnx_exports() -> bool:
-    return torch.onnx.is_in_onnx_export()
+def constant_for_compiler(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Let the compiler call a function while it traces, and keep the answer.
+
+    2.13 to 2.13; other versions were not checked. Without the attribute the compiler looks inside,
+    as ``torch.compiler.assume_constant_result`` says, whose call imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # If torch.onnx.export fails without the compiler, it tries again with it. The compiler assumes that
-# PyTorch's function returns False, but calls a function with this attribute. 2.13 to 2.13; other
-# versions were not checked. Without: the export ends with an error about our operators.
-_onnx_exports._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# PyTorch's function returns False, but calls one that is marked. Without the mark the export ends
+# with an error about our operators.
+@constant_for_compiler
+def _onnx_exports() -> bool:
+    return torch.onnx.is_in_onnx_export()
 
 
 def exports_onnx() -> bool:

@@ -25,12 +25,18 @@ from fastattn._warning import warn
 
 
 class Gemm(NamedTuple):
-    """Which GEMM computes the projections, see ``fastattn/nn/_linear.py``."""
+    """Which GEMM computes the products of a linear layer, see ``fastattn/backends/cpu/linear.py``.
 
-    forward: str  # of large products: "torch" (F.linear) or "onednn"
-    weight_grad: str  # of large products: "torch" (mm) or "onednn"
-    ours_up_to: int = 0  # the largest M·N·K for our own GEMM
-    small_up_to: int = 0  # the largest M·N·K of a layer in one native call, see nn/_small.py
+    Sizes are numbers of multiplications, M·N·K.
+    """
+
+    y: str  # "torch", "onednn" or "ours"
+    dx: str
+    dw: str
+    few: str = "torch"  # y of fewer than 8 rows
+    least: int = 0  # below this size, all products are PyTorch's
+    ours_up_to: int = 0  # up to this size, y is ours
+    small_up_to: int = 0  # the largest layer in one native call, see nn/_small.py
 
 
 class Row(NamedTuple):
@@ -51,6 +57,7 @@ class Row(NamedTuple):
         return own + self.source
 
 
+GEMMS = ("torch", "onednn", "ours")
 ATTENTION = "scaled_dot_product_attention"
 ANY = 2**62
 _AMX = "benchmarks/results/intel-xeon-emerald-rapids-amx_bf16/figures.json"
@@ -60,6 +67,9 @@ _PAGE = "docs/performance.md"
 _BORROWED = "not measured on this processor: what is fastest on an AMD EPYC"
 _UNMEASURED = "not measured on this processor"
 UNVERIFIED = "our kernels are unverified on this GPU; run `fastattn tune`"
+_OURS = Gemm("ours", "ours", "ours", "torch", 2**14, small_up_to=ANY)
+_AMD_FLOAT32 = Gemm("onednn", "onednn", "torch", "torch", 2**20, 2**25, small_up_to=2**22)
+_AMD_BFLOAT16 = Gemm("onednn", "torch", "torch", "torch", 2**14, 2**25, small_up_to=2**25)
 # fmt: off
 # choice, on, dtypes, use, source, op, least_queries
 ROWS = (
@@ -79,19 +89,20 @@ ROWS = (
     Row("isa", "cpu amx_bf16", "", "avx512_bf16", f"float16: {_AMX}; float64 is not measured"),
     Row("isa", "", "", "the strongest", _UNMEASURED),
 
-    Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "torch", 0, 2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98"),
-    Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", 0, 2**22), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
-    Row("gemm", "cpu AMD -avx512f", "bfloat16", Gemm("torch", "torch", ANY, ANY), f"{_PAGE}: ours 147 GFLOP/s, PyTorch 18"),
-    Row("gemm", "cpu Intel -avx512f", "bfloat16", Gemm("torch", "torch", ANY, ANY), f"{_PAGE}, on an AMD EPYC: ours 147 GFLOP/s, PyTorch 18"),
-    Row("gemm", "cpu AMD -avx512f", "float32", Gemm("torch", "torch", 0, 2**22), f"{_PAGE}: MKL 138 GFLOP/s, oneDNN 121"),
-    Row("gemm", "cpu AMD", "float32", Gemm("onednn", "onednn", 0, 2**22), f"{_PAGE}: oneDNN 101 GFLOP/s, MKL 75"),
-    Row("gemm", "cpu AMD", "bfloat16", Gemm("onednn", "torch", 2**24 - 1, 2**25), f"{_PAGE}: oneDNN and PyTorch 157 to 188 GFLOP/s"),
-    Row("gemm", "cpu AMD", "float16", Gemm("torch", "torch", ANY, ANY), f"{_PAGE}: ours 94 GFLOP/s, PyTorch 17; only without float16 arithmetic"),
-    Row("gemm", "", "float32", Gemm("onednn", "onednn", 0, 2**22), _BORROWED),
-    Row("gemm", "", "bfloat16", Gemm("onednn", "torch", 2**24 - 1, 2**25), _BORROWED),
-    Row("gemm", "", "float16", Gemm("torch", "torch", ANY, ANY), _BORROWED),
-    Row("gemm", "", "float64", Gemm("torch", "torch", 0, 2**20), "not measured: PyTorch, and ours for small layers"),
-    Row("gemm", "", "", Gemm("torch", "torch"), _UNMEASURED),
+    Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", "onednn", small_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98"),
+    Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
+    Row("gemm", "cpu AMD -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}: ours 147 GFLOP/s, PyTorch 18"),
+    Row("gemm", "cpu Intel -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}, on an AMD EPYC: ours 147 GFLOP/s, PyTorch 18"),
+    Row("gemm", "cpu AMD -avx512f", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22), f"{_PAGE}: MKL 138 GFLOP/s, oneDNN 121"),
+    Row("gemm", "cpu AMD", "float32", _AMD_FLOAT32, f"{_PAGE}: oneDNN 101 GFLOP/s, MKL 75"),
+    Row("gemm", "cpu AMD", "bfloat16", _AMD_BFLOAT16, f"{_PAGE}: oneDNN and PyTorch 157 to 188 GFLOP/s"),
+    Row("gemm", "cpu amx_fp16", "float16", Gemm("torch", "torch", "torch", small_up_to=2**22), "not measured: PyTorch multiplies float16 on tiles"),
+    Row("gemm", "cpu AMD", "float16", _OURS, f"{_PAGE}: ours 94 GFLOP/s, PyTorch 17"),
+    Row("gemm", "", "float32", _AMD_FLOAT32, _BORROWED),
+    Row("gemm", "", "bfloat16", _AMD_BFLOAT16, _BORROWED),
+    Row("gemm", "", "float16", _OURS, _BORROWED),
+    Row("gemm", "", "float64", Gemm("torch", "torch", "torch", small_up_to=2**20), "not measured: PyTorch, and ours for small layers"),
+    Row("gemm", "", "", Gemm("torch", "torch", "torch"), _UNMEASURED),
 )
 # fmt: on
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -150,7 +161,7 @@ def isa(supported: Sequence[str]) -> str:
 
 # -- the user's rows -------------------------------------------------------------------------------
 
-_FORMAT = 2
+_FORMAT = 3
 _BACKENDS = ("torch", "cpu", "cuda", "triton")
 _TYPES = {"backends": list, "isa": str, "gemm": list}  # of `use` in JSON
 
@@ -217,7 +228,12 @@ def _checked(row: Row) -> Row:
         raise ValueError(f"{row} has no version")
     if row.choice == "backends" and not {*row.use} <= {*_BACKENDS}:
         raise ValueError(f"backends must be of {', '.join(_BACKENDS)}, got {row.use}")
-    return row._replace(use=Gemm(*row.use)) if row.choice == "gemm" else row
+    if row.choice != "gemm":
+        return row
+    gemm = Gemm(*row.use)
+    if not {*gemm[:4]} <= {*GEMMS} or not all(isinstance(size, int) for size in gemm[4:]):
+        raise ValueError(f"GEMMs must be of {', '.join(GEMMS)}, and sizes numbers, got {row.use}")
+    return row._replace(use=gemm)
 
 
 # -- caches ----------------------------------------------------------------------------------------

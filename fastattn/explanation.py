@@ -112,8 +112,20 @@ def _because(
     if runs != "cpu":
         return because
     dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
+    if op.startswith("linear"):
+        return _gemms(dtype, tensors)
     unit = _unit(dtype, op, tensors, options)
     return f"{because}; instruction set {instruction_set(dtype)}{unit}"
+
+
+def _gemms(dtype: torch.dtype, tensors: Sequence[Any]) -> str:
+    """The GEMM of each product of a linear layer, and the evidence."""
+    backend = importlib.import_module("fastattn.backends.cpu")
+    x, weight = tensors[-2:] if tensors[-1] is not None and tensors[-1].dim() == 2 else tensors[:2]
+    rows, work = x.shape[0], x.shape[0] * weight.numel()
+    gemms = (f"{name} by {backend.gemm_of(name, dtype, rows, work)}" for name in ("y", "dx", "dw"))
+    row = evidence.choose("gemm", "cpu", dtype=dtype)
+    return f"{', '.join(gemms)} ({row.because}); ours on {instruction_set(dtype)}"
 
 
 def instruction_set(dtype: torch.dtype) -> str:

@@ -71,25 +71,27 @@ def _choices() -> list[dict[str, str]]:
 
 def _spelled(use: Any) -> str:
     if isinstance(use, evidence.Gemm):
-        words = (_GEMM[name].format(_most(x)) for name, x in use._asdict().items() if x)
-        return ", ".join(words)
+        return ", ".join(_GEMM[name].format(_size(x)) for name, x in use._asdict().items() if x)
     return ", ".join(use) if isinstance(use, list) else str(use)
 
 
 # The fields of evidence.Gemm.
 _GEMM = {
-    "forward": "outputs by {}",
-    "weight_grad": "gradients of weights by {}",
-    "ours_up_to": "ours for {}",
+    "y": "outputs by {}",
+    "dx": "gradients of inputs by {}",
+    "dw": "gradients of weights by {}",
+    "few": "fewer than 8 rows by {}",
+    "least": "all by torch below {}",
+    "ours_up_to": "outputs by ours up to {}",
     "small_up_to": "a whole layer in one call for {}",
 }
 
 
-def _most(value: Any) -> str:
-    """The name of a library, or the greatest number of products of a call."""
+def _size(value: Any) -> str:
+    """The name of a library, or the number of products of a call."""
     if isinstance(value, str):
         return value
-    return "any size" if value >= 2**62 else f"up to {value:,} products"
+    return "any size" if value >= 2**62 else f"{value:,} products"
 
 
 def _cpu() -> dict[str, Any]:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fastattn import dispatch, evidence, spelling
 from fastattn.bench import ops
@@ -29,7 +28,6 @@ from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
 from fastattn.bench.providers import run_passes
 from fastattn.bench.shapes import parse_shapes
 from fastattn.evidence import ATTENTION, Gemm, Row
-from fastattn.nn import _linear
 from fastattn.testing import PROOFS, OnGpu, Target
 from fastattn.verify import results_of
 
@@ -47,7 +45,8 @@ MEASURED = {
 }
 ON_CPU = ("sdpa", "B=1,H=8,L=512,D=64", "none")
 _LEAST_QUERIES = 16  # the measurement on a CPU does not apply to single queries
-_LARGE, _FEW_ROWS = (512, 768, 2304), (16, 768, 768)  # M, K, N of a projection
+# M, K, N of linear layers.
+_LARGE, _SMALL, _FEW_ROWS = (512, 768, 2304), (16, 768, 768), (1, 2048, 2048)
 _OURS_UP_TO = 2**24 - 1
 _FASTER = 0.97  # required ratio of times; a smaller gain is noise
 _ROUNDS, _SECONDS = 7, 3.0  # the minimum rounds and seconds of a race
@@ -245,7 +244,7 @@ def on_cpu(dtypes: Sequence[torch.dtype]) -> Path:
         raise RuntimeError(f"the CPU kernels are {native}")
     name = evidence.processor("cpu").name or "this processor"
     print(f"{name}, {torch.get_num_threads()} threads; under a minute")
-    return evidence.set_own([row for x in dtypes for row in (*attention(x), *projections(x))])
+    return evidence.set_own([row for x in dtypes for row in (*attention(x), *linear_layers(x))])
 
 
 def attention(dtype: torch.dtype) -> list[Row]:
@@ -275,35 +274,35 @@ def attention(dtype: torch.dtype) -> list[Row]:
     ]
 
 
-def projections(dtype: torch.dtype) -> list[Row]:
-    """The row of the GEMM of the projections, none if there is nothing to choose."""
-    onednn: Any = _linear._ONEDNN_LINEAR
-    if onednn is None or dtype not in _linear._ONEDNN_DTYPES:
-        return []
-    what = f"projection {str(dtype)[6:]}"
+def linear_layers(dtype: torch.dtype) -> list[Row]:
+    """The row of the GEMMs of linear layers."""
+    backend: Any = dispatch.load("cpu")
     usual: Gemm = evidence.choose("gemm", "cpu", dtype=dtype, own=False).use
-    m, k, n = _LARGE
-    x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+    gemms: Any = backend.gemms_of(dtype)
+    times: dict[str, float] = {}
 
-    def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> _Call:
-        return lambda: onednn(x, weight, None, "none", [], "")
+    def fastest(product: str, usual: str, x: torch.Tensor, weight: torch.Tensor) -> str:
+        calls = {
+            name: functools.partial(gemm, x, weight, None)
+            for name, gemm in gemms.items()
+            if product in ("y", "dx", "dw") or name != "onednn"
+        }
+        found = race(f"linear {str(dtype)[6:]}, {product}", calls)
+        if product == "y":
+            times.update(found)
+        return clearly_fastest(found, usual if usual in found else "torch")
 
-    def fastest(of: str, usual: str, **calls: _Call) -> str:
-        return clearly_fastest(race(what + of, calls), usual)
+    def drawn(m: int, k: int, n: int) -> list[torch.Tensor]:
+        return [torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n))]
 
-    times = race(what, {"torch": lambda: F.linear(x, weight), "onednn": by_onednn(x, weight)})
+    x, weight, grad = drawn(*_LARGE)
     use = usual._replace(
-        forward=clearly_fastest(times, usual.forward),
-        weight_grad=fastest(", gradient of the weight", usual.weight_grad,
-                            torch=lambda: grad.t() @ x, onednn=by_onednn(grad.t(), x.t())),
-    )  # fmt: skip
-    if dtype is torch.bfloat16 and use.forward == "onednn":
-        m, k, n = _FEW_ROWS
-        few, square = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-        native: Any = dispatch.load("cpu")
-        best = fastest(", few rows", "ours" if usual.ours_up_to else "onednn",
-                       ours=lambda: native.linear(few, square, None),
-                       onednn=by_onednn(few, square))  # fmt: skip
-        ours = (usual.ours_up_to or _OURS_UP_TO) if best == "ours" else 0
-        use = use._replace(ours_up_to=ours)
+        y=fastest("y", usual.y, x, weight),
+        dx=fastest("dx", usual.dx, grad, weight.t()),
+        dw=fastest("dw", usual.dw, grad.t(), x.t()),
+        few=fastest("few rows", usual.few, *drawn(*_FEW_ROWS)[:2]),
+    )
+    if use.y != "ours":
+        small = fastest("small", "ours" if usual.ours_up_to else "torch", *drawn(*_SMALL)[:2])
+        use = use._replace(ours_up_to=(usual.ours_up_to or _OURS_UP_TO) if small == "ours" else 0)
     return [_row("gemm", _CPU, dtype, use, usual, times)]

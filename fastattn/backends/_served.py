@@ -26,6 +26,7 @@ _EVERYWHERE = served(
 
 CPU = _EVERYWHERE | served(
     append_to_cache="rotary_interleaved",
+    linear="gemm needed",
     local_attention="reach bell",
     scaled_dot_product_attention=" ".join(_EVERYWHERE["scaled_dot_product_attention"])
     + " first_query first_key first_head",

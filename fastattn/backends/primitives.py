@@ -27,6 +27,8 @@ __all__ = [
     "EncodeMemoryOptions",
     "HopfieldBackwardOptions",
     "HopfieldOptions",
+    "LinearBackwardOptions",
+    "LinearOptions",
     "LocalOptions",
     "MemoryHopBackwardOptions",
     "MemoryHopOptions",
@@ -230,6 +232,18 @@ class SinusoidalOptions(Record):
 @dataclass(frozen=True)
 class NoOptions(Record):
     """The options of a primitive that takes tensors only."""
+
+
+@dataclass(frozen=True)
+class LinearOptions(Record):
+    """Options of a linear layer."""
+
+    gemm: str = ""  # of the CPU's backend: "torch", "onednn", "ours"; "": by evidence
+
+
+@dataclass(frozen=True)
+class LinearBackwardOptions(LinearOptions):
+    needed: Constant = 0  # bits of the gradients to compute: x, weight, bias
 
 
 _KINDS = {

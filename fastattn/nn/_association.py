@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fastattn.nn._linear import linear
 from fastattn.nn._masks import merge_masks
 from fastattn.ops.hopfield import hopfield_retrieve
+from fastattn.ops.linear import linear
 
 
 class Association(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastattn.nn._linear import linear
+from fastattn.ops.linear import linear
 
 
 def project(

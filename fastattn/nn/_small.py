@@ -11,14 +11,12 @@ from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
 from fastattn.compat import nothing_intercepts
-from fastattn.nn._linear import _WIDE_DTYPES, rule
 
 # The largest number of products of the larger projection for this path, filled on first use. Above
 # it another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors if there
 # are fewer rows than vector lanes.
 _MOST_WORK: dict[torch.dtype, int] = {}
 evidence.on_change(_MOST_WORK.clear)
-_NATIVE_HALF = 2**22  # for float16, if oneDNN supports it natively
 _BACKENDS = ("", "cpu")
 _LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
 
@@ -80,8 +78,7 @@ def self_attention(
 
 
 def _most_work(dtype: torch.dtype) -> int:
-    most = rule(dtype).small_up_to
-    if dtype is torch.float16 and dtype not in _WIDE_DTYPES:
-        most = min(most, _NATIVE_HALF)
+    native = dispatch.load("cpu")
+    most: int = 0 if isinstance(native, str) else native.rule(dtype).small_up_to
     _MOST_WORK[dtype] = most
     return most

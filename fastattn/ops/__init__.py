@@ -7,6 +7,7 @@ from fastattn.ops.encode_memory import encode_memory
 from fastattn.ops.hard import hard_attention
 from fastattn.ops.hopfield import hopfield_retrieve
 from fastattn.ops.hopfield_energy import hopfield_energy
+from fastattn.ops.linear import linear
 from fastattn.ops.luong import luong_attention
 from fastattn.ops.memory_hops import memory_hop_attention
 from fastattn.ops.merge_states import merge_states
@@ -22,6 +23,7 @@ __all__ = [
     "hard_attention",
     "hopfield_energy",
     "hopfield_retrieve",
+    "linear",
     "luong_attention",
     "memory_hop_attention",
     "merge_states",

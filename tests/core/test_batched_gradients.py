@@ -34,7 +34,7 @@ from fastattn.backends.primitives import (
     MemoryHopBackwardOptions,
     MemoryHopOptions,
 )
-from fastattn.nn._linear import linear
+from fastattn.nn.functional import linear
 
 CASES = {**OPERATORS, **MODULES}
 ATTENTION = fastattn.scaled_dot_product_attention

@@ -188,13 +188,14 @@ def test_info_json_carries_every_fact() -> None:
 
 
 def test_info_says_in_words_which_products_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = evidence.Gemm("onednn", "torch", 2**24 - 1, 2**62)
+    use = evidence.Gemm("onednn", "torch", "ours", "torch", 2**14, 2**24, 2**62)
     chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
     (found,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
     assert found == (
-        "outputs by onednn, gradients of weights by torch, ours for up to 16,777,215 products, "
-        "a whole layer in one call for any size"
+        "outputs by onednn, gradients of inputs by torch, gradients of weights by ours, fewer than "
+        "8 rows by torch, all by torch below 16,384 products, outputs by ours up to 16,777,216 "
+        "products, a whole layer in one call for any size"
     )
 
 

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gemms import gemms
 from processors import H200, be, on_a_gpu
 
 import fastattn
@@ -26,7 +27,7 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.evidence import Gemm, Processor, Row
 from fastattn.explanation import explanation
-from fastattn.nn import _linear, _small
+from fastattn.nn import _small
 
 ATTENTION = "scaled_dot_product_attention"
 ISAS = ["baseline", "avx2", "avx512", "avx512_bf16"]
@@ -83,42 +84,29 @@ def test_the_instruction_set(name: str) -> None:
         assert of_one == (tiles if "AMX" in name else "avx512_bf16")
 
 
-MEASURED = Gemm("onednn", "torch", 2**24 - 1, 2**25)
-GEMMS = {
-    "AMX": Gemm("onednn", "torch", 0, 2**20),
-    "AMX-FP16": Gemm("onednn", "torch", 0, 2**20),
-    "old AMD": Gemm("torch", "torch", 2**62, 2**62),
-}
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its fields, by a processor on which it differs."""
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(gemms, "_IN_16_BITS", {})  # whatever this machine multiplies
+    tiles, old = name.startswith("AMX"), name in ("old AMD", "old Intel")
     with be(EVERY[name]):
-        assert _linear.rule(torch.bfloat16) == GEMMS.get(name, MEASURED)
-        of_mkl = "Intel" in name or "AMX" in name or name == "old AMD"
-        library = "torch" if of_mkl else "onednn"
-        assert _linear.rule(torch.float32) == Gemm(library, library, 0, 2**22)
-        assert _small._most_work(torch.bfloat16) == _linear.rule(torch.bfloat16).small_up_to
+        half = gemms.rule(torch.bfloat16)
+        products = "ours" if old else "onednn"
+        assert half[:3] == (
+            products,
+            products if tiles or old else "torch",
+            "ours" if old else "torch",
+        )
+        assert half.ours_up_to == (0 if tiles or old else 2**25)
+        library = "torch" if tiles or name == "old AMD" or "Intel" in name else "onednn"
+        assert gemms.rule(torch.float32)[:3] == (library, library, "torch")
+        assert gemms.rule(torch.float16).y == ("torch" if name == "AMX-FP16" else "ours")
+        assert _small._most_work(torch.bfloat16) == half.small_up_to
     with be(INTEL):
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-        _linear.rule.cache_clear()
-        assert _linear.rule(torch.float32).forward == "onednn"
-
-
-def test_the_projections_follow_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", {torch.float32, torch.bfloat16})
-    monkeypatch.setattr(_linear, "_ONEDNN_LINEAR", object())
-    monkeypatch.setattr(_linear, "_native", lambda: object())
-    x, weight = torch.empty(512, 512), torch.empty(512, 512)
-    narrow, small = x.bfloat16(), torch.empty(16, 512).bfloat16()
-    with be(AMD):
-        assert _linear._is_ours(x, weight, None)
-        assert _linear._is_for_our_gemm(small, narrow, None)
-    with be(AMX):
-        assert not _linear._is_ours(x, weight, None)
-        assert _linear._is_ours(narrow, narrow, None)
-        assert not _linear._is_for_our_gemm(small, narrow, None)
+        evidence.forget()
+        assert gemms.rule(torch.float32).y == "onednn"
 
 
 HALF = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16)
@@ -286,8 +274,10 @@ def test_the_users_own_rows_come_first(own: Path) -> None:
         assert order(torch.float16) == ("cpu", "reference")
     assert len(json.loads(own.read_text())["rows"]) == 2
     with be(AMD):
-        evidence.set_own([Row("gemm", AMD.key, "float64", Gemm("onednn", "torch", 7), "measured")])
-        assert _linear.rule(torch.float64) == Gemm("onednn", "torch", 7)
+        evidence.set_own(
+            [Row("gemm", AMD.key, "float64", Gemm("onednn", "torch", "ours"), "measured")]
+        )
+        assert gemms.rule(torch.float64) == Gemm("onednn", "torch", "ours")
 
 
 GOOD = {**OWN._asdict(), "version": "0.2.0"}
@@ -299,13 +289,14 @@ GOOD = {**OWN._asdict(), "version": "0.2.0"}
         "{",
         [],
         {"format": 1, "entries": []},
-        {"format": 2, "rows": None},
-        {"format": 2, "rows": [[]]},
-        {"format": 2, "rows": [{"choice": "isa"}]},
+        {"format": 3, "rows": None},
+        {"format": 3, "rows": [[]]},
+        {"format": 3, "rows": [{"choice": "isa"}]},
         *(
-            {"format": 2, "rows": [{**GOOD, **changed}]}
+            {"format": 3, "rows": [{**GOOD, **changed}]}
             for changed in (
                 {"use": "cpu"}, {"choice": "isa"}, {"choice": "gemm", "use": [1, 2, 3, 4, 5]},
+                {"choice": "gemm", "use": ["torch", "mkl", "torch"]},
                 {"choice": "colour"}, {"dtypes": ["float16"]}, {"op": ["merge_states"]},
                 {"least_queries": "1"}, {"speed": 3}, {"version": ""}, {"use": ["gpu"]},
             )

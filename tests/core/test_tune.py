@@ -18,7 +18,6 @@ from processors import H200, be, on_a_gpu
 from fastattn import __version__, cli, dispatch, evidence, info, tune
 from fastattn.backends import reference
 from fastattn.evidence import Gemm, Processor, Row
-from fastattn.nn import _linear
 
 OP = "sinusoidal_encoding"
 X = torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)
@@ -36,7 +35,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tune, "_SECONDS", 0.0)
     monkeypatch.setattr(tune, "ON_CPU", ("sdpa", "B=1,H=2,L=32,D=16", "none"))
     monkeypatch.setattr(tune, "_LARGE", (32, 16, 48))
-    monkeypatch.setattr(tune, "_FEW_ROWS", (16, 16, 16))
+    monkeypatch.setattr(tune, "_SMALL", (16, 16, 16))
+    monkeypatch.setattr(tune, "_FEW_ROWS", (1, 16, 16))
     monkeypatch.setitem(tune.MEASURED, OP, ("sinusoidal", "B=1,L=5,E=8", "none"))
     evidence.forget()
     yield tmp_path / "evidence.json"
@@ -107,21 +107,23 @@ def test_what_is_clearly_faster_is_taken(native: Any, monkeypatch: pytest.Monkey
 
 
 def test_the_gemm_that_is_clearly_faster(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_linear, "_ONEDNN_LINEAR", lambda *_: None)
-    monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", {torch.float32, torch.bfloat16})
+    named = dict.fromkeys(evidence.GEMMS, lambda *_: None)
+    monkeypatch.setattr(dispatch.load("cpu"), "gemms_of", lambda dtype: named)
 
     def chosen(dtype: torch.dtype, **seconds: float) -> Gemm:
         times(monkeypatch, **seconds)
-        (row,) = tune.projections(dtype)
+        (row,) = tune.linear_layers(dtype)
         gemm: Gemm = row.use
         return gemm
 
     with be(AMD):
-        assert chosen(torch.bfloat16) == Gemm("onednn", "torch", 2**24 - 1, 2**25)
+        usual = evidence.choose("gemm", "cpu", dtype=torch.bfloat16).use
+        assert chosen(torch.bfloat16) == usual
         assert chosen(torch.bfloat16, ours=2.0).ours_up_to == 0
-        assert chosen(torch.float32, torch=0.5)[:2] == ("torch", "torch")
+        assert chosen(torch.float32, torch=0.5)[:4] == ("torch",) * 4
+        assert chosen(torch.float32, ours=0.5)[:4] == ("ours",) * 4
     with be(AMX):
-        assert chosen(torch.bfloat16, ours=0.5).ours_up_to == 2**24 - 1
+        assert chosen(torch.bfloat16, onednn=0.5).y == "onednn"
 
 
 def test_medians_of_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

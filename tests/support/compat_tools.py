@@ -67,8 +67,8 @@ def small_self_attention() -> None:
         assert_close(ours(x, x, x, need_weights=False), stock(x, x, x, need_weights=False))
 
 
-def the_projections() -> None:
-    from fastattn.nn._linear import linear
+def linear_layers() -> None:
+    from fastattn.nn.functional import linear
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, w, b = (torch.randn(*shape).to(dtype) for shape in ((512, 96), (192, 96), (192,)))
@@ -189,7 +189,7 @@ TOOLS: list[Callable[[], None]] = [
     a_layer_of_an_encoder,
     a_layer_of_a_decoder,
     small_self_attention,
-    the_projections,
+    linear_layers,
     explained,
     recorded,
     captured,

@@ -19,6 +19,14 @@ from fastattn.backends.cpu.additive import additive_attention, additive_attentio
 from fastattn.backends.cpu.decode import append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
+from fastattn.backends.cpu.linear import (
+    faster_than_torch,
+    gemm_of,
+    gemms_of,
+    linear,
+    linear_backward,
+    rule,
+)
 from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
 from fastattn.backends.cpu.memory_hops import (
     memory_hop_attention,
@@ -35,7 +43,7 @@ from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_back
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
 # Without options: the native functions themselves.
-linear, self_attention, signature = _cpu.linear, _cpu.self_attention, _cpu.signature
+self_attention, signature = _cpu.self_attention, _cpu.signature
 
 __all__ = [
     "additive_attention",
@@ -44,15 +52,20 @@ __all__ = [
     "decode_attention",
     "encode_memory",
     "encode_memory_backward",
+    "faster_than_torch",
+    "gemm_of",
+    "gemms_of",
     "hopfield_retrieve",
     "hopfield_retrieve_backward",
     "linear",
+    "linear_backward",
     "local_attention",
     "local_attention_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
     "merge_states",
     "merge_states_backward",
+    "rule",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",

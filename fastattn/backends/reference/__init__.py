@@ -29,6 +29,7 @@ from fastattn.backends.reference.hopfield import (
     hopfield_retrieve_backward,
     hopfield_states,
 )
+from fastattn.backends.reference.linear import linear, linear_backward
 from fastattn.backends.reference.local_attention import local_attention, local_attention_backward
 from fastattn.backends.reference.memory_hops import (
     hop_states,
@@ -57,6 +58,8 @@ __all__ = [
     "hopfield_retrieve",
     "hopfield_retrieve_backward",
     "hopfield_states",
+    "linear",
+    "linear_backward",
     "local_attention",
     "local_attention_backward",
     "memory_hop_attention",

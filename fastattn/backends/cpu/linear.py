@@ -1,0 +1,156 @@
+"""Linear layers: which GEMM computes each of their three products, and its call.
+
+    y = x Wᵀ + b          x [M, K]   W [N, K]   b [N]   y [M, N]
+    dx = dy W     dW = dyᵀ x     db = Σ dy
+
+Most of the arithmetic of a model is here, so the GEMM is chosen by measurement: ``evidence.py`` has
+the rule of each kind of processor (docs/linear.md has the figures). There are three:
+
+- ``torch``: ``torch.nn.functional.linear`` and ``torch.mm``. In float32 this is MKL, which is
+  slower than oneDNN on AMD's processors; in 16 bits oneDNN where the processor multiplies them, and
+  scalar code where it does not.
+- ``onednn``: its inner product, called directly, with the bias fused. A call costs 10 µs more.
+- ``ours``: reads the weight in place, without packing, so small calls cost least. Without 16-bit
+  arithmetic it computes in float32 and rounds once at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn import _cpu, compat, evidence
+from fastattn.backends._precision import allows_bf16_parts
+from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
+
+__all__ = ["faster_than_torch", "gemm_of", "gemms_of", "linear", "linear_backward", "rule"]
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
+FEW = 8  # rows; with fewer, PyTorch's products are of a matrix and a vector
+_IN_16_BITS = {
+    torch.bfloat16: compat.onednn_has_bfloat16,
+    torch.float16: compat.onednn_has_float16,
+}
+
+
+@functools.cache
+def rule(dtype: torch.dtype) -> evidence.Gemm:
+    """The GEMMs of this dtype on this processor."""
+    gemm: evidence.Gemm = evidence.choose("gemm", "cpu", dtype=dtype).use
+    if not _IN_16_BITS.get(dtype, True):  # whatever the row says of processors of its kind
+        return gemm._replace(y="ours", dx="ours", dw="ours", least=2**14)
+    if dtype == torch.float32 and gemm.y == "torch" and not torch.backends.mkl.is_available():
+        return gemm._replace(y="onednn", dx="onednn")
+    return gemm
+
+
+evidence.on_change(rule.cache_clear)
+
+
+def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
+    """The GEMM of one of the products "y", "dx", "dw": of x [rows, K], M·N·K = ``work``."""
+    gemm = rule(dtype)
+    if work < max(gemm.least, 1):
+        return "torch"
+    if product == "y" and rows < FEW:
+        return gemm.few
+    if product == "y" and work <= gemm.ours_up_to:
+        return "ours"
+    chosen: str = getattr(gemm, product)
+    if chosen == "onednn" and (compat.onednn_linear is None or not torch.backends.mkldnn.enabled):
+        return "torch"
+    if dtype == torch.float32 and allows_bf16_parts():  # PyTorch's are then products of bfloat16
+        return "torch"
+    return chosen
+
+
+def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None]:
+    """(rows, M·N·K) -> the GEMM of y if it is not PyTorch's; as :func:`gemm_of`, in less time."""
+    gemm = rule(dtype)
+    least, ours_up_to = max(gemm.least, 1), gemm.ours_up_to
+    few = None if gemm.few == "torch" else _GEMMS[gemm.few]
+    if not ours_up_to and {*gemm[:4]} == {"torch"}:
+        least = 2**62
+
+    def choose(rows: int, work: int) -> Product | None:
+        if work < least:
+            return None
+        if rows < FEW:
+            return few
+        if work <= ours_up_to:
+            return _by_ours
+        name = gemm_of("y", dtype, rows, work)
+        return None if name == gemm.dx == gemm.dw == "torch" else _GEMMS[name]
+
+    return choose
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, options: LinearOptions
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N]"""
+    rows = x.shape[0]
+    gemm = options.gemm or gemm_of("y", x.dtype, rows, rows * weight.numel())
+    return _GEMMS[gemm](x, weight, bias)
+
+
+def linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    options: LinearBackwardOptions,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """grad [M, N], x [M, K], weight [N, K] -> the gradients of x, weight and bias"""
+    needed, rows = options.needed, x.shape[0]
+    work = rows * weight.numel()
+
+    def product(name: str, a: Tensor, b: Tensor) -> Tensor:
+        return _GEMMS[options.gemm or gemm_of(name, a.dtype, rows, work)](a, b, None)
+
+    dx = dw = db = None
+    if needed & 1:
+        dx = product("dx", grad, weight.t())
+    if needed & 2:
+        dw = product("dw", grad.t(), x.t())
+    if needed & 4:
+        db = grad.sum(0)
+    return dx, dw, db
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Any = compat.onednn_linear
+    y: Tensor = product(x, weight, bias, "none", [], "")
+    return y
+
+
+def _by_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.shape[1] == 0:
+        return _by_torch(x, weight, bias)
+    if 1 not in weight.stride():
+        weight = weight.contiguous()
+    y: Tensor = _cpu.linear(x, weight, bias)
+    return y
+
+
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+_GEMMS: dict[str, Product] = {
+    "onednn": _by_onednn,
+    "ours": _by_ours,
+    "torch": _by_torch,
+}
+
+
+def gemms_of(dtype: torch.dtype) -> dict[str, Product]:
+    """The GEMMs that multiply this dtype here, by name."""
+    by_onednn = compat.onednn_linear is not None and _IN_16_BITS.get(dtype, dtype.itemsize == 4)
+    return {name: gemm for name, gemm in _GEMMS.items() if by_onednn or name != "onednn"}

@@ -1,0 +1,162 @@
+"""A linear layer on the fastest GEMM: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn import compat, dispatch, evidence
+from fastattn.autograd.linear import linear as operator
+from fastattn.backends.primitives import LinearOptions
+from fastattn.eager import runs_eagerly
+from fastattn.library import Operator, watchers
+
+__all__ = ["linear", "products_are_scalar"]
+
+_OPTIONS, _OURS = LinearOptions(), LinearOptions(gemm="ours")
+_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_IN_16_BITS = (torch.bfloat16, torch.float16)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Apply an affine map to the last dimension, as ``torch.nn.functional.linear``, but on the
+    GEMM that is fastest for the dtype, the size and this processor.
+
+    .. math:: y = x W^T + b
+
+    The three products, y, :math:`dx = dy\,W` and :math:`dW = dy^T x`, are computed by PyTorch, by
+    oneDNN called directly, or by our own kernel, whichever was measured to be fastest
+    (docs/linear.md has the figures, ``fastattn tune`` measures again). The largest gains are in 16
+    bits on processors without 16-bit arithmetic, where PyTorch's products are scalar.
+
+    Args:
+        input: [..., K], any strides, float32, float64, bfloat16 or float16.
+        weight: [N, K], any strides, in the dtype of ``input``. It is read in every call, so it may
+            change between calls.
+        bias: [N] or None.
+
+    Returns:
+        [..., N]. Differentiable any number of times. 16-bit results are summed in float32 and
+        rounded once. Where our kernel runs, a row has the same bits in every batch and for every
+        number of threads; ``fastattn.explain("linear", ...)`` says which kernel that is.
+
+    Autocast, ``torch.compile``, ``torch.func``, tensor subclasses, other devices and PyTorch's
+    switches (``torch.backends.mkldnn``, the precision of float32 products) have the effect that
+    they have on ``torch.nn.functional.linear``, which also gets the calls that it computes fastest.
+
+    Raises:
+        What ``torch.nn.functional.linear`` raises.
+
+    Example:
+        >>> x, weight, bias = torch.randn(2, 100, 64), torch.randn(32, 64), torch.randn(32)
+        >>> linear(x, weight, bias).shape
+        torch.Size([2, 100, 32])
+    """
+    if not (isinstance(input, Tensor) and isinstance(weight, Tensor)):
+        return F.linear(input, weight, bias)  # type: ignore[unreachable]
+    if torch.is_autocast_enabled("cpu") and input.is_cpu:
+        return _cast_as_autocast(input, weight, bias)
+    if torch.compiler.is_compiling():  # before any size, which would become a guard
+        if products_are_scalar(input.dtype) and _fits(input, weight, bias):
+            return _dispatched(input, weight, bias)
+        return F.linear(input, weight, bias)
+    if forced := dispatch.forced.get():
+        return _on(forced, input, weight, bias)
+    choose = _choices.get(input.dtype)
+    if choose is None:
+        choose = _choice(input.dtype)
+    size = input.numel()
+    gemm = (
+        choose(size // max(weight.shape[-1], 1), size * weight.shape[0]) if weight.dim() else None
+    )
+    if gemm is None or not _fits(input, weight, bias):
+        return F.linear(input, weight, bias)
+    if not runs_eagerly(input, weight, bias):
+        if watchers.get() or products_are_scalar(input.dtype):
+            return _dispatched(input, weight, bias)
+        return F.linear(input, weight, bias)
+    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    if torch.is_grad_enabled() and compat.any_requires_grad(input, weight, bias):
+        y = operator.planned(rows, weight, bias, _OPTIONS)
+    else:
+        y = gemm(rows, weight, bias)
+    return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
+
+
+def _on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The layer on a forced backend."""
+    if backend == "torch" or not _fits(x, weight, bias):
+        return F.linear(x, weight, bias)
+    return _dispatched(x, weight, bias, _OURS if backend == "cpu" else _OPTIONS)
+
+
+def _cast_as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """PyTorch keeps the weights that it cast, so ours pays only where its products are scalar."""
+    dtype = torch.get_autocast_dtype("cpu")
+    if not products_are_scalar(dtype) or torch.float64 in (x.dtype, weight.dtype):
+        return F.linear(x, weight, bias)
+    with torch.autocast("cpu", enabled=False):
+        return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _dispatched(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: LinearOptions = _OPTIONS
+) -> Tensor:
+    y: Tensor = operator(x.reshape(-1, x.shape[-1]), weight, bias, options)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def prepare(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Operator, tuple[Tensor, Tensor, Tensor | None, LinearOptions]]:
+    """Validate the arguments of :func:`linear`; return the operator and its own."""
+    if not (isinstance(input, Tensor) and isinstance(weight, Tensor)) or not _fits(
+        input, weight, bias
+    ):
+        F.linear(input, weight, bias)  # raises
+        raise NotImplementedError("linear: PyTorch alone serves these arguments")
+    options = _OURS if dispatch.forced.get() == "cpu" else _OPTIONS
+    return operator, (input.reshape(-1, input.shape[-1]), weight, bias, options)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the arguments are valid, and of the kind that our operator takes."""
+    n, k = weight.shape if weight.dim() == 2 else (-1, -1)
+    return (
+        x.is_cpu
+        and weight.is_cpu
+        and x.dim() >= 1
+        and x.shape[-1] == k
+        and weight.dtype == x.dtype
+        and type(x) in _TYPES
+        and type(weight) in _TYPES
+        and type(bias) in _TYPES
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == (n,)))
+    )
+
+
+# Of each dtype, (rows, M·N·K) -> the GEMM, None for that of F.linear; filled on first use.
+_choices: dict[torch.dtype, Callable[[int, int], Any]] = {}
+evidence.on_change(_choices.clear)
+
+
+def _choice(dtype: torch.dtype) -> Callable[[int, int], Any]:
+    native: Any = dispatch.load("cpu")
+    known = not isinstance(native, str) and dtype in native.DTYPES and dtype.is_floating_point
+    _choices[dtype] = native.faster_than_torch(dtype) if known else lambda rows, work: None
+    return _choices[dtype]
+
+
+@compat.constant_for_compiler
+def products_are_scalar(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's products of this dtype are scalar code on this processor."""
+    if dtype not in _IN_16_BITS:
+        return False
+    native = dispatch.load("cpu")
+    return not isinstance(native, str) and native.rule(dtype).y == "ours"

@@ -1,0 +1,373 @@
+"""``linear``: right on every GEMM, for every layout, size and transform."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gemms import gemms, only
+from processors import be
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.utils.flop_counter import FlopCounterMode
+from within_bound import assert_right
+
+import fastattn
+from fastattn import compat, dispatch
+from fastattn.evidence import Processor
+from fastattn.nn.functional import linear
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+EVERY = [(dtype, name) for dtype in DTYPES for name in gemms.gemms_of(dtype)]
+
+
+@pytest.fixture
+def use() -> Iterator[Callable[..., list[str]]]:
+    """Makes one GEMM compute all products; returns the names of those called."""
+    with contextlib.ExitStack() as stack:
+        yield lambda name, least=0: stack.enter_context(only(name, least))
+
+
+# Memory layouts, each made from a contiguous [2M, 2K]: all are [M, K].
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x[: len(x) // 2, : x.shape[1] // 2].contiguous(),
+    "columns": lambda x: x[: len(x) // 2, x.shape[1] // 2 :],
+    "every other": lambda x: x[::2, ::2],
+    "transposed": lambda x: x[: len(x) // 2, : x.shape[1] // 2].t().contiguous().t(),
+    "flipped": lambda x: x[: len(x) // 2, : x.shape[1] // 2].flip(0),
+    "one row": lambda x: x[:1, : x.shape[1] // 2].expand(len(x) // 2, -1),
+    "one number": lambda x: x[:1, :1].expand(len(x) // 2, x.shape[1] // 2),
+    "odd address": lambda x: x.flatten()[1 : 1 + x.numel() // 4].view(len(x) // 2, -1),
+}
+
+
+def gradients(y: Tensor, cotangent: Tensor, inputs: list[Tensor]) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(y, inputs, cotangent.to(y.dtype))
+    return {"y": y} | {f"grad {n}": g for n, g in enumerate(grads)}
+
+
+def compare(x: Tensor, weight: Tensor, bias: Tensor | None, cotangent: Tensor) -> None:
+    """Within the bound, of what is as `F.linear` in float64."""
+
+    def run(function: Callable[..., Tensor], wide: bool) -> dict[str, Tensor]:
+        tensors = [t.double() if wide else t for t in (x, weight, bias) if t is not None]
+        leaves = [t.detach().requires_grad_() for t in tensors]  # detach keeps the strides
+        return gradients(function(*leaves), cotangent.to(x.dtype), leaves)
+
+    ours = run(linear, wide=False)
+    assert all(result.dtype == x.dtype for result in ours.values())
+    assert_right(ours, lambda: run(F.linear, wide=True))
+
+
+@pytest.mark.parametrize(("dtype", "gemm"), EVERY, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("of", ["x", "weight", "gradient"])
+def test_any_layout(
+    of: str,
+    layout: str,
+    dtype: torch.dtype,
+    gemm: str,
+    use: Callable[[str], list[str]],
+    generator: torch.Generator,
+) -> None:
+    m, n, k = 37, 29, 41
+    called = use(gemm)
+
+    def draw(rows: int, columns: int, name: str) -> Tensor:
+        x = torch.randn(2 * rows, 2 * columns, generator=generator).to(dtype)
+        return LAYOUTS[layout if name == of else "contiguous"](x)
+
+    bias = torch.randn(n, generator=generator).to(dtype)
+    compare(draw(m, k, "x"), draw(n, k, "weight"), bias, draw(m, n, "gradient"))
+    assert called == ([gemm] * 3 if gemm != "torch" else [])
+
+
+@pytest.mark.parametrize(("dtype", "gemm"), EVERY, ids=str)
+@pytest.mark.parametrize("m", [1, 7, 8, 64, 2049])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_any_number_of_rows(
+    m: int,
+    with_bias: bool,
+    dtype: torch.dtype,
+    gemm: str,
+    use: Callable[[str], list[str]],
+    generator: torch.Generator,
+) -> None:
+    use(gemm)
+    n, k = 48, 16
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    weight = torch.randn(n, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
+    compare(x, weight, bias, torch.randn(m, n, generator=generator))
+
+
+@pytest.mark.parametrize(("dtype", "gemm"), EVERY, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5,), (2, 5), (2, 3, 5), (2, 1, 3, 5), (0, 5), (3, 0, 5), (4, 0)]
+)
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_any_rank_and_sizes_of_zero(
+    shape: tuple[int, ...],
+    n: int,
+    dtype: torch.dtype,
+    gemm: str,
+    use: Callable[[str], list[str]],
+) -> None:
+    use(gemm)
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    weight = torch.randn(n, shape[-1]).to(dtype).requires_grad_()
+    bias = torch.randn(n).to(dtype).requires_grad_()
+    y, want = linear(x, weight, bias), F.linear(x, weight, bias)
+    assert y.shape == want.shape
+    assert torch.allclose(y, want, atol=1e-2)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_any_gradients_wanted(wanted: tuple[bool, ...], use: Callable[[str], list[str]]) -> None:
+    use("ours")
+    tensors = [torch.randn(s) for s in ((4, 5), (3, 5), (3,))]
+    for x, want in zip(tensors, wanted, strict=True):
+        x.requires_grad_(want)
+    y = linear(*tensors)
+    assert y.requires_grad == any(wanted)
+    if any(wanted):
+        y.sum().backward()
+    assert [x.grad is not None for x in tensors] == list(wanted)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_second_derivatives(with_bias: bool, use: Callable[[str], list[str]]) -> None:
+    called = use("ours")
+    tensors = [torch.randn(s, dtype=torch.float64) for s in ((4, 5), (3, 5), (3,))]
+    inputs = [x.requires_grad_() for x in tensors[: 2 + with_bias]]
+    assert torch.autograd.gradcheck(linear, inputs)
+    assert torch.autograd.gradgradcheck(linear, inputs)
+    assert called
+
+
+def test_the_operator_of_onednn_is_where_it_was() -> None:
+    """It is private to PyTorch. Where this fails, `linear` is F.linear, right but slow."""
+    assert compat.onednn_linear is not None
+
+
+def test_without_the_operator_of_onednn(
+    use: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = use("onednn")
+    monkeypatch.setattr(compat, "onednn_linear", None)
+    x, weight, bias = torch.randn(9, 5), torch.randn(4, 5), torch.randn(4)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert "onednn" not in called
+
+
+def test_pytorchs_switch_of_onednn(use: Callable[[str], list[str]]) -> None:
+    called = use("onednn")
+    x, weight = torch.randn(9, 5), torch.randn(4, 5)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert "onednn" not in called
+    linear(x, weight)
+    assert called[-1] == "onednn"
+
+
+def test_small_products_are_left_to_pytorch(
+    use: Callable[..., list[str]],
+) -> None:
+    called = use("ours", least=180)
+    linear(torch.randn(9, 5), torch.randn(3, 5))
+    assert not called
+    linear(torch.randn(9, 5), torch.randn(4, 5))
+    assert called == ["ours"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(
+    dtype: torch.dtype, use: Callable[[str], list[str]], threads: Callable[[int], None]
+) -> None:
+    use("ours")
+    x, weight = torch.randn(300, 700).to(dtype), torch.randn(130, 700).to(dtype)
+    threads(2)
+    whole = linear(x, weight)
+    threads(1)
+    for rows in (slice(0, 8), slice(3, 40), slice(290, 300)):
+        assert torch.equal(linear(x[rows], weight), whole[rows])
+
+
+def test_a_forced_backend(use: Callable[[str], list[str]]) -> None:
+    called = use("onednn")
+    x, weight = torch.randn(9, 5), torch.randn(4, 5)
+    with fastattn.use_backend("cpu"):
+        linear(x, weight)
+    assert called == ["ours"]
+    with fastattn.use_backend("torch"):
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    with fastattn.use_backend("reference"):
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert called == ["ours"]
+
+
+def test_other_tensors_than_plain_ones(use: Callable[[str], list[str]]) -> None:
+    called = use("onednn")
+    x, weight = torch.randn(9, 5), torch.randn(4, 5)
+    want = F.linear(x, weight)
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight)
+    assert counter.get_total_flops() == 2 * 9 * 5 * 4
+    assert torch.allclose(vmap(lambda row: linear(row[None], weight)[0])(x), want, atol=1e-6)
+    assert torch.allclose(
+        grad(lambda w: linear(x, w).sum())(weight), x.sum(0).expand(4, -1), atol=1e-6
+    )
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        tangent = torch.autograd.forward_ad.unpack_dual(linear(dual, weight)).tangent
+    assert torch.allclose(tangent, want, atol=1e-6)
+    assert linear(x.to("meta"), weight.to("meta")).shape == (9, 4)
+    assert not called
+
+
+def test_transforms_where_pytorchs_products_are_scalar(use: Callable[[str], list[str]]) -> None:
+    """There our operator serves them, with its own derivatives, batches and FLOPs."""
+    called = use("ours")
+    x, weight = torch.randn(9, 5).bfloat16(), torch.randn(4, 5).bfloat16()
+    want = linear(x, weight)
+    each = vmap(lambda w: grad(lambda w: linear(x, w).float().sum())(w))(torch.stack([weight] * 2))
+    assert torch.allclose(each[1].float(), x.float().sum(0).expand(4, -1), atol=0.1)
+    assert torch.equal(vmap(lambda row: linear(row[None], weight)[0])(x), want)
+    with FlopCounterMode(display=False) as counter:
+        linear(x.requires_grad_(), weight).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 9 * 5 * 4
+    with fastattn.trace() as calls:
+        linear(x, weight)
+    assert [(call.operator, call.backend) for call in calls] == [("linear", "cpu")]
+    torch.library.opcheck(torch.ops.fastattn.linear.default, (x, weight, None, "", ""))
+    assert set(called) == {"ours"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled(dtype: torch.dtype, use: Callable[[str], list[str]]) -> None:
+    called = use("ours")
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = linear(x, weight).relu().float().square().sum()
+        return y
+
+    def gradients_of(function: Any) -> list[Tensor]:
+        leaves = [torch.ones(3, 9, 5), torch.ones(4, 5)]
+        leaves = [x.to(dtype).requires_grad_() for x in leaves]
+        return list(torch.autograd.grad(function(*leaves), leaves))
+
+    found = gradients_of(torch.compile(run, backend="aot_eager", fullgraph=True))
+    assert bool(called) == (dtype == torch.bfloat16)  # in float32 the compiler's own
+    for got, want in zip(found, gradients_of(run), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gemm", ["ours", "onednn"])
+def test_autocast(
+    gemm: str, given: torch.dtype, dtype: torch.dtype, use: Callable[[str], list[str]]
+) -> None:
+    """Casts what PyTorch casts, gradients included; ours only where PyTorch's are scalar."""
+    called = use(gemm)
+    results = []
+    x, weight, bias = torch.randn(9, 5), torch.randn(4, 5), torch.randn(4)
+    for function in (linear, F.linear):
+        leaves = [x.to(given), weight.to(given), bias.to(given)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            y = function(*leaves)
+        y.sum().backward()
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    assert bool(called) == (gemm == "ours" and given != torch.float64)
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.allclose(got, want, rtol=1e-2, atol=5e-2)
+
+
+def test_explain_names_the_gemms(use: Callable[[str], list[str]]) -> None:
+    use("onednn")
+    x, weight = torch.randn(9, 5), torch.randn(4, 5)
+    assert "y by onednn, dx by onednn, dw by onednn" in fastattn.explain(linear, x, weight).because
+
+
+WRONG = [
+    (torch.randn(3, 5), torch.randn(4, 6), None),
+    (torch.randn(3, 5), torch.randn(4, 5), torch.randn(3)),
+    (torch.randn(3, 5), torch.randn(4, 5).double(), None),
+    (torch.randn(3, 5).half(), torch.randn(4, 5), None),
+    (torch.randn(3, 5), torch.randn(2, 4, 5), None),
+    (torch.tensor(1.0), torch.randn(4, 5), None),
+    (torch.randn(3, 5), [1.0], None),
+    (None, torch.randn(4, 5), None),
+    (torch.randn(9, 5), torch.randn(4, 5), "bias"),
+]
+
+
+@pytest.mark.parametrize("gemm", ["torch", "onednn", "ours"])
+@pytest.mark.parametrize("args", WRONG)
+def test_errors_are_those_of_pytorch(
+    args: tuple[Any, ...], gemm: str, use: Callable[[str], list[str]]
+) -> None:
+    use(gemm)
+    texts = []
+    for function in (linear, F.linear, lambda *args: fastattn.explain(linear, *args)):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            function(*args)
+        texts.append((caught.type, str(caught.value)))
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("gemm", ["onednn", "ours"])
+def test_the_same_bits_every_time(
+    count: int, gemm: str, use: Callable[[str], list[str]], threads: Callable[[int], None]
+) -> None:
+    use(gemm)
+    threads(count)
+    x, weight = torch.randn(70, 64), torch.randn(96, 64)
+    first = linear(x, weight)
+    assert all(torch.equal(linear(x, weight), first) for _ in range(5))
+
+
+AMD, AMX = (
+    Processor("cpu", *rest)
+    for rest in (
+        ("AMD", "", frozenset({"avx512f", "avx512_bf16"})),
+        ("Intel", "", frozenset({"avx512f", "avx512_bf16", "amx_bf16"})),
+    )
+)
+OLD = Processor("cpu", "AMD", "", frozenset({"avx2"}))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="without MKL oneDNN serves")
+def test_the_rule_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemms, "_IN_16_BITS", {})
+    monkeypatch.setattr(compat, "onednn_linear", object())
+    large, small, few = (512, 2**30), (16, 2**22), (4, 2**22)
+    with be(AMD):
+        assert [gemms.gemm_of("y", torch.float32, *at) for at in (large, small, few)] == [
+            "onednn",
+            "ours",
+            "torch",
+        ]
+        assert gemms.gemm_of("dw", torch.float32, *large) == "torch"
+    with be(AMX):
+        assert gemms.gemm_of("y", torch.float32, *large) == "torch"
+        assert gemms.gemm_of("y", torch.bfloat16, *small) == "onednn"
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert gemms.gemm_of("y", torch.bfloat16, *small) == "torch"
+    with be(OLD):
+        assert gemms.gemm_of("y", torch.float32, *large) == "torch"
+        for product in ("y", "dx", "dw"):
+            assert gemms.gemm_of(product, torch.bfloat16, *large) == "ours"
+    assert dispatch.forced.get() == ""

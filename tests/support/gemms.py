@@ -1,0 +1,47 @@
+"""One GEMM in the place of those that evidence chooses for linear layers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from fastattn import evidence
+from fastattn.evidence import Gemm
+
+cpu: Any = importlib.import_module("fastattn.backends.cpu")
+gemms: Any = importlib.import_module("fastattn.backends.cpu.linear")
+
+
+@contextlib.contextmanager
+def only(name: str, least: int = 0) -> Iterator[list[str]]:
+    """Within the block one GEMM computes all products from ``least`` on; the names of those called.
+
+    Calls of ``torch.nn.functional.linear`` instead of our function are not among them.
+    """
+    called: list[str] = []
+
+    def counted(of: str, gemm: Any, *args: Any) -> Tensor:
+        called.append(of)
+        y: Tensor = gemm(*args)
+        return y
+
+    counting = {of: functools.partial(counted, of, gemm) for of, gemm in gemms._GEMMS.items()}
+    rule = Gemm(name, name, name, name, least)
+    with (
+        mock.patch.dict(gemms._GEMMS, counting),
+        mock.patch.object(gemms, "_by_ours", counting["ours"]),
+        mock.patch.object(gemms, "rule", return_value=rule),
+        mock.patch.object(cpu, "rule", return_value=rule),
+    ):
+        evidence.forget()
+        try:
+            yield called
+        finally:
+            evidence.forget()
+    evidence.forget()
