@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastattn import dispatch, evidence
 from fastattn._table import as_html, as_text
 from fastattn.explanation import explain
 from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
-from fastattn.nn._replacement import replace_mha, restore_mha
+from fastattn.nn._replacement import LINEAR, replace_linear, replace_mha
+from fastattn.nn._replacement import restore as restore_class
 from fastattn.nn.mha import MultiheadAttention
 
 __all__ = ["Part", "Report", "accelerate", "restore"]
@@ -32,7 +34,7 @@ _SWITCHES = ("fused_attn", "flash", "flash_attn", "use_sdpa", "use_fsdpa", "use_
 
 @dataclass(frozen=True)
 class Part:
-    """The modules of a model that compute attention in the same way."""
+    """The modules of a model that compute attention in the same way, or are linear."""
 
     modules: tuple[str, ...]  # as in model.named_modules(); "" is the model itself
     kind: str  # the name of their class
@@ -45,16 +47,17 @@ class Part:
 class Report:
     """What :func:`accelerate` found. ``print`` and notebooks show it as a table."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # that compute attention
+    linear: tuple[Part, ...] = ()  # linear layers
 
     @property
     def served(self) -> tuple[Part, ...]:
-        """The parts that now run on fastattn."""
+        """The parts whose attention now runs on fastattn."""
         return tuple(part for part in self.parts if part.backend)
 
     @property
     def unserved(self) -> tuple[Part, ...]:
-        """The parts that run as before."""
+        """The parts whose attention runs as before."""
         return tuple(part for part in self.parts if not part.backend)
 
     def __str__(self) -> str:
@@ -65,20 +68,20 @@ class Report:
 
     def _rows(self) -> list[list[str]]:
         rows = [["count", "modules", "class", "calls", "backend", "reason"]]
-        for part in self.parts:
+        for part in (*self.parts, *self.linear):
             names = list(dict.fromkeys(map(_pattern, part.modules)))
             shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             backend = part.backend or "not fastattn"
             rows.append(
                 [str(len(part.modules)), shown, part.kind, part.calls, backend, part.reason]
             )
-        if not self.parts:
-            rows.append(["0", "", "", "", "", "no code that computes attention was found"])
+        if len(rows) == 1:
+            rows.append(["0", "", "", "", "", "no attention and no linear layer was found"])
         return rows
 
 
-def accelerate(model: nn.Module) -> Report:
-    """Run the attention of a model on fused kernels, wherever its code lets us.
+def accelerate(model: nn.Module, *, linear: bool = True) -> Report:
+    """Run the attention and the linear layers of a model on the fastest kernels, where possible.
 
     Each kind of attention in the model, and in what it wraps or contains, is served by what fits:
 
@@ -92,6 +95,12 @@ def accelerate(model: nn.Module) -> Report:
       :func:`fastattn.integrations.torch.activate`. **This one holds for the whole process**, not
       for this model alone, and for the CPU only. It is used if the model has such code.
 
+    Linear layers on the CPU (``torch.nn.Linear``, transformers' ``Conv1D``, a ``torch.nn.Conv2d``
+    whose stride is its kernel) run on :func:`fastattn.nn.functional.linear`: their class changes,
+    as that of ``torch.nn.MultiheadAttention``, unless it has a ``forward`` of its own. The weights
+    are read in every call. Quantise dynamically before this call: PyTorch finds what to quantise by
+    its class.
+
     Parameters, buffers, hooks and ``state_dict`` stay the same objects, so models that are wrapped
     for LoRA, DDP or FSDP, before or after this call, keep working. Call it before
     ``torch.compile``. A second call changes only what is new in the model.
@@ -102,11 +111,12 @@ def accelerate(model: nn.Module) -> Report:
 
     Args:
         model: any module.
+        linear: False leaves linear layers alone.
 
     Returns:
-        A :class:`~fastattn.integrations.acceleration.Report`: which modules compute attention, what
-        they call, which backend serves them (for the dtype and device that they now have), and
-        which are not served, and why. What is not served runs as before.
+        A :class:`~fastattn.integrations.acceleration.Report`: which modules compute attention or
+        are linear, what they call, which backend serves them (for the dtype and device that they
+        now have), and which are not served, and why. What is not served runs as before.
 
     :func:`restore` undoes it. A deep copy of an accelerated model shares its registrations but is
     not restored with it: copy before.
@@ -120,13 +130,15 @@ def accelerate(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(linear, bool):
+        raise TypeError(f"accelerate: linear must be a bool, got {type(linear).__name__}")
     with lock:
         changes = _changes.get(model)
         if changes is None:
             changes = _changes[model] = _Changes()
             weakref.finalize(model, changes.end).atexit = False
-        refused = changes.make(model)
-        return Report(tuple(_parts(model, changes, refused)))
+        refused = changes.make(model, linear)
+        return Report(tuple(_parts(model, changes, refused)), tuple(_linear_layers(model)))
 
 
 def restore(model: nn.Module) -> None:
@@ -155,10 +167,11 @@ class _Changes:
         self._registrations: dict[str, Registration] = {}
         self._activation: Activation | None = None
 
-    def make(self, model: nn.Module) -> dict[str, str]:
+    def make(self, model: nn.Module, linear: bool) -> dict[str, str]:
         """Change what is not changed yet. Returns why a library is not served, by its name."""
         modules = dict(model.named_modules())
-        self._replaced += [weakref.ref(modules[name]) for name in replace_mha(model)]
+        replaced = [*replace_mha(model), *(replace_linear(model) if linear else ())]
+        self._replaced += [weakref.ref(modules[name]) for name in replaced]
         refused = {}
         for library, serve in (
             ("transformers", self._transformers),
@@ -179,7 +192,7 @@ class _Changes:
         for reference in self._replaced:
             module = reference()
             if module is not None:
-                restore_mha(module)
+                restore_class(module)
         for setting in reversed(self._settings):
             setting()
         self._replaced, self._settings = [], []
@@ -270,6 +283,34 @@ def _parts(model: nn.Module, changes: _Changes, refused: dict[str, str]) -> Iter
             found.setdefault(key, []).append(name)
     for (kind, *rest), names in found.items():
         yield Part(tuple(names), kind, *rest)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[Part]:
+    """The linear layers, those alike together."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LINEAR):
+            weight: torch.Tensor = module.weight
+            found.setdefault((type(module).__name__, *_gemms(weight)), []).append(name)
+    for (kind, *rest), names in found.items():
+        yield Part(tuple(names), kind, "linear", *rest)
+
+
+def _gemms(weight: torch.Tensor) -> tuple[str, str]:
+    """The backend of linear layers with such a weight, and by which GEMMs, or why not."""
+    if weight.device.type != "cpu":
+        return "", f"the module is on {weight.device}"
+    if type(weight) not in (torch.Tensor, nn.Parameter):
+        return "", f"its weight is a {type(weight).__name__}"
+    dtype = str(weight.dtype).removeprefix("torch.")
+    backend = dispatch.load("cpu")
+    if isinstance(backend, str):
+        return "", backend
+    row = evidence.choose("gemm", "cpu", dtype=weight.dtype)
+    gemm = backend.rule(weight.dtype)
+    if {gemm.y, gemm.dx, gemm.dw, gemm.few} == {"torch"}:
+        return "", f"PyTorch's products are the fastest in {dtype} here ({row.because})"
+    return "cpu", f"{dtype}: outputs by {gemm.y} ({row.because})"
 
 
 # What a module calls for attention, as the report says it.

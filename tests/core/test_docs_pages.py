@@ -119,6 +119,10 @@ PAGES: dict[str, Callable[..., dict[str, Any]]] = {
     "hard_attention": lambda: given("q k v", (2, 3, 8), (2, 5, 8), (2, 5, 8)),
     "hopfield": hopfield,
     "index": encoder,
+    "linear": lambda: {
+        "model": torch.nn.Linear(768, 3072),
+        **given("x weight bias", (5, 768), (3072, 768), (3072,)),
+    },
     "luong_attention": luong,
     "masks": lambda: {
         "ids": torch.tensor([[0, 0, 1, 1, 1]]),

@@ -21,10 +21,12 @@ NAMES = {
         sinusoidal_encoding sinusoidal_table trace use_backend varlen_attention""",
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
-        HopfieldPooling KeyValueMemory LearnedPositionalEncoding LuongAttention MemN2N
-        MultiheadAttention RelativeBias SinusoidalPositionalEncoding T5RelativeBias Transformer
+        HopfieldPooling KeyValueMemory LearnedPositionalEncoding Linear LuongAttention MemN2N
+        MultiheadAttention PatchEmbedding RelativeBias SinusoidalPositionalEncoding
+        T5RelativeBias Transformer
         TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         WindowRelativeBias insert_empty_memories""",
+    "fastattn.nn.functional": "linear",
     "fastattn.bias": "T5 Window2d",
     "fastattn.distributed": """
         Layout Plan Share attention decode_attention hopfield_retrieve memory_hop_attention plan""",
