@@ -11,12 +11,14 @@ import json
 import math
 import sys
 import time
+import timeit
 from typing import Any, NamedTuple
 
 import torch
 
 from fastattn import compat, evidence, info
 from fastattn._version import __version__
+from fastattn.ops.linear import linear, products_are_scalar
 
 Facts = dict[str, Any]
 
@@ -52,7 +54,24 @@ def collect() -> Facts:
         **info.collect(),
         "flushes_subnormals": _flushes_subnormals(),
         "subnormal_slowdown": _subnormal_slowdown(),
+        "linear_layers": _linear_layers(),
     }
+
+
+def _linear_layers() -> dict[str, dict[str, float]]:
+    """GFLOP/s of linear layers, by dtype and GEMM: float32, and where PyTorch's are scalar code."""
+    m, k, n = 64, 768, 768
+    scalar = [dtype for dtype in (torch.bfloat16, torch.float16) if products_are_scalar(dtype)]
+    found = {}
+    for dtype in (torch.float32, *scalar) if scalar else ():
+        x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+        calls = {"torch": torch.nn.functional.linear, "ours": linear}
+        speeds = {}
+        for name, call in calls.items():
+            seconds = min(timeit.repeat(lambda: call(x, weight), number=1, repeat=10))  # noqa: B023
+            speeds[name] = 2e-9 * m * k * n / seconds
+        found[str(dtype).removeprefix("torch.")] = speeds
+    return found
 
 
 def _flushes_subnormals() -> bool:
@@ -273,6 +292,21 @@ def subnormals(facts: Facts) -> Finding | None:
     )
 
 
+def linear_layers(facts: Facts) -> Finding | None:
+    """16-bit linear layers that PyTorch computes by scalar code."""
+    speeds = {name: found for name, found in facts["linear_layers"].items() if name != "float32"}
+    if not speeds:
+        return None
+    wide = facts["linear_layers"]["float32"]["torch"]
+    found = ", ".join(f"{name} at {speed['torch']:.0f}" for name, speed in speeds.items())
+    ours = ", ".join(f"{name} {speed['ours']:.0f}" for name, speed in speeds.items())
+    return Finding(
+        "note",
+        f"PyTorch's linear layers run in {found} GFLOP/s here, in float32 at {wide:.0f}",
+        f"`fastattn.accelerate(model)` makes it {ours}",
+    )
+
+
 def interpreted_triton(facts: Facts) -> Finding | None:
     """Triton kernels that are interpreted."""
     if facts["environment"].get("TRITON_INTERPRET", "0") != "1":
@@ -295,6 +329,7 @@ CHECKS = (
     threads_and_quota,
     idle_cores,
     subnormals,
+    linear_layers,
     interpreted_triton,
 )
 
