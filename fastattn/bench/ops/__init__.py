@@ -13,7 +13,7 @@ from fastattn.bench.ops._base import Forward, Inputs, Operator, Part, Twin, as_t
 
 _FILES = {
     "ops.attention": "sdpa",
-    "ops.transformer": "mha encoder_layer encoder decoder_layer decoder transformer",
+    "ops.transformer": "linear mha encoder_layer encoder decoder_layer decoder transformer",
     "ops.packed": "varlen decode",
     "ops.around_attention": "merge_states attention_stats hard head_network",
     "ops.recurrent": "additive additive_module bahdanau luong luong_module global_attention "

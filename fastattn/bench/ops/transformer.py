@@ -1,4 +1,4 @@
-"""`MultiheadAttention`, the layers of a Transformer, their stacks, and the whole.
+"""Linear layers, `MultiheadAttention`, the layers of a Transformer, their stacks, and the whole.
 
 The stacks have the six layers of the base model of Vaswani et al. 2017, without embeddings and
 logits. All use GELU. The gradient of a ReLU is discontinuous at 0: rounding alone would decide the
@@ -35,6 +35,11 @@ class _Twin(Twin):
             return library.Transformer(*sizes, **options, **made)
         built = getattr(library, layer)(cell["E"], cell["H"], cell["F"], **options, **made)
         return getattr(library, stack)(built, LAYERS) if stack != layer else built
+
+
+class _Linear(_Twin):
+    def build(self, library: Any, cell: Cell, **made: Any) -> Any:
+        return library.Linear(cell["K"], cell["N"], **made)
 
 
 class _Mha(_Twin):
@@ -124,6 +129,16 @@ _X_AND_MEMORY: dict[str, Any] = {
     "SHAPES": {"x": "B L E", "memory": "B S E"},
 }
 
+LINEAR = _Linear(
+    "Linear",
+    ABOUT="x Wᵀ + b, x [M, K], W [N, K]",
+    SIZES={"M": 1024, "K": 768, "N": "K"},
+    SHAPES={"x": "M K"},
+    OUTPUT="M N",
+    BLOCKED="",
+    TINY={"M": 16},
+    FLOPS="products(M*K*N)",
+)
 MHA = _Mha(
     "MultiheadAttention",
     ABOUT="self-attention of x [B, L, E] with H heads and its projections, batch_first",
