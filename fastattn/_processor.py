@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+_TILES = "amx_bf16 amx_fp16 amx_int8"
+_HIDDEN = {  # features, by the limit
+    **dict.fromkeys(
+        ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"),
+        f"avx512f avx512_bf16 avx512_fp16 {_TILES}",
+    ),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), f"avx512_bf16 avx512_fp16 {_TILES}"),
+    "AVX512_CORE_BF16": f"avx512_fp16 {_TILES}",
+    "AVX512_CORE_FP16": _TILES,
+}
 _DISTINGUISHING = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
@@ -17,6 +28,15 @@ class Processor(NamedTuple):
     vendor: str = ""  # "Intel", "AMD", "ARM", "NVIDIA", another vendor's string, or ""
     name: str = ""
     features: frozenset[str] = frozenset()  # the relevant ones, with Linux's names
+
+    def as_limited(self) -> Processor:
+        """The processor that PyTorch's libraries take this one for.
+
+        oneDNN's environment variable hides instruction sets from it.
+        """
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+        hidden = _HIDDEN.get(limit.upper(), "")
+        return self._replace(features=self.features - {*hidden.split()})
 
     @property
     def key(self) -> str:

@@ -126,6 +126,8 @@ def choose(
     ``index`` says which GPU; ``own=False`` ignores the user's rows.
     """
     on = processor(device, index)
+    if choice == "gemm":
+        on = on.as_limited()
     kind = str(dtype).removeprefix("torch.")
     return next(
         row

@@ -3,7 +3,7 @@
 from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn.additive import AdditiveAttention, BahdanauAttention
 from fastattn.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
-from fastattn.nn.linear import Linear, PatchEmbedding
+from fastattn.nn.linear import Linear
 from fastattn.nn.luong import GlobalAttention, LuongAttention
 from fastattn.nn.memn2n import MemN2N, insert_empty_memories
 from fastattn.nn.memory import KeyValueMemory
@@ -32,7 +32,6 @@ __all__ = [
     "LuongAttention",
     "MemN2N",
     "MultiheadAttention",
-    "PatchEmbedding",
     "RelativeBias",
     "SinusoidalPositionalEncoding",
     "T5RelativeBias",

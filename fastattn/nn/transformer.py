@@ -12,7 +12,7 @@ from fastattn.eager import runs_eagerly
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
 from fastattn.nn._context import ContextParallel
-from fastattn.nn._replacement import replace_mha
+from fastattn.nn._replacement import replace_linear, replace_mha
 
 __all__ = [
     "TransformerDecoder",
@@ -32,6 +32,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer, ContextParallel):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         into_layer_attention(self.self_attn)
+        replace_linear(self)
 
 
 class TransformerEncoder(nn.TransformerEncoder, ContextParallel):
@@ -95,6 +96,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):
         super().__init__(*args, **keywords)
         into_layer_attention(self.self_attn)
         into_layer_attention(self.multihead_attn)
+        replace_linear(self)
 
     def forward(
         self,

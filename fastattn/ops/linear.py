@@ -127,17 +127,18 @@ def prepare(
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the arguments are valid, and of the kind that our operator takes."""
-    n, k = weight.shape if weight.dim() == 2 else (-1, -1)
     return (
-        x.is_cpu
-        and weight.is_cpu
-        and x.dim() >= 1
-        and x.shape[-1] == k
-        and weight.dtype == x.dtype
-        and type(x) in _TYPES
+        type(x) in _TYPES
         and type(weight) in _TYPES
         and type(bias) in _TYPES
-        and (bias is None or (bias.dtype == x.dtype and bias.shape == (n,)))
+        and x.is_cpu
+        and weight.is_cpu
+        and not x.is_nested
+        and x.dim() >= 1
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and weight.dtype == x.dtype
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
     )
 
 

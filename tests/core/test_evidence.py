@@ -109,6 +109,18 @@ def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert gemms.rule(torch.float32).y == "onednn"
 
 
+@pytest.mark.parametrize(
+    ("limit", "gemm"), [("AVX2", "ours"), ("avx512_core", "ours"), ("AVX512_CORE_BF16", "onednn")]
+)
+def test_the_gemm_is_that_of_the_instruction_sets_that_onednn_may_use(
+    limit: str, gemm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemms, "_IN_16_BITS", {})
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    with be(AMD):
+        assert gemms.rule(torch.bfloat16).y == gemm
+
+
 HALF = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16)
 RECORD = Row("backends", H200.key, "bfloat16", ["cuda", "torch"], "measured", ATTENTION)
 

@@ -22,7 +22,7 @@ NAMES = {
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
         HopfieldPooling KeyValueMemory LearnedPositionalEncoding Linear LuongAttention MemN2N
-        MultiheadAttention PatchEmbedding RelativeBias SinusoidalPositionalEncoding
+        MultiheadAttention RelativeBias SinusoidalPositionalEncoding
         T5RelativeBias Transformer
         TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         WindowRelativeBias insert_empty_memories""",

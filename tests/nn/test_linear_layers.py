@@ -14,8 +14,9 @@ from gemms import only
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.nn import Linear, PatchEmbedding
+from fastattn.nn import Linear
 from fastattn.nn._replacement import replace_linear, restore
+from fastattn.nn.linear import PatchEmbedding
 
 X = torch.randn(9, 8)
 

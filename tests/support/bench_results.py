@@ -13,6 +13,7 @@ from fastattn.cli import main
 # One small shape of each operator.
 SMALL = {
     "sdpa": "B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6",
+    "linear": "M=6,K=16,N=12",
     "mha": "B=2,L=6,E=16,H=2",
     "encoder_layer": "B=2,L=6,E=16,H=2,F=24",
     "encoder": "B=2,L=6,E=16,H=2,F=24",
