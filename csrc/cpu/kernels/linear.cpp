@@ -7,6 +7,7 @@
 // the other rows, the split into tasks, or the threads.
 #include "../threads.h"
 #include "blocks.h"
+#include "linear_few.h"
 #include "pack.h"
 #include "tile.h"
 
@@ -156,12 +157,26 @@ class Linear {
   }
 };
 
+// Computes the layer if it has few rows.
+template <class P>
+bool few_rows(const LinearParams& p) {
+  bool done = false;
+  if constexpr (kVariants)
+    with_stored<P>(p.dtype, [&](auto stored) __attribute__((always_inline)) {
+      typedef FewRows<P, decltype(stored)> Few;
+      done = Few::serves(p);
+      if (done) Few(p).run();
+    });
+  return done;
+}
+
 }  // namespace
 
 void linear(const LinearParams& p) {
   if (p.M == 0 || p.N == 0) return;
   with_policy(p.dtype, [&](auto policy) {
     typedef decltype(policy) P;
+    if (few_rows<P>(p)) return;
     if (p.w_transposed)
       Linear<P, true>(p).run();
     else
