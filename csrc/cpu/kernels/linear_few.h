@@ -1,74 +1,20 @@
 // A linear layer of few rows, as for the next token of a language model.
 //
-// One to seven rows of x would fill few lanes of a panel, so the roles are exchanged: rows of the
-// weight are transposed into a small panel, with the rows across the lanes, and x is broadcast. The
-// weight is read once, and reading it is what takes the time. The sums have the order of the tiled
-// kernel, and products commute, so the bits of a row do not depend on the number of rows.
+// Few rows of x would fill few lanes of a panel, so the roles are exchanged: rows of the weight are
+// transposed into a small panel, with the rows across the lanes, and x is broadcast. Each thread
+// reads its part of the weight once, in order, which takes most of the time of one row. The sums
+// have the order of the tiled kernel, and products commute, so the bits of a row do not depend on
+// the number of rows.
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
-#include "pack.h"
 #include "lines.h"
+#include "pack.h"
 #include "tile.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
-
-#ifndef FASTATTN_CHUNK
-#define FASTATTN_CHUNK 1
-#define FASTATTN_LROWS 32
-#define FASTATTN_SEG 1024
-#endif
-
-// Walks over the weight as FewRows does, some time before it, and has the processor read it into
-// its L2 cache. A row is read for kSegment elements, then the same of the next row of the group.
-template <class S, int64_t kGroup>
-class ReadAhead {
-  static constexpr int64_t kSegment = FASTATTN_SEG / sizeof(S), kLine = 64 / sizeof(S);
-
- public:
-  ReadAhead(const LinearParams& params, int64_t n0) : p(params), n(n0) { next_segment(); }
-
-  template <int kLines>
-  FASTATTN_INLINE void lines() {
-    if (kLines * kLine <= end - at) {
-      FASTATTN_UNROLL for (int i = 0; i < kLines; ++i) __builtin_prefetch(at + i * kLine, 0, 2);
-      at += kLines * kLine;
-      if (at == end) next_row();
-    } else {
-      for (int i = 0; i < kLines; ++i) {
-        __builtin_prefetch(at, 0, 2);
-        at += kLine;
-        if (at >= end) next_row();
-      }
-    }
-  }
-
- private:
-  const LinearParams& p;
-  int64_t n, k = 0, rows = 0;  // the group, where the segment begins, and its rows that are left
-  const S* at;
-  const S* end;
-
-  void row() {
-    at = static_cast<const S*>(p.w) + (n + kGroup - rows) * p.w_stride + k;
-    end = at + min_of(kSegment, p.K - k);
-  }
-  __attribute__((noinline)) void next_row() {
-    if (--rows == 0) return next_segment();
-    row();
-  }
-  void next_segment() {
-    k += kSegment;
-    if (k >= p.K) {
-      k = 0;
-      n = min_of(n + kGroup, p.N - kGroup);
-    }
-    rows = kGroup;
-    row();
-  }
-};
 
 // The weight is [N, K] with dense rows of S.
 template <class P, class S>
@@ -76,17 +22,17 @@ class FewRows {
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
-  static constexpr int kVectors = (kSame<T, double> ? FASTATTN_LROWS / 2 : FASTATTN_LROWS) / W;
-  static constexpr int64_t L = kVectors * W;  // rows of the weight in a panel
-  static constexpr int64_t kLine = 64 / sizeof(S);
-  static constexpr int64_t kChunk =
-      FASTATTN_CHUNK * kLine / P::kPerWord;  // words: with the panel, L1 holds the lines
-  static constexpr int64_t kReduced = 256;   // words; as in Linear
+  static constexpr int kVectors = (kSame<T, double> ? 32 : 64) / W;
+  static constexpr int64_t L = kVectors * W;              // rows of the weight in a panel
+  static constexpr int64_t kLine = 64 / sizeof(S);        // elements
+  static constexpr int64_t kChunk = kLine / P::kPerWord;  // words of a panel: one line of each row
+  static constexpr int64_t kAhead = 4 * kLine;            // elements
+  static constexpr int64_t kReduced = 256;                // words; as in Linear
   static constexpr int kRows = kSquareRows<P, S>;
-  typedef ReadAhead<S, L> Ahead;
 
  public:
-  static constexpr int64_t kMostRows = 7;
+  // With more, both kernels are as fast with AVX2.
+  static constexpr int64_t kMostRows = 32;
 
   explicit FewRows(const LinearParams& params) : p(params) {}
 
@@ -107,8 +53,7 @@ class FewRows {
 #pragma omp for schedule(static)
       for (int64_t part = 0; part < team; ++part) {
         const int64_t g0 = groups * part / team, g1 = groups * (part + 1) / team;
-        Ahead ahead(p, g0 * L);
-        for (int64_t g = g0; g < g1; ++g) group(buf, x, g * L, ahead);
+        for (int64_t g = g0; g < g1; ++g) group(buf, x, g * L);
       }
     }
   }
@@ -137,14 +82,16 @@ class FewRows {
 
   // Columns [n, n + L) of y. The last group begins earlier, and writes only those that no other
   // does.
-  void group(Buffers& buf, const Word* x, int64_t n, Ahead& ahead) const {
+  void group(Buffers& buf, const Word* x, int64_t n) const {
     const int64_t n0 = min_of(n, p.N - L), reduced = words<P>(p.K);
     const S* w = static_cast<const S*>(p.w) + n0 * p.w_stride;
     for (int64_t k0 = 0; k0 < reduced; k0 += kReduced) {
       const int64_t k1 = min_of(reduced, k0 + kReduced);
       for (int64_t k = k0; k < k1; k += kChunk) {
         const int64_t count = min_of(kChunk, k1 - k), column = k * P::kPerWord;
-        pack(w + column, min_of(count * P::kPerWord, p.K - column), buf.panel, ahead);
+        // At the end of these rows, the beginning of the next group's.
+        const int64_t ahead = column + kAhead < p.K ? kAhead : L * p.w_stride + kAhead - p.K;
+        pack(w + column, min_of(kLine, p.K - column), ahead, buf.panel);
         multiply(x + k, reduced, count, k == k0, buf);
       }
       add(k0 == 0, n0, buf);
@@ -171,34 +118,28 @@ class FewRows {
     for (int64_t i = skipped; i < L; i += W) store_as<T>(to + i, load(from + i), W);
   }
 
-  // panel[word][lane] of `columns` elements of L rows.
-  __attribute__((noinline)) void pack(const S* w, int64_t columns, Word* panel,
-                                      Ahead& ahead) const {
+  // panel[word][lane] of `columns` elements of L rows; reads those `ahead` into L2.
+  __attribute__((noinline)) void pack(const S* w, int64_t columns, int64_t ahead,
+                                      Word* panel) const {
     const int64_t ld = p.w_stride;
-    for (int64_t n = 0; n < L; n += kRows) {
-      const S* rows = w + n * ld;
-      Word* to = panel + n;
-      for (int64_t c = 0; c < columns; c += kLine, to += kLine / P::kPerWord * L) {
-        ahead.template lines<kRows>();
-        if (c + kLine <= columns) {
-          transpose_lines<P>(rows + c, ld, to, L);
-        } else {
-          S part[kRows * kLine] = {};
-          for (int i = 0; i < kRows; ++i)
-            __builtin_memcpy(part + i * kLine, rows + i * ld + c,
-                             static_cast<size_t>(columns - c) * sizeof(S));
-          transpose_lines<P>(part, kLine, to, L);
-        }
+    for (int64_t n = 0; n < L; n += kRows, w += kRows * ld, panel += kRows) {
+      FASTATTN_UNROLL for (int i = 0; i < kRows; ++i) __builtin_prefetch(w + i * ld + ahead, 0, 2);
+      if (columns == kLine) {
+        transpose_lines<P>(w, ld, panel, L);
+      } else {
+        S line[kRows * kLine] = {};
+        for (int i = 0; i < kRows; ++i)
+          __builtin_memcpy(line + i * kLine, w + i * ld, static_cast<size_t>(columns) * sizeof(S));
+        transpose_lines<P>(line, kLine, panel, L);
       }
     }
   }
 
   // sums[row][lane] += x panel
   void multiply(const Word* x, int64_t ldx, int64_t count, bool first, Buffers& buf) const {
-    const int64_t fours = p.M / 4 * 4;  // of at most seven
-    if (fours != 0) tiles<4>(x, ldx, count, first, buf.panel, buf.sums);
-    x += fours * ldx;
-    T* sums = buf.sums + fours * L;
+    T* sums = buf.sums;
+    for (int64_t m = 4; m <= p.M; m += 4, x += 4 * ldx, sums += 4 * L)
+      tiles<4>(x, ldx, count, first, buf.panel, sums);
     if (p.M % 4 == 1) tiles<1>(x, ldx, count, first, buf.panel, sums);
     if (p.M % 4 == 2) tiles<2>(x, ldx, count, first, buf.panel, sums);
     if (p.M % 4 == 3) tiles<3>(x, ldx, count, first, buf.panel, sums);

@@ -104,21 +104,35 @@ FASTATTN_INLINE void transpose_lines(const S* rows, int64_t stride, typename P::
                                      int64_t ld) {
   typedef typename MovedOf<P, S>::type E;
   constexpr int n = 16 / sizeof(E), kPerLane = sizeof(E) / sizeof(S), kLine = 64 / sizeof(S);
-  FASTATTN_UNROLL for (int c = 0; c < kLine; c += n * kPerLane) {
-    Square<E> v[n];
-    FASTATTN_UNROLL for (int i = 0; i < n; ++i) v[i] =
-        load_pieces<E>(rows + i * stride + c, rows + (i + n) * stride + c);
-    transpose_pieces<E>(v);
-    FASTATTN_UNROLL for (int i = 0; i < n; ++i) {
-      typename P::Word* to = dst + (c + i * kPerLane) / P::kPerWord * ld;
-      if constexpr (kSame<E, uint16_t>) {
-        store_widened(to, v[i]);
-      } else if constexpr (kPerLane == P::kPerWord) {
-        store_square(to, v[i]);
-      } else {  // the two bf16 of each lane
-        typedef Square<int32_t> Bits;
-        store_square(to, (Square<float>)((Bits)v[i] << 16));
-        store_square(to + ld, (Square<float>)((Bits)v[i] & static_cast<int32_t>(0xffff0000)));
+  constexpr int kColumns = n * kPerLane;  // of one square
+  // x86 addresses base + {1, 2} * stride, so one base register serves three rows.
+  constexpr int kBases = (kSquareRows<P, S> + 2) / 3;
+  const S* base[kBases];
+  FASTATTN_UNROLL for (int g = 0; g < kBases; ++g) base[g] = rows + 3 * g * stride;
+  const auto row = [&](int i) __attribute__((always_inline)) {
+    return i < kSquareRows<P, S> ? base[i / 3] + i % 3 * stride : nullptr;
+  };
+  // Where the rows are a multiple of 4 KiB apart, all lines are in one set of L1. As few as possible
+  // are read in turn.
+  constexpr int kSquares = min_of(kLine / kColumns, kRegisters / n);
+  FASTATTN_UNROLL for (int c = 0; c < kLine; c += kSquares * kColumns) {
+    Square<E> v[kSquares][n];
+    FASTATTN_UNROLL for (int i = 0; i < n; ++i) FASTATTN_UNROLL for (int q = 0; q < kSquares; ++q) {
+      v[q][i] = load_pieces<E>(row(i) + c + q * kColumns, row(i + n) + c + q * kColumns);
+    }
+    FASTATTN_UNROLL for (int q = 0; q < kSquares; ++q) {
+      transpose_pieces<E>(v[q]);
+      FASTATTN_UNROLL for (int i = 0; i < n; ++i) {
+        typename P::Word* to = dst + (c + q * kColumns + i * kPerLane) / P::kPerWord * ld;
+        if constexpr (kSame<E, uint16_t>) {
+          store_widened(to, v[q][i]);
+        } else if constexpr (kPerLane == P::kPerWord) {
+          store_square(to, v[q][i]);
+        } else {  // the two bf16 of each lane
+          typedef Square<int32_t> Bits;
+          store_square(to, (Square<float>)((Bits)v[q][i] << 16));
+          store_square(to + ld, (Square<float>)((Bits)v[q][i] & static_cast<int32_t>(0xffff0000)));
+        }
       }
     }
   }
