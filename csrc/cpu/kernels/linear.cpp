@@ -92,8 +92,13 @@ class Linear {
       const int64_t k1 = min_of(p.K, k0 + kReduced), reduced = words<P>(k1 - k0);
       for (int64_t m = m0; m < m1; m += L) {
         const int64_t rows = min_of(L, m1 - m), lanes = lanes_for(rows);
-        pack_panel<P>(x + m * p.x_stride[0] + k0 * p.x_stride[1], p.x_stride[0], p.x_stride[1],
-                      rows, k1 - k0, lanes, buf.x + (m - m0) * reduced, lanes, buf.temp);
+        const Source from = x + m * p.x_stride[0] + k0 * p.x_stride[1];
+        Word* const to = buf.x + (m - m0) * reduced;
+        if (p.x_stride[0] == 1 && rows == lanes)
+          pack_dense_columns(from, k1 - k0, lanes, to);
+        else
+          pack_panel<P>(from, p.x_stride[0], p.x_stride[1], rows, k1 - k0, lanes, to, lanes,
+                        buf.temp);
       }
       for (int64_t n = n0; n < n1; n += kStaged)
         block(buf, m0, m1, n0, n, min_of(n1, n + kStaged), n1 - n0, k0, k1);
@@ -105,6 +110,14 @@ class Linear {
       unpack_transposed<T>(buf.y + (m - m0) * (n1 - n0), lanes_for(rows), buf.ones, rows, n1 - n0,
                            y + m * p.y_stride + n0, p.y_stride);
     }
+  }
+
+  // pack_panel of a transposed x, such as the gradient in that of the weight: no transposition.
+  void pack_dense_columns(Source x, int64_t columns, int64_t lanes, Word* to) const {
+    if constexpr (P::kPerWord == 2)
+      stage_row_pairs(x, p.x_stride[1], 1, columns, lanes, to, lanes);
+    else
+      stage_rows<T>(x, p.x_stride[1], 1, columns, lanes, to, lanes);
   }
 
   // Columns [n, n_end) of all panels, reduced over [k0, k1).
