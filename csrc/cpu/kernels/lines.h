@@ -105,15 +105,18 @@ FASTATTN_INLINE void transpose_lines(const S* rows, int64_t stride, typename P::
   typedef typename MovedOf<P, S>::type E;
   constexpr int n = 16 / sizeof(E), kPerLane = sizeof(E) / sizeof(S), kLine = 64 / sizeof(S);
   constexpr int kColumns = n * kPerLane;  // of one square
+
   // x86 addresses base + {1, 2} * stride, so one base register serves three rows.
   constexpr int kBases = (kSquareRows<P, S> + 2) / 3;
   const S* base[kBases];
   FASTATTN_UNROLL for (int g = 0; g < kBases; ++g) base[g] = rows + 3 * g * stride;
   const auto row = [&](int i) __attribute__((always_inline)) {
-    return i < kSquareRows<P, S> ? base[i / 3] + i % 3 * stride : nullptr;
+    const int r = i % kSquareRows<P, S>;
+    return base[r / 3] + r % 3 * stride;
   };
-  // Where the rows are a multiple of 4 KiB apart, all lines are in one set of L1. As few as possible
-  // are read in turn.
+
+  // Rows that are a multiple of 4 KiB apart share one set of L1, and more than 8 lines evict each
+  // other. So the pieces of a line are loaded together.
   constexpr int kSquares = min_of(kLine / kColumns, kRegisters / n);
   FASTATTN_UNROLL for (int c = 0; c < kLine; c += kSquares * kColumns) {
     Square<E> v[kSquares][n];
