@@ -7,6 +7,7 @@
 // the other rows, the split into tasks, or the threads.
 #include "../threads.h"
 #include "blocks.h"
+#include "linear_few.h"
 #include "pack.h"
 #include "tile.h"
 
@@ -91,8 +92,13 @@ class Linear {
       const int64_t k1 = min_of(p.K, k0 + kReduced), reduced = words<P>(k1 - k0);
       for (int64_t m = m0; m < m1; m += L) {
         const int64_t rows = min_of(L, m1 - m), lanes = lanes_for(rows);
-        pack_panel<P>(x + m * p.x_stride[0] + k0 * p.x_stride[1], p.x_stride[0], p.x_stride[1],
-                      rows, k1 - k0, lanes, buf.x + (m - m0) * reduced, lanes, buf.temp);
+        const Source from = x + m * p.x_stride[0] + k0 * p.x_stride[1];
+        Word* const to = buf.x + (m - m0) * reduced;
+        if (p.x_stride[0] == 1 && rows == lanes)
+          pack_dense_columns(from, k1 - k0, lanes, to);
+        else
+          pack_panel<P>(from, p.x_stride[0], p.x_stride[1], rows, k1 - k0, lanes, to, lanes,
+                        buf.temp);
       }
       for (int64_t n = n0; n < n1; n += kStaged)
         block(buf, m0, m1, n0, n, min_of(n1, n + kStaged), n1 - n0, k0, k1);
@@ -104,6 +110,14 @@ class Linear {
       unpack_transposed<T>(buf.y + (m - m0) * (n1 - n0), lanes_for(rows), buf.ones, rows, n1 - n0,
                            y + m * p.y_stride + n0, p.y_stride);
     }
+  }
+
+  // pack_panel of a transposed x, such as the gradient in that of the weight: no transposition.
+  void pack_dense_columns(Source x, int64_t columns, int64_t lanes, Word* to) const {
+    if constexpr (P::kPerWord == 2)
+      stage_row_pairs(x, p.x_stride[1], 1, columns, lanes, to, lanes);
+    else
+      stage_rows<T>(x, p.x_stride[1], 1, columns, lanes, to, lanes);
   }
 
   // Columns [n, n_end) of all panels, reduced over [k0, k1).
@@ -156,12 +170,26 @@ class Linear {
   }
 };
 
+// Computes the layer if it has few rows.
+template <class P>
+bool few_rows(const LinearParams& p) {
+  bool done = false;
+  if constexpr (kVariants)
+    with_stored<P>(p.dtype, [&](auto stored) __attribute__((always_inline)) {
+      typedef FewRows<P, decltype(stored)> Few;
+      done = Few::serves(p);
+      if (done) Few(p).run();
+    });
+  return done;
+}
+
 }  // namespace
 
 void linear(const LinearParams& p) {
   if (p.M == 0 || p.N == 0) return;
   with_policy(p.dtype, [&](auto policy) {
     typedef decltype(policy) P;
+    if (few_rows<P>(p)) return;
     if (p.w_transposed)
       Linear<P, true>(p).run();
     else

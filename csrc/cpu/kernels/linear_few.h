@@ -1,0 +1,167 @@
+// A linear layer of few rows, as for the next token of a language model.
+//
+// Few rows of x would fill few lanes of a panel, so the roles are exchanged: rows of the weight are
+// transposed into a small panel, with the rows across the lanes, and x is broadcast. Each thread
+// reads its part of the weight once, in order, which takes most of the time of one row. The sums
+// have the order of the tiled kernel, and products commute, so the bits of a row do not depend on
+// the number of rows.
+#pragma once
+#include "../threads.h"
+#include "blocks.h"
+#include "lines.h"
+#include "pack.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// The weight is [N, K] with dense rows of S.
+template <class P, class S>
+class FewRows {
+  typedef typename P::Acc T;
+  typedef typename P::Word Word;
+  static constexpr int W = kLanes<T>;
+  static constexpr int kVectors = (kSame<T, double> ? 32 : 64) / W;
+  static constexpr int64_t L = kVectors * W;              // rows of the weight in a panel
+  static constexpr int64_t kLine = 64 / sizeof(S);        // elements
+  static constexpr int64_t kChunk = kLine / P::kPerWord;  // words of a panel: one line of each row
+  static constexpr int64_t kAhead = 4 * kLine;            // elements
+  static constexpr int64_t kReduced = 256;                // words; as in Linear
+  static constexpr int kRows = kSquareRows<P, S>;
+
+ public:
+  // With more, both kernels are as fast with AVX2.
+  static constexpr int64_t kMostRows = 32;
+
+  explicit FewRows(const LinearParams& params) : p(params) {}
+
+  // Whether there are few rows, and enough of the weight for a panel.
+  static bool serves(const LinearParams& p) {
+    return p.M <= kMostRows && p.N >= L && !p.w_transposed;
+  }
+
+  void run() {
+    const int64_t groups = (p.N + L - 1) / L;
+    const int team = team_size(p.threads, groups, 2.0 * p.M * p.N * p.K);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
+      const Word* x = stage_keys<P>(P::elements(const_cast<void*>(p.x), p.dtype), p.x_stride[0],
+                                    p.x_stride[1], p.M, p.K, buf.x);
+      // Each thread reads one part of the weight.
+#pragma omp for schedule(static)
+      for (int64_t part = 0; part < team; ++part) {
+        const int64_t g0 = groups * part / team, g1 = groups * (part + 1) / team;
+        for (int64_t g = g0; g < g1; ++g) group(buf, x, g * L);
+      }
+    }
+  }
+
+ private:
+  const LinearParams& p;
+
+  struct Buffers {
+    Word* x;      // [M][words of K]
+    Word* panel;  // [kChunk][L]
+    T* sums;      // [M][L], of a block of kReduced words
+    T* y;         // [M][L]
+    size_t bytes;
+  };
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    Buffers buf;
+    buf.x = a.take<Word>(p.M * words<P>(p.K));
+    buf.panel = a.take<Word>(kChunk * L);
+    buf.sums = a.take<T>(p.M * L);
+    buf.y = a.take<T>(p.M * L);
+    buf.bytes = a.used();
+    return buf;
+  }
+
+  // Columns [n, n + L) of y. The last group begins earlier, and writes only those that no other
+  // does.
+  void group(Buffers& buf, const Word* x, int64_t n) const {
+    const int64_t n0 = min_of(n, p.N - L), reduced = words<P>(p.K);
+    const S* w = static_cast<const S*>(p.w) + n0 * p.w_stride;
+    for (int64_t k0 = 0; k0 < reduced; k0 += kReduced) {
+      const int64_t k1 = min_of(reduced, k0 + kReduced);
+      for (int64_t k = k0; k < k1; k += kChunk) {
+        const int64_t count = min_of(kChunk, k1 - k), column = k * P::kPerWord;
+        // At the end of these rows, the beginning of the next group's.
+        const int64_t ahead = column + kAhead < p.K ? kAhead : L * p.w_stride + kAhead - p.K;
+        pack(w + column, min_of(kLine, p.K - column), ahead, buf.panel);
+        multiply(x + k, reduced, count, k == k0, buf);
+      }
+      add(k0 == 0, n0, buf);
+    }
+    for (int64_t m = 0; m < p.M; ++m)
+      store_columns(buf.y + m * L, n - n0, static_cast<S*>(p.y) + m * p.y_stride + n0);
+  }
+
+  // y = sums + bias of the first block, y += sums of the others.
+  void add(bool first, int64_t n0, Buffers& buf) const {
+    for (int64_t i = 0; i < p.M * L; i += W) {
+      Vec<T> sum = load(buf.sums + i);
+      if (!first)
+        sum = load(buf.y + i) + sum;
+      else if (p.bias != nullptr)
+        sum += load_as<T>(static_cast<const S*>(p.bias) + n0 + i % L, W);
+      store(buf.y + i, sum);
+    }
+  }
+
+  // Columns [skipped, L) of a row.
+  static void store_columns(const T* from, int64_t skipped, S* to) {
+    for (; skipped % W != 0; ++skipped) narrow(from[skipped], to + skipped);
+    for (int64_t i = skipped; i < L; i += W) store_as<T>(to + i, load(from + i), W);
+  }
+
+  // panel[word][lane] of `columns` elements of L rows; reads those `ahead` into L2.
+  __attribute__((noinline)) void pack(const S* w, int64_t columns, int64_t ahead,
+                                      Word* panel) const {
+    const int64_t ld = p.w_stride;
+    for (int64_t n = 0; n < L; n += kRows, w += kRows * ld, panel += kRows) {
+      FASTATTN_UNROLL for (int i = 0; i < kRows; ++i) __builtin_prefetch(w + i * ld + ahead, 0, 2);
+      if (columns == kLine) {
+        transpose_lines<P>(w, ld, panel, L);
+      } else {
+        S line[kRows * kLine] = {};
+        for (int i = 0; i < kRows; ++i)
+          __builtin_memcpy(line + i * kLine, w + i * ld, static_cast<size_t>(columns) * sizeof(S));
+        transpose_lines<P>(line, kLine, panel, L);
+      }
+    }
+  }
+
+  // sums[row][lane] += x panel
+  void multiply(const Word* x, int64_t ldx, int64_t count, bool first, Buffers& buf) const {
+    T* sums = buf.sums;
+    for (int64_t m = 4; m <= p.M; m += 4, x += 4 * ldx, sums += 4 * L)
+      tiles<4>(x, ldx, count, first, buf.panel, sums);
+    if (p.M % 4 == 1) tiles<1>(x, ldx, count, first, buf.panel, sums);
+    if (p.M % 4 == 2) tiles<2>(x, ldx, count, first, buf.panel, sums);
+    if (p.M % 4 == 3) tiles<3>(x, ldx, count, first, buf.panel, sums);
+  }
+
+  template <int kRowsOfX>
+  static __attribute__((noinline)) void tiles(const Word* x, int64_t ldx, int64_t count, bool first,
+                                              const Word* panel, T* sums) {
+    // As many sums as the registers hold; three rows take those of four vectors, too.
+    constexpr int kSums = kRegisters == 32 ? 16 : 8;
+    constexpr int NV = min_of(kVectors, kSums / (kRowsOfX == 3 ? 4 : kRowsOfX));
+    for (int64_t n = 0; n < L; n += NV * W)
+      tile<P, kRowsOfX, NV, false>(
+          x, ldx, panel + n, L, count,
+          [&](int r, int v) __attribute__((always_inline)) {
+            return first ? Vec<T>{} : load(sums + r * L + n + v * W);
+          },
+          [&](int r, int v, Vec<T> sum)
+              __attribute__((always_inline)) { store(sums + r * L + n + v * W, sum); });
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
