@@ -269,7 +269,9 @@ struct SinusoidalParams : SinusoidalOptions {
   const uint64_t* pair_frequency;  // [pairs]
 };
 
-// y = x W^T + b. K > 0.
+enum class MlpActivation : int { none = 0, relu = 1, gelu = 2, gelu_tanh = 3, silu = 4 };
+
+// y = f(x W^T + b). K > 0.
 struct LinearParams {
   DType dtype;  // of all four; f32, f64, bf16 or f16
   int threads;
@@ -284,6 +286,24 @@ struct LinearParams {
   const void* bias;  // [N], null = 0
   void* y;           // [M, N], rows dense
   int64_t y_stride;
+  MlpActivation activation;  // f; none in f64
+};
+
+// Rows of E elements: s = x + residual, and out = s normalized, times gamma, plus beta.
+struct NormParams {
+  DType dtype;  // of all; f32, bf16 or f16
+  int threads;
+
+  int64_t rows, E;  // rows dense, one after the other
+
+  const void* x;         // [rows, E]
+  const void* residual;  // [rows, E], null = 0
+  void* sum;             // [rows, E], s; null = not wanted; may be x or residual
+  const void* gamma;     // [E], null = s is all that is wanted
+  const void* beta;      // [E], null = 0
+  double eps;
+  bool rms;   // divide by the root of the mean square, without subtracting the mean
+  void* out;  // [rows, E]; may be x or residual
 };
 
 struct AdditiveOptions {

@@ -1,7 +1,7 @@
 # The native module, where it was built: tensors in, new tensors out. Options are read by name; a
 # name that is missing is a TypeError, and so is a value of another type.
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -180,6 +180,17 @@ def linear(
 ) -> Tensor: ...
 
 # A whole layer of a small size; None: the call needs the general path.
+def encoder_layer(
+    x: Tensor,
+    lengths: Sequence[int],
+    parts: tuple[Any, ...],
+    num_heads: int,
+    norm_first: bool,
+    rms: bool,
+    eps1: float,
+    eps2: float,
+    activation: int,
+) -> Tensor: ...
 def self_attention(
     x: Tensor,
     num_heads: int,

@@ -32,6 +32,7 @@ struct KernelTable {
   double (*measure_peak)(Peak, int threads,
                          double seconds);  // GFLOP/s or GB/s; 0 where the ISA has no such unit
   void (*linear)(const LinearParams&);
+  void (*norm)(const NormParams&);
   void (*additive_forward)(const AdditiveParams&);
   void (*additive_backward)(const AdditiveParams&);
   void (*memory_hops_forward)(const MemoryHopsParams&);

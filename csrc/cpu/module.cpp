@@ -23,6 +23,7 @@ void bind_sdpa(py::module_& m);
 void bind_decode(py::module_& m);
 void bind_hopfield(py::module_& m);
 void bind_local_attention(py::module_& m);
+void bind_encoder(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_memory_hops(py::module_& m);
 void bind_merge_states(py::module_& m);
@@ -85,6 +86,7 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_decode(m);
   fastattn::bind_hopfield(m);
   fastattn::bind_local_attention(m);
+  fastattn::bind_encoder(m);
   fastattn::bind_linear(m);
   fastattn::bind_memory_hops(m);
   fastattn::bind_merge_states(m);

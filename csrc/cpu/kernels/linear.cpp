@@ -1,4 +1,4 @@
-// A linear layer:  y = x W^T + b, and the matrix products of its backward pass.
+// A linear layer:  y = f(x W^T + b), and the matrix products of its backward pass.
 //
 // The tiles are those of attention. 32 rows of x are transposed once into a panel, with the rows
 // across the lanes. The weight is read in place, by broadcast, and never packed. So there is
@@ -6,6 +6,7 @@
 // of a fixed length that are added in order. An element's bits therefore depend on K alone, not on
 // the other rows, the split into tasks, or the threads.
 #include "../threads.h"
+#include "activation.h"
 #include "blocks.h"
 #include "linear_few.h"
 #include "pack.h"
@@ -107,8 +108,10 @@ class Linear {
     const Source y = P::elements(p.y, p.dtype);
     for (int64_t m = m0; m < m1; m += L) {
       const int64_t rows = min_of(L, m1 - m);
-      unpack_transposed<T>(buf.y + (m - m0) * (n1 - n0), lanes_for(rows), buf.ones, rows, n1 - n0,
-                           y + m * p.y_stride + n0, p.y_stride);
+      T* const panel = buf.y + (m - m0) * (n1 - n0);
+      activate(p.activation, panel, lanes_for(rows) * (n1 - n0));
+      unpack_transposed<T>(panel, lanes_for(rows), buf.ones, rows, n1 - n0, y + m * p.y_stride + n0,
+                           p.y_stride);
     }
   }
 

@@ -7,6 +7,7 @@
 // the number of rows.
 #pragma once
 #include "../threads.h"
+#include "activation.h"
 #include "blocks.h"
 #include "lines.h"
 #include "pack.h"
@@ -96,6 +97,7 @@ class FewRows {
       }
       add(k0 == 0, n0, buf);
     }
+    activate(p.activation, buf.y, p.M * L);
     for (int64_t m = 0; m < p.M; ++m)
       store_columns(buf.y + m * L, n - n0, static_cast<S*>(p.y) + m * p.y_stride + n0);
   }

@@ -10,6 +10,7 @@ namespace FASTATTN_REST {
 void sinusoidal(const SinusoidalParams&);
 double measure_peak(Peak, int threads, double seconds);
 void linear(const LinearParams&);
+void norm(const NormParams&);
 void additive_forward(const AdditiveParams&);
 void additive_backward(const AdditiveParams&);
 void memory_hops_forward(const MemoryHopsParams&);
@@ -75,6 +76,7 @@ constexpr KernelTable table = {
     sinusoidal,
     measure_peak,
     FASTATTN_PAIRS(LinearParams, linear),
+    norm,
     additive_forward,
     additive_backward,
     memory_hops_forward,
