@@ -30,13 +30,16 @@ class Gemm(NamedTuple):
     Sizes are numbers of multiplications, M·N·K.
     """
 
-    y: str  # "torch", "onednn" or "ours"
+    y: str  # of large products: "torch", "onednn" or "ours"
     dx: str
     dw: str
-    few: str = "torch"  # y of fewer than 8 rows
-    least: int = 0  # below this size, all products are PyTorch's
+    few: int = 0  # up to this number of rows of x, y is ours
+    one_from: int = 0  # but with one row only if the weight has this number of elements
+    least: int = 0  # y of smaller products is PyTorch's
+    least_grad: int = 0  # and so are dx and dw below this size
     ours_up_to: int = 0  # up to this size, y is ours
-    small_up_to: int = 0  # the largest layer in one native call, see nn/_small.py
+    small_up_to: int = 0  # the largest attention in one native call, see nn/_small.py
+    layer_up_to: int = 0  # the largest rows·E·F of a layer in one, see nn/_encoder_layer.py
 
 
 class Row(NamedTuple):
@@ -67,9 +70,9 @@ _PAGE = "docs/performance.md"
 _BORROWED = "not measured on this processor: what is fastest on an AMD EPYC"
 _UNMEASURED = "not measured on this processor"
 UNVERIFIED = "our kernels are unverified on this GPU; run `fastattn tune`"
-_OURS = Gemm("ours", "ours", "ours", "torch", 2**14, small_up_to=ANY)
-_AMD_FLOAT32 = Gemm("onednn", "onednn", "torch", "torch", 2**20, 2**25, small_up_to=2**22)
-_AMD_BFLOAT16 = Gemm("onednn", "torch", "torch", "torch", 2**14, 2**25, small_up_to=2**25)
+_OURS = Gemm("ours", "ours", "ours", 32, 0, 2**14, 2**14, 0, ANY, ANY)
+_AMD_FLOAT32 = Gemm("onednn", "onednn", "torch", 32, 2**21, 2**18, 2**22, 2**25, 2**22, 2**30)
+_AMD_BFLOAT16 = Gemm("onednn", "torch", "torch", 32, 0, 2**14, 0, 2**25, 2**25, 2**31)
 # fmt: off
 # choice, on, dtypes, use, source, op, least_queries
 ROWS = (
@@ -89,11 +92,11 @@ ROWS = (
     Row("isa", "cpu amx_bf16", "", "avx512_bf16", f"float16: {_AMX}; float64 is not measured"),
     Row("isa", "", "", "the strongest", _UNMEASURED),
 
-    Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", "onednn", small_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98"),
-    Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
+    Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", small_up_to=2**20, layer_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98"),
+    Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22, layer_up_to=2**26), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
     Row("gemm", "cpu AMD -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}: ours 147 GFLOP/s, PyTorch 18"),
     Row("gemm", "cpu Intel -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}, on an AMD EPYC: ours 147 GFLOP/s, PyTorch 18"),
-    Row("gemm", "cpu AMD -avx512f", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22), f"{_PAGE}: MKL 138 GFLOP/s, oneDNN 121"),
+    Row("gemm", "cpu AMD -avx512f", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22, layer_up_to=2**28), f"{_PAGE}: MKL 138 GFLOP/s, oneDNN 121"),
     Row("gemm", "cpu AMD", "float32", _AMD_FLOAT32, f"{_PAGE}: oneDNN 101 GFLOP/s, MKL 75"),
     Row("gemm", "cpu AMD", "bfloat16", _AMD_BFLOAT16, f"{_PAGE}: oneDNN and PyTorch 157 to 188 GFLOP/s"),
     Row("gemm", "cpu amx_fp16", "float16", Gemm("torch", "torch", "torch", small_up_to=2**22), "not measured: PyTorch multiplies float16 on tiles"),
@@ -233,7 +236,7 @@ def _checked(row: Row) -> Row:
     if row.choice != "gemm":
         return row
     gemm = Gemm(*row.use)
-    if not {*gemm[:4]} <= {*GEMMS} or not all(isinstance(size, int) for size in gemm[4:]):
+    if not {*gemm[:3]} <= {*GEMMS} or not all(isinstance(size, int) for size in gemm[3:]):
         raise ValueError(f"GEMMs must be of {', '.join(GEMMS)}, and sizes numbers, got {row.use}")
     return row._replace(use=gemm)
 

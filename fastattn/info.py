@@ -80,17 +80,20 @@ _GEMM = {
     "y": "outputs by {}",
     "dx": "gradients of inputs by {}",
     "dw": "gradients of weights by {}",
-    "few": "fewer than 8 rows by {}",
-    "least": "all by torch below {}",
+    "few": "outputs of up to {} rows by ours",
+    "one_from": "of one row from {} on",
+    "least": "outputs by torch below {}",
+    "least_grad": "gradients by torch below {}",
     "ours_up_to": "outputs by ours up to {}",
-    "small_up_to": "a whole layer in one call for {}",
+    "small_up_to": "whole attention in one call up to {}",
+    "layer_up_to": "a whole encoder layer in one call up to {}",
 }
 
 
 def _size(value: Any) -> str:
-    """The name of a library, or the number of products of a call."""
-    if isinstance(value, str):
-        return value
+    """The name of a library, a number of rows, or the number of products of a call."""
+    if isinstance(value, str) or value < 2**10:
+        return str(value)
     return "any size" if value >= 2**62 else f"{value:,} products"
 
 

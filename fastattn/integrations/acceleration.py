@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,13 @@ from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
-from fastattn.nn._replacement import LINEAR, replace_linear, replace_mha
+from fastattn.nn._replacement import (
+    LINEAR,
+    replace,
+    replace_encoders,
+    replace_linear,
+    replace_mha,
+)
 from fastattn.nn._replacement import restore as restore_class
 from fastattn.nn.mha import MultiheadAttention
 
@@ -80,7 +87,7 @@ class Report:
         return rows
 
 
-def accelerate(model: nn.Module, *, linear: bool = True) -> Report:
+def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> Report:
     """Run the attention and the linear layers of a model on the fastest kernels, where possible.
 
     Each kind of attention in the model, and in what it wraps or contains, is served by what fits:
@@ -130,14 +137,15 @@ def accelerate(model: nn.Module, *, linear: bool = True) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(linear, bool):
-        raise TypeError(f"accelerate: linear must be a bool, got {type(linear).__name__}")
+    for name, given in (("linear", linear), ("unpad", unpad)):
+        if not isinstance(given, bool):
+            raise TypeError(f"accelerate: {name} must be a bool, got {type(given).__name__}")
     with lock:
         changes = _changes.get(model)
         if changes is None:
             changes = _changes[model] = _Changes()
             weakref.finalize(model, changes.end).atexit = False
-        refused = changes.make(model, linear)
+        refused = changes.make(model, linear, unpad)
         return Report(tuple(_parts(model, changes, refused)), tuple(_linear_layers(model)))
 
 
@@ -167,10 +175,11 @@ class _Changes:
         self._registrations: dict[str, Registration] = {}
         self._activation: Activation | None = None
 
-    def make(self, model: nn.Module, linear: bool) -> dict[str, str]:
+    def make(self, model: nn.Module, linear: bool, unpad: bool) -> dict[str, str]:
         """Change what is not changed yet. Returns why a library is not served, by its name."""
         modules = dict(model.named_modules())
-        replaced = [*replace_mha(model), *(replace_linear(model) if linear else ())]
+        replaced = [*replace_mha(model), *replace_encoders(model)]
+        replaced += replace_linear(model) if linear else ()
         self._replaced += [weakref.ref(modules[name]) for name in replaced]
         refused = {}
         for library, serve in (
@@ -182,6 +191,12 @@ class _Changes:
                     serve(model)
                 except (ImportError, KeyError, ValueError) as error:
                     refused[library] = f"{type(error).__name__}: {error}"
+        if "transformers" in sys.modules and "transformers" not in refused:
+            # Its import loads parts of transformers.
+            layers = importlib.import_module("fastattn.integrations.transformers._layers")
+            replaced = replace(model, layers.layer_class)
+            replaced += replace(model, layers.encoder_class) if unpad else ()
+            self._replaced += [weakref.ref(modules[name]) for name in replaced]
         return refused
 
     def activate(self) -> None:
@@ -308,7 +323,7 @@ def _gemms(weight: torch.Tensor) -> tuple[str, str]:
         return "", backend
     row = evidence.choose("gemm", "cpu", dtype=weight.dtype)
     gemm = backend.rule(weight.dtype)
-    if {gemm.y, gemm.dx, gemm.dw, gemm.few} == {"torch"}:
+    if {gemm.y, gemm.dx, gemm.dw} == {"torch"} and not gemm.few:
         return "", f"PyTorch's products are the fastest in {dtype} here ({row.because})"
     return "cpu", f"{dtype}: outputs by {gemm.y} ({row.because})"
 

@@ -188,14 +188,16 @@ def test_info_json_carries_every_fact() -> None:
 
 
 def test_info_says_in_words_which_products_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = evidence.Gemm("onednn", "torch", "ours", "torch", 2**14, 2**24, 2**62)
+    use = evidence.Gemm("onednn", "torch", "ours", 32, 2**21, 2**14, 2**20, 2**24, 2**62, 2**30)
     chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
     (found,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
     assert found == (
-        "outputs by onednn, gradients of inputs by torch, gradients of weights by ours, fewer than "
-        "8 rows by torch, all by torch below 16,384 products, outputs by ours up to 16,777,216 "
-        "products, a whole layer in one call for any size"
+        "outputs by onednn, gradients of inputs by torch, gradients of weights by ours, outputs of "
+        "up to 32 rows by ours, of one row from 2,097,152 products on, outputs by torch below "
+        "16,384 products, gradients by torch below 1,048,576 products, outputs by ours up to "
+        "16,777,216 products, whole attention in one call up to any size, a whole encoder layer "
+        "in one call up to 1,073,741,824 products"
     )
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from within_bound import assert_within_bound
 
+from fastattn import _cpu
 from fastattn.testing import Noise
 from fastattn.testing.memory import place
 from fastattn.testing.targets import Target, fresh_memory_is_nan, targets
@@ -57,12 +58,12 @@ def test_few_rows_are_right_and_have_the_bits_of_many(
 ) -> None:
     for n, k in SIZES:
         x, weight, bias = operands(n, k, dtype, layout, of_weight)
-        with target.active() as backend, fresh_memory_is_nan():
-            many = backend.linear(x, weight, bias)
+        with target.active(), fresh_memory_is_nan():
+            many = _cpu.linear(x, weight, bias)
             few = {}
             for count in (1, 2):
                 threads(count)
-                few |= {(m, count): backend.linear(x[5 : 5 + m], weight, bias) for m in ROWS}
+                few |= {(m, count): _cpu.linear(x[5 : 5 + m], weight, bias) for m in ROWS}
         wide = [None if t is None else t.double() for t in (x, weight, bias)]
         want = {"y": exact(x, weight, bias)}
         noise = Noise(lambda w=wide: {"y": F.linear(*w)}, want, dtype)
@@ -73,12 +74,12 @@ def test_few_rows_are_right_and_have_the_bits_of_many(
 
 def test_a_row_that_is_not_finite_changes_no_other(target: Target, dtype: torch.dtype) -> None:
     x, weight, _ = operands(130, 96, dtype, "contiguous", "contiguous")
-    with target.active() as backend:
-        want = backend.linear(x[:7], weight, None)
+    with target.active():
+        want = _cpu.linear(x[:7], weight, None)
         changed_x, changed_weight = x[:7].clone(), weight.clone()
         changed_x[2, 95] = float("inf")
         changed_weight[129, 0] = float("nan")
-        y = backend.linear(changed_x, changed_weight, None)
+        y = _cpu.linear(changed_x, changed_weight, None)
     assert not y[2].isfinite().any()
     assert y[:, 129].isnan().all()
     others = [0, 1, 3, 4, 5, 6]
@@ -92,8 +93,8 @@ def test_every_16_bit_weight_is_widened_exactly(k: int, target: Target, dtype: t
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(stored).to(dtype)
     weight, x = torch.zeros(2**16, k, dtype=dtype), torch.zeros(1, k, dtype=dtype)
     weight[:, k // 3], x[:, k // 3] = every, 1
-    with target.active() as backend:
-        y = backend.linear(x, weight, None)[0]
+    with target.active():
+        y = _cpu.linear(x, weight, None)[0]
     if dtype == torch.bfloat16:  # products of pairs flush subnormals
         every = torch.where(every.abs() < torch.finfo(dtype).tiny, y, every)
     assert torch.equal(y.isnan(), every.isnan())

@@ -358,9 +358,11 @@ def test_the_rule_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [gemms.gemm_of("y", torch.float32, *at) for at in (large, small, few)] == [
             "onednn",
             "ours",
-            "torch",
+            "ours",
         ]
         assert gemms.gemm_of("dw", torch.float32, *large) == "torch"
+        one = [gemms.gemm_of("y", torch.float32, 1, work) for work in (2**20, 2**21)]
+        assert one == ["torch", "ours"]
     with be(AMX):
         assert gemms.gemm_of("y", torch.float32, *large) == "torch"
         assert gemms.gemm_of("y", torch.bfloat16, *small) == "onednn"

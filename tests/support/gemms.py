@@ -32,7 +32,7 @@ def only(name: str, least: int = 0) -> Iterator[list[str]]:
         return y
 
     counting = {of: functools.partial(counted, of, gemm) for of, gemm in gemms._GEMMS.items()}
-    rule = Gemm(name, name, name, name, least)
+    rule = Gemm(name, name, name, least=least, least_grad=least)
     with (
         mock.patch.dict(gemms._GEMMS, counting),
         mock.patch.object(gemms, "_by_ours", counting["ours"]),

@@ -31,7 +31,6 @@ from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 __all__ = ["faster_than_torch", "gemm_of", "gemms_of", "linear", "linear_backward", "rule"]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
-FEW = 8  # rows; with fewer, PyTorch's products are of a matrix and a vector
 _IN_16_BITS = {
     torch.bfloat16: compat.onednn_has_bfloat16,
     torch.float16: compat.onednn_has_float16,
@@ -43,7 +42,7 @@ def rule(dtype: torch.dtype) -> evidence.Gemm:
     """The GEMMs of this dtype on this processor."""
     gemm: evidence.Gemm = evidence.choose("gemm", "cpu", dtype=dtype).use
     if not _IN_16_BITS.get(dtype, True):  # whatever the row says of processors of its kind
-        return gemm._replace(y="ours", dx="ours", dw="ours", least=2**14)
+        return gemm._replace(y="ours", dx="ours", dw="ours", few=32, least=2**14, least_grad=2**14)
     if dtype == torch.float32 and gemm.y == "torch" and not torch.backends.mkl.is_available():
         return gemm._replace(y="onednn", dx="onednn")
     return gemm
@@ -55,10 +54,10 @@ evidence.on_change(rule.cache_clear)
 def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
     """The GEMM of one of the products "y", "dx", "dw": of x [rows, K], M·N·K = ``work``."""
     gemm = rule(dtype)
-    if work < max(gemm.least, 1):
+    if work < max(gemm.least if product == "y" else gemm.least_grad, 1):
         return "torch"
-    if product == "y" and rows < FEW:
-        return gemm.few
+    if product == "y" and rows <= gemm.few:
+        return "ours" if rows > 1 or work >= gemm.one_from else "torch"
     if product == "y" and work <= gemm.ours_up_to:
         return "ours"
     chosen: str = getattr(gemm, product)
@@ -72,18 +71,13 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
 def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None]:
     """(rows, M·N·K) -> the GEMM of y if it is not PyTorch's; as :func:`gemm_of`, in less time."""
     gemm = rule(dtype)
-    least, ours_up_to = max(gemm.least, 1), gemm.ours_up_to
-    few = None if gemm.few == "torch" else _GEMMS[gemm.few]
-    if not ours_up_to and {*gemm[:4]} == {"torch"}:
+    least = max(gemm.least, 1)
+    if {*gemm[:3]} == {"torch"} and not gemm.few and not gemm.ours_up_to:
         least = 2**62
 
     def choose(rows: int, work: int) -> Product | None:
         if work < least:
             return None
-        if rows < FEW:
-            return few
-        if work <= ours_up_to:
-            return _by_ours
         name = gemm_of("y", dtype, rows, work)
         return None if name == gemm.dx == gemm.dw == "torch" else _GEMMS[name]
 
