@@ -13,7 +13,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,9 @@ NAMES = """
     torch.nn.Module()._parameters
     torch.nn.Module()._modules
     torch.nn.Module()._compiled_call_impl
+    torch.nn.Module()._forward_hooks
+    torch.nn.Module()._forward_pre_hooks
+    torch.nn.modules.module._has_any_global_hook
     torch.nn.TransformerDecoderLayer._ff_block
     torch.nn.functional._mha_shape_check
     torch.nn.functional._canonical_mask
@@ -402,6 +405,24 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
 def children_of(module: torch.nn.Module) -> dict[str, Any]:
     """The children of a module by name, without the lookup by ``__getattr__``."""
     return dict(module.named_children()) if MISSING else module._modules
+
+
+def are_watched(
+    modules: Iterable[torch.nn.Module], harmless: Callable[[Callable[..., Any]], bool]
+) -> bool:
+    """Whether a hook, or a ``forward`` of its own, must see the call of one of these modules.
+
+    ``harmless`` says which hooks do nothing.
+    """
+    if MISSING:
+        return True
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if hooks and not all(map(harmless, hooks.values())):
+                return True
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+            return True
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def may_be_compiled(module: torch.nn.Module) -> bool:

@@ -8,15 +8,22 @@ closures, remain valid. Nothing global is patched.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fastattn.nn._encoder_layer import FusedEncoder, FusedEncoderLayer
 from fastattn.nn.linear import Linear, PatchEmbedding, TransposedLinear, is_of_patches
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
 LINEAR = (Linear, PatchEmbedding, TransposedLinear)
+_OURS = (
+    MultiheadAttention,
+    Linear,
+    PatchEmbedding,
+)  # each on one of PyTorch's
 _REPLACED = "_fastattn_replaced"  # set in the module's __dict__ if its class was changed here
 
 
@@ -42,7 +49,7 @@ def replace_mha(model: nn.Module) -> list[str]:
     changed = []
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and not isinstance(module, MultiheadAttention):
-            module.__class__ = _fused_class(type(module))
+            module.__class__ = _fused_class(type(module), MultiheadAttention)
             module.__dict__[_REPLACED] = module.register_forward_pre_hook(keep_forward_called)
             changed.append(name)
     return changed
@@ -70,10 +77,29 @@ def replace_linear(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules that were switched, as :func:`replace_mha`.
     """
+    return replace(model, _linear_class)
+
+
+def replace_encoders(model: nn.Module) -> list[str]:
+    """Make encoder layers of PyTorch run as one native call, where it is faster, in place.
+
+    Returns:
+        The names of the modules that were switched, as :func:`replace_mha`.
+    """
+    return replace(model, lambda module: _ENCODERS.get(type(module)))
+
+
+def replace(model: nn.Module, ours: Callable[[nn.Module], type | None]) -> list[str]:
+    """Give each module the class that stands for its own and the one that ``ours`` returns.
+
+    Returns:
+        The names of the modules for which ``ours`` returns one.
+    """
     changed = []
     for name, module in model.named_modules():
-        if _is_linear(module):
-            module.__class__ = _fused_class(type(module))
+        kind = ours(module)
+        if kind is not None and _REPLACED not in module.__dict__:
+            module.__class__ = _fused_class(type(module), kind)
             module.__dict__[_REPLACED] = None
             changed.append(name)
     return changed
@@ -90,57 +116,63 @@ def restore(module: nn.Module) -> bool:
     return True
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module on the CPU has the forward of a layer that one of our classes replaces."""
+def _linear_class(module: nn.Module) -> type | None:
+    """Our class for a layer on the CPU that has the forward of one that we replace."""
     if isinstance(module, LINEAR):
-        return False
+        return None
     weight, forward = getattr(module, "weight", None), getattr(type(module), "forward", None)
     if not isinstance(weight, Tensor) or isinstance(weight, nn.UninitializedParameter):
-        return False
+        return None
     if weight.device.type != "cpu":
-        return False
+        return None
     if isinstance(module, nn.Linear):
         # MultiheadAttention reads the parameters of its out_proj and never calls it.
-        return forward is nn.Linear.forward and type(module) is not NonDynamicallyQuantizableLinear
+        unused = type(module) is NonDynamicallyQuantizableLinear
+        return Linear if forward is nn.Linear.forward and not unused else None
     if isinstance(module, nn.Conv2d):
-        return forward is nn.Conv2d.forward and is_of_patches(module)
+        return PatchEmbedding if forward is nn.Conv2d.forward and is_of_patches(module) else None
     utils = sys.modules.get("transformers.pytorch_utils")
-    return utils is not None and forward is utils.Conv1D.forward
+    return TransposedLinear if utils is not None and forward is utils.Conv1D.forward else None
 
 
-_fused_classes: dict[type, type] = {
-    nn.MultiheadAttention: MultiheadAttention,
-    nn.Linear: Linear,
-    nn.Conv2d: PatchEmbedding,
+_ENCODERS: dict[type, type] = {
+    nn.TransformerEncoderLayer: FusedEncoderLayer,
+    nn.TransformerEncoder: FusedEncoder,
 }
+_fused_classes: dict[tuple[type, type], type] = {}
 
 
-def _fused_class(stock: type) -> type:
-    """The class equivalent to ``stock`` on our kernels."""
-    if stock not in _fused_classes:
+def _fused_class(stock: type, ours: type) -> type:
+    """The class equivalent to ``stock`` with the forward of ``ours``."""
+    if stock in ours.__bases__:
+        return ours
+    if (stock, ours) not in _fused_classes:
         if _is_parametrized_class(stock):
-            return _rebased(stock, _fused_class(stock.__bases__[0]))
+            return _rebased(stock, _fused_class(stock.__bases__[0], ours))
         namespace = {
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
             "__reduce_ex__": _reduce_fused,
-            "_fastattn_stock_class": stock,
+            "_fastattn_classes": (stock, ours),
         }
-        ours = next((_fused_classes[x] for x in stock.__mro__ if x in _fused_classes), None)
-        # MRO: this, stock, …, fastattn's, torch's; super() in stock finds fastattn's before torch's
-        bases = (stock, ours) if ours else (TransposedLinear, stock)
-        _fused_classes[stock] = type(stock)(stock.__name__, bases, namespace)
-    return _fused_classes[stock]
+        # One that inherits from PyTorch's comes after stock: this, stock, …, fastattn's, torch's.
+        # So super() in stock finds it. Another one has a forward that calls that of stock.
+        inherits = {*ours.__mro__} & {*stock.__mro__} - {nn.Module, object}
+        bases = (stock, ours) if inherits else (ours, stock)
+        _fused_classes[stock, ours] = type(stock)(stock.__name__, bases, namespace)
+    return _fused_classes[stock, ours]
 
 
 def _stock_class(fused: type) -> type:
     """The inverse of ``_fused_class``, even if the module was parametrized in between."""
     if _is_parametrized_class(fused):
         return _rebased(fused, _stock_class(fused.__bases__[0]))
-    stock = fused.__dict__.get("_fastattn_stock_class")
+    if "_fastattn_classes" in fused.__dict__:
+        stock: type = fused.__dict__["_fastattn_classes"][0]
+        return stock
     # A module whose class was changed by others since then keeps it.
-    return stock or next((kind for kind, ours in _fused_classes.items() if ours is fused), fused)
+    return fused.__bases__[0] if fused in _OURS else fused
 
 
 def _is_parametrized_class(cls: type) -> bool:
@@ -155,11 +187,14 @@ def _rebased(cls: type, base: type) -> type:
 
 
 def _reduce_fused(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle by the name of the user's class: the class created here cannot be imported by name."""
-    stock = type(self)._fastattn_stock_class  # type: ignore[attr-defined]
-    return _new_fused, (stock,), *object.__reduce_ex__(self, protocol)[2:]
+    """Pickle by the names of the two classes: the one created here cannot be imported by name."""
+    return (
+        _new_fused,
+        type(self).__dict__["_fastattn_classes"],
+        *object.__reduce_ex__(self, protocol)[2:],
+    )
 
 
-def _new_fused(stock: type) -> nn.Module:
-    cls = _fused_class(stock)
+def _new_fused(stock: type, ours: type = MultiheadAttention) -> nn.Module:
+    cls = _fused_class(stock, ours)
     return object.__new__(cls)

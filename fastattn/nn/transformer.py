@@ -12,6 +12,7 @@ from fastattn.eager import runs_eagerly
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
 from fastattn.nn._context import ContextParallel
+from fastattn.nn._encoder_layer import FusedEncoder, FusedEncoderLayer
 from fastattn.nn._replacement import replace_linear, replace_mha
 
 __all__ = [
@@ -22,11 +23,12 @@ __all__ = [
 ]
 
 
-class TransformerEncoderLayer(nn.TransformerEncoderLayer, ContextParallel):
+class TransformerEncoderLayer(FusedEncoderLayer, nn.TransformerEncoderLayer, ContextParallel):
     """``torch.nn.TransformerEncoderLayer`` on fused attention.
 
     Constructor, ``forward``, parameters and initial values are PyTorch's. ``is_causal=True`` needs
-    no ``src_mask`` here; a key that ``src_key_padding_mask`` hides is not computed.
+    no ``src_mask`` here; a key that ``src_key_padding_mask`` hides is not computed. In eval mode
+    without gradients and masks a layer is one native call, where that is faster.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -35,7 +37,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer, ContextParallel):
         replace_linear(self)
 
 
-class TransformerEncoder(nn.TransformerEncoder, ContextParallel):
+class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
     """``torch.nn.TransformerEncoder`` on fused attention, N layers of any encoder layer.
 
     In eval mode without gradients, padding at the end of sequences is not computed.

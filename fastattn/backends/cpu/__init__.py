@@ -43,7 +43,7 @@ from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_back
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
 # Without options: the native functions themselves.
-self_attention, signature = _cpu.self_attention, _cpu.signature
+encoder_layer, self_attention, signature = _cpu.encoder_layer, _cpu.self_attention, _cpu.signature
 
 __all__ = [
     "additive_attention",
@@ -52,6 +52,7 @@ __all__ = [
     "decode_attention",
     "encode_memory",
     "encode_memory_backward",
+    "encoder_layer",
     "faster_than_torch",
     "gemm_of",
     "gemms_of",

@@ -1,0 +1,301 @@
+"""A layer of an encoder in one native call, on rows without padding.
+
+    post-norm:  h = norm1(x + A(x)),     y = norm2(h + B(h))
+    pre-norm:   h = x + A(norm1(x)),     y = h + B(norm2(h))
+
+A is self-attention between its projections, B the MLP. In eager mode such a layer takes a dozen
+operators, each with a pass over its result; for one short text they cost more than the arithmetic.
+
+:class:`Names` says where a class of layers keeps its parts. They are read in every call, because
+users may exchange any of them; a part of another class, with a hook or without a plain weight,
+sends the call to the layer's own ``forward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fastattn import compat, dispatch, evidence
+from fastattn.eager import runs_eagerly
+from fastattn.nn.linear import Linear
+from fastattn.nn.mha import keep_forward_called
+
+__all__ = ["FusedEncoder", "FusedEncoderLayer", "Names", "does_nothing", "fused", "joined"]
+
+
+class Names(NamedTuple):
+    """Where a layer keeps its parts: dotted names of modules, from the layer on."""
+
+    linear: str  # of query, key, value, output, and the two of the MLP; or "joint" for the first 3
+    norms: str  # the first and the second
+    attention: str  # the module with the number of heads
+    heads: str  # the attribute of that number
+    activation: str  # "" where the next is an attribute of the layer
+    function: str  # the attribute of the activation
+    norm_first: bool
+
+
+PYTORCH = Names(
+    linear="joint self_attn.out_proj linear1 linear2",
+    norms="norm1 norm2",
+    attention="self_attn",
+    heads="num_heads",
+    activation="",
+    function="activation",
+    norm_first=False,  # the layer says so itself
+)
+
+_RELU, _GELU, _GELU_TANH, _SILU = 1, 2, 3, 4  # MlpActivation in csrc/params.h
+# Functions, and classes of modules by their names.
+_ACTIVATIONS: dict[Any, int] = {
+    F.relu: _RELU,
+    torch.relu: _RELU,
+    F.gelu: _GELU,
+    F.silu: _SILU,
+    "ReLU": _RELU,
+    "SiLU": _SILU,
+    "GELUActivation": _GELU,
+    "NewGELUActivation": _GELU_TANH,
+    "FastGELUActivation": _GELU_TANH,
+    "GELUTanh": _GELU_TANH,
+    "SiLUActivation": _SILU,
+}
+_LIBRARIES = ("torch.", "transformers.")
+_LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Parts(NamedTuple):
+    """What the native function takes besides rows."""
+
+    tensors: tuple[Any, ...]  # pairs of weight and bias
+    heads: int
+    norm_first: bool
+    eps: tuple[float, float]
+    activation: int
+    hidden: int
+
+
+class FusedEncoderLayer(nn.Module):
+    """The forward of ``torch.nn.TransformerEncoderLayer`` in one native call, where it can be."""
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As ``torch.nn.TransformerEncoderLayer``."""
+        if src_mask is None and src_key_padding_mask is None and not is_causal:
+            y = fused(self, PYTORCH, src)
+            if y is not None:
+                return y
+        stock: Any = super()
+        return stock.forward(src, src_mask, src_key_padding_mask, is_causal)
+
+
+class FusedEncoder(nn.Module):
+    """The forward of ``torch.nn.TransformerEncoder``, whose native layers compute no padding."""
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As ``torch.nn.TransformerEncoder``, with 0 for padding before the last norm."""
+        if mask is None and src_key_padding_mask is not None and not is_causal:
+            y = self._packed(src, src_key_padding_mask)
+            if y is not None:
+                return y
+        stock: Any = super()
+        return stock.forward(src, mask, src_key_padding_mask, is_causal)
+
+    def _packed(self, src: Tensor, padding: Tensor) -> Tensor | None:
+        layers: Any = self.layers
+        if src.dim() != 3 or src.is_nested or padding.shape != src.shape[:2]:
+            return None
+        if padding.dtype != torch.bool or compat.are_watched(layers, does_nothing):
+            return None
+        if not all(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers):
+            return None
+        found = [serves(layer, PYTORCH, src) for layer in layers]
+        if None in found or not runs_eagerly(padding):
+            return None
+        rows, lengths, back = joined(src, padding)
+        for parts in found:
+            assert parts is not None
+            rows = run(parts, rows, lengths)
+        y, norm = back(rows), self.norm
+        return y if norm is None else norm(y)  # type: ignore[operator]
+
+
+def fused(layer: nn.Module, names: Names, x: Tensor) -> Tensor | None:
+    """The layer on x [B, L, E] or [L, E] without a mask; None if its own forward must run."""
+    if x.is_nested or x.dim() not in (2, 3):
+        return None
+    parts = serves(layer, names, x)
+    if parts is None:
+        return None
+    count = 1 if x.dim() == 2 else x.shape[0]
+    return run(parts, x.reshape(-1, x.shape[-1]).contiguous(), [x.shape[-2]] * count).view(x.shape)
+
+
+def serves(layer: nn.Module, names: Names, x: Tensor) -> Parts | None:
+    """The parts of a layer, or None if its own forward must run on ``x`` [..., E]."""
+    if layer.training or not compat.nothing_intercepts() or x.dtype not in _DTYPES or not x.is_cpu:
+        return None
+    parts = _parts(layer, names)
+    if parts is None:
+        return None
+    rows, width = x.numel() // max(x.shape[-1], 1), x.shape[-1]
+    if not 0 < rows * width * parts.hidden <= _most_work(x.dtype):
+        return None
+    tensors = [x, *(t for pair in parts.tensors if pair is not None for t in pair)]
+    if any(t is not None and t.dtype is not x.dtype for t in tensors):
+        return None
+    if not runs_eagerly(*tensors):
+        return None
+    if torch.is_grad_enabled() and compat.any_requires_grad(*tensors):
+        return None
+    if width % parts.heads or parts.tensors[3][0].shape != (width, width):
+        return None  # heads of another width than E / H
+    return parts
+
+
+def run(parts: Parts, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The layer on the rows of sequences, one after the other: x [rows, E], contiguous."""
+    native: Any = dispatch.load("cpu")
+    y: Tensor = native.encoder_layer(
+        x,
+        lengths,
+        parts.tensors,
+        parts.heads,
+        parts.norm_first,
+        False,
+        *parts.eps,
+        parts.activation,
+    )
+    return y
+
+
+def joined(x: Tensor, padding: Tensor) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
+    """The rows [T, E] of x [B, L, E] that are no padding, the lengths, and how to put rows back.
+
+    ``padding`` [B, L] is True at padding, where the result is 0.
+    """
+    kept = padding.logical_not()
+    places = kept.flatten().nonzero().flatten()
+    width = x.shape[-1]
+
+    def back(rows: Tensor) -> Tensor:
+        return rows.new_zeros(*x.shape).view(-1, width).index_copy_(0, places, rows).view(x.shape)
+
+    return x.reshape(-1, width).index_select(0, places), kept.sum(1).tolist(), back
+
+
+_most: dict[torch.dtype, int] = {}
+evidence.on_change(_most.clear)
+
+
+def _most_work(dtype: torch.dtype) -> int:
+    """The largest rows·E·F for which the native layer is faster than its operators."""
+    most = _most.get(dtype)
+    if most is None:
+        native = dispatch.load("cpu")
+        most = 0 if isinstance(native, str) else native.rule(dtype).layer_up_to
+        _most[dtype] = most
+    return most
+
+
+def _parts(layer: nn.Module, names: Names) -> Parts | None:
+    seen: list[Any] = [layer]
+
+    def module(path: str) -> Any:
+        found: Any = layer
+        for name in path.split("."):
+            found = compat.children_of(found)[name]
+            seen.append(found)
+        return found
+
+    try:
+        linear = [None if path == "joint" else module(path) for path in names.linear.split()]
+        norms = [module(path) for path in names.norms.split()]
+        attention = module(names.attention)
+        function = getattr(module(names.activation) if names.activation else layer, names.function)
+        pairs: list[Any] = [_pair(x) for x in (*linear, *norms) if x is not None]
+        if linear[0] is None:
+            parameters = compat.parameters_of(attention)
+            pairs[:0] = [(parameters["in_proj_weight"], parameters["in_proj_bias"]), None, None]
+    except (AttributeError, KeyError):
+        return None
+    if isinstance(function, nn.Module):
+        seen.append(function)
+    activation = _activation(function)
+    heads = getattr(attention, names.heads)
+    if (
+        activation == 0
+        or any(x is not None and type(x) not in _LINEAR for x in linear)
+        or any(type(x) is not nn.LayerNorm or len(x.normalized_shape) != 1 for x in norms)
+        or any(pair is not None and pair[0] is None for pair in pairs)
+        or compat.are_watched(seen[1:], does_nothing)
+        or type(heads) is not int
+        or heads < 1
+    ):
+        return None
+    if linear[0] is None and not _is_usual(attention):
+        return None
+    norm_first = bool(getattr(layer, "norm_first", names.norm_first))
+    hidden: int = pairs[4][0].shape[0]
+    return Parts(tuple(pairs), heads, norm_first, (norms[0].eps, norms[1].eps), activation, hidden)
+
+
+def does_nothing(hook: Any) -> bool:
+    """Whether a hook changes and records nothing in a call that reaches the native layer.
+
+    transformers leaves hooks behind that record outputs on demand; callers look for that demand.
+    """
+    return hook is keep_forward_called or hook.__module__ == "transformers.utils.output_capturing"
+
+
+def _pair(module: Any) -> tuple[Any, Any]:
+    parameters = compat.parameters_of(module)
+    return parameters["weight"], parameters["bias"]
+
+
+def _activation(function: Any) -> int:
+    if isinstance(function, nn.GELU):
+        return _GELU_TANH if function.approximate == "tanh" else _GELU
+    if isinstance(function, nn.Module):
+        kind = type(function)
+        known = kind.__module__.startswith(_LIBRARIES)
+        return _ACTIVATIONS.get(kind.__name__, 0) if known else 0
+    try:
+        return _ACTIVATIONS.get(function, 0)
+    except TypeError:  # it has no hash
+        return 0
+
+
+def _is_usual(attention: Any) -> bool:
+    """Whether a ``MultiheadAttention`` has none of its options."""
+    return (
+        isinstance(attention, nn.MultiheadAttention)
+        and attention.batch_first
+        and attention.embed_dim == attention.out_proj.weight.shape[0]
+        and attention._qkv_same_embed_dim
+        and attention.bias_k is None
+        and attention.bias_v is None
+        and not attention.add_zero_attn
+        and getattr(attention, "head_network", None) is None
+        and getattr(attention, "relative_bias", None) is None
+        and getattr(attention, "_watch", None) is None
+        and getattr(attention, "_context", None) is None
+    )

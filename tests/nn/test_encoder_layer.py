@@ -1,0 +1,299 @@
+"""An encoder layer in one native call: as its operators, and only where nothing watches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from within_bound import assert_right
+
+import fastattn
+from fastattn import _cpu, evidence
+from fastattn.backends import cpu
+from fastattn.evidence import Gemm
+from fastattn.testing.memory import place_any
+
+ACTIVATIONS: list[tuple[int, Callable[..., Tensor]]] = [
+    (1, F.relu),
+    (2, F.gelu),
+    (3, functools.partial(F.gelu, approximate="tanh")),
+    (4, F.silu),
+]
+HALF = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draw(width: int, hidden: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Query, key, value, output, the MLP, and the norms."""
+    shapes = [(width, width)] * 4 + [(hidden, width), (width, hidden)]
+    parts = [(torch.randn(s) / s[1] ** 0.5, 0.1 * torch.randn(s[0])) for s in shapes]
+    parts += [(torch.rand(width) + 0.5, 0.1 * torch.randn(width)) for _ in range(2)]
+    return [(weight.to(dtype), bias.to(dtype)) for weight, bias in parts]
+
+
+def by_operators(
+    x: Tensor,
+    lengths: list[int],
+    parts: Any,
+    heads: int,
+    norm_first: bool,
+    eps: tuple[float, float],
+    f: Callable[[Tensor], Tensor],
+) -> Tensor:
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, *parts[n]).unflatten(-1, (heads, -1)) for n in range(3))
+        outs = [
+            F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in each)).transpose(0, 1)
+            for each in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+        ]
+        return F.linear(torch.cat(outs).flatten(1), *parts[3])
+
+    def mlp(x: Tensor) -> Tensor:
+        return F.linear(f(F.linear(x, *parts[4])), *parts[5])
+
+    def norm(x: Tensor, n: int) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], *parts[6 + n], eps[n])
+
+    if norm_first:
+        h = x + attend(norm(x, 0))
+        return h + mlp(norm(h, 1))
+    h = norm(x + attend(x), 0)
+    return norm(h + mlp(h), 1)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize(
+    ("width", "hidden", "heads", "lengths"),
+    [
+        (64, 128, 4, [5, 9, 1, 30]),
+        (48, 100, 3, [7, 0, 12]),
+        (72, 33, 9, [3]),
+        (384, 1536, 12, [40]),
+    ],
+    ids=str,
+)
+def test_the_native_layer(
+    width: int,
+    hidden: int,
+    heads: int,
+    lengths: list[int],
+    activation: int,
+    norm_first: bool,
+    dtype: torch.dtype,
+) -> None:
+    number, f = ACTIVATIONS[activation]
+    parts, eps = draw(width, hidden, dtype), (1e-5, 1e-3)
+    x = torch.randn(sum(lengths), width).to(dtype)
+    placed = [tuple(place_any(t) for t in pair) for pair in parts]  # NaN before and after each
+    y = _cpu.encoder_layer(
+        place_any(x), lengths, (*placed,), heads, norm_first, False, *eps, number
+    )
+
+    def definition() -> dict[str, Tensor]:
+        wide = [tuple(t.double() for t in pair) for pair in parts]
+        return {"y": by_operators(x.double(), lengths, wide, heads, norm_first, eps, f)}
+
+    if dtype == torch.float32:
+        assert_right({"y": y}, definition)
+    # In 16 bits each step is rounded, in PyTorch's layer more often than here.
+    want, eager = definition()["y"], by_operators(x, lengths, parts, heads, norm_first, eps, f)
+    most = 2 * (eager.double() - want).abs().max() + 4 * torch.finfo(dtype).eps * want.abs().max()
+    assert (y.double() - want).abs().max() <= most
+
+
+def test_one_weight_for_queries_keys_and_values() -> None:
+    parts, x = draw(32, 64, torch.float32), torch.randn(9, 32)
+    joint = (torch.cat([w for w, _ in parts[:3]]), torch.cat([b for _, b in parts[:3]]))
+    rest = (4, False, False, 1e-5, 1e-5, 1)
+    apart = _cpu.encoder_layer(x, [4, 5], (*parts,), *rest)
+    assert torch.equal(_cpu.encoder_layer(x, [4, 5], (joint, None, None, *parts[3:]), *rest), apart)
+
+
+def test_rows_do_not_depend_on_their_batch(same_for_any_threads: Any) -> None:
+    parts = draw(64, 96, torch.float32)
+    x, rest = torch.randn(60, 64), (4, True, False, 1e-5, 1e-5, 2)
+    whole = same_for_any_threads(lambda: _cpu.encoder_layer(x, [20, 30, 10], (*parts,), *rest))
+    for start, length in ((0, 20), (20, 30), (50, 10)):
+        rows = x[start : start + length].contiguous()
+        assert torch.equal(
+            _cpu.encoder_layer(rows, [length], (*parts,), *rest), whole[start : start + length]
+        )
+
+
+def test_wrong_arguments_are_named() -> None:
+    parts, x = draw(32, 64, torch.float32), torch.randn(9, 32)
+    good: tuple[Any, ...] = (x, [9], (*parts,), 4, False, False, 1e-5, 1e-5, 1)
+
+    def changed(place: int, value: Any) -> tuple[Any, ...]:
+        return (*good[:place], value, *good[place + 1 :])
+
+    other = [(torch.randn(64, 31), None), *parts[1:]]
+    for args, words in (
+        (changed(1, [8]), "lengths"),
+        (changed(1, [10, -1]), "lengths"),
+        (changed(0, x.double()), "x"),
+        (changed(0, torch.randn(32, 9).T), "contiguous"),
+        (changed(2, (*other,)), "query weight"),
+        (changed(2, (*parts[:4], (parts[4][0][:, ::2], None), *parts[5:])), "first weight"),
+        (changed(3, 5), "num_heads"),
+        (changed(8, 9), "activation"),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
+            _cpu.encoder_layer(*args)
+
+
+# -- where it runs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The rows of each native call; layers of any size and dtype take it."""
+    seen: list[int] = []
+
+    def counted(x: Tensor, *args: Any) -> Tensor:
+        seen.append(len(x))
+        y: Tensor = native(x, *args)
+        return y
+
+    native = cpu.encoder_layer
+    monkeypatch.setattr(cpu, "encoder_layer", counted)
+    rule = Gemm("torch", "torch", "torch", layer_up_to=2**62)
+    monkeypatch.setattr(cpu, "rule", lambda dtype: rule)
+    evidence.forget()
+    yield seen
+    monkeypatch.undo()
+    evidence.forget()
+
+
+def layer(**options: Any) -> nn.TransformerEncoderLayer:
+    return fastattn.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, **options).eval()
+
+
+X = torch.randn(3, 5, 16)
+
+
+def same(ours: nn.Module, x: Tensor = X, **more: Any) -> None:
+    """As PyTorch's, from the same parameters, without its fast path."""
+    stock = nn.TransformerEncoderLayer(
+        16, 2, 24, batch_first=True, activation=ours.activation, norm_first=ours.norm_first
+    ).to(x.dtype)
+    stock.load_state_dict(ours.state_dict())
+    stock.train(ours.training)
+    with torch.enable_grad():
+        want = stock(x, **more)
+    with torch.no_grad():
+        assert torch.allclose(ours(x, **more), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu, nn.GELU("tanh"), nn.ReLU()])
+def test_layers_of_pytorch(activation: Any, norm_first: bool, calls: list[int]) -> None:
+    ours = layer(activation=activation, norm_first=norm_first)
+    same(ours)
+    same(ours, X[0])
+    same(ours, X.transpose(1, 2).contiguous().transpose(1, 2))
+    assert calls == [15, 5, 15]
+
+
+def test_what_the_layers_own_forward_runs(calls: list[int]) -> None:
+    ours = layer()
+    same(ours, src_mask=torch.zeros(5, 5))
+    same(ours, src_key_padding_mask=torch.tensor([[False] * 4 + [True]] * 3))
+    same(ours.double(), X.double())
+    ours.float()(X)  # with a gradient
+    torch.func.vmap(ours)(X[None])
+    torch.compile(ours, backend="eager")(X)
+    with torch.no_grad(), torch.autocast("cpu"):
+        ours(X)
+    with torch.no_grad(), fastattn.trace():
+        ours(X)
+    ours.train()
+    with torch.no_grad():
+        ours(X)
+    same(layer(activation=F.leaky_relu))
+    assert not calls
+
+
+def doubled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+@pytest.mark.parametrize("part", ["linear1", "norm2", "self_attn", "self_attn.out_proj"])
+def test_what_users_change(part: str, calls: list[int]) -> None:
+    """A hook, another class, a parametrization, a forward of its own: each is honoured."""
+
+    def runs(change: Callable[[nn.Module, nn.Module], Any]) -> None:
+        ours = layer()
+        with torch.no_grad():
+            before = ours(X)
+            change(ours, ours.get_submodule(part))
+            calls.clear()
+            after = ours(X)
+        assert not calls
+        assert after.shape == before.shape
+
+    runs(lambda ours, module: module.register_forward_hook(lambda *_: None))
+    runs(lambda ours, module: module.register_forward_pre_hook(lambda *_: None))
+    runs(lambda ours, module: setattr(module, "forward", module.forward))
+    if part == "linear1":
+        runs(lambda ours, module: module.register_forward_hook(doubled))
+        runs(lambda ours, module: setattr(ours, part, nn.Sequential(module)))
+        runs(lambda ours, module: nn.utils.parametrizations.weight_norm(module))
+        runs(lambda ours, module: prune.l1_unstructured(module, "weight", 0.5))
+    with nn.modules.module.register_module_forward_hook(lambda *_: None), torch.no_grad():
+        layer()(X)
+    assert not calls
+
+
+def test_new_weights_are_used_at_once(calls: list[int]) -> None:
+    ours = layer()
+    same(ours)
+    ours.linear1.weight.data = torch.randn(24, 16)
+    same(ours)
+    ours.norm1 = nn.LayerNorm(16, eps=0.1)
+    stock = copy.deepcopy(ours)
+    with torch.no_grad():
+        assert not torch.equal(ours(X), stock.linear2(torch.zeros(3, 5, 24)))
+    assert calls == [15] * 3
+
+
+def test_a_stack_computes_no_padding(calls: list[int]) -> None:
+    stock = nn.TransformerEncoder(layer(), 3, nn.LayerNorm(16)).eval()
+    ours = fastattn.nn.TransformerEncoder(layer(), 3, nn.LayerNorm(16)).eval()
+    ours.load_state_dict(stock.state_dict())
+    kept = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 0, 1, 1]]).bool()
+    want = stock(X, src_key_padding_mask=~kept)
+    calls.clear()
+    with torch.no_grad():
+        got = ours(X, src_key_padding_mask=~kept)
+    assert calls == [11] * 3
+    assert torch.allclose(got[kept], want[kept], atol=1e-5)
+    assert torch.equal(got[~kept], ours.norm.bias.expand(4, -1))
+
+
+def test_accelerated_stacks(calls: list[int]) -> None:
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    want = model(X)
+    fastattn.accelerate(model)
+    with torch.no_grad():
+        assert torch.allclose(model(X), want, atol=1e-5)
+        assert calls == [15, 15]
+        model(X, src_key_padding_mask=torch.tensor([[False] * 3 + [True] * 2] * 3))
+    assert calls == [15, 15, 9, 9]
+    again = copy.deepcopy(model)
+    fastattn.restore(model)
+    assert type(model) is nn.TransformerEncoder
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer
+    with torch.no_grad():
+        again(X)
+    assert len(calls) == 6
