@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fastattn
 from fastattn.bench.cells import TORCH_DTYPES, Cell, Draw
 from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.ops._base import Forward, Inputs, NothingDrawn, Operator, Part, value_of
@@ -25,7 +26,7 @@ _declared: list[torch.library.Library] = []  # declarations end with their last 
 
 
 class Model(Operator):
-    """A model of transformers. `torch` runs it with attention "sdpa", fastattn with "fastattn".
+    """A model of transformers. `torch` runs it with attention "sdpa", fastattn by `accelerate`.
     `LibraryModel` is one of another library.
 
     The inputs are the arguments of the model, and its parameters by their names. The output is
@@ -78,8 +79,11 @@ class Model(Operator):
         return inputs
 
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
-        """The call that is timed."""
-        return lambda: model(**given).last_hidden_state
+        """The call that is timed. The rows of padding, which nothing reads, are 0."""
+        if "attention_mask" not in given:
+            return lambda: model(**given).last_hidden_state
+        kept = given.attention_mask[..., None]
+        return lambda: model(**given).last_hidden_state * kept
 
     # The choice of attention, "sdpa", "fastattn" or "eager"; another library defines its own
 
@@ -176,6 +180,8 @@ class Model(Operator):
         with self.serving(attention):
             if hasattr(model, "set_attn_implementation"):
                 model.set_attn_implementation(attention)
+            if attention == "fastattn":
+                fastattn.accelerate(model)
 
         def forward() -> Tensor:
             with self.serving(attention):
@@ -264,7 +270,7 @@ class Model(Operator):
 
 
 class LibraryModel(Model):
-    """`torch` runs the model as it is, fastattn within `activate`."""
+    """`torch` runs the model as it is, fastattn by `accelerate`."""
 
     TORCH = "the model as it is, the same parameters"
     CALLER = "torch.nn.functional"  # the module in which layers find the function
