@@ -25,6 +25,11 @@ def weights_are_recorded(module: nn.Module) -> bool:
     return lists is not None and any("attentions" in name for name in lists)
 
 
+def anything_is_recorded() -> bool:
+    """True within a call of a model that returns more than its last output."""
+    return _collector is not None and bool(_collector.get())
+
+
 def _find_collector() -> Any:
     try:
         capturing = importlib.import_module("transformers.utils.output_capturing")

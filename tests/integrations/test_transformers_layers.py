@@ -1,0 +1,224 @@
+"""Encoders of transformers: layers as one native call, and no work on padding."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastattn
+from fastattn import evidence
+from fastattn.backends import cpu
+from fastattn.evidence import Gemm
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+}
+IDS = torch.randint(5, 90, (4, 12))
+KEPT = torch.arange(12) < torch.tensor([12, 5, 7, 3])[:, None]
+IMAGE = {"pixel_values": torch.randn(2, 3, 32, 32)}
+TEXT, PADDED = {"input_ids": IDS}, {"input_ids": IDS, "attention_mask": KEPT.long()}
+
+
+def text(name: str, **sizes: Any) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(vocab_size=99, **sizes)
+    model: nn.Module = getattr(transformers, f"{name}Model")(config)
+    return model.eval()
+
+
+def whisper() -> nn.Module:
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    heads, sizes = {"encoder_attention_heads": 4}, {"encoder_layers": 3, "encoder_ffn_dim": 48}
+    config = transformers.WhisperConfig(
+        d_model=32, num_mel_bins=8, max_source_positions=20, **heads, **sizes
+    )
+    return WhisperEncoder(config).eval()
+
+
+def image(name: str) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(image_size=32, patch_size=8, **SIZES)
+    model: nn.Module = getattr(
+        transformers,
+        f"{name.removesuffix('Vision')}VisionModel" if "Vision" in name else f"{name}Model",
+    )(config)
+    return model.eval()
+
+
+DISTIL = {"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 3}
+MODELS = {
+    "bert": (lambda: text("Bert", **SIZES), PADDED),
+    "roberta": (lambda: text("Roberta", **SIZES), PADDED),
+    "xlm-roberta": (lambda: text("XLMRoberta", **SIZES), PADDED),
+    "electra": (lambda: text("Electra", embedding_size=32, **SIZES), PADDED),
+    "camembert": (lambda: text("Camembert", **SIZES), PADDED),
+    "distilbert": (lambda: text("DistilBert", **DISTIL), PADDED),
+    "vit": (lambda: image("ViT"), IMAGE),
+    "deit": (lambda: image("DeiT"), IMAGE),
+    "siglip": (lambda: image("SiglipVision"), IMAGE),
+    "whisper": (whisper, {"input_features": torch.randn(2, 8, 40)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The rows of each native call; layers of any size and dtype take it."""
+    seen: list[int] = []
+
+    def counted(x: Tensor, *args: Any) -> Tensor:
+        seen.append(len(x))
+        y: Tensor = native(x, *args)
+        return y
+
+    native = cpu.encoder_layer
+    monkeypatch.setattr(cpu, "encoder_layer", counted)
+    monkeypatch.setattr(cpu, "rule", lambda dtype: Gemm(*["torch"] * 3, layer_up_to=2**62))
+    evidence.forget()
+    yield seen
+    monkeypatch.undo()
+    evidence.forget()
+
+
+def last(model: nn.Module, given: dict[str, Tensor], **more: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(**given, **more).last_hidden_state
+    return out
+
+
+def close(got: Tensor, want: Tensor, kept: Tensor | None = None) -> None:
+    if kept is not None:
+        got, want = got[kept], want[kept]
+    assert torch.allclose(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model(name: str, calls: list[int]) -> None:
+    build, given = MODELS[name]
+    model = build()
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    kept = KEPT if given is PADDED else None
+    got, want = last(model, given), last(stock, given)
+    close(got, want, kept)
+    assert len(calls) == 3
+    if kept is not None:
+        assert calls == [int(KEPT.sum())] * 3
+        assert not got[~kept].any()
+    with torch.no_grad():
+        half = model.bfloat16()(
+            **{k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
+        )
+    assert half.last_hidden_state.dtype == torch.bfloat16
+    assert len(calls) == 6
+    model.float()
+    pickled = pickle.loads(pickle.dumps(model))
+    assert torch.equal(last(pickled, given), last(model, given))
+    fastattn.restore(model)
+    assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
+def test_hidden_states_and_weights(name: str, calls: list[int]) -> None:
+    build, given = MODELS[name]
+    model = build()
+    stock = copy.deepcopy(model)
+    stock.set_attn_implementation("eager")
+    fastattn.accelerate(model)
+    with torch.no_grad():
+        got, want = (
+            x(**given, output_hidden_states=True, output_attentions=True) for x in (model, stock)
+        )
+    assert not calls  # the layer gives no weights
+    kept = KEPT if given is PADDED else None
+    for x, y in zip(got.hidden_states, want.hidden_states, strict=True):
+        close(x, y, kept)
+    for x, y in zip(got.attentions, want.attentions, strict=True):
+        close(x[:, :, :3], y[:, :, :3])  # every text has three tokens
+    with torch.no_grad():
+        got = model(**given, output_hidden_states=True)
+    close(got.hidden_states[1], want.hidden_states[1], kept)
+    close(last(model, given), last(stock, given), kept)  # what recording leaves behind
+    assert len(calls) >= 3
+
+
+def test_unpad_false_keeps_the_values_of_padding(calls: list[int]) -> None:
+    model = text("Bert", **SIZES)
+    want = last(model, PADDED)
+    fastattn.accelerate(model, unpad=False)
+    close(last(model, PADDED), want)
+    assert not calls  # a layer with padding is no native call
+    last(model, TEXT)
+    assert calls == [48] * 3
+    with pytest.raises(TypeError, match="unpad must be a bool, got int"):
+        fastattn.accelerate(model, unpad=1)  # type: ignore[arg-type]
+
+
+def test_training_and_gradients(calls: list[int]) -> None:
+    model = text("Bert", **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    for train in (True, False):
+        for each in (model, stock):
+            each.train(train).zero_grad()
+            each(**PADDED).last_hidden_state[KEPT].square().sum().backward()
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            if q.grad is not None:
+                assert torch.allclose(p.grad, q.grad, atol=1e-3, rtol=1e-3)
+    assert not calls
+
+
+def test_what_is_changed_after_accelerate(calls: list[int]) -> None:
+    """Hooks and other modules inside a layer, and another implementation of attention."""
+    model = text("Bert", **SIZES)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    seen: list[torch.Size] = []
+    layer = model.encoder.layer[1]
+    hook = layer.output.dense.register_forward_hook(lambda *x: seen.append(x[2].shape))
+    close(last(model, PADDED), last(stock, PADDED), KEPT)
+    assert seen == [(4, 12, 32)]  # a hook inside sees the shapes of PyTorch
+    hook.remove()
+    calls.clear()
+    close(last(model, TEXT), last(stock, TEXT))
+    assert len(calls) == 3
+    for each in (model, stock):
+        each.encoder.layer[0].intermediate.dense = nn.Sequential(nn.Linear(32, 48))
+    stock.load_state_dict(model.state_dict())
+    close(last(model, TEXT), last(stock, TEXT))
+    assert len(calls) == 5
+    model.set_attn_implementation("eager")
+    close(last(model, PADDED), last(stock, PADDED))
+    assert len(calls) == 5
+
+
+def test_a_decoder_is_none(calls: list[int]) -> None:
+    model = text("Bert", is_decoder=True, **SIZES)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    close(last(model, PADDED), last(stock, PADDED), KEPT)
+    close(last(model, TEXT), last(stock, TEXT))
+    assert not calls
+
+
+def test_other_masks_than_padding(calls: list[int]) -> None:
+    model = text("Bert", **SIZES)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    pairs = torch.ones(4, 1, 12, 12).tril().bool()
+    given = {"input_ids": IDS, "attention_mask": pairs}
+    close(last(model, given), last(stock, given))
+    empty = KEPT.clone()
+    empty[2] = False  # a text of padding only
+    given = {"input_ids": IDS, "attention_mask": empty.long()}
+    close(last(model, given), last(stock, given), empty)
+    assert calls == [int(empty.sum())] * 3
