@@ -7,6 +7,8 @@ import gc
 import math
 import threading
 import weakref
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -119,11 +121,16 @@ def test_a_gradient_is_refused_by_every_call(monkeypatch: pytest.MonkeyPatch) ->
         decode_attention(**call, cache_seqlens=LENGTHS)
 
 
-def test_the_derivative_of_a_retrieval_is_planned() -> None:
-    call = HOPFIELD.make() | {"update_steps_max": 2}
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_planned_retrieval_keeps_at_most_four_steps(steps: int, native: ModuleType) -> None:
+    call = HOPFIELD.make() | {"update_steps_max": steps}
     call["state"].requires_grad_()
-    hopfield_retrieve(**call)
-    assert "PlannedRetrieval" in str(hopfield_retrieve(**call).grad_fn)
+    out, planned = hopfield_retrieve(**call), hopfield_retrieve(**call)
+    with mock.patch("fastattn._cpu.hopfield_steps", wraps=native.hopfield_steps) as repeat:
+        torch.autograd.grad(out.sum(), call["state"])  # of the complete path
+        assert repeat.call_count == 1
+        torch.autograd.grad(planned.sum(), call["state"])
+        assert repeat.call_count == (1 if steps == 4 else 2)
 
 
 @pytest.mark.parametrize("is_one", [False, True])

@@ -192,9 +192,10 @@ def check(op: Planned, make: Callable[[], Call], plans: Plans, kept: int = 1) ->
     needs_grad = [getattr(x, "requires_grad", None) for x in complete]
     for results in (miss, hit):
         assert [getattr(x, "requires_grad", None) for x in results] == needs_grad
-        if True in needs_grad and not op.second:  # autograd adds up its terms in another order
+        if True in needs_grad and not op.second:
+            # Autograd adds up its terms in another order, and the first one decides the strides.
             got, want = results.pop(), complete[-1]
-            assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
             if want.dtype is torch.float64:
                 assert (got - want).abs().max() <= 1e-10 * want.abs().max()
         overflows = complete[0].dtype is torch.float16
