@@ -35,8 +35,8 @@ class Derivative:
     operator: type[Operator] | None = None  # the class of the backward operator
     fake: Callable[..., Any] | None = None
     vmap: Callable[..., Any] | None = None
-    # The CPU's forward kernel returns one more tensor, or None: `kept`, for the backward kernel.
-    keeps: bool = False
+    # More results of the CPU's forward kernel, tensors or None, which its backward kernel takes.
+    keeps: str = ""
     # The options of the backward pass that follow from the tensors of the call.
     of_call: Callable[..., Any] | None = None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative, is_placeholder
-from fastattn.eager import runs_eagerly
+from fastattn.eager import nothing_watches
 
 if TYPE_CHECKING:
     from fastattn.library import Operator
@@ -38,6 +38,8 @@ class Gradient:
         self._placeholders = [(n, x) for n, x in enumerate(results) if hasattr(record, x)]
         self._flags: Any = None
         self._constants: list[int] = []  # the results without a gradient
+        # Of each tensor with a gradient, its place among those saved.
+        self._places: dict[int, int] = {}
         if derivative is None:
             everything = itemgetter(slice(None))
             self._save = itemgetter(slice(0 if formula else len(names)))
@@ -52,6 +54,7 @@ class Gradient:
         self._take = _picker([results.index(name) for name in grads])
         places = [gives.index(name) if name in gives else none for name in names]
         self._arrange = _picker([*places, none])
+        self._places = {names.index(name): reads.index(name) for name in gives if name in reads}
         self._constants = [n for n, name in enumerate(results) if name not in grads]
         if flags := derivative.flags():
             self._flags = _picker([names.index(name) for name in flags])
@@ -85,9 +88,10 @@ class Gradient:
         of_call, constants = derivative.of_call, [] if first else self._constants
         several, none = operator.returns > 1, (None,) * (operator.returns - 1)
         missing = take((None, *none))[1:]
-        keeps = {"keeps": True} if derivative.keeps else {}
-        if keeps:  # `kept` is the last of the results
-            save = _picker([*self._saved, len(operator.names) + operator.returns])
+        kept, keeps = derivative.keeps.split(), {"keeps": True} if derivative.keeps else {}
+        read, last = len(self._saved), len(operator.names) + operator.returns
+        if keeps:  # the last of the results
+            save = _picker([*self._saved, *range(last, last + len(kept))])
 
         def forward(ctx: Any, *args: Any) -> Any:
             *tensors, options = args
@@ -101,26 +105,29 @@ class Gradient:
                 ctx.mark_non_differentiable(*(results[n] for n in constants))
             if first and several:
                 return results[0]
-            return results[:-1] if keeps else results
+            return results[: operator.returns] if keeps else results
+
+        def runs_natively(*grads: Tensor | None) -> Any:
+            return nothing_watches() and load("cpu").are_plain(*grads)  # type: ignore[union-attr]
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             taken = take(grads)
-            if torch.is_grad_enabled() or not runs_eagerly(*grads) or not _any(taken):
+            if torch.is_grad_enabled() or not runs_natively(*taken) or not _any(taken):
                 return self.derive(ctx, *grads)
             return derived(ctx, *taken)
 
         def backward_of_first(ctx: Any, grad: Tensor | None) -> Any:
-            if grad is None or torch.is_grad_enabled() or not runs_eagerly(grad):
+            if grad is None or torch.is_grad_enabled() or not runs_natively(grad):
                 return self.derive(ctx, grad, *none)
             return derived(ctx, grad, *missing)
 
         def derived(ctx: Any, *grads: Tensor | None) -> Any:
             options = self._options_of_backward(ctx.options, ctx.needs_input_grad)
-            saved, kept = ctx.saved_tensors, {}
+            saved, kernel = ctx.saved_tensors, getattr(load("cpu"), backward_name)
             if keeps:
-                *saved, kept["kept"] = saved
-            kernel = getattr(load("cpu"), backward_name)
-            return arrange((*kernel(*grads, *saved, options=options, **kept), None))
+                more = dict(zip(kept, saved[read:], strict=True))
+                return arrange((*kernel(*grads, *saved[:read], options=options, **more), None))
+            return arrange((*kernel(*grads, *saved, options=options), None))
 
         return _function(operator.name, forward, backward_of_first if first else backward)
 
@@ -153,7 +160,10 @@ class Gradient:
         seen = (*ctx.saved_tensors[: len(self._saved)], options, ctx.backend)
         found = self._operator.backward.resume(ctx, grads, seen)
         gradients = (*self._arrange((*found, None)), None)  # none of the backend
-        return tuple(x if need else None for x, need in zip(gradients, needs, strict=False))
+        return tuple(
+            None if not need else x if n not in self._places else _like(x, seen[self._places[n]])
+            for n, (x, need) in enumerate(zip(gradients, needs, strict=False))
+        )
 
     def _options_of_backward(self, options: Any, needs: Sequence[bool]) -> Any:
         if self._derivative is None or self._flags is None:
@@ -170,6 +180,13 @@ class Gradient:
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (compat.SingleLevelFunction,), methods).apply  # type: ignore[attr-defined]
+
+
+def _like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """A gradient in the dimensions of the tensor of a plan."""
+    if grad is None or x is None or grad.dim() == x.dim():
+        return grad
+    return grad.reshape(x.shape)
 
 
 def _any(grads: Sequence[Tensor | None]) -> bool:

@@ -11,6 +11,7 @@ Shapes are declared as ``"query: B Hq Lq D; key: B Hkv Lk D; mask: B|1 Lq|1 Lk|1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,12 +63,20 @@ class Shapes:
                 )
 
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """The tensors with the leading dimensions of size 1 that they lack."""
+        """The tensors in the declared numbers of dimensions.
+
+        Leading dimensions of size 1 may be missing, and several may stand for the first.
+        """
         found = list(tensors)
         for n, _, (shape, *others) in self._shapes:
             x, rank = found[n], len(shape.sizes)
-            if x is not None and not others and not shape.leading and x.dim() < rank:
+            if x is None or others or shape.leading or x.dim() == rank:
+                continue
+            if x.dim() < rank:
                 found[n] = x[(None,) * (rank - x.dim())]
+            else:  # the legacy vmap has no flatten()
+                several = x.dim() - rank + 1
+                found[n] = x.reshape(math.prod(x.shape[:several]), *x.shape[several:])
         return found
 
     def _refuse(

@@ -22,7 +22,7 @@ from fastattn import compat, dispatch, evidence
 from fastattn.compat import nothing_intercepts as may_plan
 from fastattn.library import Operator
 
-__all__ = ["Plan", "Plans", "only_viewed"]
+__all__ = ["Plan", "Plans", "only_viewed", "plan_of"]
 
 _MOST = 4096  # plans of one function; a model has far fewer signatures
 _MOST_VALUES = 64  # of an option that a plan sets in each call
@@ -32,7 +32,7 @@ class Plan:
     """How the calls of one signature run: an operator on the kernels of the CPU, and its options.
 
     A plan takes the tensors in the order of the operator's schema. Leading dimensions of size 1 may
-    be missing.
+    be missing, and where the kernel takes them, several may stand for the first.
     """
 
     __slots__ = ("_operator", "_records", "_skips", "kernel", "options", "requires_grad", "viewed")
@@ -132,17 +132,13 @@ class Plans:
         backend than the CPU's kernels serves it. In ``given``, None stands for a tensor that the
         caller of the plan makes anew each time.
         """
-        *tensors, options = call
-        if signature is None or not only_viewed(tensors, given) or operator.obstacles(call):
+        *tensors, _ = call
+        if signature is None or not only_viewed(tensors, given):
             return
-        kind = Plan
-        if dispatch.asks_torch_first(operator.name, call[0].dtype):
-            kind = _ChoosingPlan
-        elif operator.choose(call) != "cpu":
-            return
-        requires_grad = compat.any_requires_grad(*(inputs or given))
         viewed = any(y is not x for y, x in zip(tensors, given, strict=False))
-        self.set(signature, kind(operator, options, requires_grad, viewed))
+        plan = plan_of(operator, call, compat.any_requires_grad(*(inputs or given)), viewed)
+        if plan is not None:
+            self.set(signature, plan)
 
     def set(self, signature: bytes | None, plan: Any) -> None:
         if len(self._plans) >= _MOST // 2:
@@ -158,6 +154,20 @@ class Plans:
         cpu = dispatch.load("cpu")
         self._sign = getattr(cpu, "signature", lambda *call: None)
         return self._sign(tensors, *args)
+
+
+def plan_of(
+    operator: Operator, call: Sequence[Any], requires_grad: bool, viewed: bool = False
+) -> Plan | None:
+    """The plan of an operator's arguments; None if another backend than the CPU's serves them."""
+    if operator.obstacles(call):
+        return None
+    kind = Plan
+    if dispatch.asks_torch_first(operator.name, call[0].dtype):
+        kind = _ChoosingPlan
+    elif operator.choose(call) != "cpu":
+        return None
+    return kind(operator, call[-1], requires_grad, viewed)
 
 
 def only_viewed(prepared: Sequence[Any], given: Sequence[Any]) -> bool:

@@ -195,7 +195,7 @@ class Operator:
         return self._run(backend, tensors, options)
 
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """The tensors with the dimensions of size 1 that a plan may leave out: leading ones."""
+        """The tensors of a plan, see :class:`fastattn.call.Plan`, in their declared dimensions."""
         return self._shapes.lifted(tensors)
 
     def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:

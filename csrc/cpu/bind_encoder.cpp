@@ -7,8 +7,6 @@
 //
 // The rows of the sequences lie one after the other, so padding is no row. Nothing is written twice
 // but h: biases and f are applied to the sums of a product, and a residual is read by its norm.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,11 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "../arguments.h"
-#include "../operands.h"
+#include "../function.h"
 #include "kernel_table.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
@@ -201,15 +196,10 @@ py::object encoder_layer(py::handle x, const std::vector<int64_t>& lengths, cons
   t.activation = static_cast<MlpActivation>(activation);
   void* y = nullptr;
   const py::object result = new_result(t.dtype, {t.rows, t.E}, &y);
-  if (t.rows > 0) {
-    py::gil_scoped_release release;
-    t.run(of_x.data, y);
-  }
+  if (t.rows > 0) without_gil([&] { t.run(of_x.data, y); });
   return result;
 }
 
 }  // namespace
-
-void bind_encoder(py::module_& m) { m.def("encoder_layer", &encoder_layer); }
 
 }  // namespace fastattn

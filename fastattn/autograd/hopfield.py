@@ -52,6 +52,7 @@ hopfield_states = Operator(
         reads="state stored keys mask bias taken ends",
         gives="state stored keys bias",
         options=HopfieldBackwardOptions,
+        keeps="trace stats",
     ),
     flops=_flops,
     shapes="state: G Q D; stored: G N D; keys: G N D; mask: G|1 Q|1 N|1; bias: G|1 Q|1 N|1; "

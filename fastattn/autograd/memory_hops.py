@@ -107,7 +107,7 @@ hop_attention = Operator(
         options=MemoryHopBackwardOptions,
         vmap=_vmap_backward,
         operator=_Backward,
-        keeps=True,
+        keeps="kept",
     ),
     flops=_flops,
     shapes="query: B D / B Q D; in_memory: B|1 N D / B|1 * N D; out_memory: B|1 N D / B|1 * N D; "

@@ -21,7 +21,7 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._read import Reader
 from fastattn.distributed._replicated import agreed, described, enter
 from fastattn.ops import hopfield, memory_hops
-from fastattn.ops._hopfield_plan import lowered
+from fastattn.ops.hopfield import lowered
 
 __all__ = ["hopfield_retrieve", "memory_hop_attention"]
 

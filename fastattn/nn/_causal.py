@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fastattn.compat import mha_is_batched
 from fastattn.masks import Mask
 from fastattn.nn._cache import KeyValueCache
+from fastattn.nn._leaf import is_symbolic
 from fastattn.nn._nested import nested_attention
 from fastattn.nn._small import self_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
@@ -30,7 +31,7 @@ class LayerAttention(MultiheadAttention):
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if cache is None and not (is_causal and attn_mask is None):
+        if cache is None and (is_symbolic(query) or not (is_causal and attn_mask is None)):
             return super().forward(query, key, value, *rest, mask=mask)
         if self._watch is not None:
             own = LayerAttention.forward

@@ -17,6 +17,7 @@ from fastattn.masks import Mask
 from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._head_network import HeadNetwork
+from fastattn.nn._leaf import is_symbolic, leaf
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_attention
 from fastattn.nn._projections import project, project_out, project_query
@@ -152,10 +153,9 @@ class MultiheadAttention(_Stock, ContextParallel):
                 a ``mask`` that does not fit.
             ValueError: ``mask`` with ``add_bias_kv`` or ``add_zero_attn``.
         """
-        if _is_symbolic(query):  # one node of the graph, like any module of torch.nn
-            masks_and_flags = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
-            args = (query, key, value, *masks_and_flags, is_causal)
-            return _leaf(query, self, args, {} if mask is None else {"mask": mask})
+        if is_symbolic(query):
+            flags = (need_weights, attn_mask, average_attn_weights, is_causal)
+            return leaf(self, query, key, value, key_padding_mask, *flags, mask=mask)
         if self._watch is not None:
             flags = (need_weights, attn_mask, average_attn_weights, is_causal)
             own = MultiheadAttention.forward
@@ -367,17 +367,6 @@ class MultiheadAttention(_Stock, ContextParallel):
         if len(keys) == 1:
             return k, v
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-
-def _is_symbolic(x: object) -> bool:
-    return isinstance(x, torch.fx.Proxy)
-
-
-def _leaf(
-    query: Any, module: MultiheadAttention, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> Any:
-    tracer = query.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, keywords)
 
 
 def _add_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from fastattn.checks import check_dense
 from fastattn.nn._cache import DecoderCache
 from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._eager import is_plain
+from fastattn.nn._leaf import is_symbolic, leaf
 from fastattn.nn._sizes import check_integers
 from fastattn.nn.positional import SinusoidalPositionalEncoding
 from fastattn.nn.transformer import (
@@ -166,20 +167,13 @@ class Transformer(nn.Transformer, ContextParallel):
             src_is_causal, tgt_is_causal, memory_is_causal: as there, but they need no mask. For
                 tokens, ``tgt_is_causal`` is True unless ``tgt_mask`` is given.
         """
+        masks = (src_mask, tgt_mask, memory_mask)
+        padding = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        flags = (src_is_causal, tgt_is_causal, memory_is_causal)
+        if is_symbolic(src):
+            return leaf(self, src, tgt, *masks, *padding, *flags)
         if self.tgt_embedding is None:
-            return super().forward(
-                src,
-                tgt,
-                src_mask,
-                tgt_mask,
-                memory_mask,
-                src_key_padding_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                src_is_causal,
-                tgt_is_causal,
-                memory_is_causal,
-            )
+            return super().forward(src, tgt, *masks, *padding, *flags)
         check_dense("Transformer", src=src, tgt=tgt)
         batch = 0 if self.batch_first else 1
         if src.ndim == tgt.ndim == 2 and src.shape[batch] != tgt.shape[batch]:
@@ -190,8 +184,7 @@ class Transformer(nn.Transformer, ContextParallel):
             memory_key_padding_mask = src_key_padding_mask
         memory = self.encode(src, src_mask, src_key_padding_mask, src_is_causal)
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask)
-        flags = (tgt_is_causal, memory_is_causal)
-        return self.decode(tgt, memory, *masks, memory_key_padding_mask, *flags)
+        return self.decode(tgt, memory, *masks, memory_key_padding_mask, *flags[1:])
 
     def encode(
         self,

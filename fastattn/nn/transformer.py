@@ -13,6 +13,7 @@ from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
 from fastattn.nn._context import ContextParallel
 from fastattn.nn._encoder_layer import FusedEncoder, FusedEncoderLayer
+from fastattn.nn._leaf import is_symbolic, leaf
 from fastattn.nn._replacement import replace_linear, replace_mha
 
 __all__ = [
@@ -35,6 +36,18 @@ class TransformerEncoderLayer(FusedEncoderLayer, nn.TransformerEncoderLayer, Con
         super().__init__(*args, **keywords)
         into_layer_attention(self.self_attn)
         replace_linear(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As ``torch.nn.TransformerEncoderLayer``."""
+        if is_symbolic(src):
+            return leaf(self, src, src_mask, src_key_padding_mask, is_causal)
+        return super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
 
 class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
@@ -62,6 +75,8 @@ class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
         is_causal: bool | None = None,
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoder``, also for a batch of padding only."""
+        if is_symbolic(src):
+            return leaf(self, src, mask, src_key_padding_mask, is_causal)
         first: Any = self.layers[0]
         if first.training or mask is not None or _can_be_nested(src_key_padding_mask, src):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
@@ -114,6 +129,10 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):
         cache: tuple[KeyValueCache, KeyValueCache] | None = None,
     ) -> Tensor:
         """As ``torch.nn.TransformerDecoderLayer``; ``cache`` as in :class:`TransformerDecoder`."""
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        if is_symbolic(tgt):
+            flags = (tgt_is_causal, memory_is_causal)
+            return leaf(self, tgt, memory, *masks, *flags, cache=cache)
         if cache is not None and memory_is_causal:
             raise ValueError("memory_is_causal is not supported with a cache: pass memory_mask")
         own, cross = (None, None) if cache is None else cache
@@ -201,6 +220,9 @@ class TransformerDecoder(nn.TransformerDecoder, ContextParallel):
             The result, in the shape of ``tgt``.
         """
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        if is_symbolic(tgt):
+            flags = (tgt_is_causal, memory_is_causal)
+            return leaf(self, tgt, memory, *masks, *flags, cache=cache)
         if cache is None:
             return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         if len(cache.layers) != len(self.layers):

@@ -11,8 +11,9 @@ from torch import Tensor
 from fastattn import compat
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
+from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import HopfieldOptions
-from fastattn.call import Plans
+from fastattn.call import Plan, Plans, only_viewed, plan_of
 from fastattn.checks import (
     as_double,
     as_stored_mask,
@@ -22,9 +23,9 @@ from fastattn.checks import (
     check_int64,
     expands_to,
 )
+from fastattn.compat import any_requires_grad
 from fastattn.library import Operator
 from fastattn.ops import sdpa
-from fastattn.ops._hopfield_plan import by_kind, lifted, lowered, of_groups, plan_of
 
 __all__ = ["hopfield_retrieve"]
 
@@ -113,38 +114,81 @@ def hopfield_retrieve(
     tensors = (state, stored, projection, attn_mask)
     limits = (update_steps_max, update_steps_eps, stop, grad)
     signature, plan = plans.find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
-    if plan is not None:
-        planned = plan.run(*tensors)
-        if planned is not None:
-            return planned
+    if plan is not None and not _is_expanded(stored):
+        return _planned(*plan, *tensors, need_weights, need_steps)
     call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     xi, taken = call.state, None
     if update_steps_max != 0:
-        arguments, back = primitive(call)
-        if signature is not None:
-            reading = _reading(call, dropout_p, need_weights)
-            if (plan := plan_of(tensors, arguments, reading[1], need_steps)) is not None:
-                plans.set(signature, plan)
-        xi, taken, _ = hopfield_states(*arguments)
-        xi = back(xi)
-        taken = back(taken) if need_steps else None
-        if call.state.shape[-1] == 0:
-            xi = xi[..., :0]
-    result = sdpa.scaled_dot_product_attention(
-        xi,
-        call.keys if call.keys is not None else call.stored,
-        call.stored if call.projection is None else call.projection,
-        call.mask,
-        dropout_p,
-        scale=call.scale,
-        need_weights=need_weights,
-    )
-    results = list(result) if need_weights else [result]
+        groups, back = primitive(call)
+        if signature is not None and not (groups[-1].crowded or _is_expanded(stored)):
+            _keep(signature, tensors, groups, _reading(call, dropout_p, need_weights)[1])
+        xi, taken, _ = hopfield_states(*groups)
+        xi, taken = back(xi)[..., : call.state.shape[-1]], back(taken)
+    elif need_steps:
+        taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
+    key = call.stored if call.keys is None else call.keys
+    value = call.stored if call.projection is None else call.projection
+    biases = {"scale": call.scale, "need_weights": need_weights}
+    result = sdpa.scaled_dot_product_attention(xi, key, value, call.mask, dropout_p, **biases)
+    return _returned(result, taken if need_steps else None, state.ndim)
+
+
+def _keep(
+    signature: bytes,
+    tensors: tuple[Any, ...],
+    steps: tuple[Any, ...],  # the arguments of the operator of the steps
+    reading: tuple[Any, ...],  # the arguments of the attention that reads the patterns at the end
+) -> None:
+    """Keep the plans of both operators, unless the patterns are cast, scaled or padded."""
+    state, stored, projection, mask = tensors
+    given = (state, stored, stored if projection is None else projection, mask)
+    if only_viewed(reading[:4], given):
+        of_steps = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
+        of_reading = plan_of(attention, reading, any_requires_grad(*tensors))
+        if of_steps is not None and of_reading is not None:
+            plans.set(signature, (of_steps, of_reading))
+
+
+def _planned(
+    steps: Plan,
+    reading: Plan,
+    state: Tensor,
+    stored: Tensor,
+    projection: Tensor | None,
+    mask: Tensor | None,
+    need_weights: bool,
+    need_steps: bool,
+) -> Any:
+    """The results of a call by its plans."""
+    rank = state.dim()
+    if rank < 4:
+        state, stored = lifted(state), lifted(stored)
+        projection = None if projection is None else lifted(projection)
+    biases: tuple[Tensor | None, Tensor | None] = None, None
+    if mask is not None:
+        mask = lifted(mask[(None,) * (rank - mask.dim())])
+        biases = _by_kind(_of_groups(mask, state))
+    options = steps.options
+    if options.together > 1:
+        options = steps.with_option("together", max(state.shape[2], 1))
+    groups, taken = (state, stored, None, *biases), None
     if need_steps:
-        none = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
-        results.append(none if taken is None else taken.abs())
-    results = [lowered(x, state.ndim) for x in results]
-    return tuple(results) if len(results) > 1 else results[0]
+        xi, taken, _ = steps.all(groups, options)
+    else:
+        xi = steps.first(groups, options)
+    value = stored if projection is None else projection
+    patterns = (xi, stored, value, mask, None, None)
+    return _returned(sdpa.planned(reading, *patterns, need_weights=need_weights), taken, rank)
+
+
+def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
+    """The results of the public function, in the dimensions of its state."""
+    results = result if isinstance(result, tuple) else (result,)
+    if taken is not None:
+        results = (*results, taken.abs())
+    if rank < 4:
+        results = tuple(lowered(x, rank) for x in results)
+    return results if len(results) > 1 else results[0]
 
 
 def prepare(
@@ -262,7 +306,7 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
             else:
                 mask = mask[0]
         else:
-            mask = of_groups(mask, call.state)
+            mask = _of_groups(mask, call.state)
     if state.shape[-1] == 0:  # the score is the bias; one column of zeros keeps it so
         pad = torch.nn.functional.pad
         state = pad(state, (0, 1))
@@ -276,10 +320,43 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
     arguments = (
         state,
         *tensors,
-        *by_kind(mask),
+        *_by_kind(mask),
         HopfieldOptions(call.scale, call.steps_max, call.eps, together, crowded, call.grad),
     )
     return arguments, back
+
+
+# --- dimensions --------------------------------------------------------------------------------
+
+
+def lifted(x: Tensor) -> Tensor:
+    """[L, D], [B, L, D] or [B, H, L, D] -> [B, H, L, D]."""
+    if x.ndim == 4:
+        return x
+    return x.unsqueeze(1) if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
+
+
+def lowered(x: Tensor, rank: int) -> Tensor:
+    if rank == 4:
+        return x
+    return x[:, 0] if rank == 3 else x[0, 0]
+
+
+def _of_groups(mask: Tensor, state: Tensor) -> Tensor:
+    """A mask [B|1, H|1, L|1, N|1] of a state [B, H, L, D] as [B H|1, L|1, N|1]."""
+    if mask.shape[0] == mask.shape[1] == 1:
+        return mask[0]
+    return mask.expand(*state.shape[:2], -1, -1).flatten(0, 1)
+
+
+def _by_kind(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The mask and the bias of the operator: one of them is None."""
+    return (mask, None) if mask is None or mask.dtype is torch.bool else (None, mask)
+
+
+def _is_expanded(stored: Tensor) -> bool:
+    """Whether the batch shares its patterns."""
+    return stored.shape[0] > 1 and stored.stride()[0] == 0
 
 
 # --- validation, shared with hopfield_energy ---------------------------------------------------

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.checks import autocast, check_dense
-from fastattn.ops._hopfield_plan import lifted
-from fastattn.ops.hopfield import check_beta, check_patterns, lifted_mask
+from fastattn.ops.hopfield import check_beta, check_patterns, lifted, lifted_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["hopfield_energy"]

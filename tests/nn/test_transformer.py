@@ -26,6 +26,7 @@ from fastattn.nn import (
 from fastattn.nn._causal import LayerAttention
 
 E, H, FEED = 16, 4, 24
+SIZES = (E, H, FEED)
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 FUTURE = nn.Transformer.generate_square_subsequent_mask
 PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 3 + [True] * 3])
@@ -546,6 +547,36 @@ def test_steps_compile() -> None:
         ]
     real = TGT != 0
     torch.testing.assert_close(torch.cat(out, 1)[real], expected[real])
+
+
+STACKS: dict[str, Callable[[], nn.Module]] = {
+    "encoder-layer": lambda: TransformerEncoderLayer(*SIZES, batch_first=True),
+    "encoder": lambda: TransformerEncoder(TransformerEncoderLayer(*SIZES, batch_first=True), 2),
+    "decoder-layer": lambda: TransformerDecoderLayer(*SIZES, batch_first=True),
+    "decoder": lambda: TransformerDecoder(TransformerDecoderLayer(*SIZES, batch_first=True), 2),
+    "both": lambda: Transformer(E, H, 1, 1, FEED, batch_first=True),
+    "tokens": lambda: Transformer(E, H, 1, 1, FEED, batch_first=True, vocab_size=9),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_is_one_node_of_a_symbolic_trace(name: str) -> None:
+    inputs = 1 if "encoder" in name else 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = STACKS[name]()
+
+        def forward(self, x: Tensor) -> Any:
+            causal = {"is_causal" if inputs == 1 else "tgt_is_causal": True}
+            return self.stack(*[x] * inputs, **causal)
+
+    model = Model().eval()
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["stack"]
+    x = torch.arange(12).view(2, 6) % 9 if name == "tokens" else SOURCE.float()
+    assert torch.equal(traced(x), model(x))
 
 
 def test_layer_attention_is_the_drop_in_otherwise() -> None:

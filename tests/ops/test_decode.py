@@ -10,11 +10,9 @@ import pytest
 import torch
 from cache_calls import refused
 from case_table import within_the_bound
-from planned import count, fresh, without_plans
 from torch import Tensor
 
 from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
-from fastattn.bias import T5
 from fastattn.testing import Target
 from fastattn.testing.decode import DecodeCase, make_decode
 
@@ -400,65 +398,3 @@ def test_the_operator_has_no_gradient() -> None:
     out, _ = torch.ops.fastattn.decode_attention(*args)
     with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
         out.sum().backward()
-
-
-def _planned_call(
-    options: dict[str, Any], layout: str, appended: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-
-    def some(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator)
-
-    given: dict[str, Any] = {"cache_seqlens": torch.tensor([5, 11]), "layout": layout, **options}
-    caches = [some(2, 2, 16, 8).to(dtype) for _ in range(2)]
-    if given.pop("int8", False):
-        caches = [(some(2, 2, 16, 8) * 30).to(torch.int8) for _ in range(2)]
-        given |= {f"{name}_scales": some(2, 2, 16).abs() for name in ("key", "value")}
-    query, new = some(2, 4, 1, 8).to(dtype), [some(2, 2, 1, 8).to(dtype) for _ in range(2)]
-    if layout == "bnhd":
-        query, *rest = (x.transpose(1, 2) for x in (query, *caches, *new))
-        caches, new = rest[:2], rest[2:]
-        scales = {name: x.transpose(1, 2) for name, x in given.items() if name.endswith("_scales")}
-        given |= scales
-    if appended:
-        given |= dict(zip(("key", "value"), new, strict=True))
-    out = decode_attention(query, *caches, **given)
-    return [out, *caches, *(x for name, x in given.items() if name.endswith("_scales"))]
-
-
-_ANGLES = torch.linspace(0, 3, 80).view(20, 4)
-_PLANNED: dict[str, dict[str, Any]] = {
-    "relative-bias": {"relative_bias": torch.linspace(-1, 1, 4 * 37).view(4, 37)},
-    "t5": {"relative_bias": T5(torch.linspace(-1, 1, 32).view(8, 4), False, 6)},
-    "mask": {"mask": masks.sliding_window(3, 0)},
-    "int8": {"int8": True},
-    "rotary": {"rotary_cos": _ANGLES.cos(), "rotary_sin": _ANGLES.sin()},
-    "rotary-interleaved": {
-        "rotary_cos": _ANGLES.cos(),
-        "rotary_sin": _ANGLES.sin(),
-        "rotary_interleaved": True,
-        "rotary_positions": torch.tensor([[7], [3]]),
-    },
-}
-
-
-@pytest.mark.parametrize("appended", [False, True])
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("name", _PLANNED)
-def test_a_plan_serves_every_option(
-    name: str, layout: str, appended: bool, native: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if name.startswith("rotary") and not appended:
-        pytest.skip("only new rows are rotated")
-    plans = fresh(monkeypatch, decode_attention)
-    for dtype in (torch.float32, torch.bfloat16):
-        call = (_PLANNED[name], layout, appended, dtype)
-        miss = _planned_call(*call)
-        kept = count(plans)
-        hit = _planned_call(*call)
-        assert count(plans) == kept > 0
-        complete = without_plans(functools.partial(_planned_call, *call))
-        for results in (miss, hit):
-            for got, want in zip(results, complete, strict=True):
-                assert torch.equal(got, want)

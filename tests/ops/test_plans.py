@@ -116,7 +116,7 @@ def test_a_call_with_an_error_raises_it_again(
         right = {**call, **given}
         op.function(**right)
     kept, wrong = count(plans), changed(right, entry)
-    before = [wrong[name].clone() for name in op.written]
+    before = [wrong[name].clone() for name in op.written if name in wrong]
 
     def error() -> tuple[type[BaseException], str]:
         with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)) as caught:
@@ -126,7 +126,7 @@ def test_a_call_with_an_error_raises_it_again(
     assert error() == error() == without_plans(error)
     assert name.split("-")[1] in error()[1]
     assert count(plans) == kept == len(op.valid)
-    assert_same([wrong[name] for name in op.written], before)
+    assert_same([wrong[name] for name in op.written if name in wrong], before)
 
 
 MODES: dict[str, tuple[Callable[[], Any], int]] = {  # with their new plans

@@ -7,6 +7,7 @@ import gc
 import math
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fastattn import (
     varlen_attention,
 )
 from fastattn import scaled_dot_product_attention as attend
+from fastattn.backends._hopfield import Patterns
 from fastattn.call import Plans
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
@@ -119,11 +121,17 @@ def test_a_gradient_is_refused_by_every_call(monkeypatch: pytest.MonkeyPatch) ->
         decode_attention(**call, cache_seqlens=LENGTHS)
 
 
-def test_the_derivative_of_a_retrieval_is_planned() -> None:
-    call = HOPFIELD.make() | {"update_steps_max": 2}
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_planned_retrieval_keeps_at_most_four_steps(steps: int) -> None:
+    call = HOPFIELD.make() | {"update_steps_max": steps}
     call["state"].requires_grad_()
-    hopfield_retrieve(**call)
-    assert "PlannedRetrieval" in str(hopfield_retrieve(**call).grad_fn)
+    out, planned = hopfield_retrieve(**call), hopfield_retrieve(**call)
+    unroll = mock.patch.object(Patterns, "unroll", autospec=True, side_effect=Patterns.unroll)
+    with unroll as repeat:
+        torch.autograd.grad(out.sum(), call["state"])  # of the complete path
+        assert repeat.call_count == 1
+        torch.autograd.grad(planned.sum(), call["state"])
+        assert repeat.call_count == (1 if steps == 4 else 2)
 
 
 @pytest.mark.parametrize("is_one", [False, True])

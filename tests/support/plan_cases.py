@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from plan_cases_of_memory import OPERATORS_OF_MEMORY
-from planned import Call, Planned, at, normal, of_subclass, on_meta
+from planned import Call, Change, Planned, at, normal, of_subclass, on_meta
 from torch import Tensor
 
 import fastattn
@@ -155,7 +156,8 @@ VARLEN = Planned(
 
 
 LENGTHS = torch.tensor([5, 11])
-CACHES = ("key_cache", "value_cache")
+ANGLES = torch.linspace(0, 3, 80).view(20, 4)
+CACHES, SCALES = ("key_cache", "value_cache"), ("key_scales", "value_scales")
 
 
 def cached(rows: int = 16) -> Call:
@@ -178,14 +180,36 @@ def extended(rows: int) -> Call:
     return cached(rows) | appended({})
 
 
+def rotated(**options: Any) -> Change:
+    """With rows to append, because only they are rotated."""
+
+    def change(call: Call) -> Call:
+        rows = {name: torch.randn(2, 2, 1, 8) for name in ("key", "value")}
+        if call.get("layout") == "bnhd":
+            rows = {name: x.transpose(1, 2) for name, x in rows.items()}
+        tables = {"rotary_cos": ANGLES.cos(), "rotary_sin": ANGLES.sin()}
+        return {**rows, "cache_seqlens": LENGTHS, **tables, **options}
+
+    return change
+
+
+def quantised(call: Call) -> Call:
+    """Caches of int8, whose scales have the layout of the caches."""
+    caches = {name: (30 * call[name]).to(torch.int8) for name in CACHES}
+    pairs = zip(SCALES, caches.values(), strict=True)
+    scales = {name: 0.1 + torch.rand(x.shape[:3]) for name, x in pairs}
+    return {**caches, **scales, "cache_seqlens": LENGTHS}
+
+
 NEW = appended({})
 WRONG_LENGTHS = [torch.tensor([5, 17]), torch.tensor([-1, 3]), 17, 2**70, True]
 DECODE = Planned(
     function=fastattn.decode_attention,
     make=cached,
     dtypes=(torch.float32, torch.float64, torch.bfloat16),
-    wide=("alibi_slopes", "sinks"),
-    written=CACHES,
+    wide=("alibi_slopes", "sinks", "rotary_cos", "rotary_sin"),
+    fixed=SCALES,
+    written=(*CACHES, *SCALES),
     forms={
         "": {},
         "bnhd": transposed,
@@ -203,6 +227,14 @@ DECODE = Planned(
         "entries": {"cache_seqlens": LENGTHS, "cache_batch_idx": torch.tensor([1, 0])},
         "pages": {"cache_seqlens": LENGTHS, "block_table": torch.tensor([[0], [1]]).int()},
         "long-pages": {"cache_seqlens": LENGTHS, "block_table": torch.tensor([[0], [1]])},
+        "relative-bias": {"cache_seqlens": LENGTHS, "relative_bias": normal(4, 37)},
+        "t5": {"cache_seqlens": LENGTHS, "relative_bias": T5(normal(8, 4), False, 6)},
+        "mask": {"cache_seqlens": LENGTHS, "mask": masks.sliding_window(3, 0)},
+        "int8": quantised,
+        "rotary": rotated(),
+        "rotary-interleaved": rotated(
+            rotary_interleaved=True, rotary_positions=torch.tensor([[7], [3]])
+        ),
     },
     without=("long-pages", "appended-entries"),
     changes={

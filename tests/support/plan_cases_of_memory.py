@@ -69,6 +69,8 @@ HOPFIELD = Planned(
         "bool-mask": {"attn_mask": normal(30) < 0.5, "update_steps_max": 3},
         "mask-of-heads": {"attn_mask": normal(3, 5, 30) < 0.5, "update_steps_max": 9},
         "bias": {"attn_mask": normal(2, 3, 1, 30), "update_steps_max": 3},
+        "learned-mask": {"attn_mask": normal(30).requires_grad_(), "update_steps_max": 3},
+        "learned-mask-of-heads": {"attn_mask": normal(3, 1, 30).requires_grad_()},
         "dropout": {"dropout_p": 0.3, "update_steps_max": 2},
         "everything": {"need_weights": True, "need_steps": True, "update_steps_max": 3},
         "several": {
@@ -101,7 +103,6 @@ HOPFIELD = Planned(
         "subclass": of_subclass("state"),
         "beta": {"beta": torch.tensor(0.5)},
         "no-steps": {"update_steps_max": 0},
-        "learned-mask": {"attn_mask": normal(30).requires_grad_()},
     },
     wrong={
         "beta": [-1.0],

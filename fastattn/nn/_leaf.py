@@ -1,0 +1,20 @@
+"""Modules that ``torch.fx.symbolic_trace`` keeps as one node, as it keeps those of torch.nn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["is_symbolic", "leaf"]
+
+
+def is_symbolic(x: object) -> bool:
+    return isinstance(x, torch.fx.Proxy)
+
+
+def leaf(module: torch.nn.Module, x: Any, *args: Any, **keywords: Any) -> Any:
+    """The node of a call of ``module``, in the graph of the symbolic ``x``."""
+    given = {name: value for name, value in keywords.items() if value is not None}
+    path = x.tracer.path_of_module(module)
+    return x.tracer.create_proxy("call_module", path, (x, *args), given)
