@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.testing.calls import Results
-from fastattn.testing.cases import AnyCase, current_draw
+from fastattn.testing.cases import NamedCase, current_draw
 from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
@@ -176,7 +176,7 @@ class Proof:
     """
 
     operator: str
-    cases: Sequence[AnyCase]
+    cases: Sequence[NamedCase]
     make: Callable[[Any, torch.dtype], Any]  # the inputs of a case: calls.Operands or calls.Call
     # The results with the eps of the dtype that they are computed in, not of their own.
     coarse: tuple[str, ...] = ()

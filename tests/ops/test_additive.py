@@ -233,10 +233,10 @@ def test_dropping_everything_gives_zero(backend: str) -> None:
 # --- bits and memory -------------------------------------------------------------------------
 
 BITS = (
-    AdditiveCase("bits", batch=3, q_len=150, k_len=100, mask="float", mask_dims="k", weights=True),
-    AdditiveCase("bits-dropout", batch=2, q_len=300, k_len=70, causal=True, dropout_p=0.2),
+    AdditiveCase("bits", batch=3, q_len=150, k_len=100, mask="float", mask_dims="k", weights=1),
+    AdditiveCase("bits-dropout", batch=2, q_len=300, k_len=70, causal="upper_left", dropout_p=0.2),
     AdditiveCase("bits-step", batch=5, q_len=1, k_len=90, mask="padding", mask_dims="bk"),
-    AdditiveCase("bits-mixed", batch=4, q_len=70, k_len=90, spread=7.0),
+    AdditiveCase("bits-mixed", batch=4, q_len=70, k_len=90, spreads=(7.0, 7.0)),
 )
 
 

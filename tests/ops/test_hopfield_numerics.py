@@ -26,14 +26,14 @@ test_case = within_the_bound("hopfield_retrieve")
 
 # Groups shared among threads, chunks of one memory, panels of queries.
 SCHEDULES = [
-    HopfieldCase(batch=20, queries=1, rows=50, width=20),
-    HopfieldCase(batch=1, heads=1, queries=2, rows=2500, width=40, mask="LN"),
-    HopfieldCase(batch=90, heads=1, queries=1, rows=1100, width=24, shared=True),
-    HopfieldCase(queries=70, rows=300, width=33, bias="BHLN"),
+    HopfieldCase("groups", batch=20, q_len=1, k_len=50, head_dim=20),
+    HopfieldCase("chunks", batch=1, heads=1, q_len=2, k_len=2500, head_dim=40, mask="bool"),
+    HopfieldCase("one", batch=90, heads=1, q_len=1, k_len=1100, head_dim=24, shared=True),
+    HopfieldCase("panels", q_len=70, k_len=300, head_dim=33, mask="float"),
 ]
 
 
-@pytest.mark.parametrize("case", SCHEDULES, ids=str)
+@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.name)
 def test_threads_give_the_same_bits(
     target: Target, case: HopfieldCase, same_for_any_threads: Any
 ) -> None:
