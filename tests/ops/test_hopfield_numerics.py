@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,34 +11,11 @@ from torch import Tensor
 
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
-from fastattn.testing import Target
-from fastattn.testing.hopfield import (
-    HopfieldCase,
-    make_hopfield_inputs,
-)
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 
 test_case = within_the_bound("hopfield_retrieve")
-
-
-# Groups shared among threads, chunks of one memory, panels of queries.
-SCHEDULES = [
-    HopfieldCase("groups", batch=20, q_len=1, k_len=50, head_dim=20),
-    HopfieldCase("chunks", batch=1, heads=1, q_len=2, k_len=2500, head_dim=40, mask="bool"),
-    HopfieldCase("one", batch=90, heads=1, q_len=1, k_len=1100, head_dim=24, shared=True),
-    HopfieldCase("panels", q_len=70, k_len=300, head_dim=33, mask="float"),
-]
-
-
-@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.name)
-def test_threads_give_the_same_bits(
-    target: Target, case: HopfieldCase, same_for_any_threads: Any
-) -> None:
-    inputs = make_hopfield_inputs(case, torch.float32)
-    inputs.options["update_steps_eps"] = 0.3  # so that some rest before others
-    same_for_any_threads(lambda: inputs.results())
 
 
 GRADS = ("unroll", "one_step", "implicit")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import pytest
 import torch
@@ -21,37 +20,6 @@ from fastattn.testing.rounding import RandomRounding
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 test_case = within_the_bound("memory_hop_attention")
-
-
-# Every schedule: memories shared among threads, chunks of one memory, panels of queries.
-SCHEDULES = [
-    HopCase("shared", batch=40, rows=50, width=20, hops=3, out_memory=None, hop_proj=""),
-    HopCase("chunks", 1, None, 2500, 40, 2, "BSN", None, mask="BN", weights=True),
-    HopCase("one", batch=90, rows=1100, width=24, in_memory="1N", out_memory="1N", hop_proj="K"),
-    HopCase("panels", 2, 70, 700, 33, mask="BQN", bias="BQKN", weights=True),
-    HopCase("stack", 20, 9, 130, 48, in_memory="BSN", out_memory=None),
-]
-
-
-@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.name)
-def test_threads_give_the_same_bits(
-    target: Target, case: HopCase, same_for_any_threads: Any
-) -> None:
-    inputs = make_hop_inputs(case, torch.float32)
-    same_for_any_threads(lambda: inputs.results())
-
-
-@pytest.mark.parametrize("queries", [None, 3, 40])
-def test_a_query_does_not_depend_on_its_batch(target: Target, queries: int | None) -> None:
-    case = HopCase("batch", batch=4, queries=queries, rows=90, width=21, mask="BN", weights=True)
-    inputs = make_hop_inputs(case, torch.float32)
-    whole = inputs.results()
-    for b in range(case.batch):
-        tensors = {name: None if x is None else x[b : b + 1] for name, x in inputs.tensors.items()}
-        grads = {f"grad_{name}": x[b : b + 1] for name, x in inputs.grads.items() if x is not None}
-        one = inputs.changed(**tensors, **grads)
-        for name, x in one.results().items():
-            assert torch.equal(x[0], whole[name][b]), name
 
 
 @pytest.mark.parametrize("queries", [1, 8])
