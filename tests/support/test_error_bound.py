@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from child_process import run_python
 from torch import Tensor
 from within_bound import assert_right, assert_within_bound
 
@@ -183,13 +181,8 @@ print(json.dumps(found))
 
 
 def _noise_with(**settings: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **settings},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", _SCRIPT, **settings)
+    assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
