@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -138,15 +139,15 @@ class Call(Operands):
     """
 
     plain: Callable[..., Any] | None = None  # the definition
-    prepare: Callable[..., Any] | None = None  # makes the arguments of its primitive
 
     def watched(self) -> dict[str, Tensor | None]:
         return {n: x for n, x in (super().watched() | self.options).items() if is_tensor(x)}
 
     def primitive(self) -> tuple[list[Any], Any] | None:
-        if self.prepare is None:
+        module: Any = importlib.import_module(getattr(fastattn, self.operator).__module__)
+        if not hasattr(module, "prepare"):
             return None
-        _, (*tensors, options) = self.prepare(**self.tensors, **self.options)
+        _, (*tensors, options) = module.prepare(**self.tensors, **self.options)
         return tensors, options
 
     def results(self, backend: Any = None) -> Results:

@@ -73,7 +73,7 @@ def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
     options = {"encoding": draw.normal(case.sizes[2], case.sizes[4]) if own else case.encoding}
     grads = {"out": draw.normal(case.sizes[0], *temporal.shape).to(dtype)}
     tensors: dict[str, Any] = {"tokens": tokens, "weight": weight, "temporal": temporal}
-    return Call("encode_memory", tensors, options, grads, plain=_encode, prepare=prepare)
+    return Call("encode_memory", tensors, options, grads, plain=_encode)
 
 
 check_encoding = Proof("encode_memory", ENCODE_CASES, make=_make)

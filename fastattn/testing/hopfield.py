@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.ops.hopfield import prepare, prepared, primitive
+from fastattn.ops.hopfield import prepared, primitive
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import Case, Draw, drawn
 from fastattn.testing.inputs import make_inputs
@@ -101,7 +101,7 @@ def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
         tensors["beta"] = (1 + Draw(case, dtype).normal(*heads).abs() / 2).to(dtype)
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
     grads = {"out": given.grads["out"]}
-    return Call("hopfield_retrieve", tensors, options, grads, plain=define, prepare=prepare)
+    return Call("hopfield_retrieve", tensors, options, grads, plain=define)
 
 
 check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs)

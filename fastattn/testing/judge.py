@@ -129,12 +129,6 @@ class Verdict:
         """The worst error / bound."""
         return max((d.ratio for d in self.deviations), default=0.0)
 
-    @property
-    def severity(self) -> float:
-        """The worst error / bound; inf for any other fault."""
-        errors = {str(d) for d in self.deviations}
-        return self.ratio if errors.issuperset(self.faults) else float("inf")
-
     def judge(
         self,
         results: Mapping[str, Tensor],

@@ -125,8 +125,7 @@ def make_hop_inputs(case: HopCase, dtype: torch.dtype) -> Call:
         for name in ("in_memory", "out_memory"):
             clean[name] = memory = tensors[name]
             tensors[name] = draw.placed(poison(memory, excluded), case.layout)
-    return Call("memory_hop_attention", tensors, options, grads, clean=clean, plain=define,
-                prepare=prepare)  # fmt: skip
+    return Call("memory_hop_attention", tensors, options, grads, clean=clean, plain=define)
 
 
 check_hops = Proof("memory_hop_attention", HOP_CASES, make=make_hop_inputs)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from child_process import run_python
+from mutant_judge import severity
 from torch import Tensor
 from within_bound import assert_right, assert_within_bound
 
@@ -127,17 +128,17 @@ def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
     noise = Noise(lambda: {"y": right * 1.0}, exact, torch.float32)
     verdict.judge({"y": right.float()}, exact, noise, dtypes)
     assert verdict.ok
-    assert verdict.severity == 0
+    assert severity(verdict) == 0
     for wrong in (right, right[:2].float()):
         other = Verdict()
         other.judge({"y": wrong}, exact, noise, dtypes)
-        assert other.severity == float("inf")
+        assert severity(other) == float("inf")
         assert "want torch.float32 [3]" in other.faults[0]
     verdict.judge({"y": right.float() + 1}, exact, noise, dtypes)
     assert not verdict.ok
-    assert 1e6 < verdict.severity < 1e8
+    assert 1e6 < severity(verdict) < 1e8
     verdict.faults.append("query was written to")
-    assert verdict.severity == float("inf")
+    assert severity(verdict) == float("inf")
 
 
 @dataclass(frozen=True)
