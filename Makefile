@@ -56,7 +56,7 @@ test-complete: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## all tests but 
 # What all operators share, and the operators that FILES name by the beginnings of their stems. The
 # module is then of this machine's instruction set alone; `make test` links the others again.
 OPERATORS := sdpa varlen decode append additive memory_hops encode_memory hopfield local luong merge_states sinusoidal linear
-CHECKED = ops numerics plans $(foreach op,$(OPERATORS),$(if $(filter $(op)%,$(notdir $(FILES))),$(op)))
+CHECKED = ops numerics bits plans $(foreach op,$(OPERATORS),$(if $(filter $(op)%,$(notdir $(FILES))),$(op)))
 check: $(VENV)/.stamp-test ## after a change of FILES="...": recompile for this machine, verify, and test the operators they name
 	FASTATTN_CPU_ISAS=native $(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -m fastattn verify --quick

@@ -33,6 +33,19 @@ def not_dense(op: str, name: str, x: Tensor, error: type[Exception] = RuntimeErr
     return error(f"{op}: {name} must be a dense tensor, got a {kind} one")
 
 
+def check_plain(op: str, name: str, x: Any, position: int | None = None) -> None:
+    """Raise an error unless it is a dense tensor."""
+    if not isinstance(x, Tensor):
+        raise wrong_type(op, name, x, "Tensor", position)
+    if x.is_nested or x.layout is not torch.strided:
+        raise not_dense(op, name, x)
+
+
+def check_device(op: str, name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise RuntimeError(f"{op}: {name} must be on query's device {device}, got {x.device}")
+
+
 def check_dense(op: str, **tensors: Any) -> None:
     """For an operator whose errors of type are all TypeError."""
     for name, x in tensors.items():
@@ -51,14 +64,10 @@ def expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def check_tensor(op: str, name: str, x: Any, shape: str, dims: int, device: torch.device) -> None:
-    if not isinstance(x, Tensor):
-        raise wrong_type(op, name, x, "Tensor")
-    if x.is_nested or x.layout is not torch.strided:
-        raise not_dense(op, name, x)
+    check_plain(op, name, x)
     if x.dim() != dims:
         raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(x.shape)}")
-    if x.device != device:
-        raise RuntimeError(f"{op}: {name} must be on query's device {device}, got {x.device}")
+    check_device(op, name, x, device)
 
 
 def check_integers(
@@ -205,10 +214,7 @@ def check_widths(op: str, query: Tensor, key: Tensor) -> None:
 
 def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> Tensor:
     """ALiBi's slopes as [B|1, Hq], float32 (float64 for float64)."""
-    if not isinstance(slopes, Tensor):
-        raise wrong_type(op, "alibi_slopes", slopes, "Tensor")
-    if slopes.is_nested or slopes.layout is not torch.strided:
-        raise not_dense(op, "alibi_slopes", slopes)
+    check_plain(op, "alibi_slopes", slopes)
     if not slopes.is_floating_point():
         raise TypeError(f"{op}: alibi_slopes must be floating, got {slopes.dtype}")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
@@ -216,10 +222,7 @@ def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> 
             f"{op}: alibi_slopes must have shape {(heads,)} or {(batch, heads)}, "
             f"got {tuple(slopes.shape)}"
         )
-    if slopes.device != query.device:
-        raise RuntimeError(
-            f"{op}: alibi_slopes must be on query's device {query.device}, got {slopes.device}"
-        )
+    check_device(op, "alibi_slopes", slopes, query.device)
     slopes = slopes.to(torch.promote_types(query.dtype, torch.float32))
     return slopes[None] if slopes.dim() == 1 else slopes
 
@@ -250,19 +253,28 @@ def wide(
 
     For float64 it is converted to float64.
     """
-    if not isinstance(x, Tensor):
-        raise wrong_type(op, name, x, "Tensor")
-    if x.is_nested or x.layout is not torch.strided:
-        raise not_dense(op, name, x)
+    check_plain(op, name, x)
     x = autocast_bias(x)
     if x.dtype not in (query.dtype, torch.float32):
         raise wrong_dtype(
             f"{op}: {name} must be float32 or of query's dtype {name_of(query)}, got {name_of(x)}"
         )
-    if x.device != query.device:
-        raise RuntimeError(f"{op}: {name} must be on query's device {query.device}, got {x.device}")
+    check_device(op, name, x, query.device)
     dtype = torch.promote_types(query.dtype, torch.float32)
     return x if x.dtype is dtype else x.to(dtype)
+
+
+def check_mask(op: str, mask: Any, query: Tensor) -> Tensor:
+    """A mask of a dtype that goes with the query's, as autocast casts it; of any shape."""
+    check_plain(op, "attn_mask", mask)
+    mask = autocast_bias(mask)
+    if mask.dtype not in (torch.bool, query.dtype, torch.float32):
+        raise RuntimeError(
+            f"{op}: attn_mask must be bool, float32 or of query's dtype {name_of(query)}, "
+            f"got {name_of(mask)}"
+        )
+    check_device(op, "attn_mask", mask, query.device)
+    return mask
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

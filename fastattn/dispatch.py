@@ -28,6 +28,7 @@ import torch
 
 from fastattn import builds, evidence
 from fastattn._warning import warn
+from fastattn.backends._precision import without_autocast
 
 __all__ = ["FallbackWarning", "choose", "use_backend"]
 
@@ -196,7 +197,7 @@ def choose(
 
 def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
     """Run the reference in the dtype of its arguments, without autocast."""
-    with _without_autocast(_device(tensors)):
+    with without_autocast(_device(tensors)):
         return getattr(load("reference"), op)(*tensors, options=options)
 
 
@@ -249,9 +250,3 @@ def _warn_if_unverified(row: evidence.Row) -> None:
             "GPU, so PyTorch's kernels or the reference run. `fastattn tune` verifies, measures "
             f'and admits them; fastattn.use_backend("{built[0]}") runs them at once.'
         )
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)

@@ -36,33 +36,6 @@ def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
     )
 
 
-def list_type(
-    resolve: Callable[[Iterable[str], Collection[str], str], list[str]], allowed: Collection[str]
-) -> Callable[[str], list[str]]:
-    """The type of a LIST of `dtypes` or `operators`; the parser itself rejects other names."""
-
-    def parse(text: str) -> list[str]:
-        try:
-            return resolve(names(text), allowed, "")
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).strip()) from error
-
-    return parse
-
-
-def one_dtype(allowed: Collection[str]) -> Callable[[str], str]:
-    """The type of an argument that takes one dtype, in the spelling of `allowed`."""
-    parse = list_type(dtypes, allowed)
-
-    def parse_one(text: str) -> str:
-        found = parse(text)
-        if len(found) > 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: one of them, not a list")
-        return found[0]
-
-    return parse_one
-
-
 def dtypes(given: Iterable[str], allowed: Collection[str], flag: str = "--dtype") -> list[str]:
     """The dtypes in the spelling of `allowed`, each once. Raises ValueError for any other."""
     return _spelled(given, allowed, flag, _dtypes_like)

@@ -65,12 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reset", action="store_true", help="delete the measurements, then exit")
     add("--launches", action="store_true", help=cuda + "search the launches of the Triton kernels "
         "instead of the order of the backends")  # fmt: skip
-    some_ops = spelling.list_type(spelling.operators, sorted(MEASURED))
-    add("--op", action="extend", type=some_ops, default=[], metavar="LIST",
-        help=cuda + "only these operators; may be repeated")  # fmt: skip
-    some_dtypes = spelling.list_type(spelling.dtypes, sorted(_DTYPES))
-    add("--dtype", action="extend", type=some_dtypes, default=[], metavar="LIST",
-        help="only these dtypes; may be repeated")  # fmt: skip
+    spelling.add_list(parser, "--op", cuda + f"only these operators: {', '.join(MEASURED)}")
+    spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
     add("--width", action="append", type=int, choices=_WIDTHS, default=[],
         help=launches + "only head dimensions up to this one, above the next smaller choice; "
         "may be repeated")  # fmt: skip
@@ -82,23 +78,24 @@ def run(args: argparse.Namespace) -> int:
         removed = evidence.remove_own()
         print(f"removed {removed}" if removed else f"nothing to remove in {evidence.own_file()}")
         return 0
+    operators = spelling.operators(args.op, MEASURED)
+    dtypes = [_DTYPES[name] for name in spelling.dtypes(args.dtype, _DTYPES)]
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name in ("width", "out"):
         if getattr(args, name) and not args.launches:
             raise ValueError(f"--{name} is for --launches")
-    if device == "cpu" and (args.op or args.launches):
-        name = "op" if args.op else "launches"
+    if device == "cpu" and (operators or args.launches):
+        name = "op" if operators else "launches"
         raise ValueError(f"--{name} is for --device cuda, but this is --device cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("PyTorch sees no GPU here")
-    dtypes = [_DTYPES[name] for name in args.dtype]
     if args.launches:
         from fastattn.backends.triton import _search  # Triton may be missing
 
-        _search.search(args.op, dtypes, args.width or _WIDTHS, args.out or _TABLE)
+        _search.search(operators, dtypes, args.width or _WIDTHS, args.out or _TABLE)
         return 0
     dtypes = dtypes or list(_DTYPES.values())
-    path = on_cpu(dtypes) if device == "cpu" else on_gpu(args.op or list(MEASURED), dtypes)
+    path = on_cpu(dtypes) if device == "cpu" else on_gpu(operators or list(MEASURED), dtypes)
     if path is None:
         print("nothing was measured, so nothing is written")
         return 1

@@ -20,7 +20,7 @@ import torch
 
 from fastattn import dispatch, evidence, spelling
 from fastattn.testing import PROOFS, OnGpu, Target, Verdict, targets
-from fastattn.testing.cases import AnyCase, draw
+from fastattn.testing.cases import NamedCase, use_draw
 
 _DTYPES = {
     "float32": torch.float32,
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @dataclass
 class _Result:
     op: str
-    case: AnyCase
+    case: NamedCase
     dtype: str
     target: Target
     draw: int
@@ -150,7 +150,7 @@ def _on_gpu() -> list[Target]:
     return [OnGpu(name) for name in dispatch.ON_GPU if not isinstance(dispatch.load(name), str)]
 
 
-def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:
+def _cases(op: str, args: argparse.Namespace) -> list[NamedCase]:
     cases = [case for case in PROOFS[op].cases if args.complete or args.case or not case.slow]
     if args.case:
         exact = [case for case in cases if case.name == args.case]
@@ -158,11 +158,11 @@ def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:
     return cases[::10] if args.quick else cases
 
 
-def results_of(work: Sequence[tuple[str, AnyCase, str, Target]], draws: int) -> Iterator[_Result]:
+def results_of(work: Sequence[tuple[str, NamedCase, str, Target]], draws: int) -> Iterator[_Result]:
     for number, (op, case, dtype, target) in itertools.product(range(draws), work):
         start = time.perf_counter()
         try:
-            with draw(number):
+            with use_draw(number):
                 verdict = PROOFS[op](case, _DTYPES[dtype], target)
         except Exception as error:  # one broken case must not hide the others
             is_memory = isinstance(error, torch.OutOfMemoryError)

@@ -1,10 +1,18 @@
-"""What PyTorch's settings allow the kernels to round."""
+"""What PyTorch's settings allow the kernels to round, and calls without autocast."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which PyTorch's autocast casts nothing on this kind of device."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def allows_tf32() -> bool:

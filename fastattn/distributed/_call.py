@@ -253,20 +253,7 @@ def _sequence_of_positions(starts: Tensor) -> Tensor:
 
 def _fold_mask(mask: Any, query: Tensor) -> Tensor:
     """The mask with four dimensions; its last one is compared when all lengths are known."""
-    if not isinstance(mask, Tensor):
-        raise checks.wrong_type(OP, "attn_mask", mask, "Tensor")
-    if mask.is_nested or mask.layout is not torch.strided:
-        raise checks.not_dense(OP, "attn_mask", mask)
-    mask = checks.autocast_bias(mask)
-    if mask.dtype not in (torch.bool, query.dtype, torch.float32):
-        raise RuntimeError(
-            f"{OP}: attn_mask must be bool, float32 or of query's dtype {checks.name_of(query)}, "
-            f"got {checks.name_of(mask)}"
-        )
-    if mask.device != query.device:
-        raise RuntimeError(
-            f"{OP}: attn_mask must be on query's device {query.device}, got {mask.device}"
-        )
+    mask = checks.check_mask(OP, mask, query)
     rows = tuple(query.shape[:3])
     if not 1 <= mask.dim() <= 4 or not checks.expands_to(mask.shape[:-1], rows):
         raise RuntimeError(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastattn.backends._mask_program import PADDING, padded
 from fastattn.backends._sequences import places
-from fastattn.checks import not_dense, wrong_type
+from fastattn.checks import check_device as check_same_device
+from fastattn.checks import check_plain, wrong_type
 from fastattn.compat import records_trace
 from fastattn.eager import runs_eagerly
 
@@ -200,10 +201,7 @@ def check_rows(call: Call, what: str, rows: int, most: int) -> None:
 
 
 def check_device(call: Call, what: str, x: Tensor) -> None:
-    if x.device != call.device:
-        raise RuntimeError(
-            f"{call.op}: mask: {what} must be on query's device {call.device}, got {x.device}"
-        )
+    check_same_device(call.op, f"mask: {what}", x, call.device)
 
 
 def check_int(function: str, name: str, value: Any, least: int) -> None:
@@ -217,10 +215,7 @@ def check_int(function: str, name: str, value: Any, least: int) -> None:
 
 def integers(function: str, name: str, x: Any, shape: str, dims: Sequence[int]) -> Tensor:
     """A copy, as int32, so that later changes of ``x`` do not count for some calls only."""
-    if not isinstance(x, Tensor):
-        raise wrong_type(function, name, x, "Tensor")
-    if x.is_nested or x.layout is not torch.strided:
-        raise not_dense(function, name, x)
+    check_plain(function, name, x)
     if x.dim() not in dims:
         raise ValueError(f"{function}: {name} must be {shape}, got shape {tuple(x.shape)}")
     if x.dtype not in (torch.int32, torch.int64):

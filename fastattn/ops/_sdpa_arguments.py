@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.checks import autocast_bias, expands_to, name_of, not_dense, wrong_type
+from fastattn.checks import (
+    check_device,
+    check_mask,
+    check_plain,
+    expands_to,
+    name_of,
+    wrong_type,
+)
 
 _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
@@ -59,10 +66,7 @@ class Folding(NamedTuple):
 
 def check_tensors(query: Any, key: Any, value: Any) -> None:
     for position, name, x in ((1, "query", query), (2, "key", key), (3, "value", value)):
-        if not isinstance(x, Tensor):
-            raise wrong_type(_NAME, name, x, "Tensor", position)
-        if x.is_nested or x.layout is not torch.strided:
-            raise not_dense(_NAME, name, x)
+        check_plain(_NAME, name, x, position)
         if x.dim() < 2:
             raise RuntimeError(
                 f"{_NAME}: {name} must have at least 2 dimensions, got shape {_shape(x)}"
@@ -155,17 +159,7 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     """Return the mask as [B|1, Hq|1, Lq|1, Lk|1]."""
-    if not isinstance(mask, Tensor):
-        raise wrong_type(_NAME, "attn_mask", mask, "Tensor")
-    if mask.is_nested or mask.layout is not torch.strided:
-        raise not_dense(_NAME, "attn_mask", mask)
-    mask = autocast_bias(mask)
-    if mask.dtype not in (torch.bool, query.dtype, torch.float32):
-        raise RuntimeError(
-            f"{_NAME}: attn_mask must be bool, float32 or of query's dtype {name_of(query)}, "
-            f"got {name_of(mask)}"
-        )
-    _check_device("attn_mask", mask, query)
+    mask = check_mask(_NAME, mask, query)
     _, heads, q_len, _ = query.shape
     scores = (*folding.batch, heads, q_len, k_len)[-folding.rank :]
     shape = mask.shape
@@ -196,13 +190,10 @@ def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, g
 
 def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     """Return the slopes as [B|1, Hq], float32 (float64 for float64)."""
-    if not isinstance(slopes, Tensor):
-        raise wrong_type(_NAME, "alibi_slopes", slopes, "Tensor")
-    if slopes.is_nested or slopes.layout is not torch.strided:
-        raise not_dense(_NAME, "alibi_slopes", slopes)
+    check_plain(_NAME, "alibi_slopes", slopes)
     if not slopes.is_floating_point():
         raise RuntimeError(f"{_NAME}: alibi_slopes must be floating, got {name_of(slopes)}")
-    _check_device("alibi_slopes", slopes, query)
+    check_device(_NAME, "alibi_slopes", slopes, query.device)
     heads = query.shape[1]
     full = (*folding.batch, heads)
     if slopes.dim() == 0 or slopes.shape[-1] != heads or not expands_to(slopes.shape, full):
@@ -252,13 +243,6 @@ def check_combinations(
 
 
 # --- shared ----------------------------------------------------------------------------------
-
-
-def _check_device(name: str, x: Tensor, query: Tensor) -> None:
-    if x.device != query.device:
-        raise RuntimeError(
-            f"{_NAME}: {name} must be on query's device {query.device}, got {x.device}"
-        )
 
 
 def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import checks, dispatch
+from fastattn import checks
+from fastattn.backends._precision import without_autocast
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 
@@ -191,7 +192,7 @@ def prepare(
     value = key[..., :1] if isinstance(key, Tensor) else key
     # The weights are exact, even where autocast would round query and key.
     device = query.device.type if isinstance(query, Tensor) else "cpu"
-    with dispatch._without_autocast(device):
+    with without_autocast(device):
         operator, args, _ = sdpa.prepare(
             query,
             key,

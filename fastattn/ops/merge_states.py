@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.autograd.merge_states import merge_states as merge
 from fastattn.backends.primitives import NoOptions
-from fastattn.checks import DTYPES, name_of, not_dense, wrong_type
+from fastattn.checks import DTYPES, check_plain, name_of
 from fastattn.library import Operator
 
 __all__ = ["merge_states"]
@@ -76,10 +76,7 @@ def prepare(
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise wrong_type(_NAME, name, x, "Tensor")
-        if x.is_nested or x.layout is not torch.strided:
-            raise not_dense(_NAME, name, x)
+        check_plain(_NAME, name, x)
         if x.device != out_a.device:
             raise RuntimeError(
                 f"{_NAME}: {name} must be on out_a's device {out_a.device}, got {x.device}"

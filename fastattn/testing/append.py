@@ -8,7 +8,7 @@ neighbouring numbers of the one that was given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fastattn.backends.primitives import QUANTISED, AppendOptions
 from fastattn.backends.reference.decode import elements
 from fastattn.testing import memory
 from fastattn.testing.calls import Operands, Results, double
-from fastattn.testing.cases import NamedCase, drawn, numbers_of
+from fastattn.testing.cases import Draw, HeadCase, drawn
 from fastattn.testing.judge import Proof, Verdict
 from fastattn.testing.targets import moved
 
@@ -35,7 +35,7 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCase(NamedCase):
+class CacheCase(HeadCase):
     """A case with caches of keys and values."""
 
     lengths: tuple[int, ...] = ()  # before the call
@@ -61,12 +61,12 @@ class AppendCase(CacheCase):
 
     lengths: tuple[int, ...] = (5, 0, 17)
     capacity: int = 40
+    _: KW_ONLY
     rows: int = 3  # to append
     heads: int = 4
-    kv_heads: int = 2
+    kv_heads: int | None = 2
     queries: int = 3
     head_dim: int = 32
-    value_dim: int | None = None  # None: as head_dim
     rotary: int = 0  # rotated columns; 0: no rotation
     interleaved: bool = False
     positions: str | None = None  # bl: any positions for each sequence
@@ -157,25 +157,23 @@ _ROWS = ("key", "value", "key_scales", "value_scales")
 
 def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
-    draw, normal = numbers_of(case.name)
-    where = case.places(draw)
+    draw = Draw(case, dtype)
+    where = case.places(draw.generator)
     page, table = where.page, where.table
-    batch = len(case.lengths)
-    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+    batch, (kv_heads, value_dim) = len(case.lengths), case.of_values
     lengths = torch.tensor(case.lengths, dtype=torch.int64)
 
     def new(heads: int, rows: int, width: int) -> Tensor:
-        x = 2 * normal(batch, heads, rows, width)
-        return memory.place(x.to(dtype), case.layouts[0])
+        return draw.placed(2 * draw.normal(batch, heads, rows, width), case.layouts[0])
 
     def cache(width: int) -> Tensor:
-        empty = torch.full((where.entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
+        empty = torch.full((where.entries, kv_heads, page, width), torch.nan, dtype=dtype)
         if case.quantised is not None:
             empty = torch.full(empty.shape, 127, dtype=torch.int8).view(case.quantised)
         return memory.place(empty, case.layouts[1])
 
     def scales() -> Tensor:  # of the rows before, and NaN
-        x = torch.full((where.entries, case.kv_heads, page, 1), torch.nan)
+        x = torch.full((where.entries, kv_heads, page, 1), torch.nan)
         for b, n in enumerate(case.lengths):
             for at in range(n):
                 x[table[b, at // page], :, at % page] = 0.5
@@ -183,12 +181,13 @@ def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
 
     tensors: dict[str, Tensor | None] = dict.fromkeys(dispatch.named("append_to_cache", range(13)))
     if case.rotary:
-        angles = 3 * normal(case.capacity, case.rotary // 2)
-        wide = torch.promote_types(dtype, torch.float32) if not case.own_tables else dtype
-        tensors["rotary_cos"] = memory.place_any(angles.cos().to(wide))
-        tensors["rotary_sin"] = memory.place_any(angles.sin().to(wide))
+        angles = 3 * draw.normal(case.capacity, case.rotary // 2)
+        of_tables = dtype if case.own_tables else draw.wide
+        tensors["rotary_cos"] = draw.placed(angles.cos(), dtype=of_tables)
+        tensors["rotary_sin"] = draw.placed(angles.sin(), dtype=of_tables)
         if case.positions is not None:
-            positions = torch.randint(case.capacity, (batch, case.rows), generator=draw)
+            shape = (batch, case.rows)
+            positions = torch.randint(case.capacity, shape, generator=draw.generator)
             tensors["rotary_positions"] = positions
         tensors["query"] = new(case.heads, case.queries, case.head_dim)
     if case.quantised is not None:
@@ -196,8 +195,8 @@ def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
     at = lengths[:, None] + torch.arange(case.rows)  # [B, L]
     places = (table.gather(1, at // page) if case.page else table[:, :1].expand_as(at), at % page)
     tensors |= {"key_cache": cache(case.head_dim), "value_cache": cache(value_dim)}
-    tensors["key"] = new(case.kv_heads, case.rows, case.head_dim)
-    tensors["value"] = new(case.kv_heads, case.rows, value_dim)
+    tensors["key"] = new(kv_heads, case.rows, case.head_dim)
+    tensors["value"] = new(kv_heads, case.rows, value_dim)
     tensors["cache_seqlens"] = lengths
     tensors["block_table"] = table.int() if case.page else None
     tensors["cache_batch_idx"] = table[:, 0] if case.shuffled else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -12,33 +12,19 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import dispatch
+from fastattn import dispatch, library
 from fastattn.backends import reference
-from fastattn.backends.primitives import (
-    AdditiveBackwardOptions,
-    AttentionBackwardOptions,
-    extended,
-)
+from fastattn.backends.primitives import extended
 
 Results = dict[str, Tensor]
 
-# The results of each primitive, and the tensors whose gradients its backward returns, in order.
-_NAMES = {
-    "additive_attention": ("out weights", "query key value v bias mask"),
-    "decode_attention": ("out lse", ""),
-    "merge_states": ("out lse", "out_a lse_a out_b lse_b"),
-    "scaled_dot_product_attention": (
-        "out lse weights",
-        "query key value mask sinks relative_bias",
-    ),
-    "sinusoidal_encoding": ("out", ""),
-    "varlen_attention": ("out lse", "query key value sinks relative_bias"),
-}
-_BACKWARD_OPTIONS: dict[str, Any] = {
-    "additive_attention": AdditiveBackwardOptions,
-    "scaled_dot_product_attention": AttentionBackwardOptions,
-}
 _ALWAYS = 7  # how many tensors at the beginning a backend takes, whatever the call
+
+
+@functools.cache
+def declared(operator: str) -> library.Operator:
+    """The declaration of a primitive: its results, and those of its backward."""
+    return next(op for op in library.operators.values() if op.name == operator)
 
 
 def is_tensor(x: Any) -> TypeGuard[Tensor]:
@@ -108,24 +94,20 @@ class Operands:
 
     def results(self, backend: Any) -> Results:
         """The results of a backend and the gradients, by name."""
-        names, differentiable = (part.split() for part in _NAMES[self.operator])
-        forward = getattr(backend, self.operator)
+        op = declared(self.operator)
+        forward = getattr(backend, op.name)
         found = forward(*dispatch.taken_by(forward, self.args), options=self.options)
         found = found if isinstance(found, tuple) else (found,)
-        results = dict(zip(names, found, strict=True))
+        results = dict(zip(op.results, found, strict=True))
         if any(grad is not None for grad in self.grads.values()):
-            name = f"{self.operator}_backward"
             grads = {f"grad_{name}": grad for name, grad in self.grads.items()}
             known = grads | self.tensors | self.saved(results)
-            args = [known[parameter] for parameter in _parameters_of(name)]
-            backward = getattr(backend, name)
-            options = self.options
-            if self.operator in _BACKWARD_OPTIONS:
-                record = _BACKWARD_OPTIONS[self.operator]
-                options = extended(record, options, **self.of_backward)
+            args = [known[name] for name in op.backward.names]
+            backward = getattr(backend, op.backward.name)
+            options: Any = extended(op.backward.options, self.options, **self.of_backward)
             gradients = backward(*dispatch.taken_by(backward, args), options=options)
-            named = zip(differentiable, gradients, strict=False)
-            results |= {f"grad_{name}": grad for name, grad in named if grad is not None}
+            named = zip(op.backward.results, gradients, strict=False)
+            results |= {name: grad for name, grad in named if grad is not None}
         if not getattr(self.options, "weights", True):
             del results["weights"]
         # Attention's primitives return lse in float64; the public functions round it.
@@ -142,18 +124,11 @@ class Operands:
         """The dtypes of the results that are not of the judged dtype."""
         own = {f"grad_{name}": x.dtype for name, x in self.tensors.items() if is_tensor(x)}
         wide = torch.promote_types(next(iter(own.values())), torch.float32)
-        return {"lse": wide, "grad_mask": own.get("grad_attn_mask", wide)} | own
+        return {"lse": wide} | own
 
     def computed(self) -> dict[str, torch.dtype]:
         """The dtypes that results are computed in, where that is not the judged dtype."""
         return {}
-
-
-@functools.cache
-def _parameters_of(name: str) -> list[str]:
-    """The tensors that a primitive takes."""
-    parameters = inspect.signature(getattr(reference, name)).parameters
-    return [parameter for parameter in parameters if parameter != "options"]
 
 
 @dataclass(frozen=True)
@@ -164,15 +139,15 @@ class Call(Operands):
     """
 
     plain: Callable[..., Any] | None = None  # the definition
-    prepare: Callable[..., Any] | None = None  # makes the arguments of its primitive
 
     def watched(self) -> dict[str, Tensor | None]:
         return {n: x for n, x in (super().watched() | self.options).items() if is_tensor(x)}
 
     def primitive(self) -> tuple[list[Any], Any] | None:
-        if self.prepare is None:
+        module: Any = importlib.import_module(getattr(fastattn, self.operator).__module__)
+        if not hasattr(module, "prepare"):
             return None
-        _, (*tensors, options) = self.prepare(**self.tensors, **self.options)
+        _, (*tensors, options) = module.prepare(**self.tensors, **self.options)
         return tensors, options
 
     def results(self, backend: Any = None) -> Results:
@@ -192,8 +167,9 @@ class Call(Operands):
         }
         out = function(**self.tensors | leaves, **self.options)
         outs = out if isinstance(out, tuple) else (out,)
-        given = zip(outs, self.grads.values(), strict=False)
-        pairs = [(x, g.to(x.dtype)) for x, g in given if g is not None and x.requires_grad]
+        named = dict(zip(("out", "weights"), outs, strict=False))
+        given = [(x, self.grads.get(name)) for name, x in named.items() if x.requires_grad]
+        pairs = [(x, grad.to(x.dtype)) for x, grad in given if grad is not None]
         grads = torch.autograd.grad(
             [x for x, _ in pairs],
             list(leaves.values()),
@@ -201,6 +177,5 @@ class Call(Operands):
             allow_unused=True,
             materialize_grads=True,
         )
-        named = dict(zip(("out", "weights"), outs, strict=False))
         named |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
         return {name: x.detach() for name, x in named.items()}

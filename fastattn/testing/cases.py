@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import Weights
-from fastattn.testing.memory import LAYOUTS
+from fastattn.testing.memory import LAYOUTS, place_any
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -42,30 +42,25 @@ class NamedCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedByFields:
-    """A case whose name lists the fields that differ from their defaults."""
+class HeadCase(NamedCase):
+    """A case with heads of queries, and heads of keys and values."""
 
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    slow: bool = False
+    heads: int = 2
+    kv_heads: int | None = None  # None: equal to heads
+    head_dim: int = 16
+    value_dim: int | None = None  # None: as head_dim
 
     @property
-    def name(self) -> str:
-        given = [(x.name, getattr(self, x.name), x.default) for x in fields(self)]
-        changed = [f"{name}={value}" for name, value, default in given if value != default]
-        return "-".join(changed) or "plain"
-
-    def __str__(self) -> str:
-        return self.name
-
-
-AnyCase = NamedCase | NamedByFields
+    def of_values(self) -> tuple[int, int]:
+        """The number of heads of keys and values, and the width of values."""
+        heads = self.heads if self.kv_heads is None else self.kv_heads
+        return heads, self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCase(NamedCase):
+class AttentionCase(HeadCase):
     """A case of any form of attention."""
 
-    value_dim: int | None = None  # None: as head_dim
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: str | None = None  # h: one slope per head; bh: per sequence and head
@@ -77,11 +72,10 @@ class Case(AttentionCase):
     """One call of ``scaled_dot_product_attention``."""
 
     batch: int = 2
-    heads: int = 2
-    kv_heads: int | None = None  # None: equal to heads
     q_len: int = 33
     k_len: int = 65
-    head_dim: int = 16
+    # Of the elements of queries and keys: with nearly equal weights, errors would cancel.
+    spreads: tuple[float, float] = (2.0, 1.0)
     mask: str | None = None  # a kind, see inputs.MASKS
     mask_dims: str = "bhqk"  # which of [B, H, Lq, Lk] the mask has; the others are 1
     mask_float32: bool = False  # a float32 mask for any dtype of the query
@@ -134,7 +128,7 @@ _current: ContextVar[int] = ContextVar("fastattn_draw", default=0)
 
 
 @contextlib.contextmanager
-def draw(number: int) -> Iterator[None]:
+def use_draw(number: int) -> Iterator[None]:
     """Give all cases the values of this draw within the block; 0 is the default."""
     token = _current.set(number)
     try:
@@ -147,33 +141,40 @@ def current_draw() -> int:
     return _current.get()
 
 
-def numbers_of(name: str) -> tuple[torch.Generator, Callable[..., Tensor]]:
-    """Return the generator of the case with this name, in the current draw, and a function that
-    draws normal numbers from it, float64."""
-    seed = zlib.crc32(name.encode()) + (_current.get() << 32)
-    generator = torch.Generator().manual_seed(seed)
+class Draw:
+    """Draws the tensors of a case in a dtype, equal from call to call, in poisoned memory."""
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    def __init__(self, case: NamedCase, dtype: torch.dtype) -> None:
+        seed = zlib.crc32(case.name.encode()) + (_current.get() << 32)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.wide = dtype, torch.promote_types(dtype, torch.float32)
 
-    return generator, normal
+    def normal(self, *shape: int) -> Tensor:
+        """Normal numbers, float64."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
+    def kept(self, shape: Sequence[int], share: float) -> Tensor:
+        """True for this share of the elements."""
+        return torch.rand(tuple(shape), generator=self.generator) < share
 
-def dropout_seed(generator: torch.Generator, dropout_p: float) -> Tensor | None:
-    """Return the seed of a case's dropout; None without dropout."""
-    if dropout_p == 0:
-        return None
-    return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, dtype=torch.int64)
+    def placed(
+        self, values: Tensor, layout: str = "contiguous", dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The values in the dtype of the case, or another one, in a layout."""
+        return place_any(values.to(dtype or self.dtype), layout)
 
+    def seed(self, dropout_p: float) -> Tensor | None:
+        """The seed of dropout; None without dropout."""
+        if dropout_p == 0:
+            return None
+        return torch.randint(-(2**63), 2**63 - 1, (), generator=self.generator)
 
-def alibi_slopes(
-    generator: torch.Generator, kind: str | None, batch: int, heads: int, dtype: torch.dtype
-) -> Tensor | None:
-    """[1, heads] for "h", [batch, heads] for "bh", else None; float64 for float64, else float32."""
-    if kind is None:
-        return None
-    slopes = torch.rand(batch if kind == "bh" else 1, heads, generator=generator)
-    return slopes.to(torch.promote_types(dtype, torch.float32))
+    def slopes(self, kind: str | None, batch: int, heads: int) -> Tensor | None:
+        """Slopes of ALiBi: [1, heads] for "h", [batch, heads] for "bh", else None."""
+        if kind is None:
+            return None
+        rows = batch if kind == "bh" else 1
+        return torch.rand(rows, heads, generator=self.generator).to(self.wide)
 
 
 _SIZES: dict[str, Sequence[Any]] = {
@@ -190,7 +191,8 @@ _SIZES: dict[str, Sequence[Any]] = {
 _OPTIONS: dict[str, Sequence[Any]] = {
     "mask mask_dims mask_float32": [
         *(("bool", dims, False) for dims in ("", "qk", "hk", "bhqk")),
-        *((kind, "bhqk", False) for kind in ("bool_rows", "blocks", "tril", "one_key", "nothing")),
+        *(("bool_rows", "bhqk", False), ("bool", "bhqk", False), ("bool_rows", "bhqk", False)),
+        *(("one_key", "bhqk", False), ("nothing", "bhqk", False)),
         *((kind, "bk", False) for kind in ("padding", "left_padding", "padding_inf")),
         *(("float", dims, False) for dims in ("k", "bq", "hqk", "bhqk")),
         *(("float_inf", "bhqk", wide) for wide in (False, True)),
@@ -209,8 +211,8 @@ _OPTIONS: dict[str, Sequence[Any]] = {
     "sinks": ["h", "bh"],
     "relative_bias positions": [("h", None), ("bh", None), ("h", "grid"), ("bh", "any")],
     "program": [
-        *("causal", "not_window", "prefix", "chunks", "documents", "documents_b", "groups"),
-        *("gap", "function", "not_function", "block_mask", "heads", "many"),
+        *("chunks", "not_window", "prefix", "chunks", "documents", "documents_b", "groups"),
+        *("not_window", "function", "function", "function", "documents_b", "many"),
     ],
     "dropout_p": [0.1, 0.5, 1.0],
     "dropout_p first": [(0.3, (70, 13, 1))],

@@ -6,7 +6,7 @@ All elements of the cache outside the sequences are NaN.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import DecodeOptions
 from fastattn.testing import memory
 from fastattn.testing.append import CacheCase, Places
-from fastattn.testing.cases import FLOATS, AttentionCase, alibi_slopes, drawn, numbers_of
+from fastattn.testing.calls import declared
+from fastattn.testing.cases import FLOATS, AttentionCase, Draw, drawn
 from fastattn.testing.judge import Proof
 from fastattn.testing.sequences import Sequences
 from fastattn.testing.varlen import PROGRAMS, biases
@@ -29,8 +30,9 @@ class DecodeCase(AttentionCase, CacheCase):
 
     lengths: tuple[int, ...] = (70, 0, 1, 129)
     capacity: int = 140
+    _: KW_ONLY
     heads: int = 4
-    kv_heads: int = 2
+    kv_heads: int | None = 2
     queries: int = 1
     leftpad: tuple[int, ...] = ()  # rows before the first key of each sequence
     values: str = "normal"  # ones; inf: normal, but the last of the first sequence
@@ -90,42 +92,36 @@ DECODE_CASES = (*mixed("mixed", 240), _LONG)
 
 def make_decode(case: DecodeCase, dtype: torch.dtype) -> Sequences:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
-    draw, normal = numbers_of(case.name)
-    where = case.places(draw)
+    draw = Draw(case, dtype)
+    where = case.places(draw.generator)
     batch, pages = where.table.shape
-    value_dim = case.head_dim if case.value_dim is None else case.value_dim
-    keys = [normal(case.kv_heads, n, case.head_dim).to(dtype) for n in case.lengths]
-    values = [normal(case.kv_heads, n, value_dim).to(dtype) for n in case.lengths]
+    kv_heads, value_dim = case.of_values
+    keys = [draw.normal(kv_heads, n, case.head_dim).to(dtype) for n in case.lengths]
+    values = [draw.normal(kv_heads, n, value_dim).to(dtype) for n in case.lengths]
     if case.values == "ones":
         values = [torch.ones_like(x) for x in values]
     if case.values == "inf":
         values[0][:, -1] = torch.inf
     key_cache, key_scales, of_keys = _cache(case, where, keys, case.head_dim, dtype)
     value_cache, value_scales, of_values = _cache(case, where, values, value_dim, dtype)
-    query = case.spread * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
+    query = case.spread * draw.normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
     lengths = torch.tensor(case.lengths, dtype=torch.int64)
-    tensors: dict[str, Tensor | None] = {
-        "query": memory.place(query, case.layouts[0]),
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "cache_seqlens": lengths,
-        "block_table": None,
-        "cache_batch_idx": None,
-        "alibi_slopes": alibi_slopes(draw, case.alibi, batch, case.heads, dtype),
-    }
+    tensors: dict[str, Any] = dict.fromkeys(declared("decode_attention").names)
+    tensors |= {"query": memory.place(query, case.layouts[0]), "cache_seqlens": lengths}
+    tensors |= {"key_cache": key_cache, "value_cache": value_cache}
+    tensors |= {"key_scales": key_scales, "value_scales": value_scales}
+    tensors["alibi_slopes"] = draw.slopes(case.alibi, batch, case.heads)
     if case.page:
         used = torch.arange(pages) * where.page < lengths[:, None]
         tensors["block_table"] = torch.where(used, where.table.int(), -7)  # must not be read
     elif case.shuffled:
         tensors["cache_batch_idx"] = where.table[:, 0].contiguous()
-    tensors |= biases(case, normal, max((*case.lengths, case.queries)), dtype)
-    tensors["mask_program"] = None
+    tensors |= biases(case, draw, max((*case.lengths, case.queries)))
     if case.program is not None or case.tree is not None:
-        mask = _mask(case, pages * where.page, draw)
+        mask = _mask(case, pages * where.page, draw.generator)
         program = masks.cache_program("testing", mask, query, pages * where.page, lengths)
         tensors["mask_program"] = memory.place_any(program)
     tensors["cache_leftpad"] = torch.tensor(case.leftpad) if case.leftpad else None
-    tensors |= {"key_scales": key_scales, "value_scales": value_scales}
     options = DecodeOptions(case.head_dim**-0.5, *case.window, case.softcap)
     clean = {"key_cache": of_keys, "value_cache": of_values}
     clean |= {"key_scales": None, "value_scales": None}
@@ -136,7 +132,9 @@ def _cache(
     case: DecodeCase, where: Places, rows: list[Tensor], width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A cache of the rows of each sequence, its scales, and what it stands for, with 0 for NaN."""
-    filled = torch.full((where.entries, case.kv_heads, where.page, width), torch.nan, dtype=dtype)
+    filled = torch.full(
+        (where.entries, case.of_values[0], where.page, width), torch.nan, dtype=dtype
+    )
     for b, x in enumerate(rows):
         if case.leftpad:
             x = x.masked_fill(torch.arange(x.shape[1])[:, None] < case.leftpad[b], torch.nan)

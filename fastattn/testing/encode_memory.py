@@ -12,34 +12,25 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.ops.encode_memory import encoding_factors, prepare
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import NamedByFields, numbers_of
+from fastattn.testing.cases import Draw, NamedCase
 from fastattn.testing.judge import Proof
 
 
 @dataclass(frozen=True)
-class EncodeCase(NamedByFields):
+class EncodeCase(NamedCase):
     """Sizes: batch, sentences, words, rows, width, tables (None: weight [V, D]); and factors."""
 
-    sizes: tuple[int, int, int, int, int, int | None]
-    encoding: str  # "own": a tensor of factors
-
-    @property
-    def name(self) -> str:
-        return f"{'x'.join(map(str, filter(None, self.sizes)))}-{self.encoding}"
+    sizes: tuple[int, int, int, int, int, int | None] = (3, 4, 5, 11, 8, None)
+    encoding: str = "position"  # "own": a tensor of factors
 
 
 _SIZES = (
-    (3, 4, 5, 11, 8, None),
-    (2, 3, 1, 7, 1, 2),
-    (2, 5, 7, 13, 20, None),
-    (1, 6, 4, 9, 33, 3),
-    (4, 7, 12, 30, 50, 4),
-    (2, 3, 6, 17, 64, None),
-    (2, 3, 5, 8, 67, 2),
-    (1, 2, 9, 5, 300, None),
+    *((3, 4, 5, 11, 8, None), (2, 3, 1, 7, 1, 2), (2, 5, 7, 13, 20, None), (1, 6, 4, 9, 33, 3)),
+    *((4, 7, 12, 30, 50, 4), (2, 3, 6, 17, 64, None), (2, 3, 5, 8, 67, 2), (1, 2, 9, 5, 300, None)),
 )
 ENCODE_CASES = tuple(
-    EncodeCase(*each) for each in product(_SIZES, ("position", "centered", "bow", "own"))
+    EncodeCase(f"{'x'.join(map(str, filter(None, sizes)))}-{encoding}", sizes, encoding)
+    for sizes, encoding in product(_SIZES, ("position", "centered", "bow", "own"))
 )
 
 
@@ -76,13 +67,13 @@ def _encode(tokens: Tensor, weight: Tensor, temporal: Tensor, encoding: Any) -> 
 
 
 def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
-    draw, normal = numbers_of(case.name)
-    tokens, weight, temporal = draw_sentences(case.sizes, dtype, draw)
+    draw = Draw(case, dtype)
+    tokens, weight, temporal = draw_sentences(case.sizes, dtype, draw.generator)
     own = case.encoding == "own"
-    options = {"encoding": normal(case.sizes[2], case.sizes[4]) if own else case.encoding}
-    grads = {"out": normal(case.sizes[0], *temporal.shape).to(dtype)}
+    options = {"encoding": draw.normal(case.sizes[2], case.sizes[4]) if own else case.encoding}
+    grads = {"out": draw.normal(case.sizes[0], *temporal.shape).to(dtype)}
     tensors: dict[str, Any] = {"tokens": tokens, "weight": weight, "temporal": temporal}
-    return Call("encode_memory", tensors, options, grads, plain=_encode, prepare=prepare)
+    return Call("encode_memory", tensors, options, grads, plain=_encode)
 
 
 check_encoding = Proof("encode_memory", ENCODE_CASES, make=_make)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,53 +11,53 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.ops.hopfield import prepare, prepared, primitive
+from fastattn.ops.hopfield import prepared, primitive
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import NamedByFields, numbers_of
+from fastattn.testing.cases import Case, Draw, drawn
+from fastattn.testing.inputs import make_inputs
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import STRIDED, place_any
+from fastattn.testing.memory import STRIDED
 
 
 @dataclass(frozen=True)
-class HopfieldCase(NamedByFields):
-    """Sizes, and which arguments are given; masks and biases by their dimensions."""
+class HopfieldCase(Case):
+    """A case of attention: states, stored patterns, and projections for query, key and value."""
 
-    batch: int = 2
-    heads: int = 2
-    queries: int = 3
-    rows: int = 11
-    width: int = 7
+    q_len: int = 3
+    k_len: int = 11
+    head_dim: int = 7
     steps: int = 3
-    shared: bool = False
+    shared: bool = False  # patterns of all entries of the batch
     projection: bool = False
-    mask: str | None = None
-    bias: str | None = None
     beta: str = "number"  # or "scalar", "heads"
     grad: str = "unroll"
-    layout: str = "contiguous"  # of all tensors
 
 
 # Few steps: after many, most gradients vanish, and the query with the slowest contraction
 # determines both the error and the noise.
+_SIZES: dict[str, Sequence[Any]] = {
+    "batch heads shared": [(2, 2, False), (1, 1, False), (5, 2, True), (3, 2, True)],
+    "q_len steps": [(1, 3), (2, 3), (3, 3), (4, 2), (9, 3), (12, 2), (37, 3), (70, 2)],
+    "k_len head_dim": [
+        *((11, 7), (1, 1), (50, 20), (70, 48), (40, 65), (33, 16), (97, 40), (41, 18), (300, 33)),
+        *((60, 24), (64, 32)),
+    ],
+}
+_OPTIONS: dict[str, Sequence[Any]] = {
+    "projection": [True] * 4,
+    "mask mask_dims": [
+        *(("bool_rows", "bhqk"), ("bool", "bk"), ("bool", "qk")),
+        *(("float", dims) for dims in ("bhqk", "hqk", "qk", "k")),
+    ],
+    "beta": ["scalar", "heads", "heads"],
+    "grad": ["one_step"] * 3,
+    "grad steps k_len head_dim": [("implicit", 60, 6, 12)] * 3,
+    "layouts mask_layout grad_layout": [((x, x, x), x, x) for x in STRIDED],
+}
 HOPFIELD_CASES = (
-    HopfieldCase(),
-    HopfieldCase(batch=1, heads=1, queries=1, rows=1, width=1, steps=1),
-    HopfieldCase(rows=50, width=20, queries=1, projection=True),
-    HopfieldCase(queries=2, rows=70, width=48, mask="BHLN", projection=True),
-    HopfieldCase(queries=4, rows=40, width=65, bias="BHLN", steps=2),
-    HopfieldCase(queries=3, rows=33, width=16, beta="heads", bias="HLN"),
-    HopfieldCase(queries=9, rows=97, width=40, mask="B11N"),
-    HopfieldCase(queries=37, rows=41, width=18, mask="BHLN", beta="scalar", projection=True),
-    HopfieldCase(queries=70, rows=300, width=33, bias="LN", steps=2),
-    HopfieldCase(batch=5, queries=1, rows=60, width=24, shared=True, beta="heads"),
-    HopfieldCase(batch=3, queries=20, rows=64, width=32, shared=True, mask="B11N", steps=2),
-    HopfieldCase(batch=1, heads=1, rows=1500, width=6, mask="LN", steps=2),
-    HopfieldCase(queries=2, rows=30, width=9, grad="one_step", mask="BHLN"),
-    HopfieldCase(queries=12, rows=30, width=9, grad="one_step", bias="N", projection=True),
-    HopfieldCase(queries=2, rows=6, width=12, grad="implicit", mask="B11N", steps=60),
-    HopfieldCase(queries=11, rows=6, width=12, grad="implicit", bias="N", beta="heads", steps=60),
-    *(HopfieldCase(rows=20, width=18, bias="BHLN", projection=True, layout=x) for x in STRIDED),
-    *(HopfieldCase(queries=9, rows=40, width=13, mask="BHLN", layout=x) for x in STRIDED),
+    HopfieldCase("plain"),
+    HopfieldCase("long", batch=1, heads=1, k_len=1500, head_dim=6, steps=2, mask="bool"),
+    *drawn(HopfieldCase("mixed"), 48, _SIZES, _OPTIONS),
 )
 
 
@@ -83,36 +84,24 @@ def define(
 
 def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
-    draw, normal = numbers_of(str(case))
-    sizes = {"B": case.batch, "H": case.heads, "L": case.queries, "N": case.rows, "1": 1}
-
-    def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        return place_any(values.to(as_dtype), case.layout)
-
     # Implicit derivatives are those of a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0
-    stored = normal(1 if case.shared else case.batch, case.heads, case.rows, case.width)
+    spreads = (1.0, sharp / case.head_dim**0.5 * 1.5)
+    given = make_inputs(replace(case, spreads=spreads), dtype)
+    patterns = slice(1 if case.shared else None)
     tensors: dict[str, Any] = {
-        "state": placed(normal(case.batch, case.heads, case.queries, case.width)),
-        "stored": placed(stored * sharp / case.width**0.5 * 1.5),
-        "projection": placed(normal(*stored.shape)) if case.projection else None,
+        "state": given.query,
+        "stored": given.key[patterns],
+        "projection": given.value[patterns] if case.projection else None,
         "beta": 1.4,
-        "attn_mask": None,
+        "attn_mask": given.attn_mask,
     }
     if case.beta != "number":
         heads = (case.heads,) if case.beta == "heads" else ()
-        tensors["beta"] = (1.0 + torch.rand(heads, generator=draw, dtype=torch.float64)).to(dtype)
-    if case.mask is not None:
-        shape = tuple(sizes[dim] for dim in case.mask)
-        mask = torch.rand(shape, generator=draw) < 0.7
-        if case.mask == "BHLN":
-            mask[0, 0, 0] = False  # a fully masked row
-        tensors["attn_mask"] = placed(mask, torch.bool)
-    if case.bias is not None:
-        tensors["attn_mask"] = placed(normal(*(sizes[dim] for dim in case.bias)))
+        tensors["beta"] = (1 + Draw(case, dtype).normal(*heads).abs() / 2).to(dtype)
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
-    grads = {"out": placed(normal(*tensors["state"].shape))}
-    return Call("hopfield_retrieve", tensors, options, grads, plain=define, prepare=prepare)
+    grads = {"out": given.grads["out"]}
+    return Call("hopfield_retrieve", tensors, options, grads, plain=define)
 
 
 check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs)

@@ -5,22 +5,21 @@ They are equal from call to call, and lie in poisoned memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
-from fastattn import dispatch, masks
+from fastattn import masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.backends.reference._mask_program import visible_by_program
-from fastattn.testing.calls import Operands, Results
-from fastattn.testing.cases import ATTENTION_CASES, Case, alibi_slopes, dropout_seed, numbers_of
+from fastattn.testing.calls import Operands, Results, declared
+from fastattn.testing.cases import ATTENTION_CASES, Case, Draw
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import place, place_any
+from fastattn.testing.memory import place
 
 _INF = float("inf")
 
@@ -42,39 +41,32 @@ class _Operands(Operands):
 def attention_operands(options: AttentionOptions, elsewhere: Any = None, **given: Any) -> Operands:
     """The operands of attention by name; gradients of results begin with ``grad_``."""
     operator = "scaled_dot_product_attention"
-    tensors = dict.fromkeys(dispatch.named(operator, range(10)))
-    grads = dict.fromkeys(("out", "lse", "weights"))
+    tensors, grads = map(dict.fromkeys, (declared(operator).names, declared(operator).results))
     found: Operands = _Operands(operator, tensors, options, grads, elsewhere=elsewhere)
     return found.changed(**given)
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
     """Return the tensors of ``case`` in ``dtype``; equal from call to call."""
-    draw, normal = numbers_of(case.name)
-    b, h, hkv = case.batch, case.heads, case.kv_heads or case.heads
-    d, dv = case.head_dim, case.head_dim if case.value_dim is None else case.value_dim
-    wide = torch.promote_types(dtype, torch.float32)
+    draw = Draw(case, dtype)
+    normal, placed = draw.normal, draw.placed
+    b, h, d, (hkv, dv) = case.batch, case.heads, case.head_dim, case.of_values
     options = _options(case)
-
-    def placed(values: Tensor, layout: str = "contiguous", as_dtype: torch.dtype = dtype) -> Tensor:
-        return place_any(values.to(as_dtype), layout)
-
-    # Twice the usual spread: with nearly equal weights, errors would cancel in the mean.
-    query = placed(2 * normal(b, h, case.q_len, d), case.layouts[0])
+    query = placed(case.spreads[0] * normal(b, h, case.q_len, d), case.layouts[0])
     made: dict[str, Any] = {
         "query": query,
-        "key": placed(normal(b, hkv, case.k_len, d), case.layouts[1]),
+        "key": placed(case.spreads[1] * normal(b, hkv, case.k_len, d), case.layouts[1]),
         "value": placed(normal(b, hkv, case.k_len, dv), case.layouts[2]),
+        "attn_mask": make_mask(case, (b, h, case.q_len, case.k_len), draw),
     }
-    made["attn_mask"] = make_mask(case, (b, h, case.q_len, case.k_len), draw, dtype)
-    slopes = alibi_slopes(draw, case.alibi, b, h, dtype)
-    made["alibi_slopes"] = None if slopes is None else placed(slopes, as_dtype=wide)
-    made["seed"] = dropout_seed(draw, case.dropout_p)
+    if (slopes := draw.slopes(case.alibi, b, h)) is not None:
+        made["alibi_slopes"] = placed(slopes, dtype=draw.wide)
+    made["seed"] = draw.seed(case.dropout_p)
     if "out" in case.grads:
         made["grad_out"] = placed(normal(b, h, case.q_len, dv), case.grad_layout)
     if "lse" in case.grads:
         # Positive: the gradient of a shared bias is a sum over all pairs, which must not cancel.
-        values = normal(b, h, case.q_len, 1).abs().to(wide)
+        values = normal(b, h, case.q_len, 1).abs().to(draw.wide)
         made["grad_lse"] = placed(values, "every_second", torch.float64)[..., 0]
     if "weights" in case.grads:
         heads = h if case.weights == 1 else 1
@@ -84,33 +76,36 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
         made["elsewhere"] = normal(b, h, case.q_len, dv).to(dtype), 3 + normal(b, h, case.q_len)
     if case.sinks is not None:
         sinks = 2 * normal(b if case.sinks == "bh" else 1, h)
-        made["sinks"] = placed(sinks, "every_second", wide)
+        made["sinks"] = placed(sinks, "every_second", draw.wide)
     if case.relative_bias is not None:
         most = max(case.q_len - 1 + options.offset, case.k_len - 1 - options.offset, 0)
         if case.positions is not None:
-            positions = made["positions"] = POSITIONS[case.positions](case.k_len, draw)
+            positions = made["positions"] = POSITIONS[case.positions](case.k_len, draw.generator)
             most = int(positions.max() - positions.min())
         table = normal(b if case.relative_bias == "bh" else 1, h, 2 * most + 1)
-        made["relative_bias"] = placed(table, as_dtype=wide)
+        made["relative_bias"] = placed(table, dtype=draw.wide)
     if case.program is not None:
-        mask = PROGRAMS[case.program](case, draw)
+        mask = PROGRAMS[case.program](case, draw.generator)
         program = masks.program("testing", mask, query, case.k_len, options.offset)
-        made["mask_program"] = placed(program, as_dtype=torch.int32)
+        made["mask_program"] = placed(program, dtype=torch.int32)
     of_backward = {"needs_mask_grad": case.mask_grad, "partial": case.partial}
     inputs = attention_operands(options, **made, **of_backward)
     return _poisoned(case, inputs) if case.poison or case.poison_queries else inputs
 
 
-def make_mask(
-    case: Any, sizes: tuple[int, ...], draw: torch.Generator, dtype: torch.dtype
-) -> Tensor | None:
+def of_one_head(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """The tensors [B, 1, ...] without the dimension of heads, others as they are."""
+    return {n: x if x is None or x.ndim < 4 else x[:, 0] for n, x in tensors.items()}
+
+
+def make_mask(case: Any, sizes: tuple[int, ...], draw: Draw) -> Tensor | None:
     """Return the mask of a case, [B|1, H|1, Lq|1, Lk|1]."""
     if case.mask is None:
         return None
     pairs = zip("bhqk", sizes, strict=True)
     shape = tuple(size if dim in case.mask_dims else 1 for dim, size in pairs)
-    dtype = torch.float32 if case.mask_float32 else dtype
-    values = MASKS[case.mask](shape, draw, dtype)
+    dtype = torch.float32 if case.mask_float32 else draw.dtype
+    values = MASKS[case.mask](shape, draw.generator, dtype)
     values = values if values.dtype == torch.bool else values.to(dtype)
     return place(values, getattr(case, "mask_layout", "contiguous"))
 
@@ -207,13 +202,6 @@ def _left_padding(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> T
     return _padding(shape, draw, dtype).flip(-1)
 
 
-def _blocks(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Blocks of 64 x 64, a third of them kept."""
-    coarse = _random((shape[0], shape[1], shape[2] // 64 + 1, shape[3] // 64 + 1), draw, 0.33)
-    fine = coarse.repeat_interleave(64, 2).repeat_interleave(64, 3)
-    return fine[:, :, : shape[2], : shape[3]].clone()
-
-
 def _one_key(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Query i can see only key 7 i % Lk."""
     return (_index(shape, 3) == 7 * _index(shape, 2) % max(shape[3], 1)).expand(shape).clone()
@@ -229,7 +217,7 @@ def _floats(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=draw, dtype=torch.float64)
 
 
-def _added(kept: _Mask) -> _Mask:
+def added(kept: _Mask) -> _Mask:
     """Random numbers where a boolean mask is True, else -inf."""
 
     def make(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -243,23 +231,21 @@ _BOOLEAN: dict[str, _Mask] = {
     "bool_rows": _random_with_empty_rows,
     "padding": _padding,
     "left_padding": _left_padding,
-    "blocks": _blocks,
-    "tril": lambda shape, draw, dtype: torch.ones(shape, dtype=torch.bool).tril(3),
     "nothing": lambda shape, draw, dtype: torch.zeros(shape, dtype=torch.bool),
     "one_key": _one_key,
 }
 MASKS: dict[str, _Mask] = {
     **_BOOLEAN,
-    **{f"{name}_inf": _added(kept) for name, kept in _BOOLEAN.items()},
+    **{f"{name}_inf": added(kept) for name, kept in _BOOLEAN.items()},
     "float": _floats,
-    "float_inf": _added(_random_with_empty_rows),
+    "float_inf": added(_random_with_empty_rows),
     "finfo_min": _finfo_min,
     "steep": lambda shape, draw, dtype: 1000 * _floats(shape, draw, dtype),
 }
 
 
 # Masks of fastattn.masks, made from a case and a generator.
-def _documents(
+def of_documents(
     case: Case, draw: torch.Generator, rows: int = 1, *, returns: bool = False
 ) -> masks.Mask:
     """Up to five documents; those of queries and keys begin at about the same share.
@@ -279,57 +265,29 @@ def _groups(case: Case, draw: torch.Generator) -> masks.Mask:
     return masks.document(*ids)
 
 
-def _function(case: Case, draw: torch.Generator, mask_mod: masks.MaskMod) -> masks.Mask:
+def of_function(case: Case, draw: torch.Generator, mask_mod: masks.MaskMod) -> masks.Mask:
     return masks.from_function(mask_mod, case.batch, case.heads, case.q_len, case.k_len)
 
 
-def _checkered(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def checkered(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Whole and empty blocks, and partial ones; other rows for each head and sequence."""
     return ((q // 150 + k // 256 + b) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 300)
 
 
-def _striped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The same for blocks of 40 queries and 24 keys."""
-    return ((q // 40 + k // 48) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 90)
-
-
-def _alternating(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Whole and empty blocks, of which each head has others."""
-    return (q // 150 + k // 128 + h) % 2 == 0
-
-
-def _block_mask(case: Case, draw: torch.Generator) -> masks.Mask:
-    """A BlockMask whose blocks no vector of queries fits."""
-    heads = case.heads if case.heads > 1 else None
-    return masks.from_block_mask(
-        create_block_mask(_striped, None, heads, case.q_len, case.k_len, device="cpu",
-                          BLOCK_SIZE=(40, 24))
-    )  # fmt: skip
-
-
 PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
-    "causal": lambda case, draw: masks.causal(),
-    "not_causal": lambda case, draw: ~masks.causal(),
-    "window": lambda case, draw: masks.sliding_window(20, 5),
     "not_window": lambda case, draw: ~masks.sliding_window(40, 5),
     "prefix": lambda case, draw: masks.prefix_lm(
         torch.randint(0, case.k_len + 1, (case.batch,), generator=draw)
     ),
     "chunks": lambda case, draw: masks.chunked(48) & masks.causal(),
-    "documents": lambda case, draw: _documents(case, draw, returns=True) & masks.causal(),
-    "documents_b": lambda case, draw: _documents(case, draw, case.batch),
-    "not_documents": lambda case, draw: ~_documents(case, draw, returns=True),
+    "documents": lambda case, draw: of_documents(case, draw, returns=True) & masks.causal(),
+    "documents_b": lambda case, draw: of_documents(case, draw, case.batch),
     "groups": _groups,
-    "gap": lambda case, draw: masks.sliding_window(5, 0) | ~masks.sliding_window(20, -1),
-    "function": lambda case, draw: _function(case, draw, _checkered),
-    "not_function": lambda case, draw: ~_function(case, draw, _checkered) & masks.causal(),
-    "block_mask": _block_mask,
-    "heads": lambda case, draw: _function(case, draw, _alternating),
-    "nothing": lambda case, draw: masks.causal() & ~masks.causal(),
+    "function": lambda case, draw: of_function(case, draw, checkered),
     "many": lambda case, draw: (
         ~(
             _groups(case, draw) & masks.sliding_window(60, -1)
-            | _function(case, draw, _checkered) & ~masks.chunked(32)
+            | of_function(case, draw, checkered) & ~masks.chunked(32)
         )
     ),
 }

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.testing.calls import Results
-from fastattn.testing.cases import AnyCase, current_draw
+from fastattn.testing.cases import NamedCase, current_draw
 from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
@@ -129,12 +129,6 @@ class Verdict:
         """The worst error / bound."""
         return max((d.ratio for d in self.deviations), default=0.0)
 
-    @property
-    def severity(self) -> float:
-        """The worst error / bound; inf for any other fault."""
-        errors = {str(d) for d in self.deviations}
-        return self.ratio if errors.issuperset(self.faults) else float("inf")
-
     def judge(
         self,
         results: Mapping[str, Tensor],
@@ -176,7 +170,7 @@ class Proof:
     """
 
     operator: str
-    cases: Sequence[AnyCase]
+    cases: Sequence[NamedCase]
     make: Callable[[Any, torch.dtype], Any]  # the inputs of a case: calls.Operands or calls.Call
     # The results with the eps of the dtype that they are computed in, not of their own.
     coarse: tuple[str, ...] = ()

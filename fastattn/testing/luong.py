@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,47 +12,45 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import NamedByFields, numbers_of
+from fastattn.testing.cases import Case, Draw, drawn
+from fastattn.testing.inputs import make_inputs, of_one_head
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import LAYOUTS, place
+from fastattn.testing.memory import LAYOUTS
 
 
 @dataclass(frozen=True)
-class LuongCase(NamedByFields):
-    """Sizes, half the window, and its kind; with ``padded``, some keys are padding and NaN."""
+class LuongCase(Case):
+    """A case of attention with one head, half the window, and its kind; a mask is padding."""
 
-    batch: int = 2
-    queries: int = 9
-    keys: int = 40
-    width: int = 24
-    value_width: int = 24
+    heads: int = 1
+    q_len: int = 9
+    k_len: int = 40
+    head_dim: int = 24
+    spreads: tuple[float, float] = (1.0, 1.0)
+    scale: float | None = 1.0
     half: int = 5
-    window: str = "local-p"
-    padded: bool = False
-    weights: bool = False
-    layout: str = "contiguous"
+    kind: str = "local-p"
 
 
-def _cases() -> Iterator[LuongCase]:
-    for window in ("local-p", "local-m"):
-        for weights in (False, True):
-            yield LuongCase(window=window, weights=weights)
-            yield LuongCase(window=window, weights=weights, padded=True)
-        yield LuongCase(window=window, half=1, width=1, value_width=3, weights=True)
-        yield LuongCase(window=window, keys=3, half=7, padded=True, weights=True)
-        yield LuongCase(3, 1, 100, 67, 33, half=16, window=window, padded=True)
-        yield LuongCase(1, 70, 130, 16, 80, half=10, window=window)
-        yield LuongCase(2, 5, 90, 300, 7, half=40, window=window, weights=True)
-    for layout in LAYOUTS:
-        yield LuongCase(layout=layout, weights=True)
-    yield LuongCase(queries=0)
-    yield LuongCase(batch=0)
-    yield LuongCase(keys=0, weights=True)
-    yield LuongCase(width=0, weights=True)
-    yield LuongCase(value_width=0, weights=True)
-
-
-LUONG_CASES = tuple(dict.fromkeys(_cases()))
+_SIZES: dict[str, Sequence[Any]] = {
+    "batch q_len k_len half": [
+        *((2, 9, 40, 5), (2, 9, 40, 1), (2, 9, 3, 7), (3, 1, 100, 16), (1, 70, 130, 10)),
+        *((2, 5, 90, 40), (0, 9, 40, 5), (2, 0, 40, 5), (2, 9, 0, 5)),
+    ],
+    "head_dim value_dim": [(24, 24), (1, 3), (67, 33), (16, 80), (300, 7), (0, 24), (24, 0)],
+    "kind": ["local-p", "local-m"],
+}
+_OPTIONS: dict[str, Sequence[Any]] = {
+    "mask mask_dims poison": [("bool", "bk", True)] * 4,
+    "weights grads": [(1, ("out", "weights"))] * 4,
+    "layouts": [(x, x, x) for x in LAYOUTS],
+}
+LUONG_CASES = (
+    LuongCase("plain"),
+    # Keys that are one in memory are not padding and others.
+    *(case for case in drawn(LuongCase("mixed"), 44, _SIZES, _OPTIONS)
+      if not (case.poison and case.layouts[0].startswith("expanded"))),
+)  # fmt: skip
 
 
 def _attend(
@@ -78,34 +76,18 @@ def _attend(
 
 
 def _make(case: LuongCase, dtype: torch.dtype) -> Call:
-    draw, normal = numbers_of(case.name)
-
-    def placed(*size: int) -> Tensor:
-        return place(normal(size[0], 1, *size[1:]).to(dtype), case.layout)[:, 0]
-
-    query = placed(case.batch, case.queries, case.width)
-    key = placed(case.batch, case.keys, case.width)
-    value = placed(case.batch, case.keys, case.value_width)
+    given, draw = make_inputs(case, dtype), Draw(case, dtype)
+    tensors, clean, grads = map(of_one_head, (given.tensors, given.clean, given.grads))
     # Some windows cross the ends of the keys or lie outside; a third are centered on a key and
     # have one key more than the others.
-    places = torch.rand(case.batch, case.queries, dtype=torch.float64, generator=draw)
-    positions = places * (case.keys + 4 * case.half) - 2 * case.half
-    positions = positions.to(torch.promote_types(dtype, torch.float32))
+    places = torch.rand(case.batch, case.q_len, generator=draw.generator).double()
+    positions = (places * (case.k_len + 4 * case.half) - 2 * case.half).to(draw.wide)
     positions[:, ::3] = positions[:, ::3].round()
-    padding = None
-    if case.padded:
-        padding = torch.rand(case.batch, case.keys, generator=draw) < 0.3
-        for x in (key, value):
-            x[padding] = float("nan")
-    out = normal(case.batch, case.queries, case.value_width).to(dtype)
-    weights = normal(case.batch, case.queries, case.keys).to(dtype) if case.weights else None
-    tensors: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
-    options = {"window": case.window, "D": case.half, "key_padding_mask": padding}
-    (tensors if case.window == "local-p" else options)["positions"] = positions
-    options["need_weights"] = case.weights
-    clean = {"key": key.nan_to_num(0.0), "value": value.nan_to_num(0.0)}
-    grads = {"out": out, "weights": weights}
-    return Call("luong_attention", tensors, options, grads, clean=clean, plain=_attend)
+    mask, named = tensors["attn_mask"], {n: tensors[n] for n in ("query", "key", "value")}
+    options = {"window": case.kind, "D": case.half, "need_weights": case.weights > 0}
+    options["key_padding_mask"] = None if mask is None else ~mask[:, 0]
+    (named if case.kind == "local-p" else options)["positions"] = positions
+    return Call("luong_attention", named, options, grads, clean=clean, plain=_attend)
 
 
 check_luong = Proof("luong_attention", LUONG_CASES, make=_make, coarse=("grad_positions",))

@@ -12,14 +12,7 @@ from torch import Tensor
 from fastattn import masks
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.testing import memory
-from fastattn.testing.cases import (
-    SCALED,
-    AttentionCase,
-    alibi_slopes,
-    drawn,
-    dropout_seed,
-    numbers_of,
-)
+from fastattn.testing.cases import SCALED, AttentionCase, Draw, drawn
 from fastattn.testing.judge import Proof
 from fastattn.testing.sequences import Sequences
 
@@ -31,9 +24,6 @@ class VarlenCase(AttentionCase):
     q_lengths: tuple[int, ...] = (5, 40, 1, 0, 17)
     k_lengths: tuple[int, ...] | None = None  # None: those of the queries
     after: tuple[int, int] = (0, 0)  # rows of queries and keys after the last sequence, NaN
-    heads: int = 2
-    kv_heads: int | None = None
-    head_dim: int = 16
     bottom_right: bool = False
     sinks: bool = False
     relative_bias: bool = False  # a table of distances
@@ -68,13 +58,7 @@ _SIZES: dict[str, Sequence[Any]] = {
     ],
     "heads kv_heads": [(2, 2), (4, 2), (6, 2), (8, 1), (3, 3)],
     "head_dim value_dim": [
-        (16, None),
-        (64, None),
-        (1, 1),
-        (33, 48),
-        (128, 40),
-        (200, 136),
-        (24, 8),
+        *((16, None), (64, None), (1, 1), (33, 48), (128, 40), (200, 136), (24, 8)),
     ],
     "bottom_right window": [
         *((False, (-1, -1)), (False, (-1, 0)), (True, (-1, 0))),
@@ -104,36 +88,34 @@ VARLEN_CASES = tuple(mixed("mixed", 100))
 
 def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
-    draw, normal = numbers_of(case.name)
+    draw = Draw(case, dtype)
 
-    def packed(values: Tensor, rows: int, layout: str) -> Tensor:
+    def packed(rows: int, after: int, heads: int, width: int, n: int, spread: int = 1) -> Tensor:
+        values = spread * draw.normal(rows + after, heads, width)
         values[rows:] = torch.nan
-        return memory.place_any(values.transpose(0, 1).to(dtype), layout).transpose(0, 1)
+        return draw.placed(values.transpose(0, 1), case.layouts[n]).transpose(0, 1)
 
     q_lengths = case.q_lengths
     k_lengths = q_lengths if case.k_lengths is None else case.k_lengths
-    kv_heads = case.heads if case.kv_heads is None else case.kv_heads
-    value_dim = case.head_dim if case.value_dim is None else case.value_dim
-    q_rows, k_rows = sum(q_lengths), sum(k_lengths)
-    q_all, k_all = q_rows + case.after[0], k_rows + case.after[1]
-    query = packed(2 * normal(q_all, case.heads, case.head_dim), q_rows, case.layouts[0])
-    key = packed(normal(k_all, kv_heads, case.head_dim), k_rows, case.layouts[1])
-    value = packed(normal(k_all, kv_heads, value_dim), k_rows, case.layouts[2])
+    kv_heads, value_dim = case.of_values
+    of_queries, of_keys = (sum(q_lengths), case.after[0]), (sum(k_lengths), case.after[1])
+    query = packed(*of_queries, case.heads, case.head_dim, 0, spread=2)
+    key = packed(*of_keys, kv_heads, case.head_dim, 1)
+    value = packed(*of_keys, kv_heads, value_dim, 2)
     starts = [torch.tensor((0, *n), dtype=torch.int64).cumsum(0) for n in (q_lengths, k_lengths)]
     tensors: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
     tensors |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
-    tensors["alibi_slopes"] = alibi_slopes(draw, case.alibi, len(q_lengths), case.heads, dtype)
-    tensors["seed"] = dropout_seed(draw, case.dropout_p)
+    tensors["alibi_slopes"] = draw.slopes(case.alibi, len(q_lengths), case.heads)
+    tensors["seed"] = draw.seed(case.dropout_p)
     grads: dict[str, Tensor | None] = {"out": None, "lse": None}
     if "out" in case.grads:
-        grads["out"] = packed(normal(q_all, case.heads, value_dim), q_rows, case.layouts[0])
+        grads["out"] = packed(*of_queries, case.heads, value_dim, 0)
     if "lse" in case.grads:
-        wide = torch.promote_types(dtype, torch.float32)
-        grads["lse"] = normal(case.heads, q_all).abs().to(wide).double()
-    tensors |= biases(case, normal, max((*q_lengths, *k_lengths, 1)), dtype)
+        grads["lse"] = draw.normal(case.heads, sum(of_queries)).abs().to(draw.wide).double()
+    tensors |= biases(case, draw, max((*q_lengths, *k_lengths, 1)))
     tensors["mask_program"] = None
     if case.program is not None:
-        mask = _mask(case, (q_lengths, k_lengths), draw)
+        mask = _mask(case, (q_lengths, k_lengths), draw.generator)
         operands = (query, key, (starts[0], starts[1]), case.bottom_right)
         tensors["mask_program"] = memory.place_any(masks.packed_program("testing", mask, *operands))
     options = VarlenOptions(
@@ -142,14 +124,11 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
     return Sequences("varlen_attention", tensors, options, grads).with_each_alone()
 
 
-def biases(
-    case: Any, normal: Callable[..., Tensor], longest: int, dtype: torch.dtype
-) -> dict[str, Tensor | None]:
+def biases(case: Any, draw: Draw, longest: int) -> dict[str, Tensor | None]:
     """The sinks and the relative bias, with two distances more than there are."""
-    wide = torch.promote_types(dtype, torch.float32)
-    sinks = (2 * normal(1, case.heads)).to(wide) if case.sinks else None
-    table = normal(1, case.heads, 2 * longest + 1).to(wide) if case.relative_bias else None
-    return {"sinks": sinks, "relative_bias": table}
+    sinks = (2 * draw.normal(1, case.heads)).to(draw.wide) if case.sinks else None
+    table = draw.normal(1, case.heads, 2 * longest + 1) if case.relative_bias else None
+    return {"sinks": sinks, "relative_bias": table if table is None else table.to(draw.wide)}
 
 
 def _mask(

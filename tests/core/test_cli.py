@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from child_process import run_python
 
 import fastattn
 from fastattn import builds, cli, evidence, info
@@ -23,14 +24,7 @@ pytestmark = pytest.mark.without_kernels
 
 
 def fastattn_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fastattn", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_python("-m", "fastattn", *arguments, timeout=120, **environment)
 
 
 @pytest.fixture
@@ -164,9 +158,7 @@ def test_a_command_loads_no_other_command() -> None:
         others = ("fastattn.bench", "fastattn.verify", "fastattn._explain")
         print([name for name in sys.modules if name.startswith(others)])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_python("-c", script, timeout=120)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from child_process import run_python
 from gemms import only
 
 from fastattn import _cgroup, cli, doctor, evidence
@@ -316,14 +315,7 @@ def test_flushed_subnormals_are_seen() -> None:
 @pytest.mark.complete
 def test_it_sees_what_a_module_of_the_program_changes(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import torch\ntorch.set_num_threads(1000)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "fastattn", "doctor", "--import", "program"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-m", "fastattn", "doctor", "--import", "program", cwd=tmp_path, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "problem: torch runs 1000 threads" in done.stdout
 

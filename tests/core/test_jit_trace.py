@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import fastattn
-from fastattn import flash_attn, masks
+from fastattn import masks
 from fastattn.bias import T5, Window2d
 
 pytestmark = [
@@ -76,17 +76,6 @@ def test_gradients_of_a_graph(options: str, backend: str) -> None:
     leaves = [x.requires_grad_() for x in qkv(2, 9)]
     got, want = (torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (graph, call))
     assert_close(got, want)
-
-
-@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 1)}])
-def test_the_alias_of_flash_attn(options: dict[str, Any]) -> None:
-    """Its queries are at the last keys."""
-    assert_follows_sizes(
-        lambda q, k: flash_attn.flash_attn_func(q, k, k, **options),
-        (normal(1, 4, 2, 8), normal(1, 4, 2, 8)),
-        (normal(1, 1, 2, 8), normal(1, 9, 2, 8)),
-        (normal(2, 3, 2, 8), normal(2, 5, 2, 8)),
-    )
 
 
 @pytest.mark.parametrize("options", ["plain", "causal", "window", "relative bias", "T5"])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from batched_cases import OPERATORS
 from batched_modules import MODULES
+from recorder import Recorder
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -220,21 +220,6 @@ def test_exports(backend: str, name: str) -> None:
 
 
 # --- the operators below -------------------------------------------------------------------------
-
-
-class Recorder(TorchDispatchMode):
-    """The calls of our operators, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[Any, tuple[Any, ...]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "fastattn":
-            self.calls[func] = args
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.sampled(1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from child_process import run_python
 
 from fastattn import cli
 from fastattn.backends import reference
@@ -38,12 +37,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.complete
 def test_it_needs_no_numpy() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY, *ONE],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-W", "ignore", "-c", WITHOUT_NUMPY, *ONE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all 4 checks passed" in done.stdout
 

@@ -53,14 +53,16 @@ TABLES = {
     ),
     "additive": Table(
         "additive_attention",
-        lambda case: case.batch * case.q_len * case.k_len * case.width > 40_000,
+        lambda case: case.batch * case.q_len * case.k_len * case.head_dim > 40_000,
         every=2,
     ),
     "encode_memory": Table("encode_memory", lambda case: False, every=2),
     "hopfield": Table(
         "hopfield_retrieve",
         # With the one memory that shared memory has no room for.
-        lambda case: case.rows < 1000 and case.steps * case.queries * case.rows * case.width > 2e4,
+        lambda case: (
+            case.k_len < 1000 and case.steps * case.q_len * case.k_len * case.head_dim > 2e4
+        ),
         every=1,
     ),
     "memory_hops": Table(

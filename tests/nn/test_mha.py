@@ -333,15 +333,3 @@ def test_a_row_of_the_smallest_number_is_uniform(
     assert torch.allclose(got, want, atol=1e-6)
     if need_weights:
         assert torch.allclose(weights[:, 2], torch.tensor(1 / LENGTH))
-
-
-def test_arguments_after_value_in_the_order_of_pytorch(generator: torch.Generator) -> None:
-    call = Call(inputs="self", padding="bool", mask="bool2")
-    x, _, _ = call.tensors(generator)
-    masks = call.masks(LENGTH, generator)
-    stock = call.module(nn.MultiheadAttention)
-    fused = call.module(MultiheadAttention)
-    fused.load_state_dict(stock.state_dict())
-    positional = (masks["key_padding_mask"], True, masks["attn_mask"], False, False)
-    for got, want in zip(fused(x, x, x, *positional), stock(x, x, x, *positional), strict=True):
-        assert torch.allclose(got, want, atol=1e-6)

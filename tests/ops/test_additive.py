@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import naive
@@ -16,10 +15,6 @@ import fastattn
 from fastattn import additive_attention
 from fastattn.backends.primitives import AdditiveOptions
 from fastattn.testing import Target
-from fastattn.testing.additive import (
-    AdditiveCase,
-    make_additive,
-)
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -230,37 +225,7 @@ def test_dropping_everything_gives_zero(backend: str) -> None:
     assert all(g.eq(0).all() for g in torch.autograd.grad(out.sum(), args))
 
 
-# --- bits and memory -------------------------------------------------------------------------
-
-BITS = (
-    AdditiveCase("bits", batch=3, q_len=150, k_len=100, mask="float", mask_dims="k", weights=True),
-    AdditiveCase("bits-dropout", batch=2, q_len=300, k_len=70, causal=True, dropout_p=0.2),
-    AdditiveCase("bits-step", batch=5, q_len=1, k_len=90, mask="padding", mask_dims="bk"),
-    AdditiveCase("bits-mixed", batch=4, q_len=70, k_len=90, spread=7.0),
-)
-
-
-@pytest.mark.parametrize("case", BITS, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_for_any_number_of_threads(
-    target: Target, case: AdditiveCase, dtype: torch.dtype, same_for_any_threads: Any
-) -> None:
-    inputs = make_additive(case, dtype)
-    same_for_any_threads(lambda: inputs.results(target.module))
-
-
-@pytest.mark.parametrize("case", BITS[2:], ids=lambda case: case.name)
-def test_the_same_bits_whatever_the_batch(target: Target, case: AdditiveCase) -> None:
-    whole = make_additive(case, torch.float32)
-    want = whole.results(target.module)
-    of_batch = {n: whole.tensors[n] for n in ("query", "key", "value", "attn_mask")}
-    for b in range(case.batch):
-        rows = slice(b, b + 1)
-        one = {name: x[rows] for name, x in of_batch.items() if x is not None}
-        grads = whole.grads | {"out": whole.grads["out"][rows]}
-        got = replace(whole, tensors=whole.tensors | one, grads=grads).results(target.module)
-        for name in ("out", "grad_query", "grad_key", "grad_value"):
-            assert torch.equal(got[name][0], want[name][b]), name
+# --- memory ----------------------------------------------------------------------------------
 
 
 def test_nothing_is_saved_but_the_operands(backend: str) -> None:

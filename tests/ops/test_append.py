@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from cache_calls import refused
+from cache_calls import LENGTHS, cache_operands, refused
 from case_table import within_the_bound
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastattn import decode_attention, explain, masks, use_backend
+from fastattn import decode_attention, masks, use_backend
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 test_case = within_the_bound("append_to_cache")
-
-
-@pytest.fixture
-def backend(backend: str) -> str:
-    if backend == "triton":
-        pytest.skip("it has no rotation")
-    return backend
 
 
 def test_a_backend_without_a_rotation_says_so() -> None:
@@ -35,7 +29,7 @@ def test_a_backend_without_a_rotation_says_so() -> None:
         decode_attention(**given)
 
 
-LENGTHS = torch.tensor([4, 0, 9])
+operands = functools.partial(cache_operands, capacity=14)
 
 
 def angles(positions: int, pairs: int) -> tuple[Tensor, Tensor]:
@@ -43,25 +37,6 @@ def angles(positions: int, pairs: int) -> tuple[Tensor, Tensor]:
     speed = 10000.0 ** -(torch.arange(pairs) / pairs)
     turns = torch.arange(positions)[:, None] * speed
     return turns.cos(), turns.sin()
-
-
-def operands(layout: str = "bhnd", queries: int = 2) -> dict[str, Any]:
-    """Three sequences in caches of 14 keys, and two new tokens of each."""
-
-    def normal(heads: int, length: int) -> Tensor:
-        x = torch.randn(3, heads, length, 8)
-        return x.transpose(1, 2).contiguous() if layout == "bnhd" else x
-
-    return {
-        "query": normal(4, queries),
-        "key_cache": normal(2, 14),
-        "value_cache": normal(2, 14),
-        "cache_seqlens": LENGTHS,
-        "key": normal(2, 2),
-        "value": normal(2, 2),
-        "layout": layout,
-        "is_causal": True,
-    }
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -82,7 +57,7 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def test_equals_a_rotation_before_the_call(
     backend: str, layout: str, interleaved: bool, queries: int
 ) -> None:
-    given, tables = operands(layout, queries), angles(14, 4)
+    given, tables = operands(layout, queries=queries), angles(14, 4)
     before = {n: given[n].clone() for n in ("key_cache", "value_cache", "query", "key")}
     options = {"rotary_cos": tables[0], "rotary_sin": tables[1]}
     got = decode_attention(**given, **options, rotary_interleaved=interleaved)
@@ -132,18 +107,6 @@ def test_siblings_of_a_draft_tree_share_a_position(backend: str) -> None:
         assert_close(together[:, :, token : token + 1], decode_attention(**one, **options))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(backend: str, dynamic: bool) -> None:
-    def call(cos: Tensor, sin: Tensor, **given: Any) -> Tensor:
-        return decode_attention(**given, rotary_cos=cos, rotary_sin=sin).sin()
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    want, tables = operands(), angles(14, 4)
-    got = {n: x.clone() if isinstance(x, Tensor) else x for n, x in want.items()}
-    assert_close(compiled(*tables, **got), call(*tables, **want))
-    assert torch.equal(got["key_cache"], want["key_cache"])
-
-
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_tables_without_columns_rotate_nothing(backend: str, layout: str) -> None:
     given, none = operands(layout), torch.zeros(14, 0)
@@ -159,18 +122,6 @@ def test_the_memory_of_rotated_queries_is_what_a_compiler_expects(backend: str) 
     args = (*tensors, given["cache_seqlens"], None, None, *angles(14, 4), None, query)
     rotated = torch.ops.fastattn.append_to_cache(*args, *[None] * 3, False)
     assert rotated.stride() == query.stride()
-
-
-def test_opcheck(backend: str) -> None:
-    given = operands()
-    tensors = [given[n] for n in ("key_cache", "value_cache", "key", "value", "cache_seqlens")]
-    args = (*tensors, None, None, *angles(14, 4), None, given["query"], *[None] * 3, True)
-    torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
-
-
-def test_explained() -> None:
-    assert explain(decode_attention, **operands(), rotary_cos=angles(14, 4)[0],
-                   rotary_sin=angles(14, 4)[1]).runs == "cpu"  # fmt: skip
 
 
 COS, SIN = angles(14, 4)

@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cache_calls import refused
+from cache_calls import cache_operands, refused
 from case_table import within_the_bound
 from torch import Tensor
 
 from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
 from fastattn.testing import Target
-from fastattn.testing.decode import DecodeCase, make_decode
 
 test_case = within_the_bound("decode_attention")
-
-
-WAYS = {
-    "decode": DecodeCase("decode", (1500, 40, 513), 1500, heads=8),
-    "paged": DecodeCase("paged", (1500, 40, 513), 1500, heads=8, page=16),
-    "panels": DecodeCase("panels", (300, 40, 129), 300, queries=40, window=(-1, 0)),
-    "gathered": DecodeCase("gathered", (300, 40, 129), 300, queries=40, page=32),
-}
-ways = pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
-
-
-@ways
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_and_batch_mates_change_no_bit(
-    target: Target, case: DecodeCase, dtype: torch.dtype, same_for_any_threads: Any
-) -> None:
-    inputs = make_decode(case, dtype)
-    decode = functools.partial(target.module.decode_attention, options=inputs.options)
-    whole = same_for_any_threads(lambda: decode(*inputs.args))
-    query, key, value, lengths, table, *_ = inputs.args
-    for b in range(len(case.lengths)):
-        one = slice(b, b + 1)
-        entry = None if table is not None else torch.tensor([b])
-        rows = None if table is None else table[one]
-        out, lse = decode(query[one], key, value, lengths[one], rows, entry, None)
-        assert torch.equal(out[0], whole[0][b])
-        assert torch.equal(lse[0], whole[1][b])
+caches = functools.partial(cache_operands, is_causal=False)
 
 
 def test_bits_do_not_depend_on_the_order_of_pages(
@@ -64,25 +36,6 @@ def test_bits_do_not_depend_on_the_order_of_pages(
 
 
 # --- the public function ---------------------------------------------------------------------
-
-
-def caches(layout: str = "bhnd", dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Three sequences of 4, 0 and 9 keys in caches of 12, and a new row of each."""
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(heads: int, length: int) -> Tensor:
-        x = torch.randn(3, heads, length, 8, generator=draw).to(dtype)
-        return x.transpose(1, 2).contiguous() if layout == "bnhd" else x
-
-    return {
-        "query": normal(4, 2),
-        "key_cache": normal(2, 12),
-        "value_cache": normal(2, 12),
-        "cache_seqlens": torch.tensor([4, 0, 9]),
-        "key": normal(2, 2),
-        "value": normal(2, 2),
-        "layout": layout,
-    }
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
@@ -332,56 +285,8 @@ def test_autocast_is_not_applied(backend: str) -> None:
 # --- compiled, transformed -------------------------------------------------------------------
 
 
-def step(append: bool) -> Callable[..., Tensor]:
-    def call(query: Tensor, keys: Tensor, values: Tensor, n: Tensor, k: Tensor, v: Tensor) -> Any:
-        new = {"key": k, "value": v} if append else {}
-        return decode_attention(query * 2, keys, values, n, is_causal=True, **new).sin()
-
-    return call
-
-
-def operands() -> list[Tensor]:
-    given = caches()
-    names = ("query", "key_cache", "value_cache", "cache_seqlens", "key", "value")
-    return [given[name] for name in names]
-
-
-@pytest.mark.parametrize("append", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_equals_eager_without_graph_breaks(
-    backend: str, append: bool, dynamic: bool
-) -> None:
-    compiled = torch.compile(step(append), fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    want, got = operands(), operands()
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(*got), step(append)(*want))
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)  # the cache, too
-    assert torch.equal(got[1], caches()["key_cache"]) == (not append)
-
-
-def test_opcheck(backend: str) -> None:
-    query, keys, values, lengths, key, value = operands()
-    slopes, values_of = torch.rand(1, 4), (0.3, 5, 0, 2.0, "")
-    args = (query, keys, values, lengths, None, None, slopes, *[None] * 6, *values_of)
-    torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
-    table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
-    more = (
-        torch.rand(1, 4),
-        torch.rand(1, 4, 25),
-        masks.cache_program("test", masks.causal(), query, 12, lengths),
-        torch.tensor([1, 0, 2]),
-        None,
-        None,
-    )
-    args = (query, keys, values, lengths, table, None, None, *more, *values_of)
-    torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
-    args = (keys, values, key, value, lengths, None, torch.tensor([2, 1, 0]), *[None] * 7, False)
-    torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
-
-
 def test_vmap(backend: str) -> None:
-    query, keys, values, lengths, _, _ = operands()
+    query, keys, values, lengths = list(caches().values())[:4]
     stacked = [torch.stack([query, -query]), torch.stack([keys, 2 * keys])]
 
     def call(query: Tensor, keys: Tensor) -> Tensor:
@@ -392,7 +297,7 @@ def test_vmap(backend: str) -> None:
 
 
 def test_the_operator_has_no_gradient() -> None:
-    query, keys, values, lengths, _, _ = operands()
+    query, keys, values, lengths = list(caches().values())[:4]
     query.requires_grad_()
     args = (query, keys, values, lengths, *[None] * 9, 0.3, -1, -1, 0.0, "")
     out, _ = torch.ops.fastattn.decode_attention(*args)

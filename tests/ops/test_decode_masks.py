@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastattn import decode_attention, explain, masks, scaled_dot_product_attention
+from fastattn import decode_attention, masks, scaled_dot_product_attention
 from fastattn.bias import T5, Window2d
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -126,21 +126,6 @@ def test_errors_of_draft_trees(visible: Any, error: type[Exception], message: st
         masks.draft_tree(visible)
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(backend: str, dynamic: bool) -> None:
-    def call(table: Tensor, ids: Tensor, cache_seqlens: Tensor, **given: Tensor) -> Tensor:
-        tree = masks.draft_tree(torch.ones(2, 2, device=ids.device).tril().bool())
-        mask = masks.document(ids) & masks.sliding_window(5, 0) & tree
-        bias = T5(table, False, 6)
-        lengths = {"cache_seqlens": cache_seqlens}
-        return decode_attention(**given, **lengths, mask=mask, relative_bias=bias).sin()
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    args, given = (torch.randn(8, 4), IDS), operands()
-    assert_close(compiled(*args, **given), call(*args, **given))
-
-
 def test_vmap(backend: str) -> None:
     given = operands()
 
@@ -151,11 +136,6 @@ def test_vmap(backend: str) -> None:
     examples = torch.randn(2, 3, 4, 2, 8), torch.randn(2, 4, 17)
     want = torch.stack([call(*pair) for pair in zip(*examples, strict=True)])
     assert_close(torch.vmap(call)(*examples), want)
-
-
-def test_explained() -> None:
-    options = {"relative_bias": torch.randn(4, 17), "mask": masks.causal()}
-    assert explain(decode_attention, **operands(), **options).runs == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import fenced
 import pytest
@@ -162,29 +161,6 @@ def test_nothing_outside_the_tensors(target: Target, generator: torch.Generator)
             out = encode_memory(bits.view(torch.int64), w, temporal=t)
             assert torch.equal(out, encode_memory(tokens, weight, temporal=temporal))
             out.backward(own(torch.ones_like(out)))
-
-
-def test_threads_give_the_same_bits(
-    target: Target, generator: torch.Generator, same_for_any_threads: Any
-) -> None:
-    for shape in ((40, 20, 9, 60, 50, None), (16, 20, 9, 60, 50, 4), (8, 20, 9, 60, 300, 2)):
-        tokens, weight, temporal = draw_sentences(shape, torch.float32, generator)
-        grad = torch.randn((shape[0], *temporal.shape), generator=generator)
-
-        def encode(w: Tensor, t: Tensor, tokens: Tensor = tokens) -> Tensor:
-            return encode_memory(tokens, w, temporal=t)
-
-        given = (encode, weight, temporal, grad)
-        same_for_any_threads(lambda given=given: results(*given))
-
-
-def test_a_sentence_does_not_depend_on_its_batch(
-    target: Target, generator: torch.Generator
-) -> None:
-    tokens, weight, _ = draw_sentences((6, 20, 9, 60, 50, 4), torch.float32, generator)
-    whole = encode_memory(tokens, weight)
-    for b in range(6):
-        assert torch.equal(encode_memory(tokens[b : b + 1, 3:5], weight), whole[b : b + 1, :, 3:5])
 
 
 @pytest.mark.parametrize(

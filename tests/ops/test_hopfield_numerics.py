@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,34 +11,11 @@ from torch import Tensor
 
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
-from fastattn.testing import Target
-from fastattn.testing.hopfield import (
-    HopfieldCase,
-    make_hopfield_inputs,
-)
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 
 test_case = within_the_bound("hopfield_retrieve")
-
-
-# Groups shared among threads, chunks of one memory, panels of queries.
-SCHEDULES = [
-    HopfieldCase(batch=20, queries=1, rows=50, width=20),
-    HopfieldCase(batch=1, heads=1, queries=2, rows=2500, width=40, mask="LN"),
-    HopfieldCase(batch=90, heads=1, queries=1, rows=1100, width=24, shared=True),
-    HopfieldCase(queries=70, rows=300, width=33, bias="BHLN"),
-]
-
-
-@pytest.mark.parametrize("case", SCHEDULES, ids=str)
-def test_threads_give_the_same_bits(
-    target: Target, case: HopfieldCase, same_for_any_threads: Any
-) -> None:
-    inputs = make_hopfield_inputs(case, torch.float32)
-    inputs.options["update_steps_eps"] = 0.3  # so that some rest before others
-    same_for_any_threads(lambda: inputs.results())
 
 
 GRADS = ("unroll", "one_step", "implicit")

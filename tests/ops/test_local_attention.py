@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from case_table import within_the_bound
@@ -105,18 +103,3 @@ def test_a_factor_that_requires_a_gradient_gets_one() -> None:
     with fastattn.use_backend("reference"):
         out, _ = local_attention(*leaves, padding, factor, OPTIONS)
     assert torch.autograd.grad(out.sum(), factor)[0].abs().sum() > 0
-
-
-def test_bits_do_not_depend_on_threads_or_batch_mates(same_for_any_threads: Any) -> None:
-    draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(6, n, 64, generator=draw) for n in (90, 300, 300))
-    positions = 300 * torch.rand(6, 90, generator=draw)
-    given = [x.requires_grad_() for x in (query, key, value, positions)]
-
-    def run(rows: slice) -> list[Tensor]:
-        leaves = [x.detach()[rows].requires_grad_() for x in given]
-        out = fastattn.luong_attention(*leaves[:3], window="local-p", positions=leaves[3])
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-
-    whole = same_for_any_threads(lambda: run(slice(None)))
-    assert all(torch.equal(x, y[2:3]) for x, y in zip(run(slice(2, 3)), whole, strict=True))

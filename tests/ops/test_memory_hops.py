@@ -203,20 +203,6 @@ def test_one_memory_for_all(engine: Target, normal: Callable[..., Tensor]) -> No
         torch.testing.assert_close(grad, results[0][1])
 
 
-def test_sizes_may_be_zero(engine: Target) -> None:
-    for batch, queries, rows, width in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)):
-        query = torch.ones(batch, queries, width, requires_grad=True)
-        for memory_batch in (1, batch):
-            memory = torch.ones(memory_batch, rows, width, requires_grad=True)
-            u, p = memory_hop_attention(query, memory, hops=2, need_weights=True)
-            assert u.shape == query.shape
-            assert p.shape == (batch, queries, 2, rows)
-            grads = torch.autograd.grad(u.sum(), (query, memory))
-            assert all(torch.isfinite(grad).all() for grad in grads)
-            if rows == 0:
-                assert torch.equal(u, query)
-
-
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
 def test_the_order_of_the_rows_does_not_matter(
     engine: Target, normalize: str, normal: Callable[..., Tensor], generator: torch.Generator

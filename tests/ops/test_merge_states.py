@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +18,6 @@ from fastattn import merge_states, scaled_dot_product_attention
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.testing import Target, targets
-from fastattn.testing.merge_states import (
-    MergeCase,
-    make_merge,
-)
 
 test_case = within_the_bound("merge_states")
 
@@ -59,22 +54,6 @@ def with_gradients(
 
 def exactly(leaves: list[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in leaves]
-
-
-@pytest.mark.parametrize("target", targets(), ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_for_any_threads_and_batch(
-    target: Target, dtype: torch.dtype, same_for_any_threads: Any
-) -> None:
-    case = MergeCase("bits", shape=(3, 7, 150, 40), empty=("a", "b", "both"), poison=True)
-    inputs = make_merge(case, dtype)
-    with target.active() as backend:
-        want = same_for_any_threads(lambda: inputs.results(backend))
-        for b, h in itertools.product(range(3), range(7)):
-            one = {name: x[b, h] for name, x in inputs.tensors.items()}
-            grads = {name: x[b, h] for name, x in inputs.grads.items()}
-            got = replace(inputs, tensors=one, grads=grads).results(backend)
-            assert all(torch.equal(got[name], want[name][b, h]) for name in want)
 
 
 @pytest.mark.parametrize("target", targets(), ids=str)

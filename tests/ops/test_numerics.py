@@ -139,7 +139,7 @@ def test_a_sequence_does_not_depend_on_its_batch_mates(
         case = replace(case, dropout_p=0.0)  # the draws are those of the place in the batch
     inputs = make_inputs(case, dtype)
     whole = inputs.results(native_backend)
-    shared = {"grad_mask"} if "b" not in case.mask_dims else set()  # a sum over the batch
+    shared = {"grad_attn_mask"} if "b" not in case.mask_dims else set()  # a sum over the batch
     for b in range(case.batch):
         alone = only(inputs, b).results(native_backend)
         mine = {name: x[b : b + 1] for name, x in whole.items() if name not in shared}
@@ -198,7 +198,7 @@ def test_the_order_of_the_keys_does_not_matter(any_backend: ModuleType, dtype: t
     found = moved.results(any_backend)
     for name in ("grad_key", "grad_value"):
         found[name] = found[name][:, :, back]
-    for name in ("weights", "grad_mask"):
+    for name in ("weights", "grad_attn_mask"):
         found[name] = found[name][..., back]
     judge(found, inputs)
 

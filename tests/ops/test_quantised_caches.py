@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from cache_calls import refused
+from cache_calls import LENGTHS, cache_operands, refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastattn import decode_attention, explain, use_backend
+from fastattn import decode_attention, use_backend
 from fastattn.backends.reference import quantise
 
 pytestmark = pytest.mark.usefixtures("seeded")
 FP8 = torch.float8_e4m3fn
+operands = functools.partial(cache_operands, cached=torch.int8)
 of_each_dtype = pytest.mark.parametrize("cached", [torch.int8, FP8], ids=["int8", "fp8"])
-
-
-@pytest.fixture
-def backend(backend: str) -> str:
-    if backend == "triton":
-        pytest.skip("it has no quantised caches")
-    return backend
 
 
 def test_a_backend_without_quantised_caches_says_so() -> None:
@@ -31,33 +26,6 @@ def test_a_backend_without_quantised_caches_says_so() -> None:
     del given["key"], given["value"]
     with use_backend("triton"), pytest.raises(RuntimeError, match="has no key_scales"):
         decode_attention(**given)
-
-
-LENGTHS = torch.tensor([4, 0, 9])
-
-
-def operands(
-    layout: str = "bhnd", paged: bool = False, cached: torch.dtype = torch.int8
-) -> dict[str, Any]:
-    """Three sequences in caches of 12 keys, and two new tokens of each."""
-
-    def laid_out(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).contiguous() if layout == "bnhd" else x
-
-    given: dict[str, Any] = {"cache_seqlens": LENGTHS, "layout": layout, "is_causal": True}
-    given["query"] = laid_out(torch.randn(3, 4, 2, 8))
-    for name in ("key", "value"):
-        given[name] = laid_out(torch.randn(3, 2, 2, 8))
-        numbers, scales = quantise(torch.randn(3, 2, 12, 8), cached)
-        scales = torch.where(torch.arange(12) < LENGTHS[:, None, None], scales, torch.nan)
-        if paged:  # 4 keys each
-            numbers, scales = (
-                x.unflatten(2, (3, 4)).transpose(1, 2).flatten(0, 1)[torch.arange(8, -1, -1)]
-                for x in (numbers, scales)
-            )
-            given["block_table"] = torch.arange(8, -1, -1).view(3, 3)
-        given[f"{name}_cache"], given[f"{name}_scales"] = laid_out(numbers), laid_out(scales)
-    return given
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +38,7 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
 def test_appends_in_place_and_attends(
     backend: str, layout: str, paged: bool, cached: torch.dtype
 ) -> None:
-    given = operands(layout, paged, cached)
+    given = operands(layout, paged=paged, cached=cached)
     version = given["key_scales"]._version
     out, lse = decode_attention(**given, return_lse=True)
     assert given["key_scales"]._version > version
@@ -150,38 +118,6 @@ def test_many_queries_and_wide_rows(backend: str, cached: torch.dtype) -> None:
         out = decode_attention(query, caches[0][0], caches[1][0], **named)
         want = decode_attention(query, *(x.float() * scale[..., None] for x, scale in caches))
         assert_close(out, want)
-
-
-@pytest.mark.sampled(1)
-@of_each_dtype
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(backend: str, dynamic: bool, cached: torch.dtype) -> None:
-    def call(**given: Any) -> Tensor:
-        return decode_attention(**given).sin()
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    want = operands(cached=cached)
-    got = copied(want)
-    assert_close(compiled(**got), call(**want))
-    for name in ("key_cache", "value_cache"):
-        assert torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))
-    for name in ("key_scales", "value_scales"):
-        assert_close(got[name], want[name], rtol=0, atol=0, equal_nan=True)
-
-
-def test_opcheck(backend: str) -> None:
-    """In int8: opcheck itself multiplies what it is given, which PyTorch cannot in float8."""
-    given = operands()
-    names = ("key_cache", "value_cache", "key", "value", "cache_seqlens")
-    scales = (given["key_scales"], given["value_scales"])
-    args = (*(given[n] for n in names), *[None] * 6, *scales, torch.tensor([1, 0, 2]), False)
-    torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
-
-
-@of_each_dtype
-def test_explained(cached: torch.dtype) -> None:
-    found = explain(decode_attention, **operands(cached=cached))
-    assert found.runs == "cpu"
 
 
 ROWS = torch.full((3, 2, 2, 8), torch.inf)

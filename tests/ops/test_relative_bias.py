@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastattn import explain, scaled_dot_product_attention, use_backend
+from fastattn import scaled_dot_product_attention, use_backend
 from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
@@ -170,28 +170,6 @@ def test_compiled_once_for_any_length() -> None:
     for n in (5, 6, 9):
         tensors = qkv(n, n, torch.float32)
         assert_close(call(*tensors), attend(*tensors, relative_bias=T5(table)))
-
-
-def test_bits_do_not_depend_on_threads_or_batch(threads: Callable[[int], Any]) -> None:
-    query, key, value = (torch.randn(3, 2, 700, 16).requires_grad_() for _ in range(3))
-    table = torch.randn(2, 1399, requires_grad=True)
-
-    def run(batch: slice) -> list[Tensor]:
-        out = attend(query[batch], key[batch], value[batch], relative_bias=table)
-        return [out, *torch.autograd.grad(out.sin().sum(), (query, table))]
-
-    threads(1)
-    alone, together = run(slice(0, 1)), run(slice(0, 3))
-    threads(5)
-    assert all(map(torch.equal, run(slice(0, 3)), together))
-    assert all(map(torch.equal, run(slice(0, 1)), alone))
-    assert torch.equal(alone[0][0], together[0][0])
-
-
-def test_explained() -> None:
-    told = explain("scaled_dot_product_attention", *qkv(), enable_gqa=True,
-                   relative_bias=torch.randn(4, 17).double())  # fmt: skip
-    assert told.runs == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,6 @@ def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
     torch.library.opcheck(backward_op, (*tensors, *PLAIN, 0, False, False, ""))
 
 
-def test_opcheck_in_16_bits() -> None:
-    tensors = [x.bfloat16().requires_grad_() for x in qkv()]
-    mask = torch.randn(5, 7).requires_grad_()[None, None]
-    args = forward_tensors(*tensors, attn_mask=mask)
-    torch.library.opcheck(forward_op, (*args, *PLAIN, 1, ""))
-
-
 def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(backend: str) -> None:
     mode = FakeTensorMode()
     for layout in LAYOUTS.values():

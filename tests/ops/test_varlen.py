@@ -74,15 +74,6 @@ def test_bitwise_what_a_sequence_alone_gives(
         assert torch.equal(found[name], want), name
 
 
-@kernels(torch.float32, torch.bfloat16)
-@ways
-def test_threads_give_the_same_bits(
-    target: Target, case: VarlenCase, dtype: torch.dtype, same_for_any_threads: Any
-) -> None:
-    inputs = make_varlen(case, dtype)
-    same_for_any_threads(lambda: inputs.results(target.module))
-
-
 # --- the public function ---------------------------------------------------------------------
 
 
@@ -179,3 +170,34 @@ def test_the_kernel_checks_what_compiled_code_gives_it() -> None:
             torch.ops.fastattn.varlen_attention(
                 x, x, x, ends, ends, *[None] * 5, 1.0, False, -1, -1, 0.0, 0.0, "cpu"
             )
+
+
+# --- torch.func ------------------------------------------------------------------------------
+
+
+def rows() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((5, 2, 3), (9, 1, 3), (9, 1, 2))
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+def test_slopes_have_a_gradient_by_the_reference() -> None:
+    slopes = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor([0, 3, 3, 4]), torch.tensor([0, 2, 4, 9])
+    assert torch.autograd.gradcheck(
+        lambda s: varlen_attention(*rows(), *ends, alibi_slopes=s), (slopes,)
+    )
+
+
+def test_vmap_of_gradients_over_the_ends(backend: str) -> None:
+    tensors = [torch.stack([x, -x]) for x in rows()]
+    ends, k_ends = torch.tensor([[0, 3, 3, 4], [0, 1, 2, 5]]), torch.tensor([0, 2, 4, 9])
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        return varlen_attention(q, k, v, ends, k_ends, is_causal=True).sin().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
+    want = [gradient(*(x[n] for x in tensors), ends[n]) for n in range(2)]
+    got = torch.vmap(gradient)(*tensors, ends)
+    torch.testing.assert_close(got, tuple(map(torch.stack, zip(*want, strict=True))))

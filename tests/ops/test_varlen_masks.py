@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastattn import explain, masks, scaled_dot_product_attention, varlen_attention
+from fastattn import masks, scaled_dot_product_attention, varlen_attention
 from fastattn.bias import T5, Window2d
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -130,12 +130,6 @@ def test_the_table_of_t5_has_the_bound_of_the_lengths_where_none_is_known() -> N
     assert_close(compiled(6, 5), call())
     with pytest.raises(ValueError, match="at least 11 distances for a sequence of 6 rows, got 5"):
         compiled(3, 3)
-
-
-def test_explained() -> None:
-    options = {"relative_bias": torch.randn(4, 13), "mask": masks.causal()}
-    found = explain(varlen_attention, *qkv(torch.float32), Q_ENDS, K_ENDS, **options)
-    assert found.runs == "cpu"
 
 
 def _blocks(length: int) -> masks.Mask:

@@ -10,12 +10,18 @@ from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
+import more_masks  # noqa: F401  (its kinds of masks)
 import torch
 
 from fastattn import testing
 from fastattn.testing import cases, decode, varlen
+from fastattn.testing.additive import AdditiveCase
 from fastattn.testing.cases import FLOATS, SCALED, Case
 from fastattn.testing.decode import DecodeCase
+from fastattn.testing.hopfield import HopfieldCase
+from fastattn.testing.memory_hops import HopCase
+from fastattn.testing.merge_states import MergeCase
+from fastattn.testing.sinusoidal import SinusoidalCase
 from fastattn.testing.varlen import PROGRAMS, VarlenCase
 
 
@@ -524,6 +530,31 @@ def _decoding_with_biases(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
     yield replace(both, name=f"{label}relative-no-sequences", lengths=())
 
 
+# Of other operators. Each once was the only case to find a bug put into the kernels.
+OTHERS: dict[str, list[Any]] = {
+    "additive_attention": [
+        AdditiveCase("mask-bool_rows", mask="bool_rows", mask_dims="qk"),
+        AdditiveCase("mask-nothing", mask="nothing", mask_dims="k"),
+        AdditiveCase("poison-padding", mask="padding", poison=True, weights=1),
+        AdditiveCase("causal-mask", causal="upper_left", mask="float_inf", q_len=40),
+        AdditiveCase("dropout-mask", dropout_p=0.3, mask="float_inf", causal="upper_left"),
+        AdditiveCase("mask-float32", mask="float", mask_float32=True),
+        AdditiveCase("no-key", q_len=3, k_len=0),
+        AdditiveCase("saturated", spreads=(1e4, 1e4), q_len=30, k_len=60),
+    ],
+    "hopfield_retrieve": [
+        HopfieldCase("bias", q_len=4, k_len=40, head_dim=65, steps=2, mask="float"),
+    ],
+    "memory_hop_attention": [
+        HopCase("shared", batch=5, rows=20, width=12, in_memory="1N"),
+        HopCase("linear", normalize="none", scale=0.2),
+        HopCase("relu", rows=17, width=15, in_memory="BKN", hop_proj="", activation="relu"),
+        HopCase("sigmoid", rows=17, width=31, activation="sigmoid", weights=True),
+        HopCase("per-hop", rows=64, width=16, hops=3, in_memory="BKN", out_memory="BKN"),
+    ],
+    "merge_states": [MergeCase("empty", empty=("a",), poison=True)],
+    "sinusoidal_encoding": [SinusoidalCase("negative", offset=-7, scale=8.0, padding_idx=-3)],
+}
 _MORE = {
     "scaled_dot_product_attention": [
         *(_head_dims(), _lengths(), _heads(), _masks(), _windows(), _options(), _sinks()),
@@ -532,6 +563,7 @@ _MORE = {
     ],
     "varlen_attention": [_packed(), varlen.mixed("more", 30)],
     "decode_attention": [_decoding(), decode.mixed("more", 100)],
+    **{op: [cases] for op, cases in OTHERS.items()},
 }
 PROOFS = {
     op: replace(proof, cases=(*chain(*_MORE.get(op, ())), *proof.cases))

@@ -10,12 +10,12 @@ import torch
 from attention_cases import PROOFS
 
 from fastattn.testing import Target, targets
-from fastattn.testing.cases import AnyCase
+from fastattn.testing.cases import NamedCase
 
 
 def within_the_bound(
     op: str, *strength: int, keep: Sequence[str] = ()
-) -> Callable[[AnyCase, torch.dtype, Target], None]:
+) -> Callable[[NamedCase, torch.dtype, Target], None]:
     """The test of all cases of an operator, on the reference too; ``sampled`` takes the rest."""
     # Targets are innermost, so that the results of the oracle are kept for as long as needed.
     everywhere = [
@@ -29,12 +29,12 @@ def within_the_bound(
 
     @pytest.mark.sampled(*strength, keep=keep)
     @pytest.mark.parametrize(("case", "dtype", "target"), everywhere)
-    def test_case(case: AnyCase, dtype: torch.dtype, target: Target) -> None:
+    def test_case(case: NamedCase, dtype: torch.dtype, target: Target) -> None:
         verdict = PROOFS[op](case, dtype, target)
         assert not verdict.declined, verdict.declined
         assert verdict.ok, "\n".join(verdict.faults)
 
-    found: Callable[[AnyCase, torch.dtype, Target], None] = test_case
+    found: Callable[[NamedCase, torch.dtype, Target], None] = test_case
     return found
 
 

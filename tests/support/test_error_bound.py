@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from child_process import run_python
+from mutant_judge import severity
 from torch import Tensor
 from within_bound import assert_right, assert_within_bound
 
@@ -129,17 +128,17 @@ def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
     noise = Noise(lambda: {"y": right * 1.0}, exact, torch.float32)
     verdict.judge({"y": right.float()}, exact, noise, dtypes)
     assert verdict.ok
-    assert verdict.severity == 0
+    assert severity(verdict) == 0
     for wrong in (right, right[:2].float()):
         other = Verdict()
         other.judge({"y": wrong}, exact, noise, dtypes)
-        assert other.severity == float("inf")
+        assert severity(other) == float("inf")
         assert "want torch.float32 [3]" in other.faults[0]
     verdict.judge({"y": right.float() + 1}, exact, noise, dtypes)
     assert not verdict.ok
-    assert 1e6 < verdict.severity < 1e8
+    assert 1e6 < severity(verdict) < 1e8
     verdict.faults.append("query was written to")
-    assert verdict.severity == float("inf")
+    assert severity(verdict) == float("inf")
 
 
 @dataclass(frozen=True)
@@ -183,13 +182,8 @@ print(json.dumps(found))
 
 
 def _noise_with(**settings: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **settings},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", _SCRIPT, **settings)
+    assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout)
     return found
 

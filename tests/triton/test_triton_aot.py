@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_process import run_python
 from required import REQUIRE_NATIVE
 
 TOOL = Path(__file__).parents[2] / "tools/triton_aot.py"
@@ -24,12 +22,7 @@ PRODUCTS = {"attention_forward", "attention_backward_query", "attention_backward
 def _compiled(*arguments: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None and not REQUIRE_NATIVE:
         pytest.skip("triton is not installed")
-    child = subprocess.run(
-        [sys.executable, str(TOOL), "--json", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-    )
+    child = run_python(str(TOOL), "--json", *arguments, TRITON_INTERPRET="0")
     assert child.returncode == 0, child.stderr[-3000:]
     return [json.loads(line) for line in child.stdout.splitlines()]
 

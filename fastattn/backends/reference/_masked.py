@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,12 +10,6 @@ INF = float("inf")
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def visible_pairs(distance: Tensor, mask: Tensor | None, left: int, right: int) -> Tensor | None:

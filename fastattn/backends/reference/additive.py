@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from fastattn.backends._precision import without_autocast
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.backends.reference._masked import (
@@ -16,7 +17,6 @@ from fastattn.backends.reference._masked import (
     softmax,
     visible_pairs,
     weighted_sum,
-    without_autocast,
 )
 from fastattn.backends.reference._vjp import gradients
 

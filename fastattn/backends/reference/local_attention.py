@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._lost import nan_where_lost
+from fastattn.backends._precision import without_autocast
 from fastattn.backends.primitives import LocalOptions
-from fastattn.backends.reference._masked import compute_dtype, without_autocast
+from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference._vjp import gradients
 
 __all__ = ["local_attention", "local_attention_backward"]

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.backends._partial import partial_gradients
+from fastattn.backends._precision import without_autocast
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.backends.reference._mask_program import visible_by_program
@@ -46,7 +47,6 @@ from fastattn.backends.reference._masked import (
     softmax,
     visible_pairs,
     weighted_sum,
-    without_autocast,
 )
 from fastattn.backends.reference._vjp import gradients
 
