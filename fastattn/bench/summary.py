@@ -41,15 +41,6 @@ def summarise(result: Result) -> list[Row]:
     return [row for cell in result.cells for row in rows_of(result, cell, usual)]
 
 
-def kept_rounds(result: Result) -> list[list[float]]:
-    """The samples used, in milliseconds, for each row of `summarise`."""
-    return [
-        [turn.ms[provider] for turn in _used(cell, provider)[0]]
-        for cell in result.cells
-        for provider in cell.outcomes
-    ]
-
-
 def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
     """The rounds of a provider that count, the number of discarded ones, and whether it is busy.
 

@@ -29,7 +29,7 @@ import torch
 from fastattn.bench import machine, ops, results
 from fastattn.bench.cells import Cell, make_inputs, output_names
 from fastattn.bench.gauges import Probe, Stopwatch, flush_caches, peak_extra_bytes, times_pushed
-from fastattn.bench.providers import Provider, load
+from fastattn.bench.providers import load
 
 START_SECONDS = 120.0
 ISA_VARIABLE = "FASTATTN_CPU_ISA"
@@ -126,7 +126,7 @@ WARMING = 0.01
 class Worker:
     """Serves one provider. `time` repeats the call that the last `prepare` returned."""
 
-    provider: Provider
+    provider: Any
     call: Callable[[], Any] | None = None
     inner = 1
     seconds = 0.0  # of one call, estimated

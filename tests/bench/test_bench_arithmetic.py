@@ -57,7 +57,7 @@ def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len:
 @pytest.mark.parametrize("mask", ops.get("varlen").MASKS)
 def test_pairs_of_packed_sequences_are_counted_within_each(mask: str) -> None:
     cell = cell_of("varlen", "B=3,H=2,L=29,S=5,D=4", mask=mask)
-    lengths = make_inputs(cell, 0)["ends"].diff().tolist()
+    lengths = make_inputs(cell, 0)["cu_seqlens_q"].diff().tolist()
     pairs = sum(len(seen(cell, range(n), n, n, 29 // 4)) for n in lengths)
     assert flops(cell) == 4 * 4 * 2 * pairs
 

@@ -89,7 +89,7 @@ class _LlamaDecode(Model):
 
         return call
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         cached = f"2 * B*N*Hkv*L * E // H + N * ({self.LAYER}) + {self.OTHER[0]}"
         return value_of(cached, cell), cell["B"] * cell["V"]
 

@@ -55,7 +55,8 @@ class Model(Operator):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         products = f"{self.TOKENS} * N * ({self.LAYER}) + {self.OTHER[1]}"
-        self.FLOPS = f"N * attention(pairs, E, E) + products({products})"
+        pairs = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
+        self.FLOPS = f"N * attention({pairs}, E, E) + products({products})"
         self.stopwatch = Stopwatch()
 
     # Defined by each model
@@ -120,11 +121,7 @@ class Model(Operator):
         except ImportError as error:
             raise ImportError(f"{self.FUNCTION} needs {self.INSTALL} ({error})") from error
 
-    def pairs(self, cell: Cell, pairs: int) -> int:
-        of_layer = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
-        return int(value_of(of_layer, cell, pairs=pairs))
-
-    def elements(self, cell: Cell) -> tuple[int, int]:
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
         tokens = value_of(self.TOKENS, cell) * cell["E"]
         return weights + tokens, tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-from fastattn.bench.ops._base import Forward, Inputs, Operator, Part, Twin, as_tuple
+from fastattn.bench.ops._base import Forward, Inputs, Operator, Part, Twin, as_tuple, value_of
 
 _FILES = {
     "ops.attention": "sdpa",
@@ -33,7 +33,7 @@ LOOPS = ("bahdanau_decoder",)  # around modules of the library
 OPS = tuple(name for name in _FILE_OF if name not in MODELS + LOOPS)
 
 __all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator", "Part", "Twin"]
-__all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
+__all__ += ["as_tuple", "get", "missing", "names_of", "resolve", "value_of"]
 
 
 @functools.cache

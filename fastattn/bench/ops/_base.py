@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import operator
 import random
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 import fastattn.nn
 from fastattn import _flops, compat
 from fastattn.backends import reference
+from fastattn.bench.ops._masks import lengths, padding_lengths
 from fastattn.library import operators
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ AT_ONCE = 1 << 23  # elements of the largest intermediate tensor of the float64 
 PAIRS_CHECKED = 1 << 26
 PAIRS_OF_FEW = 1 << 22
 _MULTIPLES = (("H", "Hkv"), ("E", "H"), ("Lk", "P"), ("I", "P"))
+# What a formula may name beside the sizes of a cell.
+_WORDS = ("mask", "weights", "option", "passes", "device")
 _RULES: dict[str, Callable[..., int]] = {
     "attention": _flops.attention_flops,
     "additive": _flops.additive_flops,
@@ -66,7 +70,9 @@ class Operator:
     ABOUT: str  # the equation, for `bench list`
     TORCH: str = "the equation: torch has no such function"  # what the provider `torch` runs
     SIZES: Mapping[str, int | str]  # keys of --shapes; a default is a number or another key
-    LIMITS: Mapping[str, int | str] = {}  # key: the number or the other key that it may not exceed
+    # Formulas, with a message each: of wrong cells, and of cells that PyTorch has nothing for.
+    REFUSED: Mapping[str, str] = {}
+    NOT_IN_TORCH: Mapping[str, str] = {}
     MASKS: Sequence[str] = ("none",)
     WEIGHTS: Sequence[str] = ("none",)
     OPTIONS: Sequence[str] = ("none",)
@@ -77,14 +83,14 @@ class Operator:
     OUTPUT = ""
     LEARNED: Mapping[str, str] = {}  # the other input that has one, with an option
     DERIVED: Mapping[str, Callable[[Cell], int]] = {}
-    # The tensors that the call takes by position, if not those of SHAPES; arguments of the call
-    # beside tensors and those that a mask or weights need, or functions of the cell.
-    ARGUMENTS: Sequence[str] = ()
+    # Arguments of the call beside the inputs and those that a mask or weights need, or functions of
+    # the cell.
     KEYWORDS: Mapping[str, Any] = {}
     ITEMS: tuple[str, str] | None = None  # a formula of what a call processes, and its unit
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
     # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1.
     FLOPS: str
+    READ: Mapping[str, str] = {}  # a size of inputs of which the result needs only so many rows
     # Whether `equation` is the definition, because the reference's needs far more work (all pairs
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
@@ -118,41 +124,37 @@ class Operator:
 
     def check(self, cell: Cell) -> None:
         """Raises ValueError, which names the keys, for sizes and options that do not match."""
-        for key, most in self.LIMITS.items():
-            if cell[key] > (limit := value_of(str(most), cell)):
-                at_most = most if isinstance(most, int) else f"{most}={limit}"
-                raise ValueError(f"{key}={cell[key]} is more than {at_most}")
         for whole, part in _MULTIPLES:
             if cell.sizes.get(part) and cell.sizes.get(whole, 0) % cell[part]:
                 raise ValueError(f"{whole}={cell[whole]} is not a multiple of {part}={cell[part]}")
+        for message in _messages(self.REFUSED, cell):
+            raise ValueError(message)
+
+    def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
+        """The positions of the queries and the number of keys, for each sequence."""
+        queries, keys = lengths(cell)
+        padded = cell.mask == "padding"
+        counts = padding_lengths(cell["B"], keys) if padded else [keys] * cell.sizes.get("B", 1)
+        return [(torch.arange(queries), count) for count in counts]
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         """The operations of the forward and of the backward pass."""
         counts = []
         for backward in (0, 1):
             rules = {n: functools.partial(f, backward=bool(backward)) for n, f in _RULES.items()}
-            names = {"pairs": self.pairs(cell, pairs), "backward": backward, **rules}
-            counts.append(int(value_of(self.FLOPS, cell, **names)))
+            counts.append(int(value_of(self.FLOPS, cell, pairs=pairs, backward=backward, **rules)))
         return counts[0], counts[1]
 
-    def pairs(self, cell: Cell, pairs: int) -> int:
-        """The visible pairs of one head over the batch, unless the mask alone decides them."""
-        return pairs
-
-    def shape(self, cell: Cell, sizes: str) -> list[int]:
-        """The shape that an entry of SHAPES, or OUTPUT, describes."""
+    def shape(self, cell: Cell, sizes: str, **read: int) -> list[int]:
+        """The shape that an entry of SHAPES, or OUTPUT, describes; `read` replaces sizes."""
         derived = {name: size(cell) for name, size in self.DERIVED.items()}
         sizes = sizes or next(iter(self.SHAPES.values()))
-        return [value_of(size, cell, **derived) for size in sizes.split()]
+        return [value_of(size, cell, **derived | read) for size in sizes.split()]
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         """The number of elements of all inputs, and of the output."""
-        inputs = (math.prod(self.shape(cell, sizes)) for sizes in self.SHAPES.values())
+        inputs = (math.prod(self.shape(cell, sizes, **read)) for sizes in self.SHAPES.values())
         return sum(inputs), math.prod(self.shape(cell, self.OUTPUT))
-
-    def unread(self, cell: Cell) -> int:
-        """The number of elements of the inputs that the result does not depend on."""
-        return 0
 
     # Inputs and calls
 
@@ -171,16 +173,16 @@ class Operator:
 
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments of the library's function: what it accepts of the cell and the inputs."""
-        placed = self.ARGUMENTS or tuple(self.SHAPES)
-        accepted = inspect.signature(getattr(fastattn, self.FUNCTION)).parameters
+        parameters = inspect.signature(getattr(fastattn, self.FUNCTION)).parameters
+        placed = [name for name, of in parameters.items() if of.default is of.empty]
         heads = cell.sizes.get("H")
-        given: dict[str, Any] = {
+        known: dict[str, Any] = {
             "is_causal": cell.mask == "causal",
             "enable_gqa": cell.sizes.get("Hkv", heads) != heads,
             "need_weights": cell.weights != "none",
-            **{name: tensor for name, tensor in x.items() if name not in placed},
+            **x,
         }
-        options = {name: value for name, value in given.items() if name in accepted}
+        options = {name: known[name] for name in parameters if name in known.keys() - set(placed)}
         own = {name: of(cell) if callable(of) else of for name, of in self.KEYWORDS.items()}
         return [x[name] for name in placed], options | own
 
@@ -209,7 +211,7 @@ class Operator:
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """The reasons why PyTorch has nothing for this cell."""
-        return []
+        return _messages(self.NOT_IN_TORCH, cell)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
@@ -280,20 +282,19 @@ class Operator:
         most = PAIRS_OF_FEW if few else PAIRS_CHECKED
         if pairs <= most or cell.option in self.JOINT:
             return [{}]
-        units = [(b, h) for b in range(cell["B"]) for h in range(cell["Hkv"] if keys[1:] else 1)]
+        units = [*itertools.product(*(range(cell[key]) for key in keys))]
         chosen = random.Random(seed).sample(units, max(1, most * len(units) // pairs))
         return [
-            {key: range(n, n + 1) for key, n in zip(keys, unit, strict=False)}
+            {key: range(n, n + 1) for key, n in zip(keys, unit, strict=True)}
             for unit in sorted(chosen)
         ]
 
     def coverage(self, cell: Cell, parts: Sequence[Part]) -> str:
         """What was compared, for the result file."""
-        if not parts[0]:
+        if not (keys := [*parts[0]]):
             return "all"
-        if len(parts[0]) == 1:
-            return f"{len(parts)} of {cell['B']} sequences"
-        return f"{len(parts)} of {cell['B'] * cell['Hkv']} (sequence, head)"
+        what = "(sequence, head)" if "Hkv" in keys else "sequences"
+        return f"{len(parts)} of {math.prod(cell[key] for key in keys)} {what}"
 
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
         """The sizes of an input or an output; those of a mask are its last ones."""
@@ -339,8 +340,8 @@ class Module(Operator):
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         return (*self.SHAPES, *_parameter_shapes(self, cell))
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        arguments, output = super().elements(cell)
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
+        arguments, output = super().elements(cell, **read)
         return arguments + sum(map(math.prod, _parameter_shapes(self, cell).values())), output
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
@@ -408,8 +409,16 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 def value_of(formula: str, cell: Cell, **names: Any) -> Any:
     """The value of a formula in an operator's declaration."""
-    known = {"min": min, "max": max, "option": cell.option, **cell.sizes, **names}
-    return eval(formula, {"__builtins__": {}}, known)
+    return eval(formula, {"__builtins__": {}}, {"min": min, "max": max, **_names(cell), **names})
+
+
+def _messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
+    found = (message for formula, message in formulas.items() if value_of(formula, cell))
+    return [message.format(**_names(cell)) for message in found]
+
+
+def _names(cell: Cell) -> dict[str, Any]:
+    return {**{name: getattr(cell, name) for name in _WORDS}, **cell.sizes}
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn.bench.cells import Cell, Draw
 from fastattn.bench.ops._base import Inputs, Module, Operator
+from fastattn.bench.ops._masks import visible
 from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import HeadNetwork
 
@@ -46,11 +47,9 @@ class _Stats(Operator):
     """
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        shape, visible = (cell["Lq"], cell["Lk"]), None
-        if cell.mask == "causal":
-            visible = torch.ones(shape, dtype=torch.bool, device=x.query.device).tril()
         key = x.key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
-        weights = softmax_weights(x.query, key, visible)
+        seen = visible(cell, torch.arange(cell["Lq"]), cell["Lk"])
+        weights = softmax_weights(x.query, key, None if seen is None else seen.to(key.device))
         found = [weights.sum(-2), torch.special.entr(weights).sum(-1)]
         found += [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
         return torch.cat(found, -1)
@@ -67,7 +66,7 @@ ATTENTION_STATS = _Stats(
     ABOUT="column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
     "[B, H, Lq, D], [B, Hkv, Lk, D]",
     SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "K": 0},
-    LIMITS={"K": "Lk"},
+    REFUSED={"K > Lk": "K={K} is more than Lk={Lk}"},
     MASKS=("none", "causal"),
     PASSES=("fwd",),
     SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D"},
