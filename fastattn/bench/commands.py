@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.bench import machine, ops, recording, results, runner, stats, summary
+from fastattn.bench import machine, ops, recording, results, runner, summary
 from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
-from fastattn.bench.results import CellResult, Result
+from fastattn.bench.results import QUIET_SHARE, CellResult, Result
 from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names
-from fastattn.bench.stats import QUIET_SHARE
 from fastattn.bench.summary import Row, summarise
 from fastattn.bench.worker import usable_cpus
 
@@ -276,9 +275,9 @@ def compare(args: argparse.Namespace) -> int:
     print(f"{'before':>9} {'after':>9}  {'times as good':<23} {args.metric} of")
     for name, old, new, ratio, low, high, busy in sorted(found, key=lambda change: change.ratio):
         interval = f"{ratio:5.2f}× [{low:.2f}, {high:.2f}]"
-        verdict = stats.verdict(low, high) + ", busy" * busy
+        verdict = results.verdict(low, high) + ", busy" * busy
         print(f"{old:>9.3g} {new:>9.3g}  {interval:<23} {name}: {verdict}")
-    count = Counter(stats.verdict(change.low, change.high) for change in found)
+    count = Counter(results.verdict(change.low, change.high) for change in found)
     print(
         f"{len(found)} rows: {count['FASTER']} better, {count['SLOWER']} worse, "
         f"{count['SAME']} the same, {count['UNSURE']} unsure."

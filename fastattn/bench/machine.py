@@ -24,7 +24,6 @@ import torch
 
 from fastattn._processor import described
 from fastattn._version import __version__
-from fastattn.bench.gauges import last_level_bytes
 from fastattn.bench.results import Peak
 
 # The instruction sets that affect the speed of attention, out of a processor's long list.
@@ -45,6 +44,9 @@ _GENERATIONS: tuple[tuple[str, int, Collection[int], str], ...] = (
     ("GenuineIntel", 6, (0xCF,), "emerald-rapids"),
     ("GenuineIntel", 6, (0xAD, 0xAE), "granite-rapids"),
 )
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE = 32 << 20
+_BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # The strongest of these is part of the folder name.
 _NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
 # The parts of a processor's name that do not identify it.
@@ -72,6 +74,15 @@ def processor_slug(environment: Mapping[str, Any]) -> str:
 
 def _slug(name: str) -> str:
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def last_level_bytes() -> int:
+    """The size of the largest cache of a processor; 32 MB if the system does not report it."""
+    try:
+        texts = [(index / "size").read_text().strip() for index in _CACHES.glob("index*")]
+        return max(int(text[:-1]) * _BYTES[text[-1]] for text in texts)
+    except (OSError, ValueError, KeyError, IndexError):
+        return _UNKNOWN_CACHE
 
 
 def describe_environment(device: str = "cpu") -> dict[str, Any]:

@@ -11,11 +11,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastattn.bench import ops, stats
+from fastattn.bench import ops, results
 from fastattn.bench.cells import Cell, options_in_words
 from fastattn.bench.machine import KIND_OF_DTYPE, KINDS, words_of
-from fastattn.bench.results import CellResult, Result, Round
-from fastattn.bench.stats import MIN_KEPT, Usual, quiet_rounds, speedup, usual_states
+from fastattn.bench.results import (
+    MIN_KEPT,
+    CellResult,
+    Result,
+    Round,
+    Usual,
+    quiet_rounds,
+    speedup,
+    usual_states,
+)
 
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
@@ -84,7 +92,7 @@ def option_words(row: Row) -> list[str]:
 
 def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: str) -> Row:
     samples = [turn.ms[provider] for turn in rounds]
-    ms, (low, high) = stats.median(samples), stats.median_interval(samples)
+    ms, (low, high) = results.median(samples), results.median_interval(samples)
     intensity, gflops = found.flops / found.bytes_touched, found.flops / ms / 1e6
     metrics: Row = {
         "ms": ms,
@@ -92,8 +100,8 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
         "ms_high": high,
         "gflops": gflops,
         "intensity": intensity,
-        "ms_q1": stats.quantile(samples, 0.25),
-        "ms_q3": stats.quantile(samples, 0.75),
+        "ms_q1": results.quantile(samples, 0.25),
+        "ms_q3": results.quantile(samples, 0.75),
         "gbs": found.bytes_touched / ms / 1e6,
     }
     # Other machines of a host share its memory, so the bandwidth varies within a run. Files without
@@ -103,23 +111,23 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
     from_memory = is_from_memory(result, found) and min(read) > 0
     if from_memory:
         shares = [found.bytes_touched / x / 1e4 / of for x, of in zip(samples, read, strict=True)]
-        metrics["percent_of_bandwidth"] = stats.median(shares)
+        metrics["percent_of_bandwidth"] = results.median(shares)
     if KIND_OF_DTYPE[found.cell.dtype] in result.peaks:
         peaks = [turn.peak for turn in rounds]
         percents = [found.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
-        low, high = stats.median_interval(percents)
-        metrics["peak_gflops"] = roof = stats.median(peaks)
-        metrics["percent_of_peak"] = stats.median(percents)
+        low, high = results.median_interval(percents)
+        metrics["peak_gflops"] = roof = results.median(peaks)
+        metrics["percent_of_peak"] = results.median(percents)
         metrics["percent_low"], metrics["percent_high"] = low, high
         metrics["impossible"] = low > _highest_percent(result, found)
         if from_memory:
-            roof = min(roof, stats.median(read) * intensity)
+            roof = min(roof, results.median(read) * intensity)
         metrics["roof_gflops"], metrics["percent_of_roof"] = roof, 100 * gflops / roof
     if (items := ops.get(found.cell.op).items(found.cell)) is not None:
         metrics["items_per_second"], metrics["item"] = items[0] / ms * 1e3, items[1]
     # Of a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
     if attention := [turn.attention[provider] for turn in rounds if provider in turn.attention]:
-        metrics["attention_share"] = share = stats.median(attention)
+        metrics["attention_share"] = share = results.median(attention)
         metrics["speedup_limit"] = 1 / (1 - share) if share < 1 else None
     return metrics
 

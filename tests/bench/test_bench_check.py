@@ -15,8 +15,8 @@ from bench_results import SMALL, TINY, cell_of
 from fastattn import dispatch
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops, make_inputs, output_names
-from fastattn.bench.oracle import Oracle
 from fastattn.bench.providers import leave, load
+from fastattn.bench.runner import Oracle
 
 # Sizes that are 0 unless given, memories of one for all, and longer rows.
 MORE = [

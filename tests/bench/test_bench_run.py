@@ -146,17 +146,6 @@ def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: 
     assert small["ms"] > 0
 
 
-@pytest.mark.slow
-def test_a_run_that_measured_nothing_has_failed(
-    fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = (*TINY_RUN, "--shapes", "H=1,L=4", "--out", str(tmp_path))
-    assert bench(*run, "--providers", "fakes.missing") == commands.FAULTS
-    assert "Nothing was measured" in capsys.readouterr().err
-    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert "no wheel for this machine" in row["reason"]
-
-
 @pytest.mark.complete
 def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -246,8 +235,8 @@ def test_a_run_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy this machine is, the first run counts; the last one is measured again.
-    monkeypatch.setattr("fastattn.bench.stats.QUIET", 0.0)
-    monkeypatch.setattr("fastattn.bench.stats.QUIET_SHARE", 0.0)
+    monkeypatch.setattr("fastattn.bench.results.QUIET", 0.0)
+    monkeypatch.setattr("fastattn.bench.results.QUIET_SHARE", 0.0)
     monkeypatch.setattr("fastattn.bench.machine._commit", lambda: None)  # somebody edits
     run = (*TINY_RUN, "--out", str(tmp_path))
     assert bench(*run, "--shapes", "H=1,L=4") == commands.OK
@@ -262,7 +251,7 @@ def test_a_run_is_resumed(
     assert "--resume: give the --out DIR" in capsys.readouterr().err
     assert len(results.load(tmp_path / "results.json").cells) == 2  # a refusal destroys nothing
     assert (tmp_path / "results.md").read_text().startswith("| cell")
-    monkeypatch.setattr("fastattn.bench.stats.QUIET", 2.0)  # no machine is so quiet
+    monkeypatch.setattr("fastattn.bench.results.QUIET", 2.0)  # no machine is so quiet
     assert bench(*run, "--shapes", "H=1,L=4|5", "--resume") == commands.OK
     again = results.load(tmp_path / "results.json")
     assert again.cells[0].rounds != both.cells[0].rounds

@@ -13,7 +13,7 @@ from within_bound import assert_within_bound
 
 from fastattn import attention_stats, scaled_dot_product_attention
 from fastattn.backends import reference
-from fastattn.bench.gauges import peak_extra_bytes
+from fastattn.bench.worker import peak_extra_bytes
 from fastattn.testing import Noise
 
 CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {

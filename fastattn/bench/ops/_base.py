@@ -9,6 +9,7 @@ import itertools
 import math
 import operator
 import random
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from fastattn.library import operators
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell, Draw
-    from fastattn.bench.gauges import Stopwatch
 
 Forward = Callable[[], Any]  # returns the output, or a tuple that begins with it
 Part = Mapping[str, range]  # of a cell: the places along some of its sizes
@@ -41,6 +41,21 @@ _RULES: dict[str, Callable[..., int]] = {
     "additive": _flops.additive_flops,
     "products": _flops.product_flops,
 }
+
+
+class Stopwatch:
+    """The total seconds between `start` and `stop`: measures a part of a call."""
+
+    seconds = began = 0.0
+    is_running = False
+
+    def start(self) -> None:
+        self.is_running = True
+        self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        self.seconds += time.perf_counter() - self.began
+        self.is_running = False
 
 
 class Inputs(dict[str, Tensor]):
