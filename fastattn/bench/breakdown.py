@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
+from fastattn._table import as_text
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
 from fastattn.bench.machine import describe_environment
@@ -122,16 +123,13 @@ def columns(result: Result) -> list[str]:
     return [*BUDGET, *(name for name in BESIDE if name in measured)]
 
 
-def lines(result: Result) -> list[str]:
-    """A table in microseconds."""
-    names = columns(result)
-    texts = ["".join(f"{name:>15}" for name in names) + "  us of"]
-    for found in result.cells:
-        if found.rounds:
-            times = microseconds(found)
-            numbers = "".join(f"{times.get(name, math.nan):15.1f}" for name in names)
-            texts.append(f"{numbers}  {found.cell.name}")
-    return texts
+def table(result: Result) -> str:
+    """In microseconds."""
+    names, rows = columns(result), []
+    for found in (found for found in result.cells if found.rounds):
+        times = microseconds(found)
+        rows.append([*(f"{times.get(name, math.nan):.1f}" for name in names), found.cell.name])
+    return as_text([[*names, "us of"], *rows])
 
 
 def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) -> Result:

@@ -346,7 +346,7 @@ def breakdown(args: argparse.Namespace) -> int:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
     check_picture(args.plot)
     result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
-    print("\n".join(parts.lines(result)))
+    print(parts.table(result))
     if path := placed(args.json):
         _written(path, lambda path: results.save_json(result, summarise(result), path))
     if args.plot:

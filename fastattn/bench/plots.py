@@ -21,6 +21,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fastattn._table import as_html
 from fastattn.bench import breakdown as parts
 from fastattn.bench import summary
 from fastattn.bench.machine import KIND_OF_DTYPE
@@ -216,9 +217,7 @@ th, td {{ border-bottom: 1px solid #8886; padding: .3rem .35rem; text-align: lef
 <ul>{closing}</ul>
 {plots}
 <h2>All rows</h2>
-<table>
 {table}
-</table>
 <h2>Conditions</h2>
 <pre>{facts}</pre>
 </body></html>
@@ -233,13 +232,12 @@ def report(result: Result, path: Path, title: str) -> None:
     rows, text = summarise(result), html.escape
     facts = {name: getattr(result, name) for name in ("environment", "settings", "providers")}
     facts["peaks"] = {kind: vars(peak) for kind, peak in result.peaks.items()}
-    lines = summary.lines(rows, _METRICS)
     page = _PAGE.format(
         title=text(title),
         conditions=text(summary.conditions(result)),
         closing="".join(f"<li>{text(line)}" for line in summary.closing(result, rows)),
         plots="\n".join(f"<h2>{words}</h2>{_svg(result, kind)}" for kind, words in _TITLES.items()),
-        table="\n".join("<tr>" + "".join(f"<td>{text(x)}" for x in line) for line in lines),
+        table=as_html(summary.lines(rows, _METRICS)),
         facts=text(json.dumps(facts, indent=1)),
     )
     path.write_text(page, encoding="utf-8")

@@ -65,7 +65,6 @@ class Round:
     share          the least share of its threads' time that a measurement of the peak received
     attention      the share of a whole model's time that its attention took
     read           the read bandwidth measured after it, in GB/s; 0 unless data comes from memory
-    guard_seconds  the duration of the second measurement: about that of a provider's sample
     probes         microseconds of a short kernel just before and just after the sample; none on
                    a GPU and in older files
     pushed         how often a second the sample's threads lost a core to another process
@@ -74,7 +73,6 @@ class Round:
     guard: Sequence[float]
     ms: dict[str, float]
     share: float = 1.0
-    guard_seconds: float = 0.01
     attention: dict[str, float] = field(default_factory=dict)
     read: float = 0.0
     probes: dict[str, list[float]] = field(default_factory=dict)
@@ -202,12 +200,11 @@ def _cell(cell: Any, outcomes: Any, rounds: Any, **counts: int) -> CellResult:
     return CellResult(Cell.from_json(cell), outcomes=found, rounds=turns, **counts)
 
 
-# Statistics. Times and shares of the peak are absolute, so the peaks beside a round must show that
-# the machine was undisturbed. A ratio needs less: that both of its samples ran in the same state of
-# the cores, which is the usual one of the run.
+# Statistics
+
 
 CONFIDENCE = 0.95
-FEWEST = 3  # with fewer samples there is no interval
+MIN_KEPT = 3  # with fewer samples there is no interval
 # Quantiles of Student's t for intervals of 95 % of three to five samples.
 _STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
 # Times within this ratio are called the same, however narrow their interval is.
@@ -257,7 +254,6 @@ STEADY = 0.75
 # ... and if its threads received this share of their cores: sharing one of two cores with another
 # process leaves three quarters, and waking the threads takes up to a tenth of a short measurement.
 QUIET_SHARE = 0.8
-MIN_KEPT = FEWEST
 # Samples are compared if their probes took at most this many times as long as usual in the run, and
 # if their threads lost a core at most as many times as often, or at most once in a sample of 20 ms.
 COMPARABLE = 1.25
@@ -286,22 +282,23 @@ def usual_states(cells: Iterable[CellResult]) -> dict[str, Usual]:
 
     A machine that is busy most of the time is so compared with itself.
     """
-    probes: dict[str, list[float]] = {}
-    pushed: dict[str, list[float]] = {}
-    for turn in (turn for cell in cells for turn in cell.rounds):
-        for name, beside in turn.probes.items():
-            probes.setdefault(name, []).extend(beside)
-            pushed.setdefault(name, []).append(turn.pushed[name])
-    quartiles = ({name: quantile(x, 0.25) for name, x in of.items()} for of in (probes, pushed))
-    probe, often = quartiles
-    return {name: Usual(probe[name], often[name]) for name in probes}
+    rounds = [turn for cell in cells for turn in cell.rounds if turn.probes]
+    usual = {}
+    for name in dict.fromkeys(name for turn in rounds for name in turn.probes):
+        beside = [probe for turn in rounds for probe in turn.probes.get(name, ())]
+        pushed = [turn.pushed[name] for turn in rounds if name in turn.probes]
+        usual[name] = Usual(quantile(beside, 0.25), quantile(pushed, 0.25))
+    return usual
 
 
-def slowness(turn: Round, name: str, usual: Mapping[str, Usual]) -> float:
+def slowness(turn: Round, names: Collection[str], usual: Mapping[str, Usual]) -> float:
     """How many times as slow as usual the cores were during a sample, at most `SLOWEST`."""
-    if turn.pushed[name] > PUSHED + COMPARABLE * usual[name].pushed:
-        return SLOWEST
-    return min(SLOWEST, sum(turn.probes[name]) / 2 / usual[name].probe)
+    slowest = 0.0
+    for name in usual.keys() & set(names):
+        is_pushed = turn.pushed[name] > PUSHED + COMPARABLE * usual[name].pushed
+        probe = sum(turn.probes[name]) / 2 / usual[name].probe
+        slowest = max(slowest, SLOWEST if is_pushed else probe)
+    return min(SLOWEST, slowest)
 
 
 def comparable_rounds(
@@ -311,17 +308,9 @@ def comparable_rounds(
 
     Where samples have no probes, the guards beside the round decide.
     """
-    if not usual:
-        return _with(quiet_rounds(rounds), names)
-    return [turn for turn in _with(rounds, names) if _slowest(turn, names, usual) <= COMPARABLE]
-
-
-def _slowest(turn: Round, names: Collection[str], usual: Mapping[str, Usual]) -> float:
-    return max(slowness(turn, name, usual) for name in names)
-
-
-def _with(rounds: list[Round], names: Collection[str]) -> list[Round]:
-    return [turn for turn in rounds if turn.ms.keys() >= set(names)]
+    chosen = rounds if usual else quiet_rounds(rounds)
+    both = [turn for turn in chosen if turn.ms.keys() >= set(names)]
+    return [turn for turn in both if slowness(turn, names, usual) <= COMPARABLE]
 
 
 def speedup(
@@ -332,13 +321,13 @@ def speedup(
     If too few rounds are comparable, all of them count. What slowed the probes down may have slowed
     one of the providers down as much and the other not, so the interval is as much wider.
     """
-    names = (baseline, provider)
-    chosen, wider = comparable_rounds(rounds, names, usual), 1.0
+    names, wider = (baseline, provider), 1.0
+    chosen = comparable_rounds(rounds, names, usual)
     if not (comparable := len(chosen) >= MIN_KEPT):
-        if not (chosen := _with(rounds, names)):
+        chosen = [turn for turn in rounds if turn.ms.keys() >= set(names)]
+        if not chosen:
             return None
-        if usual:
-            wider = max(1.0, median([_slowest(turn, names, usual) for turn in chosen]))
+        wider = max(1.0, median([slowness(turn, names, usual) for turn in chosen]))
     ratios = [turn.ms[baseline] / turn.ms[provider] for turn in chosen]
     low, high = median_interval(ratios)
     low, high = low / wider, high * wider
@@ -347,5 +336,5 @@ def speedup(
         "speedup_low": low,
         "speedup_high": high,
         "comparable": comparable,
-        "verdict": verdict(low, high) if len(ratios) >= FEWEST else "UNSURE",
+        "verdict": verdict(low, high) if len(ratios) >= MIN_KEPT else "UNSURE",
     }

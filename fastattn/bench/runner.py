@@ -88,7 +88,8 @@ class Oracle:
         judged = {name: x for name, x in outputs.items() if name not in unjudged}
         sampled = _joined([self.op.taken(self.cell, judged, part) for part in self.parts])
         for name, got in sampled.items():
-            want, dtype = self.reference[name], self.op.dtype_of(name, self.dtype)
+            want = self.reference[name]
+            dtype = self.inputs.get(name.removeprefix("grad_"), self.inputs.grad_out).dtype
             if got.shape != want.shape or got.dtype != dtype:
                 is_what = f"{got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
                 reason = f"{name} is {is_what}"
@@ -104,7 +105,7 @@ class Oracle:
 
     def _expected(self, parts: Sequence[Part]) -> Outputs:
         taken = (ops.Inputs(self.op.taken(self.cell, self.inputs, part)) for part in parts)
-        return _joined([self.op.expected(self.cell, self.op.in_double(x)) for x in taken])
+        return _joined([self.op.expected(self.cell, x) for x in taken])
 
 
 def _joined(parts: Sequence[Outputs]) -> Outputs:
@@ -138,7 +139,6 @@ class Runner:
         self.cpus = usable_cpus(settings.threads)
         self.workers: dict[str, WorkerProcess] = {}
         self.random = random.Random(settings.seed)
-        self.oracle: Oracle | None = None
         self.sample_seconds: dict[str, float] = {}  # the last sample of each provider
 
     def run(self) -> Result:
@@ -269,7 +269,7 @@ class Runner:
             return
         try:
             found.flops = flops(found.cell, seed)
-            oracle = self._oracle_for(found.cell)
+            oracle = Oracle(found.cell, seed)
         except (RuntimeError, MemoryError) as error:  # such as too little memory
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             reason = f"the fp64 reference cannot be computed: {first_line}"
@@ -282,15 +282,6 @@ class Runner:
                 outcome = oracle.check(torch.load(io.BytesIO(reply["outputs"])))
                 outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
                 found.outcomes[name], self.sample_seconds[name] = outcome, reply["seconds"]
-
-    def _oracle_for(self, cell: Cell) -> Oracle:
-        """The expected outputs; those of fwd+bwd are used for all passes of a shape."""
-        forward = _with_pass(cell, "fwd")
-        passes = {c.passes for c in self.settings.cells if _with_pass(c, "fwd") == forward}
-        wanted = forward if passes == {"fwd"} else _with_pass(cell, "fwd+bwd")
-        if self.oracle is None or self.oracle.cell != wanted:
-            self.oracle = Oracle(wanted, self.settings.seed)
-        return self.oracle
 
     def _rounds(self, found: CellResult, end: float) -> None:
         if not found.ready():
@@ -306,7 +297,7 @@ class Runner:
             turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):
                 self._time(name, found, turn)
-            turn.guard_seconds = seconds = self._guard_seconds(found)
+            seconds = self._guard_seconds(found)
             after = self._peak(kind, seconds)
             turn.guard, turn.share = (before[0], after[0]), min(before[1], after[1])
             if is_from_memory(self.result, found):
@@ -339,7 +330,3 @@ def _has_rounds(found: CellResult, count: int, cells: list[CellResult]) -> bool:
     comparable = results.comparable_rounds(found.rounds, found.ready(), results.usual_states(cells))
     quiet = results.quiet_rounds(found.rounds)
     return len(comparable) >= count and len(quiet) >= min(count, MIN_KEPT)
-
-
-def _with_pass(cell: Cell, passes: str) -> Cell:
-    return dataclasses.replace(cell, passes=passes, preset="", label="")

@@ -299,28 +299,27 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
         )
     faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
     sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
-    skipped = sum(map(was_skipped, result.cells)) if result.ended == "complete" else 0
-    busy = "so do not trust their ms, GFLOP/s and % of peak."
-    notes = {
+    is_complete = result.ended == "complete"
+    skipped = [found for found in result.cells if is_complete and was_skipped(found)]
+    counts = {
         "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations or the "
-        "peak is wrong.": sum(bool(row["impossible"]) for row in rows),
-        "cells were not measured: the time budget was used up (--time-budget).": skipped,
+        "peak is wrong.": len([row for row in rows if row["impossible"]]),
+        "cells were not measured: the time budget was used up (--time-budget).": len(skipped),
         "samples of busy rounds are left out of ms, GFLOP/s and % of peak.": sum(
             row["discarded"] or 0 for row in rows
         ),
-        f"rows are busy: something else used the cores in most of their rounds, {busy}": sum(
-            bool(row["busy"]) for row in rows
-        ),
-        "speed-ups are of disturbed rounds, so their intervals are wide.": sum(
-            not row["comparable"] for row in compared
+        "rows are busy: something else used the cores in most of their rounds, so do not trust "
+        "their ms, GFLOP/s and % of peak.": len([row for row in rows if row["busy"]]),
+        "speed-ups are of disturbed rounds, so their intervals are wide.": len(
+            [row for row in compared if not row["comparable"]]
         ),
     }
-    sentences += [f"{number} {words}" for words, number in notes.items() if number]
-    checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
+    sentences += [f"{count} {words}" for words, count in counts.items() if count]
+    checked = [row for row in rows if row["max_error"] is not None and row["status"] != "WRONG"]
     sentences.append(
-        f"{checked} results were compared with fp64 before being timed, and are right."
+        f"{len(checked)} results were compared with fp64 before being timed, and are right."
     )
-    if result.ended != "complete":
+    if not is_complete:
         sentences.append(f"The run was {result.ended}; these are the cells measured until then.")
     return sentences
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import io
@@ -219,9 +218,6 @@ class Worker:
     stopwatch = ops.Stopwatch()
     probe: Callable[[], float]
 
-    def __init__(self) -> None:
-        self.loaded: set[Cell] = set()
-
     def open(self, provider: str, threads: int) -> dict[str, Any]:
         """Loads the provider; returns what it is and its versions."""
         torch.set_num_threads(threads)
@@ -242,42 +238,24 @@ class Worker:
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
         self.call = None  # frees the previous cell before this one is measured
-        self._load_code(cell)
-        call = self._prepared(cell, seed)
-        outputs, peak_bytes = peak_extra_bytes(call, cell.device)
-        names, saved = output_names(cell), io.BytesIO()
+        ops.get(cell.op).require()
+        inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
+        call = self.provider.prepare(cell, ops.Inputs(inputs))
+        outputs, names, saved = call(), output_names(cell), io.BytesIO()
         if len(outputs) != len(names):
             raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
         kept = (torch.as_tensor(x).detach().cpu().clone() for x in outputs)
         torch.save(dict(zip(names, kept, strict=True)), saved)
         del outputs
+        peak_bytes = peak_extra_bytes(call, cell.device)[1]  # the first call loads the code
         self.device, self.cold = cell.device, cold
         self.stopwatch = ops.get(cell.op).stopwatch or ops.Stopwatch()
         self.call, self.seconds = call, self._seconds(call, 1)
         most = MAX_INNER_COLD if cold else MAX_INNER
         self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
         seconds = self.inner * self.seconds
-        return {
-            "outputs": saved.getvalue(),
-            "seconds": seconds,
-            "inner": self.inner,
-            "peak_bytes": peak_bytes,
-        }
-
-    def _load_code(self, cell: Cell) -> None:
-        """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
-        ops.get(cell.op).require()
-        least = ops.get(cell.op).TINY
-        sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
-        tiny = dataclasses.replace(cell, sizes=sizes, preset="", label="")
-        if tiny not in self.loaded:
-            with contextlib.suppress(Exception):  # the cell itself reports the error
-                self._prepared(tiny, 0)()
-            self.loaded.add(tiny)
-
-    def _prepared(self, cell: Cell, seed: int) -> Callable[[], Any]:
-        inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
-        return self.provider.prepare(cell, ops.Inputs(inputs))
+        found = {"outputs": saved.getvalue(), "seconds": seconds, "inner": self.inner}
+        return found | {"peak_bytes": peak_bytes}
 
     def time(self) -> dict[str, Any]:
         """A sample: milliseconds of a call, the share of attention in it, and the state of the

@@ -12,7 +12,6 @@ import pytest
 import torch
 from bench_results import a_result, bench, cell_of, parse
 from libraries import library
-from test_bench_render import load_render
 from torch import Tensor
 
 from fastattn.bench import ops, selection, summary
@@ -138,17 +137,6 @@ def test_a_wrong_attention_is_found(
         assert found.reason
 
 
-def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
-    cell = cell_of("gpt2", SMALL["gpt2"], dtype="bf16")
-    given = make_inputs(cell, 0)
-    before = {name: x.clone() for name, x in given.items()}
-    assert (
-        ops.get("gpt2").expected(cell, ops.get("gpt2").in_double(given))["out"].dtype
-        == torch.float64
-    )
-    assert all(torch.equal(x, before[name]) for name, x in given.items())
-
-
 def test_the_cache_is_full_again_after_each_token() -> None:
     cell = cell_of("llama_decode", SMALL["llama_decode"])
     call = load("fastattn").prepare(cell, make_inputs(cell, 0))
@@ -206,18 +194,6 @@ def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
     assert "60 tokens" in table
     assert "25.0%" in table
     assert "1.33×" in table
-
-
-def test_the_documentation_states_the_gain_and_its_limit() -> None:
-    result = a_measured_model(label="A model", passes="fwd+bwd")
-    render = load_render()
-    assert "1 models of transformers are in fp32 1.25 to 1.25 times as fast" in (
-        render.readme_block({"cpu": result}, models={"cpu": result})
-    )
-    assert (
-        "| A model | forward + backward | fp32 | 60 tokens | 75 tokens | 1.25× [1.25, 1.25] | 1.33×"
-        " | 25.0 % | 10.0 % | 2 | 2 |"
-    ) in render.block_of("models", {"cpu": result})
 
 
 # The command line

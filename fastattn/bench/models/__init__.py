@@ -103,8 +103,8 @@ LLAMA_DECODE = _LlamaDecode(
 )
 
 # Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929: images, a class token, no pooler
-_IMAGES: dict[str, Any] = {"TINY": {"B": 1, "I": 32, "N": 1}, "ITEMS": ("B", "images")}
-_VIT: dict[str, Any] = _IMAGES | {
+_VIT: dict[str, Any] = {
+    "ITEMS": ("B", "images"),
     "ABOUT": "N layers of width E, H heads, F hidden units, on B images of I x I, patches of P x P",
     "TOKENS": "B * ((I // P)**2 + 1)",
     "PAIRS": "B * ((I // P)**2 + 1)**2",
@@ -171,7 +171,7 @@ DIFFUSERS_DIT = LibraryModel(
         "class_labels": draw.integers(0, 1000, cell["B"]),
     },
     bind=lambda cell, model, given: lambda: model(**given, return_dict=False)[0],
-    **_IMAGES | {"TINY": {"B": 1, "I": 8, "N": 1}},
+    ITEMS=("B", "images"),
 )
 
 # Radford et al. 2022, https://arxiv.org/abs/2212.04356: the encoder. A position is two frames of

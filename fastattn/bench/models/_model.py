@@ -34,7 +34,6 @@ class Model(Operator):
     PACKAGE = "transformers"
     INSTALL = "pip install fastattn[transformers]"
     PASSES: Sequence[str] = ("fwd", "fwd+bwd")
-    TINY: Mapping[str, int] = {"B": 1, "L": 16, "N": 1, "V": 64}
     # The name of the class if it is not that of FUNCTION, the sizes of the fields of its
     # configuration, where a number is the least of a field that limits the length, and arguments.
     CLASS, CONFIG = "", ""
@@ -187,7 +186,7 @@ class Model(Operator):
 
     # The reference
 
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
+    def exact(self, cell: Cell, x: Inputs) -> Forward:
         """The model in float64, with plain attention.
 
         Parts that the model always computes in float32, such as rotary angles, stay in float32.

@@ -109,17 +109,13 @@ class Operator:
     # Whether `equation` is the definition, because the reference's needs far more work (all pairs
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
-    # Batch and lengths of the tiny cell that loads the code; widths stay, because they select it.
-    TINY: Mapping[str, int] = dict.fromkeys(("B", "S", "K", "P"), 1) | dict.fromkeys(
-        ("L", "Lq", "Lk", "N"), 16
-    )
     SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
     # The sizes along which parts do not depend on each other: that of which a sample is checked if
     # the cell is long, and the one along which the definition is computed in blocks. `OTHERS` are
     # the sizes of tensors beside those of SHAPES.
     SAMPLED: Sequence[str] = ()
     JOINT: Sequence[str] = ()  # options with an input of all parts, which are not sampled
-    BLOCKED = "B"
+    BLOCKED = "B"  # or Hkv, unless the weights are an average over the heads
     OTHERS: Mapping[str, str] = {}
     stopwatch: Stopwatch | None = None  # measures the attention in a call that does other work too
     # Selects the compared outputs of a call's result, given the dtype of the cell.
@@ -239,12 +235,8 @@ class Operator:
 
     # The exact result
 
-    def in_double(self, x: Inputs) -> Inputs:
-        """The inputs of `expected`."""
-        return Inputs({name: t.double() if t.is_floating_point() else t for name, t in x.items()})
-
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
-        """The definition of a block of the call, which begins at `start`, in float64."""
+    def exact(self, cell: Cell, x: Inputs) -> Forward:
+        """The definition of the call in float64."""
         if self.BY_EQUATION:
             return self.eager(cell, x)
         forward = self.ours(cell, x)
@@ -256,22 +248,23 @@ class Operator:
         return defined
 
     def expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
-        """All outputs of the cell by name, a block at a time, to bound the memory."""
+        """All outputs by name in float64, a block at a time, to bound the memory."""
+        x = Inputs({name: t.double() if t.is_floating_point() else t for name, t in x.items()})
         names, wanted = self.leaf_names(cell), cell.passes != "fwd"
         leaves = {n: x[n].clone().requires_grad_() for n in names if n in x} if wanted else {}
         outputs: list[tuple[Tensor, ...]] = []
         gradients: list[tuple[Tensor, ...]] = []
         with torch.set_grad_enabled(wanted):
             for block in self.blocks(cell, x):
-                taken = Inputs(self.taken(cell, x | leaves, {self.BLOCKED: block}))
+                taken = Inputs(self.taken(cell, x | leaves, block))
                 before = taken.copy()
-                results = as_tuple(self.exact(cell, taken, block.start)())
+                results = as_tuple(self.exact(cell, taken)())
                 if wanted:
                     # A parameter of a module has its gradient; the others, that of the whole input.
                     by = [leaves[n] if taken[n] is before.get(n) else taken[n] for n in names]
                     gradients.append(torch.autograd.grad(results[0], by, taken.grad_out))
                 outputs.append(tuple(result.detach() for result in results))
-        axis = 0 if self.BLOCKED == "B" else -2
+        axis = 0 if self.BLOCKED == "B" else 1
         found = {
             name: torch.cat(parts, axis) if len(parts) > 1 else parts[0]
             for name, parts in zip(("out", "weights"), zip(*outputs, strict=True), strict=False)
@@ -279,14 +272,16 @@ class Operator:
         sums = (functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
         return found | {f"grad_{name}": total for name, total in zip(names, sums, strict=False)}
 
-    def blocks(self, cell: Cell, x: Inputs) -> Sequence[range]:
-        """Blocks of queries or sequences whose intermediate tensors are not too large together."""
-        count = cell.sizes.get(self.BLOCKED, 1)
+    def blocks(self, cell: Cell, x: Inputs) -> Sequence[Part]:
+        """Blocks of sequences or heads whose intermediate tensors are not too large together."""
+        if not self.BLOCKED or (self.BLOCKED == "Hkv" and cell.weights == "average"):
+            return [{}]
+        if 0 < x.grad_out.numel() < math.prod(self.shape(cell, self.OUTPUT)):  # a part of the cell
+            return [{}]
         hidden = math.prod(cell.sizes.get(size, 1) for size in ("B", "H", "Lq", "Lk", "A"))
-        if self.BLOCKED and x.grad_out.numel():  # of a part of the cell, a part of it
-            hidden = hidden * x.grad_out.numel() // math.prod(self.shape(cell, self.OUTPUT))
-        step = max(1, count * AT_ONCE // hidden) if self.BLOCKED else count
-        return [range(n, min(n + step, count)) for n in range(0, count, step)]
+        count = cell.sizes.get(self.BLOCKED, 1)
+        step = max(1, count * AT_ONCE // hidden)
+        return [{self.BLOCKED: range(n, min(n + step, count))} for n in range(0, count, step)]
 
     # The check of a long cell compares a sample of its parts.
 
@@ -333,10 +328,6 @@ class Operator:
     def unjudged(self, cell: Cell) -> Collection[str]:
         """Outputs that are not compared, because PyTorch computes them outside the bound."""
         return ()
-
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of an output of a cell with this dtype."""
-        return dtype
 
 
 class Module(Operator):
@@ -412,7 +403,7 @@ class Twin(Module):
 
         return with_scores
 
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
+    def exact(self, cell: Cell, x: Inputs) -> Forward:
         """In training mode and in one step, without PyTorch's fused layers."""
         return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
 

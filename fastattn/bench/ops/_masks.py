@@ -33,11 +33,6 @@ def window_width(cell: Cell) -> int:
     return cell.sizes.get("W") or max(1, lengths(cell)[1] // 4)
 
 
-def prefix_length(length: int) -> int:
-    """The prefix of a sequence with mask=prefix."""
-    return length // 2
-
-
 def document_ids(length: int) -> Tensor:
     """The document of each row, [length]."""
     return torch.arange(length) * DOCUMENTS // max(length, 1)
@@ -56,12 +51,12 @@ def keys_of(cell: Cell, at: Tensor, length: int) -> tuple[Tensor, Tensor]:
     elif cell.mask == "window":
         first = at - window_width(cell)
     elif cell.mask == "documents":
-        own = at * DOCUMENTS // (int(at.max()) + 1)
+        own = at * DOCUMENTS // (at.max() + 1)
         first, end = (-(-number * length // DOCUMENTS) for number in (own, own + 1))
     if cell.mask in ("causal", "window"):
         end = at + 1
     elif cell.mask == "prefix":
-        end = (at + 1).clamp(min=prefix_length(length))
+        end = (at + 1).clamp(min=length // 2)
     return first.clamp(0, length), end.clamp(max=length)
 
 
@@ -79,7 +74,7 @@ def mask_of(cell: Cell, *lengths: int) -> masks.Mask | None:
     if cell.mask == "documents":
         return masks.document(torch.cat([*map(document_ids, lengths)]).to(cell.device))
     if cell.mask == "prefix":
-        prefixes = [*map(prefix_length, lengths)]
+        prefixes = [length // 2 for length in lengths]
         several = torch.tensor(prefixes, device=cell.device)
         return masks.prefix_lm(several if len(prefixes) > 1 else prefixes[0])
     return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None

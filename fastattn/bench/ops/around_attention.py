@@ -14,19 +14,19 @@ from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import HeadNetwork, LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
 
+def _merged(cell: Cell, x: Inputs) -> Tensor:
+    a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
+    return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
+
+
 class _MergeStates(Operator):
     """It is memory bound: it reads two outputs and writes one, with 4 operations per element."""
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
-        return Inputs({name: x.to(self.dtype_of(name, x.dtype)) for name, x in inputs.items()})
-
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32) if "lse" in name else dtype
-
-    def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
-        return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
+        for name in ("lse_a", "lse_b"):
+            inputs[name] = inputs[name].to(torch.promote_types(draw.dtype, torch.float32))
+        return inputs
 
 
 MERGE_STATES = _MergeStates(
@@ -36,6 +36,7 @@ MERGE_STATES = _MergeStates(
     SHAPES={"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"},
     FLOPS="products(2 * B*H*L*D)",
     BY_EQUATION=True,
+    equation=_merged,
     results=lambda found, dtype: found[0],
 )
 

@@ -119,12 +119,13 @@ class _Sdpa(Operator):
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
-    SAMPLED, BLOCKED = ("B", "Hkv"), "Lq"
+    SAMPLED, BLOCKED, BY_EQUATION = ("B", "Hkv"), "Hkv", True
     JOINT = ("learnable", "relative")
     LEARNED = {"relative": "relative_bias", "learnable": "attn_mask"}  # noqa: RUF012
     OTHERS = dict.fromkeys(("attn_mask", "kept", "weights"), "B H Lq Lk") | {
         "alibi_slopes": "H",
         "sinks": "H",
+        "relative_bias": "H distances",
     }
     REFUSED = {  # noqa: RUF012
         "option == 'window' and mask not in ('none', 'causal')": (
@@ -183,14 +184,13 @@ class _Sdpa(Operator):
         )
         return with_masks(cell, x, call, (cell["Lq"], cell["Lk"], x.get("attn_mask")))
 
-    def equation(self, cell: Cell, x: Inputs, first: int = 0) -> tuple[Tensor, ...]:
-        """The definition, for the queries from the one at position `first` on."""
+    def equation(self, cell: Cell, x: Inputs) -> tuple[Tensor, ...]:
+        """The definition."""
         width = window_width(cell) if cell.option == "window" else -1
         out, weights = defined(
             x,
             self.leaves(x),
             x.get("attn_mask"),
-            offset=first,
             window_left=width,
             window_right=0 if cell.mask == "causal" else width,
             softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
@@ -199,9 +199,6 @@ class _Sdpa(Operator):
         if cell.weights == "none":
             return (out,)
         return out, weights.mean(1) if cell.weights == "average" else weights
-
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
-        return functools.partial(self.equation, cell, x, start)
 
 
 def _first_seed() -> tuple[torch.device, torch.Generator]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -239,13 +240,7 @@ def _reading(cell: Cell, x: Inputs) -> Forward:
     memory = KeyValueMemory(cell["N"], cell["D"], cell["Dv"], batch_size=cell["B"], **made)
     memory.keys, memory.values = x["keys"], x["values"]
     memory.used = torch.ones_like(memory.used)
-    query = x.query
-    return lambda: memory.read(query)
-
-
-def _pytorch_reading(cell: Cell, x: Inputs) -> Forward:
-    query, keys, values = x.query, x["keys"], x["values"]
-    return lambda: functional.scaled_dot_product_attention(query, keys, values)
+    return partial(memory.read, x.query)
 
 
 KEY_VALUE_MEMORY = Operator(
@@ -257,6 +252,8 @@ KEY_VALUE_MEMORY = Operator(
     OUTPUT="B L Dv",
     FLOPS="attention(B*L*N, D, Dv)",
     ours=_reading,
-    theirs=_pytorch_reading,
+    theirs=lambda cell, x: partial(
+        functional.scaled_dot_product_attention, x.query, x["keys"], x["values"]
+    ),
     equation=lambda cell, x: softmax_weights(x.query, x["keys"]) @ x["values"],
 )

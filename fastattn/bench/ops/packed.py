@@ -1,16 +1,11 @@
 """Attention of packed sequences, and on a cache.
 
-`varlen_attention` is within packed sequences, which torch pads. The lengths are those of a padded
-batch: evenly spaced from a quarter to three quarters of L. With S they grow by a constant factor
-from S to L. The cost of padding is not counted.
+The lengths of packed sequences are those of a padded batch: evenly spaced from a quarter to three
+quarters of L. With S they grow by a constant factor from S to L. Padding is not counted.
 
 `decode_attention` is of the newest tokens, at the last positions, to a cache; it has no gradient. A
-paged cache has its pages in random order; torch has none and reads a contiguous one. With the
-options int8 and fp8 the cache is quantised; its rows are exact in bf16, which torch gets. With the
-option latent (multi-head latent attention, https://arxiv.org/abs/2405.04434) there is one cache:
-the value of a row is a view of the first Dv columns of its key.
-
-Masks and distances are those within a sequence; torch gets them as a mask of all pairs.
+paged cache has its pages in random order. The rows of a quantised cache are exact in bf16, which
+torch gets. A latent cache (https://arxiv.org/abs/2405.04434) has the value of a row in its key.
 """
 
 from __future__ import annotations

@@ -92,36 +92,6 @@ DEFAULT = ("torch", "fastattn")
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
 
 
-class Functions:
-    """A module whose functions and modules have the names and arguments of this library's."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.ABOUT = (module.__doc__ or module.__name__).strip().splitlines()[0]
-
-    def versions(self) -> dict[str, str]:
-        package = importlib.import_module(self.module.__name__.partition(".")[0])
-        return {package.__name__: str(getattr(package, "__version__", "of no version"))}
-
-    def why_not(self, cell: Cell) -> list[str]:
-        op = ops.get(cell.op)
-        name = op.FUNCTION.removeprefix("nn.")
-        if op.FUNCTION.startswith("nn.") and not isinstance(op, ops.Twin):
-            return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
-        return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
-
-    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
-        op = ops.get(cell.op)
-        if isinstance(op, ops.Twin):
-            forward = op.built(functools.partial(op.build, self.module), cell, inputs)
-        else:
-            args, options = op.arguments(cell, inputs)
-            used = {name: x for name, x in options.items() if x is not None and x is not False}
-            function = getattr(self.module, op.FUNCTION)
-            forward = op.calling(functools.partial(function, *args, **used), inputs)
-        return run_passes(cell, forward, inputs)
-
-
 class Torch:
     """The best that PyTorch has: its fused attention, its module, or the plain equation."""
 
@@ -253,6 +223,34 @@ class Fastattn(Torch):
     def _backend(self, cell: Cell) -> str:
         """The first backend of the device; a missing one is reported, not replaced."""
         return self.variant or PRIORITY[cell.device][0]
+
+
+class Functions(Torch):
+    """A module whose functions and modules have the names and arguments of this library's."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.ABOUT = (module.__doc__ or module.__name__).strip().splitlines()[0]
+
+    def versions(self) -> dict[str, str]:
+        package = importlib.import_module(self.module.__name__.partition(".")[0])
+        return {package.__name__: str(getattr(package, "__version__", "of no version"))}
+
+    def why_not(self, cell: Cell) -> list[str]:
+        op = ops.get(cell.op)
+        name = op.FUNCTION.removeprefix("nn.")
+        if op.FUNCTION.startswith("nn.") and not isinstance(op, ops.Twin):
+            return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
+        return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        op = ops.get(cell.op)
+        if isinstance(op, ops.Twin):
+            return op.built(functools.partial(op.build, self.module), cell, inputs)
+        args, options = op.arguments(cell, inputs)
+        used = {name: x for name, x in options.items() if x is not None and x is not False}
+        function = getattr(self.module, op.FUNCTION)
+        return op.calling(functools.partial(function, *args, **used), inputs)
 
 
 PROVIDERS: dict[str, Callable[[], Any]] = {
