@@ -24,7 +24,7 @@ from fastattn._table import as_text
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
 from fastattn.bench.machine import describe_environment
-from fastattn.bench.ops import Stopwatch
+from fastattn.bench.ops._base import Stopwatch
 from fastattn.bench.providers import run_passes
 from fastattn.bench.results import CellResult, Outcome, Result, Round
 from fastattn.bench.runner import Oracle

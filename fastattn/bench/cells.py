@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn.bench import ops
+from fastattn.bench.ops._base import value_of
 from fastattn.bench.ops._masks import keys_of, lengths, limits_keys, padding_lengths
 from fastattn.bench.shapes import shape_text
 
@@ -187,7 +188,7 @@ def bytes_touched(cell: Cell) -> int:
     """
     op = ops.get(cell.op)
     inputs, outputs = op.elements(cell)
-    read = {size: int(ops.value_of(rows, cell)) for size, rows in op.READ.items()}
+    read = {size: int(value_of(rows, cell)) for size, rows in op.READ.items()}
     if "Lk" in cell.sizes and limits_keys(cell) and cell.mask != "padding":
         first, end = keys_of(cell, *op.sequences(cell)[0])
         read["Lk"] = int(end.max() - first.min())

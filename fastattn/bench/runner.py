@@ -17,7 +17,7 @@ from torch import Tensor
 from fastattn.bench import ops, results
 from fastattn.bench.cells import TORCH_DTYPES, Cell, bytes_touched, flops, make_inputs
 from fastattn.bench.machine import KIND_OF_DTYPE, describe_environment
-from fastattn.bench.ops import Part
+from fastattn.bench.ops._base import Part
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import MIN_KEPT, CellResult, Outcome, Result, Round
 from fastattn.bench.summary import is_from_memory

@@ -32,6 +32,7 @@ from torch import Tensor
 from fastattn import dispatch, scaled_dot_product_attention, use_backend
 from fastattn.bench import machine, ops, results
 from fastattn.bench.cells import Cell, make_inputs, output_names
+from fastattn.bench.ops._base import Stopwatch
 from fastattn.bench.providers import load
 from fastattn.dispatch import PRIORITY
 
@@ -136,8 +137,8 @@ def _buffer(device: str) -> Tensor:
     return torch.zeros(count, device=device)
 
 
-def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> tuple[Any, int | None]:
-    """The result of a call, and the largest growth of the process during it; None if unknown.
+def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None:
+    """The largest growth of the process during a call; None if unknown.
 
     Outputs are counted, inputs are not. Linux records the highest resident size (VmHWM) and can
     reset it. Free pages of the allocator are returned to the system first, because a call that
@@ -147,16 +148,16 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> tuple[Any,
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        result = call()
-        return result, torch.cuda.max_memory_allocated() - held
+        call()
+        return torch.cuda.max_memory_allocated() - held
     try:
         ctypes.CDLL(None).malloc_trim(0)
         (_PROCESS / "clear_refs").write_text("5")  # resets VmHWM to the current size
         before = _resident("VmRSS")
     except (OSError, AttributeError, KeyError):
-        return call(), None
-    result = call()
-    return result, max(0, _resident("VmHWM") - before)
+        return None
+    call()
+    return max(0, _resident("VmHWM") - before)
 
 
 def _resident(field: str) -> int:
@@ -215,7 +216,7 @@ class Worker:
     inner = 1
     seconds = 0.0  # of one call, estimated
     device, cold = "cpu", False
-    stopwatch = ops.Stopwatch()
+    stopwatch = Stopwatch()
     probe: Callable[[], float]
 
     def open(self, provider: str, threads: int) -> dict[str, Any]:
@@ -247,9 +248,9 @@ class Worker:
         kept = (torch.as_tensor(x).detach().cpu().clone() for x in outputs)
         torch.save(dict(zip(names, kept, strict=True)), saved)
         del outputs
-        peak_bytes = peak_extra_bytes(call, cell.device)[1]  # the first call loads the code
+        peak_bytes = peak_extra_bytes(call, cell.device)  # the first call loads the code
         self.device, self.cold = cell.device, cold
-        self.stopwatch = ops.get(cell.op).stopwatch or ops.Stopwatch()
+        self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
         self.call, self.seconds = call, self._seconds(call, 1)
         most = MAX_INNER_COLD if cold else MAX_INNER
         self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))

@@ -111,11 +111,8 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
     [
         (["--dtype", "fp8"], "'fp8'"),
         (["--pass", "sideways"], "'sideways'"),
-        (["--preset", "alexnet"], "'alexnet'"),
         (["--preset", "gpt", "--op", "mha"], "no cell"),
         (["--preset", "gpt", "--shapes", "L=4"], "either"),
-        (["--shapes", "H=3,Hkv=2,L=4"], "Hkv=2"),
-        (["--shapes", "B="], "'B='"),
         (["--shapes", "Q=3"], "'Q'"),
         (["--shapes", "B=0"], "B=0"),
         (["--shapes", "B=1,B=2"], "B is given twice"),
@@ -127,15 +124,12 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--shapes", "B=1:1000:+1,L=1:1000:+1"], "1000000 combinations"),
         (["--shapes", "@/no/such/file"], "/no/such/file"),
         (["--shapes", "dtype=fp32"], "no KEY=VALUE"),
-        (["--shapes", "L=4 dtype=fp8"], "'fp8'"),
         (["--op", "abacus"], "'abacus'"),
         (["--shapes", "decode", "--pass", "bwd"], "decode has fwd"),
-        (["--shapes", "decode D=8,Dv=9 option=latent"], "option=latent: Dv=9 is more than D=8"),
         (["--shapes", "hopfield B=4,S=2"], "S=2 must be 1 or B=4"),
         (["--shapes", "mha option=alibi"], "allowed for mha are none"),
         (["--shapes", "sdpa option=window mask=bias"], "option=window: with a bias mask"),
         (["--shapes", "transformer option=stepwise pass=fwd+bwd"], "no backward"),
-        (["--op", "os.path"], "'os.path' has no OP"),
         (["--providers", "abacus"], "'abacus'"),
         (["--providers", "torch@avx2"], "variants of torch are torch@math"),
         (["--providers", "fastattn", "--baseline", "torch"], "'torch'"),
@@ -155,19 +149,10 @@ def test_wrong_arguments_are_named(
     assert named in capsys.readouterr().err
 
 
-def test_a_list_that_names_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench("run", "--op", " , ")
-    assert ended.value.code == commands.USAGE
-    assert "argument --op: ' , ' names nothing" in capsys.readouterr().err
-
-
 def test_commands_providers_and_the_environment_are_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench()
-    assert ended.value.code == commands.USAGE
+    assert bench() == commands.USAGE
     printed = capsys.readouterr().err
     assert all(name in printed for name in ("run", "compare", "record", "list"))
     assert bench("list") == commands.OK

@@ -32,7 +32,10 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def bench(*arguments: str) -> int:
     """The exit code of `fastattn bench` with these arguments."""
-    return main(["bench", *arguments])
+    try:
+        return main(["bench", *arguments])
+    except SystemExit as ended:  # of the parser
+        return int(ended.code or 0)
 
 
 def cell_of(op: str, shape: str, **options: str) -> Cell:

@@ -45,12 +45,7 @@ def library(name: str) -> ModuleType:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import a library.
-
-    timm, transformers and others import torchvision for their images. The import fails if it was
-    built for another PyTorch: operators that it extends do not exist then. Models call none of
-    them, so they are only declared.
-    """
+    """Import a library. torchvision's operators, of which models call none, are only declared."""
     try:
         importlib.import_module("torchvision")
     except ImportError:

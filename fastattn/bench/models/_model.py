@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.bench.cells import TORCH_DTYPES, Cell, Draw
-from fastattn.bench.ops import Stopwatch
-from fastattn.bench.ops._base import Forward, Inputs, NothingDrawn, Operator, Part, value_of
+from fastattn.bench.ops._base import (
+    Forward,
+    Inputs,
+    NothingDrawn,
+    Operator,
+    Part,
+    Stopwatch,
+    value_of,
+)
 
 _EXACT = "fastattn-bench-exact"  # registered with transformers for the reference
 _FUNCTION = "scaled_dot_product_attention"

@@ -9,16 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-from fastattn.bench.ops._base import (
-    Forward,
-    Inputs,
-    Operator,
-    Part,
-    Stopwatch,
-    Twin,
-    as_tuple,
-    value_of,
-)
+from fastattn.bench.ops._base import Forward, Inputs, Operator, Twin, as_tuple
 
 _FILES = {
     "ops.attention": "sdpa",
@@ -41,8 +32,8 @@ MODELS = tuple(_FILES["models"].split())
 LOOPS = ("bahdanau_decoder",)  # around modules of the library
 OPS = tuple(name for name in _FILE_OF if name not in MODELS + LOOPS)
 
-__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator", "Part", "Stopwatch", "Twin"]
-__all__ += ["as_tuple", "get", "missing", "names_of", "resolve", "value_of"]
+__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator", "Twin"]
+__all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
 
 
 @functools.cache
