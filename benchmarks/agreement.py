@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench import results, stats, summary
+from fastattn.bench import results, summary
 from fastattn.bench.worker import thread_variables, usable_cpus
 
 # The argument of `bench run --shapes`, and the code for a user of each provider.
@@ -124,13 +124,13 @@ def main() -> int:
     for key in alone:
         texts, intervals = [], []
         for samples in (ours[key], alone[key]):
-            low, high = stats.median_interval(samples)
+            low, high = results.median_interval(samples)
             intervals.append((low, high))
-            texts.append(f"{stats.median(samples):7.3f} [{low:.3f}, {high:.3f}]")
+            texts.append(f"{results.median(samples):7.3f} [{low:.3f}, {high:.3f}]")
         (low, high), (other_low, other_high) = intervals
         agree = low <= other_high and other_low <= high
         apart += not agree
-        ratio = stats.median(ours[key]) / stats.median(alone[key])
+        ratio = results.median(ours[key]) / results.median(alone[key])
         words = "agree" if agree else "DO NOT AGREE"
         print(f"{texts[0]:>24} {texts[1]:>24}  {ratio:.3f}  {' '.join(key)}: {words}")
     return 1 if apart else 0

@@ -9,7 +9,7 @@ import pytest
 
 from fastattn.bench import providers
 from fastattn.bench.cells import Cell, flops, make_inputs, output_names
-from fastattn.bench.oracle import Oracle
+from fastattn.bench.runner import Oracle
 
 SEED = 0
 

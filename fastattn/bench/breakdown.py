@@ -1,22 +1,8 @@
 """Where the time of a small call goes: the call, and ever smaller parts of it.
 
-A sample repeats the real call. A part inside it is measured by a stopwatch around the functions
-that bound it. The stopwatch replaces them for this sample alone; no other sample contains it:
-
-    call              the cell's pass
-    forward           the forward pass of a call that will be differentiated
-    plain             the forward pass of a call that will not
-    ... adapter       the functions of the backend within that pass: tensors to addresses
-    allocation        the results that Python allocates
-    native            the functions of the native core
-    arguments         the same for a batch of 0: only their arguments are read, and the results
-                      allocated that the core allocates itself
-    one thread        the same on one thread
-    floor             an `autograd.Function` that does nothing, of as many tensors
-    torch             the same pass in PyTorch
-
-:func:`budget` are their differences, which add up to the call. The result file is that of the other
-benchmarks, with a part in place of a provider.
+A part inside the real call is measured by a stopwatch around the functions that bound it, which
+replaces them for this sample alone. :func:`budget` are the differences of the parts, which add up
+to the call. The result file is that of the other benchmarks, with a part in place of a provider.
 """
 
 from __future__ import annotations
@@ -34,13 +20,14 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch, evidence, library
+from fastattn._table import as_text
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
-from fastattn.bench.gauges import Stopwatch
 from fastattn.bench.machine import describe_environment
-from fastattn.bench.oracle import Oracle
+from fastattn.bench.ops._base import Stopwatch
 from fastattn.bench.providers import run_passes
 from fastattn.bench.results import CellResult, Outcome, Result, Round
+from fastattn.bench.runner import Oracle
 
 SAMPLE_SECONDS = 0.002
 _ALLOCATORS = (
@@ -67,6 +54,7 @@ def _natives() -> list[tuple[Any, str]]:
 
 
 def _adapters() -> list[tuple[Any, str]]:
+    """The functions of the backend, and those of the core, which a plan may call itself."""
     module: Any = dispatch.load("cpu")
     names = [x.name for x in library.operators.values() if hasattr(module, x.name)]
     places = _timeable(module, names) + _natives()  # a plan may call a native one itself
@@ -78,6 +66,8 @@ def _timeable(owner: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
     return [(owner, name) for name in names if name not in others and name[0] != "_"]
 
 
+# arguments: for a batch of 0 they are read, and the core allocates its own results. floor: an
+# `autograd.Function` of as many tensors that does nothing. torch: the same pass in PyTorch.
 PARTS = {
     "call": Part("call"),
     "forward": Part("forward"),
@@ -92,7 +82,7 @@ PARTS = {
     "floor": Part("floor"),
     "torch": Part("torch"),
 }
-# What stands beside the items.
+# What stands beside the items; older files have no call of PyTorch.
 BESIDE = ("call", "floor", "torch")
 
 # The items of a budget, in the order of a call.
@@ -137,21 +127,17 @@ def microseconds(found: CellResult) -> dict[str, float]:
 
 
 def columns(result: Result) -> list[str]:
-    """The items, and what was measured beside them: older files have no call of PyTorch."""
     measured = {name for found in result.cells for turn in found.rounds for name in turn.ms}
     return [*BUDGET, *(name for name in BESIDE if name in measured)]
 
 
-def lines(result: Result) -> list[str]:
-    """A table in microseconds."""
-    names = columns(result)
-    texts = ["".join(f"{name:>15}" for name in names) + "  us of"]
-    for found in result.cells:
-        if found.rounds:
-            times = microseconds(found)
-            numbers = "".join(f"{times.get(name, math.nan):15.1f}" for name in names)
-            texts.append(f"{numbers}  {found.cell.name}")
-    return texts
+def table(result: Result) -> str:
+    """In microseconds."""
+    names, rows = columns(result), []
+    for found in (found for found in result.cells if found.rounds):
+        times = microseconds(found)
+        rows.append([*(f"{times.get(name, math.nan):.1f}" for name in names), found.cell.name])
+    return as_text([[*names, "us of"], *rows])
 
 
 def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) -> Result:

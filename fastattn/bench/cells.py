@@ -5,6 +5,7 @@ The operator's file in `bench/ops` defines the sizes and the cost of the passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 
 from fastattn.bench import ops
+from fastattn.bench.ops._base import value_of
+from fastattn.bench.ops._masks import keys_of, lengths, limits_keys, padding_lengths
 from fastattn.bench.shapes import shape_text
 
 DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
 MASKS = ("none", "causal", "padding", "bool", "bias", "documents", "prefix", "window")
-DOCUMENTS = 8  # of a cell with mask=documents
 WEIGHTS = ("none", "average", "per-head")
 OPTIONS = (
     *("none", "window", "softcap", "alibi", "sinks", "relative", "t5", "int8", "fp8", "latent"),
@@ -158,59 +160,19 @@ def output_names(cell: Cell) -> list[str]:
     return {"fwd": names, "bwd": gradients, "fwd+bwd": names + gradients}[cell.passes]
 
 
-# Masks, and the cost
-
-
-def padding_lengths(batch: int, keys: int) -> list[int]:
-    """The valid keys of each sequence, evenly spaced from a quarter to three quarters of `keys`."""
-    spread = max(batch - 1, 1)
-    middle = [0.5] if batch == 1 else [0.25 + 0.5 * b / spread for b in range(batch)]
-    return [max(1, round(keys * share)) for share in middle]
-
-
-def window_width(cell: Cell) -> int:
-    """The window of a cell with option=window or mask=window: its largest distance."""
-    return max(1, cell.sizes.get("Lk", cell.sizes.get("L", 0)) // 4)
-
-
-def prefix_length(length: int) -> int:
-    """The prefix of a sequence with mask=prefix."""
-    return length // 2
-
-
-def keys_of(cell: Cell, at: Tensor, length: int, queries: int = 0) -> tuple[Tensor, Tensor]:
-    """The first visible key of the query at each position of a sequence, and the end of them.
-
-    `queries` is the number of queries, if it is not that of the keys.
-    """
-    first, end = torch.zeros_like(at), torch.full_like(at, length)
-    if cell.option == "window":
-        first, end = at - window_width(cell), at + window_width(cell) + 1
-    elif cell.mask == "window":
-        first = at - window_width(cell)
-    elif cell.mask == "documents":
-        own = at * DOCUMENTS // (queries or length)
-        first, end = (-(-number * length // DOCUMENTS) for number in (own, own + 1))
-    if cell.mask in ("causal", "window"):
-        end = at + 1
-    elif cell.mask == "prefix":
-        end = (at + 1).clamp(min=prefix_length(length))
-    return first.clamp(min=0), end.clamp(max=length)
+# The cost
 
 
 def visible_pairs(cell: Cell, seed: int = 0) -> int:
     """The visible pairs (query, key) of one head, over the batch; `seed` draws a bool mask."""
-    batch = cell.sizes.get("B", 1)
-    queries, keys = (cell.sizes.get(key, cell.sizes.get("L", 0)) for key in ("Lq", "Lk"))
-    if cell.mask == "padding":
-        return queries * sum(padding_lengths(batch, keys))
+    op = ops.get(cell.op)
     if cell.mask == "bool":
         mask = make_inputs(cell, seed)["attn_mask"]
-        return batch * int((~mask if cell.op == "mha" else mask).sum())
-    if cell.mask == cell.option == "none":  # without a tensor, which may be too large
-        return batch * queries * keys
-    first, end = keys_of(cell, torch.arange(queries), keys, queries)
-    return batch * int((end - first).sum())
+        return cell["B"] * int((~mask if cell.op == "mha" else mask).sum())
+    if not (limits_keys(cell) or op.DERIVED):  # without a tensor, which may be too large
+        return cell.sizes.get("B", 1) * math.prod(lengths(cell))
+    bounds = (keys_of(cell, *sequence) for sequence in op.sequences(cell))
+    return sum(int((end - first).clamp(min=0).sum()) for first, end in bounds)
 
 
 def flops(cell: Cell, seed: int = 0) -> int:
@@ -226,7 +188,11 @@ def bytes_touched(cell: Cell) -> int:
     """
     op = ops.get(cell.op)
     inputs, outputs = op.elements(cell)
-    forward = inputs - op.unread(cell) + outputs
+    read = {size: int(value_of(rows, cell)) for size, rows in op.READ.items()}
+    if "Lk" in cell.sizes and limits_keys(cell) and cell.mask != "padding":
+        first, end = keys_of(cell, *op.sequences(cell)[0])
+        read["Lk"] = int(end.max() - first.min())
+    forward = op.elements(cell, **read)[0] + outputs
     return cell.itemsize * _of_pass(cell, forward, forward + inputs + outputs)
 
 

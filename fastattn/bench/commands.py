@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,17 +17,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.bench import machine, ops, recording, results, runner, stats, summary
+from fastattn.bench import machine, ops, recording, results, runner, summary
 from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
-from fastattn.bench.results import CellResult, Result
+from fastattn.bench.results import QUIET_SHARE, CellResult, Result
 from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names
-from fastattn.bench.stats import QUIET_SHARE
-from fastattn.bench.summary import Row, kept_rounds, summarise
+from fastattn.bench.summary import Row, summarise
 from fastattn.bench.worker import usable_cpus
 
-# The metrics, and their columns.
-METRICS = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
+# The metrics of `compare`, and their columns: a value, and the ends of its interval if it has one.
+METRICS = {
+    "time": ("ms", "ms_low", "ms_high"),
+    "speedup": ("speedup", "speedup_low", "speedup_high"),
+    "memory": ("peak_mb",),
+    "error": ("relative_error",),
+}
 _KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
 
 
@@ -42,48 +46,36 @@ class Change(NamedTuple):
     high: float
     busy: bool
 
-    @property
-    def verdict(self) -> str:
-        return stats.verdict(self.low, self.high)
-
 
 def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
     """The changes of common rows, and the names of rows that only one result has."""
-    old, new = (_measured(result, METRICS[metric]) for result in (before, after))
-    found = [_change(name, *old[name], *new[name], metric) for name in old if name in new]
+    old, new = (
+        {
+            " ".join(word for name in _KEY if (word := row[name]) not in ("none", "cpu")): row
+            for row in summarise(result)
+            if row[METRICS[metric][0]] is not None
+        }
+        for result in (before, after)
+    )
+    found = [_change(name, old[name], new[name], metric) for name in old if name in new]
     return found, [name for name in [*old, *new] if (name in old) != (name in new)]
 
 
-def _measured(result: Result, column: str) -> dict[str, tuple[Row, list[float]]]:
-    """Every row that has a value, with its samples in milliseconds, by its name."""
-    rows = zip(summarise(result), kept_rounds(result), strict=True)
-    return {
-        " ".join(word for name in _KEY if (word := row[name]) not in ("none", "cpu")): (row, ms)
-        for row, ms in rows
-        if row[column] is not None
-    }
-
-
-def _change(
-    name: str, was: Row, old_ms: list[float], now: Row, new_ms: list[float], metric: str
-) -> Change:
-    before, after = was[METRICS[metric]], now[METRICS[metric]]
-    ratio = 1.0 if before == after else before / after if after else math.inf
+def _change(name: str, was: Row, now: Row, metric: str) -> Change:
+    column, *ends = METRICS[metric]
+    # More is better for a ratio to the baseline, less for the others.
+    better, worse = (now, was) if metric == "speedup" else (was, now)
+    ratio = 1.0 if was[column] == now[column] else math.inf
+    if worse[column]:
+        ratio = better[column] / worse[column]
     low = high = ratio
-    if metric == "time":
-        # The logarithms of the intervals of two medians add up as independent errors do.
-        (least, most), (low, high) = (
-            [math.log(end / stats.median(samples)) for end in stats.median_interval(samples)]
-            for samples in (old_ms, new_ms)
-        )
-        low, high = -math.hypot(least, high), math.hypot(most, low)
-        low, high = ratio * math.exp(low), ratio * math.exp(high)
-    elif metric == "speedup":
-        # A ratio to the baseline of its own run is comparable between machines and days.
-        ratio, low = after / before, now["speedup_low"] / was["speedup_high"]
-        high = now["speedup_high"] / was["speedup_low"]
+    if ends:  # the logarithms of the intervals of two medians add up as independent errors do
+        logs = [[math.log(row[end] / row[column]) for end in ends] for row in (better, worse)]
+        (less, more), (least, most) = logs
+        low /= math.exp(math.hypot(less, most))
+        high *= math.exp(math.hypot(more, least))
     busy = metric == "time" and (was["busy"] or now["busy"])
-    return Change(name, before, after, ratio, low, high, busy)
+    return Change(name, was[column], now[column], ratio, low, high, busy)
 
 
 # The exit codes, see docs/benchmarks.md.
@@ -108,21 +100,19 @@ def run(args: argparse.Namespace) -> int:
     """Measure operators and modules. Every result is compared with fp64 before it is timed."""
     for name in args.providers:
         check_name(name)
-    cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
+    args.cells = cells = [replace(cell, device=args.device) for cell in cells_of(args)]
     metrics = args.metric or summary.default_metrics(cells)
     check_names("--metric", metrics, tuple(summary.METRICS))
+    args.threads = check_threads(args.threads)
+    args.providers = list(dict.fromkeys(args.providers))
+    args.baseline = args.baseline or ("torch" if "torch" in args.providers else args.providers[0])
     _check_run(args)
     # Of several libraries some may be missing: their rows say so.
     missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
     if all(missing):
         raise ValueError(missing[0])
-    same = ("cache", "seed", "time_budget", "rounds", "timeout")
     settings = runner.Settings(
-        cells=cells,
-        providers=list(dict.fromkeys(args.providers)),
-        baseline=args.baseline or ("torch" if "torch" in args.providers else args.providers[0]),
-        threads=check_threads(args.threads),
-        **{name: getattr(args, name) for name in same},
+        **{name: vars(args)[name] for name in runner.Settings.__annotations__}
     )
     folder = placed(args.out, args.device)
     saved, earlier = folder and folder / "results.json", None
@@ -176,7 +166,7 @@ def _check_run(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {value}: must be a positive number")
     if args.resume and not args.out:
         raise ValueError("--resume: give the --out DIR of the run to continue")
-    if args.baseline is not None and args.baseline not in args.providers:
+    if args.baseline not in args.providers:
         among = ",".join(args.providers)
         raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")
     check_picture(args.plot)
@@ -243,30 +233,33 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
 
 def list_all(args: argparse.Namespace) -> int:
     """List operators, whole models, presets and providers, and why a provider is unavailable."""
-    operators, providers = {}, {}
-    for name, op in ((name, ops.get(name)) for name in ops.OPS):
-        keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
-        operators[name] = f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"
-    models = {name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()}
-    presets = {name: [preset.about] for name, preset in PRESETS.items()}
-    for name in PROVIDERS:
-        provider = load(name)
-        try:
-            about = ", ".join(f"{of} {version}" for of, version in provider.versions().items())
-        except Exception as error:  # also covers a broken installation
-            about = f"unavailable: {error}"
-        kinds = ", ".join(f"{name}@{kind}" for kind in variants(name))
-        providers[name] = [text for text in (provider.ABOUT, about, kinds) if text]
-    for title, entries in (
-        ("Operators (--op)", operators),
-        ("Whole models (bench model NAME)", models),
-        ("Presets (--preset)", presets),
-        ("Providers (--providers)", providers),
-    ):
+    for title, entries in {
+        "Operators (--op)": {name: _about_operator(ops.get(name)) for name in ops.OPS},
+        "Whole models (bench model NAME)": {
+            name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()
+        },
+        "Presets (--preset)": {name: [preset.about] for name, preset in PRESETS.items()},
+        "Providers (--providers)": {name: _about_provider(name) for name in PROVIDERS},
+    }.items():
         print(f"\n{title}")
         for name, texts in entries.items():
             print(f"  {name:<20}" + f"\n{'':<22}".join(texts))
     return OK
+
+
+def _about_operator(op: ops.Operator) -> list[str]:
+    keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
+    return [f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"]
+
+
+def _about_provider(name: str) -> list[str]:
+    provider = load(name)
+    try:
+        about = ", ".join(f"{of} {version}" for of, version in provider.versions().items())
+    except Exception as error:  # also covers a broken installation
+        about = f"unavailable: {error}"
+    kinds = ", ".join(f"{name}@{kind}" for kind in variants(name))
+    return [text for text in (provider.ABOUT, about, kinds) if text]
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -280,23 +273,21 @@ def compare(args: argparse.Namespace) -> int:
             f"{args.before} and {args.after} have no row with a {args.metric} in common"
         )
     print(f"{'before':>9} {'after':>9}  {'times as good':<23} {args.metric} of")
-    for change in sorted(found, key=lambda change: change.ratio):
-        interval = f"{change.ratio:5.2f}× [{change.low:.2f}, {change.high:.2f}]"
-        numbers = f"{change.before:>9.3g} {change.after:>9.3g}"
-        busy = ", busy" if change.busy else ""
-        print(f"{numbers}  {interval:<23} {change.name}: {change.verdict}{busy}")
-    count = Counter(change.verdict for change in found)
+    for name, old, new, ratio, low, high, busy in sorted(found, key=lambda change: change.ratio):
+        interval = f"{ratio:5.2f}× [{low:.2f}, {high:.2f}]"
+        verdict = results.verdict(low, high) + ", busy" * busy
+        print(f"{old:>9.3g} {new:>9.3g}  {interval:<23} {name}: {verdict}")
+    count = Counter(results.verdict(change.low, change.high) for change in found)
     print(
         f"{len(found)} rows: {count['FASTER']} better, {count['SLOWER']} worse, "
         f"{count['SAME']} the same, {count['UNSURE']} unsure."
     )
     if alone:
         print(f"{len(alone)} rows are in one result alone: {'; '.join(alone)}")
-    if args.fail_slower is None:
-        return OK
-    failed = [change for change in found if change.high < 1 / (1 + args.fail_slower)]
-    for change in failed:
-        print(f"WORSE by more than {args.fail_slower:.0%}: {change.name}", file=sys.stderr)
+    limit = 0.0 if args.fail_slower is None else 1 / (1 + args.fail_slower)
+    failed = [change.name for change in found if change.high < limit]
+    for name in failed:
+        print(f"WORSE by more than {args.fail_slower:.0%}: {name}", file=sys.stderr)
     return FAULTS if failed else OK
 
 
@@ -327,7 +318,8 @@ def roofline(args: argparse.Namespace) -> int:
     threads = check_threads(args.threads)
     torch.set_num_threads(threads)
     rates, share = machine.measure_all(threads)
-    print("\n".join([f"{threads} thread{'s' if threads > 1 else ''}", *machine.roof_lines(rates)]))
+    print(f"{threads} thread{'s' if threads > 1 else ''}")
+    print("\n".join(machine.roof_lines(rates)))
     if share < QUIET_SHARE:
         print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
     return OK
@@ -349,13 +341,13 @@ def breakdown(args: argparse.Namespace) -> int:
     """
     from fastattn.bench import breakdown as parts
 
-    threads, path = check_threads(args.threads), placed(args.json)
+    threads = check_threads(args.threads)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
     check_picture(args.plot)
     result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
-    print("\n".join(parts.lines(result)))
-    if path:
+    print(parts.table(result))
+    if path := placed(args.json):
         _written(path, lambda path: results.save_json(result, summarise(result), path))
     if args.plot:
         _written(args.plot, lambda path: draw(result, path, "breakdown"))

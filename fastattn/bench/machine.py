@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import platform
 import re
 import subprocess
@@ -24,7 +25,6 @@ import torch
 
 from fastattn._processor import described
 from fastattn._version import __version__
-from fastattn.bench.gauges import last_level_bytes
 from fastattn.bench.results import Peak
 
 # The instruction sets that affect the speed of attention, out of a processor's long list.
@@ -45,6 +45,9 @@ _GENERATIONS: tuple[tuple[str, int, Collection[int], str], ...] = (
     ("GenuineIntel", 6, (0xCF,), "emerald-rapids"),
     ("GenuineIntel", 6, (0xAD, 0xAE), "granite-rapids"),
 )
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE = 32 << 20
+_BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # The strongest of these is part of the folder name.
 _NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
 # The parts of a processor's name that do not identify it.
@@ -72,6 +75,15 @@ def processor_slug(environment: Mapping[str, Any]) -> str:
 
 def _slug(name: str) -> str:
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def last_level_bytes() -> int:
+    """The size of the largest cache of a processor; 32 MB if the system does not report it."""
+    try:
+        texts = [(index / "size").read_text().strip() for index in _CACHES.glob("index*")]
+        return max(int(text[:-1]) * _BYTES[text[-1]] for text in texts)
+    except (OSError, ValueError, KeyError, IndexError):
+        return _UNKNOWN_CACHE
 
 
 def describe_environment(device: str = "cpu") -> dict[str, Any]:
@@ -110,16 +122,13 @@ def _commit() -> str | None:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(checkout), *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        return subprocess.check_output(command, text=True, timeout=10).strip()
 
     try:
-        commit = git("rev-parse", "--short=12", "HEAD")
         changed = git("status", "--porcelain", "--", "fastattn", "csrc", "setup.py")
+        return git("rev-parse", "--short=12", "HEAD") + "-dirty" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{commit}-dirty" if changed else commit
 
 
 # In words, and the unit of the rate.
@@ -132,21 +141,20 @@ KINDS = {
     "copy_bandwidth": ("copying it", "GB/s"),
 }
 KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
-# The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak. In
-# words, to follow the name of the dtype; and the feature that a unit needs: if a processor has it
-# and the native core was built without the loop for it, the measured rate is below the peak.
+# The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak. If a
+# processor has the feature of a unit and the native core was built without the loop for it, the
+# measured rate is below the peak.
 _UNITS = {
     "dot_bf16": ("tile_bf16", "dot_bf16", "fma_f32"),
     "dot_f16": ("tile_f16", "fma_f16", "fma_f32"),
 }
-UNIT_NAMES = {
-    "tile_bf16": "AMX tiles",
-    "tile_f16": "AMX tiles",
-    "fma_f16": "FMA",
-    "dot_bf16": "dot products",
-    "fma_f32": "as fp32 FMA",
+_UNIT = {  # in words, and the feature that it needs
+    "tile_bf16": ("AMX tiles", "amx_bf16"),
+    "tile_f16": ("AMX tiles", "amx_fp16"),
+    "fma_f16": ("FMA", "avx512_fp16"),
+    "dot_bf16": ("dot products", ""),
+    "fma_f32": ("as fp32 FMA", ""),
 }
-_FEATURES = {"tile_bf16": "amx_bf16", "tile_f16": "amx_fp16", "fma_f16": "avx512_fp16"}
 _CHOOSING_SECONDS = 0.02
 _MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": torch.float16}
 _MM_SIZE = 768
@@ -188,7 +196,8 @@ def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
     units = _UNITS.get(kind, (kind,))
     rates = {unit: core.measure_peak(unit, threads, _CHOOSING_SECONDS) for unit in units}
     features = core.processor()["features"]
-    unmeasured = [_FEATURES[u] for u in units if not rates[u] and _FEATURES.get(u) in features]
+    needed = {_UNIT[unit][1] for unit in units if not rates[unit]} if len(units) > 1 else set()
+    unmeasured = sorted(needed & {*features})
     return max(units, key=lambda unit: rates[unit]), ", ".join(unmeasured)
 
 
@@ -207,13 +216,11 @@ def _estimate(kind: str, seconds: float, device: str) -> Peak:
         work, method = 2 * size**3, "torch.mm estimate"
     call()
     synchronize(device)
-    best, end, now = float("inf"), time.perf_counter() + seconds, 0.0
-    while now < end:
-        start = time.perf_counter()
+    best, end = math.inf, time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
         call()
         synchronize(device)
-        now = time.perf_counter()
-        best = min(best, now - start)
+        best = min(best, time.perf_counter() - start)
     return Peak(work / best / 1e9, method)
 
 
@@ -226,8 +233,8 @@ def synchronize(device: str) -> None:
 def words_of(kind: str, peak: Peak) -> str:
     """The peak, how it was measured, and by which unit."""
     words, unit = KINDS[kind]
-    if kind in _UNITS and (which := UNIT_NAMES.get(peak.unit or kind)):
-        words += f" {which}"
+    if kind in _UNITS and (peak.unit or kind) in _UNIT:
+        words += f" {_UNIT[peak.unit or kind][0]}"
     note = "" if peak.method == "measured" else f", {peak.method}"
     return f"{words} {peak.rate:.0f} {unit}{note}"
 
@@ -236,12 +243,10 @@ def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
     """Measures every peak; also returns the least share of the cores that it received."""
     peaks, least = {}, 1.0
     for kind in KINDS:
-        found, shares = zip(
-            *(measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)), strict=True
-        )
-        peaks[kind] = max(found, key=lambda peak: peak.rate)
-        peaks[kind].samples = [peak.rate for peak in found]
-        least = min(least, *shares)
+        found = [measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)]
+        peaks[kind] = max((peak for peak, _ in found), key=lambda peak: peak.rate)
+        peaks[kind].samples = [peak.rate for peak, _ in found]
+        least = min(least, *(share for _, share in found))
     return peaks, least
 
 

@@ -21,46 +21,27 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fastattn._table import as_html
 from fastattn.bench import breakdown as parts
 from fastattn.bench import summary
 from fastattn.bench.machine import KIND_OF_DTYPE
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, option_words, summarise
 
-# One hue per provider, one shade per dtype; distinct for colour-blind readers, on light and dark.
-_HUES = {
-    "fastattn": ("#2f81f7", "#86b9fb", "#c0dbfd"),
-    "torch": ("#7d8590", "#a9b0b8", "#d0d5da"),
-}
-_OTHERS = (
-    ("#d1742f", "#e8b288", "#f4d9c4"),
-    ("#3f9a6c", "#91cbae", "#c8e5d6"),
-    ("#a371f7", "#ccb2fa", "#e5d8fd"),
-    ("#c9a227", "#e0c878", "#f0e3bb"),
-)
 _DTYPES = ("fp32", "bf16", "fp16")
 _PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
-
-
-def _theme(ground: str, text: str, faint: str) -> Any:  # the keys of RcParams are literals
-    names = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "lines.color")
-    spines = ("left", "right", "top", "bottom")
-    return (
-        dict.fromkeys(names, text)
-        | dict.fromkeys(("figure.facecolor", "axes.facecolor"), ground)
-        | {f"axes.spines.{side}": False for side in spines}
-        | {f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")}
-        | {"grid.color": faint, "grid.linewidth": 0.6, "axes.grid": True, "axes.axisbelow": True}
-        | {"axes.titlesize": 11, "axes.titlelocation": "left", "axes.labelsize": 9}
-        | {"xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9}
-        | {"legend.frameon": False, "figure.constrained_layout.use": True}
-    )
-
-
-THEMES = {
-    "light": _theme("#ffffff", "#1f2328", "#d1d9e0"),
-    "dark": _theme("#0d1117", "#e6edf3", "#3d444d"),
+_LOOK: dict[str, Any] = {
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "font.size": 9,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
 }
+THEMES = {"light": _LOOK, "dark": {**plt.style.library["dark_background"], **_LOOK}}
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
@@ -93,16 +74,18 @@ def _speedup(result: Result, rows: Sequence[Row]) -> Figure:
     figure, (left, right) = plt.subplots(
         ncols=2, sharey=True, width_ratios=(1.15, 1), figsize=(11, height)
     )
-    colours = _colours(rows)
+    # The map has a hue for each provider, with a shade for each dtype.
+    colours, names = plt.colormaps["tab20c"], list(dict.fromkeys(row["provider"] for row in rows))
     for axes, shown, metric in ((left, compared, "speedup"), (right, series, "percent_of_peak")):
         width = 0.8 / max(len(shown), 1)
         for index, of in enumerate(shown):
+            colour = colours(4 * (names.index(of[0]) % 5) + _DTYPES.index(of[1]))
             bars = {
                 groups.index(_group(row)) - 0.4 + (index + 0.5) * width: row
                 for row in rows
                 if (row["provider"], row["dtype"]) == of and row[metric] is not None
             }
-            _bars(axes, bars, width, metric, color=colours[of], label=" ".join(of))
+            _bars(axes, bars, width, metric, color=colour, label=" ".join(of))
     left.axvline(1, color=plt.rcParams["text.color"], linewidth=1)
     left.set_title(f"Times as fast as {baseline}")
     left.set_yticks(range(len(groups)), groups)
@@ -126,18 +109,18 @@ def _group(row: Row) -> str:
 
 def _bars(axes: Axes, bars: dict[float, Row], height: float, metric: str, **look: Any) -> None:
     """The bars of one provider and dtype, with the intervals of speed-ups as error bars."""
-    start = 1 if metric == "speedup" else 0
-    widths = [row[metric] - start for row in bars.values()]
-    axes.barh(list(bars), widths, height * 0.92, left=start, **look)
-    for y, row in bars.items():
-        value, text = row[metric], f"{row[metric]:.0f} %"
-        if metric == "speedup":
-            low, high = min(value, row["speedup_low"]), max(value, row["speedup_high"])
-            colour = plt.rcParams["text.color"]
-            axes.plot([low, high], [y, y], color=colour, linewidth=0.8)
-            value, text = high, f"{value:.2f}×"
-        axes.annotate(text, (max(value, start), y), (3, 0), textcoords="offset points",
-                      va="center", fontsize=8 if height > 0.25 else 6.5)  # fmt: skip
+    start, form = (1, "{:.2f}×") if metric == "speedup" else (0, "{:.0f} %")
+    values, ends = [row[metric] for row in bars.values()], None
+    if metric == "speedup":
+        low, high = ([row[f"speedup_{end}"] for row in bars.values()] for end in ("low", "high"))
+        ends = [
+            [x - y for x, y in zip(values, low, strict=True)],
+            [y - x for x, y in zip(values, high, strict=True)],
+        ]
+        look |= {"ecolor": plt.rcParams["text.color"], "error_kw": {"elinewidth": 0.8}}
+    widths = [value - start for value in values]
+    drawn = axes.barh(list(bars), widths, height * 0.92, left=start, xerr=ends, **look)
+    axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontsize=8)
 
 
 def _time(result: Result, rows: Sequence[Row]) -> Figure:
@@ -208,18 +191,6 @@ def _breakdown(result: Result, rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _colours(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """The colour of each provider and dtype."""
-    providers = dict.fromkeys(row["provider"] for row in rows)
-    others = [name for name in providers if name not in _HUES]
-    hues = _HUES | {name: _OTHERS[n % len(_OTHERS)] for n, name in enumerate(others)}
-    return {
-        (name, dtype): shade
-        for name in providers
-        for dtype, shade in zip(_DTYPES, hues[name], strict=True)
-    }
-
-
 KINDS: dict[str, Callable[[Result, Sequence[Row]], Figure]] = {
     "speedup": _speedup,
     "time": _time,
@@ -246,9 +217,7 @@ th, td {{ border-bottom: 1px solid #8886; padding: .3rem .35rem; text-align: lef
 <ul>{closing}</ul>
 {plots}
 <h2>All rows</h2>
-<table>
 {table}
-</table>
 <h2>Conditions</h2>
 <pre>{facts}</pre>
 </body></html>
@@ -263,13 +232,12 @@ def report(result: Result, path: Path, title: str) -> None:
     rows, text = summarise(result), html.escape
     facts = {name: getattr(result, name) for name in ("environment", "settings", "providers")}
     facts["peaks"] = {kind: vars(peak) for kind, peak in result.peaks.items()}
-    lines = summary.lines(rows, _METRICS)
     page = _PAGE.format(
         title=text(title),
         conditions=text(summary.conditions(result)),
         closing="".join(f"<li>{text(line)}" for line in summary.closing(result, rows)),
         plots="\n".join(f"<h2>{words}</h2>{_svg(result, kind)}" for kind, words in _TITLES.items()),
-        table="\n".join("<tr>" + "".join(f"<td>{text(x)}" for x in line) for line in lines),
+        table=as_html(summary.lines(rows, _METRICS)),
         facts=text(json.dumps(facts, indent=1)),
     )
     path.write_text(page, encoding="utf-8")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
-import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -12,33 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fastattn.bench import ops
-from fastattn.bench.cells import Cell, bytes_touched, flops
+from fastattn.bench import ops, results
+from fastattn.bench.cells import TORCH_DTYPES, Cell, bytes_touched, flops, make_inputs
 from fastattn.bench.machine import KIND_OF_DTYPE, describe_environment
-from fastattn.bench.oracle import Oracle
+from fastattn.bench.ops._base import Part
 from fastattn.bench.providers import DEFAULT, isa_of
-from fastattn.bench.results import CellResult, Outcome, Result, Round
-from fastattn.bench.stats import (  # fmt: skip
-    MIN_KEPT,
-    QUIET,
-    QUIET_SHARE,
-    comparable_rounds,
-    quiet_rounds,
-    usual_states,
-)
+from fastattn.bench.results import MIN_KEPT, CellResult, Outcome, Result, Round
 from fastattn.bench.summary import is_from_memory
 from fastattn.bench.worker import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
+from fastattn.testing.judge import deviations
+from fastattn.testing.rounding import Noise
 
 PEAK_SECONDS = 0.2
 # A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within
 # these limits: a processor's clock is higher for short loads.
 GUARD_SECONDS = (0.02, 0.1)
-GUARD_TRIES = 3  # of the shortest guard; longer ones get as many tries as fit into that time
 # Rounds that a cell gets even if its share of the time is too short for them, until the time of the
 # run is used up: few cells with enough rounds say more than many with too few.
 ENOUGH = 9
-MAX_FAILURES = 3  # crashes and hangs after which a provider is no longer used
 SAMPLE_SECONDS = 0.02  # a sample repeats the call until it lasts at least this long
 
 
@@ -62,6 +55,63 @@ class Settings:
         plain = dataclasses.asdict(self)
         del plain["cells"]
         return Result(environment, plain, {}, ended="killed")
+
+
+Outputs = dict[str, Tensor]
+
+
+class Oracle:
+    """The expected outputs of one cell, computed once for all providers.
+
+    The bound is that of the library (docs/numerics.md). ref is the same computation in fp64, noise
+    is the change of it by rounding to the dtype of the cell:
+
+        max|x − ref|  ≤  4·noise + eps(dtype)·max|ref|
+
+    An operator may compare a random sample of a long cell; the result file records its size.
+    """
+
+    def __init__(self, cell: Cell, seed: int) -> None:
+        self.cell, self.op, self.dtype = cell, ops.get(cell.op), TORCH_DTYPES[cell.dtype]
+        self.inputs = make_inputs(cell, seed)
+        self.parts = self.op.parts(cell, seed)
+        self.compared = self.op.coverage(cell, self.parts)
+        self.reference = self._expected(self.parts)
+        # Rounding affects all parts alike, and simulating it is slow.
+        few = self.op.parts(cell, seed, few=True)
+        of_few = self.reference if few == self.parts else self._expected(few)
+        self.noise = Noise(functools.partial(self._expected, few), of_few, self.dtype)
+
+    def check(self, outputs: Outputs) -> Outcome:
+        """Compares all outputs; has the error of the one with the largest ratio to its bound."""
+        unjudged = self.op.unjudged(self.cell)
+        judged = {name: x for name, x in outputs.items() if name not in unjudged}
+        sampled = _joined([self.op.taken(self.cell, judged, part) for part in self.parts])
+        for name, got in sampled.items():
+            want = self.reference[name]
+            dtype = self.inputs.get(name.removeprefix("grad_"), self.inputs.grad_out).dtype
+            if got.shape != want.shape or got.dtype != dtype:
+                is_what = f"{got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
+                reason = f"{name} is {is_what}"
+                return Outcome("WRONG", reason, float("inf"), 0.0, 1.0, name, self.compared)
+        if not sampled:
+            return Outcome("ok", "", 0.0, 0.0, 1.0, "", self.compared)
+        found = deviations(sampled, self.reference, self.noise)
+        worst = max(found, key=lambda deviation: deviation.ratio)
+        want = self.reference[worst.name]
+        largest = float(want.abs().max()) if want.numel() else 1.0
+        status, reason = ("ok", "") if worst.ok else ("WRONG", str(worst))
+        return Outcome(status, reason, worst.error, worst.bound, largest, worst.name, self.compared)
+
+    def _expected(self, parts: Sequence[Part]) -> Outputs:
+        taken = (ops.Inputs(self.op.taken(self.cell, self.inputs, part)) for part in parts)
+        return _joined([self.op.expected(self.cell, x) for x in taken])
+
+
+def _joined(parts: Sequence[Outputs]) -> Outputs:
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 class Runner:
@@ -88,9 +138,7 @@ class Runner:
             self.result.peaks, self.result.providers = earlier.peaks, earlier.providers
         self.cpus = usable_cpus(settings.threads)
         self.workers: dict[str, WorkerProcess] = {}
-        self.failures: dict[str, int] = dict.fromkeys(settings.providers, 0)
         self.random = random.Random(settings.seed)
-        self.oracle: Oracle | None = None
         self.sample_seconds: dict[str, float] = {}  # the last sample of each provider
 
     def run(self) -> Result:
@@ -154,20 +202,11 @@ class Runner:
             rate, _ = self._peak(kind, PEAK_SECONDS)
             self.result.peaks[kind].samples.append(rate)
 
-    def _guard(self, kind: str, seconds: float, before: float = 0.0) -> tuple[float, float]:
+    def _peak(self, kind: str, seconds: float) -> tuple[float, float]:
         """The current peak, and the share of the cores that its measurement received.
 
-        Repeats a measurement that was disturbed or is far below `before`, and returns the best.
+        Keeps the best of the run.
         """
-        best = (0.0, 0.0)
-        for _ in range(max(1, round(GUARD_TRIES * GUARD_SECONDS[0] / seconds))):
-            rate, share = best = max(best, self._peak(kind, seconds))
-            if rate >= QUIET * before and share >= QUIET_SHARE:
-                break
-        return best
-
-    def _peak(self, kind: str, seconds: float) -> tuple[float, float]:
-        """Measures a peak and keeps the best of the run."""
         threads, device = self.settings.threads, self.settings.cells[0].device
         request = {"kind": kind, "threads": threads, "seconds": seconds, "device": device}
         found, share = self.workers[""].ask(START_SECONDS, "peak", **request)
@@ -185,9 +224,7 @@ class Runner:
         try:
             for name in self.settings.providers:
                 found.outcomes[name] = Outcome()
-                status, reason = self._why_not(name, found, seconds)
-                if status:
-                    found.outcomes[name] = Outcome(status, reason)
+                found.outcomes[name] = self._outcome(name, found, seconds)
             self._check(found)
             self._rounds(found, end)
         except KeyboardInterrupt:
@@ -196,38 +233,30 @@ class Runner:
             raise
         self.measured(self.result, found)
 
-    def _why_not(self, name: str, found: CellResult, seconds: float) -> tuple[str, str]:
-        """The status of a provider that is not measured, and why; "" if it is."""
+    def _outcome(self, name: str, found: CellResult, seconds: float) -> Outcome:
+        """Not ok if a provider is not measured."""
         if seconds <= 0:
-            return "SKIPPED", "the time budget was used up"
+            return Outcome("SKIPPED", "the time budget was used up")
         if missing := ops.missing(found.cell.op):
-            return "UNAVAILABLE", missing
+            return Outcome("UNAVAILABLE", missing)
         if name not in self.workers:
             provider = self.result.providers[name]
-            return provider["status"], provider["reason"]
+            return Outcome(provider["status"], provider["reason"])
         reasons = self._ask(name, found, "why_not", cell=found.cell)
-        return ("UNAVAILABLE", "; ".join(reasons)) if reasons else ("", "")
+        return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else found.outcomes[name]
 
     def _ask(self, name: str, found: CellResult, do: str, **request: Any) -> Any:
         """The reply of a provider; None after a failure, which its outcome then says.
 
-        After a crash or hang it gets a new process, unless there were too many.
+        After a crash or hang it gets a new process.
         """
         try:
             return self.workers[name].ask(self.settings.timeout, do, **request)
         except ProviderError as error:
-            outcome = found.outcomes[name]
-            outcome.status, outcome.reason = error.status, error.reason
-            self.failures[name] += error.status != "ERROR"
-            if error.status == "ERROR":
-                return None
-            if self.failures[name] < MAX_FAILURES:
+            found.outcomes[name] = Outcome(error.status, error.reason)
+            if error.status != "ERROR":
                 self._start(name)
                 self._open(name)
-            else:
-                del self.workers[name]
-                reason = f"disabled after {MAX_FAILURES} failures, the last: {error.reason}"
-                self.result.providers[name] |= {"status": error.status, "reason": reason}
             return None
 
     def _check(self, found: CellResult) -> None:
@@ -240,7 +269,7 @@ class Runner:
             return
         try:
             found.flops = flops(found.cell, seed)
-            oracle = self._oracle_for(found.cell)
+            oracle = Oracle(found.cell, seed)
         except (RuntimeError, MemoryError) as error:  # such as too little memory
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             reason = f"the fp64 reference cannot be computed: {first_line}"
@@ -254,21 +283,11 @@ class Runner:
                 outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
                 found.outcomes[name], self.sample_seconds[name] = outcome, reply["seconds"]
 
-    def _oracle_for(self, cell: Cell) -> Oracle:
-        """The expected outputs; those of fwd+bwd are used for all passes of a shape in a row."""
-        by_shape = itertools.groupby(self.settings.cells, lambda c: _with_pass(c, "fwd"))
-        same = next(passes for _, cells in by_shape if cell in (passes := list(cells)))
-        both = any(c.passes != "fwd" for c in same)
-        wanted = _with_pass(cell, "fwd+bwd" if both else "fwd")
-        if self.oracle is None or self.oracle.cell != wanted:
-            self.oracle = Oracle(wanted, self.settings.seed)
-        return self.oracle
-
     def _rounds(self, found: CellResult, end: float) -> None:
         if not found.ready():
             return
         kind, seconds = KIND_OF_DTYPE[found.cell.dtype], self._guard_seconds(found)
-        before, enough = self._guard(kind, seconds), min(ENOUGH, self.settings.rounds)
+        before, enough = self._peak(kind, seconds), min(ENOUGH, self.settings.rounds)
         # Further rounds replace disturbed ones while there is time.
         for number in range(4 * self.settings.rounds):
             ready, now = found.ready(), time.monotonic()
@@ -278,8 +297,8 @@ class Runner:
             turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):
                 self._time(name, found, turn)
-            turn.guard_seconds = seconds = self._guard_seconds(found)
-            after = self._guard(kind, seconds, before[0])
+            seconds = self._guard_seconds(found)
+            after = self._peak(kind, seconds)
             turn.guard, turn.share = (before[0], after[0]), min(before[1], after[1])
             if is_from_memory(self.result, found):
                 turn.read, _ = self._peak("read_bandwidth", seconds)
@@ -308,10 +327,6 @@ class Runner:
 
 def _has_rounds(found: CellResult, count: int, cells: list[CellResult]) -> bool:
     """Whether `count` rounds of a cell of this run are comparable, and its times not busy."""
-    comparable = comparable_rounds(found.rounds, found.ready(), usual_states(cells))
-    quiet = quiet_rounds(found.rounds)
+    comparable = results.comparable_rounds(found.rounds, found.ready(), results.usual_states(cells))
+    quiet = results.quiet_rounds(found.rounds)
     return len(comparable) >= count and len(quiet) >= min(count, MIN_KEPT)
-
-
-def _with_pass(cell: Cell, passes: str) -> Cell:
-    return dataclasses.replace(cell, passes=passes, preset="", label="")

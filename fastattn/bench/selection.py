@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,10 +30,12 @@ def _read_presets() -> tuple[dict[str, Preset], dict[str, list[Line]]]:
             section, _, about = text[1:].partition("]")
             presets[section] = Preset(about.strip(), [])
         elif text and not text.startswith("#"):
-            model, _, line = text.rpartition(": " if section == "models" else "\n")
-            presets[section].lines.append(parse_line(line))
-            if model:
-                models.setdefault(model, []).append(presets[section].lines[-1])
+            tags, _, shape = text.rpartition(": ")
+            line = parse_line(shape)
+            presets[section].lines.append(line)
+            for tag in tags.split(",") if tags else ():
+                own = models.setdefault(tag, []) if section == "models" else presets[tag].lines
+                own.append(line)
     about = f"whole models: {', '.join(models)} (one alone: `bench model NAME`)"
     return presets | {"models": Preset(about, presets["models"].lines)}, models
 
@@ -82,20 +84,18 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
     if args.shapes and args.preset:
         raise ValueError("give either --shapes or --preset")
     if args.shapes:
-        cells = []
+        lines: list[Line] = []
         for text in args.shapes:
-            is_file = text.startswith("@")
-            for line in read_lines(Path(text[1:])) if is_file else [parse_line(text)]:
-                cells += _given_cells(line, args, wanted)
+            lines += read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
+        cells = [c for line in lines for c in _cells(line, args.dtype, args.passes, wanted)]
     else:
         preset = args.preset or ("all" if wanted else "quick")
         cells = preset_cells(preset, args.dtype, args.passes)
         cells = [cell for cell in cells if not wanted or cell.op in wanted]
         if not cells:
             raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
-    given = {key: getattr(args, key) for key in ("mask", "weights", "option")}
-    changes = {key: value for key, value in given.items() if value}
-    return [dataclasses.replace(cell, **changes) for cell in cells] if changes else cells
+    changes = {key: vars(args)[key] for key in ("mask", "weights", "option") if vars(args)[key]}
+    return [dataclasses.replace(cell, **changes) for cell in cells]
 
 
 def check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ def model_cells(
     check_names("model", names, [*WHOLE_MODELS, "all"])
     chosen = WHOLE_MODELS if "all" in names else dict.fromkeys(names)
     lines = (line for name in chosen for line in WHOLE_MODELS[name])
-    cells = _preset_lines(lines, dtypes, passes, "models")
+    cells = [cell for line in lines for cell in _cells(line, dtypes, passes, preset="models")]
     if not cells:
         raise ValueError(f"--pass {','.join(passes)}: {', '.join(names)} has no such pass")
     return cells
@@ -119,53 +119,42 @@ def model_cells(
 
 def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:
     """The cells of presets, such as "a,b" or "all"; dtypes and passes replace their defaults."""
-    cells = []
+    cells: list[Cell] = []
     check_names("--preset", name.split(","), [*PRESETS, "all"])
     for preset in ALL if name == "all" else name.split(","):
-        found = _preset_lines(PRESETS[preset].lines, dtypes, passes, preset)
-        cells += sorted(found, key=_rarity) if preset in COMMON_FIRST else found
+        lines = PRESETS[preset].lines
+        found = [cell for line in lines for cell in _cells(line, dtypes, passes, preset=preset)]
+        if preset in COMMON_FIRST:
+            found.sort(key=lambda c: (c.label in RARER, DTYPES.index(c.dtype), c.passes != "fwd"))
+        cells += found
     return cells
-
-
-def _rarity(cell: Cell) -> tuple[bool, int, int]:
-    return cell.label in RARER, DTYPES.index(cell.dtype), PASSES.index(cell.passes)
-
-
-def _preset_lines(
-    lines: Iterable[Line], dtypes: Sequence[str], passes: Sequence[str], preset: str
-) -> list[Cell]:
-    cells = []
-    for line in lines:
-        own = dtypes or line.listed("dtype") or ("fp32", "bf16")
-        directions = passes or line.listed("pass") or ("fwd", "fwd+bwd")
-        cells += _cells(line, line.op, own, directions, preset)
-    return cells
-
-
-def _given_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
-    """The cells of a line of --shapes; none for an operator that --op excludes."""
-    dtypes = args.dtype or spelling.dtypes(line.listed("dtype"), DTYPES, "dtype=") or ["fp32"]
-    check_names("pass=", line.listed("pass"), PASSES)
-    passes = args.passes or line.listed("pass") or ["fwd"]
-    named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]
-    for op in named:
-        if not set(passes) & set(ops.get(op).PASSES):
-            raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(ops.get(op).PASSES)}")
-    chosen = [op for op in named if op in (wanted or named)]
-    return [cell for op in chosen for cell in _cells(line, op, dtypes, passes)]
 
 
 def _cells(
-    line: Line, op: str, dtypes: Sequence[str], passes: Sequence[str], preset: str = ""
+    line: Line,
+    dtypes: Sequence[str],
+    passes: Sequence[str],
+    wanted: Sequence[str] = (),
+    preset: str = "",
 ) -> list[Cell]:
-    """Every combination; passes that the operator does not have are left out."""
-    operator = ops.get(op)
+    """Every combination of a line; passes that the operator does not have are left out."""
+    usual = (("fp32", "bf16"), ("fwd", "fwd+bwd")) if preset else (("fp32",), ("fwd",))
+    dtypes = dtypes or spelling.dtypes(line.listed("dtype"), DTYPES, "dtype=") or usual[0]
+    check_names("pass=", line.listed("pass"), PASSES)
+    passes = passes or line.listed("pass") or usual[1]
     options = [line.listed(key) or ["none"] for key in ("mask", "weights", "option")]
-    return [
-        Cell(op, sizes, dtype, direction, mask, weights, option, preset=preset, label=line.label)
-        for sizes in parse_shapes(line.shape, operator.SIZES)
-        for mask, weights, option in itertools.product(*options)
-        for dtype in dtypes
-        for direction in passes
-        if direction in operator.PASSES
-    ]
+    cells = []
+    for op in [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]:
+        operator = ops.get(op)
+        directions = [name for name in passes if name in operator.PASSES]
+        if not directions and not preset:
+            raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(operator.PASSES)}")
+        cells += [
+            Cell(op, sizes, dtype, direction, *of, preset=preset, label=line.label)
+            for sizes in parse_shapes(line.shape, operator.SIZES)
+            for of in itertools.product(*options)
+            for dtype in dtypes
+            for direction in directions
+            if op in (wanted or [op])
+        ]
+    return cells

@@ -11,11 +11,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastattn.bench import ops, stats
+from fastattn.bench import ops, results
 from fastattn.bench.cells import Cell, options_in_words
 from fastattn.bench.machine import KIND_OF_DTYPE, KINDS, words_of
-from fastattn.bench.results import CellResult, Result, Round
-from fastattn.bench.stats import MIN_KEPT, Usual, quiet_rounds, speedup, usual_states
+from fastattn.bench.results import (
+    MIN_KEPT,
+    CellResult,
+    Result,
+    Round,
+    Usual,
+    quiet_rounds,
+    speedup,
+    usual_states,
+)
 
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
@@ -39,15 +47,6 @@ def summarise(result: Result) -> list[Row]:
     """One flat row per cell and provider. Missing values are None."""
     usual = usual_states(result.cells)
     return [row for cell in result.cells for row in rows_of(result, cell, usual)]
-
-
-def kept_rounds(result: Result) -> list[list[float]]:
-    """The samples used, in milliseconds, for each row of `summarise`."""
-    return [
-        [turn.ms[provider] for turn in _used(cell, provider)[0]]
-        for cell in result.cells
-        for provider in cell.outcomes
-    ]
 
 
 def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
@@ -93,7 +92,7 @@ def option_words(row: Row) -> list[str]:
 
 def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: str) -> Row:
     samples = [turn.ms[provider] for turn in rounds]
-    ms, (low, high) = stats.median(samples), stats.median_interval(samples)
+    ms, (low, high) = results.median(samples), results.median_interval(samples)
     intensity, gflops = found.flops / found.bytes_touched, found.flops / ms / 1e6
     metrics: Row = {
         "ms": ms,
@@ -101,8 +100,8 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
         "ms_high": high,
         "gflops": gflops,
         "intensity": intensity,
-        "ms_q1": stats.quantile(samples, 0.25),
-        "ms_q3": stats.quantile(samples, 0.75),
+        "ms_q1": results.quantile(samples, 0.25),
+        "ms_q3": results.quantile(samples, 0.75),
         "gbs": found.bytes_touched / ms / 1e6,
     }
     # Other machines of a host share its memory, so the bandwidth varies within a run. Files without
@@ -112,23 +111,23 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
     from_memory = is_from_memory(result, found) and min(read) > 0
     if from_memory:
         shares = [found.bytes_touched / x / 1e4 / of for x, of in zip(samples, read, strict=True)]
-        metrics["percent_of_bandwidth"] = stats.median(shares)
+        metrics["percent_of_bandwidth"] = results.median(shares)
     if KIND_OF_DTYPE[found.cell.dtype] in result.peaks:
         peaks = [turn.peak for turn in rounds]
         percents = [found.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
-        low, high = stats.median_interval(percents)
-        metrics["peak_gflops"] = roof = stats.median(peaks)
-        metrics["percent_of_peak"] = stats.median(percents)
+        low, high = results.median_interval(percents)
+        metrics["peak_gflops"] = roof = results.median(peaks)
+        metrics["percent_of_peak"] = results.median(percents)
         metrics["percent_low"], metrics["percent_high"] = low, high
         metrics["impossible"] = low > _highest_percent(result, found)
         if from_memory:
-            roof = min(roof, stats.median(read) * intensity)
+            roof = min(roof, results.median(read) * intensity)
         metrics["roof_gflops"], metrics["percent_of_roof"] = roof, 100 * gflops / roof
     if (items := ops.get(found.cell.op).items(found.cell)) is not None:
         metrics["items_per_second"], metrics["item"] = items[0] / ms * 1e3, items[1]
     # Of a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
     if attention := [turn.attention[provider] for turn in rounds if provider in turn.attention]:
-        metrics["attention_share"] = share = stats.median(attention)
+        metrics["attention_share"] = share = results.median(attention)
         metrics["speedup_limit"] = 1 / (1 - share) if share < 1 else None
     return metrics
 
@@ -300,28 +299,27 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
         )
     faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
     sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
-    skipped = sum(map(was_skipped, result.cells)) if result.ended == "complete" else 0
-    busy = "so do not trust their ms, GFLOP/s and % of peak."
-    notes = {
+    is_complete = result.ended == "complete"
+    skipped = [found for found in result.cells if is_complete and was_skipped(found)]
+    counts = {
         "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations or the "
-        "peak is wrong.": sum(bool(row["impossible"]) for row in rows),
-        "cells were not measured: the time budget was used up (--time-budget).": skipped,
+        "peak is wrong.": len([row for row in rows if row["impossible"]]),
+        "cells were not measured: the time budget was used up (--time-budget).": len(skipped),
         "samples of busy rounds are left out of ms, GFLOP/s and % of peak.": sum(
             row["discarded"] or 0 for row in rows
         ),
-        f"rows are busy: something else used the cores in most of their rounds, {busy}": sum(
-            bool(row["busy"]) for row in rows
-        ),
-        "speed-ups are of disturbed rounds, so their intervals are wide.": sum(
-            not row["comparable"] for row in compared
+        "rows are busy: something else used the cores in most of their rounds, so do not trust "
+        "their ms, GFLOP/s and % of peak.": len([row for row in rows if row["busy"]]),
+        "speed-ups are of disturbed rounds, so their intervals are wide.": len(
+            [row for row in compared if not row["comparable"]]
         ),
     }
-    sentences += [f"{number} {words}" for words, number in notes.items() if number]
-    checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
+    sentences += [f"{count} {words}" for words, count in counts.items() if count]
+    checked = [row for row in rows if row["max_error"] is not None and row["status"] != "WRONG"]
     sentences.append(
-        f"{checked} results were compared with fp64 before being timed, and are right."
+        f"{len(checked)} results were compared with fp64 before being timed, and are right."
     )
-    if result.ended != "complete":
+    if not is_complete:
         sentences.append(f"The run was {result.ended}; these are the cells measured until then.")
     return sentences
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
+import functools
 import gc
 import io
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,14 +23,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fastattn import dispatch, scaled_dot_product_attention, use_backend
 from fastattn.bench import machine, ops, results
 from fastattn.bench.cells import Cell, make_inputs, output_names
-from fastattn.bench.gauges import Probe, Stopwatch, flush_caches, peak_extra_bytes, times_pushed
-from fastattn.bench.providers import Provider, load
+from fastattn.bench.ops._base import Stopwatch
+from fastattn.bench.providers import load
+from fastattn.dispatch import PRIORITY
 
 START_SECONDS = 120.0
 ISA_VARIABLE = "FASTATTN_CPU_ISA"
@@ -113,6 +118,86 @@ def usable_cpus(threads: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))[:threads]
 
 
+# What is measured beside the time of a call. Another process of this machine takes a core for
+# milliseconds at a time, which the system counts. A neighbour on the second hyperthread of a core
+# shows in the time of a short kernel.
+_PROCESS = Path("/proc/self")
+# Of which the fastest counts: the first ones load the code, and an interrupt is no neighbour.
+_PROBES = 6
+
+
+def flush_caches(device: str) -> None:
+    """Writes a buffer twice as large as the last-level cache, which evicts all other data."""
+    _buffer(device).add_(1)
+
+
+@functools.cache
+def _buffer(device: str) -> Tensor:
+    count = 2 * machine.last_level_bytes() // 4 if device == "cpu" else 64 << 20
+    return torch.zeros(count, device=device)
+
+
+def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None:
+    """The largest growth of the process during a call; None if unknown.
+
+    Outputs are counted, inputs are not. Linux records the highest resident size (VmHWM) and can
+    reset it. Free pages of the allocator are returned to the system first, because a call that
+    reuses them would seem to need no memory. On a GPU, PyTorch's allocator counts.
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - held
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        (_PROCESS / "clear_refs").write_text("5")  # resets VmHWM to the current size
+        before = _resident("VmRSS")
+    except (OSError, AttributeError, KeyError):
+        return None
+    call()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _resident(field: str) -> int:
+    lines = (_PROCESS / "status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
+
+
+class Probe:
+    """Attention on one small head per thread, in the caches: about 30 microseconds.
+
+    In bf16, which runs on the tiles of AMX, if there are any: a neighbour slows them down most. On
+    one thread of a Zen 3 it takes 21 microseconds alone, and 31 to 44 with a neighbour.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.rows = torch.ones(threads, 1, 64, 64, dtype=torch.bfloat16)
+        backends = PRIORITY["cpu"]
+        self.backend = next(x for x in backends if not isinstance(dispatch.load(x), str))
+
+    def __call__(self) -> float:
+        """The microseconds of the kernel."""
+        usual, best = torch.get_num_threads(), float("inf")
+        if usual != self.threads:  # only then, because it empties the caches of oneDNN
+            torch.set_num_threads(self.threads)
+        with torch.no_grad(), use_backend(self.backend):  # whatever the provider forces
+            for _ in range(_PROBES):
+                start = time.perf_counter()
+                scaled_dot_product_attention(self.rows, self.rows, self.rows)
+                best = min(best, time.perf_counter() - start)
+        if usual != self.threads:
+            torch.set_num_threads(usual)
+        return best * 1e6
+
+
+def times_pushed() -> int:
+    """How often another process took a core from a thread of this one."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
 MAX_INNER = 10_000
 MAX_INNER_COLD = 10  # flushing the caches takes longer than most calls
 SETTLE_SECONDS = 0.25
@@ -126,16 +211,13 @@ WARMING = 0.01
 class Worker:
     """Serves one provider. `time` repeats the call that the last `prepare` returned."""
 
-    provider: Provider
+    provider: Any
     call: Callable[[], Any] | None = None
     inner = 1
     seconds = 0.0  # of one call, estimated
     device, cold = "cpu", False
     stopwatch = Stopwatch()
     probe: Callable[[], float]
-
-    def __init__(self) -> None:
-        self.loaded: set[Cell] = set()
 
     def open(self, provider: str, threads: int) -> dict[str, Any]:
         """Loads the provider; returns what it is and its versions."""
@@ -157,42 +239,24 @@ class Worker:
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
         self.call = None  # frees the previous cell before this one is measured
-        self._load_code(cell)
-        call = self._prepared(cell, seed)
-        outputs, peak_bytes = peak_extra_bytes(call, cell.device)
-        names, saved = output_names(cell), io.BytesIO()
+        ops.get(cell.op).require()
+        inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
+        call = self.provider.prepare(cell, ops.Inputs(inputs))
+        outputs, names, saved = call(), output_names(cell), io.BytesIO()
         if len(outputs) != len(names):
             raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
         kept = (torch.as_tensor(x).detach().cpu().clone() for x in outputs)
         torch.save(dict(zip(names, kept, strict=True)), saved)
         del outputs
+        peak_bytes = peak_extra_bytes(call, cell.device)  # the first call loads the code
         self.device, self.cold = cell.device, cold
         self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
         self.call, self.seconds = call, self._seconds(call, 1)
         most = MAX_INNER_COLD if cold else MAX_INNER
         self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
         seconds = self.inner * self.seconds
-        return {
-            "outputs": saved.getvalue(),
-            "seconds": seconds,
-            "inner": self.inner,
-            "peak_bytes": peak_bytes,
-        }
-
-    def _load_code(self, cell: Cell) -> None:
-        """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
-        ops.get(cell.op).require()
-        least = ops.get(cell.op).TINY
-        sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
-        tiny = dataclasses.replace(cell, sizes=sizes, preset="", label="")
-        if tiny not in self.loaded:
-            with contextlib.suppress(Exception):  # the cell itself reports the error
-                self._prepared(tiny, 0)()
-            self.loaded.add(tiny)
-
-    def _prepared(self, cell: Cell, seed: int) -> Callable[[], Any]:
-        inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
-        return self.provider.prepare(cell, ops.Inputs(inputs))
+        found = {"outputs": saved.getvalue(), "seconds": seconds, "inner": self.inner}
+        return found | {"peak_bytes": peak_bytes}
 
     def time(self) -> dict[str, Any]:
         """A sample: milliseconds of a call, the share of attention in it, and the state of the

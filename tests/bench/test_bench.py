@@ -28,15 +28,6 @@ def test_shape_fills_in_what_is_left_out() -> None:
     assert parse_shapes("H=12,D=64,L=128", MHA) == [{"B": 1, "L": 128, "E": 768, "H": 12}]
 
 
-def test_a_cache_has_one_query_unless_more_are_given() -> None:
-    sizes = ops.get("decode").SIZES
-    assert parse_shapes("Lk=64", sizes)[0]["Lq"] == 1
-    assert parse_shapes("Lk=64", SDPA)[0]["Lq"] == 64
-    (square,) = parse_shapes("Lq=64,Lk=64", sizes)
-    assert parse_shapes(shape_text(square, sizes), sizes) == [square]
-    assert {cell["Lq"] for cell in preset_cells("decode")} == {1}
-
-
 @pytest.mark.parametrize(
     ("text", "key", "values"),
     [
@@ -49,29 +40,6 @@ def test_a_cache_has_one_query_unless_more_are_given() -> None:
 )
 def test_ranges_lists_and_references(text: str, key: str, values: list[int]) -> None:
     assert [shape[key] for shape in parse_shapes(text, SDPA)] == values
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("B", "'B'"),
-        ("Q=3", "'Q'"),
-        ("B=0", "B=0"),
-        ("B=x", "B=x"),
-        ("B=1,B=2", "B is given twice"),
-        ("L=8,Lq=8", "either L or"),
-        ("L=64:8:x2", "upwards"),
-        ("L=8:64:x1", "upwards"),
-        ("Lk=Lq", "Lq is not given"),
-        ("E=10,H=4", "E=10"),
-        ("E=64,H=4,D=8", "E=64"),
-        ("B=1:1000:+1,L=1:1000:+1", "1000000 combinations"),
-    ],
-)
-def test_wrong_shapes_name_what_is_wrong(text: str, named: str) -> None:
-    with pytest.raises(ValueError) as error:
-        parse_shapes(text, SDPA)
-    assert named in str(error.value)
 
 
 @pytest.mark.parametrize("op", ops.OPS)
@@ -105,23 +73,12 @@ sdpa L=4 mask=causal option=softcap
         "sdpa B=1,H=8,L=4,D=64 fp16 fwd",
         "sdpa B=1,H=8,L=4,D=64 fp16 fwd causal, softcap",
     ]
-    other = selection.cells_of(parse("run", "--shapes", "sdpa L=4", "--option", "alibi"))
-    assert [c.option for c in other] == ["alibi"]
     path.write_text("sdpa L=4\nmha L=4 mask\n")
     with pytest.raises(ValueError, match=r"shapes\.txt, line 2: .*'mask' does not belong"):
         selection.cells_of(parse("run", "--shapes", f"@{path}"))
 
 
 # Grammar
-
-
-def test_arguments_make_cells_and_narrow_a_preset() -> None:
-    args = parse("run", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "fp32,bf16", "--pass", "fwd")
-    found = [(cell.op, cell["Lq"], cell.dtype) for cell in selection.cells_of(args)]
-    assert found == [("sdpa", n, dtype) for n in (8, 16) for dtype in ("fp32", "bf16")]
-    args = parse("run", "--preset", "bert", "--op", "mha", "--pass", "bwd", "--mask", "causal")
-    found_in_preset = {(cell.op, cell.passes, cell.mask) for cell in selection.cells_of(args)}
-    assert found_in_preset == {("mha", "bwd", "causal")}
 
 
 @pytest.mark.parametrize("op", ops.OPS)
@@ -154,41 +111,33 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
     [
         (["--dtype", "fp8"], "'fp8'"),
         (["--pass", "sideways"], "'sideways'"),
-        (["--preset", "alexnet"], "'alexnet'"),
         (["--preset", "gpt", "--op", "mha"], "no cell"),
         (["--preset", "gpt", "--shapes", "L=4"], "either"),
-        (["--shapes", "H=3,Hkv=2,L=4"], "Hkv=2"),
-        (["--shapes", "mha E=10,H=4"], "E=10"),
+        (["--shapes", "Q=3"], "'Q'"),
+        (["--shapes", "B=0"], "B=0"),
+        (["--shapes", "B=1,B=2"], "B is given twice"),
+        (["--shapes", "L=8,Lq=8"], "either L or"),
+        (["--shapes", "L=64:8:x2"], "upwards"),
+        (["--shapes", "Lk=Lq"], "Lq is not given"),
+        (["--shapes", "E=10,H=4"], "E=10"),
+        (["--shapes", "E=64,H=4,D=8"], "E=64"),
+        (["--shapes", "B=1:1000:+1,L=1:1000:+1"], "1000000 combinations"),
         (["--shapes", "@/no/such/file"], "/no/such/file"),
         (["--shapes", "dtype=fp32"], "no KEY=VALUE"),
-        (["--shapes", "L=4 dtype=fp8"], "'fp8'"),
         (["--op", "abacus"], "'abacus'"),
         (["--shapes", "decode", "--pass", "bwd"], "decode has fwd"),
-        (["--shapes", "decode Lk=100,P=16"], "Lk=100 is not a multiple of P=16"),
-        (["--shapes", "decode D=8,Dv=9 option=latent"], "option=latent: Dv=9 is more than D=8"),
-        (["--shapes", "sdpa option=latent"], "allowed for sdpa are none"),
-        (["--shapes", "attention_stats L=8,K=9"], "K=9 is more than Lk=8"),
-        (["--shapes", "varlen L=8,S=9"], "S=9 is more than L=8"),
         (["--shapes", "hopfield B=4,S=2"], "S=2 must be 1 or B=4"),
         (["--shapes", "mha option=alibi"], "allowed for mha are none"),
         (["--shapes", "sdpa option=window mask=bias"], "option=window: with a bias mask"),
-        (["--shapes", "sdpa Lq=9,Lk=8 option=window"], "option=window: Lq=9"),
-        (["--shapes", "sdpa option=learnable"], "option=learnable: needs mask=bias"),
         (["--shapes", "transformer option=stepwise pass=fwd+bwd"], "no backward"),
-        (["--op", "os.path"], "'os.path' has no OP"),
-        (["--op", "sinusoidal", "--mask", "causal"], "allowed for sinusoidal are none"),
         (["--providers", "abacus"], "'abacus'"),
         (["--providers", "torch@avx2"], "variants of torch are torch@math"),
-        (["--providers", "openvino@"], "variants of openvino are none"),
         (["--providers", "fastattn", "--baseline", "torch"], "'torch'"),
         (["--threads", "0"], "--threads 0"),
-        (["--threads", "1000000"], "--threads 1000000: from 1 to"),
-        (["--time-budget", "-1"], "--time-budget"),
         (["--time-budget", "nan"], "--time-budget nan"),
-        (["--timeout", "inf"], "--timeout inf"),
         (["--rounds", "0"], "--rounds 0"),
+        (["--metric", "luck"], "'luck'"),
         (["--plot", "picture.xyz"], "picture.xyz: the name must end with .png, .svg, .pdf"),
-        (["--shapes", "@/"], "Is a directory: '/'"),
         (["--out", "/dev/null/out"], "Not a directory: '/dev/null/out'"),
         (["--resume"], "give the --out DIR"),
     ],
@@ -200,23 +149,10 @@ def test_wrong_arguments_are_named(
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--op", "--dtype", "--pass", "--providers", "--metric"])
-@pytest.mark.parametrize("text", ["", " , "])
-def test_a_list_that_names_nothing_is_refused(
-    flag: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench("run", flag, text)
-    assert ended.value.code == commands.USAGE
-    assert f"argument {flag}: {text!r} names nothing" in capsys.readouterr().err
-
-
 def test_commands_providers_and_the_environment_are_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench()
-    assert ended.value.code == commands.USAGE
+    assert bench() == commands.USAGE
     printed = capsys.readouterr().err
     assert all(name in printed for name in ("run", "compare", "record", "list"))
     assert bench("list") == commands.OK
@@ -237,9 +173,7 @@ VERSIONED = '{"format": "fastattn-bench", "version": %d}'
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("not json", "not a result"),
         ("{}", "not a result"),
-        (VERSIONED % 99, "version 99"),
         (VERSIONED % 2, "not a result"),
         (VERSIONED % 1, "version 1, this is version 2: measure again"),
         ("\x89PNG", "not a result of fastattn bench (UnicodeDecodeError"),

@@ -84,13 +84,6 @@ def test_the_command_writes_a_result_that_is_rendered(
     assert "sdpa B=1,H=2,L=4,D=8 fp32 fwd+bwd" in capsys.readouterr().out
     result = results.load(path)
     assert not any(row["impossible"] for row in summary.summarise(result))
-    render = load_render()
-    block = render.block_of("breakdown", {"here": result})
-    assert "| `sdpa B=1,H=2,L=4,D=8` | forward + backward |" in block
-    assert "| call | floor | torch |" in block
-    for turn in result.cells[0].rounds:  # of a file from before PyTorch was measured too
-        del turn.ms["torch"]
-    assert "| call | floor |\n" in render.block_of("breakdown", {"here": result})
-    assert "Function.apply" in render.results_page({"here": {"breakdown": result}})
+    assert "Function.apply" in load_render().results_page({"here": {"breakdown": result}})
     assert main([*command, "--rounds", "0"]) == commands.USAGE
     capsys.readouterr()

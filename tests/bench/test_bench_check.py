@@ -15,8 +15,8 @@ from bench_results import SMALL, TINY, cell_of
 from fastattn import dispatch
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops, make_inputs, output_names
-from fastattn.bench.oracle import Oracle
 from fastattn.bench.providers import leave, load
+from fastattn.bench.runner import Oracle
 
 # Sizes that are 0 unless given, memories of one for all, and longer rows.
 MORE = [
@@ -71,11 +71,8 @@ def test_a_variant_is_in_force_while_its_provider_runs() -> None:
     assert dispatch.forced.get() == "reference"
     call()
     load("torch@math")
-    gc.collect()
     assert dispatch.forced.get() == ""
     assert not torch.backends.cuda.flash_sdp_enabled()
-    leave()
-    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.sampled
@@ -116,17 +113,6 @@ def test_a_wrong_answer_does_not(op: str) -> None:
         assert (found.ok, found.worst_tensor) == (False, name)
         nan = outputs | {name: torch.full_like(outputs[name], torch.nan)}
         assert not oracle.check(nan).ok
-
-
-def test_an_output_has_the_dtype_that_its_operator_gives_it() -> None:
-    cell = cell_of("merge_states", SMALL["merge_states"], passes="fwd+bwd", dtype="bf16")
-    oracle, outputs = Oracle(cell, 1), answer("fastattn@reference", cell)
-    assert outputs["grad_out_a"].dtype == torch.bfloat16
-    assert oracle.check(outputs).ok
-    found = oracle.check(outputs | {"grad_lse_a": outputs["grad_lse_a"].bfloat16()})
-    assert not found.ok
-    assert "grad_lse_a is torch.bfloat16" in found.reason
-    assert not oracle.check(outputs | {"grad_lse_a": outputs["grad_lse_a"] * 1.1}).ok
 
 
 def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from cache_calls import cache_operands, refused
 from case_table import within_the_bound
 from torch import Tensor
 
-from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
+from fastattn import decode_attention, scaled_dot_product_attention, use_backend
 from fastattn.testing import Target
 
 test_case = within_the_bound("decode_attention")

@@ -17,10 +17,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from required import REQUIRE_NATIVE
 
-from fastattn.bench.models._model import imported
-
+_declared: list[torch.library.Library] = []  # declarations end with their last reference
 FOLDER = Path(sys.prefix) / "models"  # `make test` installs them there
 
 # What they import for images, texts and metrics, of which their models use nothing.
@@ -41,7 +41,23 @@ def library(name: str) -> ModuleType:
         missing = f"{package} is not installed: see tests/models/requirements.txt"
         pytest.fail(missing) if REQUIRE_NATIVE else pytest.skip(missing)
     with _StandIns(ABSENT.get(package, ())).in_place():
-        return imported(name)
+        return _imported(name)
+
+
+def _imported(name: str) -> ModuleType:
+    """Import a library. torchvision's operators, of which models call none, are only declared."""
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        pass  # those that need it say so
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        library = torch.library.Library("torchvision", "DEF")
+        for function in ("nms", "qnms"):
+            library.define(f"{function}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(library)
+    return importlib.import_module(name)
 
 
 def _remember_what_is_installed() -> None:

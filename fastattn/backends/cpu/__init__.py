@@ -18,14 +18,12 @@ from fastattn.backends._hopfield import backward_of_steps
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends._sinusoidal import encoding_on
 from fastattn.backends._states import of_any_rank
-from fastattn.backends.cpu.linear import (
-    faster_than_torch,
-    gemm_of,
-    gemms_of,
-    linear,
-    linear_backward,
-    rule,
-)
+from fastattn.backends.cpu.linear import faster_than_torch as faster_than_torch
+from fastattn.backends.cpu.linear import gemm_of as gemm_of
+from fastattn.backends.cpu.linear import gemms_of as gemms_of
+from fastattn.backends.cpu.linear import linear as linear
+from fastattn.backends.cpu.linear import linear_backward as linear_backward
+from fastattn.backends.cpu.linear import rule as rule
 from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 

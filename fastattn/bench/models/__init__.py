@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.models._model import LibraryModel, Model, imported
+from fastattn.bench.models._model import LibraryModel, Model
 from fastattn.bench.ops._base import Forward, Inputs, value_of
 
 _COMMON = "num_hidden_layers=N num_attention_heads=H intermediate_size=F hidden_size=E"
@@ -78,7 +79,7 @@ class _LlamaDecode(Model):
 
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
         """The cache grows by one token, as in `generate`, and is cropped again."""
-        cache = imported("transformers").DynamicCache()
+        cache = import_module("transformers").DynamicCache()
         for layer in range(cell["N"]):
             cache.update(given["keys"][:, layer], given["values"][:, layer], layer)
 
@@ -89,7 +90,7 @@ class _LlamaDecode(Model):
 
         return call
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         cached = f"2 * B*N*Hkv*L * E // H + N * ({self.LAYER}) + {self.OTHER[0]}"
         return value_of(cached, cell), cell["B"] * cell["V"]
 
@@ -102,8 +103,8 @@ LLAMA_DECODE = _LlamaDecode(
 )
 
 # Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929: images, a class token, no pooler
-_IMAGES: dict[str, Any] = {"TINY": {"B": 1, "I": 32, "N": 1}, "ITEMS": ("B", "images")}
-_VIT: dict[str, Any] = _IMAGES | {
+_VIT: dict[str, Any] = {
+    "ITEMS": ("B", "images"),
     "ABOUT": "N layers of width E, H heads, F hidden units, on B images of I x I, patches of P x P",
     "TOKENS": "B * ((I // P)**2 + 1)",
     "PAIRS": "B * ((I // P)**2 + 1)**2",
@@ -125,7 +126,7 @@ TIMM_VIT = LibraryModel(
     PACKAGE="timm",
     INSTALL="pip install fastattn[timm]",
     SIZES={"B": 8, "I": 224, "P": 16, "N": 12, "E": 384, "H": 6, "F": 1536},
-    make=lambda cell: imported("timm").models.VisionTransformer(
+    make=lambda cell: import_module("timm").models.VisionTransformer(
         *(cell["I"], cell["P"]),
         embed_dim=cell["E"],
         depth=cell["N"],
@@ -155,7 +156,7 @@ DIFFUSERS_DIT = LibraryModel(
     PAIRS="B * (I // P)**4",
     LAYER="12 * E**2",
     OTHER=(f"{_OF_TOKEN} + {_OF_IMAGE}", f"B * (I // P)**2 * {_OF_TOKEN} + B * {_OF_IMAGE}"),
-    make=lambda cell: imported("diffusers").DiTTransformer2DModel(
+    make=lambda cell: import_module("diffusers").DiTTransformer2DModel(
         *(cell["H"], cell["E"] // cell["H"]),
         in_channels=4,
         out_channels=8,
@@ -170,7 +171,7 @@ DIFFUSERS_DIT = LibraryModel(
         "class_labels": draw.integers(0, 1000, cell["B"]),
     },
     bind=lambda cell, model, given: lambda: model(**given, return_dict=False)[0],
-    **_IMAGES | {"TINY": {"B": 1, "I": 8, "N": 1}},
+    ITEMS=("B", "images"),
 )
 
 # Radford et al. 2022, https://arxiv.org/abs/2212.04356: the encoder. A position is two frames of
@@ -218,7 +219,7 @@ OPENAI_WHISPER = _OpenaiWhisper(
     PACKAGE="whisper",
     INSTALL="pip install openai-whisper",
     CALLER="whisper.model",
-    make=lambda cell: imported("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
+    make=lambda cell: import_module("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
     bind=lambda cell, model, given: functools.partial(model, given["input_features"]),
     **_WHISPER,
 )

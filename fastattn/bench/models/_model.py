@@ -7,7 +7,6 @@ import functools
 import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,13 +15,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn.bench.cells import TORCH_DTYPES, Cell, Draw
-from fastattn.bench.gauges import Stopwatch
-from fastattn.bench.ops._base import Forward, Inputs, NothingDrawn, Operator, Part, value_of
+from fastattn.bench.ops._base import (
+    Forward,
+    Inputs,
+    NothingDrawn,
+    Operator,
+    Part,
+    Stopwatch,
+    value_of,
+)
 
 _EXACT = "fastattn-bench-exact"  # registered with transformers for the reference
 _FUNCTION = "scaled_dot_product_attention"
 _POOL = 2**24  # random numbers; drawing a billion would take longer than running the model
-_declared: list[torch.library.Library] = []  # declarations end with their last reference
 
 
 class Model(Operator):
@@ -37,7 +42,6 @@ class Model(Operator):
     PACKAGE = "transformers"
     INSTALL = "pip install fastattn[transformers]"
     PASSES: Sequence[str] = ("fwd", "fwd+bwd")
-    TINY: Mapping[str, int] = {"B": 1, "L": 16, "N": 1, "V": 64}
     # The name of the class if it is not that of FUNCTION, the sizes of the fields of its
     # configuration, where a number is the least of a field that limits the length, and arguments.
     CLASS, CONFIG = "", ""
@@ -56,7 +60,8 @@ class Model(Operator):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         products = f"{self.TOKENS} * N * ({self.LAYER}) + {self.OTHER[1]}"
-        self.FLOPS = f"N * attention(pairs, E, E) + products({products})"
+        pairs = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
+        self.FLOPS = f"N * attention({pairs}, E, E) + products({products})"
         self.stopwatch = Stopwatch()
 
     # Defined by each model
@@ -64,7 +69,7 @@ class Model(Operator):
     def make(self, cell: Cell) -> nn.Module:
         """The model without dropout; its parameters are replaced."""
         name = self.CLASS or self.FUNCTION.partition(".")[2]
-        kind = operator.attrgetter(name)(imported(self.PACKAGE))
+        kind = operator.attrgetter(name)(importlib.import_module(self.PACKAGE))
         values = {name: 0.0 for name in vars(kind.config_class()) if "drop" in name}
         for name, size in (field.split("=") for field in self.CONFIG.split()):
             values[name] = cell[size] if size.isalpha() else max(int(size), cell["L"])
@@ -92,7 +97,7 @@ class Model(Operator):
         """The context of each call, in which the stopwatch measures attention."""
         from fastattn.integrations.transformers import register
 
-        interface = imported("transformers").AttentionInterface
+        interface = importlib.import_module("transformers").AttentionInterface
         with contextlib.ExitStack() as stack:
             if attention == "fastattn":
                 stack.enter_context(register())
@@ -120,47 +125,24 @@ class Model(Operator):
 
     def require(self) -> None:
         try:
-            imported(self.PACKAGE)
-        except ImportError as error:
+            importlib.import_module(self.PACKAGE)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: built for another PyTorch
             raise ImportError(f"{self.FUNCTION} needs {self.INSTALL} ({error})") from error
 
-    def pairs(self, cell: Cell, pairs: int) -> int:
-        of_layer = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
-        return int(value_of(of_layer, cell, pairs=pairs))
-
-    def elements(self, cell: Cell) -> tuple[int, int]:
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
         tokens = value_of(self.TOKENS, cell) * cell["E"]
         return weights + tokens, tokens
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """Matrices preserve the scale of their inputs, so attention has scores of about 1.
-
-        All are slices of one pool, which is faster than drawing, and needs no extra memory.
-        """
-        inputs, begin = Inputs(self.given(cell, draw)), 0
-        scaled = functools.cache(draw.normal(_POOL).__mul__)
-        for name, parameter in self.parameters(cell).items():
-            shape, count = parameter.shape, parameter.numel()
-            pool = scaled((count // shape[0]) ** -0.5 if len(shape) > 1 else 0.1)
-            if count > _POOL:
-                inputs[name] = pool.repeat(-(-count // _POOL))[:count].view(shape)
-                continue
-            begin = 0 if begin + count > _POOL else begin
-            inputs[name] = pool[begin : begin + count].view(shape)
-            begin += count
-            if len(shape) == 1 and name.endswith("weight"):
-                inputs[name] = inputs[name] + 1
+        """The arguments of the model, and the pool whose slices are its weights."""
         length = value_of(self.TOKENS, cell) // cell["B"]
-        inputs["grad_out"] = draw.normal(cell["B"], length, cell["E"])
-        return inputs
-
-    def parameters(self, cell: Cell) -> dict[str, nn.Parameter]:
-        """The parameters on the meta device, by name."""
-        return dict(_on_meta(self, cell).named_parameters())
+        grad_out = draw.normal(cell["B"], length, cell["E"])
+        return Inputs(self.given(cell, draw), pool=draw.normal(_POOL), grad_out=grad_out)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return () if cell.passes == "fwd" else [*self.parameters(cell)]
+        parameters = _on_meta(self, cell).named_parameters()
+        return () if cell.passes == "fwd" else [name for name, _ in parameters]
 
     def ours(self, cell: Cell, x: Inputs) -> Forward:
         return self._with(cell, x, "fastattn")
@@ -172,11 +154,9 @@ class Model(Operator):
         return self._with(cell, x, "eager")
 
     def _with(self, cell: Cell, x: Inputs, attention: str) -> Forward:
-        """Eval mode for the forward only, else training without dropout."""
-        model = self._model(cell, x)
+        model, call = self._bound(cell, x)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # each has its own memory, as in a loaded model
-        call = self.bind(cell, model, self._given(cell, x))
         with self.serving(attention):
             if hasattr(model, "set_attn_implementation"):
                 model.set_attn_implementation(attention)
@@ -189,48 +169,42 @@ class Model(Operator):
 
         return forward
 
-    def _model(self, cell: Cell, x: Inputs) -> Any:
-        """The model with the parameters that are in `x`, of their dtype."""
+    def _bound(self, cell: Cell, x: Inputs) -> tuple[Any, Forward]:
+        """The model and its call; in eval mode for the forward only, else training.
+
+        Matrices preserve the scale of their inputs, so attention has scores of about 1. All are
+        slices of one pool, which is faster than drawing, and needs no memory in float64.
+        """
+        dtype, given = TORCH_DTYPES[cell.dtype], Inputs(x)
+        pool, _ = given.pop("pool").to(dtype), given.pop("grad_out")
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(TORCH_DTYPES[cell.dtype])
+            torch.set_default_dtype(dtype)
             stack.enter_context(NothingDrawn())
-            model = self.make(cell)
+            model: Any = self.make(cell)
         model.train(cell.passes != "fwd")
+        scaled, begin = functools.cache(lambda scale: (pool * scale).to(x.pool.dtype)), 0
         for name, parameter in model.named_parameters():
-            parameter.data = x[name]
+            shape, count = parameter.shape, parameter.numel()
+            weights = scaled((count // shape[0]) ** -0.5 if len(shape) > 1 else 0.1)
+            if count > _POOL:
+                weights, begin = weights.repeat(-(-count // _POOL)), 0
+            begin = 0 if begin + count > len(weights) else begin
+            parameter.data = weights[begin : begin + count].view(shape)
+            begin += count
+            if len(shape) == 1 and name.endswith("weight"):
+                parameter.data = parameter.data + 1
         x.update(model.named_parameters())
-        return model
-
-    def _given(self, cell: Cell, x: Inputs) -> Inputs:
-        """The arguments of the model."""
-        own = {"grad_out", *self.parameters(cell)}
-        return Inputs({name: tensor for name, tensor in x.items() if name not in own})
+        return model, self.bind(cell, model, given)
 
     # The reference
 
-    def in_double(self, x: Inputs) -> Inputs:
-        """In float64, slices of one pool as before: all weights may not fit into memory."""
-
-        @functools.cache
-        def doubled(pool: Tensor) -> Tensor:
-            return pool.double()
-
-        def sliced(t: Tensor) -> Tensor:
-            pool: Any = t._base
-            if pool is None or not t.is_floating_point():
-                return t.double() if t.is_floating_point() else t
-            return doubled(pool).as_strided(t.shape, t.stride(), t.storage_offset())
-
-        return Inputs({name: sliced(t) for name, t in x.items()})
-
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
+    def exact(self, cell: Cell, x: Inputs) -> Forward:
         """The model in float64, with plain attention.
 
         Parts that the model always computes in float32, such as rotary angles, stay in float32.
         """
-        model = self._model(cell, x)
-        call = self.bind(cell, model, self._given(cell, x))
+        model, call = self._bound(cell, x)
 
         def forward() -> Tensor:
             with self.exactly(model):
@@ -249,8 +223,8 @@ class Model(Operator):
         return [last | {"L": range(min(cell["L"], 64))} if self.CAUSAL else last]
 
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
-        sizes = ["B", "L", *["_"] * x.dim()][: x.dim()]
-        return [] if name in self.parameters(cell) else sizes
+        whole = name == "pool" or (name.startswith("grad_") and name != "grad_out")
+        return [] if whole else ["B", "L", *["_"] * x.dim()][: x.dim()]
 
     def unjudged(self, cell: Cell) -> Collection[str]:
         """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
@@ -347,24 +321,3 @@ def watching(
         yield
     finally:
         replace(function)
-
-
-def imported(name: str) -> ModuleType:
-    """Import a library of models.
-
-    timm, transformers and others import torchvision for their images. The import fails if it was
-    built for another PyTorch: operators that it extends do not exist then. Models call none of
-    them, so they are only declared.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        pass  # those that need it say so
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        library = torch.library.Library("torchvision", "DEF")
-        for function in ("nms", "qnms"):
-            library.define(f"{function}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _declared.append(library)
-    return importlib.import_module(name)

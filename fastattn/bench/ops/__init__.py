@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import importlib
 
-from fastattn.bench.ops._base import Forward, Inputs, Operator, Part, Twin, as_tuple
+from fastattn.bench.ops._base import Forward, Inputs, Operator, Twin, as_tuple
 
 _FILES = {
     "ops.attention": "sdpa",
     "ops.transformer": "linear mha encoder_layer encoder decoder_layer decoder transformer",
     "ops.packed": "varlen decode",
-    "ops.around_attention": "merge_states attention_stats hard head_network",
+    "ops.around_attention": "merge_states attention_stats hard head_network sinusoidal "
+    "sinusoidal_table positional learned",
     "ops.recurrent": "additive additive_module bahdanau luong luong_module global_attention "
     "bahdanau_decoder",
     "ops.memories": "hopfield hopfield_energy hopfield_module hopfield_layer hopfield_pooling "
     "memory_hops encode_memory memn2n key_value_memory",
-    "ops.encodings": "sinusoidal sinusoidal_table positional learned",
     # Whole models; their library is imported when one is built. The first are of transformers.
     "models": "bert distilbert vit whisper_encoder gpt2 llama llama_decode "
     "timm_vit diffusers_dit openai_whisper",
@@ -32,7 +32,7 @@ MODELS = tuple(_FILES["models"].split())
 LOOPS = ("bahdanau_decoder",)  # around modules of the library
 OPS = tuple(name for name in _FILE_OF if name not in MODELS + LOOPS)
 
-__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator", "Part", "Twin"]
+__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator", "Twin"]
 __all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
 
 

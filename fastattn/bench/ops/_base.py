@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import operator
 import random
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 import fastattn.nn
 from fastattn import _flops, compat
 from fastattn.backends import reference
+from fastattn.bench.ops._masks import lengths, padding_lengths
 from fastattn.library import operators
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell, Draw
-    from fastattn.bench.gauges import Stopwatch
 
 Forward = Callable[[], Any]  # returns the output, or a tuple that begins with it
 Part = Mapping[str, range]  # of a cell: the places along some of its sizes
@@ -32,11 +34,28 @@ AT_ONCE = 1 << 23  # elements of the largest intermediate tensor of the float64 
 PAIRS_CHECKED = 1 << 26
 PAIRS_OF_FEW = 1 << 22
 _MULTIPLES = (("H", "Hkv"), ("E", "H"), ("Lk", "P"), ("I", "P"))
+# What a formula may name beside the sizes of a cell.
+_WORDS = ("mask", "weights", "option", "passes", "device")
 _RULES: dict[str, Callable[..., int]] = {
     "attention": _flops.attention_flops,
     "additive": _flops.additive_flops,
     "products": _flops.product_flops,
 }
+
+
+class Stopwatch:
+    """The total seconds between `start` and `stop`: measures a part of a call."""
+
+    seconds = began = 0.0
+    is_running = False
+
+    def start(self) -> None:
+        self.is_running = True
+        self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        self.seconds += time.perf_counter() - self.began
+        self.is_running = False
 
 
 class Inputs(dict[str, Tensor]):
@@ -66,7 +85,9 @@ class Operator:
     ABOUT: str  # the equation, for `bench list`
     TORCH: str = "the equation: torch has no such function"  # what the provider `torch` runs
     SIZES: Mapping[str, int | str]  # keys of --shapes; a default is a number or another key
-    LIMITS: Mapping[str, int | str] = {}  # key: the number or the other key that it may not exceed
+    # Formulas, with a message each: of wrong cells, and of cells that PyTorch has nothing for.
+    REFUSED: Mapping[str, str] = {}
+    NOT_IN_TORCH: Mapping[str, str] = {}
     MASKS: Sequence[str] = ("none",)
     WEIGHTS: Sequence[str] = ("none",)
     OPTIONS: Sequence[str] = ("none",)
@@ -77,28 +98,24 @@ class Operator:
     OUTPUT = ""
     LEARNED: Mapping[str, str] = {}  # the other input that has one, with an option
     DERIVED: Mapping[str, Callable[[Cell], int]] = {}
-    # The tensors that the call takes by position, if not those of SHAPES; arguments of the call
-    # beside tensors and those that a mask or weights need, or functions of the cell.
-    ARGUMENTS: Sequence[str] = ()
+    # Arguments of the call beside the inputs and those that a mask or weights need, or functions of
+    # the cell.
     KEYWORDS: Mapping[str, Any] = {}
     ITEMS: tuple[str, str] | None = None  # a formula of what a call processes, and its unit
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
     # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1.
     FLOPS: str
+    READ: Mapping[str, str] = {}  # a size of inputs of which the result needs only so many rows
     # Whether `equation` is the definition, because the reference's needs far more work (all pairs
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
-    # Batch and lengths of the tiny cell that loads the code; widths stay, because they select it.
-    TINY: Mapping[str, int] = dict.fromkeys(("B", "S", "K", "P"), 1) | dict.fromkeys(
-        ("L", "Lq", "Lk", "N"), 16
-    )
     SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
     # The sizes along which parts do not depend on each other: that of which a sample is checked if
     # the cell is long, and the one along which the definition is computed in blocks. `OTHERS` are
     # the sizes of tensors beside those of SHAPES.
     SAMPLED: Sequence[str] = ()
     JOINT: Sequence[str] = ()  # options with an input of all parts, which are not sampled
-    BLOCKED = "B"
+    BLOCKED = "B"  # or Hkv, unless the weights are an average over the heads
     OTHERS: Mapping[str, str] = {}
     stopwatch: Stopwatch | None = None  # measures the attention in a call that does other work too
     # Selects the compared outputs of a call's result, given the dtype of the cell.
@@ -118,41 +135,37 @@ class Operator:
 
     def check(self, cell: Cell) -> None:
         """Raises ValueError, which names the keys, for sizes and options that do not match."""
-        for key, most in self.LIMITS.items():
-            if cell[key] > (limit := value_of(str(most), cell)):
-                at_most = most if isinstance(most, int) else f"{most}={limit}"
-                raise ValueError(f"{key}={cell[key]} is more than {at_most}")
         for whole, part in _MULTIPLES:
             if cell.sizes.get(part) and cell.sizes.get(whole, 0) % cell[part]:
                 raise ValueError(f"{whole}={cell[whole]} is not a multiple of {part}={cell[part]}")
+        for message in _messages(self.REFUSED, cell):
+            raise ValueError(message)
+
+    def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
+        """The positions of the queries and the number of keys, for each sequence."""
+        queries, keys = lengths(cell)
+        padded = cell.mask == "padding"
+        counts = padding_lengths(cell["B"], keys) if padded else [keys] * cell.sizes.get("B", 1)
+        return [(torch.arange(queries), count) for count in counts]
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         """The operations of the forward and of the backward pass."""
         counts = []
         for backward in (0, 1):
             rules = {n: functools.partial(f, backward=bool(backward)) for n, f in _RULES.items()}
-            names = {"pairs": self.pairs(cell, pairs), "backward": backward, **rules}
-            counts.append(int(value_of(self.FLOPS, cell, **names)))
+            counts.append(int(value_of(self.FLOPS, cell, pairs=pairs, backward=backward, **rules)))
         return counts[0], counts[1]
 
-    def pairs(self, cell: Cell, pairs: int) -> int:
-        """The visible pairs of one head over the batch, unless the mask alone decides them."""
-        return pairs
-
-    def shape(self, cell: Cell, sizes: str) -> list[int]:
-        """The shape that an entry of SHAPES, or OUTPUT, describes."""
+    def shape(self, cell: Cell, sizes: str, **read: int) -> list[int]:
+        """The shape that an entry of SHAPES, or OUTPUT, describes; `read` replaces sizes."""
         derived = {name: size(cell) for name, size in self.DERIVED.items()}
         sizes = sizes or next(iter(self.SHAPES.values()))
-        return [value_of(size, cell, **derived) for size in sizes.split()]
+        return [value_of(size, cell, **derived | read) for size in sizes.split()]
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         """The number of elements of all inputs, and of the output."""
-        inputs = (math.prod(self.shape(cell, sizes)) for sizes in self.SHAPES.values())
+        inputs = (math.prod(self.shape(cell, sizes, **read)) for sizes in self.SHAPES.values())
         return sum(inputs), math.prod(self.shape(cell, self.OUTPUT))
-
-    def unread(self, cell: Cell) -> int:
-        """The number of elements of the inputs that the result does not depend on."""
-        return 0
 
     # Inputs and calls
 
@@ -171,16 +184,16 @@ class Operator:
 
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments of the library's function: what it accepts of the cell and the inputs."""
-        placed = self.ARGUMENTS or tuple(self.SHAPES)
-        accepted = inspect.signature(getattr(fastattn, self.FUNCTION)).parameters
+        parameters = inspect.signature(getattr(fastattn, self.FUNCTION)).parameters
+        placed = [name for name, of in parameters.items() if of.default is of.empty]
         heads = cell.sizes.get("H")
-        given: dict[str, Any] = {
+        known: dict[str, Any] = {
             "is_causal": cell.mask == "causal",
             "enable_gqa": cell.sizes.get("Hkv", heads) != heads,
             "need_weights": cell.weights != "none",
-            **{name: tensor for name, tensor in x.items() if name not in placed},
+            **x,
         }
-        options = {name: value for name, value in given.items() if name in accepted}
+        options = {name: known[name] for name in parameters if name in known.keys() - set(placed)}
         own = {name: of(cell) if callable(of) else of for name, of in self.KEYWORDS.items()}
         return [x[name] for name in placed], options | own
 
@@ -209,7 +222,7 @@ class Operator:
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """The reasons why PyTorch has nothing for this cell."""
-        return []
+        return _messages(self.NOT_IN_TORCH, cell)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
@@ -222,12 +235,8 @@ class Operator:
 
     # The exact result
 
-    def in_double(self, x: Inputs) -> Inputs:
-        """The inputs of `expected`."""
-        return Inputs({name: t.double() if t.is_floating_point() else t for name, t in x.items()})
-
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
-        """The definition of a block of the call, which begins at `start`, in float64."""
+    def exact(self, cell: Cell, x: Inputs) -> Forward:
+        """The definition of the call in float64."""
         if self.BY_EQUATION:
             return self.eager(cell, x)
         forward = self.ours(cell, x)
@@ -239,22 +248,23 @@ class Operator:
         return defined
 
     def expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
-        """All outputs of the cell by name, a block at a time, to bound the memory."""
+        """All outputs by name in float64, a block at a time, to bound the memory."""
+        x = Inputs({name: t.double() if t.is_floating_point() else t for name, t in x.items()})
         names, wanted = self.leaf_names(cell), cell.passes != "fwd"
         leaves = {n: x[n].clone().requires_grad_() for n in names if n in x} if wanted else {}
         outputs: list[tuple[Tensor, ...]] = []
         gradients: list[tuple[Tensor, ...]] = []
         with torch.set_grad_enabled(wanted):
             for block in self.blocks(cell, x):
-                taken = Inputs(self.taken(cell, x | leaves, {self.BLOCKED: block}))
+                taken = Inputs(self.taken(cell, x | leaves, block))
                 before = taken.copy()
-                results = as_tuple(self.exact(cell, taken, block.start)())
+                results = as_tuple(self.exact(cell, taken)())
                 if wanted:
                     # A parameter of a module has its gradient; the others, that of the whole input.
                     by = [leaves[n] if taken[n] is before.get(n) else taken[n] for n in names]
                     gradients.append(torch.autograd.grad(results[0], by, taken.grad_out))
                 outputs.append(tuple(result.detach() for result in results))
-        axis = 0 if self.BLOCKED == "B" else -2
+        axis = 0 if self.BLOCKED == "B" else 1
         found = {
             name: torch.cat(parts, axis) if len(parts) > 1 else parts[0]
             for name, parts in zip(("out", "weights"), zip(*outputs, strict=True), strict=False)
@@ -262,14 +272,16 @@ class Operator:
         sums = (functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
         return found | {f"grad_{name}": total for name, total in zip(names, sums, strict=False)}
 
-    def blocks(self, cell: Cell, x: Inputs) -> Sequence[range]:
-        """Blocks of queries or sequences whose intermediate tensors are not too large together."""
-        count = cell.sizes.get(self.BLOCKED, 1)
+    def blocks(self, cell: Cell, x: Inputs) -> Sequence[Part]:
+        """Blocks of sequences or heads whose intermediate tensors are not too large together."""
+        if not self.BLOCKED or (self.BLOCKED == "Hkv" and cell.weights == "average"):
+            return [{}]
+        if 0 < x.grad_out.numel() < math.prod(self.shape(cell, self.OUTPUT)):  # a part of the cell
+            return [{}]
         hidden = math.prod(cell.sizes.get(size, 1) for size in ("B", "H", "Lq", "Lk", "A"))
-        if self.BLOCKED and x.grad_out.numel():  # of a part of the cell, a part of it
-            hidden = hidden * x.grad_out.numel() // math.prod(self.shape(cell, self.OUTPUT))
-        step = max(1, count * AT_ONCE // hidden) if self.BLOCKED else count
-        return [range(n, min(n + step, count)) for n in range(0, count, step)]
+        count = cell.sizes.get(self.BLOCKED, 1)
+        step = max(1, count * AT_ONCE // hidden)
+        return [{self.BLOCKED: range(n, min(n + step, count))} for n in range(0, count, step)]
 
     # The check of a long cell compares a sample of its parts.
 
@@ -280,20 +292,19 @@ class Operator:
         most = PAIRS_OF_FEW if few else PAIRS_CHECKED
         if pairs <= most or cell.option in self.JOINT:
             return [{}]
-        units = [(b, h) for b in range(cell["B"]) for h in range(cell["Hkv"] if keys[1:] else 1)]
+        units = [*itertools.product(*(range(cell[key]) for key in keys))]
         chosen = random.Random(seed).sample(units, max(1, most * len(units) // pairs))
         return [
-            {key: range(n, n + 1) for key, n in zip(keys, unit, strict=False)}
+            {key: range(n, n + 1) for key, n in zip(keys, unit, strict=True)}
             for unit in sorted(chosen)
         ]
 
     def coverage(self, cell: Cell, parts: Sequence[Part]) -> str:
         """What was compared, for the result file."""
-        if not parts[0]:
+        if not (keys := [*parts[0]]):
             return "all"
-        if len(parts[0]) == 1:
-            return f"{len(parts)} of {cell['B']} sequences"
-        return f"{len(parts)} of {cell['B'] * cell['Hkv']} (sequence, head)"
+        what = "(sequence, head)" if "Hkv" in keys else "sequences"
+        return f"{len(parts)} of {math.prod(cell[key] for key in keys)} {what}"
 
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
         """The sizes of an input or an output; those of a mask are its last ones."""
@@ -318,10 +329,6 @@ class Operator:
         """Outputs that are not compared, because PyTorch computes them outside the bound."""
         return ()
 
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of an output of a cell with this dtype."""
-        return dtype
-
 
 class Module(Operator):
     """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
@@ -339,8 +346,8 @@ class Module(Operator):
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         return (*self.SHAPES, *_parameter_shapes(self, cell))
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        arguments, output = super().elements(cell)
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
+        arguments, output = super().elements(cell, **read)
         return arguments + sum(map(math.prod, _parameter_shapes(self, cell).values())), output
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
@@ -396,7 +403,7 @@ class Twin(Module):
 
         return with_scores
 
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
+    def exact(self, cell: Cell, x: Inputs) -> Forward:
         """In training mode and in one step, without PyTorch's fused layers."""
         return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
 
@@ -408,8 +415,16 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 def value_of(formula: str, cell: Cell, **names: Any) -> Any:
     """The value of a formula in an operator's declaration."""
-    known = {"min": min, "max": max, "option": cell.option, **cell.sizes, **names}
-    return eval(formula, {"__builtins__": {}}, known)
+    return eval(formula, {"__builtins__": {}}, {"min": min, "max": max, **_names(cell), **names})
+
+
+def _messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
+    found = (message for formula, message in formulas.items() if value_of(formula, cell))
+    return [message.format(**_names(cell)) for message in found]
+
+
+def _names(cell: Cell) -> dict[str, Any]:
+    return {**{name: getattr(cell, name) for name in _WORDS}, **cell.sizes}
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Around attention: merged states, statistics of weights, the most probable key, head networks."""
+"""Around attention: merged states, statistics, the most probable key, head networks, encodings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Inputs, Module, Operator
+from fastattn.bench.ops._base import Forward, Inputs, Module, Operator
+from fastattn.bench.ops._masks import visible
 from fastattn.bench.ops.attention import softmax_weights
-from fastattn.nn import HeadNetwork
+from fastattn.nn import HeadNetwork, LearnedPositionalEncoding, SinusoidalPositionalEncoding
+
+
+def _merged(cell: Cell, x: Inputs) -> Tensor:
+    a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
+    return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
 
 
 class _MergeStates(Operator):
@@ -18,14 +24,9 @@ class _MergeStates(Operator):
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
-        return Inputs({name: x.to(self.dtype_of(name, x.dtype)) for name, x in inputs.items()})
-
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32) if "lse" in name else dtype
-
-    def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
-        return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
+        for name in ("lse_a", "lse_b"):
+            inputs[name] = inputs[name].to(torch.promote_types(draw.dtype, torch.float32))
+        return inputs
 
 
 MERGE_STATES = _MergeStates(
@@ -35,6 +36,7 @@ MERGE_STATES = _MergeStates(
     SHAPES={"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"},
     FLOPS="products(2 * B*H*L*D)",
     BY_EQUATION=True,
+    equation=_merged,
     results=lambda found, dtype: found[0],
 )
 
@@ -46,11 +48,9 @@ class _Stats(Operator):
     """
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        shape, visible = (cell["Lq"], cell["Lk"]), None
-        if cell.mask == "causal":
-            visible = torch.ones(shape, dtype=torch.bool, device=x.query.device).tril()
         key = x.key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
-        weights = softmax_weights(x.query, key, visible)
+        seen = visible(cell, torch.arange(cell["Lq"]), cell["Lk"])
+        weights = softmax_weights(x.query, key, None if seen is None else seen.to(key.device))
         found = [weights.sum(-2), torch.special.entr(weights).sum(-1)]
         found += [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
         return torch.cat(found, -1)
@@ -67,7 +67,7 @@ ATTENTION_STATS = _Stats(
     ABOUT="column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
     "[B, H, Lq, D], [B, Hkv, Lk, D]",
     SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "K": 0},
-    LIMITS={"K": "Lk"},
+    REFUSED={"K > Lk": "K={K} is more than Lk={Lk}"},
     MASKS=("none", "causal"),
     PASSES=("fwd",),
     SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D"},
@@ -135,4 +135,65 @@ HEAD_NETWORK = _HeadNetwork(
     equation=lambda cell, x: (
         (x.x @ x.weight1.mT + x.bias1[:, None]).relu() @ x.weight2.mT + x.bias2[:, None]
     ),
+)
+
+# Position encodings
+
+
+def _table(cell: Cell, like: Tensor) -> Tensor:
+    """[L, E], with the sine and the cosine of a frequency in adjacent columns."""
+    halves = torch.arange(0, cell["E"], 2, dtype=torch.float64, device=like.device)
+    position = torch.arange(cell["L"], dtype=torch.float64, device=like.device)[:, None]
+    angle = position * 10000.0 ** (-halves / cell["E"])
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, : cell["E"]].to(like.dtype)
+
+
+def _added(cell: Cell, x: Inputs) -> Forward:
+    rows, table = x.x, _table(cell, x.x)
+    return lambda: rows * cell["E"] ** 0.5 + table
+
+
+_OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}}
+_SINUSOIDAL = _OF_ROWS | {
+    "ABOUT": "x·√E + PE(position) on x [B, L, E]",
+    "TORCH": "x * sqrt(E) + table[:L]",
+    "FLOPS": "(2 - backward) * B*L*E",
+    "eager": _added,
+}
+
+SINUSOIDAL = Operator(
+    FUNCTION="sinusoidal_encoding",
+    KEYWORDS={"scale": lambda cell: cell["E"] ** 0.5},
+    **_SINUSOIDAL,
+)
+POSITIONAL = Module(
+    FUNCTION="nn.SinusoidalPositionalEncoding",
+    make=lambda cell, **made: SinusoidalPositionalEncoding(cell["E"], scale="sqrt_dim"),
+    **_SINUSOIDAL,
+)
+SINUSOIDAL_TABLE = Operator(
+    FUNCTION="sinusoidal_table",
+    ABOUT="PE(0), ..., PE(L − 1), [L, E]",
+    TORCH="sin and cos of an outer product, in fp64 and rounded",
+    SIZES={"L": 512, "E": 512},
+    PASSES=("fwd",),
+    SHAPES={},
+    OUTPUT="L E",
+    FLOPS="L*E",  # a sine counts as one operation
+    # The table has no input; this tensor carries dtype and device.
+    others=lambda cell, draw: {"like": draw.normal(0)},
+    arguments=lambda cell, x: (
+        [cell["L"], cell["E"]],
+        {"dtype": x.like.dtype, "device": x.like.device},
+    ),
+    equation=lambda cell, x: _table(cell, x.like),
+)
+LEARNED = Module(
+    FUNCTION="nn.LearnedPositionalEncoding",
+    ABOUT="x + weight[position] on x [B, L, E], weight [L, E]",
+    TORCH="x + nn.Parameter[:L]",
+    FLOPS="B*L*E",
+    make=lambda cell, **made: LearnedPositionalEncoding(cell["L"], cell["E"], **made),
+    equation=lambda cell, x: x.x + x.weight,
+    **_OF_ROWS,
 )

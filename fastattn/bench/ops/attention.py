@@ -15,69 +15,53 @@ from fastattn import masks
 from fastattn._seed import draw_seed
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference import attend, dropout_keep
-from fastattn.bench.cells import DOCUMENTS, Cell, Draw, keys_of, prefix_length, window_width
+from fastattn.bench.cells import Cell, Draw
 from fastattn.bench.ops._base import Forward, Inputs, Operator
+from fastattn.bench.ops._masks import document_ids, lengths, visible, window_width
 
 HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
 
 
-def softmax_weights(
-    query: Tensor, key: Tensor, visible: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """softmax(query keyᵀ · scale), as a user writes it; True in `visible` takes part."""
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As a user writes it; True in a boolean mask takes part, another mask is added."""
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
     return scores.softmax(-1)
 
 
+def softmax_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """softmax(query keyᵀ · scale), with a mask."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return masked_softmax(query @ key.mT * scale, mask)
+
+
+def weighted(cell: Cell, weights: Tensor, value: Tensor) -> Any:
+    """The output, with the weights if the cell returns them."""
+    out = weights @ value
+    return out if cell.weights == "none" else (out, weights)
+
+
 def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
-    """True takes part: [B, 1, Lk] for padding, [Lq, Lk] for bool and causal, else None."""
-    queries, keys = (cell.sizes.get(key, cell.sizes.get("L", 0)) for key in ("Lq", "Lk"))
+    """True takes part: [B, 1, Lk] for padding, [Lq, Lk] for other masks; None: all, or a bias."""
+    queries, keys = lengths(cell)
     if cell.mask == "padding":
         return draw.valid(cell["B"], keys)[:, None, :]
-    if cell.mask == "causal":
-        return torch.ones(queries, keys, dtype=torch.bool).tril()
     if cell.mask == "bool":
         return draw.visible(queries, keys)
-    if cell.mask == "documents":
-        return document_ids(queries)[:, None] == document_ids(keys)
-    return None
+    return None if cell.mask == "none" else visible(cell, torch.arange(queries), keys)
 
 
 def attn_mask(cell: Cell, draw: Draw, *heads: int) -> dict[str, Tensor]:
     """The input `attn_mask` of a function that has `is_causal`, by its name."""
     if cell.mask == "bias":
         return {"attn_mask": draw.normal(*heads, cell["Lq"], cell["Lk"])}
-    visible = None if cell.mask == "causal" else visible_keys(cell, draw)
-    if visible is None:
+    seen = None if cell.mask == "causal" else visible_keys(cell, draw)
+    if seen is None:
         return {}
-    return {"attn_mask": visible[:, None] if heads and cell.mask == "padding" else visible}
-
-
-def visible_to_last(cell: Cell, queries: int, length: int, device: torch.device) -> Tensor | None:
-    """The visible pairs of the last queries of a sequence, [queries, length]; None: all."""
-    if cell.mask == "none":
-        return None
-    keys = torch.arange(length)
-    first, end = keys_of(cell, keys[length - queries :, None], length)
-    return ((first <= keys) & (keys < end)).to(device)
-
-
-def mask_of(cell: Cell, *lengths: int) -> masks.Mask | None:
-    """The mask of `fastattn.masks` of the cell, for one length of all sequences or one of each."""
-    if cell.mask == "documents":
-        return masks.document(torch.cat([*map(document_ids, lengths)]).to(cell.device))
-    if cell.mask == "prefix":
-        prefixes = [*map(prefix_length, lengths)]
-        several = torch.tensor(prefixes, device=cell.device)
-        return masks.prefix_lm(several if len(prefixes) > 1 else prefixes[0])
-    return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None
-
-
-def document_ids(length: int) -> Tensor:
-    """The document of each row, [length]."""
-    return torch.arange(length) * DOCUMENTS // max(length, 1)
+    return {"attn_mask": seen[:, None] if heads and cell.mask == "padding" else seen}
 
 
 def biases(
@@ -91,12 +75,6 @@ def biases(
     distances = rows[:, None] + offset - columns
     found = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
     return found if visible is None else found.masked_fill(~visible, -torch.inf)
-
-
-def unseen(cell: Cell, at: Tensor) -> int:
-    """The keys that no query at these positions sees."""
-    first, end = keys_of(cell, at, cell["Lk"])
-    return cell["Lk"] - int(end.max() - first.min())
 
 
 def defined(
@@ -116,22 +94,21 @@ def defined(
 def with_masks(
     cell: Cell,
     x: Inputs,
-    lengths: Sequence[tuple[int, int]],
-    visible: Sequence[Tensor | None],
-    call: Callable[[Sequence[Tensor | None]], Tensor],
+    call: Callable[..., Tensor],
+    *pairs: tuple[int, int, Tensor | None],
 ) -> Forward:
-    """A call of PyTorch, which gets a table of biases as masks: in each call, if it has a gradient.
+    """A call of PyTorch with a mask for each entry of `pairs`: queries, keys, and visible pairs.
 
-    `lengths` are the queries and keys of each mask.
+    A table of biases becomes masks: in each call, if it has a gradient.
     """
     table = x.get("relative_bias")
-    if table is None:
-        return functools.partial(call, visible)
 
-    def made() -> Sequence[Tensor | None]:
-        return [biases(table, *of, seen) for of, seen in zip(lengths, visible, strict=True)]
+    def made() -> list[Tensor | None]:
+        return [seen if table is None else biases(table, q, k, seen) for q, k, seen in pairs]
 
-    return functools.partial(call, made()) if cell.passes == "fwd" else lambda: call(made())
+    if table is None or cell.passes == "fwd":
+        return functools.partial(call, *made())
+    return lambda: call(*made())
 
 
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
@@ -142,26 +119,31 @@ class _Sdpa(Operator):
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
-    SAMPLED, BLOCKED = ("B", "Hkv"), "Lq"
+    SAMPLED, BLOCKED, BY_EQUATION = ("B", "Hkv"), "Hkv", True
     JOINT = ("learnable", "relative")
     LEARNED = {"relative": "relative_bias", "learnable": "attn_mask"}  # noqa: RUF012
     OTHERS = dict.fromkeys(("attn_mask", "kept", "weights"), "B H Lq Lk") | {
         "alibi_slopes": "H",
         "sinks": "H",
+        "relative_bias": "H distances",
     }
-
-    def check(self, cell: Cell) -> None:
-        super().check(cell)
-        if cell.option == "window" and cell.mask not in ("none", "causal"):
-            raise ValueError(
-                f"option=window: with a {cell.mask} mask the visible pairs cannot be counted"
-            )
-        if cell.option == "window" and cell["Lq"] > cell["Lk"]:
-            raise ValueError(f"option=window: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
-        if cell.option == "learnable" and cell.mask != "bias":
-            raise ValueError("option=learnable: needs mask=bias")
-        if cell.option == "dropout" and cell.device != "cpu":
-            raise ValueError("option=dropout: the check needs the seed of a CPU generator")
+    REFUSED = {  # noqa: RUF012
+        "option == 'window' and mask not in ('none', 'causal')": (
+            "option=window: with a {mask} mask the visible pairs cannot be counted"
+        ),
+        "option == 'window' and Lq > Lk": "option=window: Lq={Lq} is more than Lk={Lk}",
+        "option == 'learnable' and mask != 'bias'": "option=learnable: needs mask=bias",
+        "option == 'dropout' and device != 'cpu'": "option=dropout: the check needs the seed of a "
+        "CPU generator",
+    }
+    NOT_IN_TORCH = {  # noqa: RUF012
+        "weights != 'none'": "F.scaled_dot_product_attention returns no weights",
+        "option in ('window', 'softcap', 'alibi', 'sinks')": (
+            "F.scaled_dot_product_attention has no {option}"
+        ),
+        "option == 'relative' and mask != 'none'": "F.scaled_dot_product_attention has one mask",
+        "option == 'dropout'": "PyTorch drops other weights, so its result cannot be checked",
+    }
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         heads = cell["H"]
@@ -181,12 +163,6 @@ class _Sdpa(Operator):
         dims, is_average = super().dims(cell, name, x), name == "weights" and x.dim() == 3
         return [size for size in dims if size != "H"] if is_average else dims
 
-    def unread(self, cell: Cell) -> int:
-        if cell.option != "window":
-            return 0
-        beyond = unseen(cell, torch.arange(cell["Lq"]))
-        return cell["B"] * cell["Hkv"] * beyond * (cell["D"] + cell["Dv"])
-
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
         options["average_weights"] = cell.weights == "average"
@@ -202,36 +178,19 @@ class _Sdpa(Operator):
         return tensors, options
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
-        query, key, value = self.leaves(x)
         causal, grouped = cell.mask == "causal", cell["H"] != cell["Hkv"]
+        call = functools.partial(
+            scaled_dot_product_attention, *self.leaves(x), is_causal=causal, enable_gqa=grouped
+        )
+        return with_masks(cell, x, call, (cell["Lq"], cell["Lk"], x.get("attn_mask")))
 
-        def call(masks: Sequence[Tensor | None]) -> Tensor:
-            return scaled_dot_product_attention(
-                query, key, value, masks[0], is_causal=causal, enable_gqa=grouped
-            )
-
-        return with_masks(cell, x, [(cell["Lq"], cell["Lk"])], [x.get("attn_mask")], call)
-
-    def why_not_theirs(self, cell: Cell) -> list[str]:
-        reasons = []
-        if cell.weights != "none":
-            reasons.append("F.scaled_dot_product_attention returns no weights")
-        if cell.option in ("window", "softcap", "alibi", "sinks"):
-            reasons.append(f"F.scaled_dot_product_attention has no {cell.option}")
-        if cell.option == "relative" and cell.mask != "none":
-            reasons.append("F.scaled_dot_product_attention has one mask")
-        if cell.option == "dropout":
-            reasons.append("PyTorch drops other weights, so its result cannot be checked")
-        return reasons
-
-    def equation(self, cell: Cell, x: Inputs, first: int = 0) -> tuple[Tensor, ...]:
-        """The definition, for the queries from the one at position `first` on."""
+    def equation(self, cell: Cell, x: Inputs) -> tuple[Tensor, ...]:
+        """The definition."""
         width = window_width(cell) if cell.option == "window" else -1
         out, weights = defined(
             x,
             self.leaves(x),
             x.get("attn_mask"),
-            offset=first,
             window_left=width,
             window_right=0 if cell.mask == "causal" else width,
             softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
@@ -240,9 +199,6 @@ class _Sdpa(Operator):
         if cell.weights == "none":
             return (out,)
         return out, weights.mean(1) if cell.weights == "average" else weights
-
-    def exact(self, cell: Cell, x: Inputs, start: int) -> Forward:
-        return functools.partial(self.equation, cell, x, start)
 
 
 def _first_seed() -> tuple[torch.device, torch.Generator]:

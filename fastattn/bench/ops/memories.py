@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -17,16 +18,14 @@ from torch.nn import functional
 
 from fastattn.bench.cells import Cell, Draw
 from fastattn.bench.ops._base import Forward, Inputs, Module, Operator
-from fastattn.bench.ops.attention import softmax_weights
+from fastattn.bench.ops.attention import masked_softmax, softmax_weights
 from fastattn.nn import Hopfield, HopfieldLayer, HopfieldPooling, KeyValueMemory, MemN2N
 from fastattn.ops.encode_memory import encoding_factors
 
 # Hopfield networks
 
 
-def _check_shared(cell: Cell) -> None:
-    if cell["S"] not in (1, cell["B"]):
-        raise ValueError(f"S={cell['S']} must be 1 or B={cell['B']}")
+_SHARED = {"S not in (1, B)": "S={S} must be 1 or B={B}"}
 
 
 def _retrieved(steps: int, xi: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -45,7 +44,7 @@ HOPFIELD = Operator(
     SCALES={"state": 0.5, "stored": 0.5},
     FLOPS="attention(B*H*L*N * (K + 1), D, D)",
     KEYWORDS={"update_steps_max": itemgetter("K"), "update_steps_eps": 0.0},
-    check=_check_shared,
+    REFUSED=_SHARED,
     equation=lambda cell, x: _retrieved(cell["K"], x.state, x.stored, x.stored),
 )
 
@@ -143,11 +142,10 @@ HOPFIELD_POOLING = _hopfield(
 
 
 def _hops(cell: Cell, x: Inputs) -> Any:
-    u, m, c = x.query, x.in_memory, x.out_memory
-    mask, all_weights = x.get("memory_mask"), []
+    u, (m, c), all_weights = x.query, (x.in_memory, x.out_memory), []
     for _ in range(cell["K"]):
         scores = u @ m[0].T if cell["S"] == 1 else torch.bmm(m, u.unsqueeze(2)).squeeze(2)
-        p = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+        p = masked_softmax(scores, x.get("memory_mask"))
         u = u + (p @ c[0] if cell["S"] == 1 else torch.bmm(p.unsqueeze(1), c).squeeze(1))
         all_weights.append(p)
     return u if cell.weights == "none" else (u, torch.stack(all_weights, 1))
@@ -163,7 +161,7 @@ MEMORY_HOPS = Operator(
     SCALES={"in_memory": 0.1, "out_memory": 0.1},
     FLOPS="attention(B*K*N, D, D)",
     KEYWORDS={"hops": itemgetter("K")},
-    check=_check_shared,
+    REFUSED=_SHARED,
     others=lambda cell, draw: (
         {"memory_mask": draw.valid(cell["B"], cell["N"])} if cell.mask == "padding" else {}
     ),
@@ -189,8 +187,7 @@ ENCODE_MEMORY = Operator(
     OUTPUT="B N D",
     SCALES={"weight": 0.1, "temporal": 0.1},
     FLOPS="B*N*D * (2*J + 1)",
-    ARGUMENTS=("tokens", "weight"),
-    unread=lambda cell: max(0, cell["V"] - cell["B"] * cell["N"] * cell["J"]) * cell["D"],
+    READ={"V": "min(V, B*N*J)"},
     others=lambda cell, draw: {"tokens": draw.sentences(*(cell[key] for key in "BNJV"))},
     equation=lambda cell, x: _encoded(x.tokens, x.weight, x.temporal),
 )
@@ -243,13 +240,7 @@ def _reading(cell: Cell, x: Inputs) -> Forward:
     memory = KeyValueMemory(cell["N"], cell["D"], cell["Dv"], batch_size=cell["B"], **made)
     memory.keys, memory.values = x["keys"], x["values"]
     memory.used = torch.ones_like(memory.used)
-    query = x.query
-    return lambda: memory.read(query)
-
-
-def _pytorch_reading(cell: Cell, x: Inputs) -> Forward:
-    query, keys, values = x.query, x["keys"], x["values"]
-    return lambda: functional.scaled_dot_product_attention(query, keys, values)
+    return partial(memory.read, x.query)
 
 
 KEY_VALUE_MEMORY = Operator(
@@ -261,6 +252,8 @@ KEY_VALUE_MEMORY = Operator(
     OUTPUT="B L Dv",
     FLOPS="attention(B*L*N, D, Dv)",
     ours=_reading,
-    theirs=_pytorch_reading,
+    theirs=lambda cell, x: partial(
+        functional.scaled_dot_product_attention, x.query, x["keys"], x["values"]
+    ),
     equation=lambda cell, x: softmax_weights(x.query, x["keys"]) @ x["values"],
 )

@@ -1,16 +1,11 @@
 """Attention of packed sequences, and on a cache.
 
-`varlen_attention` is within packed sequences, which torch pads. The lengths are those of a padded
-batch: evenly spaced from a quarter to three quarters of L. With S they grow by a constant factor
-from S to L. The cost of padding is not counted.
+The lengths of packed sequences are those of a padded batch: evenly spaced from a quarter to three
+quarters of L. With S they grow by a constant factor from S to L. Padding is not counted.
 
 `decode_attention` is of the newest tokens, at the last positions, to a cache; it has no gradient. A
-paged cache has its pages in random order; torch has none and reads a contiguous one. With the
-options int8 and fp8 the cache is quantised; its rows are exact in bf16, which torch gets. With the
-option latent (multi-head latent attention, https://arxiv.org/abs/2405.04434) there is one cache:
-the value of a row is a view of the first Dv columns of its key.
-
-Masks and distances are those within a sequence; torch gets them as a mask of all pairs.
+paged cache has its pages in random order. The rows of a quantised cache are exact in bf16, which
+torch gets. A latent cache (https://arxiv.org/abs/2405.04434) has the value of a row in its key.
 """
 
 from __future__ import annotations
@@ -23,20 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn.bench.cells import Cell, Draw, keys_of, padding_lengths
+from fastattn.bench.cells import Cell, Draw
 from fastattn.bench.ops._base import Forward, Inputs, Operator
-from fastattn.bench.ops.attention import (
-    HEADS,
-    biases,
-    defined,
-    mask_of,
-    unseen,
-    visible_to_last,
-    with_masks,
-)
+from fastattn.bench.ops._masks import mask_of, padding_lengths, visible
+from fastattn.bench.ops.attention import HEADS, biases, defined, with_masks
 from fastattn.bias import T5
 from fastattn.ops._relative_bias import fold_distances
 
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 # The dtype and the scale of a quantised cache.
 _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 
@@ -53,82 +42,73 @@ class _Varlen(Operator):
     DERIVED = {"T": lambda cell: sum(_lengths(cell))}  # noqa: RUF012
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "relative")
-    ARGUMENTS = ("query", "key", "value", "ends", "ends")
     KEYWORDS = {"mask": lambda cell: mask_of(cell, *_lengths(cell))}  # noqa: RUF012
     BY_EQUATION = True
 
-    def pairs(self, cell: Cell, pairs: int) -> int:
-        seen = (keys_of(cell, torch.arange(n), n) for n in _lengths(cell))
-        return sum(int((end - first).sum()) for first, end in seen)
+    def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
+        return [(torch.arange(n), n) for n in _lengths(cell)]
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         lengths = _lengths(cell)
-        inputs = {"ends": torch.tensor([0, *lengths]).cumsum(0)}
+        inputs = dict.fromkeys(_ENDS, torch.tensor([0, *lengths]).cumsum(0))
         if cell.option == "relative":
             inputs["relative_bias"] = draw.normal(cell["H"], 2 * max(lengths) - 1)
         return inputs
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         """The timing includes padding and packing, which packed inputs and outputs require."""
-        leaves, lengths, longest = self.leaves(x), x.ends.diff(), max(_lengths(cell))
+        leaves, ends, longest = self.leaves(x), x.cu_seqlens_q, max(_lengths(cell))
         grouped = cell["H"] != cell["Hkv"]
-        valid = torch.arange(longest, device=lengths.device) < lengths[:, None]  # [B, L]
-        visible = valid[:, None, None]
+        valid = torch.arange(longest, device=ends.device) < ends.diff()[:, None]  # [B, L]
+        seen = valid[:, None, None]
         for b, n in enumerate(_lengths(cell)):
-            square = visible_to_last(cell, n, n, lengths.device)
+            square = visible(cell, torch.arange(n), n)
             if square is not None:  # a row of padding sees all keys of its sequence: no NaN
-                visible = visible.expand(-1, -1, longest, -1).contiguous()  # [B, 1, L, L]
-                visible[b, 0, :n, :n] = square
+                seen = seen.expand(-1, -1, longest, -1).contiguous()  # [B, 1, L, L]
+                seen[b, 0, :n, :n] = square
 
         def padded(x: Tensor) -> Tensor:
             batch = x.new_zeros(*valid.shape, *x.shape[1:])
             return batch.index_put((valid,), x).transpose(1, 2)
 
-        def call(masks: Sequence[Tensor | None]) -> Tensor:
+        def call(mask: Tensor) -> Tensor:
             query, key, value = (padded(x) for x in leaves)
-            out = scaled_dot_product_attention(query, key, value, masks[0], enable_gqa=grouped)
+            out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped)
             return out.transpose(1, 2)[valid]
 
-        return with_masks(cell, x, [(longest, longest)], [visible], call)
+        return with_masks(cell, x, call, (longest, longest, seen))
 
     def one_by_one(self, cell: Cell, x: Inputs) -> Forward:
         """A loop over the sequences, without padding."""
-        grouped, lengths = cell["H"] != cell["Hkv"], _lengths(cell)
         causal = cell.mask == "causal" and cell.option == "none"  # else a mask says it
-        visible = [None if causal else visible_to_last(cell, n, n, x.ends.device) for n in lengths]
-
-        def attention(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-            query, key, value = tensors
-            return scaled_dot_product_attention(
-                query, key, value, mask, is_causal=causal, enable_gqa=grouped
-            )
-
-        call = functools.partial(self._of_each, cell, x, attention)
-        return with_masks(cell, x, [(n, n) for n in lengths], visible, call)
+        options = {"is_causal": causal, "enable_gqa": cell["H"] != cell["Hkv"]}
+        attention = functools.partial(scaled_dot_product_attention, **options)
+        masks = [None] * cell["B"] if causal else self._visible(cell, x)
+        pairs = [(n, n, mask) for n, mask in zip(_lengths(cell), masks, strict=True)]
+        return with_masks(cell, x, functools.partial(self._of_each, cell, x, attention), *pairs)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         """The definition of attention, for each sequence: it has no pairs of two sequences."""
-        visible = [visible_to_last(cell, n, n, x.ends.device) for n in _lengths(cell)]
 
-        def attention(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-            return defined(x, tensors, mask)[0]
+        def attention(*tensors: Any) -> Tensor:
+            return defined(x, tensors[:3], tensors[3])[0]
 
-        return self._of_each(cell, x, attention, visible)
+        return self._of_each(cell, x, attention, *self._visible(cell, x))
+
+    def _visible(self, cell: Cell, x: Inputs) -> list[Tensor | None]:
+        masks = [visible(cell, torch.arange(n), n) for n in _lengths(cell)]
+        return [None if mask is None else mask.to(x.query.device) for mask in masks]
 
     def _of_each(
-        self,
-        cell: Cell,
-        x: Inputs,
-        attention: Callable[[Sequence[Tensor], Tensor | None], Tensor],
-        masks: Sequence[Tensor | None],
+        self, cell: Cell, x: Inputs, attention: Callable[..., Tensor], *masks: Tensor | None
     ) -> Tensor:
         """The outputs [T, H, D] of an attention on [1, H, L, D] of each sequence."""
-        outs = []
         tensors = (x.split(_lengths(cell)) for x in self.leaves(x))
-        for *parts, mask in zip(*tensors, masks, strict=True):
-            out = attention([x.transpose(0, 1)[None] for x in parts], mask)
-            outs.append(out[0].transpose(0, 1))
-        return torch.cat(outs)
+        outs = (
+            attention(*(x.transpose(0, 1)[None] for x in parts), mask)
+            for *parts, mask in zip(*tensors, masks, strict=True)
+        )
+        return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
 VARLEN = _Varlen(
@@ -136,7 +116,7 @@ VARLEN = _Varlen(
     ABOUT="attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]",
     TORCH="F.scaled_dot_product_attention on the padded batch, packed again",
     SIZES={"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64},
-    LIMITS={"S": "L"},
+    REFUSED={"S > L": "S={S} is more than L={L}"},
     SHAPES={"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"},
     FLOPS="attention(pairs * H, D, D)",
     LEARNED={"relative": "relative_bias"},
@@ -150,28 +130,30 @@ class _Decode(Operator):
     BY_EQUATION = True
     PASSES, ITEMS = ("fwd",), ("B * Lq", "tokens")
 
-    def check(self, cell: Cell) -> None:
-        super().check(cell)
-        if cell.mask != "none" and cell["Lq"] > cell["Lk"]:
-            raise ValueError(f"mask={cell.mask}: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
-        if cell.option == "latent" and cell["Dv"] > cell["D"]:
-            raise ValueError(
-                f"option=latent: Dv={cell['Dv']} is more than D={cell['D']}, the columns of a key"
-            )
+    REFUSED = {  # noqa: RUF012
+        "mask != 'none' and Lq > Lk": "mask={mask}: Lq={Lq} is more than Lk={Lk}",
+        "option == 'latent' and Dv > D": "option=latent: Dv={Dv} is more than D={D}, the columns "
+        "of a key",
+    }
+    NOT_IN_TORCH = {  # noqa: RUF012
+        "option == 't5' and mask != 'none'": "F.scaled_dot_product_attention has one mask",
+    }
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         return ("query", "key") if cell.option == "latent" else super().leaf_names(cell)
 
-    def pairs(self, cell: Cell, pairs: int) -> int:
-        first, end = keys_of(cell, _newest(cell), cell["Lk"])
-        return cell["B"] * int((end - first).sum())
+    def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
+        """The newest tokens are the queries."""
+        return [(_newest(cell), cell["Lk"])] * cell["B"]
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        rows = cell["B"] * cell["H"] * cell["Lq"]
-        return rows * cell["D"] + _cached(cell, cell["Lk"]), rows * cell["Dv"]
-
-    def unread(self, cell: Cell) -> int:
-        return _cached(cell, unseen(cell, _newest(cell)))
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
+        """Two scales of a quantised row count as elements, too."""
+        queries = cell["B"] * cell["H"] * cell["Lq"]
+        rows = cell["B"] * cell["Hkv"] * read.get("Lk", cell["Lk"])
+        width = cell["D"] + cell["Dv"] * (cell.option != "latent")
+        if cell.option in _QUANTISED:
+            width = (width + 2 * 4) / cell.itemsize
+        return queries * cell["D"] + int(rows * width), queries * cell["Dv"]
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
@@ -226,7 +208,7 @@ class _Decode(Operator):
             # Of three dimensions, PyTorch's fused kernel would refuse it.
             mask = biases(_distances(x, max(lengths)), *lengths, offset=lengths[1] - lengths[0])
         elif not causal or latent:
-            mask = visible_to_last(cell, *lengths, query.device)
+            mask = _seen(cell, x)
         if not latent:
             options: dict[str, Any] = {"is_causal": causal, "enable_gqa": group > 1}
             call = scaled_dot_product_attention
@@ -240,16 +222,11 @@ class _Decode(Operator):
 
         return of_keys
 
-    def why_not_theirs(self, cell: Cell) -> list[str]:
-        both = cell.option == "t5" and cell.mask != "none"
-        return ["F.scaled_dot_product_attention has one mask"] if both else []
-
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         queries, keys = cell["Lq"], cell["Lk"]
-        visible = visible_to_last(cell, queries, keys, x.query.device)
         t5 = cell.option == "t5"
         given = {"relative_bias": _distances(x, max(queries, keys))} if t5 else {}
-        return defined(given, _cache(cell, x), visible, offset=keys - queries)[0]
+        return defined(given, _cache(cell, x), _seen(cell, x), offset=keys - queries)[0]
 
 
 def _cache(
@@ -268,15 +245,10 @@ def _newest(cell: Cell) -> Tensor:
     return torch.arange(cell["Lk"] - cell["Lq"], cell["Lk"]).clamp(min=0)
 
 
-def _cached(cell: Cell, rows: int) -> int:
-    """The elements of the cell's dtype in the memory of so many cached rows of each head."""
-    rows *= cell["B"] * cell["Hkv"]
-    if cell.option == "latent":
-        return rows * cell["D"]
-    width = cell["D"] + cell["Dv"]
-    if cell.option in _QUANTISED:
-        return rows * (width + 2 * 4) // cell.itemsize  # with two scales
-    return rows * width
+def _seen(cell: Cell, x: Inputs) -> Tensor | None:
+    """The visible pairs of the newest tokens; None: all."""
+    seen = visible(cell, _newest(cell), cell["Lk"])
+    return None if seen is None else seen.to(x.query.device)
 
 
 def _numbers(cell: Cell, rows: Tensor) -> Tensor:

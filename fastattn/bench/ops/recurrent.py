@@ -8,30 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn._flops import visible_pairs
 from fastattn.bench.cells import Cell, Draw
 from fastattn.bench.ops._base import Inputs, Module, Operator
-from fastattn.bench.ops.attention import attn_mask, softmax_weights, visible_keys
+from fastattn.bench.ops.attention import (
+    attn_mask,
+    masked_softmax,
+    softmax_weights,
+    visible_keys,
+    weighted,
+)
 from fastattn.nn import AdditiveAttention, BahdanauAttention, GlobalAttention, LuongAttention
 
 # Additive attention
 
 
-class _Additive(Operator):
-    def equation(self, cell: Cell, x: Inputs) -> Any:
-        scores = (x.query[:, :, None] + x.key[:, None] + x.bias).tanh() @ x.v
-        mask = x.get("attn_mask")
-        if cell.mask == "causal":
-            mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=x.v.device).tril()
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        elif mask is not None:
-            scores = scores + mask
-        weights = scores.softmax(-1)
-        return weights @ x.value if cell.weights == "none" else (weights @ x.value, weights)
+def _added(cell: Cell, x: Inputs) -> Any:
+    scores = (x.query[:, :, None] + x.key[:, None] + x.bias).tanh() @ x.v
+    mask = x.get("attn_mask")
+    if cell.mask == "causal":
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=x.v.device).tril()
+    return weighted(cell, masked_softmax(scores, mask), x.value)
 
 
-ADDITIVE = _Additive(
+ADDITIVE = Operator(
     FUNCTION="additive_attention",
     ABOUT="softmax(v·tanh(q + k + b)) V on [B, Lq, A], [B, Lk, A], [B, Lk, Dv]",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256, "Dv": "A"},
@@ -41,6 +40,7 @@ ADDITIVE = _Additive(
     OUTPUT="B Lq Dv",
     OTHERS={"attn_mask": "B Lq Lk"},
     others=attn_mask,
+    equation=_added,
     SCALES={"v": "A ** -0.5", "bias": 0.1},
     FLOPS="additive(pairs, A, Dv)",
 )
@@ -132,20 +132,8 @@ BAHDANAU_DECODER = Module(
 
 
 class _Luong(Operator):
-    ARGUMENTS = ("query", "key", "value")
     KEYWORDS = {"method": "general"}  # noqa: RUF012
     BY_EQUATION = True
-
-    def pairs(self, cell: Cell, pairs: int) -> int:
-        queries, keys, width = cell["Lq"], cell["Lk"], cell["W"]
-        near = visible_pairs(queries, keys, 0, width, width)
-        return pairs * near // (queries * keys) if _is_local(cell) else pairs
-
-    def unread(self, cell: Cell) -> int:
-        if not _is_local(cell):
-            return 0
-        near = cell["Lq"] * (2 * cell["W"] + 1) if cell["P"] else cell["Lq"] + cell["W"]
-        return cell["B"] * max(0, cell["Lk"] - near) * (cell["D"] + cell["Dv"])
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         found = {}
@@ -162,18 +150,18 @@ class _Luong(Operator):
         return tensors, options
 
     def equation(self, cell: Cell, x: Inputs) -> Any:
-        visible = ~x.key_padding_mask[:, None] if "key_padding_mask" in x else None
+        seen = ~x.key_padding_mask[:, None] if "key_padding_mask" in x else None
         place = x.get("positions", torch.arange(x.query.shape[1], device=x.query.device))
         distance = torch.arange(x.key.shape[1], device=x.key.device) - place[..., None]
         if _is_local(cell):
             near = distance.abs() <= cell["W"]
-            visible = near if visible is None else near & visible
-        weights = softmax_weights(x.query @ x.weight, x.key, visible, scale=1.0)
-        if visible is not None:
+            seen = near if seen is None else near & seen
+        weights = softmax_weights(x.query @ x.weight, x.key, seen, scale=1.0)
+        if seen is not None:
             weights = weights.nan_to_num()  # 0 for fully masked rows
         if "positions" in x:
             weights = weights * torch.exp(-2 * (distance / cell["W"]) ** 2)
-        return weights @ x.value if cell.weights == "none" else (weights @ x.value, weights)
+        return weighted(cell, weights, x.value)
 
 
 def _is_local(cell: Cell) -> bool:
@@ -185,7 +173,7 @@ LUONG = _Luong(
     ABOUT="softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
     "local-p around random positions if P=1",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0},
-    LIMITS={"P": 1},  # local-p, or 0
+    REFUSED={"P > 1": "P={P} is more than 1"},  # local-p, or 0
     MASKS=("none", "padding"),
     WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B Lq D", "key": "B Lk D", "value": "B Lk Dv", "weight": "D D"},

@@ -90,11 +90,10 @@ class _Transformer(_Decoder):
     """With option=stepwise the decoder gets one position at a time, as in generation."""
 
     OPTIONS = ("none", "stepwise")
-
-    def check(self, cell: Cell) -> None:
-        super().check(cell)
-        if cell.option == "stepwise" and cell.passes != "fwd":
-            raise ValueError("option=stepwise: generation has no backward pass")
+    REFUSED = {  # noqa: RUF012
+        "option == 'stepwise' and passes != 'fwd'": "option=stepwise: generation has no backward "
+        "pass",
+    }
 
     def call(self, cell: Cell, module: Any, x: Inputs) -> Any:
         """Generation by fastattn has a cache. PyTorch has none, and needs the mask."""

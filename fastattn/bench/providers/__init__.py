@@ -26,7 +26,7 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from fastattn import dispatch, evidence
 from fastattn._version import __version__
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell
+from fastattn.bench.ops._masks import document_ids
+from fastattn.bench.providers.peers import OnnxRuntime, OpenVino, SdpaOnly
 from fastattn.dispatch import BACKENDS, PRIORITY
 
 Outputs = tuple[Tensor, ...]
@@ -86,55 +88,8 @@ def run_passes(cell: Cell, forward: ops.Forward, x: ops.Inputs) -> Callable[[], 
     return run_both
 
 
-PROVIDERS = {
-    "fastattn": ".Fastattn",
-    "torch": ".Torch",
-    "torch-eager": ".Eager",
-    "torch-flex": ".peers.Flex",
-    "torch-compiled": ".Compiled",
-    "onnxruntime": ".peers.OnnxRuntime",
-    "openvino": ".peers.OpenVino",
-}
 DEFAULT = ("torch", "fastattn")
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
-
-
-class Provider(Protocol):
-    ABOUT: str
-
-    def versions(self) -> dict[str, str]: ...
-    def why_not(self, cell: Cell) -> list[str]: ...
-    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Sequence[Any]]: ...
-
-
-class Functions:
-    """A module whose functions and modules have the names and arguments of this library's."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.ABOUT = (module.__doc__ or module.__name__).strip().splitlines()[0]
-
-    def versions(self) -> dict[str, str]:
-        package = importlib.import_module(self.module.__name__.partition(".")[0])
-        return {package.__name__: str(getattr(package, "__version__", "of no version"))}
-
-    def why_not(self, cell: Cell) -> list[str]:
-        op = ops.get(cell.op)
-        name = op.FUNCTION.removeprefix("nn.")
-        if op.FUNCTION.startswith("nn.") and not isinstance(op, ops.Twin):
-            return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
-        return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
-
-    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
-        op = ops.get(cell.op)
-        if isinstance(op, ops.Twin):
-            forward = op.built(functools.partial(op.build, self.module), cell, inputs)
-        else:
-            args, options = op.arguments(cell, inputs)
-            used = {name: x for name, x in options.items() if x is not None and x is not False}
-            function = getattr(self.module, op.FUNCTION)
-            forward = op.calling(functools.partial(function, *args, **used), inputs)
-        return run_passes(cell, forward, inputs)
 
 
 class Torch:
@@ -198,6 +153,41 @@ class Compiled(Torch):
         return torch.compile(super().forward(cell, inputs), dynamic=False)
 
 
+class Flex(SdpaOnly, Torch):
+    """FlexAttention; each cell gets its own graph, compiled for its exact sizes."""
+
+    ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
+    VARIANTS = ()
+    DTYPES = ("fp32", "bf16", "fp16")
+    PASSES_ON = {"cpu": ("fwd",), "cuda": ("fwd", "bwd", "fwd+bwd")}  # noqa: RUF012
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        mask, options = inputs.get("attn_mask", torch.empty(0)), dict[str, Any]()
+        q_ids, k_ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+        visible: dict[str, Callable[..., Tensor]] = {
+            "bool": lambda b, h, i, j: mask[i, j],
+            "causal": lambda b, h, i, j: i >= j,
+            "padding": lambda b, h, i, j: mask[b, 0, 0, j],
+            "documents": lambda b, h, i, j: q_ids[i] == k_ids[j],
+        }
+        if cell.mask == "bias":
+            options["score_mod"] = lambda score, b, h, i, j: score + mask[h, i, j]
+        elif cell.mask != "none":
+            batch = cell["B"] if cell.mask == "padding" else None
+            sizes = batch, None, cell["Lq"], cell["Lk"]
+            seen = create_block_mask(visible[cell.mask], *sizes, device=inputs.query.device)
+            options["block_mask"] = seen
+        leaves, grouped = (
+            [inputs[name] for name in ("query", "key", "value")],
+            cell["H"] != cell["Hkv"],
+        )
+        torch.compiler.reset()
+        attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        return lambda: attend(*leaves, enable_gqa=grouped, **options)
+
+
 class Fastattn(Torch):
     """This library with one backend forced, so that no call falls back silently.
 
@@ -235,42 +225,73 @@ class Fastattn(Torch):
         return self.variant or PRIORITY[cell.device][0]
 
 
-def split(name: str) -> tuple[str, str]:
-    """`torch@math` is the provider `torch` and its variant `math`."""
-    provider, _, variant = name.partition("@")
-    return provider, variant
+class Functions(Torch):
+    """A module whose functions and modules have the names and arguments of this library's."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.ABOUT = (module.__doc__ or module.__name__).strip().splitlines()[0]
+
+    def versions(self) -> dict[str, str]:
+        package = importlib.import_module(self.module.__name__.partition(".")[0])
+        return {package.__name__: str(getattr(package, "__version__", "of no version"))}
+
+    def why_not(self, cell: Cell) -> list[str]:
+        op = ops.get(cell.op)
+        name = op.FUNCTION.removeprefix("nn.")
+        if op.FUNCTION.startswith("nn.") and not isinstance(op, ops.Twin):
+            return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
+        return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        op = ops.get(cell.op)
+        if isinstance(op, ops.Twin):
+            return op.built(functools.partial(op.build, self.module), cell, inputs)
+        args, options = op.arguments(cell, inputs)
+        used = {name: x for name, x in options.items() if x is not None and x is not False}
+        function = getattr(self.module, op.FUNCTION)
+        return op.calling(functools.partial(function, *args, **used), inputs)
+
+
+PROVIDERS: dict[str, Callable[[], Any]] = {
+    "fastattn": Fastattn,
+    "torch": Torch,
+    "torch-eager": Eager,
+    "torch-flex": Flex,
+    "torch-compiled": Compiled,
+    "onnxruntime": OnnxRuntime,
+    "openvino": OpenVino,
+}
 
 
 def isa_of(name: str) -> str:
     """The instruction set that `name` forces, or an empty string."""
-    provider, variant = split(name)
+    provider, _, variant = name.partition("@")
     return variant if provider == "fastattn" and variant in ISAS else ""
 
 
 def variants(name: str) -> Sequence[str]:
     """The variants of a provider. Imports its module, but not its packages."""
-    return tuple(getattr(load(split(name)[0]), "VARIANTS", ()))
+    return tuple(getattr(load(name.partition("@")[0]), "VARIANTS", ()))
 
 
-def load(name: str) -> Provider:
+def load(name: str) -> Any:
     """The provider. Raises ImportError if it is unknown or cannot be imported."""
-    name, variant = split(name)
     check_name(name)
+    name, _, variant = name.partition("@")
     if name in PROVIDERS:
-        file, _, kind = PROVIDERS[name].rpartition(".")
-        provider = getattr(importlib.import_module(__name__ + file), kind)()
+        provider = PROVIDERS[name]()
     else:
         provider = importlib.import_module(name)
-        if not hasattr(provider, "prepare"):
-            provider = Functions(provider)
+        provider = provider if hasattr(provider, "prepare") else Functions(provider)
     if variant:
         provider.select(variant)
-    return cast(Provider, provider)
+    return provider
 
 
 def check_name(name: str) -> None:
     """Raises ValueError for an unknown provider or variant."""
-    provider, variant = split(name)
+    provider, _, variant = name.partition("@")
     if provider not in PROVIDERS and "." not in provider and find_spec(provider) is None:
         raise ValueError(
             f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or an importable module"

@@ -1,6 +1,4 @@
-"""Other implementations of `sdpa`: FlexAttention, and on CPUs onnxruntime and OpenVINO, each as a
-model with one node.
-"""
+"""onnxruntime and OpenVINO on CPUs: attention as a model with one node."""
 
 from __future__ import annotations
 
@@ -12,8 +10,6 @@ from torch import Tensor
 
 from fastattn.bench import ops
 from fastattn.bench.cells import MASKS, Cell
-from fastattn.bench.ops.attention import document_ids
-from fastattn.bench.providers import Torch
 
 _NAMES = ("query", "key", "value", "attn_mask")
 
@@ -40,38 +36,6 @@ class SdpaOnly:
             "it has no grouped heads": cell["H"] != cell["Hkv"] and not self.GROUPED,
         }
         return reasons + [reason for reason, is_unmet in unmet.items() if is_unmet]
-
-
-class Flex(SdpaOnly, Torch):
-    """FlexAttention; each cell gets its own graph, compiled for its exact sizes."""
-
-    ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
-    VARIANTS = ()
-    DTYPES = ("fp32", "bf16", "fp16")
-    PASSES_ON = {"cpu": ("fwd",), "cuda": ("fwd", "bwd", "fwd+bwd")}  # noqa: RUF012
-
-    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        mask, options = inputs.get("attn_mask", torch.empty(0)), dict[str, Any]()
-        q_ids, k_ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
-        visible: dict[str, Callable[..., Tensor]] = {
-            "bool": lambda b, h, i, j: mask[i, j],
-            "causal": lambda b, h, i, j: i >= j,
-            "padding": lambda b, h, i, j: mask[b, 0, 0, j],
-            "documents": lambda b, h, i, j: q_ids[i] == k_ids[j],
-        }
-        if cell.mask == "bias":
-            options["score_mod"] = lambda score, b, h, i, j: score + mask[h, i, j]
-        elif cell.mask != "none":
-            batch = cell["B"] if cell.mask == "padding" else None
-            sizes = batch, None, cell["Lq"], cell["Lk"]
-            seen = create_block_mask(visible[cell.mask], *sizes, device=inputs.query.device)
-            options["block_mask"] = seen
-        leaves, grouped = [inputs[name] for name in _NAMES[:3]], cell["H"] != cell["Hkv"]
-        torch.compiler.reset()
-        attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        return lambda: attend(*leaves, enable_gqa=grouped, **options)
 
 
 class OnnxRuntime(SdpaOnly):
