@@ -15,6 +15,9 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
+// Both kernels split the reduction into blocks of so many words, and add the blocks in order.
+constexpr int64_t kReducedWords = 256;
+
 // What a panel of the weight holds in a lane: a word, or elements of 16 bits that are widened where
 // they are used; they take half the memory of a panel of floats, and writing one takes longer than
 // widening. Those of bf16 are two in a lane of 32 bits.
@@ -60,7 +63,6 @@ class FewRows {
   static constexpr int64_t kLine = 64 / sizeof(S);        // elements
   static constexpr int64_t kChunk = kLine / P::kPerWord;  // words of a panel: one line of each row
   static constexpr int64_t kAhead = 4 * kLine;            // elements
-  static constexpr int64_t kReduced = 256;                // words; as in Linear
   static constexpr int kRows = kSquareRows<E>;
 
  public:
@@ -97,7 +99,7 @@ class FewRows {
   struct Buffers {
     Word* x;   // [M][words of K]
     E* panel;  // [kChunk / kWords][L]
-    T* sums;   // [M][L], of a block of kReduced words
+    T* sums;   // [M][L], of one block of the reduction
     T* y;      // [M][L]
     size_t bytes;
   };
@@ -118,8 +120,8 @@ class FewRows {
   void group(Buffers& buf, const Word* x, int64_t n) const {
     const int64_t n0 = min_of(n, p.N - L), reduced = words<P>(p.K);
     const S* w = static_cast<const S*>(p.w) + n0 * p.w_stride;
-    for (int64_t k0 = 0; k0 < reduced; k0 += kReduced) {
-      const int64_t k1 = min_of(reduced, k0 + kReduced);
+    for (int64_t k0 = 0; k0 < reduced; k0 += kReducedWords) {
+      const int64_t k1 = min_of(reduced, k0 + kReducedWords);
       for (int64_t k = k0; k < k1; k += kChunk) {
         const int64_t count = min_of(kChunk, k1 - k), column = k * P::kPerWord;
         // At the end of these rows, the beginning of the next group's.
