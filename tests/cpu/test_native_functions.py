@@ -25,7 +25,8 @@ def test_native_functions_take_the_tensors_of_their_operators_in_order(native: M
         parameters = inspect.signature(function).parameters.values()
         tensors = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         assert tensors == operator.names, operator.name
-        assert "options" in inspect.signature(function).parameters
+        if operator.name != "linear":  # one of three GEMMs, which the backend chooses
+            assert "options" in inspect.signature(function).parameters
         compared += 1
     assert compared > 14
 

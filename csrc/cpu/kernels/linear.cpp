@@ -27,8 +27,8 @@ class Linear {
   static constexpr int NV = kPanelVectors, kFew = kFewVectors<P>;
   static constexpr int64_t L = kPanelLanes<P>;
   static constexpr int kRows = kTransposed ? P::kOutputRows : P::kScoreRows;
-  static constexpr int64_t kReduced = 256 * P::kPerWord;  // of K: a panel's part fits L1
-  static constexpr int64_t kRowsOfTask = 256;             // of x
+  static constexpr int64_t kReduced = kReducedWords * P::kPerWord;  // a panel's part fits L1
+  static constexpr int64_t kRowsOfTask = 256;                       // of x
   static constexpr int64_t kStaged = 96;  // of N: a staged block shares L2 with both
 
  public:

@@ -11,25 +11,60 @@
 #include "blocks.h"
 #include "lines.h"
 #include "pack.h"
-#include "tile.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
+
+// Both kernels split the reduction into blocks of so many words, and add the blocks in order.
+constexpr int64_t kReducedWords = 256;
+
+// What a panel of the weight holds in a lane: a word, or elements of 16 bits that are widened where
+// they are used; they take half the memory of a panel of floats, and writing one takes longer than
+// widening. Those of bf16 are two in a lane of 32 bits.
+template <class P, class S>
+struct Packed {
+  typedef typename P::Word type;
+  static constexpr int kWords = 1;
+  template <int word>
+  static FASTATTN_INLINE Vec<typename P::Acc> vector(const type* at) {
+    return load(at);
+  }
+};
+template <>
+struct Packed<Single, Bf16> {
+  typedef float type;
+  static constexpr int kWords = 2;
+  template <int word>
+  static FASTATTN_INLINE VecF vector(const float* at) {
+    const VecI both = (VecI)load(at);
+    return (VecF)(word == 0 ? both << 16 : both & static_cast<int32_t>(0xffff0000));
+  }
+};
+template <>
+struct Packed<Single, F16> {
+  typedef uint16_t type;
+  static constexpr int kWords = 1;
+  template <int word>
+  static FASTATTN_INLINE VecF vector(const uint16_t* at) {
+    return load_as<float>(reinterpret_cast<const F16*>(at), kLanes<float>);
+  }
+};
 
 // The weight is [N, K] with dense rows of S.
 template <class P, class S>
 class FewRows {
   typedef typename P::Acc T;
   typedef typename P::Word Word;
+  typedef Packed<P, S> Panel;
+  typedef typename Panel::type E;
   static constexpr int W = kLanes<T>;
   static constexpr int kVectors = (kSame<T, double> ? 32 : 64) / W;
   static constexpr int64_t L = kVectors * W;              // rows of the weight in a panel
   static constexpr int64_t kLine = 64 / sizeof(S);        // elements
   static constexpr int64_t kChunk = kLine / P::kPerWord;  // words of a panel: one line of each row
   static constexpr int64_t kAhead = 4 * kLine;            // elements
-  static constexpr int64_t kReduced = 256;                // words; as in Linear
-  static constexpr int kRows = kSquareRows<P, S>;
+  static constexpr int kRows = kSquareRows<E>;
 
  public:
   // With more, both kernels are as fast with AVX2.
@@ -63,10 +98,10 @@ class FewRows {
   const LinearParams& p;
 
   struct Buffers {
-    Word* x;      // [M][words of K]
-    Word* panel;  // [kChunk][L]
-    T* sums;      // [M][L], of a block of kReduced words
-    T* y;         // [M][L]
+    Word* x;   // [M][words of K]
+    E* panel;  // [kChunk / kWords][L]
+    T* sums;   // [M][L], of one block of the reduction
+    T* y;      // [M][L]
     size_t bytes;
   };
 
@@ -74,7 +109,7 @@ class FewRows {
     Arena a(base);
     Buffers buf;
     buf.x = a.take<Word>(p.M * words<P>(p.K));
-    buf.panel = a.take<Word>(kChunk * L);
+    buf.panel = a.take<E>(kChunk / Panel::kWords * L);
     buf.sums = a.take<T>(p.M * L);
     buf.y = a.take<T>(p.M * L);
     buf.bytes = a.used();
@@ -86,8 +121,8 @@ class FewRows {
   void group(Buffers& buf, const Word* x, int64_t n) const {
     const int64_t n0 = min_of(n, p.N - L), reduced = words<P>(p.K);
     const S* w = static_cast<const S*>(p.w) + n0 * p.w_stride;
-    for (int64_t k0 = 0; k0 < reduced; k0 += kReduced) {
-      const int64_t k1 = min_of(reduced, k0 + kReduced);
+    for (int64_t k0 = 0; k0 < reduced; k0 += kReducedWords) {
+      const int64_t k1 = min_of(reduced, k0 + kReducedWords);
       for (int64_t k = k0; k < k1; k += kChunk) {
         const int64_t count = min_of(kChunk, k1 - k), column = k * P::kPerWord;
         // At the end of these rows, the beginning of the next group's.
@@ -120,19 +155,18 @@ class FewRows {
     for (int64_t i = skipped; i < L; i += W) store_as<T>(to + i, load(from + i), W);
   }
 
-  // panel[word][lane] of `columns` elements of L rows; reads those `ahead` into L2.
-  __attribute__((noinline)) void pack(const S* w, int64_t columns, int64_t ahead,
-                                      Word* panel) const {
+  // panel[column][lane] of `columns` elements of L rows; reads those `ahead` into L2.
+  __attribute__((noinline)) void pack(const S* w, int64_t columns, int64_t ahead, E* panel) const {
     const int64_t ld = p.w_stride;
     for (int64_t n = 0; n < L; n += kRows, w += kRows * ld, panel += kRows) {
       FASTATTN_UNROLL for (int i = 0; i < kRows; ++i) __builtin_prefetch(w + i * ld + ahead, 0, 2);
       if (columns == kLine) {
-        transpose_lines<P>(w, ld, panel, L);
+        transpose_lines<E>(w, ld, panel, L);
       } else {
         S line[kRows * kLine] = {};
         for (int i = 0; i < kRows; ++i)
           __builtin_memcpy(line + i * kLine, w + i * ld, static_cast<size_t>(columns) * sizeof(S));
-        transpose_lines<P>(line, kLine, panel, L);
+        transpose_lines<E>(line, kLine, panel, L);
       }
     }
   }
@@ -149,18 +183,38 @@ class FewRows {
 
   template <int kRowsOfX>
   static __attribute__((noinline)) void tiles(const Word* x, int64_t ldx, int64_t count, bool first,
-                                              const Word* panel, T* sums) {
+                                              const E* panel, T* sums) {
     // As many sums as the registers hold; three rows take those of four vectors, too.
     constexpr int kSums = kRegisters == 32 ? 16 : 8;
     constexpr int NV = min_of(kVectors, kSums / (kRowsOfX == 3 ? 4 : kRowsOfX));
-    for (int64_t n = 0; n < L; n += NV * W)
-      tile<P, kRowsOfX, NV, false>(
-          x, ldx, panel + n, L, count,
-          [&](int r, int v) __attribute__((always_inline)) {
-            return first ? Vec<T>{} : load(sums + r * L + n + v * W);
-          },
-          [&](int r, int v, Vec<T> sum)
-              __attribute__((always_inline)) { store(sums + r * L + n + v * W, sum); });
+    for (int64_t n = 0; n < L; n += NV * W, sums += NV * W, panel += NV * W) {
+      Vec<T> acc[kRowsOfX][NV];
+      FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r)
+          FASTATTN_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] =
+              first ? Vec<T>{} : load(sums + r * L + v * W);
+      int64_t k = 0;
+      for (; k + Panel::kWords <= count; k += Panel::kWords) {
+        const E* const at = panel + k / Panel::kWords * L;
+        multiply_word<0>(x + k, ldx, at, acc);
+        if constexpr (Panel::kWords == 2) multiply_word<1>(x + k + 1, ldx, at, acc);
+      }
+      if (k < count) multiply_word<0>(x + k, ldx, panel + k / Panel::kWords * L, acc);
+      FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r)
+          FASTATTN_UNROLL for (int v = 0; v < NV; ++v) store(sums + r * L + v * W, acc[r][v]);
+    }
+  }
+
+  // acc[r][v] += x[r * ldx] times one word of every lane, in the order of tile().
+  template <int word, int kRowsOfX, int NV>
+  static FASTATTN_INLINE void multiply_word(const Word* x, int64_t ldx, const E* at,
+                                            Vec<T> (&acc)[kRowsOfX][NV]) {
+    Vec<T> a[kRowsOfX];
+    FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r) a[r] = splat<T>(x[r * ldx]);
+    FASTATTN_UNROLL for (int v = 0; v < NV; ++v) {
+      const Vec<T> b = Panel::template vector<word>(at + v * W);
+      FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r) acc[r][v] =
+          P::multiply_add(a[r], b, acc[r][v]);
+    }
   }
 };
 

@@ -155,7 +155,7 @@ class UnpaddedEncoder(nn.Module):
             return None
         if self.training or more.keys() & {"cu_seq_lens_q"} or not compat.nothing_intercepts():
             return None
-        attentions = [m for m in self.modules() if hasattr(m, "config") and hasattr(m, "scaling")]
+        attentions = [m for m in self.modules() if {"config", "scaling"} <= vars(m).keys()]
         if not attentions or not all(map(_is_ours, attentions)) or not runs_eagerly(x, mask):
             return None
         if anything_is_recorded():
