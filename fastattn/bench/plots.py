@@ -41,7 +41,7 @@ _LOOK: dict[str, Any] = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
-THEMES = {"light": _LOOK, "dark": {**plt.style.library["dark_background"], **_LOOK}}
+THEMES: dict[str, Any] = {"light": _LOOK, "dark": {**plt.style.library["dark_background"], **_LOOK}}
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
@@ -110,7 +110,8 @@ def _group(row: Row) -> str:
 def _bars(axes: Axes, bars: dict[float, Row], height: float, metric: str, **look: Any) -> None:
     """The bars of one provider and dtype, with the intervals of speed-ups as error bars."""
     start, form = (1, "{:.2f}×") if metric == "speedup" else (0, "{:.0f} %")
-    values, ends = [row[metric] for row in bars.values()], None
+    values = [row[metric] for row in bars.values()]
+    ends: list[list[float]] | None = None
     if metric == "speedup":
         low, high = ([row[f"speedup_{end}"] for row in bars.values()] for end in ("low", "high"))
         ends = [

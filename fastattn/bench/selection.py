@@ -150,9 +150,11 @@ def _cells(
         if not directions and not preset:
             raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(operator.PASSES)}")
         cells += [
-            Cell(op, sizes, dtype, direction, *of, preset=preset, label=line.label)
+            Cell(
+                op, sizes, dtype, direction, mask, weights, option, preset=preset, label=line.label
+            )
             for sizes in parse_shapes(line.shape, operator.SIZES)
-            for of in itertools.product(*options)
+            for mask, weights, option in itertools.product(*options)
             for dtype in dtypes
             for direction in directions
             if op in (wanted or [op])

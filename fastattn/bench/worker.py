@@ -234,7 +234,8 @@ class Worker:
 
     def why_not(self, cell: Cell) -> list[str]:
         """The reasons why the provider cannot run the cell."""
-        return self.provider.why_not(cell)
+        reasons: list[str] = self.provider.why_not(cell)
+        return reasons
 
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
@@ -254,9 +255,12 @@ class Worker:
         self.call, self.seconds = call, self._seconds(call, 1)
         most = MAX_INNER_COLD if cold else MAX_INNER
         self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
-        seconds = self.inner * self.seconds
-        found = {"outputs": saved.getvalue(), "seconds": seconds, "inner": self.inner}
-        return found | {"peak_bytes": peak_bytes}
+        return {
+            "outputs": saved.getvalue(),
+            "seconds": self.inner * self.seconds,
+            "inner": self.inner,
+            "peak_bytes": peak_bytes,
+        }
 
     def time(self) -> dict[str, Any]:
         """A sample: milliseconds of a call, the share of attention in it, and the state of the

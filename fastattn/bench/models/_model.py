@@ -193,7 +193,7 @@ class Model(Operator):
             parameter.data = weights[begin : begin + count].view(shape)
             begin += count
             if len(shape) == 1 and name.endswith("weight"):
-                parameter.data = parameter.data + 1
+                parameter.data = (parameter.data.to(dtype) + 1).to(x.pool.dtype)
         x.update(model.named_parameters())
         return model, self.bind(cell, model, given)
 

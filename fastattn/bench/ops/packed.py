@@ -81,10 +81,11 @@ class _Varlen(Operator):
     def one_by_one(self, cell: Cell, x: Inputs) -> Forward:
         """A loop over the sequences, without padding."""
         causal = cell.mask == "causal" and cell.option == "none"  # else a mask says it
-        options = {"is_causal": causal, "enable_gqa": cell["H"] != cell["Hkv"]}
+        options: dict[str, Any] = {"is_causal": causal, "enable_gqa": cell["H"] != cell["Hkv"]}
         attention = functools.partial(scaled_dot_product_attention, **options)
-        masks = [None] * cell["B"] if causal else self._visible(cell, x)
-        pairs = [(n, n, mask) for n, mask in zip(_lengths(cell), masks, strict=True)]
+        lengths = _lengths(cell)
+        masks = zip(lengths, lengths, self._visible(cell, x), strict=True)
+        pairs = [(n, m, None if causal else mask) for n, m, mask in masks]
         return with_masks(cell, x, functools.partial(self._of_each, cell, x, attention), *pairs)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
