@@ -68,17 +68,11 @@ pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, v
 
 template <class T>
 pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
-  void* made;
-  pybind11::object result = new_result(dtype, sizes, &made);
-  *data = static_cast<T*>(made);
-  return result;
+  return new_result(dtype, sizes, reinterpret_cast<void**>(data));
 }
 template <class T>
 pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
-  void* made;
-  pybind11::object result = new_buffer(dtype, sizes, &made);
-  *data = static_cast<T*>(made);
-  return result;
+  return new_buffer(dtype, sizes, reinterpret_cast<void**>(data));
 }
 // tensor.to(dtype); the tensor itself if it has this dtype.
 pybind11::object converted_to(const pybind11::object& tensor, DType dtype);

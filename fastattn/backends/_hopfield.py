@@ -141,8 +141,8 @@ class Patterns(abc.ABC):
         return max(int(taken.max()), 1) if taken.numel() else 1
 
     def _to(self: _Self, dtype: torch.dtype) -> _Self:
-        keys = None if self.keys is None else self.keys.to(dtype)
-        return replace(self, stored=self.stored.to(dtype), keys=keys)
+        keys, bias = (x if x is None else x.to(dtype) for x in (self.keys, self.bias))
+        return replace(self, stored=self.stored.to(dtype), keys=keys, bias=bias)
 
     def _in_dtypes(self, grads: Sequence[Tensor | None], state: Tensor) -> Gradients:
         """The gradients in the dtypes of what they are of."""
@@ -156,20 +156,33 @@ def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
     """Return ``hopfield_retrieve_backward`` on these kernels."""
 
     def hopfield_retrieve_backward(
-        grad_out: Tensor,  # [G, Q, D]
-        state: Tensor,
+        grad_out: Tensor,  # as state
+        state: Tensor,  # [G, Q, D], or of a plan [B, H, Q, D] with the groups of the others
         stored: Tensor,
         keys: Tensor | None,
         mask: Tensor | None,
         bias: Tensor | None,
-        taken: Tensor,  # [G, Q]
+        taken: Tensor,  # [G, Q] or [B, H, Q]
         ends: Tensor,  # [G, Q, 2, D]
         *,
         options: HopfieldBackwardOptions,
+        trace: Tensor | None = None,  # all states and their statistics, if the forward kept them
+        stats: Tensor | None = None,
     ) -> Gradients:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-        patterns = memory(stored, keys, mask, bias, options)
-        return patterns.gradients(grad_out, state, taken, ends, options.needed)
+        if trace is not None and stats is not None:
+            steps = Steps(state, taken, options.steps_max, trace, stats)
+            patterns = memory(stored, keys, mask, bias, options)
+            return patterns.derive(grad_out, steps, options.needed)
+        tensors = (state, stored, keys)
+        grad, start, *others = (x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors))
+        patterns = memory(*others, mask, bias, options)
+        steps = (taken.flatten(0, -2), ends)
+        *grads, of_bias = patterns.gradients(grad, start, *steps, options.needed)
+        pairs = zip(grads, tensors, strict=True)
+        found = [x if x is None or y is None else x.view(y.shape) for x, y in pairs]
+        assert found[0] is not None
+        return found[0], found[1], found[2], of_bias
 
     return hopfield_retrieve_backward
 
@@ -202,35 +215,7 @@ def backward_of_steps(
             return state, self.stored, self.keys, self.mask, self.bias
 
     Memory.few_steps = few_steps
-    searched = backward_on(Memory)
-
-    def hopfield_retrieve_backward(
-        grad_out: Tensor,  # as state
-        state: Tensor,  # [G, Q, D], or [B, H, Q, D] with the groups of the others
-        stored: Tensor,
-        keys: Tensor | None,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        taken: Tensor,  # [G, Q] or [B, H, Q]
-        ends: Tensor,  # [G, Q, 2, D]
-        *,
-        options: HopfieldBackwardOptions,
-        trace: Tensor | None = None,  # all states and their statistics, if the forward kept them
-        stats: Tensor | None = None,
-    ) -> Gradients:
-        if trace is not None and stats is not None:
-            steps = Steps(state, taken, options.steps_max, trace, stats)
-            patterns = Memory(stored, keys, mask, bias, options)
-            return patterns.derive(grad_out, steps, options.needed)
-        tensors = (state, stored, keys)
-        groups = [x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors)]
-        *grads, of_bias = searched(*groups, mask, bias, taken.flatten(0, -2), ends, options=options)
-        pairs = zip(grads, tensors, strict=True)
-        found = [x if x is None or y is None else x.view_as(y) for x, y in pairs]
-        assert found[0] is not None
-        return found[0], found[1], found[2], of_bias
-
-    return hopfield_retrieve_backward
+    return backward_on(Memory)
 
 
 def _conjugate_gradients(
