@@ -58,8 +58,8 @@ def hopfield_retrieve(
 ) -> Any:
     """Return ``(xi, taken, ends)``, see ``docs/design.md``.
 
-    With ``keeps``, also ``trace`` and ``stats`` of the backward pass: None if there may be many
-    steps.
+    With ``keeps``, also ``trace`` and ``stats`` of the backward pass, which then does not read the
+    ends; None if there may be many steps.
     """
     few = 0 < options.steps_max <= _FEW_STEPS and options.together == 1
     keep = keeps and few and options.grad == "unroll"
@@ -67,9 +67,7 @@ def hopfield_retrieve(
     xi, taken, states, stats = _cpu.hopfield_retrieve(options, *tensors, keep)
     if not keeps:
         return xi, taken, states
-    if not keep:
-        return xi, taken, states, None, None
-    return xi, taken, states[:, :, -2:], states, stats  # "unroll" does not read the ends
+    return xi, taken, states, states if keep else None, stats
 
 
 def hopfield_retrieve_backward(
@@ -80,7 +78,7 @@ def hopfield_retrieve_backward(
     mask: Tensor | None,
     bias: Tensor | None,
     taken: Tensor,  # [G, Q] or [B, H, Q]
-    ends: Tensor,  # [G, Q, 2, D]
+    ends: Tensor,  # [G, Q, 2, D], or the trace
     *,
     options: HopfieldBackwardOptions,
     trace: Tensor | None = None,  # [G, Q, K + 1, D]
@@ -92,7 +90,9 @@ def hopfield_retrieve_backward(
         return _Memory(stored, keys, mask, bias, options).derive(grad_out, steps, options.needed)
     patterns = (state, stored, keys)
     groups = [x if x is None else x.flatten(0, -3) for x in (grad_out, *patterns)]
-    steps = (taken.flatten(0, -2), ends)
-    *grads, grad_bias = _search_backward(*groups, mask, bias, *steps, options=options)
-    pairs = zip(grads, patterns, strict=True)
-    return *(x if x is None else x.view_as(y) for x, y in pairs), grad_bias
+    own: Any = (mask, bias, taken.flatten(0, -2), ends)
+    *grads, grad_bias = _search_backward(*groups, *own, options=options)
+    views: Any = (
+        x if x is None or y is None else x.view_as(y) for x, y in zip(grads, patterns, strict=True)
+    )
+    return *views, grad_bias
