@@ -36,10 +36,10 @@ def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
     )
 
 
-def list_type(
+def comma_list_of(
     resolve: Callable[[Iterable[str], Collection[str], str], list[str]], allowed: Collection[str]
 ) -> Callable[[str], list[str]]:
-    """The type of a LIST of `dtypes` or `operators`; the parser itself rejects other names."""
+    """An argparse type: a comma-separated list whose names `resolve` checks."""
 
     def parse(text: str) -> list[str]:
         try:
@@ -48,19 +48,6 @@ def list_type(
             raise argparse.ArgumentTypeError(str(error).strip()) from error
 
     return parse
-
-
-def one_dtype(allowed: Collection[str]) -> Callable[[str], str]:
-    """The type of an argument that takes one dtype, in the spelling of `allowed`."""
-    parse = list_type(dtypes, allowed)
-
-    def parse_one(text: str) -> str:
-        found = parse(text)
-        if len(found) > 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: one of them, not a list")
-        return found[0]
-
-    return parse_one
 
 
 def dtypes(given: Iterable[str], allowed: Collection[str], flag: str = "--dtype") -> list[str]:

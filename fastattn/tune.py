@@ -66,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reset", action="store_true", help="delete the measurements, then exit")
     add("--launches", action="store_true", help=cuda + "search the launches of the Triton kernels "
         "instead of the order of the backends")  # fmt: skip
-    some_ops = spelling.list_type(spelling.operators, sorted(MEASURED))
+    some_ops = spelling.comma_list_of(spelling.operators, sorted(MEASURED))
     add("--op", action="extend", type=some_ops, default=[], metavar="LIST",
         help=cuda + "only these operators; may be repeated")  # fmt: skip
-    some_dtypes = spelling.list_type(spelling.dtypes, sorted(_DTYPES))
+    some_dtypes = spelling.comma_list_of(spelling.dtypes, sorted(_DTYPES))
     add("--dtype", action="extend", type=some_dtypes, default=[], metavar="LIST",
         help="only these dtypes; may be repeated")  # fmt: skip
     add("--width", action="append", type=int, choices=_WIDTHS, default=[],

@@ -43,9 +43,6 @@ def test_a_list_keeps_its_order_and_has_each_once() -> None:
     assert spelling.names(" fp32, ,bf16 ") == ["fp32", "bf16"]
     with pytest.raises(argparse.ArgumentTypeError, match="names nothing"):
         spelling.names(" , ")
-    assert spelling.one_dtype(LONG)("half") == "float16"
-    with pytest.raises(argparse.ArgumentTypeError, match="'fp16,fp32': one of them, not a list"):
-        spelling.one_dtype(LONG)("fp16,fp32")
 
 
 def test_what_is_refused_names_the_argument_what_was_given_and_what_is_allowed() -> None:
