@@ -106,9 +106,8 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 class _Recorder:
     def __init__(self) -> None:
         self.weights: dict[str, list[Tensor]] = {}
-        self.paused = (
-            False  # during the second run of a layer: the layers inside it are recorded already
-        )
+        # During the second run of a layer: the layers inside it are recorded already.
+        self.paused = False
 
     def watch(
         self, name: str, module: nn.Module, request: dict[str, bool], undo: contextlib.ExitStack
@@ -143,12 +142,12 @@ class _Recorder:
                 return forward(module, *args, **keywords)
             start = _random_state() if module.training else None
             out = forward(module, *args, **keywords)
-            given = inspect.signature(forward).bind(module, *args, **keywords)
-            given.apply_defaults()
+            bound = inspect.signature(forward).bind(module, *args, **keywords)
+            bound.apply_defaults()
             result = out
-            if any(given.arguments[key] != value for key, value in request.items()):
-                given.arguments.update(request)
-                result = self._once_more(forward, given, start)
+            if any(bound.arguments[key] != value for key, value in request.items()):
+                bound.arguments.update(request)
+                result = self._once_more(forward, bound, start)
         weights = result[-1] if isinstance(result, tuple) else None
         if not isinstance(weights, Tensor):
             raise TypeError(
@@ -162,17 +161,17 @@ class _Recorder:
         self.weights.setdefault(name, []).append(weights)
 
     def _once_more(
-        self, forward: Callable[..., Any], given: inspect.BoundArguments, start: Any
+        self, forward: Callable[..., Any], bound: inspect.BoundArguments, start: Any
     ) -> Any:
         self.paused = True
         try:
             with torch.no_grad(), _random_numbers_from(start):
-                query = given.arguments.get("query")
+                query = bound.arguments.get("query")
                 if isinstance(query, Tensor) and query.is_nested:
-                    module, _, key, value = given.args[:4]
+                    module, _, key, value = bound.args[:4]
                     if not isinstance(module, MultiheadAttention):  # the stock class has no weights
                         return nested_attention(module, query, key, value, None, None, True, False)
-                return forward(*given.args, **given.kwargs)
+                return forward(*bound.args, **bound.kwargs)
         finally:
             self.paused = False
 
@@ -247,9 +246,7 @@ def _weights(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     else:
         options = {**options, "dropout_p": 0.0}
     with torch.no_grad():
-        _, weights = scaled_dot_product_attention(*args, **options, need_weights=True)
-    result: Tensor = weights
-    return result
+        return scaled_dot_product_attention(*args, **options, need_weights=True)[1]
 
 
 def _request(name: str, module: nn.Module) -> dict[str, bool] | None:

@@ -41,18 +41,18 @@ class Derivative:
     of_call: Callable[..., Any] | None = None
 
     def flags(self) -> list[str]:
-        """The tensors of which the backward options say whether their gradients are wanted."""
+        """The tensors of which the backward options say whether their gradients are needed."""
         names = {field.name for field in fields(self.options)}
         if "needed" in names:
             return self.gives.split()
         return ["attn_mask"] if "needs_mask_grad" in names else []
 
-    def options_for(self, options: Any, wanted: tuple[bool, ...]) -> Any:
-        """The backward options of a call; ``wanted``: the gradients of :meth:`flags`."""
+    def options_for(self, options: Any, needed: tuple[bool, ...]) -> Any:
+        """The backward options of a call; ``needed``: the gradients of :meth:`flags`."""
         if self.flags() == ["attn_mask"]:
-            return extended(self.options, options, needs_mask_grad=wanted[0])
-        needed = sum(1 << n for n, want in enumerate(wanted) if want)
-        return extended(self.options, options, needed=needed)
+            return extended(self.options, options, needs_mask_grad=needed[0])
+        bits = sum(1 << n for n, need in enumerate(needed) if need)
+        return extended(self.options, options, needed=bits)
 
     def wants(self, options: Any, n: int) -> bool:
         """Whether gradient n is computed at all; the other ones are empty."""

@@ -125,8 +125,8 @@ class Gradient:
             options = self._options_of_backward(ctx.options, ctx.needs_input_grad)
             saved, kernel = ctx.saved_tensors, getattr(load("cpu"), backward_name)
             if keeps:
-                more = dict(zip(kept, saved[read:], strict=True))
-                return arrange((*kernel(*grads, *saved[:read], options=options, **more), None))
+                others = dict(zip(kept, saved[read:], strict=True))
+                return arrange((*kernel(*grads, *saved[:read], options=options, **others), None))
             return arrange((*kernel(*grads, *saved, options=options), None))
 
         return _function(operator.name, forward, backward_of_first if first else backward)
@@ -157,23 +157,23 @@ class Gradient:
         if self._derivative is None:
             return self._operator.backward_through_reference(ctx, *grads)
         options = self._options_of_backward(options, needs)
-        seen = (*ctx.saved_tensors[: len(self._saved)], options, ctx.backend)
-        found = self._operator.backward.resume(ctx, grads, seen)
-        gradients = (*self._arrange((*found, None)), None)  # none of the backend
+        saved = (*ctx.saved_tensors[: len(self._saved)], options, ctx.backend)
+        results = self._operator.backward.resume(ctx, grads, saved)
+        gradients = (*self._arrange((*results, None)), None)  # none of the backend
         return tuple(
-            None if not need else x if n not in self._places else _like(x, seen[self._places[n]])
+            None if not need else x if n not in self._places else _like(x, saved[self._places[n]])
             for n, (x, need) in enumerate(zip(gradients, needs, strict=False))
         )
 
     def _options_of_backward(self, options: Any, needs: Sequence[bool]) -> Any:
         if self._derivative is None or self._flags is None:
             return options
-        wanted = self._flags(needs)
+        needed = self._flags(needs)
         try:
-            return options.of_backward[wanted]
+            return options.of_backward[needed]
         except (AttributeError, KeyError):
-            made = self._derivative.options_for(options, wanted)
-            object.__setattr__(options, "of_backward", {wanted: made})  # it is frozen
+            made = self._derivative.options_for(options, needed)
+            object.__setattr__(options, "of_backward", {needed: made})  # it is frozen
             return made
 
 

@@ -67,17 +67,17 @@ class Shapes:
 
         Leading dimensions of size 1 may be missing, and several may stand for the first.
         """
-        found = list(tensors)
+        results = list(tensors)
         for n, _, (shape, *others) in self._shapes:
-            x, rank = found[n], len(shape.sizes)
+            x, rank = results[n], len(shape.sizes)
             if x is None or others or shape.leading or x.dim() == rank:
                 continue
             if x.dim() < rank:
-                found[n] = x[(None,) * (rank - x.dim())]
+                results[n] = x[(None,) * (rank - x.dim())]
             else:  # the legacy vmap has no flatten()
                 several = x.dim() - rank + 1
-                found[n] = x.reshape(math.prod(x.shape[:several]), *x.shape[several:])
-        return found
+                results[n] = x.reshape(math.prod(x.shape[:several]), *x.shape[several:])
+        return results
 
     def _refuse(
         self, name: str, x: Tensor, alternatives: Sequence[_Shape], known: Mapping[str, Any]
@@ -105,15 +105,15 @@ def _size(word: str) -> _Size:
 
 def _fits(x: Tensor, shape: _Shape, known: dict[str, Any]) -> bool:
     """Whether a tensor has the shape; learns the sizes that are not known yet."""
-    found, rank = x.shape, len(shape.sizes)
+    sizes, rank = x.shape, len(shape.sizes)
     if shape.leading:
-        lead = tuple(found[: len(found) - rank])
-        if len(found) < rank or known.setdefault("...", lead) != lead:
+        lead = tuple(sizes[: len(sizes) - rank])
+        if len(sizes) < rank or known.setdefault("...", lead) != lead:
             return False
-        found = found[len(lead) :]
-    elif len(found) != rank:
+        sizes = sizes[len(lead) :]
+    elif len(sizes) != rank:
         return False
-    for (name, less, may_be_one), size in zip(shape.sizes, found, strict=True):
+    for (name, less, may_be_one), size in zip(shape.sizes, sizes, strict=True):
         if not name or (may_be_one and size == 1):
             continue
         expected = int(name) if name.isdigit() else known.setdefault(name, size + less) - less

@@ -22,7 +22,7 @@ from fastattn import compat, dispatch, evidence
 from fastattn.compat import nothing_intercepts as may_plan
 from fastattn.library import Operator
 
-__all__ = ["Plan", "Plans", "only_viewed", "plan_of"]
+__all__ = ["Plan", "Plans", "only_viewed", "plan_of", "with_arguments_of"]
 
 _MOST = 4096  # plans of one function; a model has far fewer signatures
 _MOST_VALUES = 64  # of an option that a plan sets in each call
@@ -123,20 +123,20 @@ class Plans:
         signature: bytes | None,
         operator: Operator,
         call: Sequence[Any],  # the operator's arguments
-        given: Sequence[Any],  # the tensors of the call that they were made from
-        inputs: Sequence[Any] = (),  # of the call; empty: those given
+        originals: Sequence[Any],  # the tensors of the call that they were made from
+        inputs: Sequence[Any] = (),  # of the call; empty: `originals`
     ) -> None:
         """Keep the plan of a call that the complete path prepared.
 
         A call has none if the complete path made more than views of its tensors, or if another
-        backend than the CPU's kernels serves it. In ``given``, None stands for a tensor that the
-        caller of the plan makes anew each time.
+        backend than the CPU's kernels serves it. In ``originals``, None stands for a tensor that
+        the caller of the plan makes again for each call.
         """
         *tensors, _ = call
-        if signature is None or not only_viewed(tensors, given):
+        if signature is None or not only_viewed(tensors, originals):
             return
-        viewed = any(y is not x for y, x in zip(tensors, given, strict=False))
-        plan = plan_of(operator, call, compat.any_requires_grad(*(inputs or given)), viewed)
+        viewed = any(y is not x for y, x in zip(tensors, originals, strict=False))
+        plan = plan_of(operator, call, compat.any_requires_grad(*(inputs or originals)), viewed)
         if plan is not None:
             self.set(signature, plan)
 
@@ -170,9 +170,23 @@ def plan_of(
     return kind(operator, call[-1], requires_grad, viewed)
 
 
-def only_viewed(prepared: Sequence[Any], given: Sequence[Any]) -> bool:
+def with_arguments_of(
+    function: Callable[..., Any], prepare: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``prepare``, which takes every argument by name, with the signature of ``function``."""
+    parameters = inspect.signature(function).parameters
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+
+    def with_defaults(*args: Any, **options: Any) -> Any:
+        first = zip(parameters, args)  # noqa: B905  (see checks.expands_to)
+        return prepare(**{**defaults, **dict(first), **options})
+
+    return with_defaults
+
+
+def only_viewed(prepared: Sequence[Any], originals: Sequence[Any]) -> bool:
     """Whether the complete path made nothing but views of these tensors; None stands for any."""
     return all(
         x is None or y is x or (y is not None and y.data_ptr() == x.data_ptr())
-        for y, x in zip(prepared, given, strict=False)
+        for y, x in zip(prepared, originals, strict=False)
     )

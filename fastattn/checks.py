@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import compat
 from fastattn._seed import draw_seed
+from fastattn.autograd.sdpa import default_scale
 from fastattn.library import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,14 +35,6 @@ def not_dense(op: str, name: str, x: Tensor, error: type[Exception] = RuntimeErr
     return error(f"{op}: {name} must be a dense tensor, got a {kind} one")
 
 
-def check_plain(op: str, name: str, x: Any, position: int | None = None) -> None:
-    """Raise an error unless it is a dense tensor."""
-    if not isinstance(x, Tensor):
-        raise wrong_type(op, name, x, "Tensor", position)
-    if x.is_nested or x.layout is not torch.strided:
-        raise not_dense(op, name, x)
-
-
 def check_device(op: str, name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
         raise RuntimeError(f"{op}: {name} must be on query's device {device}, got {x.device}")
@@ -55,6 +49,58 @@ def check_dense(op: str, **tensors: Any) -> None:
             raise not_dense(op, name, x, TypeError)
 
 
+def check_strided(op: str, name: str, x: Any, position: int | None = None) -> None:
+    """For an operator whose errors are PyTorch's; ``position``: in its list of arguments."""
+    if not isinstance(x, Tensor):
+        raise wrong_type(op, name, x, "Tensor", position)
+    if x.is_nested or x.layout is not torch.strided:
+        raise not_dense(op, name, x)
+
+
+def shape_of(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+# ``where`` names the argument, and the operator if its errors do.
+
+
+def check_floating(where: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{where} must be float32, float64, bfloat16 or float16, got {x.dtype}")
+
+
+def check_bool(where: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{where} must be a bool, got {type(value).__name__}")
+
+
+def check_int(where: str, value: Any, kind: str = "an int") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{where} must be {kind}, got {type(value).__name__}")
+
+
+def check_number(where: str, value: Any, kind: str = "a number") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
+        raise TypeError(f"{where} must be {kind}, got {type(value).__name__}")
+
+
+def check_choice(where: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{where} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_same_device(where: str, x: Tensor, name: str, other: Tensor) -> None:
+    if x.device != other.device:
+        raise ValueError(f"{where} is on {x.device}, but {name} is on {other.device}")
+
+
+def check_alike(where: str, x: Tensor, name: str, other: Tensor) -> None:
+    """Of the dtype and on the device of the tensor ``name``."""
+    if x.dtype != other.dtype:
+        raise TypeError(f"{where} must have {name}'s dtype {other.dtype}, got {x.dtype}")
+    check_same_device(where, x, name, other)
+
+
 def expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
     """Whether a tensor of this shape broadcasts to the target without changing it."""
     # Without `strict=False`: the compiler of torch 2.6 to 2.8 treats it as True.
@@ -64,7 +110,7 @@ def expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def check_tensor(op: str, name: str, x: Any, shape: str, dims: int, device: torch.device) -> None:
-    check_plain(op, name, x)
+    check_strided(op, name, x)
     if x.dim() != dims:
         raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(x.shape)}")
     check_device(op, name, x, device)
@@ -133,6 +179,20 @@ def check_softcap(op: str, softcap: Any, dtype: torch.dtype) -> float:
         raise ValueError(f"{op}: softcap must be None or positive and finite, got {cap}")
     largest = 2.0**800 if dtype is torch.float64 else 2.0**100
     return 0.0 if cap >= largest else max(cap, 1 / largest)
+
+
+def score_options(
+    op: str, query: Tensor, scale: Any, softcap: Any, window: Any, is_causal: bool
+) -> dict[str, Any]:
+    """The options that the records of all attention operators have."""
+    if scale is not None:
+        scale = check_real(op, "scale", scale)
+    elif not compat.sizes_may_change():  # else it is found at run time
+        scale = default_scale(query.shape[-1]) if query.shape[-1] else 1.0
+    cap = 0.0 if softcap is None else check_softcap(op, softcap, query.dtype)
+    left, right = (-1, -1) if window is None else check_window(op, window)
+    right = 0 if is_causal else right
+    return {"scale": scale, "window_left": left, "window_right": right, "softcap": cap}
 
 
 def check_int64(where: str, value: int | torch.SymInt) -> None:
@@ -214,7 +274,7 @@ def check_widths(op: str, query: Tensor, key: Tensor) -> None:
 
 def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> Tensor:
     """ALiBi's slopes as [B|1, Hq], float32 (float64 for float64)."""
-    check_plain(op, "alibi_slopes", slopes)
+    check_strided(op, "alibi_slopes", slopes)
     if not slopes.is_floating_point():
         raise TypeError(f"{op}: alibi_slopes must be floating, got {slopes.dtype}")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
@@ -253,7 +313,7 @@ def wide(
 
     For float64 it is converted to float64.
     """
-    check_plain(op, name, x)
+    check_strided(op, name, x)
     x = autocast_bias(x)
     if x.dtype not in (query.dtype, torch.float32):
         raise wrong_dtype(
@@ -266,7 +326,7 @@ def wide(
 
 def check_mask(op: str, mask: Any, query: Tensor) -> Tensor:
     """A mask of a dtype that goes with the query's, as autocast casts it; of any shape."""
-    check_plain(op, "attn_mask", mask)
+    check_strided(op, "attn_mask", mask)
     mask = autocast_bias(mask)
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
         raise RuntimeError(

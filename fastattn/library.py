@@ -176,16 +176,16 @@ class Operator:
         n = self._tensors
         return *args[:n], self.options(*args[n:-1]), args[-1]
 
-    def resume(self, ctx: Any, given: Sequence[Any], seen: Sequence[Any]) -> Any:
+    def resume(self, ctx: Any, grads: Sequence[Any], saved: Sequence[Any]) -> Any:
         """Call a backward operator with the gradients, the forward's arguments, and its backend."""
-        n, lifted = len(given), self.lifted([*given, *seen[:-2]])
-        given, seen = lifted[:n], (*lifted[n:], *seen[-2:])
+        n, lifted = len(grads), self.lifted([*grads, *saved[:-2]])
+        grads, saved = lifted[:n], (*lifted[n:], *saved[-2:])
         if self._lse is not None:  # a hook of saved tensors may make all of them float32
-            place = self._lse - len(given)
-            seen = (*seen[:place], seen[place].to(torch.float64), *seen[place + 1 :])
-        if not (ctx.eager and runs_eagerly(*given)):
-            return through_torch_vmap(lambda *grads: self.dispatched(*grads, *seen), given)
-        args = (*given, *seen)
+            place = self._lse - len(grads)
+            saved = (*saved[:place], saved[place].to(torch.float64), *saved[place + 1 :])
+        if not (ctx.eager and runs_eagerly(*grads)):
+            return through_torch_vmap(lambda *grads: self.dispatched(*grads, *saved), grads)
+        args = (*grads, *saved)
         tensors, options = self._primitive(args)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args)
@@ -219,12 +219,6 @@ class Operator:
         """Return the name of the backend that runs these arguments."""
         tensors, options = self._primitive(args)
         return dispatch.choose(self.name, tensors, options, obstacles)
-
-    def reasons(self, backend: str, args: Sequence[Any]) -> list[str]:
-        """Return why this backend cannot run these arguments, empty if it can."""
-        tensors, options = self._primitive(args)
-        device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
-        return dispatch.why_not(backend, self.name, device, tensors, options, ())
 
     def primitive(self, backend: str) -> Callable[..., Any]:
         """Return the function of one backend."""
@@ -269,12 +263,6 @@ class Operator:
         else:
             results = self._run(backend, tensors, options)
         return results if self.returns == 1 else _without_none(results, tensors)
-
-    def tensors(self, **given: Tensor | None) -> list[Tensor | None]:
-        """Return the tensors in the order of the schema, None for those that are not given."""
-        unknown = given.keys() - set(self.names)
-        assert not unknown, f"{self.name} has no {unknown}"
-        return [given.get(name) for name in self.names]
 
     def place_of(self, name: str) -> int:
         return self.names.index(name)
@@ -321,7 +309,7 @@ class Operator:
 
     def _autograd_kernel(self, *args: Any) -> Any:
         """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""
-        given, args = args, self._recorded(args)
+        arguments, args = args, self._recorded(args)
         if compat.exports_onnx():  # a graph of torch.export, which holds this operator
             if self._no_graph_in_onnx:
                 raise compat.not_in_onnx(self.name, self._no_graph_in_onnx)
@@ -330,7 +318,7 @@ class Operator:
             self.choose(args, obstacles)
             run = functools.partial(self._through_reference, *args)
             for watch in watchers.get():
-                run = functools.partial(watch, self.op, given, run)
+                run = functools.partial(watch, self.op, arguments, run)
             return run()
         if not (torch.is_grad_enabled() and any_requires_grad(*args[: self._tensors])):
             return self._below_autograd(*args)
@@ -368,24 +356,24 @@ class Operator:
 
     def backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         args = [*ctx.saved_tensors, ctx.options, ctx.backend]
-        wanted = [
+        inputs = [
             n
             for n, needed in enumerate(ctx.needs_input_grad)
             if needed and n not in self._recomputed
         ]
-        given = [n for n, grad in enumerate(grads) if grad is not None]
+        outputs = [n for n, grad in enumerate(grads) if grad is not None]
         gradients: list[Tensor | None] = [None] * len(args)
-        if not wanted or not given:
+        if not inputs or not outputs:
             return tuple(gradients)
 
         def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
-            for n, leaf in zip(wanted, leaves, strict=True):
+            for n, leaf in zip(inputs, leaves, strict=True):
                 args[n] = leaf
             results = self._through_reference(*args)
-            return tuple(results[n] for n in given)
+            return tuple(results[n] for n in outputs)
 
-        vjp = torch.func.vjp(forward, *(args[n] for n in wanted))[1]
-        for n, gradient in zip(wanted, vjp(tuple(grads[n] for n in given)), strict=True):
+        vjp = torch.func.vjp(forward, *(args[n] for n in inputs))[1]
+        for n, gradient in zip(inputs, vjp(tuple(grads[n] for n in outputs)), strict=True):
             gradients[n] = gradient
         return tuple(gradients)
 

@@ -13,7 +13,7 @@ from fastattn._flops import attention_flops, values
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 from fastattn.library import Operator
 
-__all__ = ["hopfield_backward", "hopfield_states"]
+__all__ = ["hopfield_states"]
 
 
 def _fake(state: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,6 @@ hopfield_states = Operator(
     ),
     flops=_flops,
     shapes="state: G Q D; stored: G N D; keys: G N D; mask: G|1 Q|1 N|1; bias: G|1 Q|1 N|1; "
-    "out: G Q D; taken: G Q; ends: G Q 2 D",
+    "out: G Q D; taken: G Q; ends: G Q * D",  # of kept steps all, not the last two
     not_in_onnx={"state": "the number of steps depends on values"},
 )
-hopfield_backward = hopfield_states.backward

@@ -46,8 +46,8 @@ def _vmap_backward(
         return one_by_one(hop_attention.backward, n, in_dims, args)
     folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
     results = hop_attention.backward.dispatched(*folded, options, backend)
-    given = (query, in_memory, out_memory, hop_proj, bias)
-    pairs = zip(results, given, strict=True)
+    differentiated = (query, in_memory, out_memory, hop_proj, bias)
+    pairs = zip(results, differentiated, strict=True)
     return tuple(g.expand(n, 0) if x is None else unfold(g, n) for g, x in pairs), (0,) * 5
 
 
@@ -76,12 +76,12 @@ def _flops(
 class _Backward(Operator):
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
         """Masks and biases of a plan may lack dimensions."""
-        found = list(tensors)
-        query = found[self.place_of("query")]
+        results = list(tensors)
+        query = results[self.place_of("query")]
         for n in (self.place_of("memory_mask"), self.place_of("memory_bias")):
-            if found[n] is not None:
-                found[n] = of_four_dimensions(found[n], query)
-        return found
+            if results[n] is not None:
+                results[n] = of_four_dimensions(results[n], query)
+        return results
 
 
 def of_four_dimensions(x: Tensor, query: Tensor) -> Tensor:

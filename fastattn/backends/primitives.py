@@ -41,6 +41,7 @@ __all__ = [
     "same_memory",
     "schema",
     "served",
+    "shared",
     "unserved",
     "values_of",
     "with_default",
@@ -292,6 +293,15 @@ def with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any],
         for field in fields(record)
         if field.name not in served and field.default is not MISSING
     )
+
+
+def shared(record: type[Made], options: Any) -> Made:
+    """The options that a record of another primitive has, too; its other ones have their defaults.
+
+    An option of one name means the same in both.
+    """
+    names = {field.name for field in fields(record)}  # type: ignore[arg-type]
+    return record(**{name: x for name, x in vars(options).items() if name in names})
 
 
 def extended(record: type[Made], options: Any, **more: Any) -> Made:

@@ -244,17 +244,14 @@ def hopfield_retrieve(
     if update_steps_max != 0:
         xi, taken = retrieved(peers, arguments)
     wide = torch.promote_types(call.state.dtype, torch.float32)  # as autocast casts it
-    keys = call.stored if call.keys is None else call.keys
-    values = call.stored if call.projection is None else call.projection
-    mask = call.mask
+    xi, keys, values, mask = call.reading(back(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
     options, seed = AttentionOptions(call.scale), None
     if p > 0:
         options, seed = _dropped(peers, p, options, numbers, check, state.device)
     read = Reader(peers, lambda n: "the final reading", need_weights)
-    xi = back(xi)[..., : state.shape[-1]].to(wide)
-    out, _, weights = read.attend(xi, keys.to(wide), values.to(wide), mask, options, seed)
+    out, _, weights = read.attend(xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed)
     results = [restored(lowered(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
         of_rows = lowered(weights.to(call.state.dtype), state.ndim)

@@ -7,6 +7,7 @@ Python, TorchScript or C++, with no Python name patched.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.compat import stock_attention
 from fastattn.integrations._registration import lock
-from fastattn.ops.sdpa import keep, planned, plans, prepare
+from fastattn.ops._sdpa_arguments import Arguments
+from fastattn.ops.sdpa import keep, planned, plans, prepare, scaled_dot_product_attention
 
 __all__ = ["Activation", "activate"]
 
@@ -105,9 +107,11 @@ def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return stock
 
 
-# No mask of fastattn.masks, and window, softcap, causal_alignment, return_lse, need_weights,
-# average_weights.
-_NO_MASK, _DEFAULTS = True, (None, None, "upper_left", False, False, False)
+_NO_MASK = True  # of fastattn.masks
+# The options that PyTorch's function does not have, in the order of the signature of a plan.
+_PARAMETERS = inspect.signature(scaled_dot_product_attention).parameters
+_OPTIONS = Arguments._fields[Arguments._fields.index("window") : -1]
+_DEFAULTS = [_PARAMETERS[name].default for name in _OPTIONS]
 
 
 def _attend(

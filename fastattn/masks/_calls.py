@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn.backends._mask_program import PADDING, padded
 from fastattn.backends._sequences import places
 from fastattn.checks import check_device as check_same_device
-from fastattn.checks import check_plain, wrong_type
+from fastattn.checks import check_strided, wrong_type
 from fastattn.compat import records_trace
 from fastattn.eager import runs_eagerly
 
@@ -215,7 +215,7 @@ def check_int(function: str, name: str, value: Any, least: int) -> None:
 
 def integers(function: str, name: str, x: Any, shape: str, dims: Sequence[int]) -> Tensor:
     """A copy, as int32, so that later changes of ``x`` do not count for some calls only."""
-    check_plain(function, name, x)
+    check_strided(function, name, x)
     if x.dim() not in dims:
         raise ValueError(f"{function}: {name} must be {shape}, got shape {tuple(x.shape)}")
     if x.dtype not in (torch.int32, torch.int64):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._mask_program import Kind, Leaf
-from fastattn.checks import check_plain
+from fastattn.checks import check_strided
 from fastattn.eager import runs_eagerly
 from fastattn.masks._blocks import words_of_pairs
 from fastattn.masks._calls import CacheCall, Call, check_device, check_rows, exactly
@@ -104,7 +104,7 @@ def draft_tree(visible: Tensor) -> Mask:
 
 def _checked(visible: Any) -> Tensor:
     """A copy, so that later changes of ``visible`` do not count for some calls only."""
-    check_plain("draft_tree", "visible", visible)
+    check_strided("draft_tree", "visible", visible)
     if visible.dtype != torch.bool:
         raise TypeError(f"draft_tree: visible must be bool, got {visible.dtype}")
     if visible.dim() not in (2, 3) or visible.shape[-1] != visible.shape[-2]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fastattn.nn._masks import merge_masks
+from fastattn.nn._masks import append_rows, merge_masks
 from fastattn.ops.hopfield import hopfield_retrieve
 from fastattn.ops.linear import linear
 
@@ -179,15 +179,10 @@ class Association(nn.Module):
         return F.layer_norm(x, x.shape[-1:], self.p_norm_weight, self.p_norm_bias, eps)
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = [k], [v]
-        if self.bias_k is not None and self.bias_v is not None:
-            for parts, learned in ((keys, self.bias_k), (values, self.bias_v)):
-                one = learned.view(1, self.num_heads, 1, -1)
-                parts.append(one.expand(k.shape[0], -1, -1, -1))
-        if self.add_zero_attn:
-            keys.append(torch.zeros_like(k[:, :, :1]))
-            values.append(torch.zeros_like(v[:, :, :1]))
-        return (torch.cat(keys, 2), torch.cat(values, 2)) if len(keys) > 1 else (k, v)
+        return (
+            append_rows(k, self.bias_k, self.add_zero_attn),
+            append_rows(v, self.bias_v, self.add_zero_attn),
+        )
 
     # --- the retrieval ---------------------------------------------------------------------------
 

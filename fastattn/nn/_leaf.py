@@ -15,6 +15,6 @@ def is_symbolic(x: object) -> bool:
 
 def leaf(module: torch.nn.Module, x: Any, *args: Any, **keywords: Any) -> Any:
     """The node of a call of ``module``, in the graph of the symbolic ``x``."""
-    given = {name: value for name, value in keywords.items() if value is not None}
+    options = {name: value for name, value in keywords.items() if value is not None}
     path = x.tracer.path_of_module(module)
-    return x.tracer.create_proxy("call_module", path, (x, *args), given)
+    return x.tracer.create_proxy("call_module", path, (x, *args), options)

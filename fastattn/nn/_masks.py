@@ -63,6 +63,17 @@ def is_causal_mask(mask: Tensor) -> bool:
     return torch.equal(mask, torch.zeros_like(mask).masked_fill_(future, float("-inf")))
 
 
+def append_rows(x: Tensor, learned: Tensor | None, zeros: bool) -> Tensor:
+    """Append the rows of ``add_bias_kv`` and ``add_zero_attn`` to keys or values [N, H, S, D]."""
+    batch, heads, _, width = x.shape
+    rows = [x]
+    if learned is not None:
+        rows.append(learned.view(1, heads, 1, width).expand(batch, -1, -1, -1))
+    if zeros:
+        rows.append(x.new_zeros((batch, heads, 1, width)))
+    return torch.cat(rows, dim=2) if len(rows) > 1 else x
+
+
 def merge_masks(
     key_padding_mask: Tensor | None,  # [N, S]
     attn_mask: Tensor | None,  # [L, S] or [N·H, L, S]

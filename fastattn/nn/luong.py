@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fastattn.checks import check_dense
+from fastattn.checks import check_choice, check_dense
 from fastattn.nn._sizes import check_dropout, check_optional_sizes, check_sizes
-from fastattn.ops import additive_attention, luong_attention
+from fastattn.ops import additive_attention
+from fastattn.ops.luong import METHODS, WINDOWS, luong_attention
 
 __all__ = ["GlobalAttention", "LuongAttention"]
 
@@ -55,12 +56,8 @@ class LuongAttention(nn.Module):
         check_sizes(query_size=query_size)
         check_optional_sizes(key_size=key_size, attention_size=attention_size)
         key_size = query_size if key_size is None else key_size
-        for name, given, allowed in (
-            ("method", method, ("dot", "general", "concat")),
-            ("window", window, ("global", "local-m", "local-p")),
-        ):
-            if given not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
+        check_choice("method", method, METHODS)
+        check_choice("window", window, WINDOWS)
         if method == "dot" and query_size != key_size:
             raise ValueError(
                 f"method='dot' needs query and key of one width, got {query_size} and {key_size}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn import checks
 from fastattn.ops import encode_memory, memory_hop_attention
 from fastattn.ops.encode_memory import ENCODINGS
 
@@ -91,23 +92,17 @@ class MemN2N(nn.Module):
             ("hops", hops),
             ("memory_size", memory_size),
         ):
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+            checks.check_int(name, size)
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        if weight_tying not in TYINGS:
-            raise ValueError(
-                f"weight_tying must be one of {', '.join(TYINGS)}, got {weight_tying!r}"
-            )
-        if encoding not in ENCODINGS:
-            raise ValueError(f"encoding must be one of {', '.join(ENCODINGS)}, got {encoding!r}")
+        checks.check_choice("weight_tying", weight_tying, TYINGS)
+        checks.check_choice("encoding", encoding, ENCODINGS)
         if activation not in (None, "relu", "tanh", "sigmoid"):
             raise ValueError(
                 f"activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"
             )
         _check_fraction("random_noise", random_noise)
-        if not isinstance(sparse, bool):
-            raise TypeError(f"sparse must be a bool, got {type(sparse).__name__}")
+        checks.check_bool("sparse", sparse)
         if sparse and weight_tying != "layerwise":
             raise ValueError(f"sparse=True needs weight_tying='layerwise', got {weight_tying!r}")
         self.vocab_size, self.dim, self.hops = vocab_size, dim, hops
@@ -254,8 +249,7 @@ def insert_empty_memories(
     return out[:, :limit]
 
 
-def _check_fraction(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+def _check_fraction(name: str, value: Any) -> None:
+    checks.check_number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be from 0 to 1, got {value}")

@@ -18,7 +18,7 @@ from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn._leaf import is_symbolic, leaf
-from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
+from fastattn.nn._masks import append_rows, check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_attention
 from fastattn.nn._projections import project, project_out, project_query
 from fastattn.nn._small import self_attention
@@ -65,6 +65,7 @@ class MultiheadAttention(_Stock, ContextParallel):
     """
 
     _watch: Callable[..., Any] | None = None  # set by fastattn.capture
+    _causal_needs_mask = True  # as in PyTorch
 
     def __init__(
         self,
@@ -176,11 +177,13 @@ class MultiheadAttention(_Stock, ContextParallel):
                     "nonlinear_heads does not support NestedTensor, "
                     "and relative_bias only jagged ones"
                 )
+            causal = is_causal and (is_jagged(query) or not self._causal_needs_mask)
+            options = (need_weights, average_attn_weights, causal)
             masks = (key_padding_mask, attn_mask)
-            wanted = (need_weights, average_attn_weights, is_causal and is_jagged(query))
-            return nested_attention(self, query, key, value, *masks, *wanted, mask)
+            return nested_attention(self, query, key, value, *masks, *options, mask)
         batched = mha_is_batched(query, key, value, key_padding_mask, attn_mask, self.num_heads)
-        if is_causal and attn_mask is None and self._context is None:
+        needs_mask = self._causal_needs_mask and self._context is None
+        if is_causal and attn_mask is None and needs_mask:
             raise RuntimeError(
                 "Need attn_mask if specifying the is_causal hint. "
                 "You may use the Transformer module method "
@@ -188,14 +191,14 @@ class MultiheadAttention(_Stock, ContextParallel):
             )
         plain = plain and mask is None
         if plain and query is key and key is value and batched and not need_weights:
-            # Without padding, the hint is trusted.
-            causal = is_causal and key_padding_mask is None
+            # With a mask, the hint is trusted if there is no padding.
+            causal = is_causal and (key_padding_mask is None or attn_mask is None)
             if attn_mask is None or causal:
                 small = self_attention(self, query, key_padding_mask, causal)
                 if small is not None:
                     return small, None
-        rest = (key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights)
-        return self._general(query, key, value, *rest, batched, mask=mask)
+        options = (key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights)
+        return self._general(query, key, value, *options, batched, mask=mask)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -355,18 +358,10 @@ class MultiheadAttention(_Stock, ContextParallel):
         if (self.bias_k is None) != (self.bias_v is None):
             names = ("bias_k", "bias_v") if self.bias_v is None else ("bias_v", "bias_k")
             raise AssertionError("{} is set but {} is None".format(*names))
-        keys, values = [k], [v]
-        batch, heads, _, width = k.shape
-        one = (batch, heads, 1, width)
-        if self.bias_k is not None and self.bias_v is not None:
-            keys.append(self.bias_k.view(1, heads, 1, width).expand(one))
-            values.append(self.bias_v.view(1, heads, 1, width).expand(one))
-        if self.add_zero_attn:
-            keys.append(k.new_zeros(one))
-            values.append(v.new_zeros(one))
-        if len(keys) == 1:
-            return k, v
-        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        return (
+            append_rows(k, self.bias_k, self.add_zero_attn),
+            append_rows(v, self.bias_v, self.add_zero_attn),
+        )
 
 
 def _add_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

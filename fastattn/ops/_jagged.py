@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -13,20 +14,7 @@ from fastattn.ops import varlen
 from fastattn.ops._sdpa_arguments import Arguments
 
 _NAME = "scaled_dot_product_attention"
-_OPTIONS = (  # those that packed sequences have too
-    "dropout_p",
-    "is_causal",
-    "scale",
-    "window",
-    "softcap",
-    "alibi_slopes",
-    "sinks",
-    "relative_bias",
-    "mask",
-    "causal_alignment",
-    "generator",
-    "return_lse",
-)
+_OF_PACKED = inspect.signature(varlen.varlen_attention).parameters  # packed sequences have these
 
 
 class JaggedFolding(NamedTuple):
@@ -85,8 +73,9 @@ def prepare(given: Arguments) -> tuple[Operator, tuple[Any, ...], JaggedFolding]
             f"{_NAME}: query and key must have the same number of heads without enable_gqa=True, "
             f"got {q.shape[1]} and {k.shape[1]}"
         )
-    options = {name: getattr(given, name) for name in _OPTIONS}
-    operator, arguments = varlen.prepare(q, k, v, q_starts, k_starts, **options)
+    given = given._replace(query=q, key=k, value=v)
+    options = {name: x for name, x in given._asdict().items() if name in _OF_PACKED}
+    operator, arguments = varlen.prepare(cu_seqlens_q=q_starts, cu_seqlens_k=k_starts, **options)
     return operator, arguments, JaggedFolding(q_starts, query.dim() == 4)
 
 

@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.checks import (
-    check_device,
-    check_mask,
-    check_plain,
-    expands_to,
-    name_of,
-    wrong_type,
-)
+from fastattn import checks
+from fastattn.checks import check_mask, expands_to, name_of
 
 _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
@@ -28,22 +22,22 @@ class Arguments(NamedTuple):
     query: Any
     key: Any
     value: Any
-    attn_mask: Any = None
-    dropout_p: Any = 0.0
-    is_causal: Any = False
-    scale: Any = None
-    enable_gqa: Any = False
-    window: Any = None
-    softcap: Any = None
-    alibi_slopes: Any = None
-    sinks: Any = None
-    relative_bias: Any = None
-    mask: Any = None
-    causal_alignment: Any = "upper_left"
-    generator: Any = None
-    return_lse: Any = False
-    need_weights: Any = False
-    average_weights: Any = False
+    attn_mask: Any
+    alibi_slopes: Any
+    sinks: Any
+    relative_bias: Any
+    mask: Any
+    dropout_p: Any
+    is_causal: Any
+    scale: Any
+    enable_gqa: Any
+    window: Any
+    softcap: Any
+    causal_alignment: Any
+    return_lse: Any
+    need_weights: Any
+    average_weights: Any
+    generator: Any
 
 
 class Folding(NamedTuple):
@@ -66,10 +60,10 @@ class Folding(NamedTuple):
 
 def check_tensors(query: Any, key: Any, value: Any) -> None:
     for position, name, x in ((1, "query", query), (2, "key", key), (3, "value", value)):
-        check_plain(_NAME, name, x, position)
+        checks.check_strided(_NAME, name, x, position)
         if x.dim() < 2:
             raise RuntimeError(
-                f"{_NAME}: {name} must have at least 2 dimensions, got shape {_shape(x)}"
+                f"{_NAME}: {name} must have at least 2 dimensions, got shape {tuple(x.shape)}"
             )
     if not query.device == key.device == value.device:
         raise RuntimeError(
@@ -190,15 +184,15 @@ def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, g
 
 def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     """Return the slopes as [B|1, Hq], float32 (float64 for float64)."""
-    check_plain(_NAME, "alibi_slopes", slopes)
+    checks.check_strided(_NAME, "alibi_slopes", slopes)
     if not slopes.is_floating_point():
         raise RuntimeError(f"{_NAME}: alibi_slopes must be floating, got {name_of(slopes)}")
-    check_device(_NAME, "alibi_slopes", slopes, query.device)
+    checks.check_device(_NAME, "alibi_slopes", slopes, query.device)
     heads = query.shape[1]
     full = (*folding.batch, heads)
     if slopes.dim() == 0 or slopes.shape[-1] != heads or not expands_to(slopes.shape, full):
         raise RuntimeError(
-            f"{_NAME}: alibi_slopes must have shape {(heads,)} or {full}, got {_shape(slopes)}"
+            f"{_NAME}: alibi_slopes must have shape {(heads,)} or {full}, got {tuple(slopes.shape)}"
         )
     slopes = slopes.to(torch.promote_types(query.dtype, torch.float32))
     return slopes[None] if slopes.dim() == 1 else _fold_leading(slopes, 1, folding.batch)
@@ -213,17 +207,8 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
 
 
 def check_flags(given: Arguments) -> None:
-    flags = (
-        given.is_causal,
-        given.enable_gqa,
-        given.return_lse,
-        given.need_weights,
-        given.average_weights,
-    )
-    if not all([flag is True or flag is False for flag in flags]):  # noqa: C419  (faster)
-        for name, flag in zip(_FLAGS, flags, strict=True):
-            if not isinstance(flag, bool):
-                raise wrong_type(_NAME, name, flag, "bool")
+    for name in _FLAGS:
+        checks.check_flag(_NAME, name, getattr(given, name))
 
 
 def check_combinations(
@@ -256,7 +241,3 @@ def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
         raise RuntimeError(
             f"{_NAME}: the {what} of query, key and value must be broadcastable, got {listed}"
         ) from None
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)

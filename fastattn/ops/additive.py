@@ -8,25 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import checks
 from fastattn._seed import draw_seed
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
 from fastattn.call import Plans
-from fastattn.checks import (
-    as_stored_mask,
-    autocast,
-    autocast_bias,
-    check_dense,
-    expands_to,
-    with_seed,
-)
+from fastattn.checks import shape_of
 from fastattn.library import Operator
 
 __all__ = ["additive_attention"]
 
 _NAME = "additive_attention"
 plans = Plans()
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def additive_attention(
@@ -105,7 +98,7 @@ def additive_attention(
     operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
     if query is call[0]:  # a query without a batch has no plan
         plans.keep(signature, operator, call, tensors[:5], tensors)
-    out, weights = operator(*with_seed(operator, call, None))
+    out, weights = operator(*checks.with_seed(operator, call, None))
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out
@@ -124,17 +117,17 @@ def prepare(
     need_weights: Any = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator and its arguments, except the seed."""
-    given: tuple[Any, ...] = (query, key, value, v)
+    tensors: tuple[Any, ...] = (query, key, value, v)
     if bias is not None:
-        given = (*given, bias)
-    _check_tensors(given)
-    _check_flag("is_causal", is_causal)
-    _check_flag("need_weights", need_weights)
+        tensors = (*tensors, bias)
+    _check_tensors(tensors)
+    checks.check_bool(f"{_NAME}: is_causal", is_causal)
+    checks.check_bool(f"{_NAME}: need_weights", need_weights)
     dropout_p = _check_probability(dropout_p)
-    given = autocast(*given)
-    _check_dtypes(given)
-    _check_shapes(*given)
-    query, key, value, v, *more = given
+    tensors = checks.autocast(*tensors)
+    _check_dtypes(tensors)
+    _check_shapes(*tensors)
+    query, key, value, v, *more = tensors
     batched = query.dim() == 3
     if not batched:
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -151,21 +144,18 @@ def prepare(
 _ARGUMENTS = ("query", "key", "value", "v", "bias")
 
 
-def _check_tensors(given: Sequence[Any]) -> None:
-    device = getattr(given[0], "device", None)
-    for name, x in zip(_ARGUMENTS, given):  # noqa: B905  (see checks.expands_to)
-        check_dense(_NAME, **{name: x})
+def _check_tensors(tensors: Sequence[Any]) -> None:
+    device = getattr(tensors[0], "device", None)
+    for name, x in zip(_ARGUMENTS, tensors):  # noqa: B905  (see checks.expands_to)
+        checks.check_dense(_NAME, **{name: x})
         if x.device != device:
             raise ValueError(f"{_NAME}: {name} must be on query's device {device}, got {x.device}")
 
 
-def _check_dtypes(given: Sequence[Tensor]) -> None:
-    dtype = given[0].dtype
-    if dtype not in _DTYPES:
-        raise TypeError(
-            f"{_NAME}: query must be float32, float64, bfloat16 or float16, got {dtype}"
-        )
-    for name, x in zip(_ARGUMENTS, given):  # noqa: B905
+def _check_dtypes(tensors: Sequence[Tensor]) -> None:
+    dtype = tensors[0].dtype
+    checks.check_floating(f"{_NAME}: query", tensors[0])
+    for name, x in zip(_ARGUMENTS, tensors):  # noqa: B905
         if x.dtype is not dtype:
             raise TypeError(f"{_NAME}: {name} must have query's dtype {dtype}, got {x.dtype}")
 
@@ -185,17 +175,11 @@ def _check_shapes(
         raise ValueError(f"{_NAME}: value must be {want}, got {tuple(u)} with a key {tuple(k)}")
     for name, x in (("v", v), ("bias", bias)):
         if x is not None and x.shape != q[-1:]:
-            raise ValueError(f"{_NAME}: {name} must be [A] = {tuple(q)[-1:]}, got {_shape(x)}")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{_NAME}: {name} must be a bool, got {type(value).__name__}")
+            raise ValueError(f"{_NAME}: {name} must be [A] = {tuple(q)[-1:]}, got {shape_of(x)}")
 
 
 def _check_probability(p: Any) -> float:
-    if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymFloat)):
-        raise TypeError(f"{_NAME}: dropout_p must be a number, got {type(p).__name__}")
+    checks.check_number(f"{_NAME}: dropout_p", p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{_NAME}: dropout_p must be between 0 and 1, got {p}")
     return float(p)
@@ -209,21 +193,21 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
         if padding.shape != shape:
             raise ValueError(
                 f"{_NAME}: key_padding_mask must be {'[B, Tk]' if batched else '[Tk]'} = "
-                f"{tuple(shape)}, got {_shape(padding)}"
+                f"{tuple(shape)}, got {shape_of(padding)}"
             )
         if not batched:
             padding = padding[None]
     if attn_mask is None:
         return _combined(None, padding)
-    attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
+    attn_mask = checks.as_stored_mask(_NAME, attn_mask, query.device)
     if isinstance(attn_mask, Tensor):
-        attn_mask = autocast_bias(attn_mask)
+        attn_mask = checks.autocast_bias(attn_mask)
     _check_mask("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
     scores = (query.shape[0], query.shape[1], key.shape[1])[0 if batched else 1 :]
-    if not expands_to(attn_mask.shape, scores):
+    if not checks.expands_to(attn_mask.shape, scores):
         raise ValueError(
             f"{_NAME}: attn_mask must be broadcastable to the scores {tuple(scores)}, "
-            f"got {_shape(attn_mask)}"
+            f"got {shape_of(attn_mask)}"
         )
     return _combined(attn_mask, padding)
 
@@ -244,7 +228,7 @@ def _combined(attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    check_dense(_NAME, **{name: mask})
+    checks.check_dense(_NAME, **{name: mask})
     if mask.dtype not in dtypes:
         allowed = ", ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
         raise TypeError(f"{_NAME}: {name} must be of dtype {allowed}, got {mask.dtype}")
@@ -252,7 +236,3 @@ def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtyp
         raise ValueError(
             f"{_NAME}: {name} must be on query's device {query.device}, got {mask.device}"
         )
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.backends._precision import without_autocast
+from fastattn.call import with_arguments_of
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 
@@ -93,17 +94,11 @@ def attention_stats(
         >>> stats.column_sums[0, 0], stats.rows[0, 0, 0]
         (tensor([2.0833, 1.0833, 0.5833, 0.2500]), tensor([0.2500, 0.2500, 0.2500, 0.2500]))
     """
-    operator, args = prepare(
-        query,
-        key,
-        attn_mask,
-        is_causal,
-        scale,
-        enable_gqa,
-        column_sums=column_sums,
-        entropy=entropy,
-        top_k=top_k,
-        rows=rows,
+    operator, args = _prepare(
+        *(query, key, attn_mask, column_sums, entropy, top_k, rows),
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
         window=window,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -155,18 +150,14 @@ def _entropy(weights: Tensor) -> Tensor:
     return torch.cat(tuple(parts), 1)
 
 
-def prepare(
+def _prepare(
     query: Any,
     key: Any,
-    attn_mask: Any = None,
-    is_causal: Any = False,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    *,
-    column_sums: Any = True,
-    entropy: Any = True,
-    top_k: Any = 0,
-    rows: Any = (),
+    attn_mask: Any,
+    column_sums: Any,
+    entropy: Any,
+    top_k: Any,
+    rows: Any,
     **options: Any,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate, and return attention's operator and its arguments, with the weights."""
@@ -177,11 +168,9 @@ def prepare(
             raise ValueError(f"{_OP}: {name} must be [B, H, L, D], got shape {tuple(x.shape)}")
         if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16):
             query, key = (query.float(), key) if name == "query" else (query, key.float())
-    for name, flag in (("column_sums", column_sums), ("entropy", entropy)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{_OP}: {name} must be a bool, got {type(flag).__name__}")
-    if not isinstance(top_k, int) or isinstance(top_k, bool):
-        raise TypeError(f"{_OP}: top_k must be an int, got {type(top_k).__name__}")
+    checks.check_bool(f"{_OP}: column_sums", column_sums)
+    checks.check_bool(f"{_OP}: entropy", entropy)
+    checks.check_int(f"{_OP}: top_k", top_k)
     if not isinstance(rows, Sequence) or any(
         not isinstance(n, int) or isinstance(n, bool) for n in rows
     ):
@@ -193,18 +182,7 @@ def prepare(
     # The weights are exact, even where autocast would round query and key.
     device = query.device.type if isinstance(query, Tensor) else "cpu"
     with without_autocast(device):
-        operator, args, _ = sdpa.prepare(
-            query,
-            key,
-            value,
-            attn_mask,
-            0.0,
-            is_causal,
-            scale,
-            enable_gqa,
-            need_weights=True,
-            **options,
-        )
+        operator, args, _ = sdpa.prepare(query, key, value, attn_mask, need_weights=True, **options)
     q_len, k_len = args[0].shape[2], args[1].shape[2]
     if not 0 <= top_k <= k_len:
         raise ValueError(f"{_OP}: top_k must be between 0 and the {k_len} keys, got {top_k}")
@@ -212,6 +190,9 @@ def prepare(
         if not -q_len <= n < q_len:
             raise ValueError(f"{_OP}: rows must name some of the {q_len} queries, got {n}")
     return operator, args
+
+
+prepare = with_arguments_of(attention_stats, _prepare)
 
 
 def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -11,10 +11,9 @@ from torch import Tensor
 from fastattn import checks, compat, dispatch, masks
 from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
-from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
-from fastattn.call import Plan, Plans
+from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._quantised import check_memory, check_rotated, check_scales, outside
@@ -166,33 +165,7 @@ def decode_attention(
         with contextlib.suppress(ValueError):
             others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
             return _planned(plan, *tensors[:-1], *others)
-    operator, args, append = prepare(
-        query,
-        key_cache,
-        value_cache,
-        cache_seqlens,
-        key=key,
-        value=value,
-        key_scales=key_scales,
-        value_scales=value_scales,
-        block_table=block_table,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        is_causal=is_causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        relative_bias=relative_bias,
-        mask=mask,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        rotary_positions=rotary_positions,
-        layout=layout,
-        return_lse=return_lse,
-    )
+    operator, args, append = _prepare(*tensors[:-1], relative_bias, mask, *flags)
     if signature is not None:
         _keep(signature, tensors, args, append)
     if append is not None:
@@ -300,33 +273,32 @@ def _planned(
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def prepare(
+def _prepare(
     query: Any,
     key_cache: Any,
     value_cache: Any,
-    cache_seqlens: Any = None,
-    *,
-    key: Any = None,
-    value: Any = None,
-    key_scales: Any = None,
-    value_scales: Any = None,
-    block_table: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    is_causal: Any = False,
-    scale: Any = None,
-    window: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    relative_bias: Any = None,
-    mask: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    rotary_interleaved: Any = False,
-    rotary_positions: Any = None,
-    layout: Any = "bhnd",
-    return_lse: Any = False,
+    cache_seqlens: Any,
+    key: Any,
+    value: Any,
+    block_table: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    key_scales: Any,
+    value_scales: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_positions: Any,
+    relative_bias: Any,
+    mask: Any,
+    is_causal: Any,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    rotary_interleaved: Any,
+    layout: Any,
+    return_lse: Any,
 ) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
     """Validate; return the operator, the primitive's arguments, and those of the append."""
     if layout not in _LAYOUTS:
@@ -407,14 +379,7 @@ def prepare(
     if sinks is not None:
         checks.check_constant(_OP, "sinks", sinks)
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
-    if scale is not None:
-        scale = checks.check_real(_OP, "scale", scale)
-    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap, query.dtype)
-    left, right = (-1, -1) if window is None else checks.check_window(_OP, window)
-    if is_causal:
-        right = 0
-    if scale is None and not compat.sizes_may_change():
-        scale = default_scale(query.shape[-1])
+    scores = checks.score_options(_OP, query, scale, softcap, window, is_causal)
     rotary = check_rotary(
         rotary_cos, rotary_sin, rotary_positions, rotary_interleaved, query, new, lengths
     )
@@ -432,12 +397,11 @@ def prepare(
     if mask is not None:
         mask_program = masks.cache_program(_OP, mask, query, capacity, lengths)
     biases = (alibi_slopes, sinks, relative_bias, mask_program, cache_leftpad, *scales)
-    options = DecodeOptions(scale=scale, window_left=left, window_right=right, softcap=cap)
-    return (
-        decode,
-        (query, key_cache, value_cache, lengths, table, entries, *biases, options),
-        append,
-    )
+    tensors = (query, key_cache, value_cache, lengths, table, entries, *biases)
+    return decode, (*tensors, DecodeOptions(**scores)), append
+
+
+prepare = with_arguments_of(decode_attention, _prepare)
 
 
 def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
@@ -478,7 +442,7 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
 
 
 def lengths_before(
-    given: Any,
+    lengths: Any,
     batch: int,
     capacity: int,
     added: int,
@@ -486,13 +450,13 @@ def lengths_before(
     pages: tuple[int, int] | None = None,  # in a row of the block table, and keys in a page
 ) -> Tensor:
     """How many keys each sequence has before the call, [B] int64."""
-    if given is None:
-        given = capacity
-    if isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool):
-        if not 0 <= given <= capacity - added:
-            raise _wrong_length(given, capacity, added, pages)
-        return torch.full((batch,), given, dtype=torch.int64, device=device)  # type: ignore[arg-type]
-    lengths = checks.check_integers(_OP, "cache_seqlens", given, "[B] or an int", 1, device)
+    if lengths is None:
+        lengths = capacity
+    if isinstance(lengths, (int, torch.SymInt)) and not isinstance(lengths, bool):
+        if not 0 <= lengths <= capacity - added:
+            raise _wrong_length(lengths, capacity, added, pages)
+        return torch.full((batch,), lengths, dtype=torch.int64, device=device)  # type: ignore[arg-type]
+    lengths = checks.check_integers(_OP, "cache_seqlens", lengths, "[B] or an int", 1, device)
     _check_batch("cache_seqlens", lengths, batch)
     if lengths.is_cpu and runs_eagerly(lengths):
         for length in lengths.tolist():
@@ -501,10 +465,10 @@ def lengths_before(
     return lengths
 
 
-def _padding_before(given: Any, lengths: Tensor) -> Tensor:
+def _padding_before(cache_leftpad: Any, lengths: Tensor) -> Tensor:
     """How many rows of each sequence are padding, [B] int64."""
     name = "cache_leftpad"
-    padding = checks.check_integers(_OP, name, given, "[B]", 1, lengths.device)
+    padding = checks.check_integers(_OP, name, cache_leftpad, "[B]", 1, lengths.device)
     _check_batch(name, padding, lengths.shape[0])
     if padding.is_cpu and runs_eagerly(padding, lengths):
         for rows, length in zip(padding.tolist(), lengths.tolist(), strict=True):

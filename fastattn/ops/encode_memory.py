@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import checks
 from fastattn.autograd.encode_memory import encode
 from fastattn.backends.primitives import EncodeMemoryOptions
-from fastattn.call import Plans
-from fastattn.checks import check_dense, check_int64
+from fastattn.call import Plans, with_arguments_of
 from fastattn.eager import nothing_watches
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
@@ -19,7 +19,6 @@ from fastattn.ops._sparse_rows import used_rows
 __all__ = ["encode_memory", "encoding_factors"]
 
 plans = Plans()
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
 ENCODINGS = ("position", "centered", "bow")
 
@@ -80,37 +79,28 @@ def encode_memory(
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
     tensors = (tokens, weight, temporal)
-    signature, plan = plans.find(tensors, encoding, padding_idx, sparse)
+    options = (encoding, padding_idx, sparse)
+    signature, plan = plans.find(tensors, *options)
     if plan is not None:
         factors = _factors(encoding, tokens.shape[-1], weight)
-        memory: Tensor = plan.all((tokens, weight, factors, temporal))
-        return memory
-    operator, arguments = prepare(
-        tokens,
-        weight,
-        encoding=encoding,
-        temporal=temporal,
-        padding_idx=padding_idx,
-        sparse=sparse,
-    )
+        return plan.all((tokens, weight, factors, temporal))
+    operator, arguments = _prepare(*tensors, *options)
     plans.keep(signature, operator, arguments, (tokens, weight, None, temporal))
     out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
 
 
-def prepare(
+def _prepare(
     tokens: Tensor,
     weight: Tensor,
-    *,
-    encoding: str | Tensor = "position",
-    temporal: Tensor | None = None,
-    padding_idx: int | None = 0,
-    sparse: bool = False,
+    temporal: Tensor | None,
+    encoding: str | Tensor,
+    padding_idx: int | None,
+    sparse: bool,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`encode_memory`; return the operator and its arguments."""
     _check(tokens, weight, temporal, padding_idx)
-    if not isinstance(sparse, bool):
-        raise TypeError(f"sparse must be a bool, got {type(sparse).__name__}")
+    checks.check_bool("sparse", sparse)
     if sparse:
         tokens, weight, padding_idx = used_rows(tokens, weight, padding_idx)
     factors = _factors(encoding, tokens.shape[-1], weight)
@@ -124,6 +114,9 @@ def prepare(
         None if temporal is None else temporal.unsqueeze(0),
         EncodeMemoryOptions(padding_idx),
     )
+
+
+prepare = with_arguments_of(encode_memory, _prepare)
 
 
 def encoding_factors(
@@ -166,7 +159,7 @@ def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
             raise ValueError(
                 f"encoding must be [J, D] = [{words}, {dim}], got shape {tuple(encoding.shape)}"
             )
-        _check_device("encoding", encoding, weight)
+        checks.check_same_device("encoding", encoding, "weight", weight)
         return encoding.to(dtype)
     if not isinstance(encoding, str):
         raise TypeError(f"encoding must be a str or a Tensor, got {type(encoding).__name__}")
@@ -179,38 +172,30 @@ def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
     return make(encoding, words, dim, dtype, weight.device)
 
 
-def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx: object) -> None:
-    check_dense("encode_memory", tokens=tokens, weight=weight)
+def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx: Any) -> None:
+    checks.check_dense("encode_memory", tokens=tokens, weight=weight)
     if tokens.dtype not in _INTEGERS:
         raise TypeError(f"tokens must be int64 or int32, got {tokens.dtype}")
-    if weight.dtype not in _DTYPES:
-        raise TypeError(f"weight must be float32, float64, bfloat16 or float16, got {weight.dtype}")
+    checks.check_floating("weight", weight)
     if tokens.ndim != 3:
         raise ValueError(f"tokens must be [B, N, J], got shape {tuple(tokens.shape)}")
     if weight.ndim not in (2, 3):
         raise ValueError(f"weight must be [V, D] or [G, V, D], got shape {tuple(weight.shape)}")
-    _check_device("tokens", tokens, weight)
+    checks.check_same_device("tokens", tokens, "weight", weight)
     if padding_idx is not None:
-        if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
-            kind = type(padding_idx).__name__
-            raise TypeError(f"padding_idx must be an integer or None, got {kind}")
-        check_int64("padding_idx", padding_idx)
+        checks.check_int("padding_idx", padding_idx, "an integer or None")
+        checks.check_int64("padding_idx", padding_idx)
     if temporal is None:
         return
     if not isinstance(temporal, Tensor):
         raise TypeError(f"temporal must be a Tensor or None, got {type(temporal).__name__}")
-    check_dense("encode_memory", temporal=temporal)
+    checks.check_dense("encode_memory", temporal=temporal)
     if temporal.dtype != weight.dtype:
         raise TypeError(f"temporal is {temporal.dtype}, but weight is {weight.dtype}")
-    _check_device("temporal", temporal, weight)
+    checks.check_same_device("temporal", temporal, "weight", weight)
     shape = (*weight.shape[:-2], tokens.shape[1], weight.shape[-1])
     if tuple(temporal.shape) != shape:
         raise ValueError(
             f"temporal must be {'[N, D]' if weight.ndim == 2 else '[G, N, D]'} = {list(shape)}, "
             f"got shape {tuple(temporal.shape)}"
         )
-
-
-def _check_device(name: str, tensor: Tensor, weight: Tensor) -> None:
-    if tensor.device != weight.device:
-        raise ValueError(f"{name} is on {tensor.device}, but weight is on {weight.device}")

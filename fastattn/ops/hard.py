@@ -186,11 +186,7 @@ def _check(query: Any, key: Any, value: Any, estimator: Any, temperature: Any) -
             f"{_NAME}: key and value must have the same number of rows, got shapes "
             f"{tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if estimator not in _ESTIMATORS:
-        raise ValueError(
-            f"{_NAME}: estimator must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}"
-        )
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(f"{_NAME}: temperature must be a number, got {type(temperature).__name__}")
+    checks.check_choice(f"{_NAME}: estimator", estimator, _ESTIMATORS)
+    checks.check_number(f"{_NAME}: temperature", temperature)
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"{_NAME}: temperature must be positive, got {temperature}")

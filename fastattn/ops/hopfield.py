@@ -8,21 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import compat
+from fastattn import checks, compat
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import HopfieldOptions
-from fastattn.call import Plan, Plans, only_viewed, plan_of
-from fastattn.checks import (
-    as_double,
-    as_stored_mask,
-    autocast,
-    autocast_bias,
-    check_dense,
-    check_int64,
-    expands_to,
-)
+from fastattn.call import Plan, Plans, only_viewed, plan_of, with_arguments_of
+from fastattn.checks import shape_of
 from fastattn.compat import any_requires_grad
 from fastattn.library import Operator
 from fastattn.ops import sdpa
@@ -31,7 +23,6 @@ __all__ = ["hopfield_retrieve"]
 
 _NAME = "hopfield_retrieve"
 plans = Plans(rows=3)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _STOPS = ("query", "head")
 _GRADS = ("unroll", "implicit", "one_step")
 _SHAPES = {2: "[L, D]", 3: "[B, L, D]", 4: "[B, H, L, D]"}
@@ -115,7 +106,8 @@ def hopfield_retrieve(
     limits = (update_steps_max, update_steps_eps, stop, grad)
     signature, plan = plans.find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
     if plan is not None and not _is_expanded(stored):
-        return _planned(*plan, *tensors, need_weights, need_steps)
+        steps, reading = plan
+        return _planned(steps, reading, *tensors, need_weights, need_steps)
     call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     xi, taken = call.state, None
     if update_steps_max != 0:
@@ -126,10 +118,9 @@ def hopfield_retrieve(
         xi, taken = back(xi)[..., : call.state.shape[-1]], back(taken)
     elif need_steps:
         taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
-    key = call.stored if call.keys is None else call.keys
-    value = call.stored if call.projection is None else call.projection
-    biases = {"scale": call.scale, "need_weights": need_weights}
-    result = sdpa.scaled_dot_product_attention(xi, key, value, call.mask, dropout_p, **biases)
+    result = sdpa.scaled_dot_product_attention(
+        *call.reading(xi), dropout_p, scale=call.scale, need_weights=need_weights
+    )
     return _returned(result, taken if need_steps else None, state.ndim)
 
 
@@ -191,35 +182,21 @@ def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
     return results if len(results) > 1 else results[0]
 
 
-def prepare(
-    state: Tensor,
-    stored: Tensor,
-    projection: Tensor | None = None,
-    *,
-    beta: float | Tensor | None = None,
-    update_steps_max: int | None = None,
-    update_steps_eps: float = 1e-4,
-    stop: str = "query",
-    grad: str = "unroll",
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    need_weights: bool = False,
-    need_steps: bool = False,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _prepare(dropout_p: Any, **given: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator (attention if there are no steps) and its arguments."""
-    limits = (update_steps_max, update_steps_eps, stop, grad)
-    call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
-    if update_steps_max != 0:
+    call = prepared(**given)
+    if call.steps_max != 0:
         return hopfield_states, primitive(call)[0]
     return _reading(call, dropout_p, False)
 
 
+prepare = with_arguments_of(hopfield_retrieve, _prepare)
+
+
 def _reading(call: _Call, dropout_p: float, need_weights: bool) -> tuple[Operator, tuple[Any, ...]]:
     """The attention that reads the patterns at the end."""
-    key = call.stored if call.keys is None else call.keys
-    value = call.stored if call.projection is None else call.projection
     biases = {"scale": call.scale, "need_weights": need_weights}
-    return sdpa.prepare(call.state, key, value, call.mask, dropout_p, **biases)[:2]
+    return sdpa.prepare(*call.reading(call.state), dropout_p, **biases)[:2]
 
 
 class _Call(NamedTuple):
@@ -236,33 +213,37 @@ class _Call(NamedTuple):
     stop: str
     grad: str
 
+    def reading(self, xi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The first arguments of the attention of the final states."""
+        key = self.stored if self.keys is None else self.keys
+        value = self.stored if self.projection is None else self.projection
+        return xi, key, value, self.mask
+
 
 def prepared(
     state: Any,
     stored: Any,
     projection: Any,
     beta: Any,
-    steps_max: Any,
-    eps: Any,
+    update_steps_max: Any,
+    update_steps_eps: Any,
     stop: Any,
     grad: Any,
-    mask: Any,
+    attn_mask: Any,
     need_weights: Any,
     need_steps: Any,
 ) -> _Call:
-    _check_options(steps_max, eps, stop, grad)
-    for name, flag in (("need_weights", need_weights), ("need_steps", need_steps)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{_NAME}: {name} must be a bool, got {type(flag).__name__}")
-    check_dense(_NAME, state=state, stored=stored)
-    state, stored = autocast(state, stored)
+    _check_options(update_steps_max, update_steps_eps, stop, grad)
+    checks.check_bool(f"{_NAME}: need_weights", need_weights)
+    checks.check_bool(f"{_NAME}: need_steps", need_steps)
+    checks.check_dense(_NAME, state=state, stored=stored)
+    state, stored = checks.autocast(state, stored)
     check_patterns(_NAME, state, stored)
     if projection is not None:
-        check_dense(_NAME, projection=projection)
-        (projection,) = autocast(projection)
+        checks.check_dense(_NAME, projection=projection)
+        (projection,) = checks.autocast(projection)
         _check_projection(projection, stored)
-    if mask is not None:
-        mask = lifted_mask(_NAME, mask, state, stored)
+    mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, state, stored)
     scale, factor = check_beta(_NAME, beta, state)
     stored = share(lifted(stored))
     keys = None
@@ -277,8 +258,8 @@ def prepared(
         projection,
         mask,
         scale,
-        -1 if steps_max is None else steps_max,
-        as_double(f"{_NAME}: update_steps_eps", eps),
+        -1 if update_steps_max is None else update_steps_max,
+        checks.as_double(f"{_NAME}: update_steps_eps", update_steps_eps),
         stop,
         grad,
     )
@@ -363,15 +344,12 @@ def _is_expanded(stored: Tensor) -> bool:
 
 
 def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:
-    if state.dtype not in _DTYPES:
-        raise TypeError(
-            f"{where}: state must be float32, float64, bfloat16 or float16, got {state.dtype}"
-        )
+    checks.check_floating(f"{where}: state", state)
     if state.ndim not in _SHAPES:
         raise ValueError(
-            f"{where}: state must be [L, D], [B, L, D] or [B, H, L, D], got {_of(state)}"
+            f"{where}: state must be [L, D], [B, L, D] or [B, H, L, D], got {shape_of(state)}"
         )
-    _check_like("stored", where, stored, state)
+    checks.check_alike(f"{where}: stored", stored, "state", state)
     batch, heads = lifted(state).shape[:2]
     if (
         stored.ndim != state.ndim
@@ -382,7 +360,7 @@ def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:
         want = _SHAPES[state.ndim].replace("L", "N")
         raise ValueError(
             f"{where}: stored must be {want}{' (B may be 1)' if state.ndim > 2 else ''}, "
-            f"got {_of(stored)} with a state {_of(state)}"
+            f"got {shape_of(stored)} with a state {shape_of(state)}"
         )
 
 
@@ -395,12 +373,10 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
             raise TypeError(f"{where}: beta must be floating, got {beta.dtype}")
         heads = lifted(state).shape[1]
         if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] != heads):
-            raise ValueError(f"{where}: beta must be [] or [H] = ({heads},), got {_of(beta)}")
-        if beta.device != state.device:
-            raise ValueError(f"{where}: beta is on {beta.device}, but state is on {state.device}")
+            raise ValueError(f"{where}: beta must be [] or [H] = ({heads},), got {shape_of(beta)}")
+        checks.check_same_device(f"{where}: beta", beta, "state", state)
         return 1.0, beta
-    if isinstance(beta, bool) or not isinstance(beta, (int, float, torch.SymFloat)):
-        raise TypeError(f"{where}: beta must be a number or a Tensor, got {type(beta).__name__}")
+    checks.check_number(f"{where}: beta", beta, "a number or a Tensor")
     largest = torch.finfo(torch.promote_types(state.dtype, torch.float32)).max
     if not 0.0 < beta <= largest:
         raise ValueError(f"{where}: beta must be positive and at most {largest:.2g}, got {beta}")
@@ -409,57 +385,40 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
 
 def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
     """The mask as [B|1, H|1, L|1, N|1]."""
-    mask = as_stored_mask(where, mask, state.device)
-    check_dense(where, attn_mask=mask)
-    mask = autocast_bias(mask)
+    mask = checks.as_stored_mask(where, mask, state.device)
+    checks.check_dense(where, attn_mask=mask)
+    mask = checks.autocast_bias(mask)
     if mask.dtype not in (torch.bool, state.dtype, torch.float32):
         raise TypeError(
             f"{where}: attn_mask must be bool, of state's dtype {state.dtype} or float32, "
             f"got {mask.dtype}"
         )
-    if mask.device != state.device:
-        raise ValueError(f"{where}: attn_mask is on {mask.device}, but state is on {state.device}")
+    checks.check_same_device(f"{where}: attn_mask", mask, "state", state)
     scores = (*state.shape[:-1], stored.shape[-2])
-    if not expands_to(mask.shape, scores):
+    if not checks.expands_to(mask.shape, scores):
         raise ValueError(
-            f"{where}: attn_mask must be broadcastable to the scores {scores}, got {_of(mask)}"
+            f"{where}: attn_mask must be broadcastable to the scores {scores}, got {shape_of(mask)}"
         )
     return lifted(mask[(None,) * (len(scores) - mask.ndim)])
 
 
 def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:
     if steps_max is not None:
-        if isinstance(steps_max, bool) or not isinstance(steps_max, (int, torch.SymInt)):
-            raise TypeError(
-                f"{_NAME}: update_steps_max must be an int or None, got {type(steps_max).__name__}"
-            )
+        checks.check_int(f"{_NAME}: update_steps_max", steps_max, "an int or None")
         if steps_max < 0:
             raise ValueError(f"{_NAME}: update_steps_max must not be negative, got {steps_max}")
-        check_int64(f"{_NAME}: update_steps_max", steps_max)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)):
-        raise TypeError(f"{_NAME}: update_steps_eps must be a number, got {type(eps).__name__}")
+        checks.check_int64(f"{_NAME}: update_steps_max", steps_max)
+    checks.check_number(f"{_NAME}: update_steps_eps", eps)
     if not 0.0 <= eps < math.inf:
         raise ValueError(f"{_NAME}: update_steps_eps must not be negative, got {eps}")
-    for name, given, allowed in (("stop", stop, _STOPS), ("grad", grad, _GRADS)):
-        if given not in allowed:
-            raise ValueError(f"{_NAME}: {name} must be one of {', '.join(allowed)}, got {given!r}")
+    checks.check_choice(f"{_NAME}: stop", stop, _STOPS)
+    checks.check_choice(f"{_NAME}: grad", grad, _GRADS)
 
 
 def _check_projection(projection: Tensor, stored: Tensor) -> None:
-    _check_like("projection", _NAME, projection, stored)
+    checks.check_alike(f"{_NAME}: projection", projection, "state", stored)
     if projection.shape[:-1] != stored.shape[:-1]:
         raise ValueError(
-            f"{_NAME}: projection must have the shape of stored, {_of(stored)}, except in the last "
-            f"dimension, got {_of(projection)}"
+            f"{_NAME}: projection must have the shape of stored, {shape_of(stored)}, except in "
+            f"the last dimension, got {shape_of(projection)}"
         )
-
-
-def _check_like(name: str, where: str, x: Tensor, state: Tensor) -> None:
-    if x.dtype != state.dtype:
-        raise TypeError(f"{where}: {name} must have state's dtype {state.dtype}, got {x.dtype}")
-    if x.device != state.device:
-        raise ValueError(f"{where}: {name} is on {x.device}, but state is on {state.device}")
-
-
-def _of(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)

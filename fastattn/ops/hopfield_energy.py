@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.checks import autocast, check_dense
+from fastattn import checks
 from fastattn.ops.hopfield import check_beta, check_patterns, lifted, lifted_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -53,8 +53,8 @@ def hopfield_energy(
         >>> hopfield_energy(x, x, beta=100.0).round(decimals=2)
         tensor([0.0100, 0.0100])
     """
-    check_dense(_NAME, state=state, stored=stored)
-    cast = autocast(state, stored)  # as the attention below casts them
+    checks.check_dense(_NAME, state=state, stored=stored)
+    cast = checks.autocast(state, stored)  # as the attention below casts them
     check_patterns(_NAME, *cast)
     scale, factor = check_beta(_NAME, beta, state)
     mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, *cast)

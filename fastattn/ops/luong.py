@@ -7,18 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import checks
 from fastattn.autograd.local_attention import local_attention
 from fastattn.backends._lost import nan_where_lost
 from fastattn.backends.primitives import LocalOptions
 from fastattn.call import Plans
-from fastattn.checks import (
-    autocast,
-    check_dense,
-    check_dropout,
-    check_dtypes,
-    check_int64,
-    expands_to,
-)
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -26,8 +19,8 @@ __all__ = ["luong_attention"]
 
 _NAME = "luong_attention"
 plans = Plans()
-_METHODS = ("dot", "general", "concat")
-_WINDOWS = ("global", "local-m", "local-p")
+METHODS = ("dot", "general", "concat")
+WINDOWS = ("global", "local-m", "local-p")
 
 
 def luong_attention(
@@ -111,10 +104,10 @@ def luong_attention(
     if v is None and query.is_cpu:
         center, has_bell = (p, True) if window == "local-p" else (p.detach(), False)
         if plan is None:
-            query, key, value = autocast(query, key, value)
-            check_dtypes(_NAME, query, key, value)
+            query, key, value = checks.autocast(query, key, value)
+            checks.check_dtypes(_NAME, query, key, value)
             options = LocalOptions(reach=D, bell=has_bell)
-            dropped = check_dropout(_NAME, dropout_p)
+            dropped = checks.check_dropout(_NAME, dropout_p)
         else:
             options, dropped = plan.options, dropout_p
         kept = None
@@ -312,25 +305,25 @@ def _check(
     padding: Any,
 ) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_dense(_NAME, **{name: x})
+        checks.check_dense(_NAME, **{name: x})
         if x.ndim != 3:
             raise ValueError(f"{_NAME}: {name} must have 3 dimensions, got shape {tuple(x.shape)}")
+        checks.check_same_device(f"{_NAME}: {name}", x, "query", query)
     if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
         raise ValueError(
             f"{_NAME}: query, key and value must be [B, Tq, Dq], [B, Tk, Dk] and [B, Tk, Dv], got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    for name, given, allowed in (("method", method, _METHODS), ("window", window, _WINDOWS)):
-        if given not in allowed:
-            raise ValueError(f"{_NAME}: {name} must be one of {', '.join(allowed)}, got {given!r}")
-    if isinstance(width, bool) or not isinstance(width, int):
-        raise TypeError(f"{_NAME}: D must be an integer, got {type(width).__name__}")
+    checks.check_choice(f"{_NAME}: method", method, METHODS)
+    checks.check_choice(f"{_NAME}: window", window, WINDOWS)
+    checks.check_int(f"{_NAME}: D", width, "an integer")
     if width < 1:
         raise ValueError(f"{_NAME}: D must be positive, got {width}")
-    check_int64(f"{_NAME}: D", width)
+    checks.check_int64(f"{_NAME}: D", width)
     if padding is not None:
         if not isinstance(padding, Tensor) or padding.dtype != torch.bool:
             raise TypeError(f"{_NAME}: key_padding_mask must be a Tensor of dtype torch.bool")
+        checks.check_same_device(f"{_NAME}: key_padding_mask", padding, "query", query)
         if padding.shape != key.shape[:2]:
             raise ValueError(
                 f"{_NAME}: key_padding_mask must be [B, Tk] = {tuple(key.shape[:2])}, "
@@ -344,8 +337,9 @@ def _check(
         raise ValueError(f"{_NAME}: positions need a local window, got window='global'")
     if not isinstance(positions, Tensor) or positions.is_complex():
         raise TypeError(f"{_NAME}: positions must be a real Tensor")
+    checks.check_same_device(f"{_NAME}: positions", positions, "query", query)
     shape = query.shape[:2]
-    if not expands_to(positions.shape, shape):
+    if not checks.expands_to(positions.shape, shape):
         raise ValueError(
             f"{_NAME}: positions must be broadcastable to [B, Tq] = {tuple(shape)}, "
             f"got {tuple(positions.shape)}"

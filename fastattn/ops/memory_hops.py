@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import checks
 from fastattn.autograd.memory_hops import hop_attention, of_four_dimensions, share
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.call import Plans
-from fastattn.checks import as_double, autocast, autocast_bias, check_dense
+from fastattn.call import Plans, with_arguments_of
+from fastattn.checks import shape_of
 from fastattn.library import Operator
 
 __all__ = ["memory_hop_attention"]
 
 _NAME = "memory_hop_attention"
 plans = Plans()
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ACTIVATIONS = ("none", "relu", "tanh", "sigmoid")
 _NORMALIZATIONS = ("softmax", "none")
 _MOST_HOPS = 65536  # sizes in bytes must fit 64 bits
@@ -98,7 +98,8 @@ def memory_hop_attention(
         torch.Size([2, 2, 3])
     """
     tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
-    signature, plan = plans.find(tensors, hops, activation, normalize, scale, need_weights)
+    options = (hops, activation, normalize, scale, need_weights)
+    signature, plan = plans.find(tensors, *options)
     if plan is not None:
         call: tuple[Tensor | None, ...] = tensors
         if plan.viewed:
@@ -115,19 +116,7 @@ def memory_hop_attention(
             pass  # the complete path names a wrong size
         else:
             return u, weights
-    operator, arguments = prepare(
-        query,
-        in_memory,
-        out_memory,
-        hops=hops,
-        hop_proj=hop_proj,
-        memory_mask=memory_mask,
-        memory_bias=memory_bias,
-        activation=activation,
-        normalize=normalize,
-        scale=scale,
-        need_weights=need_weights,
-    )
+    operator, arguments = _prepare(*tensors, *options)
     plans.keep(signature, operator, arguments, tensors)
     out, _, _, weights = operator(*arguments)
     if query.shape[-1] == 0:
@@ -135,19 +124,18 @@ def memory_hop_attention(
     return (out, weights) if need_weights else out
 
 
-def prepare(
+def _prepare(
     query: Tensor,
     in_memory: Tensor,
-    out_memory: Tensor | None = None,
-    *,
-    hops: int = 1,
-    hop_proj: Tensor | None = None,
-    memory_mask: Tensor | None = None,
-    memory_bias: Tensor | None = None,
-    activation: str | None = None,
-    normalize: str = "softmax",
-    scale: float = 1.0,
-    need_weights: bool = False,
+    out_memory: Tensor | None,
+    hop_proj: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_bias: Tensor | None,
+    hops: int,
+    activation: str | None,
+    normalize: str,
+    scale: float,
+    need_weights: bool,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`memory_hop_attention`; return the operator and its own."""
     activation = "none" if activation is None else activation
@@ -163,7 +151,7 @@ def prepare(
         if out_memory.shape[-2] != in_memory.shape[-2]:
             raise ValueError(
                 f"{_NAME}: in_memory and out_memory must have the same number of rows, got shapes "
-                f"{_shape(in_memory)} and {_shape(out_memory)}"
+                f"{shape_of(in_memory)} and {shape_of(out_memory)}"
             )
     if hop_proj is not None:
         _check_projection(hop_proj, query, hops)
@@ -180,20 +168,22 @@ def prepare(
         query, in_memory = pad(query, (0, 1)), pad(in_memory, (0, 1))
         out_memory = None if out_memory is None else pad(out_memory, (0, 1))
         hop_proj = None
-    scale = as_double(f"{_NAME}: scale", scale)
+    scale = checks.as_double(f"{_NAME}: scale", scale)
     options = MemoryHopOptions(hops, activation, normalize, scale, need_weights)
     tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
     return hop_attention, (*tensors, options)
+
+
+prepare = with_arguments_of(memory_hop_attention, _prepare)
 
 
 # --- validation ------------------------------------------------------------------------------
 
 
 def _check_options(
-    hops: object, activation: object, normalize: object, scale: object, need_weights: object
+    hops: Any, activation: Any, normalize: Any, scale: Any, need_weights: Any
 ) -> None:
-    if isinstance(hops, bool) or not isinstance(hops, (int, torch.SymInt)):
-        raise TypeError(f"{_NAME}: hops must be an int, got {type(hops).__name__}")
+    checks.check_int(f"{_NAME}: hops", hops)
     if hops < 1:
         raise ValueError(f"{_NAME}: hops must be at least 1, got {hops}")
     if hops > _MOST_HOPS:
@@ -204,77 +194,71 @@ def _check_options(
         )
     if normalize not in _NORMALIZATIONS:
         raise ValueError(f"{_NAME}: normalize must be 'softmax' or 'none', got {normalize!r}")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
-        raise TypeError(f"{_NAME}: scale must be a number, got {type(scale).__name__}")
-    if not isinstance(need_weights, bool):
-        raise TypeError(f"{_NAME}: need_weights must be a bool, got {type(need_weights).__name__}")
+    checks.check_number(f"{_NAME}: scale", scale)
+    checks.check_bool(f"{_NAME}: need_weights", need_weights)
 
 
 def _cast(name: str, x: Tensor) -> Tensor:
     """Return a dense tensor as autocast casts it."""
-    check_dense(_NAME, **{name: x})
-    return autocast(x)[0]
+    checks.check_dense(_NAME, **{name: x})
+    return checks.autocast(x)[0]
 
 
 def _check_query(query: Tensor) -> None:
-    if query.dtype not in _DTYPES:
-        raise TypeError(
-            f"{_NAME}: query must be float32, float64, bfloat16 or float16, got {query.dtype}"
-        )
+    checks.check_floating(f"{_NAME}: query", query)
     if query.ndim not in (2, 3):
-        raise ValueError(f"{_NAME}: query must be [B, D] or [B, Q, D], got shape {_shape(query)}")
+        raise ValueError(f"{_NAME}: query must be [B, D] or [B, Q, D], got shape {shape_of(query)}")
 
 
 def _check_memory(name: str, memory: Tensor, query: Tensor, hops: int, what: str = "") -> None:
-    _check_like_query(name, memory, query)
+    checks.check_alike(f"{_NAME}: {name}", memory, "query", query)
     if memory.ndim not in (3, 4):
         raise ValueError(
-            f"{_NAME}: {name} must be [B, N, D] or [B, K, N, D], got shape {_shape(memory)}"
+            f"{_NAME}: {name} must be [B, N, D] or [B, K, N, D], got shape {shape_of(memory)}"
         )
     if memory.ndim == 4 and memory.shape[1] != hops:
         stack = f" = {what} (a stack, since out_memory is None)" if what else " = hops"
         raise ValueError(
             f"{_NAME}: a 4-D {name} must hold {hops}{stack} memories in dimension 1, "
-            f"got shape {_shape(memory)}"
+            f"got shape {shape_of(memory)}"
         )
     if memory.shape[0] != query.shape[0] and memory.shape[0] != 1:
         raise ValueError(
             f"{_NAME}: {name} must have the batch size of query, {query.shape[0]}, or 1, "
-            f"got shape {_shape(memory)}"
+            f"got shape {shape_of(memory)}"
         )
     if memory.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"{_NAME}: {name} must have the last dimension of query, {query.shape[-1]}, "
-            f"got shape {_shape(memory)}"
+            f"got shape {shape_of(memory)}"
         )
 
 
 def _check_projection(hop_proj: Tensor, query: Tensor, hops: int) -> None:
-    _check_like_query("hop_proj", hop_proj, query)
+    checks.check_alike(f"{_NAME}: hop_proj", hop_proj, "query", query)
     width = query.shape[-1]
     square = hop_proj.ndim in (2, 3) and hop_proj.shape[-1] == hop_proj.shape[-2] == width
     if not square or (hop_proj.ndim == 3 and hop_proj.shape[0] != hops):
         raise ValueError(
             f"{_NAME}: hop_proj must be [D, D] = {(width, width)} or [K, D, D] = "
-            f"{(hops, width, width)}, got shape {_shape(hop_proj)}"
+            f"{(hops, width, width)}, got shape {shape_of(hop_proj)}"
         )
 
 
 def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tensor:
     """Return a mask or bias as [B|1, Q|1, K|1, N|1]."""
-    check_dense(_NAME, **{name: x})
+    checks.check_dense(_NAME, **{name: x})
     if name == "memory_mask":
         if x.dtype != torch.bool:
             raise TypeError(f"{_NAME}: memory_mask must be bool, got {x.dtype}")
     else:
-        x = autocast_bias(x)
+        x = checks.autocast_bias(x)
         if x.dtype not in (query.dtype, torch.float32):
             raise TypeError(
                 f"{_NAME}: memory_bias must be of query's dtype {query.dtype} or float32, "
                 f"got {x.dtype}"
             )
-    if x.device != query.device:
-        raise ValueError(f"{_NAME}: {name} is on {x.device}, but query is on {query.device}")
+    checks.check_same_device(f"{_NAME}: {name}", x, "query", query)
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]
     given = x
     if 1 <= x.ndim <= len(batch) + 2:
@@ -287,7 +271,7 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
         sizes = ", ".join(f"{n} = {size}" for n, size in _sizes(batch, hops, rows))
         raise ValueError(
             f"{_NAME}: {name} must be {names} with {sizes} (or 1 for any of them), "
-            f"got shape {_shape(given)}"
+            f"got shape {shape_of(given)}"
         )
     return x
 
@@ -296,16 +280,5 @@ def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
     return [*zip("BQ", batch), ("K", hops), ("N", rows)]  # noqa: B905  (see checks.expands_to)
 
 
-def _check_like_query(name: str, x: Tensor, query: Tensor) -> None:
-    if x.dtype != query.dtype:
-        raise TypeError(f"{_NAME}: {name} must have query's dtype {query.dtype}, got {x.dtype}")
-    if x.device != query.device:
-        raise ValueError(f"{_NAME}: {name} is on {x.device}, but query is on {query.device}")
-
-
 def _expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
     return not [n for n, m in zip(shape, target, strict=True) if n != 1 and n != m]
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import checks
 from fastattn.autograd.merge_states import merge_states as merge
 from fastattn.backends.primitives import NoOptions
-from fastattn.checks import DTYPES, check_plain, name_of
+from fastattn.checks import name_of
 from fastattn.library import Operator
 
 __all__ = ["merge_states"]
@@ -76,14 +77,14 @@ def prepare(
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, x in given.items():
-        check_plain(_NAME, name, x)
+        checks.check_strided(_NAME, name, x)
         if x.device != out_a.device:
             raise RuntimeError(
                 f"{_NAME}: {name} must be on out_a's device {out_a.device}, got {x.device}"
             )
-    if out_a.dtype not in DTYPES:
+    if out_a.dtype not in checks.DTYPES:
         error = NotImplementedError if out_a.dtype.is_floating_point else RuntimeError
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in checks.DTYPES)
         raise error(f"{_NAME}: out_a must be one of {allowed}, got {name_of(out_a)}")
     if lse_a.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"{_NAME}: lse_a must be float32 or float64, got {name_of(lse_a)}")

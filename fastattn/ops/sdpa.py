@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fastattn import checks, compat, masks
 from fastattn._seed import draw_seed
-from fastattn.autograd.sdpa import attention, default_scale
+from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
-from fastattn.call import Plan, Plans
+from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
@@ -168,48 +168,19 @@ def scaled_dot_product_attention(
     """
     table, kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks, table)
+    options = (
+        *(dropout_p, is_causal, scale, enable_gqa, window, softcap),
+        *(causal_alignment, return_lse, need_weights, average_weights),
+    )
     signature = None
     if generator is None:
-        signature, plan = plans.find(
-            tensors,
-            *kind,
-            mask is None,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window,
-            softcap,
-            causal_alignment,
-            return_lse,
-            need_weights,
-            average_weights,
-        )
+        signature, plan = plans.find(tensors, *kind, mask is None, *options)
         if plan is not None:
             biases = (relative_bias, mask)
             return planned(plan, *tensors[:6], *biases, causal_alignment, return_lse, need_weights)
-    given = arguments.Arguments(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        window,
-        softcap,
-        alibi_slopes,
-        sinks,
-        relative_bias,
-        mask,
-        causal_alignment,
-        generator,
-        return_lse,
-        need_weights,
-        average_weights,
+    operator, call, folding = _prepare(
+        arguments.Arguments(*tensors[:6], relative_bias, mask, *options, generator)
     )
-    operator, call, folding = _prepared(given)
     keep(signature, tensors, operator, call)
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
@@ -270,39 +241,31 @@ def planned(
     return (out, lse, weights) if need_weights else (out, lse)
 
 
-def prepare(
-    *args: Any, **options: Any
+def _prepare(
+    given: arguments.Arguments,
 ) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
     """Validate; return the operator, its arguments with None for the seed, and the folding.
 
-    Takes the arguments of the public function. All errors are raised here, before any computation.
+    All errors are raised here, before any computation.
     """
-    return _prepared(arguments.Arguments(*args, **options))
-
-
-def _prepared(
-    given: arguments.Arguments,
-) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
     if _jagged.is_jagged(given.query):
         return _jagged.prepare(given)
     query, key, value = given.query, given.key, given.value
     arguments.check_tensors(query, key, value)
     arguments.check_flags(given)
-    dropout_p, scale, attn_mask = given.dropout_p, given.scale, given.attn_mask
+    dropout_p, attn_mask = given.dropout_p, given.attn_mask
     is_causal, causal_alignment = given.is_causal, given.causal_alignment
     if dropout_p != 0.0 or type(dropout_p) is not float:
         dropout_p = checks.check_dropout(_NAME, dropout_p)
-    if scale is not None:
-        scale = checks.check_real(_NAME, "scale", scale)
-    cap = 0.0 if given.softcap is None else checks.check_softcap(_NAME, given.softcap, query.dtype)
-    left, right = (-1, -1) if given.window is None else checks.check_window(_NAME, given.window)
+    of_scores = (given.scale, given.softcap, given.window)
+    scores = checks.score_options(_NAME, query, *of_scores, is_causal)
     if given.generator is not None:
         checks.check_generator(_NAME, given.generator, query.device)
     if attn_mask is not None and checks.is_causal_bias(attn_mask):
         causal_alignment = arguments.causal_alignment_of(
             attn_mask, query, key, is_causal, causal_alignment
         )
-        attn_mask, is_causal = None, True
+        attn_mask, is_causal, scores["window_right"] = None, True, 0
     arguments.check_combinations(
         attn_mask, is_causal, given.need_weights, given.average_weights, causal_alignment
     )
@@ -334,24 +297,22 @@ def _prepared(
         )
     if given.mask is not None:
         mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
-    if is_causal:
-        right = 0
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
-        scale = 1.0
-    if scale is None and not compat.sizes_may_change():  # else found at run time
-        scale = default_scale(query.shape[-1])
+        scores["scale"] = 1.0
     of_call: Any = offset
     if causal_alignment == "bottom_right" and compat.records_trace():
         of_call = None
     options = AttentionOptions(
-        scale=scale,
+        **scores,
         offset=of_call,
-        window_left=left,
-        window_right=right,
-        softcap=cap,
         dropout_p=dropout_p,
         weights=(2 if given.average_weights else 1) if given.need_weights else 0,
     )
     biases = (attn_mask, slopes, None, sinks, relative_bias, positions, mask_program)
     return attention, (query, key, value, *biases, options), folding
+
+
+prepare = with_arguments_of(
+    scaled_dot_product_attention, lambda **given: _prepare(arguments.Arguments(**given))
+)

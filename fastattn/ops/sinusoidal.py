@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import checks
 from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
-from fastattn.call import Plan, Plans
-from fastattn.checks import as_double, check_dense, check_int64, expands_to
+from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.library import Operator
 from fastattn.sinusoids import LAYOUTS
 
@@ -21,7 +21,6 @@ __all__ = ["sinusoidal_encoding", "sinusoidal_table"]
 plans = Plans()
 # Up to so many elements, writing them twice takes less time than a function of autograd in Python.
 _FEW_ELEMENTS = 32768
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
 
 
@@ -77,22 +76,13 @@ def sinusoidal_encoding(
         ValueError: an unknown layout, shapes that do not broadcast, ``max_timescale`` below 1, both
             ``offset`` and ``positions``, or tensors on different devices.
     """
-    signature = None
+    signature, options = None, (layout, max_timescale, scale, padding_idx)
     # Any offset has the same plan.
     if type(offset) is int and -(2**62) <= offset < 2**62 and (positions is None or not offset):
-        tensors = (x, positions)
-        signature, plan = plans.find(tensors, layout, max_timescale, scale, padding_idx)
+        signature, plan = plans.find((x, positions), *options)
         if plan is not None:
             return _planned(plan, x, offset, positions)
-    operator, arguments = prepare(
-        x,
-        offset=offset,
-        positions=positions,
-        layout=layout,
-        max_timescale=max_timescale,
-        scale=scale,
-        padding_idx=padding_idx,
-    )
+    operator, arguments = _prepare(x, positions, offset, *options)
     plans.keep(signature, operator, arguments, (x, positions))
     return operator(*arguments)
 
@@ -102,13 +92,11 @@ def _planned(plan: Plan, x: Tensor, offset: int, positions: Tensor | None) -> Te
     options, out = plan.options, None
     if plan.requires_grad and torch.is_grad_enabled():
         if x.numel() > _FEW_ELEMENTS:
-            encoded: Tensor = encode_positions(x, positions, replace(options, offset=offset))
-            return encoded
+            return encode_positions(x, positions, replace(options, offset=offset))
         # d out / d x = scale is the derivative of this product, whose node PyTorch makes and runs
         # in C++. The kernel writes the result over its values, which no derivative reads.
         out = x * options.scale
-    result: Tensor = plan.kernel(x, positions, options=options, offset=offset, out=out)
-    return result
+    return plan.kernel(x, positions, options=options, offset=offset, out=out)
 
 
 def sinusoidal_table(
@@ -131,10 +119,10 @@ def sinusoidal_table(
         TypeError, ValueError: as :func:`sinusoidal_encoding`; ``length`` or ``dim`` negative.
     """
     for name, size in (("length", length), ("dim", dim)):
-        _check_int(name, size)
+        checks.check_int(name, size, "an integer")
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")
-        check_int64(name, size)
+        checks.check_int64(name, size)
     # One row of zeros, expanded to length rows: all reads hit the cache.
     zeros = torch.zeros(dim, dtype=dtype, device=device).expand(length, dim)
     return sinusoidal_encoding(
@@ -146,44 +134,39 @@ def sinusoidal_table(
     )
 
 
-def prepare(
+def _prepare(
     x: Tensor,
-    *,
-    offset: int | Tensor = 0,
-    positions: Tensor | None = None,
-    layout: str = "interleaved",
-    max_timescale: float = 10000.0,
-    scale: float | None = None,
-    padding_idx: int | None = None,
+    positions: Tensor | None,
+    offset: int | Tensor,
+    layout: str,
+    max_timescale: float,
+    scale: float | None,
+    padding_idx: int | None,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`sinusoidal_encoding`; return the operator and its own."""
     _check_x(x)
     check_options(layout, max_timescale, scale, padding_idx)
     offset, positions = locate(x, offset, positions)
-    scale = 1.0 if scale is None else as_double("scale", scale)
-    wavelength = as_double("max_timescale", max_timescale)
+    scale = 1.0 if scale is None else checks.as_double("scale", scale)
+    wavelength = checks.as_double("max_timescale", max_timescale)
     options = SinusoidalOptions(offset, layout, wavelength, scale, padding_idx)
     return encode_positions, (x, positions, options)
 
 
+prepare = with_arguments_of(sinusoidal_encoding, _prepare)
+
+
 def _check_x(x: Tensor) -> None:
-    check_dense("sinusoidal_encoding", x=x)
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"x must be float32, float64, bfloat16 or float16, got {x.dtype}")
+    checks.check_dense("sinusoidal_encoding", x=x)
+    checks.check_floating("x", x)
     if x.ndim < 2:
         raise ValueError(f"x must be [..., L, d], got shape {tuple(x.shape)}")
-
-
-def _check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
 
 
 def check_options(
     layout: str, max_timescale: float, scale: float | None, padding_idx: int | None
 ) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    checks.check_choice("layout", layout, LAYOUTS)
     if not isinstance(max_timescale, (int, float)):
         raise TypeError(f"max_timescale must be a number, got {type(max_timescale).__name__}")
     if not 1 <= max_timescale < math.inf:
@@ -191,8 +174,8 @@ def check_options(
     if scale is not None and not isinstance(scale, (int, float, torch.SymFloat)):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if padding_idx is not None:
-        _check_int("padding_idx", padding_idx)
-        check_int64("padding_idx", padding_idx)
+        checks.check_int("padding_idx", padding_idx, "an integer")
+        checks.check_int64("padding_idx", padding_idx)
 
 
 def _check_positions(name: str, value: Tensor, x: Tensor, dims: int) -> None:
@@ -200,9 +183,8 @@ def _check_positions(name: str, value: Tensor, x: Tensor, dims: int) -> None:
         raise TypeError(f"{name} must be an int64 or int32 Tensor, got {type(value).__name__}")
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be int64 or int32, got {value.dtype}")
-    if value.device != x.device:
-        raise ValueError(f"{name} is on {value.device}, but x is on {x.device}")
-    if not expands_to(value.shape, x.shape[:-dims]):
+    checks.check_same_device(name, value, "x", x)
+    if not checks.expands_to(value.shape, x.shape[:-dims]):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, which does not broadcast to "
             f"x.shape[:-{dims}] = {tuple(x.shape[:-dims])}"
@@ -217,7 +199,7 @@ def locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[i
         _check_positions("positions", positions, x, dims=1)
         return 0, positions.to(torch.int64)
     if not isinstance(offset, Tensor):
-        _check_int("offset", offset)
+        checks.check_int("offset", offset, "an integer")
         if not -(2**62) <= offset < 2**62:
             raise ValueError(f"offset must be within 2**62 of zero, got {offset}")
         return offset, None

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fastattn import checks, compat, masks
 from fastattn._seed import draw_seed
-from fastattn.autograd.sdpa import default_scale
 from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.bias import T5
-from fastattn.call import Plan, Plans
+from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias
@@ -117,36 +116,15 @@ def varlen_attention(
     table, kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, table)
     longest = (max_seqlen_q, max_seqlen_k)
-    signature = None
+    flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
+    signature, biases = None, (relative_bias, mask)
     if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
-        flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
         signature, plan = plans.find(tensors, *kind, mask is None, *flags)
         if plan is not None:
             # The complete path names a wrong value.
             with contextlib.suppress(ValueError):
-                biases = (relative_bias, mask)
                 return _planned(plan, *tensors[:7], *biases, longest, return_lse)
-    operator, call = prepare(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        is_causal,
-        scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        relative_bias=relative_bias,
-        mask=mask,
-        causal_alignment=causal_alignment,
-        generator=generator,
-        return_lse=return_lse,
-    )
+    operator, call = _prepare(*tensors[:7], *biases, *longest, *flags, generator)
     if call[0] is query and call[1] is key and call[2] is value:
         in_order = (*tensors[:3], None, None, alibi_slopes, None, sinks)
         plans.keep(signature, operator, call, in_order, tensors)
@@ -192,27 +170,26 @@ def _planned(
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def prepare(
+def _prepare(
     query: Any,
     key: Any,
     value: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
-    max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale: Any = None,
-    *,
-    window: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    relative_bias: Any = None,
-    mask: Any = None,
-    causal_alignment: Any = "upper_left",
-    generator: Any = None,
-    return_lse: Any = False,
+    alibi_slopes: Any,
+    sinks: Any,
+    relative_bias: Any,
+    mask: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    causal_alignment: Any,
+    return_lse: Any,
+    generator: Any,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator and its arguments, with None for the seed."""
     if not isinstance(query, Tensor):
@@ -223,10 +200,7 @@ def prepare(
     checks.check_flag(_OP, "is_causal", is_causal)
     checks.check_flag(_OP, "return_lse", return_lse)
     dropout_p = checks.check_dropout(_OP, dropout_p)
-    if scale is not None:
-        scale = checks.check_real(_OP, "scale", scale)
-    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap, query.dtype)
-    left, right = (-1, -1) if window is None else checks.check_window(_OP, window)
+    scores = checks.score_options(_OP, query, scale, softcap, window, is_causal)
     if generator is not None:
         checks.check_generator(_OP, generator, query.device)
     if causal_alignment not in ("upper_left", "bottom_right"):
@@ -263,20 +237,12 @@ def prepare(
     mask_program = None
     if mask is not None:
         mask_program = masks.packed_program(_OP, mask, query, key, starts, bottom_right)
-    if is_causal:
-        right = 0
-    if scale is None and not compat.sizes_may_change():
-        scale = default_scale(query.shape[-1])
-    options = VarlenOptions(
-        scale=scale,
-        bottom_right=bottom_right,
-        window_left=left,
-        window_right=right,
-        softcap=cap,
-        dropout_p=dropout_p,
-    )
+    options = VarlenOptions(**scores, bottom_right=bottom_right, dropout_p=dropout_p)
     biases = (alibi_slopes, None, sinks, relative_bias, mask_program)
     return packed_attention, (query, key, value, *starts, *biases, options)
+
+
+prepare = with_arguments_of(varlen_attention, _prepare)
 
 
 def _fold_relative_bias(

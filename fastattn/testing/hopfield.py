@@ -75,10 +75,9 @@ def define(
     call = prepared(state, stored, projection, beta, *steps, attn_mask, False, False)
     arguments, back = primitive(call)
     xi, *_ = reference.hopfield_states(*arguments)
-    key = call.stored if call.keys is None else call.keys
-    value = call.stored if call.projection is None else call.projection
+    xi, key, value, mask = call.reading(back(xi))
     lead, options = (call.state.shape[0], -1, -1, -1), AttentionOptions(scale=call.scale)
-    operands = (back(xi), key.expand(lead), value.expand(lead), call.mask)
+    operands = (xi, key.expand(lead), value.expand(lead), mask)
     return reference.attend(*operands, None, None, options)[0]
 
 

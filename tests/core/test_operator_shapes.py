@@ -75,16 +75,16 @@ def test_every_tensor_of_several_dimensions_has_a_shape() -> None:
 def test_the_message_names_the_tensor_and_the_sizes() -> None:
     x, mask = torch.randn(2, 4, 5, 8), torch.ones(1, 1, 5, 6, dtype=torch.bool)
     operator = OPERATORS["scaled_dot_product_attention"]
-    tensors = operator.tensors(query=x, key=x, value=x, attn_mask=mask)
+    others = (None,) * (len(operator.names) - 4)
     message = (
         "scaled_dot_product_attention: attn_mask must have the shape [B|1, Hq|1, Lq|1, Lk|1] with "
         "B = 2, Hq = 4, Lq = 5, Lk = 5, got (1, 1, 5, 6)"
     )
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        operator.dispatched(*tensors, operator.options(scale=1.0), "")
-    three = operator.tensors(query=x, key=x[:, :3], value=x[:, :3])
+        operator.dispatched(x, x, x, mask, *others, operator.options(scale=1.0), "")
+    three = (x, x[:, :3], x[:, :3], None)
     with pytest.raises(RuntimeError, match="Hq must be a multiple of Hkv, got 4 and 3"):
-        operator.dispatched(*three, operator.options(scale=1.0), "")
+        operator.dispatched(*three, *others, operator.options(scale=1.0), "")
 
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float64)

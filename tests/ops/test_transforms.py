@@ -22,14 +22,15 @@ pytestmark = pytest.mark.usefixtures("seeded", "fresh_compiler")
 
 
 def forward_tensors(query: Tensor, key: Tensor, value: Tensor, **others: Tensor) -> list[Any]:
-    return operators[forward_op].tensors(query=query, key=key, value=value, **others)
+    given = {"query": query, "key": key, "value": value, **others}
+    return [given.get(name) for name in operators[forward_op].names]
 
 
 def backward_tensors(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **others: Tensor
 ) -> list[Any]:
     given = {"grad_out": grad_out, "query": query, "key": key, "value": value, **others}
-    return operators[backward_op].tensors(**given)
+    return [given.get(name) for name in operators[backward_op].names]
 
 
 # --- the registered operators ----------------------------------------------------------------

@@ -41,7 +41,8 @@ def assert_declined(backend: Any, dtype: torch.dtype) -> None:
 def assert_tensor_declined(backend: Any, dtype: torch.dtype) -> None:
     """Assert that a call runs on the backend, without the tensor, exactly if it is None."""
     x = torch.ones(1, 2, 16, 8, dtype=dtype)
-    known, options = attention.tensors(query=x, key=x, value=x), AttentionOptions(scale=1.0)
+    known = [x if name in ("query", "key", "value") else None for name in attention.names]
+    options = AttentionOptions(scale=1.0)
     names = (*dispatch.named(_OP, known), "tilt")
     with mock.patch.object(
         dispatch, "named", lambda op, tensors: dict(zip(names, tensors, strict=False))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._sequences import places
-from fastattn.backends.primitives import AttentionOptions, VarlenOptions
+from fastattn.backends.primitives import AttentionOptions, VarlenOptions, shared
 from fastattn.backends.reference._dropout import WORD, keep_threshold, philox4x32
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.backends.reference._masked import INF
@@ -78,13 +78,7 @@ def varlen_attention(
         same[None, None],
         of_rows(alibi_slopes),
         None,
-        AttentionOptions(
-            scale=options.scale,
-            window_left=options.window_left,
-            window_right=options.window_right,
-            softcap=options.softcap,
-            dropout_p=options.dropout_p,
-        ),
+        shared(AttentionOptions, options),
         distance=distance,
         keep=keep,
         sinks=of_rows(sinks),
