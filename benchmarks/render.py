@@ -93,8 +93,8 @@ def gain_of_models(processor: str, result: Result) -> str:
     rows = [ours for _, ours in tables.stock_and_ours(result).values() if ours["comparable"]]
     names = len({row["label"].partition(",")[0] for row in rows})
     return (
-        f"Whole models gain less, since only their attention changes: {names} models of "
-        f"transformers are {ranges(rows)} as fast on {machine_of(processor, result)} "
+        f"Whole models after `fastattn.accelerate`: {names} models of transformers are "
+        f"{ranges(rows, bold='**')} as fast on {machine_of(processor, result)} "
         "([docs/performance.md](docs/performance.md#whole-models))."
     )
 
@@ -159,8 +159,8 @@ def readme_block(
         "[benchmarks](benchmarks/README.md); the method: "
         "[docs/benchmarks.md](docs/benchmarks.md)."
     )
-    parts = [claim(processor, result) for processor, result in main.items()]
-    parts += [gain_of_models(processor, result) for processor, result in (models or {}).items()]
+    parts = [gain_of_models(processor, result) for processor, result in (models or {}).items()]
+    parts += [claim(processor, result) for processor, result in main.items()]
     speeds = first_speeds(shown)
     table = side_by_side({name: tables.first_table(of) for name, of in speeds.items()})
     return "\n\n".join([*parts, picture, table, source])
@@ -288,6 +288,7 @@ TABLES = {
     FIGURES: tables.figures_table,
     "isas": tables.isas_table,
     "family": tables.family_table,
+    "linear": tables.family_table,
     "operators": tables.family_table,
     "options": tables.options_table,
     "serving": tables.serving_table,
