@@ -178,9 +178,13 @@ class _Sdpa(Operator):
         return tensors, options
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        query, key, value = self.leaves(x)
         causal, grouped = cell.mask == "causal", cell["H"] != cell["Hkv"]
         call = functools.partial(
-            scaled_dot_product_attention, *self.leaves(x), is_causal=causal, enable_gqa=grouped
+            scaled_dot_product_attention,
+            *(query, key, value),
+            is_causal=causal,
+            enable_gqa=grouped,
         )
         return with_masks(cell, x, call, (cell["Lq"], cell["Lk"], x.get("attn_mask")))
 

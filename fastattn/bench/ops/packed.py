@@ -151,7 +151,7 @@ class _Decode(Operator):
         """Two scales of a quantised row count as elements, too."""
         queries = cell["B"] * cell["H"] * cell["Lq"]
         rows = cell["B"] * cell["Hkv"] * read.get("Lk", cell["Lk"])
-        width = cell["D"] + cell["Dv"] * (cell.option != "latent")
+        width: float = cell["D"] + cell["Dv"] * (cell.option != "latent")
         if cell.option in _QUANTISED:
             width = (width + 2 * 4) / cell.itemsize
         return queries * cell["D"] + int(rows * width), queries * cell["Dv"]
