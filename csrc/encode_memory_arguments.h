@@ -71,12 +71,19 @@ inline void read_encoding_gradient(EncodeMemoryParams& p, EncodingCall& call, py
   read_tokens(p, from.tokens);
   const TensorView g = with_rows("grad_out", from.grad_out, &call.copies[1]);
   expect_dtype("grad_out", g, kFloats);
-  const char* const order = g.rank == 5 ? "01234" : g.rank == 4 ? ".0123" : ".0.12";
-  const TensorView x = permuted("grad_out", g, order);
-  p.dtype = x.dtype, p.G = x.size[2], p.D = x.size[4];
-  expect_sizes("grad_out", x, p.dtype, {p.R, p.B, p.G, p.N, p.D});
-  p.grad = x.data;
-  std::copy_n(x.stride, 4, p.grad_stride);
+  const bool has_models = g.rank == 5, has_tables = g.rank >= 4;
+  const int64_t *n = g.size + has_models,
+                *s = g.stride + has_models;  // of [B, G, N, D] or [B, N, D]
+  p.dtype = g.dtype, p.G = has_tables ? n[1] : 1, p.D = n[has_tables ? 3 : 2];
+  if (has_models)
+    expect_sizes("grad_out", g, p.dtype, {p.R, p.B, p.G, p.N, p.D});
+  else if (has_tables)
+    expect_sizes("grad_out", g, p.dtype, {p.B, p.G, p.N, p.D});
+  else
+    expect_sizes("grad_out", g, p.dtype, {p.B, p.N, p.D});
+  const int64_t stride[] = {g.stride[0], s[0], has_tables ? s[1] : 0, s[has_tables ? 2 : 1]};
+  p.grad = g.data;
+  std::copy_n(stride, 4, p.grad_stride);
   read_factors(p, call, from.factors);
   call.rank = g.rank;
 }

@@ -68,11 +68,17 @@ pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, v
 
 template <class T>
 pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
-  return new_result(dtype, sizes, reinterpret_cast<void**>(data));
+  void* made;
+  pybind11::object result = new_result(dtype, sizes, &made);
+  *data = static_cast<T*>(made);
+  return result;
 }
 template <class T>
 pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
-  return new_buffer(dtype, sizes, reinterpret_cast<void**>(data));
+  void* made;
+  pybind11::object result = new_buffer(dtype, sizes, &made);
+  *data = static_cast<T*>(made);
+  return result;
 }
 // tensor.to(dtype); the tensor itself if it has this dtype.
 pybind11::object converted_to(const pybind11::object& tensor, DType dtype);

@@ -42,14 +42,14 @@ def encoding_on(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
         columns = _columns(x.shape[-1], options.layout, options.max_timescale, x.device)
-        encode = functools.partial(native, options=options, columns=columns, offset=offset)
         if x.ndim <= 4:
-            return encode(x, positions, out=out)
+            return native(x, positions, options=options, columns=columns, offset=offset, out=out)
         made = torch.empty_like(x)
         target = made.flatten(0, -4)  # leading dimensions that cannot be merged are copied
         if positions is not None:
             positions = positions.expand(x.shape[:-1]).flatten(0, -3)
-        encode(x.flatten(0, -4), positions, out=target)
+        rows = x.flatten(0, -4)
+        native(rows, positions, options=options, columns=columns, offset=offset, out=target)
         return made if target.data_ptr() == made.data_ptr() else made.copy_(target.view(x.shape))
 
     return sinusoidal_encoding

@@ -34,7 +34,6 @@ from fastattn.sinusoids import sinusoids
         ("mask", lambda x: torch.ones(9), "mask is not valid: it must be bool"),
         ("bias", lambda x: torch.ones(9).bool(), "bias is not valid"),
         ("bias", lambda x: torch.ones(3, 1, 9), "bias is not valid: it must broadcast"),
-        ("keeps", lambda x: x, "can be kept"),
     ],
 )
 def test_native_retrieval_checks_every_tensor(
@@ -51,11 +50,8 @@ def test_native_retrieval_checks_every_tensor(
         want = (0.5 * want @ stored.mT).softmax(-1) @ stored
     torch.testing.assert_close(xi, want)
     call[name] = wrong(stored if name == "keys" else call.get(name))
-    if name == "keeps":
-        options = HopfieldOptions(scale=0.5, steps_max=-1)
-        del call["keeps"]
     with pytest.raises((TypeError, ValueError), match=message):
-        native.hopfield_retrieve(*call.values(), options=options, keeps=name == "keeps")
+        native.hopfield_retrieve(*call.values(), options=options)
 
 
 @pytest.mark.parametrize("dims", [3, 4])
@@ -82,7 +78,10 @@ def test_native_retrieval_backward_checks_every_tensor(
         state, stored = state.flatten(0, 1), stored.flatten(0, 1)
     options = HopfieldOptions(scale=0.5, steps_max=3)
     patterns = (state, stored, None, None, None)
-    xi, taken, *steps = native.hopfield_retrieve(*patterns, options=options, keeps=True)
+    xi, taken, ends, *steps = native.hopfield_retrieve(*patterns, options=options, keeps=True)
+    assert torch.equal(ends, steps[0][:, :, -2:])
+    many = HopfieldOptions(scale=0.5, steps_max=5)
+    assert native.hopfield_retrieve(*patterns, options=many, keeps=True)[3:] == (None, None)
     again = native.hopfield_steps(*patterns, taken, options=options, most=3)
     for kept, repeated in zip(steps, again, strict=True):
         assert torch.equal(kept, repeated)
