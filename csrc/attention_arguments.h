@@ -6,82 +6,103 @@
 #include <cstdint>
 #include <string>
 
-#include "arguments.h"
-#include "operands.h"
+#include "function.h"
+#include "options.h"
 
 namespace fastattn {
 
-// The dtype and the sizes of a call, and its operands [B, H, L, D].
-inline void read_attention(AttentionParams& p, py::handle query, py::handle key, py::handle value) {
-  const TensorView q = view_of("query", query), k = view_of("key", key),
-                   v = view_of("value", value);
+struct AttentionTensors {
+  // [B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]; the others may be None
+  FASTATTN_TENSORS(query, key, value, attn_mask, alibi_slopes, seed, sinks, relative_bias,
+                   positions, mask_program)
+};
+
+struct AttentionGradTensors {
+  FASTATTN_TENSORS(grad_out, grad_lse, grad_weights, query, key, value, attn_mask, alibi_slopes,
+                   seed, out, lse, sinks, relative_bias, positions, mask_program)
+
+  AttentionTensors of_forward() const {
+    return {query, key,   value,         attn_mask, alibi_slopes,
+            seed,  sinks, relative_bias, positions, mask_program};
+  }
+};
+
+// The same of packed sequences: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv], and their starts [B + 1].
+struct PackedTensors {
+  FASTATTN_TENSORS(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks,
+                   relative_bias, mask_program)
+
+  AttentionTensors unpacked() const {
+    return {query, key,   value,         none(), alibi_slopes,
+            seed,  sinks, relative_bias, none(), mask_program};
+  }
+};
+
+struct PackedGradTensors {
+  FASTATTN_TENSORS(grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
+                   seed, out, lse, sinks, relative_bias, mask_program)
+
+  PackedTensors of_forward() const {
+    return {query,        key,  value, cu_seqlens_q,  cu_seqlens_k,
+            alibi_slopes, seed, sinks, relative_bias, mask_program};
+  }
+};
+
+// How the tensors of attention are stored, as [B, H, L, D].
+using Layout = TensorView (*)(const char* name, const TensorView&);
+
+// [B, H, L, D]
+inline TensorView dense(const char* name, const TensorView& x) { return permuted(name, x, "0123"); }
+// [T, H, D], of packed sequences, as [1, H, T, D]
+inline TensorView packed(const char* name, const TensorView& x) {
+  return permuted(name, x, ".102");
+}
+// [B, L, D] as [B, 1, L, D]
+inline TensorView headless(const char* name, const TensorView& x) {
+  return permuted(name, x, "0.12");
+}
+
+// The dtype and the sizes of a call, and its operands.
+template <class Tensors>
+void read_attention(AttentionParams& p, const Tensors& from, Layout layout) {
+  const TensorView q = layout("query", view_of("query", from.query)),
+                   k = layout("key", view_of("key", from.key)),
+                   v = layout("value", view_of("value", from.value));
   expect_dtype("query", q, kFloats);
   p.dtype = q.dtype;
   p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2], p.D = q.size[3];
   p.Hkv = k.size[1], p.Lk = k.size[2], p.Dv = v.size[3];
-  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});  // of four dimensions
   expect_sizes("key", k, p.dtype, {p.B, p.Hkv, p.Lk, p.D});
   expect_sizes("value", v, p.dtype, {p.B, p.Hkv, p.Lk, p.Dv});
   p.q = operand_of(q), p.k = operand_of(k), p.v = operand_of(v);
   if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
 }
 
-// [T, H, D] as [-, H, T, D]
-inline Tensor4 packed_operand(const TensorView& x) {
-  return {x.data, {0, x.stride[1], x.stride[0], x.stride[2]}};
-}
-
-// The same of packed sequences [T, H, D], whose batch is not known yet.
-inline void read_packed_attention(AttentionParams& p, py::handle query, py::handle key,
-                                  py::handle value) {
-  const TensorView q = view_of("query", query), k = view_of("key", key),
-                   v = view_of("value", value);
-  expect_dtype("query", q, kFloats);
-  p.dtype = q.dtype;
-  p.Lq = q.size[0], p.Hq = q.size[1], p.D = q.size[2];
-  p.Lk = k.size[0], p.Hkv = k.size[1], p.Dv = v.size[2];
-  expect_sizes("query", q, p.dtype, {p.Lq, p.Hq, p.D});  // of three dimensions
-  expect_sizes("key", k, p.dtype, {p.Lk, p.Hkv, p.D});
-  expect_sizes("value", v, p.dtype, {p.Lk, p.Hkv, p.Dv});
-  p.q = packed_operand(q), p.k = packed_operand(k), p.v = packed_operand(v);
-  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
-}
-
-struct Biases {
-  py::handle attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program;
-};
-
-// One number a head: the heads do not share it.
-inline void expect_heads(const char* name, const TensorView& x, DType acc, int64_t heads) {
-  expect_dtype(name, x, {acc});
-  expect(x.rank > 0 && x.size[x.rank - 1] == heads, [&] {
-    return std::string(name) + " must have an element for each of " + std::to_string(heads) +
+// [B|1, Hq]: one number a head, which the heads do not share. A null pointer for None.
+inline const void* read_per_head(const char* name, py::handle from, const AttentionParams& p,
+                                 int64_t* strides) {
+  if (from.is_none()) return nullptr;
+  const TensorView x = read_broadcast(name, from, {p.B, p.Hq}, strides);
+  expect_dtype(name, x, {accumulator(p.dtype)});
+  expect(x.rank > 0 && x.size[x.rank - 1] == p.Hq, [&] {
+    return std::string(name) + " must have an element for each of " + std::to_string(p.Hq) +
            " heads";
   });
+  return x.data;
 }
 
 // Fills everything but the seed and a mask program. `positions`: how many there are; `table` owns a copy
 // of relative_bias, if its columns are not together.
-inline void read_biases(AttentionParams& p, const Biases& from, int64_t* positions,
+inline void read_biases(AttentionParams& p, const AttentionTensors& from, int64_t* positions,
                         py::object* table) {
-  const DType acc = accumulator(p.dtype);
   if (!from.attn_mask.is_none()) {
     const TensorView x =
         read_broadcast("attn_mask", from.attn_mask, {p.B, p.Hq, p.Lq, p.Lk}, p.mask.stride);
     expect_dtype("attn_mask", x, {DType::boolean, p.dtype, DType::f32});
     p.mask.data = x.data, p.mask_dtype = x.dtype;
   }
-  if (!from.alibi_slopes.is_none()) {
-    const TensorView x =
-        read_broadcast("alibi_slopes", from.alibi_slopes, {p.B, p.Hq}, p.alibi_stride);
-    expect_heads("alibi_slopes", x, acc, p.Hq);
-    p.alibi = x.data;
-  }
-  if (!from.sinks.is_none()) {
-    const TensorView x = read_broadcast("sinks", from.sinks, {p.B, p.Hq}, p.sinks_stride);
-    expect_heads("sinks", x, acc, p.Hq);
-    p.sinks = x.data;
-  }
+  p.alibi = read_per_head("alibi_slopes", from.alibi_slopes, p, p.alibi_stride);
+  p.sinks = read_per_head("sinks", from.sinks, p, p.sinks_stride);
   if (!from.relative_bias.is_none()) {
     TensorView x = view_of("relative_bias", from.relative_bias);
     p.relative_bias_size = x.rank == 3 ? x.size[2] : 0;
@@ -89,11 +110,41 @@ inline void read_biases(AttentionParams& p, const Biases& from, int64_t* positio
     int64_t stride[3];
     x = read_broadcast("relative_bias", *table ? *table : from.relative_bias,
                        {p.B, p.Hq, p.relative_bias_size}, stride);
-    expect_dtype("relative_bias", x, {acc});
+    expect_dtype("relative_bias", x, {accumulator(p.dtype)});
     p.relative_bias = x.data;
     std::copy_n(stride, 2, p.relative_bias_stride);
   }
   if (!from.positions.is_none()) p.positions = read_words("positions", from.positions, positions);
+}
+
+// The kernels read a table of distances at d = position(i + offset) - position(j), for all queries
+// i and keys j. All of these, smallest <= d <= largest, must be in it.
+inline void expect_distances(const AttentionParams& p, int64_t smallest, int64_t largest) {
+  const int64_t needed = 2 * std::max(-smallest, largest) + 1;
+  expect(p.relative_bias_size % 2 == 1 && p.relative_bias_size >= needed,
+         "relative_bias must have an odd number of columns, at least " + std::to_string(needed) +
+             ", got " + std::to_string(p.relative_bias_size));
+}
+
+// Without the lengths, which may be on a GPU: kernels then clamp distances to the table.
+inline void expect_middle(const AttentionParams& p) {
+  expect(p.relative_bias == nullptr || p.relative_bias_size % 2 == 1,
+         "relative_bias must have an odd number of columns, got " +
+             std::to_string(p.relative_bias_size));
+}
+
+inline bool reads_relative_bias(const AttentionParams& p) {
+  return p.relative_bias != nullptr && p.Lq > 0 && p.Lk > 0;
+}
+
+// Everything but the values of the positions. `positions`: how many there are.
+inline void check_relative_bias(const AttentionParams& p, int64_t positions) {
+  if (!reads_relative_bias(p)) return;
+  if (p.positions == nullptr)
+    return expect_distances(p, p.offset - (p.Lk - 1), p.offset + p.Lq - 1);
+  expect(p.offset >= 0 && p.offset + p.Lq <= positions && p.Lk <= positions,
+         "positions must have an element for each of " + std::to_string(p.offset + p.Lq) +
+             " queries and " + std::to_string(p.Lk) + " keys, got " + std::to_string(positions));
 }
 
 // A number for each query, contiguous; `kept` owns it.
@@ -101,58 +152,109 @@ inline double* read_rows(const char* name, py::handle from, Sizes sizes, py::obj
   return static_cast<double*>(read_flat(name, from, DType::f64, sizes, kept));
 }
 
-// The weights of a call, new or as they are given, [B, Hq, Lq, Lk], or averaged [B, Lq, Lk].
+// A tensor of these sizes [B, H, L, D]; of None, no data.
+inline Tensor4 read_rows_if_given(const char* name, py::handle from, Layout layout, DType dtype,
+                                  Sizes sizes) {
+  if (from.is_none()) return {};
+  const TensorView x = layout(name, view_of(name, from));
+  expect_sizes(name, x, dtype, sizes);
+  return operand_of(x);
+}
+
+// Contiguous memory of these four sizes, with stride 0 where a size is 1: elements are sums there.
+inline Tensor4 summed(void* data, const int64_t* sizes) {
+  Tensor4 made{data, {}};
+  int64_t stride = 1;
+  for (int n = 3; n >= 0; --n) {
+    made.stride[n] = sizes[n] == 1 ? 0 : stride;
+    stride *= sizes[n];
+  }
+  return made;
+}
+
+// The gradient of the weights of a call, [B, Hq, Lq, Lk], or averaged [B, Lq, Lk].
 inline void read_grad_weights(AttentionParams& p, py::handle from) {
   if (from.is_none()) return;
   expect(p.weights != Weights::none, "grad_weights needs a call that returns weights");
-  const TensorView x = p.weights == Weights::averaged
-                           ? read_sizes("grad_weights", from, p.dtype, {p.B, p.Lq, p.Lk})
-                           : read_sizes("grad_weights", from, p.dtype, {p.B, p.Hq, p.Lq, p.Lk});
-  p.grad_weights.data = x.data;
-  const int64_t *s = x.stride, averaged[] = {s[0], 0, s[1], s[2]};
-  std::copy_n(x.rank == 4 ? s : averaged, 4, p.grad_weights.stride);
+  const bool averaged = p.weights == Weights::averaged;
+  p.grad_weights = read_rows_if_given("grad_weights", from, averaged ? headless : dense, p.dtype,
+                                      {p.B, averaged ? 1 : p.Hq, p.Lq, p.Lk});
+}
+
+// The results of a forward pass and their gradients; `batch`: of them, 1 if they are packed. `kept` owns
+// three copies.
+template <class Tensors>
+void read_results(AttentionParams& p, const Tensors& from, Layout layout, int64_t batch,
+                  Sizes of_rows, py::object* kept) {
+  const Sizes of_out = {batch, p.Hq, p.Lq, p.Dv};
+  const TensorView out = layout("out", with_rows("out", from.out, &kept[0]));
+  expect_sizes("out", out, p.dtype, of_out);
+  p.out = operand_of(out);
+  p.grad_out = read_rows_if_given("grad_out", from.grad_out, layout, p.dtype, of_out);
+  if (!from.grad_lse.is_none())
+    p.grad_lse = read_rows("grad_lse", from.grad_lse, of_rows, &kept[1]);
+  p.lse = read_rows("lse", from.lse, of_rows, &kept[2]);
+}
+
+// A new tensor with rows as those of `like`.
+inline py::object new_rows(py::handle like, int64_t width, Layout layout, Tensor4* to,
+                           bool zeroed = false) {
+  TensorView view;
+  py::object made = new_rows(like, width, &view);
+  if (zeroed) made.attr("zero_")();
+  *to = operand_of(layout("a result", view));
+  return made;
+}
+
+// The gradients of query, key and value, new, and None for `others`.
+template <class Tensors>
+py::tuple new_row_gradients(AttentionParams& p, const Tensors& of, Layout layout, bool zeroed,
+                            size_t others) {
+  py::tuple made = no_results(3 + others);
+  made[0] = new_rows(of.query, p.D, layout, &p.grad_q, zeroed);
+  made[1] = new_rows(of.key, p.D, layout, &p.grad_k, zeroed);
+  made[2] = new_rows(of.value, p.Dv, layout, &p.grad_v, zeroed);
+  return made;
 }
 
 // -- additive attention: one head, D is the hidden width A ------------------------------------------
 
 struct AdditiveTensors {
-  py::handle query, key, value;  // [B, Tq, A], [B, Tk, A], [B, Tk, Dv]
-  py::handle v, bias;            // [A]; bias or None
-  py::handle attn_mask, seed;    // or None
+  // [B, Tq, A], [B, Tk, A], [B, Tk, Dv], [A]; the others may be None
+  FASTATTN_TENSORS(query, key, value, v, bias, attn_mask, seed)
+};
+
+struct AdditiveGradTensors {
+  FASTATTN_TENSORS(grad_out, grad_weights, query, key, value, v, bias, attn_mask, seed)
+
+  AdditiveTensors of_forward() const { return {query, key, value, v, bias, attn_mask, seed}; }
 };
 
 // The vectors in the accumulator's type, and the copies that own them.
 struct AdditiveVectors {
   const void *v, *bias;
   py::object copies[2];
+  bool returns_weights;  // of the options
 };
 
-// [B, L, columns] as an operand with a head dimension.
-inline Tensor4 headless(const TensorView& x) {
-  return {x.data, {x.stride[0], 0, x.stride[1], x.stride[2]}};
-}
-
-// The same of contiguous memory.
-inline Tensor4 headless(void* data, int64_t length, int64_t columns) {
+// [B, length, columns], contiguous.
+inline Tensor4 one_head(void* data, int64_t length, int64_t columns) {
   return {data, {length * columns, 0, columns, 1}};
 }
 
-// Fills everything but the options and the seed.
-inline void read_additive(AttentionParams& p, AdditiveVectors& to, const AdditiveTensors& from) {
-  const TensorView q = view_of("query", from.query), k = view_of("key", from.key),
-                   v = view_of("value", from.value);
-  expect_dtype("query", q, kFloats);
-  p.dtype = q.dtype;
-  p.B = q.size[0], p.Lq = q.size[1], p.D = q.size[2];
-  p.Lk = k.size[1], p.Dv = v.size[2];
-  p.Hq = p.Hkv = 1;
-  expect_sizes("query", q, p.dtype, {p.B, p.Lq, p.D});  // of three dimensions
-  expect_sizes("key", k, p.dtype, {p.B, p.Lk, p.D});
-  expect_sizes("value", v, p.dtype, {p.B, p.Lk, p.Dv});
-  p.q = headless(q), p.k = headless(k), p.v = headless(v);
+// Fills everything but the seed.
+inline void read_additive(AttentionParams& p, AdditiveVectors& to, py::handle options,
+                          const AdditiveTensors& from) {
+  AdditiveOptions asked;
+  const Named record(options);
+  read_additive_options(record, asked);
+  to.returns_weights = record.read<bool>("weights");
+  p.window_right = asked.causal ? 0 : -1;
+  p.dropout_p = asked.dropout_p;
+  read_attention(p, from, headless);
   const DType acc = accumulator(p.dtype);
   to.v = read_flat("v", from.v, acc, {p.D}, &to.copies[0]);
-  if (!from.bias.is_none()) to.bias = read_flat("bias", from.bias, acc, {p.D}, &to.copies[1]);
+  to.bias = read_flat_if_given("bias", from.bias, acc, {p.D}, &to.copies[1]);
   if (!from.attn_mask.is_none()) {
     int64_t stride[3];
     const TensorView mask = read_broadcast("attn_mask", from.attn_mask, {p.B, p.Lq, p.Lk}, stride);
@@ -162,27 +264,36 @@ inline void read_additive(AttentionParams& p, AdditiveVectors& to, const Additiv
   }
 }
 
-// The gradients of both outputs; that of out is zero, if it is none.
-inline void read_additive_gradients(AttentionParams& p, py::handle grad_out,
-                                    py::handle grad_weights) {
-  if (!grad_out.is_none())
-    p.grad_out = headless(read_sizes("grad_out", grad_out, p.dtype, {p.B, p.Lq, p.Dv}));
-  if (!grad_weights.is_none())
-    p.grad_weights = headless(read_sizes("grad_weights", grad_weights, p.dtype, {p.B, p.Lq, p.Lk}));
+// (out, weights or None), new.
+inline py::tuple new_additive_results(AttentionParams& p, bool returns_weights, py::handle query) {
+  void* data;
+  const py::object out = p.D == p.Dv ? new_contiguous_like(query, &data)
+                                     : new_result(p.dtype, {p.B, p.Lq, p.Dv}, &data);
+  p.out = one_head(data, p.Lq, p.Dv);
+  if (!returns_weights) return py::make_tuple(out, none());
+  const py::object weights = new_result(p.dtype, {p.B, p.Lq, p.Lk}, &data);
+  p.applied = one_head(data, p.Lq, p.Lk);
+  return py::make_tuple(out, weights);
 }
 
-// The gradients of query, key and value, new.
-inline py::tuple new_additive_gradients(AttentionParams& p, const AdditiveTensors& of) {
-  const auto make = [](py::handle like, int64_t length, int64_t columns, Tensor4* to) {
-    void* data;
-    py::object made = new_contiguous_like(like, &data);
-    *to = headless(data, length, columns);
-    return made;
+// The gradients of both outputs; that of out is zero, if it is none.
+inline void read_additive_gradients(AttentionParams& p, const AdditiveGradTensors& from) {
+  const auto read = [&](const char* name, py::handle x, int64_t columns) {
+    return read_rows_if_given(name, x, headless, p.dtype, {p.B, 1, p.Lq, columns});
   };
-  const py::object of_query = make(of.query, p.Lq, p.D, &p.grad_q),
-                   of_key = make(of.key, p.Lk, p.D, &p.grad_k),
-                   of_value = make(of.value, p.Lk, p.Dv, &p.grad_v);
-  return py::make_tuple(of_query, of_key, of_value);
+  p.grad_out = read("grad_out", from.grad_out, p.Dv);
+  p.grad_weights = read("grad_weights", from.grad_weights, p.Lk);
+}
+
+// The gradients of query, key and value, new, and None for those of v, bias and attn_mask.
+inline py::tuple new_additive_gradients(AttentionParams& p, const AdditiveGradTensors& of) {
+  void* grads[3];
+  py::tuple made = no_results(6);
+  const py::handle like[] = {of.query, of.key, of.value};
+  for (size_t n = 0; n < 3; ++n) made[n] = new_contiguous_like(like[n], &grads[n]);
+  p.grad_q = one_head(grads[0], p.Lq, p.D), p.grad_k = one_head(grads[1], p.Lk, p.D);
+  p.grad_v = one_head(grads[2], p.Lk, p.Dv);
+  return made;
 }
 
 }  // namespace fastattn

@@ -5,8 +5,7 @@
 #include <cstdint>
 #include <tuple>
 
-#include "arguments.h"
-#include "operands.h"
+#include "function.h"
 #include "options.h"
 
 namespace fastattn {
@@ -19,42 +18,45 @@ struct HopOperands {
   TensorView hop_proj;    // [D, D] or [K, D, D]
 };
 
-inline Tensor4 per_hop(const TensorView& memory) {
-  const auto& s = memory.stride;
-  if (memory.rank == 4) return {memory.data, {s[0], s[1], s[2], 1}};
-  return {memory.data, {s[0], 0, s[1], 1}};
+// The dimensions of three or of another number, as permuted() takes them; no data if there is no tensor.
+inline Tensor4 placed(const TensorView& x, const char* three, const char* others) {
+  if (x.rank == 0) return {};
+  return operand_of(permuted("an operand", x, x.rank == 3 ? three : others));
 }
 
 // Their columns are contiguous, except in query; p has the sizes and the dtype.
 inline void place_hops(const HopOperands& x, MemoryHopsParams& p) {
-  const auto& q = x.query.stride;
-  p.query = {x.query.data, {q[0], x.query.rank == 3 ? q[1] : 0, 0, q[x.query.rank == 3 ? 2 : 1]}};
-  p.in_memory = per_hop(x.in_memory);
-  p.in_slots = p.out_slots = p.proj_slots = 1;
-  if (x.in_memory.rank == 4) p.in_slots = p.K;
+  p.query = placed(x.query, "01.2", "0..1");
+  p.in_memory = placed(x.in_memory, "0.12", "0123");
+  p.proj = placed(x.hop_proj, ".012", "..01");
+  p.in_slots = x.in_memory.rank == 4 ? p.K : 1;
+  p.out_slots = x.out_memory.rank == 4 ? p.K : 1;
+  p.proj_slots = x.hop_proj.rank == 3 ? p.K : 1;
   if (x.out_memory.rank != 0) {
-    p.out_memory = per_hop(x.out_memory);
-    if (x.out_memory.rank == 4) p.out_slots = p.K;
-  } else {
-    p.stack = x.in_memory.rank == 4;
-    p.same_rows = !p.stack;
-    p.in_slots += p.stack;
-    p.out_memory = p.in_memory;
-    if (p.in_memory.data != nullptr)
-      p.out_memory.data =
-          static_cast<char*>(p.in_memory.data) + p.in_memory.stride[1] * element_bytes(p.dtype);
+    p.out_memory = placed(x.out_memory, "0.12", "0123");
+    return;
   }
-  const auto& h = x.hop_proj.stride;
-  if (x.hop_proj.rank == 2) p.proj = {x.hop_proj.data, {0, 0, h[0], 1}};
-  if (x.hop_proj.rank == 3) {
-    p.proj = {x.hop_proj.data, {0, h[0], h[1], 1}};
-    p.proj_slots = p.K;
-  }
+  p.stack = x.in_memory.rank == 4;
+  p.same_rows = !p.stack;
+  p.in_slots += p.stack;
+  p.out_memory = p.in_memory;
+  if (p.in_memory.data != nullptr)
+    p.out_memory.data =
+        static_cast<char*>(p.in_memory.data) + p.in_memory.stride[1] * element_bytes(p.dtype);
 }
 
-// The tensors of a call; those from out_memory on may be None.
 struct HopTensors {
-  py::handle query, in_memory, out_memory, hop_proj, memory_mask, memory_bias;
+  // Those from out_memory on may be None.
+  FASTATTN_TENSORS(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
+};
+
+struct HopGradTensors {
+  FASTATTN_TENSORS(grad_out, grad_weights, query, in_memory, out_memory, hop_proj, memory_mask,
+                   memory_bias, trace, stats)
+
+  HopTensors of_forward() const {
+    return {query, in_memory, out_memory, hop_proj, memory_mask, memory_bias};
+  }
 };
 
 // What a call has beside the arguments of its kernel, and the copies that they point to.
@@ -66,19 +68,6 @@ struct HopCall {
   TensorView memories[2];  // in and out, as the kernel reads them
   py::object copies[5];
 };
-
-// The tensor, or a copy whose columns are contiguous; of a batch that shares one memory, only that
-// memory is copied.
-inline TensorView with_rows(const char* name, py::handle from, py::object* copy) {
-  TensorView x = view_of(name, from);
-  const int last = x.rank - 1;
-  if (last < 0 || x.stride[last] == 1 || x.size[last] <= 1) return x;
-  const bool shares = x.rank > 2 && x.stride[0] == 0;
-  *copy = shares ? contiguous(from.attr("narrow")(0, 0, 1)) : contiguous(from);
-  TensorView made = view_of(name, *copy);
-  if (shares) made.size[0] = x.size[0], made.stride[0] = 0;
-  return made;
-}
 
 // [B|1, N, D], or [B|1, slots, N, D] with one for each hop.
 inline TensorView read_memory(const char* name, py::handle from, int64_t slots,
@@ -104,31 +93,23 @@ inline TensorView read_projection(py::handle from, const MemoryHopsParams& p, py
 
 // A mask or a bias [N], [B, N], [B, Q, N] (of a query without Q: [B, K, N]) or [B, Q, K, N]; any size may
 // be 1 instead.
-inline TensorView read_per_hop(const char* name, py::handle from, const MemoryHopsParams& p,
-                               const HopCall& call, Tensor4* to) {
+inline DType read_per_hop(const char* name, py::handle from, std::initializer_list<DType> allowed,
+                          const MemoryHopsParams& p, const HopCall& call, Tensor4* to) {
+  if (from.is_none()) return p.dtype;
   const TensorView x = view_of(name, from);
-  int64_t s[4];
-  if (x.rank == 4) {
-    read_broadcast(name, from, {p.B, p.Q, p.K, p.N}, s);
-    *to = {x.data, {s[0], s[1], s[2], s[3]}};
-  } else if (x.rank == 3 && call.has_queries) {
-    read_broadcast(name, from, {p.B, p.Q, p.N}, s);
-    *to = {x.data, {s[0], s[1], 0, s[2]}};
-  } else if (x.rank == 3) {
-    read_broadcast(name, from, {p.B, p.K, p.N}, s);
-    *to = {x.data, {s[0], 0, s[1], s[2]}};
-  } else if (x.rank == 2) {
-    read_broadcast(name, from, {p.B, p.N}, s);
-    *to = {x.data, {s[0], 0, 0, s[1]}};
-  } else {
-    read_broadcast(name, from, {p.N}, s);
-    *to = {x.data, {0, 0, 0, s[0]}};
-  }
-  return x;
+  const char* const order = x.rank == 1        ? "...0"
+                            : x.rank == 2      ? "0..1"
+                            : x.rank == 4      ? "0123"
+                            : call.has_queries ? "01.2"
+                                               : "0.12";
+  expect_broadcast(name, permuted(name, x, order), {p.B, p.Q, p.K, p.N}, to->stride);
+  expect_dtype(name, x, allowed);
+  to->data = x.data;
+  return x.dtype;
 }
 
 // Fills everything but `shared`.
-inline void read_hop_call(MemoryHopsParams& p, HopCall& call, const py::object& options,
+inline void read_hop_call(MemoryHopsParams& p, HopCall& call, py::handle options,
                           const HopTensors& from) {
   static const auto of_kernel = std::make_tuple(field("hops", &MemoryHopsParams::K));
   static const auto of_call = std::make_tuple(field("weights", &HopCall::returns_weights));
@@ -155,21 +136,10 @@ inline void read_hop_call(MemoryHopsParams& p, HopCall& call, const py::object& 
   if (!stacks) x.out_memory = c;
   if (!from.hop_proj.is_none()) x.hop_proj = read_projection(from.hop_proj, p, &call.copies[2]);
   place_hops(x, p);
-  if (!from.memory_mask.is_none()) {
-    const TensorView mask = read_per_hop("memory_mask", from.memory_mask, p, call, &p.mask);
-    expect_dtype("memory_mask", mask, {DType::boolean});
-  }
-  if (!from.memory_bias.is_none()) {
-    const TensorView bias = read_per_hop("memory_bias", from.memory_bias, p, call, &p.bias);
-    expect_dtype("memory_bias", bias, {p.dtype, DType::f32});
-    p.bias_dtype = bias.dtype;
-  }
+  read_per_hop("memory_mask", from.memory_mask, {DType::boolean}, p, call, &p.mask);
+  p.bias_dtype =
+      read_per_hop("memory_bias", from.memory_bias, {p.dtype, DType::f32}, p, call, &p.bias);
 }
-
-// What a backward pass is given besides the tensors of the call.
-struct HopResults {
-  py::handle grad_out, grad_weights, trace, stats;
-};
 
 // Rows of each query, contiguous.
 inline void* read_results(const char* name, py::handle from, DType dtype, int64_t rows,
@@ -185,53 +155,74 @@ inline void* read_results(const char* name, py::handle from, DType dtype, int64_
   return x.data;
 }
 
-inline void read_trace_and_stats(MemoryHopsParams& p, HopCall& call, const HopResults& from) {
+inline void read_trace_and_stats(MemoryHopsParams& p, HopCall& call, const HopGradTensors& from) {
   const DType wide = accumulator(p.dtype);
   p.trace = read_results("trace", from.trace, wide, 2 * p.K + 1, p.D, p, call, &call.copies[3]);
   p.stats = read_results("stats", from.stats, wide, p.K, 2, p, call, &call.copies[4]);
 }
 
 // The gradients of both outputs, and which gradients are needed.
-inline void read_hop_gradients(MemoryHopsParams& p, HopCall& call, const py::object& options,
-                               const HopResults& from) {
-  static const auto fields = std::make_tuple(field("needed", &HopCall::needed));
-  Named(options).read(call, fields);
-  if (!from.grad_out.is_none()) {
-    const TensorView x = call.has_queries
-                             ? read_sizes("grad_out", from.grad_out, p.dtype, {p.B, p.Q, p.D})
-                             : read_sizes("grad_out", from.grad_out, p.dtype, {p.B, p.D});
-    const int64_t* s = x.stride;
-    p.grad_out = {x.data, {s[0], call.has_queries ? s[1] : 0, 0, s[x.rank - 1]}};
-  }
-  if (!from.grad_weights.is_none() && call.returns_weights) {
-    const auto read = [&](Sizes sizes) {
-      return read_sizes("grad_weights", from.grad_weights, p.dtype, sizes);
-    };
-    const TensorView x = call.has_queries ? read({p.B, p.Q, p.K, p.N}) : read({p.B, p.K, p.N});
-    const int64_t* s = x.stride;
-    if (call.has_queries)
-      p.grad_weights = operand_of(x);
-    else
-      p.grad_weights = {x.data, {s[0], 0, s[1], s[2]}};
-  }
+inline void read_hop_gradients(MemoryHopsParams& p, HopCall& call, py::handle options,
+                               const HopGradTensors& from) {
+  call.needed = Named(options).read<int64_t>("needed");
+  const auto read = [&](const char* name, py::handle x, Sizes with, Sizes without) {
+    return read_if_given(name, x, p.dtype, call.has_queries ? with : without);
+  };
+  p.grad_out = placed(read("grad_out", from.grad_out, {p.B, p.Q, p.D}, {p.B, p.D}), "01.2", "0..1");
+  if (call.returns_weights)
+    p.grad_weights =
+        placed(read("grad_weights", from.grad_weights, {p.B, p.Q, p.K, p.N}, {p.B, p.K, p.N}),
+               "0.12", "0123");
 }
 
-// A tensor with rows of each query, by `make`: new_result or new_buffer.
-template <class Make>
-py::object new_rows_of(Make make, const MemoryHopsParams& p, const HopCall& call, DType dtype,
-                       int64_t rows, int64_t columns, void** data) {
+// The gradients of query, in_memory, out_memory and hop_proj, new, None where `needed` does not ask for
+// them, and None for memory_bias. `new_memory(n, memory, data)` makes the gradient of a memory.
+template <class New>
+py::tuple new_hop_gradients(MemoryHopsParams& p, const HopCall& call, const HopGradTensors& of,
+                            New new_memory) {
+  py::tuple made = no_results(5);
+  made[0] = new_contiguous_like(of.query, &p.grad_query);
+  if (call.needed & 2) made[1] = new_memory(0, of.in_memory, &p.grad_in);
+  if (call.needed & 4 && !of.out_memory.is_none())
+    made[2] = new_memory(1, of.out_memory, &p.grad_out_memory);
+  if (call.needed & 8 && !of.hop_proj.is_none())
+    made[3] = new_contiguous_like(of.hop_proj, &p.grad_proj);
+  return made;
+}
+
+// The kernels write nothing without queries.
+inline void zero_without_queries(const MemoryHopsParams& p, py::handle results) {
+  if (p.B * p.Q != 0) return;
+  for (const py::handle x : results)
+    if (!x.is_none()) x.attr("zero_")();
+}
+
+// A tensor with rows of each query.
+inline py::object new_rows_of(Make make, const MemoryHopsParams& p, const HopCall& call,
+                              DType dtype, int64_t rows, int64_t columns, void** data) {
   return call.has_queries ? make(dtype, {p.B, p.Q, rows, columns}, data)
                           : make(dtype, {p.B, rows, columns}, data);
 }
 
 // -- Hopfield retrieval: hops without the old state, u' = o ------------------------------------------
 
-// The tensors of a call. G groups are B, or B H, and the patterns of a group are its own.
+// G groups are B, or B H, and the patterns of a group are its own.
 struct Patterns {
-  py::handle state;       // [G, Q, D] or [B, H, Q, D]
-  py::handle stored;      // [G, N, D] or [B, H, N, D]
-  py::handle keys;        // as stored, or None: stored
-  py::handle mask, bias;  // [G|1, Q|1, N|1] or None
+  // [G, Q, D] or [B, H, Q, D]; [G, N, D] or [B, H, N, D]; as stored, or None: stored; two of [G|1, Q|1,
+  // N|1] or None
+  FASTATTN_TENSORS(state, stored, keys, mask, bias)
+};
+
+struct StepTensors {
+  FASTATTN_TENSORS(state, stored, keys, mask, bias, taken)  // [G, Q] or [B, H, Q]
+
+  Patterns patterns() const { return {state, stored, keys, mask, bias}; }
+};
+
+struct StepGradTensors {
+  FASTATTN_TENSORS(grad_xi, state, stored, keys, mask, bias, taken, trace, stats)
+
+  Patterns patterns() const { return {state, stored, keys, mask, bias}; }
 };
 
 // What a call has beside the arguments of its kernel, and the copies that they point to.
@@ -279,7 +270,7 @@ inline void read_step_biases(MemoryHopsParams& p, const Patterns& from) {
 }
 
 // A search, or steps of it again; fills everything but the number of steps.
-inline void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, const py::object& options,
+inline void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle options,
                            const Patterns& from, bool search) {
   static const auto limits = std::make_tuple(field("steps_max", &RetrievalCall::steps_max));
   HopfieldOptions asked;
@@ -306,6 +297,21 @@ inline void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, const py::o
   p.scale = asked.scale, p.crowded = asked.crowded;
   p.together = search ? asked.together : 1;
   p.eps = search ? asked.eps : 0;
+}
+
+// The gradients of state, of what it is compared with, and of stored if that is another, new; None where
+// `needed` asks for neither of the memories, see HopfieldBackwardOptions. The fourth is None.
+inline py::tuple new_step_gradients(MemoryHopsParams& p, const RetrievalCall& call,
+                                    const StepGradTensors& of, int64_t needed) {
+  constexpr int64_t kOfStored = 2, kOfKeys = 4;
+  const bool has_keys = !of.keys.is_none();
+  const py::handle stored = call.read(1, of.stored);
+  py::tuple made = no_results(4);
+  made[0] = new_contiguous_like(call.read(0, of.state), &p.grad_query);
+  if ((needed & (has_keys ? kOfStored | kOfKeys : kOfStored)) == 0) return made;
+  made[1] = new_contiguous_like(has_keys ? call.read(2, of.keys) : stored, &p.grad_in);
+  if (has_keys) made[2] = new_contiguous_like(stored, &p.grad_out_memory);
+  return made;
 }
 
 }  // namespace fastattn

@@ -5,84 +5,78 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "operands.h"
+#include "function.h"
 
 namespace fastattn {
 
-// Outputs [..., L, D] of at most four dimensions, and lse [..., L], as [B, H, L, D] and [B, H, L, -].
-class MergedStates {
- public:
-  MergeStatesParams params{};
-
-  MergedStates(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b) {
-    MergeStatesParams& p = params;
-    out_ = view_of("out_a", out_a), lse_ = view_of("lse_a", lse_a);
-    expect_dtype("out_a", out_, kFloats);
-    expect_dtype("lse_a", lse_, {DType::f32, DType::f64});
-    if (out_.rank < 2) throw py::value_error("fastattn: out_a must have at least two dimensions");
-    int64_t sizes[4] = {1, 1, 1, 1};
-    std::copy_n(out_.size, out_.rank, sizes + 4 - out_.rank);
-    p.B = sizes[0], p.H = sizes[1], p.L = sizes[2], p.D = sizes[3];
-    p.dtype = out_.dtype, p.lse_dtype = lse_.dtype;
-    p.out_a = operand_of(out_), p.lse_a = rows("lse_a", lse_a);
-    p.out_b = output("out_b", out_b), p.lse_b = rows("lse_b", lse_b);
-  }
-
-  // (out, lse), new.
-  py::tuple new_results(py::handle out_a, py::handle lse_a) {
-    const py::object out = new_output(out_a, &params.out),
-                     lse = new_rows_of_lse(lse_a, &params.lse);
-    return py::make_tuple(out, lse);
-  }
-
-  // The gradients of the four tensors, new. A result may have no gradient: None.
-  py::tuple new_gradients(py::handle grad_out, py::handle grad_lse, py::handle out_a,
-                          py::handle lse_a, py::handle out_b, py::handle lse_b) {
-    MergeStatesParams& p = params;
-    if (!grad_out.is_none()) p.grad_out = output("grad_out", grad_out);
-    if (!grad_lse.is_none()) p.grad_lse = rows("grad_lse", grad_lse);
-    const py::object of_out_a = new_output(out_a, &p.grad_out_a),
-                     of_lse_a = new_rows_of_lse(lse_a, &p.grad_lse_a),
-                     of_out_b = new_output(out_b, &p.grad_out_b),
-                     of_lse_b = new_rows_of_lse(lse_b, &p.grad_lse_b);
-    return py::make_tuple(of_out_a, of_lse_a, of_out_b, of_lse_b);
-  }
-
- private:
-  TensorView out_, lse_;
-
-  // Of the sizes and the dtype of out_a, and of lse_a.
-  Tensor4 output(const char* name, py::handle from) const {
-    return operand_of(checked(name, from, out_, out_.rank));
-  }
-  Tensor4 rows(const char* name, py::handle from) const {
-    return of_rows(checked(name, from, lse_, out_.rank - 1));
-  }
-
-  static py::object new_output(py::handle like, Tensor4* to) {
-    TensorView made;
-    py::object result = new_like(like, &made);
-    *to = operand_of(made);
-    return result;
-  }
-  static py::object new_rows_of_lse(py::handle like, Tensor4* to) {
-    TensorView made;
-    py::object result = new_like(like, &made);
-    *to = of_rows(made);
-    return result;
-  }
-
-  TensorView checked(const char* name, py::handle from, const TensorView& like, int rank) const {
-    const TensorView x = view_of(name, from);
-    expect_sizes(name, x, like.dtype, out_.size, rank);
-    return x;
-  }
-
-  static Tensor4 of_rows(const TensorView& x) {
-    Tensor4 found{x.data, {0, 0, 0, 1}};
-    std::copy_n(x.stride, x.rank, found.stride + 3 - x.rank);
-    return found;
-  }
+struct StateTensors {
+  FASTATTN_TENSORS(out_a, lse_a, out_b, lse_b)
 };
+
+struct StateGradTensors {
+  FASTATTN_TENSORS(grad_out, grad_lse, out_a, lse_a, out_b, lse_b)
+
+  StateTensors of_forward() const { return {out_a, lse_a, out_b, lse_b}; }
+};
+
+// Outputs [..., L, D] of at most four dimensions, and lse [..., L], as [B, H, L, D] and [B, H, L, -].
+inline Tensor4 read_output(const MergeStatesParams& p, const char* name, py::handle from) {
+  const TensorView x = filled(name, view_of(name, from));
+  expect_sizes(name, x, p.dtype, {p.B, p.H, p.L, p.D});
+  return operand_of(x);
+}
+
+inline Tensor4 operand_of_lse(const TensorView& x) {
+  return {x.data, {x.stride[1], x.stride[2], x.stride[3], 1}};
+}
+
+inline Tensor4 read_lse(const MergeStatesParams& p, const char* name, py::handle from) {
+  const TensorView x = filled(name, view_of(name, from));
+  expect_sizes(name, x, p.lse_dtype, {1, p.B, p.H, p.L});
+  return operand_of_lse(x);
+}
+
+inline void read_states(MergeStatesParams& p, const StateTensors& from) {
+  const TensorView out = view_of("out_a", from.out_a), lse = view_of("lse_a", from.lse_a),
+                   x = filled("out_a", out);
+  expect_dtype("out_a", out, kFloats);
+  expect_dtype("lse_a", lse, {DType::f32, DType::f64});
+  if (out.rank < 2) throw py::value_error("fastattn: out_a must have at least two dimensions");
+  p.B = x.size[0], p.H = x.size[1], p.L = x.size[2], p.D = x.size[3];
+  p.dtype = out.dtype, p.lse_dtype = lse.dtype;
+  p.out_a = operand_of(x), p.lse_a = read_lse(p, "lse_a", from.lse_a);
+  p.out_b = read_output(p, "out_b", from.out_b), p.lse_b = read_lse(p, "lse_b", from.lse_b);
+}
+
+inline py::object new_output(py::handle like, Tensor4* to) {
+  TensorView made;
+  py::object result = new_like(like, &made);
+  *to = operand_of(made);
+  return result;
+}
+
+inline py::object new_lse(py::handle like, Tensor4* to) {
+  TensorView made;
+  py::object result = new_like(like, &made);
+  *to = operand_of_lse(filled("lse", made));
+  return result;
+}
+
+// (out, lse), new.
+inline py::tuple new_states(MergeStatesParams& p, const StateTensors& of) {
+  const py::object out = new_output(of.out_a, &p.out), lse = new_lse(of.lse_a, &p.lse);
+  return py::make_tuple(out, lse);
+}
+
+// The gradients of the four tensors, new. A result may have no gradient: None.
+inline py::tuple new_state_gradients(MergeStatesParams& p, const StateGradTensors& from) {
+  if (!from.grad_out.is_none()) p.grad_out = read_output(p, "grad_out", from.grad_out);
+  if (!from.grad_lse.is_none()) p.grad_lse = read_lse(p, "grad_lse", from.grad_lse);
+  const py::object of_out_a = new_output(from.out_a, &p.grad_out_a),
+                   of_lse_a = new_lse(from.lse_a, &p.grad_lse_a),
+                   of_out_b = new_output(from.out_b, &p.grad_out_b),
+                   of_lse_b = new_lse(from.lse_b, &p.grad_lse_b);
+  return py::make_tuple(of_out_a, of_lse_a, of_out_b, of_lse_b);
+}
 
 }  // namespace fastattn

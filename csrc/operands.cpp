@@ -4,16 +4,13 @@
 #include <cstring>
 #include <string>
 
-#include "arguments.h"
-
 namespace py = pybind11;
 
 namespace fastattn {
 namespace {
 
 // They live as long as the process.
-PyObject* make_rows = nullptr;
-PyObject* may_round_factors = nullptr;
+PyObject *make_rows = nullptr, *sum_to = nullptr, *may_round_factors = nullptr;
 
 const char* name_of(DType dtype) {
   constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16",      "bool",
@@ -31,16 +28,6 @@ std::string text_of(const int64_t* sizes, size_t count) {
   throw py::value_error(std::string("fastattn: ") + name + " is not valid: it must " + needed +
                         ", got " + name_of(got.dtype) + " " +
                         text_of(got.size, static_cast<size_t>(got.rank)));
-}
-
-// Whether a new tensor would have the same strides, dimensions of size 1 included.
-bool in_order(const TensorView& x) {
-  int64_t expected = 1;
-  for (int n = x.rank - 1; n >= 0; --n) {
-    if (x.size[n] == 0 || x.stride[n] != expected) return false;
-    expected *= x.size[n];
-  }
-  return true;
 }
 
 }  // namespace
@@ -63,8 +50,29 @@ TensorView read_sizes(const char* name, py::handle from, DType dtype, Sizes size
   return view;
 }
 
-TensorView read_broadcast(const char* name, py::handle from, Sizes sizes, int64_t* strides) {
-  TensorView view = view_of(name, from);
+TensorView read_if_given(const char* name, py::handle from, DType dtype, Sizes sizes) {
+  return from.is_none() ? TensorView{} : read_sizes(name, from, dtype, sizes);
+}
+
+TensorView permuted(const char* name, const TensorView& view, const char* order) {
+  TensorView made{view.data, view.dtype, 0};
+  int given = 0;
+  for (const char* at = order; *at != '\0'; ++at, ++made.rank) {
+    const bool is_added = *at == '.';
+    given += !is_added;
+    made.size[made.rank] = is_added ? 1 : view.size[*at - '0'];
+    made.stride[made.rank] = is_added ? 0 : view.stride[*at - '0'];
+  }
+  if (view.rank != given) refuse(name, "have " + std::to_string(given) + " dimensions", view);
+  return made;
+}
+
+TensorView filled(const char* name, const TensorView& view) {
+  static const char* const orders[] = {"....", "...0", "..01", ".012"};
+  return permuted(name, view, view.rank < 4 ? orders[view.rank] : "0123");
+}
+
+void expect_broadcast(const char* name, const TensorView& view, Sizes sizes, int64_t* strides) {
   const int count = static_cast<int>(sizes.size()), missing = count - view.rank;
   bool fits = missing >= 0;
   for (int n = 0; n < count && fits; ++n) {
@@ -73,6 +81,11 @@ TensorView read_broadcast(const char* name, py::handle from, Sizes sizes, int64_
     strides[n] = size == 1 ? 0 : view.stride[n - missing];
   }
   if (!fits) refuse(name, "broadcast to " + text_of(sizes.begin(), sizes.size()), view);
+}
+
+TensorView read_broadcast(const char* name, py::handle from, Sizes sizes, int64_t* strides) {
+  const TensorView view = view_of(name, from);
+  expect_broadcast(name, view, sizes, strides);
   return view;
 }
 
@@ -91,12 +104,22 @@ uint64_t read_seed(py::handle from) {
   return PyLong_AsUnsignedLongLongMask(number.ptr());
 }
 
-void use_rules(const py::object& new_rows, const py::object& may_round) {
+void use_rules(const py::object& new_rows, const py::object& summed_to,
+               const py::object& may_round) {
   make_rows = py::object(new_rows).release().ptr();
+  sum_to = py::object(summed_to).release().ptr();
   may_round_factors = py::object(may_round).release().ptr();
 }
 
-py::object rule_of_rounding() { return py::reinterpret_borrow<py::object>(may_round_factors); }
+bool may_round() { return py::handle(may_round_factors)().cast<bool>(); }
+
+py::object gradient_of(py::handle tensor, const py::object& made) {
+  const TensorView x = view_of("a tensor", tensor), grad = view_of("a gradient", made);
+  if (x.dtype == grad.dtype && x.rank == grad.rank &&
+      std::equal(x.size, x.size + x.rank, grad.size))
+    return made;
+  return py::handle(sum_to)(tensor, made);
+}
 
 void* read_flat(const char* name, py::handle from, DType dtype, Sizes sizes, py::object* kept) {
   TensorView x = view_of(name, from);
@@ -110,35 +133,36 @@ void* read_flat(const char* name, py::handle from, DType dtype, Sizes sizes, py:
   return view_of(name, *kept).data;
 }
 
-TensorView read_columns_together(const char* name, py::handle from, DType dtype, Sizes sizes,
-                                 py::object* kept) {
-  const TensorView x = read_sizes(name, from, dtype, sizes);
+void* read_flat_if_given(const char* name, py::handle from, DType dtype, Sizes sizes,
+                         py::object* kept) {
+  return from.is_none() ? nullptr : read_flat(name, from, dtype, sizes, kept);
+}
+
+TensorView with_rows(const char* name, py::handle from, py::object* kept) {
+  const TensorView x = view_of(name, from);
   const int last = x.rank - 1;
-  if (x.stride[last] == 1 || x.size[last] == 1) return x;
-  *kept = contiguous(from);
-  return view_of(name, *kept);
+  if (last < 0 || x.stride[last] == 1 || x.size[last] <= 1) return x;
+  const bool shares = x.rank > 2 && x.stride[0] == 0;
+  *kept =
+      contiguous(shares ? from.attr("narrow")(0, 0, 1) : py::reinterpret_borrow<py::object>(from));
+  TensorView made = view_of(name, *kept);
+  if (shares) made.size[0] = x.size[0], made.stride[0] = 0;
+  return made;
 }
 
 py::object new_rows(py::handle like, int64_t width, TensorView* to) {
   const TensorView x = view_of("a tensor", like);
   const int last = x.rank - 1;
-  const auto by_rule = [&] { return py::reinterpret_borrow<py::object>(make_rows)(like, width); };
+  if (x.size[last] == width) {
+    py::object made = new_like(like, to);
+    if (to->stride[last] == 1) return made;
+  }
+  const bool is_empty = width == 0 || std::count(x.size, x.size + x.rank, 0) > 0;
   void* data;
-  py::object made = x.size[last] == width ? new_like(like, to)
-                    : x.rank == 4 && width > 0 && in_order(x)
-                        ? new_result(x.dtype, {x.size[0], x.size[1], x.size[2], width}, &data)
-                        : py::object(by_rule());
+  const py::object made = x.rank == 4 && x.has_strides_of_empty() && !is_empty
+                              ? new_result(x.dtype, {x.size[0], x.size[1], x.size[2], width}, &data)
+                              : py::handle(make_rows)(like, width);
   *to = view_of("a new tensor", made);
-  if (to->stride[last] == 1) return made;
-  made = by_rule();
-  *to = view_of("a new tensor", made);
-  return made;
-}
-
-py::object new_rows(py::handle like, int64_t width, Tensor4* to) {
-  TensorView view;
-  py::object made = new_rows(like, width, &view);
-  *to = operand_of(view);
   return made;
 }
 

@@ -5,6 +5,8 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -13,67 +15,111 @@
 
 namespace fastattn {
 
-// Fills one member. The name is interned once, so a look-up compares addresses.
-template <class Struct, class Member>
-struct Field {
-  PyObject* name;
-  Member Struct::* member;
+inline const char* module_name = "";  // in error messages
+
+// An attribute of a record.
+struct Attribute {
+  PyObject *record, *name;
+
+  // Such as "fastattn._cpu: softcap of AttentionOptions".
+  std::string place() const {
+    return std::string(module_name) + ": " + PyUnicode_AsUTF8(name) + " of " +
+           Py_TYPE(record)->tp_name;
+  }
 };
 
+inline bool succeeded(bool may_be_error) {
+  if (!may_be_error || !PyErr_Occurred()) return true;
+  PyErr_Clear();
+  return false;
+}
+
+// All return false, without an error, if the value has another type.
+inline bool convert(PyObject* value, double& to) {
+  to = PyFloat_AsDouble(value);
+  return succeeded(to == -1.0);
+}
+
+inline bool convert(PyObject* value, int64_t& to) {
+  to = PyLong_AsLongLong(value);
+  return succeeded(to == -1);
+}
+
+inline bool convert(PyObject* value, bool& to) {
+  to = value == Py_True;
+  return PyBool_Check(value);
+}
+
+inline bool convert(PyObject* value, Weights& to) {
+  int64_t number;
+  if (!convert(value, number)) return false;
+  to = static_cast<Weights>(number);
+  return true;
+}
+
+// How an attribute fills a struct: `fill(struct, value, attribute)`, false for another type. The name is
+// interned once, so a look-up compares addresses.
+template <class Fill>
+struct Field {
+  PyObject* name;
+  Fill fill;
+};
+
+template <class Fill>
+Field<Fill> field_of(const char* name, Fill fill) {
+  return {PyUnicode_InternFromString(name), fill};
+}
+
 template <class Struct, class Member>
-Field<Struct, Member> field(const char* name, Member Struct::* member) {
-  return {PyUnicode_InternFromString(name), member};
+auto field(const char* name, Member Struct::* member) {
+  return field_of(name, [=](Struct& to, PyObject* value, const Attribute&) {
+    return convert(value, to.*member);
+  });
 }
 
 // A field that may be None: a bool tells whether it has a value.
 template <class Struct>
-struct OptionalField {
-  PyObject* name;
-  bool Struct::* given;
-  int64_t Struct::* member;
-};
-
-template <class Struct>
-OptionalField<Struct> field(const char* name, bool Struct::* given, int64_t Struct::* member) {
-  return {PyUnicode_InternFromString(name), given, member};
+auto field(const char* name, bool Struct::* given, int64_t Struct::* member) {
+  return field_of(name, [=](Struct& to, PyObject* value, const Attribute&) {
+    to.*given = value != Py_None;
+    return !(to.*given) || convert(value, to.*member);
+  });
 }
 
 // An integer that kernels add to others: at most `most` in size. Larger ones are errors, except in a
 // limit, where they change nothing.
 template <class Struct>
-struct BoundedField {
-  PyObject* name;
-  int64_t Struct::* member;
-  int64_t most;
-  bool is_limit;
-};
-
-template <class Struct>
-BoundedField<Struct> position(const char* name, int64_t Struct::* member,
-                              int64_t most = kFarthest) {
-  return {PyUnicode_InternFromString(name), member, most, false};
+auto position(const char* name, int64_t Struct::* member, int64_t most = kFarthest) {
+  return field_of(name, [=](Struct& to, PyObject* value, const Attribute& attribute) {
+    const bool right = convert(value, to.*member);
+    if (right && (to.*member < -most || to.*member > most))
+      throw pybind11::value_error(attribute.place() + " must be within " + std::to_string(most) +
+                                  " of 0, got " + std::to_string(to.*member));
+    return right;
+  });
 }
 
 template <class Struct>
-BoundedField<Struct> limit(const char* name, int64_t Struct::* member) {
-  return {PyUnicode_InternFromString(name), member, 2 * kFarthest, true};
+auto limit(const char* name, int64_t Struct::* member) {
+  return field_of(name, [=](Struct& to, PyObject* value, const Attribute&) {
+    const bool right = convert(value, to.*member);
+    to.*member = std::clamp(to.*member, -2 * kFarthest, 2 * kFarthest);
+    return right;
+  });
 }
 
 // A field that is a string in Python, one of `choices`; the first is 0.
-template <class Struct, class Member, int N>
-struct ChoiceField {
-  PyObject* name;
-  Member Struct::* member;
-  PyObject* choices[N];
-};
-
 template <class Struct, class Member, class... Choices>
-ChoiceField<Struct, Member, sizeof...(Choices)> choice(const char* name, Member Struct::* member,
-                                                       Choices... choices) {
-  return {PyUnicode_InternFromString(name), member, {PyUnicode_InternFromString(choices)...}};
+auto choice(const char* name, Member Struct::* member, Choices... choices) {
+  const std::array<PyObject*, sizeof...(Choices)> names{PyUnicode_InternFromString(choices)...};
+  return field_of(name, [=](Struct& to, PyObject* value, const Attribute&) {
+    const auto* const found = std::find_if(names.begin(), names.end(), [value](PyObject* x) {
+      return PyUnicode_Check(value) && PyUnicode_Compare(value, x) == 0;
+    });
+    to.*member = static_cast<Member>(found - names.begin());
+    return found != names.end();
+  });
 }
-
-inline const char* module_name = "";  // in error messages
 
 // A record, whose attributes are read.
 class Named {
@@ -82,92 +128,36 @@ class Named {
 
   template <class Struct, class... Fields>
   void read(Struct& to, const std::tuple<Fields...>& fields) const {
-    std::apply([&](const auto&... each) { (fill(to, each), ...); }, fields);
+    const auto read_one = [&](const auto& field) {
+      const auto fill = [&](PyObject* value, const Attribute& x) {
+        return field.fill(to, value, x);
+      };
+      read_by(fill, field.name);
+    };
+    std::apply([&](const auto&... each) { (read_one(each), ...); }, fields);
+  }
+
+  // One attribute, of calls that are not short.
+  template <class T>
+  T read(const char* name) const {
+    T value;
+    const auto fill = [&](PyObject* from, const Attribute&) { return convert(from, value); };
+    read_by(fill, pybind11::str(name).ptr());
+    return value;
   }
 
  private:
-  template <class Struct, class Owner, class Member>
-  void fill(Struct& to, const Field<Owner, Member>& field) const {
-    const pybind11::object value = get(field.name);
-    if (!convert(value.ptr(), to.*field.member)) complain(field.name, value);
-  }
-
-  template <class Struct, class Owner>
-  void fill(Struct& to, const OptionalField<Owner>& field) const {
-    const pybind11::object value = get(field.name);
-    to.*field.given = !value.is_none();
-    if (to.*field.given && !convert(value.ptr(), to.*field.member)) complain(field.name, value);
-  }
-
-  template <class Struct, class Owner>
-  void fill(Struct& to, const BoundedField<Owner>& field) const {
-    const pybind11::object value = get(field.name);
-    int64_t& member = to.*field.member;
-    if (!convert(value.ptr(), member)) complain(field.name, value);
-    if (-field.most <= member && member <= field.most) return;
-    if (!field.is_limit)
-      throw pybind11::value_error(place(field.name) + " must be within " +
-                                  std::to_string(field.most) + " of 0, got " +
-                                  std::to_string(member));
-    member = member < 0 ? -field.most : field.most;
-  }
-
-  template <class Struct, class Owner, class Member, int N>
-  void fill(Struct& to, const ChoiceField<Owner, Member, N>& field) const {
-    const pybind11::object value = get(field.name);
-    for (int n = 0; n < N; ++n) {
-      if (!PyUnicode_Check(value.ptr()) || PyUnicode_Compare(value.ptr(), field.choices[n]) != 0)
-        continue;
-      to.*field.member = static_cast<Member>(n);
-      return;
+  template <class Fill>
+  void read_by(Fill fill, PyObject* name) const {
+    const Attribute attribute{from_, name};
+    const auto value = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(from_, name));
+    if (!value) {
+      PyErr_Clear();
+      throw pybind11::type_error(attribute.place() + " is missing");
     }
-    complain(field.name, value);
-  }
-
-  pybind11::object get(PyObject* name) const {
-    if (PyObject* value = PyObject_GetAttr(from_, name))
-      return pybind11::reinterpret_steal<pybind11::object>(value);
-    PyErr_Clear();
-    throw pybind11::type_error(place(name) + " is missing");
-  }
-
-  [[noreturn]] void complain(PyObject* name, const pybind11::object& value) const {
-    throw pybind11::type_error(place(name) + " cannot be " + std::string(pybind11::repr(value)));
-  }
-
-  // Such as "fastattn._cpu: softcap of AttentionOptions".
-  std::string place(PyObject* name) const {
-    return std::string(module_name) + ": " + PyUnicode_AsUTF8(name) + " of " +
-           Py_TYPE(from_)->tp_name;
-  }
-
-  // Returns false, without an error, if the value has another type.
-  static bool convert(PyObject* value, double& to) {
-    to = PyFloat_AsDouble(value);
-    return succeeded(to == -1.0);
-  }
-
-  static bool convert(PyObject* value, int64_t& to) {
-    to = PyLong_AsLongLong(value);
-    return succeeded(to == -1);
-  }
-
-  static bool convert(PyObject* value, bool& to) {
-    to = value == Py_True;
-    return PyBool_Check(value);
-  }
-
-  static bool convert(PyObject* value, Weights& to) {
-    int64_t number;
-    if (!convert(value, number)) return false;
-    to = static_cast<Weights>(number);
-    return true;
-  }
-
-  static bool succeeded(bool may_be_error) {
-    if (!may_be_error || !PyErr_Occurred()) return true;
-    PyErr_Clear();
-    return false;
+    if (!fill(value.ptr(), attribute))
+      throw pybind11::type_error(attribute.place() + " cannot be " +
+                                 std::string(pybind11::repr(value)));
   }
 
   PyObject* from_;
@@ -243,14 +233,6 @@ inline void read_encode_memory_options(const Named& from, EncodeMemoryOptions& t
   using O = EncodeMemoryOptions;
   static const auto fields =
       std::make_tuple(field("padding_idx", &O::has_padding_idx, &O::padding_idx));
-  from.read(to, fields);
-}
-
-inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
-  using O = SinusoidalOptions;
-  static const auto fields =
-      std::make_tuple(position("offset", &O::offset, kFarthestOffset), field("scale", &O::scale),
-                      field("padding_idx", &O::has_padding_idx, &O::padding_idx));
   from.read(to, fields);
 }
 

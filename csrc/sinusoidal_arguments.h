@@ -2,44 +2,86 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <cstdint>
+#include <string>
+#include <tuple>
 
-#include "arguments.h"
-#include "operands.h"
+#include "function.h"
 #include "options.h"
 
 namespace fastattn {
 
-// x [..., L, D] of at most four dimensions; positions, int64, broadcasts to [..., L], or is None.
-inline TensorView read_encoded(SinusoidalParams& p, py::handle from, py::handle positions) {
-  const TensorView x = view_of("x", from);
-  expect_dtype("x", x, kFloats);
-  if (x.rank < 2) throw py::value_error("fastattn: x must have at least two dimensions");
-  int64_t sizes[4] = {1, 1, 1, 1};
-  std::copy_n(x.size, x.rank, sizes + 4 - x.rank);
-  p.dtype = x.dtype;
-  p.B = sizes[0], p.H = sizes[1], p.L = sizes[2], p.D = sizes[3];
-  p.x = operand_of(x);
-  if (positions.is_none()) return x;
-  const TensorView at = read_broadcast("positions", positions, {p.B, p.H, p.L}, p.position_stride);
-  expect_dtype("positions", at, {kInt64});
-  p.positions = static_cast<const int64_t*>(at.data);
-  return x;
+struct EncodedTensors {
+  // [..., L, D] of at most four dimensions; int64, broadcasts to [..., L], or None
+  FASTATTN_TENSORS(x, positions)
+};
+
+// The offset is the one of the options, unless another one is given.
+inline void read_sinusoidal_options(py::handle options, py::handle offset, SinusoidalParams& p) {
+  struct Options : SinusoidalOptions {
+    int layout;
+  } asked;
+  static const auto fields =
+      std::make_tuple(choice("layout", &Options::layout, "interleaved", "tensor2tensor", "marian",
+                             "split_exponent"),
+                      field("offset", &Options::offset), field("scale", &Options::scale),
+                      field("padding_idx", &Options::has_padding_idx, &Options::padding_idx));
+  Named(options).read(asked, fields);
+  static_cast<SinusoidalOptions&>(p) = asked;
+  p.interleaved = asked.layout == 0;  // the only one whose pairs are neighbours
+  if (!offset.is_none()) p.offset = integer(offset.ptr());
+  if (p.offset < -kFarthestOffset || p.offset > kFarthestOffset)
+    throw py::value_error("fastattn: offset must be within " + std::to_string(kFarthestOffset) +
+                          " of 0, got " + std::to_string(p.offset));
 }
 
-// The result: `out`, a dense tensor of x's sizes and dtype, or a new one for None.
-inline py::object place_encoding(SinusoidalParams& p, py::handle x, const TensorView& of_x,
-                                 py::object out) {
+// The columns of fastattn/sinusoids.py: three vectors of int64 with the bits of their numbers.
+inline void read_columns(py::handle columns, SinusoidalParams& p) {
+  constexpr int64_t kMultiple = 16;  // the kernels read whole vectors
+  const int64_t readable = (p.D + kMultiple - 1) / kMultiple * kMultiple;
+  const auto given = py::reinterpret_borrow<py::tuple>(columns);
+  const auto read = [&](size_t n, int64_t least, int64_t most) {
+    const TensorView x = view_of("a column", given[n]);
+    expect_sizes("a column", x, kInt64, {x.size[0]});
+    if (!x.is_contiguous() || x.size[0] < least || x.size[0] > most)
+      throw py::value_error("fastattn: the frequencies are not those of " + std::to_string(p.D) +
+                            " columns");
+    if (n == 2) p.pairs = x.size[0];
+    return static_cast<const uint64_t*>(x.data);
+  };
+  p.frequency = read(0, readable, INT64_MAX), p.phase = read(1, readable, INT64_MAX);
+  p.pair_frequency = read(2, 0, (p.D + 1) / 2);
+}
+
+// Fills everything but the threads. The result: `out`, a dense tensor of x's sizes and dtype, or a new one
+// for None.
+inline py::object read_encoding(SinusoidalParams& p, const EncodedTensors& from, py::handle options,
+                                py::handle columns, py::handle offset, py::handle out) {
+  read_sinusoidal_options(options, offset, p);
+  const TensorView x = view_of("x", from.x);
+  expect_dtype("x", x, kFloats);
+  if (x.rank < 2) throw py::value_error("fastattn: x must have at least two dimensions");
+  const TensorView four = filled("x", x);
+  p.dtype = x.dtype;
+  p.B = four.size[0], p.H = four.size[1], p.L = four.size[2], p.D = four.size[3];
+  p.x = operand_of(x);
+  if (!from.positions.is_none()) {
+    const TensorView at =
+        read_broadcast("positions", from.positions, {p.B, p.H, p.L}, p.position_stride);
+    expect_dtype("positions", at, {kInt64});
+    p.positions = static_cast<const int64_t*>(at.data);
+  }
+  read_columns(columns, p);
   TensorView of_out;
+  auto made = py::reinterpret_borrow<py::object>(out);
   if (out.is_none()) {
-    out = new_like(x, &of_out);
+    made = new_like(from.x, &of_out);
   } else {
     of_out = view_of("out", out);
-    expect_sizes("out", of_out, of_x.dtype, of_x.size, of_x.rank);
+    expect_sizes("out", of_out, x.dtype, x.size, x.rank);
   }
   p.out = operand_of(of_out);
-  return out;
+  return made;
 }
 
 }  // namespace fastattn

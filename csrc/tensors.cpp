@@ -146,16 +146,6 @@ int64_t elements(const TensorView& x) {
   return count;
 }
 
-// Whether the strides are those of torch.empty(), of dimensions of size 1 too.
-bool has_strides_of_empty(const TensorView& x) {
-  int64_t expected = 1;
-  for (int n = x.rank - 1; n >= 0; --n) {
-    if (x.stride[n] != expected) return false;
-    expected *= std::max(x.size[n], int64_t{1});
-  }
-  return true;
-}
-
 // f(first, others by their names).
 template <int N>
 py::object call_named(PyObject* f, PyObject* const (&arguments)[N], PyObject* names) {
@@ -235,6 +225,15 @@ bool TensorView::is_contiguous() const {
   return true;
 }
 
+bool TensorView::has_strides_of_empty() const {
+  int64_t expected = 1;
+  for (int n = rank - 1; n >= 0; --n) {
+    if (stride[n] != expected) return false;
+    expected *= std::max(size[n], int64_t{1});
+  }
+  return true;
+}
+
 bool read_exact(py::handle from, TensorView* to) {
   PyTypeObject* const type = Py_TYPE(from.ptr());
   if (found.tensor == nullptr || (type != found.tensor && type != found.parameter)) return false;
@@ -285,6 +284,11 @@ py::object contiguous(py::handle tensor) {
   return made;
 }
 
+py::object converted_to(const py::object& tensor, DType dtype) {
+  if (view_of("a tensor", tensor).dtype == dtype) return tensor;
+  return tensor.attr("to")(py::handle(found.dtypes[static_cast<int>(dtype)]));
+}
+
 py::object new_like(py::handle tensor, TensorView* to) {
   auto made =
       py::reinterpret_steal<py::object>(PyObject_CallOneArg(found.empty_like, tensor.ptr()));
@@ -296,7 +300,7 @@ py::object new_like(py::handle tensor, TensorView* to) {
 py::object new_contiguous_like(py::handle tensor, void** data) {
   TensorView view;
   py::object made = new_like(tensor, &view);
-  if (!has_strides_of_empty(view)) {
+  if (!view.has_strides_of_empty()) {
     PyObject* const arguments[] = {tensor.ptr(), found.contiguous_format};
     made = call_named(found.empty_like, arguments, found.of_format);
     view = view_of("a new tensor", made);

@@ -27,6 +27,7 @@ struct TensorView {
 
   bool has_sizes(std::initializer_list<int64_t> sizes) const;
   bool is_contiguous() const;
+  bool has_strides_of_empty() const;  // those of torch.empty(), of dimensions of size 1 too
 };
 
 // Reads tensors of this module, `torch`, from here on, that are on the CPU or on GPUs: `device` is "cpu"
@@ -64,5 +65,22 @@ pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, v
 // The same of float32, float64 or int64, in two thirds of the time where there is the interface for the
 // CPU, but PyTorch cannot resize it.
 pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** data);
+
+template <class T>
+pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
+  void* made;
+  pybind11::object result = new_result(dtype, sizes, &made);
+  *data = static_cast<T*>(made);
+  return result;
+}
+template <class T>
+pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
+  void* made;
+  pybind11::object result = new_buffer(dtype, sizes, &made);
+  *data = static_cast<T*>(made);
+  return result;
+}
+// tensor.to(dtype); the tensor itself if it has this dtype.
+pybind11::object converted_to(const pybind11::object& tensor, DType dtype);
 
 }  // namespace fastattn

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative, is_placeholder
-from fastattn.eager import runs_eagerly
+from fastattn.eager import nothing_watches
 
 if TYPE_CHECKING:
     from fastattn.library import Operator
@@ -107,14 +107,17 @@ class Gradient:
                 return results[0]
             return results[: operator.returns] if keeps else results
 
+        def runs_natively(*grads: Tensor | None) -> Any:
+            return nothing_watches() and load("cpu").are_plain(*grads)  # type: ignore[union-attr]
+
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             taken = take(grads)
-            if torch.is_grad_enabled() or not runs_eagerly(*grads) or not _any(taken):
+            if torch.is_grad_enabled() or not runs_natively(*taken) or not _any(taken):
                 return self.derive(ctx, *grads)
             return derived(ctx, *taken)
 
         def backward_of_first(ctx: Any, grad: Tensor | None) -> Any:
-            if grad is None or torch.is_grad_enabled() or not runs_eagerly(grad):
+            if grad is None or torch.is_grad_enabled() or not runs_natively(grad):
                 return self.derive(ctx, grad, *none)
             return derived(ctx, grad, *missing)
 

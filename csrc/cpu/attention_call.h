@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <limits>
+#include <numeric>
 #include <vector>
 
 #include "../attention_arguments.h"
@@ -16,7 +18,7 @@ namespace fastattn {
 // to PyTorch's settings costs calls on vectors nothing.
 inline bool reduces(const AttentionParams& p) {
   return p.dtype == DType::f32 && pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D) && on_tiles(DType::f32) &&
-         rule_of_rounding()().cast<bool>();
+         may_round();
 }
 
 inline void read_mask_program(py::handle program, AttentionParams& p, std::vector<MaskStep>& steps,
@@ -25,6 +27,23 @@ inline void read_mask_program(py::handle program, AttentionParams& p, std::vecto
   int64_t count = 0;
   const int32_t* words = read_words("mask_program", program, &count);
   read_mask_program(words, count, p, steps, packed);
+}
+
+constexpr double kZero = 0;
+
+// Kernels read a gradient of zeros where there is none.
+inline void complete(Tensor4& grad_out) {
+  if (grad_out.data == nullptr) grad_out.data = const_cast<double*>(&kZero);
+}
+
+// The gradient of a sink from rows without keys, whose lse is the sink.
+inline double from_rows_without_keys(const AttentionParams& p, int64_t b, int64_t h,
+                                     const double* grad_lse, int64_t rows) {
+  const int64_t at = b * p.sinks_stride[0] + h * p.sinks_stride[1];
+  const double sink = p.dtype == DType::f64 ? static_cast<const double*>(p.sinks)[at]
+                                            : static_cast<const float*>(p.sinks)[at];
+  const bool is_none = sink == -std::numeric_limits<double>::infinity();
+  return is_none ? 0.0 : std::accumulate(grad_lse, grad_lse + rows, 0.0);
 }
 
 // The gradient of sinks, new, of their sizes, from those of the sequences [B, Hq]: the sum over the

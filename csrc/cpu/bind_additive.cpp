@@ -1,16 +1,11 @@
 // Additive attention as Python calls it: tensors in, tensors out.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <tuple>
 
-#include "../attention_arguments.h"
-#include "../options.h"
+#include "attention_call.h"
 #include "kernel_table.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
@@ -18,43 +13,22 @@ namespace {
 // The arguments of a call, and the copies that they point to.
 struct AdditiveCall : AdditiveParams {
   AdditiveVectors vectors;
+
+  AdditiveCall(py::handle options, const AdditiveTensors& from) : AdditiveParams{} {
+    read_additive(attention, vectors, options, from);
+    vector = vectors.v, bias = vectors.bias;
+    attention.threads = threads();
+    attention.seed = read_seed(from.seed);
+  }
 };
 
-void read_additive_call(AdditiveCall& x, const py::object& options, const AdditiveTensors& from) {
-  AttentionParams& p = x.attention;
-  AdditiveOptions asked;
-  read_additive_options(Named(options), asked);
-  p.window_right = asked.causal ? 0 : -1;
-  p.dropout_p = asked.dropout_p;
-  read_additive(p, x.vectors, from);
-  x.vector = x.vectors.v, x.bias = x.vectors.bias;
-  p.threads = threads();
-  p.seed = read_seed(from.seed);
-}
-
 // (out, weights or None), new.
-py::tuple additive_attention(const py::object& options, py::handle query, py::handle key,
-                             py::handle value, py::handle v, py::handle bias, py::handle attn_mask,
-                             py::handle seed) {
-  static const auto fields = std::make_tuple(field("weights", &AdditiveParams::wants_weights));
-  AdditiveCall x{};
-  AttentionParams& p = x.attention;
-  read_additive_call(x, options, {query, key, value, v, bias, attn_mask, seed});
-  Named(options).read(x, fields);
-  void* data;
-  const py::object out = p.D == p.Dv ? new_contiguous_like(query, &data)
-                                     : new_result(p.dtype, {p.B, p.Lq, p.Dv}, &data);
-  p.out = headless(data, p.Lq, p.Dv);
-  py::object weights = py::none();
-  if (x.wants_weights) {
-    weights = new_result(p.dtype, {p.B, p.Lq, p.Lk}, &data);
-    p.applied = headless(data, p.Lq, p.Lk);
-  }
-  {
-    py::gil_scoped_release release;
-    kernels(p.dtype).additive_forward(x);
-  }
-  return py::make_tuple(out, weights);
+py::tuple additive_attention(const AdditiveTensors& x, py::handle options) {
+  AdditiveCall call(options, x);
+  call.wants_weights = call.vectors.returns_weights;
+  const py::tuple results = new_additive_results(call.attention, call.wants_weights, x.query);
+  without_gil([&] { kernels(call.attention.dtype).additive_forward(call); });
+  return results;
 }
 
 // The gradient of the mask, new and in the type that sums it: that of the scores, or their sum where
@@ -78,7 +52,6 @@ py::object new_grad_mask(AdditiveCall& x, py::handle attn_mask, py::object* scor
 // queries.
 void run_backward(AdditiveParams& x) {
   constexpr int64_t kMostChunks = 8, kChunkRows = 128;
-  py::gil_scoped_release release;
   const AttentionParams& p = x.attention;
   const int64_t step = kMostChunks * kChunkRows;
   x.chunk_rows = std::max<int64_t>(1, (p.Lq + step - 1) / step) * kChunkRows;
@@ -91,40 +64,27 @@ void run_backward(AdditiveParams& x) {
   kernels(p.dtype).additive_backward(x);
 }
 
-// The gradients, new: of query, key and value, and in the accumulator's dtype of v and of bias, or
-// None without it; of attn_mask only where the options ask for it, in the type that sums it.
-py::tuple additive_attention_backward(const py::object& options, py::handle grad_out,
-                                      py::handle grad_weights, py::handle query, py::handle key,
-                                      py::handle value, py::handle v, py::handle bias,
-                                      py::handle attn_mask, py::handle seed) {
-  static constexpr double kZero = 0;
-  struct Asked {
-    bool needs_mask_grad;
-  };
-  static const auto fields = std::make_tuple(field("needs_mask_grad", &Asked::needs_mask_grad));
-  Asked asked;
-  Named(options).read(asked, fields);
-  AdditiveCall x{};
-  AttentionParams& p = x.attention;
-  const AdditiveTensors tensors{query, key, value, v, bias, attn_mask, seed};
-  read_additive_call(x, options, tensors);
-  p.grad_out.data = const_cast<double*>(&kZero);
-  read_additive_gradients(p, grad_out, grad_weights);
-  const py::tuple grads = new_additive_gradients(p, tensors);
-  const py::handle wide_v = x.vectors.copies[0] ? x.vectors.copies[0] : v;
-  const py::object of_v = new_contiguous_like(wide_v, &x.grad_vector);
-  py::object of_bias = py::none(), of_mask = py::none(), scores;
-  if (!bias.is_none()) of_bias = new_contiguous_like(wide_v, &x.grad_bias);
-  if (asked.needs_mask_grad) of_mask = new_grad_mask(x, attn_mask, &scores);
-  run_backward(x);
-  return py::make_tuple(grads[0], grads[1], grads[2], of_v, of_bias, of_mask);
+// The gradients, new: of query, key, value, v, bias and attn_mask; None without them, and that of the
+// mask only where the options ask for it.
+py::tuple additive_attention_backward(const AdditiveGradTensors& x, py::handle options) {
+  AdditiveCall call(options, x.of_forward());
+  AttentionParams& p = call.attention;
+  read_additive_gradients(p, x);
+  complete(p.grad_out);
+  py::tuple made = new_additive_gradients(p, x);
+  const py::object& copy = call.vectors.copies[0];
+  const py::handle wide_v = copy ? py::handle(copy) : x.v;
+  made[3] = new_contiguous_like(wide_v, &call.grad_vector);
+  if (!x.bias.is_none()) made[4] = new_contiguous_like(wide_v, &call.grad_bias);
+  py::object scores;
+  if (Named(options).read<bool>("needs_mask_grad"))
+    made[5] = new_grad_mask(call, x.attn_mask, &scores);
+  without_gil([&] { run_backward(call); });
+  const py::handle of[] = {x.v, x.bias, x.attn_mask};
+  for (size_t n = 0; n < 3; ++n)
+    if (!made[3 + n].is_none()) made[3 + n] = gradient_of(of[n], made[3 + n]);
+  return made;
 }
 
 }  // namespace
-
-void bind_additive(py::module_& m) {
-  m.def("additive_attention", &additive_attention);
-  m.def("additive_attention_backward", &additive_attention_backward);
-}
-
 }  // namespace fastattn

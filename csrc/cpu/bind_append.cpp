@@ -1,6 +1,4 @@
 // Appending to a cache as Python calls it: tensors in, tensors out.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
@@ -10,8 +8,6 @@
 #include "../options.h"
 #include "cache_call.h"
 #include "kernel_table.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
@@ -72,9 +68,8 @@ void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64
 }
 
 // The tables of angles, and the queries that they rotate; the result is new.
-py::object read_rotation(AppendParams& p, py::handle rotary_cos, py::handle rotary_sin,
-                         py::handle query) {
-  const TensorView cos = view_of("rotary_cos", rotary_cos), q = view_of("query", query);
+py::object read_rotation(AppendParams& p, const AppendTensors& from) {
+  const TensorView cos = view_of("rotary_cos", from.rotary_cos), q = view_of("query", from.query);
   expect_dtype("rotary_cos", cos, {p.dtype, DType::f32});
   p.rotary_rows = cos.size[0], p.rotary_pairs = cos.size[1];
   const auto table = [](const TensorView& x) {
@@ -83,36 +78,30 @@ py::object read_rotation(AppendParams& p, py::handle rotary_cos, py::handle rota
   expect_sizes("rotary_cos", cos, cos.dtype, {p.rotary_rows, p.rotary_pairs});
   p.rotary_cos = table(cos);
   p.rotary_sin =
-      table(read_sizes("rotary_sin", rotary_sin, cos.dtype, {p.rotary_rows, p.rotary_pairs}));
+      table(read_sizes("rotary_sin", from.rotary_sin, cos.dtype, {p.rotary_rows, p.rotary_pairs}));
   p.tables_are_f32 = cos.dtype == DType::f32;
   p.Hq = q.size[1], p.Lq = q.size[2];
   expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});
   p.query = operand_of(q);
   expect(p.Lq <= p.L, "each query must be of a new token");
-  return new_rows(query, p.D, &p.rotated);
+  return new_rows(from.query, p.D, dense, &p.rotated);
 }
 
 // The rotated queries, new, or None without tables.
-py::object append_to_cache(const py::object& options, py::handle key_cache, py::handle value_cache,
-                           py::handle key, py::handle value, py::handle cache_seqlens,
-                           py::handle block_table, py::handle cache_batch_idx,
-                           py::handle rotary_cos, py::handle rotary_sin,
-                           py::handle rotary_positions, py::handle query, py::handle key_scales,
-                           py::handle value_scales, py::handle cache_leftpad) {
-  const TensorView k = view_of("key", key);
+py::object append_to_cache(const AppendTensors& x, py::handle options) {
+  const TensorView k = view_of("key", x.key);
   expect_dtype("key", k, kFloats);
   expect_sizes("key", k, k.dtype, {k.size[0], k.size[1], k.size[2], k.size[3]});  // of four
   CacheCall t{};
   AttentionParams& all = t.attention;
   all.dtype = k.dtype, all.B = k.size[0];
-  read_cache(t, {key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad,
-                 key_scales, value_scales});
+  read_cache(t, x);
   AppendParams p{};
   p.dtype = k.dtype, p.threads = threads();
   p.B = all.B, p.Hkv = all.Hkv, p.L = k.size[2], p.D = all.D, p.Dv = all.Dv;
   expect_sizes("key", k, p.dtype, {p.B, p.Hkv, p.L, p.D});
   p.key = operand_of(k);
-  p.value = operand_of(read_sizes("value", value, p.dtype, {p.B, p.Hkv, p.L, p.Dv}));
+  p.value = operand_of(read_sizes("value", x.value, p.dtype, {p.B, p.Hkv, p.L, p.Dv}));
   p.key_cache = all.k, p.value_cache = all.v;
   p.key_scales = all.k_scales, p.value_scales = all.v_scales, p.float8 = all.float8;
   const bool one_scale =
@@ -131,14 +120,13 @@ py::object append_to_cache(const py::object& options, py::handle key_cache, py::
   t.k_lengths = lengths.data();
   check_cache(t);
   check_appended_rows(t, p.L);
-  py::object rotated = py::none(), kept;
+  py::object rotated = none(), kept;
   std::vector<int64_t> positions;
-  if (!rotary_cos.is_none()) {
+  if (!x.rotary_cos.is_none()) {
     read_append_options(Named(options), p);
-    rotated = read_rotation(p, rotary_cos, rotary_sin, query);
-    if (!rotary_positions.is_none())
-      p.positions = static_cast<const int64_t*>(
-          read_flat("rotary_positions", rotary_positions, kInt64, {p.B, p.L}, &kept));
+    rotated = read_rotation(p, x);
+    p.positions = static_cast<const int64_t*>(
+        read_flat_if_given("rotary_positions", x.rotary_positions, kInt64, {p.B, p.L}, &kept));
     read_positions(p, t, positions);
   }
   const std::vector<CacheRow> rows = rows_of(t, p.L);
@@ -146,11 +134,7 @@ py::object append_to_cache(const py::object& options, py::handle key_cache, py::
   static_cast<CachePlaces&>(p) = places_of(t);
   std::vector<float> new_scales(t.cache.quantised ? static_cast<size_t>(2 * p.B * p.L * p.Hkv) : 0);
   p.new_scales = new_scales.data();
-  AppendFault fault;
-  {
-    py::gil_scoped_release release;
-    fault = kernels(p.dtype).append_to_cache(p);
-  }
+  const AppendFault fault = without_gil([&] { return kernels(p.dtype).append_to_cache(p); });
   const auto range = [&] {
     return std::string(" must be finite to be quantised, and its elements at most ") +
            (p.float8 ? "5.9e38" : "4.3e40") + ", got inf, NaN or more";
@@ -165,7 +149,4 @@ py::object append_to_cache(const py::object& options, py::handle key_cache, py::
 }
 
 }  // namespace
-
-void bind_append(py::module_& m) { m.def("append_to_cache", &append_to_cache); }
-
 }  // namespace fastattn

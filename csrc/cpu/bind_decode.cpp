@@ -1,6 +1,4 @@
 // Attention with a cache as Python calls it: tensors in, tensors out.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -12,8 +10,6 @@
 #include "mask_program.h"
 #include "memory.h"
 #include "sequences.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
@@ -46,11 +42,7 @@ void gather(CacheCall& t, DType dtype) {
     expect_to_fill(p.keys, static_cast<size_t>(column_bytes * p.D));
     expect_to_fill(p.values, static_cast<size_t>(column_bytes * p.Dv));
   }
-  bool right;
-  {
-    py::gil_scoped_release release;
-    right = kernels(p.dtype).gather_rows(p);
-  }
+  const bool right = without_gil([&] { return kernels(p.dtype).gather_rows(p); });
   if (!right) complain_of_scales(t, p.Hkv, p.key_scales, p.value_scales, p.float8);
   all.k = {p.keys, {p.Hkv * p.N * p.D, p.N * p.D, p.D, 1}};
   all.v = {p.values, {p.Hkv * p.N * p.Dv, p.N * p.Dv, p.Dv, 1}};
@@ -59,14 +51,11 @@ void gather(CacheCall& t, DType dtype) {
   t.block_table = nullptr, t.k_batch = nullptr;
 }
 
-py::tuple gather_rows(int dtype, py::handle key_cache, py::handle value_cache,
-                      py::handle key_scales, py::handle value_scales, py::handle lengths,
-                      py::handle block_table, py::handle entries, py::handle leftpad) {
+py::tuple gather_rows(const GatherTensors& x, int dtype) {
   CacheCall t{};
   t.attention.dtype = static_cast<DType>(dtype), t.attention.threads = threads();
-  t.attention.B = view_of("cache_seqlens", lengths).size[0];
-  read_cache(t, {key_cache, value_cache, lengths, block_table, entries, leftpad, key_scales,
-                 value_scales});
+  t.attention.B = view_of("cache_seqlens", x.cache_seqlens).size[0];
+  read_cache(t, x);
   check_cache(t);
   gather(t, t.attention.dtype);
   return py::make_tuple(t.gathered[0], t.gathered[1]);
@@ -142,48 +131,35 @@ void stack(CacheCall& t) {
   p.window_left = p.window_right = -1;
 }
 
-// (out, lse), new. The queries of a quantised cache become float32 where its rows are read in place, and
-// so is out then.
-py::tuple decode_attention(const py::object& options, py::handle query, py::handle key_cache,
-                           py::handle value_cache, py::handle cache_seqlens, py::handle block_table,
-                           py::handle cache_batch_idx, py::handle alibi_slopes, py::handle sinks,
-                           py::handle relative_bias, py::handle mask_program,
-                           py::handle cache_leftpad, py::handle key_scales,
-                           py::handle value_scales) {
+// (out, lse), new.
+py::tuple decode_attention(const DecodeTensors& x, py::handle options) {
   CacheCall t{};
   AttentionParams& p = t.attention;
   read_decode_options(Named(options), p);
-  const TensorView q = view_of("query", query);
-  expect_dtype("query", q, kFloats);
-  p.dtype = q.dtype, p.threads = threads();
-  p.B = q.size[0], p.Hq = q.size[1], p.Lq = q.size[2];
-  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, q.size[3]});  // of four dimensions
-  read_cache(t, {key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad,
-                 key_scales, value_scales});
-  expect_sizes("query", q, p.dtype, {p.B, p.Hq, p.Lq, p.D});
-  if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
+  p.threads = threads();
+  read_queries(p, x.query, [&] { read_cache(t, x); });
   check_cache(t);
 
-  const py::object wide =
-      t.cache.quantised ? widen(t, query) : py::reinterpret_borrow<py::object>(query);
-  p.q = operand_of(view_of("query", wide));
+  const DType dtype = p.dtype;
+  // float32 where the rows of a quantised cache are read in place, and so is out then.
+  py::object wide = py::reinterpret_borrow<py::object>(x.query);
+  if (t.cache.quantised) {
+    wide = widen(t, x.query);
+    p.q = operand_of(view_of("query", wide));
+  }
   int64_t positions = 0;
-  const py::none none;
-  read_biases(p, {none, alibi_slopes, none, sinks, relative_bias, none, mask_program}, &positions,
-              &t.table);
-  const bool of_one_head = !mask_program.is_none() || !relative_bias.is_none();
+  read_biases(p, x.biases(), &positions, &t.table);
+  const bool of_one_head = !x.mask_program.is_none() || !x.relative_bias.is_none();
   const bool stacked = !of_one_head && stacks(t);
   const bool on_tiles = has_dense_rows(p) && runs_on_tiles(p, of_one_head);
   if (t.block_table != nullptr && !t.cache.quantised && !on_tiles &&
       (stacked || !reads_in_place(p, kMostRows)))
     gather(t, p.dtype);
   check_table(t);
-  read_mask_program(mask_program, p, t.steps);
+  read_mask_program(x.mask_program, p, t.steps);
 
-  const py::object out = new_rows(wide, p.Dv, &p.out);
-  void* data;
-  const py::object lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &data);
-  p.lse = static_cast<double*>(data);
+  const py::object out = new_rows(wide, p.Dv, dense, &p.out),
+                   lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &p.lse);
   if (stacked) stack(t);
   t.bottom_right = true;
   t.lse_stride = p.Lq;
@@ -191,20 +167,10 @@ py::tuple decode_attention(const py::object& options, py::handle query, py::hand
   p.wrong_scales = &wrong_scales;
   t.sequence_order = order_of_work(t);
   t.order = t.sequence_order.data();
-  {
-    py::gil_scoped_release release;
-    kernels(p.dtype).attention_sequences_forward(t);
-  }
+  without_gil([&] { kernels(p.dtype).attention_sequences_forward(t); });
   if (wrong_scales != 0) complain_of_scales(t, p.Hkv, p.k_scales, p.v_scales, p.float8);
-  return py::make_tuple(out, lse);
+  return py::make_tuple(p.dtype == dtype ? out : converted_to(out, dtype), lse);
 }
 
 }  // namespace
-
-void bind_decode(py::module_& m) {
-  m.def("decode_attention", &decode_attention);
-  m.def("decodes_on_tiles", &heads_decode_on_tiles);
-  m.def("gather_rows", &gather_rows);
-}
-
 }  // namespace fastattn

@@ -1,15 +1,11 @@
 // The encoding of memories as Python calls it: tensors in, tensors out. The tokens are row indices of a
 // table, so they are checked here, before a kernel reads anything.
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <string>
 
 #include "../encode_memory_arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
@@ -51,54 +47,43 @@ struct EncodeMemoryCall : EncodeMemoryParams, EncodingCall {};
 
 // The memories [R, B, G, N, D], new; [B, G, N, D] if tokens [B, N, J] and the tables are without R, [B, N, D]
 // if the tables are without G, too.
-py::object encode_memory(const py::object& options, py::handle tokens, py::handle weight,
-                         py::handle factors, py::handle temporal) {
+py::object encode_memory(const EncodingTensors& x, py::handle options) {
   EncodeMemoryCall p{};
-  const int rank = read_encoding(p, p, options, tokens, weight, factors, temporal);
+  read_encoding(p, p, options, x);
   p.threads = threads();
-  py::object out = rank == 4   ? new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out)
-                   : rank == 3 ? new_result(p.dtype, {p.B, p.G, p.N, p.D}, &p.out)
-                               : new_result(p.dtype, {p.B, p.N, p.D}, &p.out);
-  {
-    py::gil_scoped_release release;
+  const py::object out = p.rank == 4   ? new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out)
+                         : p.rank == 3 ? new_result(p.dtype, {p.B, p.G, p.N, p.D}, &p.out)
+                                       : new_result(p.dtype, {p.B, p.N, p.D}, &p.out);
+  without_gil([&] {
     check_tokens(p);
     const int64_t elements = p.R * p.B * p.G * p.N * p.D;
     expect_to_fill(p.out, static_cast<size_t>(elements * element_bytes(p.dtype)));
     kernels(p.dtype).encode_memory(p);
-  }
+  });
   return out;
 }
 
-// The gradients of weight, and of temporal or None, new, in the accumulator's dtype. grad is as the
-// memories.
-py::tuple encode_memory_backward(const py::object& options, py::handle grad, py::handle tokens,
-                                 py::handle factors) {
+// The gradients of weight, and of temporal or None, new. grad_out is as the memories.
+py::tuple encode_memory_backward(const EncodingGradTensors& x, py::handle options) {
   EncodeMemoryCall p{};
-  const int rank = read_encoding_gradient(p, p, options, grad, tokens, factors);
-  const bool has_models = rank == 5, has_tables = rank >= 4;
+  read_encoding_gradient(p, p, options, x);
   p.threads = threads();
   const auto new_table = [&](int64_t rows, void** data) {
     const DType wide = accumulator(p.dtype);
-    if (has_models) return new_result(wide, {p.R, p.G, rows, p.D}, data);
-    return has_tables ? new_result(wide, {p.G, rows, p.D}, data)
-                      : new_result(wide, {rows, p.D}, data);
+    return p.rank == 5   ? new_result(wide, {p.R, p.G, rows, p.D}, data)
+           : p.rank == 4 ? new_result(wide, {p.G, rows, p.D}, data)
+                         : new_result(wide, {rows, p.D}, data);
   };
   const py::object of_weight = new_table(p.V, &p.grad_weight);
-  py::object of_temporal = py::none();
+  py::object of_temporal = none();
   if (p.has_temporal) of_temporal = new_table(p.N, &p.grad_temporal);
-  {
-    py::gil_scoped_release release;
+  without_gil([&] {
     check_tokens(p);
     kernels(p.dtype).encode_memory_backward(p);
-  }
-  return py::make_tuple(of_weight, of_temporal);
+  });
+  if (p.has_temporal) of_temporal = converted_to(of_temporal, p.dtype);
+  return py::make_tuple(converted_to(of_weight, p.dtype), of_temporal);
 }
 
 }  // namespace
-
-void bind_encode_memory(py::module_& m) {
-  m.def("encode_memory", &encode_memory);
-  m.def("encode_memory_backward", &encode_memory_backward);
-}
-
 }  // namespace fastattn

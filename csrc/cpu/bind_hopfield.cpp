@@ -1,7 +1,5 @@
 // Hopfield retrieval as Python calls it: tensors in, tensors out. Its steps are hops without the old
 // state, u' = o, and run on the kernels of memory hops.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -12,8 +10,6 @@
 #include "../memory_hops_arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
@@ -26,7 +22,7 @@ constexpr int64_t kRound = 256;
 struct Retrieval : MemoryHopsParams, RetrievalCall {
   std::vector<int64_t> own_taken;  // [G, Q]
 
-  Retrieval(const py::object& options, const Patterns& from, bool is_search) : MemoryHopsParams{} {
+  Retrieval(py::handle options, const Patterns& from, bool is_search) : MemoryHopsParams{} {
     read_retrieval(*this, *this, options, from, is_search);
     threads = fastattn::threads();
   }
@@ -35,8 +31,26 @@ struct Retrieval : MemoryHopsParams, RetrievalCall {
 };
 
 void take_steps(const Retrieval& p) {
-  py::gil_scoped_release release;
-  kernels(p.dtype).memory_hops_forward(p);
+  without_gil([&] { kernels(p.dtype).memory_hops_forward(p); });
+}
+
+// Whether the backward pass differentiates all steps.
+bool unrolls(py::handle options) {
+  struct Gradient {
+    int kind;
+  } gradient;
+  static const auto fields =
+      std::make_tuple(choice("grad", &Gradient::kind, "unroll", "implicit", "one_step"));
+  Named(options).read(gradient, fields);
+  return gradient.kind == 0;
+}
+
+// [G, Q, K + 1, D] and [G, Q, K, 2]
+py::tuple new_steps(Retrieval& p) {
+  const DType acc = accumulator(p.dtype);
+  const py::object trace = new_buffer(acc, {p.B, p.Q, p.K + 1, p.D}, &p.trace),
+                   stats = new_buffer(acc, {p.B, p.Q, p.K, 2}, &p.stats);
+  return py::make_tuple(trace, stats);
 }
 
 // Rounds of steps until every query rests or has taken as many as it may.
@@ -52,39 +66,35 @@ void search_until_rest(Retrieval& p) {
   }
 }
 
-// (xi, taken, states, stats), new. `taken`, of state's sizes but the last, is negative where a query does
-// not rest; `states` are the last two of each query, [G, Q, 2, D], and stats None. A call that `keeps`
-// its steps for the backward pass, as many as it may take, returns all of both: [G, Q, K + 1, D] and
-// [G, Q, K, 2].
-py::tuple hopfield_retrieve(const py::object& options, py::handle state, py::handle stored,
-                            py::handle keys, py::handle mask, py::handle bias, bool keeps) {
-  Retrieval p(options, {state, stored, keys, mask, bias}, true);
-  const DType acc = accumulator(p.dtype);
-  void* data;
-  const py::object xi = new_contiguous_like(p.read(0, state), &p.out);
-  const TensorView of_state = view_of("state", state);
+// (xi, taken, ends), new. `taken`, of state's sizes but the last, is negative where a query does not
+// rest; `ends` are the last two states of each query, [G, Q, 2, D]. A call that `keeps` also returns
+// (trace, stats), all states and their statistics, or None where the backward pass does not read them or
+// there may be many steps.
+py::tuple hopfield_retrieve(const Patterns& x, py::handle options, bool keeps) {
+  constexpr int64_t kFewSteps = 4;
+  Retrieval p(options, x, true);
+  const py::object xi = new_contiguous_like(p.read(0, x.state), &p.out);
+  const TensorView of_state = view_of("state", x.state);
   const int64_t* n = of_state.size;
-  const py::object taken = of_state.rank == 4 ? new_buffer(kInt64, {n[0], n[1], n[2]}, &data)
-                                              : new_buffer(kInt64, {n[0], n[1]}, &data);
-  p.taken = static_cast<int64_t*>(data);
+  const py::object taken = of_state.rank == 4 ? new_buffer(kInt64, {n[0], n[1], n[2]}, &p.taken)
+                                              : new_buffer(kInt64, {n[0], n[1]}, &p.taken);
   std::fill_n(p.taken, p.queries(), 0);
-  if (keeps) {
-    expect(p.steps_max > 0 && p.together == 1,
-           "only a limited number of steps of queries that stop alone can be kept");
+  if (keeps && p.together == 1 && p.steps_max > 0 && p.steps_max <= kFewSteps && unrolls(options)) {
     p.K = p.steps_max, p.keep = true;
-    const py::object states = new_buffer(acc, {p.B, p.Q, p.K + 1, p.D}, &p.trace),
-                     stats = new_buffer(acc, {p.B, p.Q, p.K, 2}, &p.stats);
+    const py::tuple steps = new_steps(p);
     take_steps(p);
-    return py::make_tuple(xi, taken, states, stats);
+    const py::object ends = steps[0].attr("narrow")(2, p.K - 1, 2);
+    return py::make_tuple(xi, taken, ends, steps[0], steps[1]);
   }
-  const py::object states = new_buffer(acc, {p.B, p.Q, 2, p.D}, &p.trace);
+  const py::object ends = new_buffer(accumulator(p.dtype), {p.B, p.Q, 2, p.D}, &p.trace);
   const auto pairs = static_cast<size_t>(2 * p.queries());
   const std::unique_ptr<double[]> stats(new double[pairs]);
   std::unique_ptr<double[]> moved;
   if (p.together > 1) moved.reset(new double[pairs]);
   p.stats = stats.get(), p.moved = moved.get();
   search_until_rest(p);
-  return py::make_tuple(xi, taken, states, py::none());
+  if (keeps) return py::make_tuple(xi, taken, ends, none(), none());
+  return py::make_tuple(xi, taken, ends);
 }
 
 // Contiguous: of a copy, which `copy` owns, if the tensor is not.
@@ -110,82 +120,51 @@ void read_taken(py::handle from, Retrieval& p) {
   p.taken = p.own_taken.data();
 }
 
-// (states [G, Q, most + 1, D], stats [G, Q, most, 2]), new: each query takes its own steps again.
-py::tuple hopfield_steps(const py::object& options, py::handle state, py::handle stored,
-                         py::handle keys, py::handle mask, py::handle bias, py::handle taken,
-                         int64_t most) {
-  Retrieval p(options, {state, stored, keys, mask, bias}, false);
+// (trace, stats), new: each query takes its own steps again.
+py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t most) {
+  Retrieval p(options, x.patterns(), false);
   if (most <= 0) throw py::value_error("fastattn: the number of steps must be positive");
   p.K = most;
-  read_taken(taken, p);
-  const DType acc = accumulator(p.dtype);
-  const py::object states = new_buffer(acc, {p.B, p.Q, p.K + 1, p.D}, &p.trace),
-                   stats = new_buffer(acc, {p.B, p.Q, p.K, 2}, &p.stats);
+  read_taken(x.taken, p);
+  py::tuple steps = new_steps(p);
   const auto bytes = static_cast<size_t>(p.queries() * p.D * element_bytes(p.dtype));
   const std::unique_ptr<char[]> xi(new char[bytes]);
   p.out = xi.get();
   take_steps(p);
-  return py::make_tuple(states, stats);
-}
-
-// What the backward pass reads of the steps.
-void read_steps(py::handle states, py::handle stats, Retrieval& p, py::object* copies) {
-  const DType acc = accumulator(p.dtype);
-  const TensorView x = read_contiguous("states", states, &copies[0]),
-                   y = read_contiguous("stats", stats, &copies[1]);
-  p.K = std::max(x.size[2] - 1, int64_t{1});
-  expect_sizes("states", x, acc, {p.B, p.Q, p.K + 1, p.D});
-  expect_sizes("stats", y, acc, {p.B, p.Q, p.K, 2});
-  p.trace = x.data, p.stats = y.data;
+  return steps;
 }
 
 // The gradients, new: of state; of what it is compared with; of stored if that is another; and of the
 // scores, [G, Q, K, N], before they are summed to the bias. Those that `needed` does not ask for are
 // None, see HopfieldBackwardOptions, except that of state.
-py::tuple hopfield_backward(const py::object& options, py::handle grad_xi, py::handle state,
-                            py::handle stored, py::handle keys, py::handle mask, py::handle bias,
-                            py::handle taken, py::handle states, py::handle stats, int64_t needed) {
-  constexpr int64_t kOfStored = 2, kOfKeys = 4, kOfBias = 8;
-  Retrieval p(options, {state, stored, keys, mask, bias}, false);
+py::tuple hopfield_backward(const StepGradTensors& x, py::handle options, int64_t needed) {
+  constexpr int64_t kOfBias = 8;
+  Retrieval p(options, x.patterns(), false);
   py::object copies[3];
-  read_steps(states, stats, p, copies);
-  read_taken(taken, p);
-  const TensorView of_xi = read_groups("grad_xi", grad_xi, false, &copies[2]);
+  const DType acc = accumulator(p.dtype);
+  const TensorView trace = read_contiguous("trace", x.trace, &copies[0]),
+                   stats = read_contiguous("stats", x.stats, &copies[1]);
+  p.K = std::max(trace.size[2] - 1, int64_t{1});
+  expect_sizes("trace", trace, acc, {p.B, p.Q, p.K + 1, p.D});
+  expect_sizes("stats", stats, acc, {p.B, p.Q, p.K, 2});
+  p.trace = trace.data, p.stats = stats.data;
+  read_taken(x.taken, p);
+  const TensorView of_xi = read_groups("grad_xi", x.grad_xi, false, &copies[2]);
   expect_sizes("grad_xi", of_xi, p.dtype, {p.B, p.Q, p.D});
   p.grad_out = {of_xi.data, {of_xi.stride[0], of_xi.stride[1], 0, of_xi.stride[2]}};
 
-  const bool nothing = p.queries() == 0;  // the kernel writes nothing then
-  const auto new_gradient = [&](py::handle of, void** data) {
-    py::object made = new_contiguous_like(of, data);
-    if (nothing) made.attr("zero_")();
-    return made;
-  };
-  const bool has_keys = !keys.is_none();
-  const py::object grad_state = new_gradient(p.read(0, state), &p.grad_query);
-  py::object grad_compared = py::none(), grad_stored = py::none(), grad_scores = py::none();
-  if ((needed & (has_keys ? kOfStored | kOfKeys : kOfStored)) != 0) {
-    const py::handle of_stored = p.read(1, stored);
-    grad_compared = new_gradient(has_keys ? p.read(2, keys) : of_stored, &p.grad_in);
-    if (has_keys) grad_stored = new_gradient(of_stored, &p.grad_out_memory);
-  }
-  if ((needed & kOfBias) != 0 && !bias.is_none())
-    grad_scores = new_zeros(accumulator(p.dtype), {p.B, p.Q, p.K, p.N}, &p.grad_scores);
-  {
-    py::gil_scoped_release release;
+  py::tuple made = new_step_gradients(p, p, x, needed);
+  if ((needed & kOfBias) != 0 && !x.bias.is_none())
+    made[3] = new_zeros(acc, {p.B, p.Q, p.K, p.N}, &p.grad_scores);
+  zero_without_queries(p, made);
+  without_gil([&] {
     const auto bytes = static_cast<size_t>(p.B * p.N * p.D * element_bytes(p.dtype));
     if (p.grad_in != nullptr) expect_to_fill(p.grad_in, bytes);
     if (p.grad_out_memory != nullptr) expect_to_fill(p.grad_out_memory, bytes);
     kernels(p.dtype).memory_hops_backward(p);
-  }
-  return py::make_tuple(grad_state, grad_compared, grad_stored, grad_scores);
+  });
+  return made;
 }
 
 }  // namespace
-
-void bind_hopfield(py::module_& m) {
-  m.def("hopfield_retrieve", &hopfield_retrieve);
-  m.def("hopfield_steps", &hopfield_steps);
-  m.def("hopfield_backward", &hopfield_backward);
-}
-
 }  // namespace fastattn

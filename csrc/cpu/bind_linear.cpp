@@ -1,23 +1,23 @@
 // A linear layer, and self-attention between two linear layers, as Python calls them: tensors in,
 // tensors out.
-#include <pybind11/pybind11.h>
-
 #include <cmath>
 #include <cstdint>
 #include <memory>
 
-#include "../arguments.h"
-#include "../operands.h"
+#include "../function.h"
 #include "kernel_table.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
 
-// x [M, K] W^T + bias, W [N, K] with dense rows or columns, K > 0; the result is new.
-py::object linear(py::handle x, py::handle weight, py::handle bias) {
-  const TensorView of_x = view_of("x", x), w = view_of("weight", weight);
+struct LinearTensors {
+  // [M, K], K > 0; [N, K] with dense rows or columns; [N] or None
+  FASTATTN_TENSORS(x, weight, bias)
+};
+
+// x W^T + bias, new.
+py::object linear(const LinearTensors& x) {
+  const TensorView of_x = view_of("x", x.x), w = view_of("weight", x.weight);
   expect_dtype("x", of_x, kFloats);
   LinearParams p{};
   p.dtype = of_x.dtype, p.threads = threads();
@@ -30,13 +30,10 @@ py::object linear(py::handle x, py::handle weight, py::handle bias) {
   p.x = of_x.data, p.x_stride[0] = of_x.stride[0], p.x_stride[1] = of_x.stride[1];
   p.w = w.data, p.w_stride = w.stride[p.w_transposed ? 1 : 0];
   py::object kept;
-  if (!bias.is_none()) p.bias = read_flat("bias", bias, p.dtype, {p.N}, &kept);
+  p.bias = read_flat_if_given("bias", x.bias, p.dtype, {p.N}, &kept);
   const py::object y = new_result(p.dtype, {p.M, p.N}, &p.y);
   p.y_stride = p.N;
-  {
-    py::gil_scoped_release release;
-    kernels(p.dtype).linear(p);
-  }
+  without_gil([&] { kernels(p.dtype).linear(p); });
   return y;
 }
 
@@ -97,24 +94,28 @@ struct SelfAttention {
   }
 };
 
-// A whole multi-head self-attention, for sizes at which calls cost more than arithmetic: x, [N, L, E]
-// or [L, N, E], and its result, new; w_in [3E, E], w_out [E, E]; b_in and b_out are both or neither;
-// padding [N, L] bool, true = ignored. None, unless all are plain tensors of one dtype with dense rows,
-// and none of them requires a gradient that is `recorded`.
-py::object self_attention(py::handle x, int64_t num_heads, py::handle w_in, py::handle b_in,
-                          py::handle w_out, py::handle b_out, py::handle padding, bool batch_first,
-                          bool causal, bool recorded) {
+struct LayerTensors {
+  // [N, L, E] or [L, N, E]; [3 E, E]; [3 E] or None; [E, E]; [E], with b_in; [N, L] bool, true = ignored,
+  // or None
+  FASTATTN_TENSORS(x, w_in, b_in, w_out, b_out, padding)
+};
+
+// A whole multi-head self-attention, for sizes at which calls cost more than arithmetic, new, as x. None,
+// unless all are plain tensors of one dtype with dense rows, and none of them requires a gradient that is
+// `recorded`.
+py::object self_attention(const LayerTensors& x, int64_t num_heads, bool batch_first, bool causal,
+                          bool recorded) {
   SelfAttention a{};
   const auto reads = [](py::handle from, TensorView* to) {
     return from.is_none() || read_exact(from, to);
   };
-  if (!read_exact(x, &a.x) || !read_exact(w_in, &a.w_in) || !read_exact(w_out, &a.w_out) ||
-      !reads(b_in, &a.b_in) || !reads(b_out, &a.b_out) || !reads(padding, &a.padding))
-    return py::none();
+  if (!read_exact(x.x, &a.x) || !read_exact(x.w_in, &a.w_in) || !read_exact(x.w_out, &a.w_out) ||
+      !reads(x.b_in, &a.b_in) || !reads(x.b_out, &a.b_out) || !reads(x.padding, &a.padding))
+    return none();
   const DType dtype = a.x.dtype;
-  const int64_t number = number_of_call(dtype, {x, w_in, b_in, w_out, b_out, padding});
+  const int64_t number = number_of_call(dtype, {x.x, x.w_in, x.b_in, x.w_out, x.b_out, x.padding});
   const bool needs_gradient = number % 2 != 0;
-  if (number == 0 || (needs_gradient && recorded)) return py::none();
+  if (number == 0 || (needs_gradient && recorded)) return none();
   a.E = a.x.size[2], a.H = num_heads;
   expect_multiple(a.H, a.E, "num_heads");
   const int64_t E = a.E;
@@ -122,28 +123,20 @@ py::object self_attention(py::handle x, int64_t num_heads, py::handle w_in, py::
   const auto fits = [dtype](const TensorView& t, Sizes sizes) {
     return t.dtype == dtype && t.has_sizes(sizes) && t.stride[t.rank - 1] == 1;
   };
-  const bool right =
-      a.x.rank == 3 && dtype < DType::boolean && a.x.is_contiguous() && fits(a.w_in, {3 * E, E}) &&
-      fits(a.w_out, {E, E}) && (b_in.is_none() || fits(a.b_in, {3 * E})) &&
-      (b_out.is_none() || fits(a.b_out, {E})) &&
-      (padding.is_none() || (a.padding.dtype == DType::boolean && a.padding.has_sizes({a.N, a.L})));
-  if (!right) return py::none();
+  const bool right = a.x.rank == 3 && dtype < DType::boolean && a.x.is_contiguous() &&
+                     fits(a.w_in, {3 * E, E}) && fits(a.w_out, {E, E}) &&
+                     (x.b_in.is_none() || fits(a.b_in, {3 * E})) &&
+                     (x.b_out.is_none() || fits(a.b_out, {E})) &&
+                     (x.padding.is_none() ||
+                      (a.padding.dtype == DType::boolean && a.padding.has_sizes({a.N, a.L})));
+  if (!right) return none();
   a.row[0] = batch_first ? a.L : 1, a.row[1] = batch_first ? 1 : a.N;
   a.causal = causal, a.threads = threads();
   TensorView result;
-  const py::object out = new_like(x, &result);
-  {
-    py::gil_scoped_release release;
-    a.run(result.data);
-  }
+  const py::object out = new_like(x.x, &result);
+  without_gil([&] { a.run(result.data); });
   return out;
 }
 
 }  // namespace
-
-void bind_linear(py::module_& m) {
-  m.def("linear", &linear);
-  m.def("self_attention", &self_attention);
-}
-
 }  // namespace fastattn

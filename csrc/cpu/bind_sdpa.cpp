@@ -1,6 +1,4 @@
 // Attention as Python calls it: tensors in, tensors out.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -9,23 +7,13 @@
 
 #include "../operands.h"
 #include "../options.h"
-#include "../relative_bias_arguments.h"
 #include "attention_call.h"
 #include "kernel_table.h"
 #include "mask_program.h"
 #include "memory.h"
 
-namespace py = pybind11;
-
 namespace fastattn {
 namespace {
-
-// The arguments of a call, and the memory that they point to.
-struct Call : AttentionParams {
-  std::vector<MaskStep> steps;
-  std::vector<double> sink_gradients;  // [B, Hq]
-  py::object table;                    // see read_biases
-};
 
 // The distances of positions, which are in the memory of the host here.
 void check_positions(const AttentionParams& p) {
@@ -40,71 +28,72 @@ void check_positions(const AttentionParams& p) {
 struct Options : AttentionOptions {
   bool needs_mask_grad = false, partial = false;  // of the backward pass
 
-  explicit Options(const py::object& record) {
+  explicit Options(py::handle record) {
     static const auto of_backward = std::make_tuple(
         field("needs_mask_grad", &Options::needs_mask_grad), field("partial", &Options::partial));
     read_attention_options(Named(record), *this);
     if (py::hasattr(record, "partial")) Named(record).read(*this, of_backward);
   }
 
-  static py::object of(const py::object& record) {
+  // `kept` owns them.
+  static const Options& of(py::handle record, py::object* kept) {
     static PyObject* const name = PyUnicode_InternFromString("core");
-    if (PyObject* kept = PyObject_GetAttr(record.ptr(), name))
-      return py::reinterpret_steal<py::object>(kept);
-    PyErr_Clear();
-    py::object made = py::cast(Options(record));
-    // Not by the record's own method: it is frozen.
-    if (PyObject_GenericSetAttr(record.ptr(), name, made.ptr()) != 0) throw py::error_already_set();
-    return made;
+    if (PyObject* found = PyObject_GetAttr(record.ptr(), name)) {
+      *kept = py::reinterpret_steal<py::object>(found);
+    } else {
+      PyErr_Clear();
+      *kept = py::capsule(new Options(record), [](void* x) { delete static_cast<Options*>(x); });
+      // Not by the record's own method: it is frozen.
+      if (PyObject_GenericSetAttr(record.ptr(), name, kept->ptr()) != 0)
+        throw py::error_already_set();
+    }
+    return *static_cast<const Options*>(PyCapsule_GetPointer(kept->ptr(), nullptr));
   }
 };
 
-void read_call(Call& p, const Options& options, py::handle query, py::handle key, py::handle value,
-               const Biases& biases) {
-  static_cast<AttentionOptions&>(p) = options;
-  read_attention(p, query, key, value);
-  p.threads = threads();
-  p.reduced = reduces(p);
-  int64_t positions = 0;
-  read_biases(p, biases, &positions, &p.table);
-  p.seed = read_seed(biases.seed);
-  check_relative_bias(p, positions);
-  check_positions(p);
-  read_mask_program(biases.mask_program, p, p.steps);
-}
+// The arguments of a call, and the memory that they point to.
+struct Call : AttentionParams {
+  std::vector<MaskStep> steps;
+  std::vector<double> sink_gradients;  // [B, Hq]
+  py::object options, table, kept[3];  // see read_biases and read_results
 
-// (out, lse or None, weights or None), new. A call without a gradient needs no lse.
-py::tuple attention(const py::object& record, py::handle query, py::handle key, py::handle value,
-                    py::handle attn_mask, py::handle alibi_slopes, py::handle seed,
-                    py::handle sinks, py::handle relative_bias, py::handle positions,
-                    py::handle mask_program, bool needs_lse) {
-  Call p{};
-  const py::object options = Options::of(record);
-  read_call(p, options.cast<const Options&>(), query, key, value,
-            {attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program});
-  const py::object out = new_rows(query, p.Dv, &p.out);
-  py::object lse = py::none(), weights = py::none();
-  if (needs_lse || p.weights != Weights::none) {
-    void* data;
-    lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &data);
-    p.lse = static_cast<double*>(data);
+  Call(py::handle record, const AttentionTensors& from) : AttentionParams{} {
+    static_cast<AttentionOptions&>(*this) = Options::of(record, &options);
+    read_attention(*this, from, dense);
+    threads = fastattn::threads();
+    reduced = reduces(*this);
+    int64_t places = 0;
+    read_biases(*this, from, &places, &table);
+    seed = read_seed(from.seed);
+    check_relative_bias(*this, places);
+    check_positions(*this);
+    read_mask_program(from.mask_program, *this, steps);
   }
+};
+
+// (out, lse or None, weights or None), new; out alone, if a call without a gradient needs `only_first`.
+py::object attention(const AttentionTensors& x, py::handle options, bool only_first) {
+  Call p(options, x);
+  const py::object out = new_rows(x.query, p.Dv, dense, &p.out);
+  py::object lse = none(), weights = none();
+  if (!only_first || p.weights != Weights::none)
+    lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &p.lse);
   if (p.weights != Weights::none) {
-    const auto make = p.Hq > 0 ? new_result : new_zeros;  // without heads the kernel writes nothing
-    weights = p.weights == Weights::per_head
-                  ? make(p.dtype, {p.B, p.Hq, p.Lq, p.Lk}, &p.applied.data)
-                  : make(p.dtype, {p.B, p.Lq, p.Lk}, &p.applied.data);
-    const int64_t heads = p.weights == Weights::per_head ? p.Hq : 1;
-    const int64_t stride[] = {heads * p.Lq * p.Lk, heads > 1 ? p.Lq * p.Lk : 0, p.Lk, 1};
-    std::copy_n(stride, 4, p.applied.stride);
+    const bool per_head = p.weights == Weights::per_head;
+    const int64_t heads = per_head ? p.Hq : 1, pairs = p.Lq * p.Lk;
+    // Without heads the kernel writes nothing.
+    const Make make = p.Hq > 0 ? static_cast<Make>(new_result) : new_zeros;
+    weights = per_head ? make(p.dtype, {p.B, p.Hq, p.Lq, p.Lk}, &p.applied.data)
+                       : make(p.dtype, {p.B, p.Lq, p.Lk}, &p.applied.data);
+    p.applied = {p.applied.data, {heads * pairs, heads > 1 ? pairs : 0, p.Lk, 1}};
   }
-  {
-    py::gil_scoped_release release;
+  without_gil([&] {
     if (p.weights != Weights::none)
       expect_to_fill(p.applied.data,
                      static_cast<size_t>(p.B * p.applied.stride[0] * element_bytes(p.dtype)));
     kernels(p.dtype).attention_forward(p);
-  }
+  });
+  if (only_first) return out;
   return py::make_tuple(out, lse, weights);
 }
 
@@ -115,74 +104,43 @@ py::object new_grad_mask(Call& p, py::handle mask) {
   const DType wide = x.size[2] == 1 || x.size[3] == 1 ? DType::f64 : accumulator(p.dtype);
   const int64_t* n = x.size;
   py::object made = new_zeros(wide, {n[0], n[1], n[2], n[3]}, &p.grad_mask.data);
-  int64_t stride = 1;
-  for (int d = 3; d >= 0; --d) {
-    p.grad_mask.stride[d] = n[d] == 1 ? 0 : stride;
-    stride *= n[d];
-  }
+  p.grad_mask = summed(p.grad_mask.data, n);
   return made;
 }
 
-// The gradients, new: of query, key and value, and of attn_mask, sinks and relative_bias, or None
-// without them. That of the mask only where the options ask for it, in the type that sums it; that of
-// the table [B, Hq, relative_bias_size].
-py::tuple attention_backward(const py::object& record, py::handle grad_out, py::handle grad_lse,
-                             py::handle grad_weights, py::handle query, py::handle key,
-                             py::handle value, py::handle attn_mask, py::handle alibi_slopes,
-                             py::handle seed, py::handle out, py::handle lse, py::handle sinks,
-                             py::handle relative_bias, py::handle positions,
-                             py::handle mask_program) {
-  static constexpr double kZero = 0;
-  Call p{};
-  const py::object kept_options = Options::of(record);
-  const auto& options = kept_options.cast<const Options&>();
-  read_call(p, options, query, key, value,
-            {attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program});
-  p.partial = options.partial;
-  TensorView of_out = read_sizes("out", out, p.dtype, {p.B, p.Hq, p.Lq, p.Dv});
-  py::object kept[3];
-  if (of_out.stride[3] != 1) of_out = view_of("out", kept[0] = contiguous(out));
-  p.out = operand_of(of_out);
-  p.grad_out.data = const_cast<double*>(&kZero);
-  if (!grad_out.is_none())
-    p.grad_out = operand_of(read_sizes("grad_out", grad_out, p.dtype, {p.B, p.Hq, p.Lq, p.Dv}));
-  if (!grad_lse.is_none())
-    p.grad_lse = read_rows("grad_lse", grad_lse, {p.B, p.Hq, p.Lq}, &kept[1]);
-  p.lse = read_rows("lse", lse, {p.B, p.Hq, p.Lq}, &kept[2]);
-  read_grad_weights(p, grad_weights);
+// The gradients, new: of query, key and value, and of attn_mask (where the options ask for it), sinks
+// and relative_bias, or None without them.
+py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) {
+  Call p(options, x.of_forward());
+  const Options& asked = Options::of(options, &p.options);
+  p.partial = asked.partial;
+  read_results(p, x, dense, p.B, {p.B, p.Hq, p.Lq}, p.kept);
+  complete(p.grad_out);
+  read_grad_weights(p, x.grad_weights);
 
   const bool nothing = p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // the kernels write nothing then
-  const auto new_gradient = [&](py::handle of, int64_t width, Tensor4* to) {
-    py::object made = new_rows(of, width, to);
-    if (nothing) made.attr("zero_")();
-    return made;
-  };
-  const py::object of_query = new_gradient(query, p.D, &p.grad_q),
-                   of_key = new_gradient(key, p.D, &p.grad_k),
-                   of_value = new_gradient(value, p.Dv, &p.grad_v);
-  py::object of_mask = py::none(), of_sinks = py::none(), of_table = py::none();
-  if (options.needs_mask_grad && !attn_mask.is_none()) of_mask = new_grad_mask(p, attn_mask);
+  py::tuple made = new_row_gradients(p, x, dense, nothing, 3);
+  py::object of_mask, of_table;
+  if (asked.needs_mask_grad && !x.attn_mask.is_none()) of_mask = new_grad_mask(p, x.attn_mask);
   if (p.sinks != nullptr) {
     p.sink_gradients.resize(static_cast<size_t>(p.B * p.Hq));
     p.grad_sinks = p.sink_gradients.data();
   }
-  if (!relative_bias.is_none())
+  if (!x.relative_bias.is_none())
     of_table =
         new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.relative_bias_size}, &p.grad_relative_bias);
-  {
-    py::gil_scoped_release release;
-    kernels(p.dtype).attention_backward(p);
+  without_gil([&] { kernels(p.dtype).attention_backward(p); });
+  if (of_mask) made[3] = gradient_of(x.attn_mask, of_mask);
+  if (p.sinks != nullptr) {
+    if (p.Lk == 0 && p.grad_lse != nullptr)
+      for (int64_t n = 0; n < p.B * p.Hq; ++n)
+        p.grad_sinks[n] +=
+            from_rows_without_keys(p, n / p.Hq, n % p.Hq, p.grad_lse + n * p.Lq, p.Lq);
+    made[4] = summed_sink_gradients(p.sink_gradients, p.B, x.sinks);
   }
-  if (p.sinks != nullptr) of_sinks = summed_sink_gradients(p.sink_gradients, p.B, sinks);
-  return py::make_tuple(of_query, of_key, of_value, of_mask, of_sinks, of_table);
+  if (of_table) made[5] = gradient_of(x.relative_bias, of_table);
+  return made;
 }
 
 }  // namespace
-
-void bind_sdpa(py::module_& m) {
-  py::class_<Options>(m, "AttentionOptions");
-  m.def("attention", &attention);
-  m.def("attention_backward", &attention_backward);
-}
-
 }  // namespace fastattn

@@ -1,15 +1,12 @@
 // The signature of a call: everything that the choice of its kernel and the checks of its arguments
 // depend on, as bytes. Calls with the same signature share a plan (fastattn/call.py).
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
 
+#include "../function.h"
 #include "../tensors.h"
-
-namespace py = pybind11;
 
 namespace fastattn {
 namespace {
@@ -93,16 +90,33 @@ class Signature {
   }
 };
 
-py::object signature(const py::tuple& tensors, size_t rows, const py::tuple& options) {
+struct CallToSign {
+  FASTATTN_TENSORS(tensors, rows, options)  // two tuples; `rows` is an integer
+};
+
+py::object signature(const CallToSign& x) {
   Signature found;
-  for (size_t n = 0; n < tensors.size(); ++n)
-    if (!found.add_tensor(PyTuple_GET_ITEM(tensors.ptr(), n), n < rows)) return py::none();
-  if (!found.add_option(options.ptr())) return py::none();
+  if (!PyTuple_Check(x.tensors.ptr())) throw py::type_error("signature: tensors must be a tuple");
+  const Py_ssize_t rows = integer(x.rows.ptr()), count = PyTuple_GET_SIZE(x.tensors.ptr());
+  for (Py_ssize_t n = 0; n < count; ++n)
+    if (!found.add_tensor(PyTuple_GET_ITEM(x.tensors.ptr(), n), n < rows)) return none();
+  if (!found.add_option(x.options.ptr())) return none();
   return found.bytes();
 }
 
+struct FewTensors {
+  FASTATTN_TENSORS(first, second, third, fourth)
+};
+
+// Whether all are plain memory, see read_exact(), without a lazy negation, or None.
+py::object are_plain(const FewTensors& x) {
+  for (const py::handle each : {x.first, x.second, x.third, x.fourth}) {
+    TensorView view;
+    if (!each.is_none() && (!read_exact(each, &view) || number_of_call(view.dtype, {each}) == 0))
+      return py::bool_(false);
+  }
+  return py::bool_(true);
+}
+
 }  // namespace
-
-void bind_signature(py::module_& m) { m.def("signature", &signature); }
-
 }  // namespace fastattn

@@ -5,4 +5,22 @@
 #include "bind_linear.cpp"
 #include "bind_sdpa.cpp"
 #include "bind_varlen.cpp"
+
+namespace fastattn {
+
+void define_attention(py::module_& m) {
+  define<&append_to_cache>(m, "append_to_cache");
+  define<&attention>(m, "scaled_dot_product_attention", "options, only_first=False");
+  define<&attention_backward>(m, "scaled_dot_product_attention_backward");
+  define<&decode_attention>(m, "decode_attention");
+  define<&gather_rows>(m, "gather_rows", "dtype");
+  define<&linear>(m, "linear", "");
+  define<&self_attention>(m, "self_attention", "num_heads, batch_first, causal, recorded");
+  define<&varlen_attention>(m, "varlen_attention");
+  define<&varlen_attention_backward>(m, "varlen_attention_backward");
+  m.def("decodes_on_tiles", &heads_decode_on_tiles);
+}
+
+}  // namespace fastattn
+
 #include "module.cpp"

@@ -1,4 +1,5 @@
 // The other bindings, compiled together for the same reason as those of attention.
+#include "../function.cpp"
 #include "../operands.cpp"
 #include "../tensors.cpp"
 #include "bind_additive.cpp"
@@ -9,3 +10,26 @@
 #include "bind_merge_states.cpp"
 #include "bind_signature.cpp"
 #include "bind_sinusoidal.cpp"
+
+namespace fastattn {
+
+void define_others(py::module_& m) {
+  define<&additive_attention>(m, "additive_attention");
+  define<&additive_attention_backward>(m, "additive_attention_backward");
+  define<&are_plain>(m, "are_plain", "");
+  define<&encode_memory>(m, "encode_memory");
+  define<&encode_memory_backward>(m, "encode_memory_backward");
+  define<&hopfield_backward>(m, "hopfield_backward", "options, needed");
+  define<&hopfield_retrieve>(m, "hopfield_retrieve", "options, keeps=False");
+  define<&hopfield_steps>(m, "hopfield_steps", "options, most");
+  define<&local_attention>(m, "local_attention");
+  define<&local_attention_backward>(m, "local_attention_backward");
+  define<&memory_hops>(m, "memory_hop_attention", "options, only_first=False, keeps=False");
+  define<&memory_hops_backward>(m, "memory_hop_attention_backward", "options, kept=None");
+  define<&merge_states>(m, "merge_states");
+  define<&merge_states_backward>(m, "merge_states_backward");
+  define<&sinusoidal_encoding>(m, "sinusoidal_encoding", "options, columns, offset=None, out=None");
+  define<&signature>(m, "signature", "");
+}
+
+}  // namespace fastattn

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "../arguments.h"
 #include "../cache_arguments.h"
 
 namespace fastattn {
@@ -22,13 +21,12 @@ struct CacheCall : SequencesParams {
   py::object gathered[2], table;
 };
 
-// Fills the sizes and the operands of the cache; the call has a batch and a dtype.
-inline void read_cache(CacheCall& t, const CacheTensors& from) {
+// The call has a batch and a dtype.
+template <class Tensors>
+void read_cache(CacheCall& t, const Tensors& from) {
   AttentionParams& p = t.attention;
   Cache& c = t.cache;
-  read_cache(c, from, p.dtype, p.B);
-  p.Hkv = c.heads, p.Lk = c.capacity, p.D = c.width, p.Dv = c.value_width;
-  p.k = c.keys, p.v = c.values;
+  read_cache(c, p, from);
   p.k_scales = c.key_scales, p.v_scales = c.value_scales, p.float8 = c.dtype == kFloat8;
   t.k_lengths = c.lengths, t.k_batch = c.chosen, t.k_begins = c.begins;
   t.block_table = c.block_table, t.block_table_stride = c.block_table_stride;

@@ -17,19 +17,8 @@ namespace py = pybind11;
 
 namespace fastattn {
 
-void bind_additive(py::module_& m);
-void bind_append(py::module_& m);
-void bind_sdpa(py::module_& m);
-void bind_decode(py::module_& m);
-void bind_hopfield(py::module_& m);
-void bind_local_attention(py::module_& m);
-void bind_linear(py::module_& m);
-void bind_memory_hops(py::module_& m);
-void bind_merge_states(py::module_& m);
-void bind_encode_memory(py::module_& m);
-void bind_varlen(py::module_& m);
-void bind_signature(py::module_& m);
-void bind_sinusoidal(py::module_& m);
+void define_attention(py::module_& m);
+void define_others(py::module_& m);
 
 namespace {
 
@@ -79,19 +68,8 @@ py::dict describe_processor() {
 PYBIND11_MODULE(_cpu, m) {
   fastattn::module_name = "fastattn._cpu";
   m.doc() = "fastattn's CPU kernels. Import torch first: its OpenMP runtime is shared.";
-  fastattn::bind_additive(m);
-  fastattn::bind_append(m);
-  fastattn::bind_sdpa(m);
-  fastattn::bind_decode(m);
-  fastattn::bind_hopfield(m);
-  fastattn::bind_local_attention(m);
-  fastattn::bind_linear(m);
-  fastattn::bind_memory_hops(m);
-  fastattn::bind_merge_states(m);
-  fastattn::bind_encode_memory(m);
-  fastattn::bind_varlen(m);
-  fastattn::bind_signature(m);
-  fastattn::bind_sinusoidal(m);
+  fastattn::define_attention(m);
+  fastattn::define_others(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);
   m.def("set_default_isa", &fastattn::set_default_isa);
@@ -125,7 +103,8 @@ PYBIND11_MODULE(_cpu, m) {
       py::arg("error"));
   m.def("use_torch", &fastattn::use_torch, py::arg("torch"), py::arg("interface"),
         py::arg("device") = "cpu");
-  m.def("use_rules", &fastattn::use_rules, py::arg("new_rows"), py::arg("may_round"));
+  m.def("use_rules", &fastattn::use_rules, py::arg("new_rows"), py::arg("summed_to"),
+        py::arg("may_round"));
   m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
         py::arg("seconds") = 0.1);
 }

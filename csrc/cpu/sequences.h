@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "../arguments.h"
+#include "../operands.h"
 
 namespace fastattn {
 

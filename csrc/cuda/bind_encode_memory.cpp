@@ -2,20 +2,22 @@
 #include "../encode_memory_arguments.h"
 #include "binding.h"
 
-namespace py = pybind11;
-
 namespace fastattn {
 namespace cuda {
-
 namespace {
 
 struct EncodeMemoryCall : EncodeMemoryArguments, EncodingCall {};
 
+struct SortedGradTensors {
+  // Then of the words: their order by rows of the table [R, B N J], the first of each row [R, V + 1], and
+  // which sentences have one [R, B, N].
+  FASTATTN_TENSORS(grad_out, tokens, factors, order, starts, sentences)
+};
+
 // The memories [R, B, G, N, D], new.
-py::object encode_memory(uintptr_t stream, const py::object& options, py::handle tokens,
-                         py::handle weight, py::handle factors, py::handle temporal) {
+py::object encode_memory(const EncodingTensors& x, py::handle options, Stream stream) {
   EncodeMemoryCall p{};
-  read_encoding(p, p, options, tokens, weight, factors, temporal);
+  read_encoding(p, p, options, x);
   const py::object out = new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out);
   const int64_t bytes = element_bytes(p.dtype);
   const bool aligned = p.D * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0 &&
@@ -25,24 +27,21 @@ py::object encode_memory(uintptr_t stream, const py::object& options, py::handle
   return out;
 }
 
-// The gradients of weight, and of temporal or None, new, in grad's dtype. Of the words: their order by
-// rows of the table [R, B N J], the first of each row [R, V + 1], and which sentences have one [R, B, N].
-py::tuple encoding_gradients(uintptr_t stream, const py::object& options, py::handle grad,
-                             py::handle tokens, py::handle factors, py::handle order,
-                             py::handle starts, py::handle sentences) {
+// The gradients of weight, and of temporal or None, new.
+py::tuple encoding_gradients(const SortedGradTensors& x, py::handle options, Stream stream) {
   EncodeMemoryCall p{};
-  read_encoding_gradient(p, p, options, grad, tokens, factors);
+  read_encoding_gradient(p, p, options, {x.grad_out, x.tokens, x.factors});
   const auto read = [&p](const char* name, py::handle from, DType dtype, Sizes sizes) {
     const TensorView x = read_sizes(name, from, dtype, sizes);
     expect(x.is_contiguous(), std::string(name) + " must be contiguous");
     return x.data;
   };
-  p.order = static_cast<const int64_t*>(read("order", order, kInt64, {p.R, p.B * p.N * p.J}));
-  p.starts = static_cast<const int64_t*>(read("starts", starts, kInt64, {p.R, p.V + 1}));
+  p.order = static_cast<const int64_t*>(read("order", x.order, kInt64, {p.R, p.B * p.N * p.J}));
+  p.starts = static_cast<const int64_t*>(read("starts", x.starts, kInt64, {p.R, p.V + 1}));
   p.sentences =
-      static_cast<const uint8_t*>(read("sentences", sentences, DType::boolean, {p.R, p.B, p.N}));
+      static_cast<const uint8_t*>(read("sentences", x.sentences, DType::boolean, {p.R, p.B, p.N}));
   const py::object of_weight = new_result(p.dtype, {p.R, p.G, p.V, p.D}, &p.grad_weight);
-  py::object of_temporal = py::none();
+  py::object of_temporal = none();
   if (p.has_temporal) of_temporal = new_result(p.dtype, {p.R, p.G, p.N, p.D}, &p.grad_temporal);
   const int64_t bytes = element_bytes(p.dtype);
   bool aligned = p.D * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.grad) % 16 == 0;
@@ -53,11 +52,5 @@ py::tuple encoding_gradients(uintptr_t stream, const py::object& options, py::ha
 }
 
 }  // namespace
-
-void bind_encode_memory(py::module_& m) {
-  define(m, "encode_memory", &encode_memory);
-  define(m, "encode_memory_backward", &encoding_gradients);
-}
-
 }  // namespace cuda
 }  // namespace fastattn

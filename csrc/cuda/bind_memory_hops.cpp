@@ -3,11 +3,8 @@
 #include "../memory_hops_arguments.h"
 #include "binding.h"
 
-namespace py = pybind11;
-
 namespace fastattn {
 namespace cuda {
-
 namespace {
 
 // The arguments of a call, and what they point to.
@@ -16,7 +13,7 @@ struct Hops : HopsArguments, HopCall {
 };
 
 struct Retrieval : HopsArguments, RetrievalCall {
-  py::object scores_owner, taken_copy, trace_copies[3];
+  py::object scores_owner, taken_copy, trace_copies[2];
 };
 
 // What the kernels derive from arguments that are read.
@@ -34,7 +31,7 @@ void split(Hops& p) {
   p.partial_owner = new_floats({p.B * p.Q, p.splits, p.D + 2}, &p.partial);
 }
 
-void read_hops(Hops& p, const py::object& options, const HopTensors& from) {
+void read_hops(Hops& p, py::handle options, const HopTensors& from) {
   read_hop_call(p, p, options, from);
   set_hops(p);
   split(p);
@@ -47,18 +44,16 @@ bool rows_are_aligned(const HopsArguments& p) {
 }
 
 // (out, trace, stats, weights or None), new.
-py::tuple hop(uintptr_t stream, const py::object& options, py::handle query, py::handle in_memory,
-              py::handle out_memory, py::handle hop_proj, py::handle memory_mask,
-              py::handle memory_bias) {
+py::tuple hop(const HopTensors& x, py::handle options, Stream stream) {
   Hops p{};
-  read_hops(p, options, {query, in_memory, out_memory, hop_proj, memory_mask, memory_bias});
-  const py::object out = new_contiguous_like(query, &p.out),
+  read_hops(p, options, x);
+  const py::object out = new_contiguous_like(x.query, &p.out),
                    trace = new_rows_of(new_result, p, p, DType::f32, 2 * p.K + 1, p.D, &p.trace),
                    stats = new_rows_of(new_result, p, p, DType::f32, p.K, 2, &p.stats);
-  py::object weights = py::none();
+  py::object weights = none();
   if (p.returns_weights) weights = new_rows_of(new_result, p, p, p.dtype, p.K, p.N, &p.weights);
   if (is_split(p)) {
-    trace.attr("select")(-2, 0).attr("copy_")(query);
+    trace.attr("select")(-2, 0).attr("copy_")(x.query);
     if (p.returns_weights) p.scores_owner = new_floats({p.B, p.Q, p.N}, &p.scores);
   }
   with_element(p.dtype, [&](auto* element) {
@@ -79,41 +74,34 @@ py::tuple new_terms(HopsArguments& p) {
   return py::make_tuple(xs, ys);
 }
 
-// The kernels write nothing without queries.
-void zero_without_queries(const HopsArguments& p, std::initializer_list<py::object> results) {
-  if (p.B * p.Q != 0) return;
-  for (const py::object& x : results)
-    if (!x.is_none()) x.attr("zero_")();
+// The gradient of the scores of all hops, the first of the terms [2, B, Q, slots, N].
+py::object of_scores(const py::tuple& terms, const HopsArguments& p) {
+  return terms[0].attr("select")(0, 0).attr("narrow")(2, 0, p.K);
 }
 
-// The gradients of query, in_memory, out_memory and hop_proj, None where the options do not ask for
-// them; and those of the scores, [2, B, Q, slots, N], of which the first are wanted. New.
-py::tuple hop_gradients(uintptr_t stream, const py::object& options, py::handle grad_out,
-                        py::handle grad_weights, py::handle query, py::handle in_memory,
-                        py::handle out_memory, py::handle hop_proj, py::handle memory_mask,
-                        py::handle memory_bias, py::handle trace, py::handle stats) {
+// The gradients of query, in_memory, out_memory, hop_proj and memory_bias, new; None where the options do
+// not ask for them.
+py::tuple hop_gradients(const HopGradTensors& x, py::handle options, Stream stream) {
   Hops p{};
-  read_hops(p, options, {query, in_memory, out_memory, hop_proj, memory_mask, memory_bias});
-  const HopResults results{grad_out, grad_weights, trace, stats};
-  read_trace_and_stats(p, p, results);
-  read_hop_gradients(p, p, options, results);
-  py::object of_in = py::none(), of_out = py::none(), of_proj = py::none();
-  const py::object of_query = new_contiguous_like(query, &p.grad_query);
-  if (p.needed & 2) of_in = new_contiguous_like(in_memory, &p.grad_in);
-  if (p.needed & 4 && !out_memory.is_none())
-    of_out = new_contiguous_like(out_memory, &p.grad_out_memory);
-  if (p.needed & 8 && !hop_proj.is_none()) of_proj = new_contiguous_like(hop_proj, &p.grad_proj);
+  read_hops(p, options, x.of_forward());
+  read_trace_and_stats(p, p, x);
+  read_hop_gradients(p, p, options, x);
+  py::tuple made = new_hop_gradients(p, p, x, [](int, py::handle memory, void** data) {
+    return new_contiguous_like(memory, data);
+  });
   p.in_of_batch = p.memories[0].size[0] == 1;
-  p.out_of_batch = !out_memory.is_none() && p.memories[1].size[0] == 1;
+  p.out_of_batch = !x.out_memory.is_none() && p.memories[1].size[0] == 1;
   const py::tuple terms = new_terms(p);
-  zero_without_queries(p, {terms[0], terms[1], of_query, of_in, of_out, of_proj});
+  zero_without_queries(p, terms), zero_without_queries(p, made);
   with_element(p.dtype, [&](auto* element) {
     memory_hops_backward(element, p, rows_are_aligned(p), stream);
   });
-  return py::make_tuple(of_query, of_in, of_out, of_proj, terms[0]);
+  if (p.needed & 16 && !x.memory_bias.is_none())
+    made[4] = gradient_of(x.memory_bias, of_scores(terms, p));
+  return made;
 }
 
-void read_patterns(Retrieval& p, const py::object& options, const Patterns& from, bool search,
+void read_patterns(Retrieval& p, py::handle options, const Patterns& from, bool search,
                    int64_t steps) {
   read_retrieval(p, p, options, from, search);
   p.K = search ? p.steps_max : steps;
@@ -128,28 +116,23 @@ void read_taken(Retrieval& p, py::handle taken) {
 
 // (xi, taken, the last two states [G, Q, 2, D]), new. Queries that stop together are neighbours; a
 // negative steps_max is no limit.
-py::tuple retrieve(uintptr_t stream, const py::object& options, py::handle state, py::handle stored,
-                   py::handle keys, py::handle mask, py::handle bias) {
+py::tuple retrieve(const Patterns& x, py::handle options, Stream stream) {
   Retrieval p{};
-  read_patterns(p, options, {state, stored, keys, mask, bias}, true, 0);
-  void* data;
-  const py::object xi = new_contiguous_like(state, &p.out),
+  read_patterns(p, options, x, true, 0);
+  const py::object xi = new_contiguous_like(x.state, &p.out),
                    ends = new_result(DType::f32, {p.B, p.Q, 2, p.D}, &p.trace),
-                   taken = new_result(kInt64, {p.B, p.Q}, &data);
-  p.taken = static_cast<int64_t*>(data);
+                   taken = new_result(kInt64, {p.B, p.Q}, &p.taken);
   with_element(p.dtype,
                [&](auto* element) { hopfield_search(element, p, rows_are_aligned(p), stream); });
   return py::make_tuple(xi, taken, ends);
 }
 
-// (states [G, Q, 2 most + 1, D], stats [G, Q, most, 2]), new: each query takes its own steps again.
-py::tuple take_steps(uintptr_t stream, const py::object& options, py::handle state,
-                     py::handle stored, py::handle keys, py::handle mask, py::handle bias,
-                     py::handle taken, int64_t most) {
+// (trace [G, Q, 2 most + 1, D], stats [G, Q, most, 2]), new: each query takes its own steps again.
+py::tuple take_steps(const StepTensors& x, py::handle options, Stream stream, int64_t most) {
   Retrieval p{};
-  read_patterns(p, options, {state, stored, keys, mask, bias}, false, most);
-  read_taken(p, taken);
-  const py::object xi = new_contiguous_like(state, &p.out),
+  read_patterns(p, options, x.patterns(), false, most);
+  read_taken(p, x.taken);
+  const py::object xi = new_contiguous_like(x.state, &p.out),
                    trace = new_result(DType::f32, {p.B, p.Q, 2 * p.K + 1, p.D}, &p.trace),
                    stats = new_result(DType::f32, {p.B, p.Q, p.K, 2}, &p.stats);
   with_element(p.dtype, [&](auto* element) {
@@ -158,44 +141,30 @@ py::tuple take_steps(uintptr_t stream, const py::object& options, py::handle sta
   return py::make_tuple(trace, stats);
 }
 
-// The gradients of state, of what it is compared with, of stored if that is another, and of the scores,
-// [2, G, Q, most, N], of which the first are wanted. New; None where `needs_memories` is false.
-py::tuple step_gradients(uintptr_t stream, const py::object& options, py::handle grad_xi,
-                         py::handle state, py::handle stored, py::handle keys, py::handle mask,
-                         py::handle bias, py::handle taken, py::handle trace, py::handle stats,
-                         int64_t most, bool needs_memories) {
+// The gradients of state, of what it is compared with, of stored if that is another, and of the scores
+// [G, Q, most, N]. New; None where `needed` does not ask for them.
+py::tuple step_gradients(const StepGradTensors& x, py::handle options, Stream stream,
+                         int64_t needed) {
+  constexpr int64_t kOfBias = 8;
   Retrieval p{};
-  read_patterns(p, options, {state, stored, keys, mask, bias}, false, most);
-  read_taken(p, taken);
-  p.trace = read_flat("trace", trace, DType::f32, {p.B, p.Q, 2 * p.K + 1, p.D}, &p.trace_copies[0]);
-  p.stats = read_flat("stats", stats, DType::f32, {p.B, p.Q, p.K, 2}, &p.trace_copies[1]);
-  const TensorView g = read_sizes("grad_xi", grad_xi, p.dtype, {p.B, p.Q, p.D});
+  read_patterns(p, options, x.patterns(), false, view_of("stats", x.stats).size[2]);
+  read_taken(p, x.taken);
+  p.trace =
+      read_flat("trace", x.trace, DType::f32, {p.B, p.Q, 2 * p.K + 1, p.D}, &p.trace_copies[0]);
+  p.stats = read_flat("stats", x.stats, DType::f32, {p.B, p.Q, p.K, 2}, &p.trace_copies[1]);
+  const TensorView g = read_sizes("grad_xi", x.grad_xi, p.dtype, {p.B, p.Q, p.D});
   p.grad_out = {g.data, {g.stride[0], g.stride[1], 0, g.stride[2]}};
-  py::object of_compared = py::none(), of_stored = py::none();
-  const py::object of_state = new_contiguous_like(state, &p.grad_query);
-  if (needs_memories) {
-    of_compared = new_contiguous_like(keys.is_none() ? stored : keys, &p.grad_in);
-    if (!keys.is_none()) of_stored = new_contiguous_like(stored, &p.grad_out_memory);
-  }
+  py::tuple made = new_step_gradients(p, p, x, needed);
   p.in_of_batch = p.out_of_batch = p.B == 1;
   const py::tuple terms = new_terms(p);
-  zero_without_queries(p, {terms[0], terms[1], of_state, of_compared, of_stored});
+  zero_without_queries(p, terms), zero_without_queries(p, made);
   with_element(p.dtype, [&](auto* element) {
     memory_hops_backward(element, p, rows_are_aligned(p), stream);
   });
-  return py::make_tuple(of_state, of_compared, of_stored, terms[0]);
+  if (needed & kOfBias) made[3] = of_scores(terms, p);
+  return made;
 }
 
 }  // namespace
-
-void bind_memory_hops(py::module_& m) {
-  define(m, "memory_hops", &hop);
-  define(m, "memory_hops_backward", &hop_gradients);
-  define(m, "hopfield_retrieve", &retrieve);
-  define(m, "hopfield_steps", &take_steps);
-  define(m, "hopfield_backward", &step_gradients);
-  m.attr("max_hop_width") = kMaxHopWidth;
-}
-
 }  // namespace cuda
 }  // namespace fastattn

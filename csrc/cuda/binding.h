@@ -1,11 +1,13 @@
 // Shared by the bindings of all operators: what the host derives, and choosing the element type.
 #pragma once
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
-#include "../operands.h"
+#include "../function.h"
 #include "../options.h"
 #include "kernels/table.h"
 #include "params.h"
@@ -13,14 +15,24 @@
 namespace fastattn {
 namespace cuda {
 
-// Defines a function of Python: (device, stream, what f takes). The device is PyTorch's current one, the
-// stream a cudaStream_t.
-template <class Result, class... Arguments>
-void define(py::module_& m, const char* name, Result (*f)(uintptr_t stream, Arguments...)) {
-  m.def(name, [f](int device, uintptr_t stream, Arguments... arguments) {
+// Where a call runs: the number of PyTorch's current device, whose tensors are read from here on, and its
+// current stream, a cudaStream_t.
+struct Stream {
+  uintptr_t value;
+
+  explicit Stream(PyObject* place) {
+    const auto [device, stream] = py::cast<std::pair<int, uintptr_t>>(place);
     use_device(device);
-    return f(stream, arguments...);
-  });
+    value = stream;
+  }
+  operator uintptr_t() const { return value; }
+};
+
+// Defines a function that launches kernels: it also takes its place by name.
+template <auto f>
+void define_on_stream(py::module_& m, const char* name, size_t taken = SIZE_MAX,
+                      const char* named = "options, place") {
+  define<f>(m, name, named, taken);
 }
 
 // Derives the dropout parameters from dropout_p, and reads the address of the random key.
@@ -40,20 +52,15 @@ inline void read_mask_program(AttentionArguments& p, py::handle program, bool pa
   p.mask_columns = mask_tiles_of(p.Lk);
   if (program.is_none()) return;
   p.mask_words = read_words("mask_program", program, &p.mask_length);
-  void* data;
   *workspace = new_result(kInt8,
                           {static_cast<int64_t>(sizeof(MaskTable)) +
                            mask_rows_of(packed, p.B, p.Hq, p.Lq) * p.mask_columns},
-                          &data);
-  p.mask_table = static_cast<MaskTable*>(data);
+                          &p.mask_table);
 }
 
 // Workspace or a result of floats.
 inline py::object new_floats(Sizes sizes, float** data) {
-  void* at;
-  py::object made = new_result(DType::f32, sizes, &at);
-  *data = static_cast<float*>(at);
-  return made;
+  return new_result(DType::f32, sizes, data);
 }
 
 // Can rows be copied 16 bytes at a time?

@@ -1,5 +1,6 @@
 // All bindings, compiled together: pybind11's own functions take most of the time of a file that
 // includes it.
+#include "../function.cpp"
 #include "../operands.cpp"
 #include "../tensors.cpp"
 #include "bind_additive.cpp"
@@ -9,4 +10,35 @@
 #include "bind_merge_states.cpp"
 #include "bind_sdpa.cpp"
 #include "bind_sinusoidal.cpp"
+
+namespace fastattn {
+namespace cuda {
+
+void define_all(py::module_& m) {
+  constexpr size_t kAll = SIZE_MAX;
+  define_on_stream<&additive_attention>(m, "additive_attention");
+  define_on_stream<&additive_gradients>(m, "additive_attention_backward");
+  define_on_stream<&append>(m, "append_to_cache", 7);  // not rotary_cos, ...
+  define_on_stream<&attention>(m, "scaled_dot_product_attention");
+  define_on_stream<&attention_gradients>(m, "scaled_dot_product_attention_backward");
+  define_on_stream<&decode>(m, "decode_attention", 10);  // not cache_leftpad, ...
+  define_on_stream<&encode_memory>(m, "encode_memory");
+  define_on_stream<&encode_positions>(m, "sinusoidal_encoding", kAll,
+                                      "options, place, columns, offset=None, out=None");
+  define_on_stream<&encoding_gradients>(m, "encode_memory_backward");
+  define_on_stream<&hop>(m, "memory_hop_attention");
+  define_on_stream<&hop_gradients>(m, "memory_hop_attention_backward");
+  define_on_stream<&merge>(m, "merge_states");
+  define_on_stream<&merge_gradients>(m, "merge_states_backward");
+  define_on_stream<&retrieve>(m, "hopfield_retrieve");
+  define_on_stream<&step_gradients>(m, "hopfield_backward", kAll, "options, place, needed");
+  define_on_stream<&take_steps>(m, "hopfield_steps", kAll, "options, place, most");
+  define_on_stream<&varlen_attention>(m, "varlen_attention");
+  define_on_stream<&varlen_gradients>(m, "varlen_attention_backward");
+  m.attr("max_hop_width") = kMaxHopWidth;
+}
+
+}  // namespace cuda
+}  // namespace fastattn
+
 #include "module.cpp"

@@ -23,14 +23,6 @@ namespace py = pybind11;
 namespace fastattn {
 namespace cuda {
 
-void bind_additive(py::module_& m);
-void bind_sdpa(py::module_& m);
-void bind_decode(py::module_& m);
-void bind_encode_memory(py::module_& m);
-void bind_memory_hops(py::module_& m);
-void bind_merge_states(py::module_& m);
-void bind_sinusoidal(py::module_& m);
-
 namespace {
 
 // The compiled architectures, such as "80;90a".
@@ -62,16 +54,11 @@ py::dict build_info() {
 PYBIND11_MODULE(_cuda, m) {
   fastattn::module_name = "fastattn._cuda";
   m.doc() = "fastattn's CUDA kernels.";
-  fastattn::cuda::bind_additive(m);
-  fastattn::cuda::bind_sdpa(m);
-  fastattn::cuda::bind_decode(m);
-  fastattn::cuda::bind_encode_memory(m);
-  fastattn::cuda::bind_memory_hops(m);
-  fastattn::cuda::bind_merge_states(m);
-  fastattn::cuda::bind_sinusoidal(m);
+  fastattn::cuda::define_all(m);
   m.def("use_torch", &fastattn::use_torch, py::arg("torch"), py::arg("interface"),
         py::arg("device"));
-  m.def("use_rules", &fastattn::use_rules, py::arg("new_rows"), py::arg("may_round"));
+  m.def("use_rules", &fastattn::use_rules, py::arg("new_rows"), py::arg("summed_to"),
+        py::arg("may_round"));
   m.def("build_info", &fastattn::cuda::build_info);
   m.def("allow_hopper", [](bool allowed) { fastattn::cuda::hopper_allowed() = allowed; });
 #ifdef FASTATTN_EMULATED

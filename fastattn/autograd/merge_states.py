@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,27 +24,6 @@ def _fake_backward(
     return tuple(torch.empty_like(x) for x in seen[:4])
 
 
-def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-    """The mapped dimension is one more in front of the others."""
-    *tensors, options, backend = args
-    lifted = _in_front(info.batch_size, in_dims, tensors)
-    return merge_states.dispatched(*lifted, options, backend), (0, 0)
-
-
-def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-    *tensors, options, backend = args
-    lifted = _in_front(info.batch_size, in_dims, tensors)
-    return merge_states.backward.dispatched(*lifted, options, backend), (0,) * 4
-
-
-def _in_front(n: int, dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Tensor | None]:
-    pairs = zip(tensors, dims, strict=True)
-    return [
-        x if x is None else x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in pairs
-    ]
-
-
 merge_states = Operator(
     "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)",
     results="out lse",
@@ -56,9 +34,7 @@ merge_states = Operator(
         gives="out_a lse_a out_b lse_b",
         options=NoOptions,
         fake=_fake_backward,
-        vmap=_vmap_backward,
     ),
-    vmap=_vmap,
     flops=lambda _, out_a, *rest, backward=False: (8 if backward else 4) * out_a.numel(),
     shapes="out_a: ... L Dv; lse_a: ... L; out_b: ... L Dv; lse_b: ... L; "
     "out: ... L Dv; lse: ... L",

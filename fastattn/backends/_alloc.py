@@ -39,8 +39,9 @@ def summed_to(bias: Tensor, grad: Tensor) -> Tensor:
 
     In float64, because one element may be the sum of thousands of terms.
     """
-    sizes = zip(bias.shape, grad.shape, strict=True)
-    dims = [dim for dim, (size, expanded) in enumerate(sizes) if size != expanded]
-    if dims:
+    more = grad.ndim - bias.ndim  # dimensions in front, as of partial sums
+    sizes = [None] * more + list(bias.shape)
+    pairs = zip(sizes, grad.shape, strict=True)
+    if dims := [dim for dim, (size, expanded) in enumerate(pairs) if size != expanded]:
         grad = grad.sum(dims, keepdim=True, dtype=torch.float64)
-    return grad.to(bias.dtype)
+    return (grad.view(bias.shape) if more else grad).to(bias.dtype)

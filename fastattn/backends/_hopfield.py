@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import summed_to
-from fastattn.backends._memories import with_rows
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-__all__ = ["ROUND", "Found", "Gradients", "Patterns", "Steps", "operators", "rounds"]
+__all__ = [
+    "Found",
+    "Gradients",
+    "Patterns",
+    "Steps",
+    "backward_of_steps",
+    "backward_on",
+]
 
 Found = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Self = TypeVar("_Self", bound="Patterns")
-
-ROUND = 256  # steps per call of a search without a limit, which may never converge
 
 
 class Steps(NamedTuple):
@@ -43,27 +47,8 @@ class Patterns(abc.ABC):
     bias: Tensor | None  # [G|1, Q|1, N|1]
     options: HopfieldOptions
 
-    # Whether the kernels need contiguous columns.
-    needs_rows: ClassVar[bool] = True
     # Up to this limit there is room for all steps; beyond it the device is asked, and waited for.
     few_steps: ClassVar[int] = 8
-
-    @classmethod
-    def of(
-        cls: type[_Self],
-        stored: Tensor,
-        keys: Tensor | None,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        options: HopfieldOptions,
-    ) -> _Self:
-        if cls.needs_rows:
-            stored, keys = with_rows(stored), with_rows(keys)
-        return cls(stored, keys, mask, bias, options)
-
-    @abc.abstractmethod
-    def search(self, state: Tensor) -> Found:
-        """Step until every query has converged or has taken ``steps_max`` steps."""
 
     @abc.abstractmethod
     def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
@@ -156,8 +141,8 @@ class Patterns(abc.ABC):
         return max(int(taken.max()), 1) if taken.numel() else 1
 
     def _to(self: _Self, dtype: torch.dtype) -> _Self:
-        keys = None if self.keys is None else self.keys.to(dtype)
-        return replace(self, stored=self.stored.to(dtype), keys=keys)
+        keys, bias = (x if x is None else x.to(dtype) for x in (self.keys, self.bias))
+        return replace(self, stored=self.stored.to(dtype), keys=keys, bias=bias)
 
     def _in_dtypes(self, grads: Sequence[Tensor | None], state: Tensor) -> Gradients:
         """The gradients in the dtypes of what they are of."""
@@ -167,53 +152,70 @@ class Patterns(abc.ABC):
         return found[0], found[1], found[2], found[3]
 
 
-def rounds(taken: Tensor, steps_max: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the first step of each round of a search and the end of the round.
-
-    A round has at most ``most`` steps. The last one ends with ``steps_max``, or with all queries at
-    rest.
-    """
-    done = 0
-    while True:
-        until = done + most if steps_max < 0 else min(done + most, steps_max)
-        yield done, until
-        done = until
-        if done == steps_max or bool((taken > 0).all()):
-            return
-
-
-def operators(memory: type[Patterns]) -> tuple[Callable[..., Found], Callable[..., Gradients]]:
-    """Return ``hopfield_retrieve`` and ``hopfield_retrieve_backward`` on these kernels."""
-
-    def hopfield_retrieve(
-        state: Tensor,  # [G, Q, D]
-        stored: Tensor,  # [G, N, D]
-        keys: Tensor | None,  # [G, N, D]
-        mask: Tensor | None,  # [G|1, Q|1, N|1]
-        bias: Tensor | None,  # [G|1, Q|1, N|1]
-        *,
-        options: HopfieldOptions,
-    ) -> Found:
-        """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
-        return memory.of(stored, keys, mask, bias, options).search(state)
+def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
+    """Return ``hopfield_retrieve_backward`` on these kernels."""
 
     def hopfield_retrieve_backward(
-        grad_out: Tensor,  # [G, Q, D]
-        state: Tensor,
+        grad_out: Tensor,  # as state
+        state: Tensor,  # [G, Q, D], or of a plan [B, H, Q, D] with the groups of the others
         stored: Tensor,
         keys: Tensor | None,
         mask: Tensor | None,
         bias: Tensor | None,
-        taken: Tensor,  # [G, Q]
+        taken: Tensor,  # [G, Q] or [B, H, Q]
         ends: Tensor,  # [G, Q, 2, D]
         *,
         options: HopfieldBackwardOptions,
+        trace: Tensor | None = None,  # all states and their statistics, if the forward kept them
+        stats: Tensor | None = None,
     ) -> Gradients:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-        patterns = memory.of(stored, keys, mask, bias, options)
-        return patterns.gradients(grad_out, state, taken, ends, options.needed)
+        if trace is not None and stats is not None:
+            steps = Steps(state, taken, options.steps_max, trace, stats)
+            patterns = memory(stored, keys, mask, bias, options)
+            return patterns.derive(grad_out, steps, options.needed)
+        tensors = (state, stored, keys)
+        grad, start, *others = (x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors))
+        patterns = memory(*others, mask, bias, options)
+        steps = (taken.flatten(0, -2), ends)
+        *grads, of_bias = patterns.gradients(grad, start, *steps, options.needed)
+        pairs = zip(grads, tensors, strict=True)
+        found = [x if x is None or y is None else x.view(y.shape) for x, y in pairs]
+        assert found[0] is not None
+        return found[0], found[1], found[2], of_bias
 
-    return hopfield_retrieve, hopfield_retrieve_backward
+    return hopfield_retrieve_backward
+
+
+def backward_of_steps(
+    take_steps: Callable[..., Any],
+    derive_steps: Callable[..., Any],
+    few_steps: int = Patterns.few_steps,
+) -> Callable[..., Gradients]:
+    """Return ``hopfield_retrieve_backward`` on these native functions.
+
+    The steps use the kernels of memory hops, without the old state: u' = o.
+    """
+
+    @dataclass(frozen=True)
+    class Memory(Patterns):
+        def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+            found = take_steps(*self._tensors(state), taken, options=self.options, most=most)
+            return Steps(state, taken, most, *found)
+
+        def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+            state, taken, _, *states = steps
+            tensors = (grad_out, *self._tensors(state), taken, *states)
+            grad_state, *grad_memories, scores = derive_steps(
+                *tensors, options=self.options, needed=needed
+            )
+            return self.in_order(grad_state, grad_memories, scores, needed)
+
+        def _tensors(self, state: Tensor) -> tuple[Tensor | None, ...]:
+            return state, self.stored, self.keys, self.mask, self.bias
+
+    Memory.few_steps = few_steps
+    return backward_on(Memory)
 
 
 def _conjugate_gradients(

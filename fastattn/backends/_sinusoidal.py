@@ -1,28 +1,55 @@
-"""The sinusoidal encoding of any rank, on kernels of at most four dimensions."""
+"""The sinusoidal encoding of any rank, on native kernels of at most four dimensions."""
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["of_any_rank"]
+from fastattn.backends.primitives import SinusoidalOptions
+from fastattn.sinusoids import sinusoids
+
+__all__ = ["encoding_on"]
 
 
-def of_any_rank(
-    encode: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],  # x, positions, out
-    x: Tensor,  # [..., L, D]
-    positions: Tensor | None,  # [..., L], broadcasts to x
-) -> Tensor:
-    """Leading dimensions that cannot be merged are copied."""
-    if x.ndim <= 4:
-        return encode(x, positions, None)
-    out = torch.empty_like(x)
-    target = out.flatten(0, -4)
-    if positions is not None:
-        positions = positions.expand(x.shape[:-1]).flatten(0, -3)
-    encode(x.flatten(0, -4), positions, target)
-    if target.data_ptr() != out.data_ptr():
-        out.copy_(target.view(out.shape))
-    return out
+@functools.lru_cache(maxsize=256)
+def _columns(
+    width: int, layout: str, max_timescale: float, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The columns on the device, int64 with the bits of their numbers."""
+    table = sinusoids(width, layout, max_timescale)
+
+    def copied(column: array[int]) -> Tensor:  # on the CPU, too: they must own their memory
+        made = torch.tensor(column.tolist(), dtype=torch.uint64, device="cpu")
+        return made.view(torch.int64).to(device)
+
+    return tuple(map(copied, table))
+
+
+def encoding_on(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``sinusoidal_encoding`` on this function."""
+
+    def sinusoidal_encoding(
+        x: Tensor,  # [..., L, D]
+        positions: Tensor | None,  # [..., L] int64, broadcasts to x
+        *,
+        options: SinusoidalOptions,
+        offset: int | None = None,  # in the place of the one in the options
+        out: Tensor | None = None,  # of at most four dimensions
+    ) -> Tensor:
+        """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
+        columns = _columns(x.shape[-1], options.layout, options.max_timescale, x.device)
+        if x.ndim <= 4:
+            return native(x, positions, options=options, columns=columns, offset=offset, out=out)
+        made = torch.empty_like(x)
+        target = made.flatten(0, -4)  # leading dimensions that cannot be merged are copied
+        if positions is not None:
+            positions = positions.expand(x.shape[:-1]).flatten(0, -3)
+        rows = x.flatten(0, -4)
+        native(rows, positions, options=options, columns=columns, offset=offset, out=target)
+        return made if target.data_ptr() == made.data_ptr() else made.copy_(target.view(x.shape))
+
+    return sinusoidal_encoding

@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import NoOptions
-
-__all__ = ["operators", "sizes"]
-
-# Calls a kernel with outputs and lse in turn, and returns new tensors.
-Run = Callable[..., tuple[Tensor, ...]]
+__all__ = ["of_any_rank", "sizes"]
 
 
-def operators(forward: Run, backward: Run) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``merge_states`` and ``merge_states_backward`` on these kernels."""
+def of_any_rank(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``merge_states`` or its derivative on this kernel, whose last tensors are the states."""
 
-    def merge_states(
-        out_a: Tensor,  # [..., L, Dv]
-        lse_a: Tensor,  # [..., L] float32 or float64
-        out_b: Tensor,  # [..., L, Dv]
-        lse_b: Tensor,  # [..., L]
-        *,
-        options: NoOptions,
-    ) -> tuple[Tensor, ...]:
-        """Return ``(out, lse)``, see ``docs/design.md``."""
-        states = (out_a, lse_a, out_b, lse_b)
-        return _of_any_rank(forward, states, states)
+    def merge(*tensors: Tensor | None, options: Any) -> tuple[Tensor, ...]:
+        """The results in the shapes and the memory order of the states."""
+        like = tensors[-4:]
+        assert like[0] is not None
+        if like[0].ndim <= 4:
+            return run(*tensors, options=options)
+        # Views where their memory allows it, else copies. Outputs and lse take turns.
+        flat = [x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(tensors)]
+        shaped = []
+        for result, x in zip(run(*flat, options=options), like, strict=False):
+            assert x is not None
+            made, result = torch.empty_like(x), result.view(x.shape)
+            shaped.append(result if result.stride() == made.stride() else made.copy_(result))
+        return tuple(shaped)
 
-    def merge_states_backward(
-        grad_out: Tensor | None,  # [..., L, Dv]
-        grad_lse: Tensor | None,  # [..., L]
-        out_a: Tensor,
-        lse_a: Tensor,
-        out_b: Tensor,
-        lse_b: Tensor,
-        *,
-        options: NoOptions,
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of out_a, lse_a, out_b and lse_b, see ``docs/design.md``."""
-        states = (out_a, lse_a, out_b, lse_b)
-        return _of_any_rank(backward, (grad_out, grad_lse, *states), states)
-
-    return merge_states, merge_states_backward
-
-
-def _of_any_rank(
-    run: Run, tensors: Sequence[Tensor | None], like: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """The results in the shapes and the memory order of these tensors."""
-    if like[0].ndim <= 4:
-        return run(*tensors)
-    # Views where their memory allows it, else copies.
-    results = run(*(x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(tensors)))
-    shaped = []
-    for result, x in zip(results, like, strict=False):
-        made, result = torch.empty_like(x), result.view(x.shape)
-        shaped.append(result if result.stride() == made.stride() else made.copy_(result))
-    return tuple(shaped)
+    return merge
 
 
 def sizes(out: Tensor) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn import dispatch, evidence, library
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, make_inputs, output_names
 from fastattn.bench.gauges import Stopwatch
@@ -59,13 +59,18 @@ class Part(NamedTuple):
 
 
 def _natives() -> list[tuple[Any, str]]:
-    core: Any = dispatch.load("cpu")._cpu  # type: ignore[union-attr]
-    return _timeable(core, [name for name, x in vars(core).items() if callable(x)])
+    module: Any = dispatch.load("cpu")
+    core = vars(module._cpu)
+    same = [name for name, x in vars(module).items() if name in core and core[name] is x]
+    names = [name for name, x in core.items() if callable(x)]
+    return _timeable(module._cpu, names) + _timeable(module, same)
 
 
 def _adapters() -> list[tuple[Any, str]]:
     module: Any = dispatch.load("cpu")
-    return _timeable(module, module.__all__) + _natives()  # a plan may call a native one itself
+    names = [x.name for x in library.operators.values() if hasattr(module, x.name)]
+    places = _timeable(module, names) + _natives()  # a plan may call a native one itself
+    return list(dict.fromkeys(places))
 
 
 def _timeable(owner: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
@@ -225,6 +230,11 @@ def _seconds(part: Part, call: Callable[[], Any], count: int) -> float:
         if part.one_thread:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
+        if part.inside is not tuple:  # plans keep the functions that they call
+            stack.callback(evidence.forget)
+            evidence.forget()
+        call()
+        watch.seconds = 0.0
         start = time.perf_counter()
         for _ in range(count):
             call()
@@ -241,7 +251,7 @@ def _timed(function: Callable[..., Any], watch: Stopwatch, emptied: bool) -> Cal
         if watch.is_running:  # within another function of the part
             return function(*args, **kwargs)
         watch.start()
-        result = function(*(_emptied(args) if emptied else args), **kwargs)
+        result = _emptied(function, args, kwargs) if emptied else function(*args, **kwargs)
         watch.stop()
         watch.seconds -= own
         return function(*args, **kwargs) if emptied else result
@@ -261,19 +271,18 @@ def _own_seconds() -> float:
     return least
 
 
-def _emptied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a native function with a batch of 0: the first of its sizes, or tensors.
+def _emptied(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The results of a native function for tensors with a batch of 0.
 
     A vector has no batch, unless it is an array of states, whose length no other tensor has.
     """
-    place = next((n for n, x in enumerate(args) if isinstance(x, tuple)), len(args))
-    if place < len(args):
-        return *args[:place], (0, *args[place][1:]), *args[place + 1 :]
-    tensors = [x for x in args if isinstance(x, Tensor)]
+    given = (*args, *kwargs.values())
+    tensors = [x for x in given if isinstance(x, Tensor)]
     sizes = {size for x in tensors if x.dim() > 1 for size in x.shape}
     batched = {id(x) for x in tensors if x.dim() > 1 or x.is_floating_point()}
     batched -= {id(x) for x in tensors if x.dim() == 1 and len(x) in sizes}
-    return tuple(x[:0] if id(x) in batched and x.dim() else x for x in args)
+    empty = [x[:0] if id(x) in batched and x.dim() else x for x in given]
+    return function(*empty[: len(args)], **dict(zip(kwargs, empty[len(args) :], strict=True)))
 
 
 class _Nothing(torch.autograd.Function):

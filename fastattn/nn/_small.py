@@ -74,9 +74,14 @@ def self_attention(
     native = dispatch.load("cpu")
     if isinstance(native, str):
         return None
-    tensors = (w_in, b_in, w_out, b_out, key_padding_mask)
-    flags = (bool(module.batch_first), is_causal, torch.is_grad_enabled())
-    return native.self_attention(x, heads, *tensors, *flags)
+    found: Tensor | None = native.self_attention(
+        *(x, w_in, b_in, w_out, b_out, key_padding_mask),
+        num_heads=heads,
+        batch_first=bool(module.batch_first),
+        causal=is_causal,
+        recorded=torch.is_grad_enabled(),
+    )
+    return found
 
 
 def _most_work(dtype: torch.dtype) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bench_results import cell_of
 from test_bench_render import load_render
 
-from fastattn import dispatch
+from fastattn import dispatch, evidence
 from fastattn.bench import breakdown, commands, results, summary
 from fastattn.cli import main
 
@@ -58,9 +60,15 @@ def test_every_part_is_measured_and_nothing_stays_replaced(
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = dispatch.load("cpu")
-    core = module._cpu  # type: ignore[union-attr]
-    right = core.attention
-    monkeypatch.setattr(core, "attention", lambda *a: (right(*a)[0] + 1, None, None))
+    right = module.scaled_dot_product_attention  # type: ignore[union-attr]
+
+    @functools.wraps(right)
+    def wrong(*tensors: Any, **named: Any) -> Any:
+        found = right(*tensors, **named)
+        return found + 1 if isinstance(found, torch.Tensor) else (found[0] + 1, *found[1:])
+
+    monkeypatch.setattr(module, "scaled_dot_product_attention", wrong)
+    evidence.forget()  # plans keep the functions that they call
     cell = cell_of("sdpa", "B=1,H=2,L=4,D=8")
     (found,) = breakdown.measure([cell], threads=1, rounds=1).cells
     assert found.outcomes["call"].status == "WRONG"

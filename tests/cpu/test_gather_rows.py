@@ -24,7 +24,7 @@ def gathered(native: ModuleType) -> Any:
     """Without scales, the dtype is that of the caches."""
 
     def gather(dtype: torch.dtype, *tensors: Tensor | None) -> Any:
-        return native.gather_rows(DTYPES[dtype], *tensors)
+        return native.gather_rows(*tensors, dtype=DTYPES[dtype])
 
     return gather
 

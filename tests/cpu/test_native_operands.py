@@ -34,7 +34,6 @@ from fastattn.sinusoids import sinusoids
         ("mask", lambda x: torch.ones(9), "mask is not valid: it must be bool"),
         ("bias", lambda x: torch.ones(9).bool(), "bias is not valid"),
         ("bias", lambda x: torch.ones(3, 1, 9), "bias is not valid: it must broadcast"),
-        ("keeps", lambda x: x, "can be kept"),
     ],
 )
 def test_native_retrieval_checks_every_tensor(
@@ -43,8 +42,7 @@ def test_native_retrieval_checks_every_tensor(
     state, stored = torch.randn(2, 3, 7, 10), torch.randn(2, 3, 9, 10)
     call = {"state": state, "stored": stored, "keys": stored, "mask": None, "bias": None}
     options = HopfieldOptions(scale=0.5, steps_max=2)
-    xi, taken, ends, stats = native.hopfield_retrieve(options, *call.values(), False)
-    assert stats is None
+    xi, taken, ends = native.hopfield_retrieve(*call.values(), options=options)
     assert torch.equal(taken.abs(), torch.full((2, 3, 7), 2))
     assert torch.equal(ends[:, :, 1].reshape(xi.shape), xi)
     want = state
@@ -52,11 +50,8 @@ def test_native_retrieval_checks_every_tensor(
         want = (0.5 * want @ stored.mT).softmax(-1) @ stored
     torch.testing.assert_close(xi, want)
     call[name] = wrong(stored if name == "keys" else call.get(name))
-    if name == "keeps":
-        options = HopfieldOptions(scale=0.5, steps_max=-1)
-        del call["keeps"]
     with pytest.raises((TypeError, ValueError), match=message):
-        native.hopfield_retrieve(options, *call.values(), name == "keeps")
+        native.hopfield_retrieve(*call.values(), options=options)
 
 
 @pytest.mark.parametrize("dims", [3, 4])
@@ -68,9 +63,9 @@ def test_native_retrieval_checks_every_tensor(
         ("taken", lambda x: x + 1),
         ("taken", lambda x: x.int()),
         ("taken", lambda x: x[..., :6]),
-        ("states", lambda x: x[:, :, 1:]),
-        ("states", lambda x: x.double()),
-        ("states", lambda x: None),
+        ("trace", lambda x: x[:, :, 1:]),
+        ("trace", lambda x: x.double()),
+        ("trace", lambda x: None),
         ("stats", lambda x: x[:, :, :1]),
         ("stats", lambda x: x.mT),
     ],
@@ -83,23 +78,26 @@ def test_native_retrieval_backward_checks_every_tensor(
         state, stored = state.flatten(0, 1), stored.flatten(0, 1)
     options = HopfieldOptions(scale=0.5, steps_max=3)
     patterns = (state, stored, None, None, None)
-    xi, taken, states, stats = native.hopfield_retrieve(options, *patterns, True)
-    again = native.hopfield_steps(options, *patterns, taken, 3)
-    for kept, repeated in zip((states, stats), again, strict=True):
+    xi, taken, ends, *steps = native.hopfield_retrieve(*patterns, options=options, keeps=True)
+    assert torch.equal(ends, steps[0][:, :, -2:])
+    many = HopfieldOptions(scale=0.5, steps_max=5)
+    assert native.hopfield_retrieve(*patterns, options=many, keeps=True)[3:] == (None, None)
+    again = native.hopfield_steps(*patterns, taken, options=options, most=3)
+    for kept, repeated in zip(steps, again, strict=True):
         assert torch.equal(kept, repeated)
     with pytest.raises(ValueError, match="at most the number of steps, 2, got"):
-        native.hopfield_steps(options, *patterns, taken, 2)
+        native.hopfield_steps(*patterns, taken, options=options, most=2)
+    given = dict(zip(("grad_xi", "taken", "trace", "stats"), (xi, taken, *steps), strict=True))
 
     def gradients(**other: Any) -> Any:
-        given = {"grad_xi": xi, "taken": taken, "states": states, "stats": stats, **other}
-        grad_xi, *steps = given.values()
-        return native.hopfield_backward(options, grad_xi, *patterns, *steps, 3)
+        grad_xi, *steps = (given | other).values()
+        return native.hopfield_backward(grad_xi, *patterns, *steps, options=options, needed=3)
 
     of_state, of_stored, *others = gradients()
     assert of_state.shape == state.shape
     assert of_stored.shape == stored.shape
     assert others == [None, None]
-    given = {"grad_xi": xi, "taken": taken.abs(), "states": states, "stats": stats}
+    given["taken"] = taken.abs()
     with pytest.raises((TypeError, ValueError), match=f"{name}|stats is not valid"):
         gradients(**{name: wrong(given[name])})
 
@@ -114,7 +112,7 @@ def test_native_retrieval_backward_checks_every_tensor(
         ("positions", lambda x: torch.arange(3).int(), "positions is not valid: it must be int64"),
         ("frequency", lambda x: x[:8], "the frequencies are not those of 6 columns"),
         ("phase", lambda x: x[:8], "the frequencies are not those of 6 columns"),
-        ("pairs", lambda x: x + x[:1], "the frequencies are not those of 6 columns"),
+        ("pairs", lambda x: torch.cat((x, x[:1])), "the frequencies are not those of 6 columns"),
         ("out", lambda x: torch.ones(1, 3, 6), r"out is not valid: it must be float32 \(2, 3, 6\)"),
         ("out", lambda x: torch.ones(2, 3, 6).double(), "out is not valid"),
         ("out", lambda x: torch.ones(3, 6), "out is not valid"),
@@ -125,14 +123,21 @@ def test_native_encoding_checks_every_tensor(
     name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
 ) -> None:
     options, columns = SinusoidalOptions(), sinusoids(6, "interleaved", 10000.0)
-    call = {"offset": 4, "x": torch.randn(2, 3, 6), "positions": None, **columns._asdict()}
-    call["out"] = None
-    out = native.sinusoidal_encoding(options, *call.values())
+    call: dict[str, Any] = {"offset": 4, "x": torch.randn(2, 3, 6), "positions": None, "out": None}
+    for column, numbers in columns._asdict().items():
+        call[column] = torch.tensor(numbers.tolist(), dtype=torch.uint64).view(torch.int64)
+
+    def encode() -> Any:
+        others = {key: call[key] for key in ("offset", "x", "positions", "out")}
+        columns = tuple(call[key] for key in ("frequency", "phase", "pairs"))
+        return native.sinusoidal_encoding(**others, columns=columns, options=options)
+
+    out = encode()
     torch.testing.assert_close(out[:, :, 0], call["x"][:, :, 0] + torch.arange(4, 7).sin())
     call[name] = written = wrong(call[name])
     before = written.clone() if name == "out" else None
     with pytest.raises(ValueError, match=message):
-        native.sinusoidal_encoding(options, *call.values())
+        encode()
     assert before is None or torch.equal(written, before)
 
 
@@ -209,12 +214,12 @@ def test_native_decoding_checks_every_tensor(
     name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
 ) -> None:
     options, tensors = DecodeOptions(scale=0.4, window_left=3), of_decoding()
-    out, lse = native.decode_attention(options, *tensors.values())
+    out, lse = native.decode_attention(*tensors.values(), options=options)
     assert out.shape == (3, 4, 1, 8)
     assert lse[2].isinf().all()
     tensors[name] = wrong(tensors[name])
     with pytest.raises((TypeError, ValueError), match=message):
-        native.decode_attention(options, *tensors.values())
+        native.decode_attention(*tensors.values(), options=options)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -226,14 +231,14 @@ def test_native_decoding_reads_quantised_rows(
         tensors[f"{name}_cache"] = (10 * tensors[f"{name}_cache"]).to(dtype)
         tensors[f"{name}_scales"] = torch.full((3, 2, 16), 0.1)
     options = DecodeOptions(scale=0.4)
-    out, _ = native.decode_attention(options, *tensors.values())
+    out, _ = native.decode_attention(*tensors.values(), options=options)
     wide = {**tensors, "key_scales": None, "value_scales": None}
     for name in ("key_cache", "value_cache"):
         wide[name] = 0.1 * wide[name].float()
-    torch.testing.assert_close(out, native.decode_attention(options, *wide.values())[0])
+    torch.testing.assert_close(out, native.decode_attention(*wide.values(), options=options)[0])
     for wrong in (torch.ones(3, 2, 15), torch.ones(3, 2, 16).double()):
         with pytest.raises(ValueError, match="value_scales is not valid: it must be float32"):
-            native.decode_attention(options, *{**tensors, "value_scales": wrong}.values())
+            native.decode_attention(**{**tensors, "value_scales": wrong}, options=options)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,7 @@ def test_native_appending_checks_every_tensor(
     tensors |= {"rotary_positions": None, "query": torch.randn(3, 4, 1, 8)}
     tensors |= dict.fromkeys(("key_scales", "value_scales", "cache_leftpad"))
     options = AppendOptions()
-    rotated = native.append_to_cache(options, *tensors.values())
+    rotated = native.append_to_cache(*tensors.values(), options=options)
     assert torch.equal(rotated, tensors["query"])
     assert torch.equal(cache[:, 1, :, 6:8], new[:, 1])
     before = cache.clone()
@@ -275,7 +280,7 @@ def test_native_appending_checks_every_tensor(
         tensors["rotary_cos"] = tensors["rotary_sin"] = tensors["query"] = None
     tensors[name] = wrong(tensors[name])
     with pytest.raises((TypeError, ValueError), match=message):
-        native.append_to_cache(options, *tensors.values())
+        native.append_to_cache(*tensors.values(), options=options)
     assert torch.equal(cache, before)
 
 
@@ -317,16 +322,16 @@ def test_native_linear_checks_every_tensor(
 def test_native_self_attention_leaves_other_tensors_to_the_general_path(
     name: str, wrong: Callable[[Any], Any], way: None, native: ModuleType
 ) -> None:
-    tensors: dict[str, Any] = {"x": torch.randn(2, 5, 8), "num_heads": 2}
+    tensors: dict[str, Any] = {"x": torch.randn(2, 5, 8)}
     tensors |= {"w_in": torch.randn(24, 8), "b_in": torch.randn(24)}
     tensors |= {"w_out": torch.randn(8, 8), "b_out": torch.randn(8)}
     tensors |= {"padding": torch.zeros(2, 5, dtype=torch.bool)}
-    flags = (True, False, True)
-    assert native.self_attention(*tensors.values(), *flags).shape == (2, 5, 8)
+    others = {"num_heads": 2, "batch_first": True, "causal": False, "recorded": True}
+    assert native.self_attention(**tensors, **others).shape == (2, 5, 8)
     tensors[name] = wrong(tensors[name])
-    assert native.self_attention(*tensors.values(), *flags) is None
+    assert native.self_attention(**tensors, **others) is None
     if name == "w_in" and tensors[name].requires_grad:
-        assert native.self_attention(*tensors.values(), True, False, False) is not None
+        assert native.self_attention(**tensors, **others | {"recorded": False}) is not None
 
 
 @pytest.mark.parametrize(
@@ -354,9 +359,10 @@ def test_native_memory_encoding_checks_every_tensor(
     given |= {"temporal": torch.randn(3, 6, 8), "grad": torch.randn(2, 3, 6, 8)}
 
     def run(tokens: Any, weight: Any, factors: Any, temporal: Any, grad: Any) -> Any:
-        memory = native.encode_memory(EncodeMemoryOptions(), tokens, weight, factors, temporal)
+        of_call = (tokens, weight, factors, temporal)
+        memory = native.encode_memory(*of_call, options=EncodeMemoryOptions())
         options = EncodeMemoryBackwardOptions(rows=30, temporal=True)
-        return memory, *native.encode_memory_backward(options, grad, tokens, factors)
+        return memory, *native.encode_memory_backward(grad, tokens, factors, options=options)
 
     assert [x.shape for x in run(**given)] == [(2, 3, 6, 8), (3, 30, 8), (3, 6, 8)]
     given[name] = wrong(given[name])

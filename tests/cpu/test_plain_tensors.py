@@ -168,7 +168,7 @@ def test_tensors_without_a_signature(
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("query", lambda x: x[0], r"query is not valid: it must be float32 \(4, 16, 16, 0\)"),
+        ("query", lambda x: x[0], "query is not valid: it must have 4 dimensions, got float32"),
         ("key", lambda x: x.double(), "key is not valid: it must be float32"),
         ("key", lambda x: x[:, :3], "value is not valid: it must be float32"),
         ("value", lambda x: x[:, :, :15], "value is not valid: it must be float32"),
@@ -191,12 +191,12 @@ def test_native_attention_checks_every_tensor(
     biases = ("attn_mask", "alibi_slopes", "seed", "sinks", "relative_bias", "positions")
     tensors = {"query": q, "key": k, "value": v, **dict.fromkeys((*biases, "mask_program"))}
     options = AttentionBackwardOptions(scale=0.25)
-    _, lse, weights = native.attention(options, *tensors.values(), True)
+    _, lse, weights = native.scaled_dot_product_attention(*tensors.values(), options=options)
     assert weights is None
     torch.testing.assert_close(lse.float(), (q @ k.mT * 0.25).logsumexp(-1))
     tensors[name] = wrong(tensors[name])
     with pytest.raises((TypeError, ValueError), match=message):
-        native.attention(options, *tensors.values(), True)
+        native.scaled_dot_product_attention(*tensors.values(), options=options)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +216,15 @@ def test_native_attention_backward_checks_every_tensor(
 ) -> None:
     q, k, v = heads(1, 4, 16, 16)
     options = AttentionBackwardOptions(scale=0.25)
-    out, lse, _ = native.attention(options, q, k, v, *(None,) * 7, True)
+    out, lse, _ = native.scaled_dot_product_attention(q, k, v, options=options)
     tensors = {"grad_out": out, "grad_lse": lse, "grad_weights": None}
     tensors |= {"query": q, "key": k, "value": v, "attn_mask": None, "alibi_slopes": None}
     tensors |= {"seed": None, "out": out, "lse": lse}
-    assert len(native.attention_backward(options, *tensors.values(), *(None,) * 4)) == 6
+    derive = native.scaled_dot_product_attention_backward
+    assert len(derive(*tensors.values(), options=options)) == 6
     tensors[name] = wrong(out if tensors[name] is None else tensors[name])
     with pytest.raises((TypeError, ValueError), match=name):
-        native.attention_backward(options, *tensors.values(), *(None,) * 4)
+        derive(*tensors.values(), options=options)
 
 
 HOPS = ("query", "in_memory", "out_memory", "hop_proj", "memory_mask", "memory_bias")
@@ -265,13 +266,13 @@ def test_native_memory_hops_check_every_tensor(
 ) -> None:
     tensors: dict[str, Any] = of_hops()
     options = MemoryHopOptions(hops=2, scale=0.5)
-    out, trace, stats, weights, _ = native.memory_hops(options, *tensors.values(), True, False)
+    out, trace, stats, weights = native.memory_hop_attention(**tensors, options=options)
     assert (trace.shape, stats.shape, weights) == ((4, 5, 6), (4, 2, 2), None)
     want = fastattn.memory_hop_attention(**tensors, hops=2, scale=0.5)
     torch.testing.assert_close(out, want)
     tensors[name] = wrong(tensors[name])
     with pytest.raises((TypeError, ValueError), match=message):
-        native.memory_hops(options, *tensors.values(), True, False)
+        native.memory_hop_attention(**tensors, options=options)
 
 
 @pytest.mark.parametrize(
@@ -291,28 +292,28 @@ def test_native_memory_hops_backward_checks_every_tensor(
 ) -> None:
     tensors: dict[str, Any] = of_hops()
     options = MemoryHopBackwardOptions(hops=2, weights=True, needed=31)
-    out, trace, stats, weights, _ = native.memory_hops(options, *tensors.values(), True, False)
+    out, trace, stats, weights = native.memory_hop_attention(**tensors, options=options)
     given: dict[str, Any] = {"grad_out": out.mT.contiguous().mT, "grad_weights": weights, **tensors}
     given |= {"trace": trace.mT.contiguous().mT, "stats": stats, "kept": None}
-    grads = native.memory_hops_backward(options, *given.values())
+    grads = native.memory_hop_attention_backward(**given, options=options)
     assert [x.shape for x in grads[:4]] == [tensors[x].shape for x in HOPS[:4]]
-    assert grads[4].shape == (4, 1, 2, 9)
+    assert grads[4].shape == (9,)
     given[name] = wrong(given[name])
     with pytest.raises((TypeError, ValueError), match=name):
-        native.memory_hops_backward(options, *given.values())
+        native.memory_hop_attention_backward(**given, options=options)
 
 
 def test_only_kept_weights_that_fit_are_used(way: None, native: ModuleType) -> None:
     tensors = of_hops()
     options = MemoryHopBackwardOptions(hops=2, needed=15)
-    call = (options, *tensors.values(), True, True)
-    out, *states, weights, kept = native.memory_hops(*call)
+    hops = native.memory_hop_attention
+    out, *states, weights, kept = hops(**tensors, options=options, keeps=True)
     assert weights is None
     assert kept.shape == (4, 2, 9)
 
     def gradients(kept: Any) -> Any:
-        given = (out, None, *tensors.values(), *states, kept)
-        return native.memory_hops_backward(options, *given)[:4]
+        given = (out, None, *tensors.values(), *states)
+        return native.memory_hop_attention_backward(*given, options=options, kept=kept)[:4]
 
     for got, wanted in zip(gradients(kept), gradients(None), strict=True):
         assert torch.equal(got, wanted)
@@ -330,7 +331,7 @@ def of_additive_attention() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("query", lambda x: x[0], r"query is not valid: it must be float32 \(5, 6, 0\)"),
+        ("query", lambda x: x[0], "query is not valid: it must have 3 dimensions, got float32"),
         ("query", lambda x: x.int(), "query is not valid: it must be float32 or float64"),
         ("key", lambda x: x.double(), "key is not valid: it must be float32"),
         ("key", lambda x: x[..., :5], "key is not valid"),
@@ -347,22 +348,22 @@ def test_native_additive_attention_checks_every_tensor(
     name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
 ) -> None:
     tensors, options = of_additive_attention(), AdditiveBackwardOptions(needs_mask_grad=True)
-    out, weights = native.additive_attention(options, *tensors.values())
+    out, weights = native.additive_attention(**tensors, options=options)
     assert weights is None
-    native.additive_attention_backward(options, out, None, *tensors.values())
+    native.additive_attention_backward(out, None, *tensors.values(), options=options)
     tensors[name] = wrong(tensors[name])
     with pytest.raises((TypeError, ValueError), match=message):
-        native.additive_attention(options, *tensors.values())
+        native.additive_attention(**tensors, options=options)
     with pytest.raises((TypeError, ValueError), match=message):
-        native.additive_attention_backward(options, out, None, *tensors.values())
+        native.additive_attention_backward(out, None, *tensors.values(), options=options)
 
 
 def test_native_additive_attention_checks_its_gradients(way: None, native: ModuleType) -> None:
     tensors, options = of_additive_attention(), AdditiveBackwardOptions(needs_mask_grad=True)
 
     def derive(grad_out: Any = None, grad_weights: Any = None) -> Any:
-        given = (options, grad_out, grad_weights)
-        return native.additive_attention_backward(*given, *tensors.values())
+        given = (grad_out, grad_weights, *tensors.values())
+        return native.additive_attention_backward(*given, options=options)
 
     assert len(derive(torch.ones(2, 5, 7), torch.ones(2, 5, 9))) == 6
     for wrong in (torch.ones(2, 5, 6), torch.ones(2, 5, 7).double()):
@@ -401,18 +402,23 @@ def test_native_local_attention_checks_every_tensor(
     name: str, wrong: Callable[[Any], Any], message: str, way: None, native: ModuleType
 ) -> None:
     tensors, options = of_local_attention(), LocalOptions(reach=2, bell=True)
-    out, weights = native.local_attention(options, *tensors.values())
-    native.local_attention_backward(options, out, weights, *tensors.values(), weights)
+    out, weights = native.local_attention(**tensors, options=options)
+
+    def derive() -> Any:
+        given = (out, weights, *tensors.values(), weights)
+        return native.local_attention_backward(*given, options=options)
+
+    derive()
     tensors[name] = wrong(tensors[name])
     with pytest.raises((TypeError, ValueError), match=message):
-        native.local_attention(options, *tensors.values())
+        native.local_attention(**tensors, options=options)
     with pytest.raises((TypeError, ValueError), match=message):
-        native.local_attention_backward(options, out, weights, *tensors.values(), weights)
+        derive()
 
 
 def test_native_local_attention_checks_its_gradients(way: None, native: ModuleType) -> None:
     tensors, options = of_local_attention(), LocalOptions(reach=2, bell=True)
-    out, kept = native.local_attention(options, *tensors.values())
+    out, kept = native.local_attention(**tensors, options=options)
     assert kept.shape == (2, 7, 5)
 
     def derive(
@@ -420,7 +426,7 @@ def test_native_local_attention_checks_its_gradients(way: None, native: ModuleTy
     ) -> Any:
         how = LocalOptions(reach=reach, bell=True)
         given = (grad_out, grad_weights, *tensors.values(), weights)
-        return native.local_attention_backward(how, *given)
+        return native.local_attention_backward(*given, options=how)
 
     right = derive()
     assert len(right) == 4

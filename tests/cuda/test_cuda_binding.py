@@ -5,6 +5,7 @@ on which device and stream everything runs.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import compat
+from fastattn import compat, library
 from fastattn.backends.primitives import (
     AdditiveBackwardOptions,
     AppendOptions,
@@ -122,6 +123,21 @@ def runs_at(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch, device: int, s
     monkeypatch.setattr(adapter.operands, "current", current)
 
 
+def test_native_functions_take_the_first_tensors_of_their_operators(adapter: ModuleType) -> None:
+    compared = 0
+    for operator in library.operators.values():
+        function = getattr(adapter._cuda, operator.name, None)
+        if function is None:
+            continue
+        parameters = inspect.signature(function).parameters
+        tensors = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        own = ["order", "starts", "sentences"] if operator.name == "encode_memory_backward" else []
+        assert tensors == [*operator.names[: len(tensors) - len(own)], *own], operator.name
+        assert {"options", "place"} <= parameters.keys()
+        compared += 1
+    assert compared > 12
+
+
 @each_call
 def test_every_kernel_is_launched_on_the_stream_of_the_call(
     call: Call, adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -164,12 +180,15 @@ def test_a_call_makes_the_device_of_its_tensor_current(
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
 
-    def kernel(*args: Any) -> Any:
-        return args, list(entered)
+    def kernel(*tensors: Any, options: Any, place: Any) -> Any:
+        return tensors, options, place, list(entered)
 
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 3))
-    assert adapter.operands.launch(kernel, tensor, "options", tensor) == (
-        (3, 7003, "options", tensor),
+    launch = adapter.operands.launched(kernel)
+    assert launch(None, tensor, options="options") == (
+        (None, tensor),
+        "options",
+        (3, 7003),
         [tensor.device],
     )
     assert not entered

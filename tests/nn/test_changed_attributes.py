@@ -221,18 +221,18 @@ def test_tensors_that_are_no_parameters_take_part(change: Callable[[Any], None])
 @pytest.mark.parametrize("heads", [0, 3, 17, 32, -4, 2**62])
 def test_native_calls_check_what_they_divide_by(heads: int, native: ModuleType) -> None:
     message = f"must be positive and divide 16, got {heads}"
-    weights = torch.ones(48, 16), None, torch.ones(16, 16), None
+    tensors = torch.ones(2, 7, 16), torch.ones(48, 16), None, torch.ones(16, 16), None, None
     with pytest.raises(ValueError, match=f"num_heads {message}"):
-        native.self_attention(torch.ones(2, 7, 16), heads, *weights, None, True, False, False)
+        native.self_attention(*tensors, num_heads=heads, batch_first=True)
     options = AttentionOptions(scale=1.0)
     if 0 <= heads < 100:
         query, key = torch.ones(1, 16, 7, 8), torch.ones(1, 1, 9, 8).expand(1, heads, 9, 8)
         with pytest.raises(ValueError, match=f"heads of key {message}"):
-            native.attention(options, query, key, key, *(None,) * 7, False)
+            native.scaled_dot_product_attention(query, key, key, options=options)
     state, stored = torch.ones(1, 16, 8), torch.ones(1, 4, 8)
     options = HopfieldOptions(together=heads)
     with pytest.raises(ValueError, match=f"together {message}"):
-        native.hopfield_retrieve(options, state, stored, None, None, None, False)
+        native.hopfield_retrieve(state, stored, options=options)
 
 
 # -- the layers of a Transformer --------------------------------------------------------------

@@ -88,8 +88,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     backend, made = dispatch.load("cpu"), []
     native = backend.self_attention
 
-    def counted(*args: object) -> Tensor | None:
-        result = native(*args)
+    def counted(*args: object, **named: object) -> Tensor | None:
+        result = native(*args, **named)
         if result is not None:
             made.append(1)
         return result

@@ -7,7 +7,6 @@ import gc
 import math
 import threading
 import weakref
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -25,6 +24,7 @@ from fastattn import (
     varlen_attention,
 )
 from fastattn import scaled_dot_product_attention as attend
+from fastattn.backends._hopfield import Patterns
 from fastattn.call import Plans
 
 pytestmark = pytest.mark.usefixtures("seeded", "native")
@@ -122,11 +122,12 @@ def test_a_gradient_is_refused_by_every_call(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("steps", [4, 5])
-def test_a_planned_retrieval_keeps_at_most_four_steps(steps: int, native: ModuleType) -> None:
+def test_a_planned_retrieval_keeps_at_most_four_steps(steps: int) -> None:
     call = HOPFIELD.make() | {"update_steps_max": steps}
     call["state"].requires_grad_()
     out, planned = hopfield_retrieve(**call), hopfield_retrieve(**call)
-    with mock.patch("fastattn._cpu.hopfield_steps", wraps=native.hopfield_steps) as repeat:
+    unroll = mock.patch.object(Patterns, "unroll", autospec=True, side_effect=Patterns.unroll)
+    with unroll as repeat:
         torch.autograd.grad(out.sum(), call["state"])  # of the complete path
         assert repeat.call_count == 1
         torch.autograd.grad(planned.sum(), call["state"])

@@ -1,4 +1,4 @@
-"""The adapter of the native CPU module, whose functions take tensors and return new ones.
+"""The native CPU module as a backend: most of its functions are primitives as they are.
 
 Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
 primitives.
@@ -14,55 +14,36 @@ from torch import Tensor
 
 from fastattn import _cpu, evidence
 from fastattn.backends import _served
+from fastattn.backends._hopfield import backward_of_steps
 from fastattn.backends._precision import allows_bf16_parts
-from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
-from fastattn.backends.cpu.decode import append_to_cache, decode_attention
-from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
-from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
-from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
-from fastattn.backends.cpu.memory_hops import (
-    memory_hop_attention,
-    memory_hop_attention_backward,
-)
-from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
+from fastattn.backends._sinusoidal import encoding_on
+from fastattn.backends._states import of_any_rank
 from fastattn.backends.cpu.operands import DTYPES
-from fastattn.backends.cpu.sdpa import (
-    scaled_dot_product_attention,
-    scaled_dot_product_attention_backward,
-)
-from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
-from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
-# Without options: the native functions themselves.
-linear, self_attention, signature = _cpu.linear, _cpu.self_attention, _cpu.signature
-
-__all__ = [
-    "additive_attention",
-    "additive_attention_backward",
-    "append_to_cache",
-    "decode_attention",
-    "encode_memory",
-    "encode_memory_backward",
-    "hopfield_retrieve",
-    "hopfield_retrieve_backward",
-    "linear",
-    "local_attention",
-    "local_attention_backward",
-    "memory_hop_attention",
-    "memory_hop_attention_backward",
-    "merge_states",
-    "merge_states_backward",
-    "scaled_dot_product_attention",
-    "scaled_dot_product_attention_backward",
-    "self_attention",
-    "serves_all",
-    "signature",
-    "sinusoidal_encoding",
-    "varlen_attention",
-    "varlen_attention_backward",
-    "why_not",
-]
+additive_attention = _cpu.additive_attention
+additive_attention_backward = _cpu.additive_attention_backward
+append_to_cache = _cpu.append_to_cache
+decode_attention = _cpu.decode_attention
+encode_memory = _cpu.encode_memory
+encode_memory_backward = _cpu.encode_memory_backward
+hopfield_retrieve = _cpu.hopfield_retrieve
+# -1: the host reads how many steps were taken, because there is no device to wait for.
+hopfield_retrieve_backward = backward_of_steps(_cpu.hopfield_steps, _cpu.hopfield_backward, -1)
+local_attention = _cpu.local_attention
+local_attention_backward = _cpu.local_attention_backward
+memory_hop_attention = _cpu.memory_hop_attention
+memory_hop_attention_backward = _cpu.memory_hop_attention_backward
+merge_states = of_any_rank(_cpu.merge_states)
+merge_states_backward = of_any_rank(_cpu.merge_states_backward)
+scaled_dot_product_attention = _cpu.scaled_dot_product_attention
+scaled_dot_product_attention_backward = _cpu.scaled_dot_product_attention_backward
+sinusoidal_encoding = encoding_on(_cpu.sinusoidal_encoding)
+varlen_attention = _cpu.varlen_attention
+varlen_attention_backward = _cpu.varlen_attention_backward
+# Without options.
+linear, self_attention = _cpu.linear, _cpu.self_attention
+are_plain, signature = _cpu.are_plain, _cpu.signature
 
 _OTHERS = (torch.int64, torch.int32, *QUANTISED)
 _NAMES = "float32, float64, bfloat16, float16"

@@ -1,87 +1,54 @@
-"""The adapter of the native CUDA module, whose functions take tensors and return new ones.
+"""The native CUDA module as a backend: most of its functions are primitives as they are.
 
 Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
-primitives. Tests bind the same adapter to a module whose kernels run in an emulator, on CPU tensors
+primitives. Lengths, pages, entries and starts of sequences stay on the GPU, so the host never waits
+for them. Invalid ones raise no error, but the kernels never access memory outside the tensors.
+Tests bind the same adapter to a module whose kernels run in an emulator, on CPU tensors
 (``tests/emulator``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn import _cuda
 from fastattn.backends import _served
-from fastattn.backends.cuda import (
-    additive,
-    decode,
-    hopfield,
-    memory_hops,
-    sdpa,
-    sinusoidal,
-    varlen,
-)
+from fastattn.backends._hopfield import backward_of_steps
+from fastattn.backends._sinusoidal import encoding_on
+from fastattn.backends._states import of_any_rank
 from fastattn.backends.cuda import encode_memory as encoding
-from fastattn.backends.cuda import merge_states as states
-from fastattn.backends.cuda.additive import additive_attention, additive_attention_backward
-from fastattn.backends.cuda.decode import append_to_cache, decode_attention
-from fastattn.backends.cuda.encode_memory import encode_memory, encode_memory_backward
-from fastattn.backends.cuda.hopfield import hopfield_retrieve, hopfield_retrieve_backward
-from fastattn.backends.cuda.memory_hops import (
-    memory_hop_attention,
-    memory_hop_attention_backward,
-)
-from fastattn.backends.cuda.merge_states import merge_states, merge_states_backward
-from fastattn.backends.cuda.operands import DEVICE
-from fastattn.backends.cuda.sdpa import (
-    scaled_dot_product_attention,
-    scaled_dot_product_attention_backward,
-)
-from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
-from fastattn.backends.cuda.varlen import varlen_attention, varlen_attention_backward
+from fastattn.backends.cuda import sdpa
+from fastattn.backends.cuda.operands import DEVICE, launched
+from fastattn.backends.cuda.reasons import REASONS
 from fastattn.backends.primitives import unserved
-
-__all__ = [
-    "additive_attention",
-    "additive_attention_backward",
-    "append_to_cache",
-    "decode_attention",
-    "encode_memory",
-    "encode_memory_backward",
-    "hopfield_retrieve",
-    "hopfield_retrieve_backward",
-    "memory_hop_attention",
-    "memory_hop_attention_backward",
-    "merge_states",
-    "merge_states_backward",
-    "scaled_dot_product_attention",
-    "scaled_dot_product_attention_backward",
-    "sinusoidal_encoding",
-    "varlen_attention",
-    "varlen_attention_backward",
-    "why_not",
-]
 
 INTERPRETED = DEVICE == "cpu"  # the kernels run in an emulator
 
 _OLDEST = (8, 0)  # the first compute capability with all instructions that the kernels need
 
-# What the kernels of an operator, forward and backward, have against a call:
-# why_not(**tensors, options=...).
-_REASONS: dict[str, Callable[..., list[str]]] = {
-    "additive_attention": additive.why_not,
-    "append_to_cache": decode.why_not_append,
-    "decode_attention": decode.why_not,
-    "encode_memory": encoding.why_not,
-    "hopfield_retrieve": hopfield.why_not,
-    "memory_hop_attention": memory_hops.why_not,
-    "merge_states": states.why_not,
-    "scaled_dot_product_attention": sdpa.why_not,
-    "sinusoidal_encoding": sinusoidal.why_not,
-    "varlen_attention": varlen.why_not,
-}
+additive_attention = launched(_cuda.additive_attention)
+additive_attention_backward = launched(_cuda.additive_attention_backward)
+append_to_cache = launched(_cuda.append_to_cache)
+decode_attention = launched(_cuda.decode_attention)
+encode_memory = launched(_cuda.encode_memory)
+encode_memory_backward = encoding.encode_memory_backward
+hopfield_retrieve = launched(_cuda.hopfield_retrieve)
+hopfield_retrieve_backward = backward_of_steps(
+    launched(_cuda.hopfield_steps), launched(_cuda.hopfield_backward)
+)
+memory_hop_attention = launched(_cuda.memory_hop_attention)
+memory_hop_attention_backward = launched(_cuda.memory_hop_attention_backward)
+merge_states = of_any_rank(launched(_cuda.merge_states))
+merge_states_backward = of_any_rank(launched(_cuda.merge_states_backward))
+scaled_dot_product_attention = sdpa.scaled_dot_product_attention
+scaled_dot_product_attention_backward = sdpa.scaled_dot_product_attention_backward
+sinusoidal_encoding = encoding_on(launched(_cuda.sinusoidal_encoding))
+varlen_attention = launched(_cuda.varlen_attention)
+varlen_attention_backward = sdpa.varlen_attention_backward
 
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
@@ -94,7 +61,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
             return [f"tensors are on {given[0].device} and {tensor.device}"]
     op = op.removesuffix("_backward")
     reasons = _why_not_this_device(given[0].device) + unserved(options, _served.CUDA[op])
-    return reasons + _REASONS[op](**tensors, options=options)
+    return reasons + REASONS[op](**tensors, options=options)
 
 
 def _why_not_this_device(device: torch.device) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fastattn import _cuda, compat
 from fastattn._version import __version__
-from fastattn.backends._alloc import empty_output
+from fastattn.backends._alloc import empty_output, summed_to
 from fastattn.backends._precision import allows_tf32
 
 INFO: dict[str, Any] = _cuda.build_info()
@@ -22,27 +23,19 @@ if DEVICE == "cuda" and INFO["version"] != __version__:
         f"must be the same: `pip install fastattn-cuda=={__version__}`, or a build in a checkout"
     )
 _cuda.use_torch(torch, compat.exchange_interface, DEVICE)
-_cuda.use_rules(empty_output, allows_tf32)
-MAX_LENGTH = 2**30  # kMaxLength in csrc/cuda/params.h
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_cuda.use_rules(empty_output, summed_to, allows_tf32)
 
 
-def why_not_dtype(dtype: torch.dtype) -> list[str]:
-    if dtype in DTYPES:
-        return []
-    return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
+def launched(native: Callable[..., Any]) -> Callable[..., Any]:
+    """The native function on the device of its tensors, and on its current stream."""
 
+    @functools.wraps(native)
+    def launch(*tensors: Tensor | None, **named: Any) -> Any:
+        of = next(x for x in (*tensors, *named.values()) if x is not None)
+        with current(of.device) as place:
+            return native(*tensors, place=place, **named)
 
-def why_not_mask(attn_mask: Tensor | None) -> list[str]:
-    if attn_mask is None or attn_mask.dtype in (torch.bool, *DTYPES):
-        return []
-    return [f"the mask's dtype {attn_mask.dtype} is not bool, float32, bfloat16 or float16"]
-
-
-def launch(function: Callable[..., Any], of: Tensor, *args: Any) -> Any:
-    """Call a native function on the device of a tensor, and on its current stream."""
-    with current(of.device) as place:
-        return function(*place, *args)
+    return launch
 
 
 @contextlib.contextmanager

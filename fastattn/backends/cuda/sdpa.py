@@ -1,4 +1,4 @@
-"""Scaled dot-product attention on the CUDA kernels."""
+"""The gradients of attention on the CUDA kernels, dense and over packed sequences."""
 
 from __future__ import annotations
 
@@ -10,124 +10,54 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._partial import partial_gradients
-from fastattn.backends.cuda.operands import (
-    INFO,
-    MAX_LENGTH,
-    launch,
-    why_not_dtype,
-    why_not_mask,
-)
-from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.backends.cuda.operands import launched
+from fastattn.backends.primitives import AttentionBackwardOptions, VarlenOptions
 
-__all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward", "why_not"]
+__all__ = [
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "varlen_attention_backward",
+]
 
-_MAX_WIDTH: int = INFO["widths"][-1]
-
-
-def why_not(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    **_: Any,
-) -> list[str]:
-    """Return the reasons why the kernels cannot run on these arguments."""
-    reasons = why_not_dtype(query.dtype) + why_not_mask(attn_mask)
-    width = max(query.shape[-1], value.shape[-1])
-    if width > _MAX_WIDTH:
-        reasons.append(f"a head has {width} columns; the kernels take up to {_MAX_WIDTH}")
-    if max(*query.shape[:3], key.shape[2]) > MAX_LENGTH:
-        reasons.append(f"a size is greater than {MAX_LENGTH}")
-    if relative_bias is not None and relative_bias.shape[2] // 2 > MAX_LENGTH:
-        reasons.append(f"a distance of relative_bias is greater than {MAX_LENGTH}")
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        reasons.append("alibi_slopes requires a gradient, which the kernel does not compute")
-    return reasons
-
-
-def scaled_dot_product_attention(
-    query: Tensor,  # [B, Hq, Lq, D]
-    key: Tensor,  # [B, Hkv, Lk, D]
-    value: Tensor,  # [B, Hkv, Lk, Dv]
-    attn_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    seed: Tensor | None = None,
-    sinks: Tensor | None = None,  # [B|1, Hq]
-    relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
-    positions: Tensor | None = None,  # [Lk] int32
-    mask_program: Tensor | None = None,  # [size] int32
-    *,
-    options: AttentionOptions,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ``(out, lse, weights or None)``, see ``docs/design.md``."""
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
-    results: Any = launch(_cuda.attention, query, options, query, key, value, *biases)
-    return results
+scaled_dot_product_attention = launched(_cuda.scaled_dot_product_attention)
+_attention_backward = launched(_cuda.scaled_dot_product_attention_backward)
+_varlen_backward = launched(_cuda.varlen_attention_backward)
 
 
 def scaled_dot_product_attention_backward(
-    grad_out: Tensor | None,  # [B, Hq, Lq, Dv]
-    grad_lse: Tensor | None,  # [B, Hq, Lq]
-    grad_weights: Tensor | None,  # as weights
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    positions: Tensor | None = None,
-    mask_program: Tensor | None = None,
-    *,
-    options: AttentionBackwardOptions,
+    *tensors: Tensor | None, options: AttentionBackwardOptions
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    given, of_call, (out, lse), biases = tensors[:3], tensors[3:9], tensors[9:11], tensors[11:]
+    assert out is not None
+    assert lse is not None
     if options.partial:
         forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
-        given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
-        return partial_gradients(forward, backward, given, tensors, out, lse, options)
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    *grads, grad_mask, stats, tables = launch(
-        _cuda.attention_backward,
-        query,
-        options,
-        grad_out,
-        grad_lse,
-        grad_weights,
-        query,
-        key,
-        value,
-        attn_mask,
-        alibi_slopes,
-        seed,
-        out,
-        lse,
-        sinks,
-        relative_bias,
-        positions,
-        mask_program,
-    )
-    if grad_mask is not None and attn_mask is not None:
-        grad_mask = grad_mask.to(attn_mask.dtype)
-    grad_sinks = None if sinks is None else grad_of_sinks(sinks, lse, stats)
-    grad_table = None
-    if relative_bias is not None and tables is not None:
-        grad_table = tables.sum(0, dtype=torch.float64).sum_to_size(relative_bias.shape).float()
-    return *grads, grad_mask, grad_sinks, grad_table
+        call = (*of_call, *biases)
+        return partial_gradients(forward, backward, given, call, out, lse, options)
+    *grads, stats, of_table = _attention_backward(*tensors, options=options)
+    return *grads, _grad_of_sinks(biases, lse, stats), of_table
 
 
-def grad_of_sinks(sinks: Tensor, lse: Tensor, stats: Tensor) -> Tensor:
+def varlen_attention_backward(
+    *tensors: Tensor | None, options: VarlenOptions
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, sinks and relative bias, or None."""
+    lse, biases = tensors[10], tensors[11:]
+    assert lse is not None
+    *grads, stats, of_table = _varlen_backward(*tensors, options=options)
+    return *grads, _grad_of_sinks(biases, lse[None], stats[None]), of_table
+
+
+def _grad_of_sinks(biases: Any, lse: Tensor, stats: Tensor) -> Tensor | None:
     """Return the gradient of sinks [B|1, Hq] from lse [B, Hq, Lq] and stats [B, Hq, Lq, 4].
 
     The sum of e^(sink - lse) (dlse - delta) over the rows; ``stats`` are those after the backward.
+    The sinks are the first of the biases.
     """
+    if not biases or biases[0] is None:
+        return None
+    sinks: Tensor = biases[0]
     sink = sinks.to(torch.float64)[..., None]
     high, low, delta, rest = stats.to(torch.float64).unbind(-1)
     # Rows that see no key have high = inf and, without the rows after the last sequence, the

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastattn.backends._hopfield import (
-    ROUND,
     Found,
     Gradients,
     Patterns,
     Steps,
-    operators,
-    rounds,
+    backward_on,
 )
 from fastattn.backends.primitives import (
+    HopfieldOptions,
     MemoryHopBackwardOptions,
     MemoryHopOptions,
 )
@@ -33,12 +33,11 @@ __all__ = ["TOGETHER", "hopfield_retrieve", "hopfield_retrieve_backward"]
 
 TOGETHER = 16  # the most queries that can stop together: those of one tile
 _ULPS = 4
+ROUND = 256  # steps per call of a search without a limit, which may never converge
 
 
 @dataclass(frozen=True)
 class _Memory(Patterns):
-    needs_rows = False
-
     def hops(self, state: Tensor, steps: int) -> Hops:
         mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
         options = MemoryHopOptions(steps, scale=self.options.scale)
@@ -55,7 +54,7 @@ class _Memory(Patterns):
         of_tile = planned.BM // options.together * options.together
         # One round if there is a limit: then the host does not wait for the GPU.
         most = ROUND if options.steps_max < 0 else options.steps_max
-        for done, until in rounds(taken, options.steps_max, most):
+        for done, until in _rounds(taken, options.steps_max, most):
             launch(
                 retrieve,
                 planned,
@@ -95,4 +94,32 @@ class _Memory(Patterns):
         return self.in_order(grad_state, of_memories, scores, needed)
 
 
-hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)
+def _rounds(taken: Tensor, steps_max: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield the first step of each round of a search and the end of the round.
+
+    A round has at most ``most`` steps. The last one ends with ``steps_max``, or with all queries at
+    rest.
+    """
+    done = 0
+    while True:
+        until = done + most if steps_max < 0 else min(done + most, steps_max)
+        yield done, until
+        done = until
+        if done == steps_max or bool((taken > 0).all()):
+            return
+
+
+def hopfield_retrieve(
+    state: Tensor,  # [G, Q, D]
+    stored: Tensor,  # [G, N, D]
+    keys: Tensor | None,  # [G, N, D]
+    mask: Tensor | None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None,  # [G|1, Q|1, N|1]
+    *,
+    options: HopfieldOptions,
+) -> Found:
+    """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
+    return _Memory(stored, keys, mask, bias, options).search(state)
+
+
+hopfield_retrieve_backward = backward_on(_Memory)

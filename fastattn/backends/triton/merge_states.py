@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends._states import operators, sizes
+from fastattn.backends._states import of_any_rank, sizes
+from fastattn.backends.primitives import NoOptions
 from fastattn.backends.triton._core import INF, Operand
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
@@ -151,7 +152,7 @@ def _call(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
     states = ("out_a", "lse_a", "out_b", "lse_b")
     results = tuple(f"grad_{name}" for name in states) if names else ("out", "lse")
 
-    def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def run(*tensors: Tensor | None, options: NoOptions) -> tuple[Tensor, ...]:
         given = dict(zip((*names, *states), tensors, strict=True))
         like = [x for name, x in given.items() if name in states and x is not None]
         made = {name: torch.empty_like(x) for name, x in zip(results, like, strict=False)}
@@ -181,6 +182,5 @@ def _operand(x: Tensor) -> Operand:
     return operand(x[(None,) * (4 - x.ndim)])
 
 
-merge_states, merge_states_backward = operators(
-    _call(merge_rows), _call(merge_rows_backward, "grad_out", "grad_lse")
-)
+merge_states = of_any_rank(_call(merge_rows))
+merge_states_backward = of_any_rank(_call(merge_rows_backward, "grad_out", "grad_lse"))

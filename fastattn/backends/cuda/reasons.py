@@ -1,0 +1,124 @@
+"""What the kernels of each operator, forward and backward, have against a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _cuda
+from fastattn.backends.cuda.operands import INFO
+from fastattn.backends.primitives import MemoryHopOptions
+
+__all__ = ["REASONS"]
+
+_MAX_LENGTH = 2**30  # kMaxLength in csrc/cuda/params.h
+_MAX_WIDTH: int = INFO["widths"][-1]
+_MAX_HOP_WIDTH: int = _cuda.max_hop_width
+_MAX_SENTENCE_WIDTH = 8192  # a block's sums, [4, D] floats, fit in shared memory
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _of_dtype(x: Tensor, *_: Any, **__: Any) -> list[str]:
+    if x.dtype in _DTYPES:
+        return []
+    return [f"the dtype {x.dtype} is not one of float32, bfloat16, float16"]
+
+
+def _of_mask(attn_mask: Tensor | None) -> list[str]:
+    if attn_mask is None or attn_mask.dtype in (torch.bool, *_DTYPES):
+        return []
+    return [f"the mask's dtype {attn_mask.dtype} is not bool, float32, bfloat16 or float16"]
+
+
+def _additive(query: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> list[str]:
+    reasons = _of_dtype(query) + _of_mask(attn_mask)
+    if max(*query.shape, *value.shape[1:]) > _MAX_LENGTH:
+        reasons.append(f"a size is greater than {_MAX_LENGTH}")
+    return reasons
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    **_: Any,
+) -> list[str]:
+    reasons = _of_dtype(query) + _of_mask(attn_mask)
+    width = max(query.shape[-1], value.shape[-1])
+    if width > _MAX_WIDTH:
+        reasons.append(f"a head has {width} columns; the kernels take up to {_MAX_WIDTH}")
+    if max(*query.shape[:3], key.shape[2]) > _MAX_LENGTH:
+        reasons.append(f"a size is greater than {_MAX_LENGTH}")
+    if relative_bias is not None and relative_bias.shape[2] // 2 > _MAX_LENGTH:
+        reasons.append(f"a distance of relative_bias is greater than {_MAX_LENGTH}")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        reasons.append("alibi_slopes requires a gradient, which the kernel does not compute")
+    return reasons
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> list[str]:
+    # Not [None], which fails for `explain` if PyTorch was built without this kind of device.
+    return _attention(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), **others)
+
+
+def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, **others: Any) -> list[str]:
+    reasons = _attention(query, key_cache, value_cache, **others)
+    return reasons + _of_capacity(key_cache, **others)
+
+
+def _append(key_cache: Tensor, **others: Any) -> list[str]:
+    return _of_dtype(key_cache) + _of_capacity(key_cache, **others)
+
+
+def _of_capacity(cache: Tensor, block_table: Tensor | None = None, **_: Any) -> list[str]:
+    """Of the keys that an entry, or a row of the block table, has room for."""
+    capacity = cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+    if capacity > _MAX_LENGTH or cache.shape[0] > _MAX_LENGTH:
+        return [f"the cache has more than {_MAX_LENGTH} keys of a sequence, or entries"]
+    return []
+
+
+def _encoding(weight: Tensor | None = None, grad: Tensor | None = None, **_: Any) -> list[str]:
+    x = grad if weight is None else weight  # the backward pass has no weight
+    assert x is not None
+    reasons = _of_dtype(x)
+    if (width := x.shape[-1]) > _MAX_SENTENCE_WIDTH:
+        reasons.append(
+            f"a memory has {width} columns; the kernels take up to {_MAX_SENTENCE_WIDTH}"
+        )
+    return reasons
+
+
+def _hops(query: Tensor, in_memory: Tensor, *, options: MemoryHopOptions, **_: Any) -> list[str]:
+    reasons = _of_dtype(query)
+    width = query.shape[-1]
+    if width > _MAX_HOP_WIDTH:
+        reasons.append(f"a memory has {width} columns; the kernels take up to {_MAX_HOP_WIDTH}")
+    if max(query.shape[:-1].numel() * (options.hops + 1), in_memory.shape[-2]) > _MAX_LENGTH // 2:
+        reasons.append(f"the queries times hops, or the rows, are more than {_MAX_LENGTH // 2}")
+    return reasons
+
+
+def _retrieval(state: Tensor, stored: Tensor, **_: Any) -> list[str]:
+    return _hops(state, stored, options=MemoryHopOptions())
+
+
+# why_not(**tensors, options=...)
+REASONS: dict[str, Callable[..., list[str]]] = {
+    "additive_attention": _additive,
+    "append_to_cache": _append,
+    "decode_attention": _decode,
+    "encode_memory": _encoding,
+    "hopfield_retrieve": _retrieval,
+    "memory_hop_attention": _hops,
+    "merge_states": lambda out_a, **_: _of_dtype(out_a),
+    "scaled_dot_product_attention": _attention,
+    "sinusoidal_encoding": _of_dtype,
+    "varlen_attention": _packed,
+}
