@@ -280,6 +280,7 @@ def _project(
             raise ValueError(
                 f"{_NAME}: weight must be [Dq, Dk] = {(q, k)}, got {tuple(weight.shape)}"
             )
+        checks.check_same_device(f"{_NAME}: weight", weight, "query", query)
         return query @ weight, key, None
     pair = isinstance(weight, (tuple, list)) and len(weight) == 2
     if not pair or not all(isinstance(x, Tensor) for x in weight):
@@ -290,6 +291,8 @@ def _project(
             f"{_NAME}: weight must be (W [A, Dq + Dk = {q + k}], v [A]), "
             f"got {tuple(matrix.shape)} and {tuple(v.shape)}"
         )
+    for x in weight:
+        checks.check_same_device(f"{_NAME}: weight", x, "query", query)
     # W [q; k] = W_q q + W_k k
     return query @ matrix[:, :q].mT, key @ matrix[:, q:].mT, v
 

@@ -222,3 +222,16 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 test_errors = refuses(luong_attention, [((), *row) for row in BAD], query=Q, key=K, value=V)
+
+
+@pytest.mark.parametrize(
+    ("method", "weight"),
+    [
+        ("general", torch.empty(8, 8, device="meta")),
+        ("concat", (torch.empty(8, 16), torch.empty(8, device="meta"))),
+    ],
+)
+def test_a_weight_of_another_device_is_refused(method: str, weight: Any) -> None:
+    x = torch.ones(1, 5, 8)
+    with pytest.raises(ValueError, match="weight is on meta, but query is on cpu"):
+        luong_attention(x, x, x, method=method, weight=weight, window="local-m", D=2)
