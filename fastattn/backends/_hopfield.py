@@ -175,10 +175,11 @@ def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
             patterns = memory(stored, keys, mask, bias, options)
             return patterns.derive(grad_out, steps, options.needed)
         tensors = (state, stored, keys)
-        grad, start, *others = (x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors))
-        patterns = memory(*others, mask, bias, options)
-        steps = (taken.flatten(0, -2), ends)
-        *grads, of_bias = patterns.gradients(grad, start, *steps, options.needed)
+        flat: list[Any] = [x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors)]
+        grad, start, held, compared = flat
+        patterns = memory(held, compared, mask, bias, options)
+        rows = taken.flatten(0, -2)
+        *grads, of_bias = patterns.gradients(grad, start, rows, ends, options.needed)
         pairs = zip(grads, tensors, strict=True)
         found = [x if x is None or y is None else x.view(y.shape) for x, y in pairs]
         assert found[0] is not None

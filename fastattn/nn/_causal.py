@@ -38,8 +38,8 @@ class LayerAttention(MultiheadAttention):
         if self._context is not None:
             self._check_call(query, need_weights, cache)
         batched = mha_is_batched(query, key, value, key_padding_mask, None, self.num_heads)
-        options = (key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights)
-        return self._general(query, key, value, *options, batched, cache, mask)
+        hidden, wanted = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
+        return self._general(query, key, value, *hidden, is_causal, *wanted, batched, cache, mask)
 
 
 def into_layer_attention(attention: nn.MultiheadAttention) -> None:

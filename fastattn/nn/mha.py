@@ -197,8 +197,8 @@ class MultiheadAttention(_Stock, ContextParallel):
                 small = self_attention(self, query, key_padding_mask, causal)
                 if small is not None:
                     return small, None
-        options = (key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights)
-        return self._general(query, key, value, *options, batched, mask=mask)
+        hidden, wanted = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
+        return self._general(query, key, value, *hidden, is_causal, *wanted, batched, mask=mask)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
