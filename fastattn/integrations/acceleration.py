@@ -20,6 +20,7 @@ from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
+from fastattn.nn._encoder_layer import Names, why_not
 from fastattn.nn._replacement import (
     LINEAR,
     replace,
@@ -56,6 +57,7 @@ class Report:
 
     parts: tuple[Part, ...]  # that compute attention
     linear: tuple[Part, ...] = ()  # linear layers
+    layers: tuple[Part, ...] = ()  # of encoders, each in one native call
 
     @property
     def served(self) -> tuple[Part, ...]:
@@ -75,7 +77,7 @@ class Report:
 
     def _rows(self) -> list[list[str]]:
         rows = [["count", "modules", "class", "calls", "backend", "reason"]]
-        for part in (*self.parts, *self.linear):
+        for part in (*self.parts, *self.layers, *self.linear):
             names = list(dict.fromkeys(map(_pattern, part.modules)))
             shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             backend = part.backend or "not fastattn"
@@ -146,7 +148,8 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
             changes = _changes[model] = _Changes()
             weakref.finalize(model, changes.end).atexit = False
         refused = changes.make(model, linear, unpad)
-        return Report(tuple(_parts(model, changes, refused)), tuple(_linear_layers(model)))
+        attention = tuple(_parts(model, changes, refused))
+        return Report(attention, tuple(_linear_layers(model)), tuple(_encoder_layers(model)))
 
 
 def restore(model: nn.Module) -> None:
@@ -309,6 +312,18 @@ def _linear_layers(model: nn.Module) -> Iterator[Part]:
             found.setdefault((type(module).__name__, *_gemms(weight)), []).append(name)
     for (kind, *rest), names in found.items():
         yield Part(tuple(names), kind, "linear", *rest)
+
+
+def _encoder_layers(model: nn.Module) -> Iterator[Part]:
+    """The layers of encoders, those alike together."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "NAMES", None), Names):
+            reason = why_not(module)
+            key = (type(module).__name__, "" if reason else "cpu", reason)
+            found.setdefault(key, []).append(name)
+    for (kind, backend, reason), names in found.items():
+        yield Part(tuple(names), kind, "an encoder layer", backend, reason)
 
 
 def _gemms(weight: torch.Tensor) -> tuple[str, str]:

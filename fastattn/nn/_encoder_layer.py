@@ -26,7 +26,15 @@ from fastattn.eager import runs_eagerly
 from fastattn.nn.linear import Linear
 from fastattn.nn.mha import keep_forward_called
 
-__all__ = ["FusedEncoder", "FusedEncoderLayer", "Names", "does_nothing", "fused", "joined"]
+__all__ = [
+    "FusedEncoder",
+    "FusedEncoderLayer",
+    "Names",
+    "does_nothing",
+    "fused",
+    "joined",
+    "why_not",
+]
 
 
 class Names(NamedTuple):
@@ -85,6 +93,8 @@ class Parts(NamedTuple):
 class FusedEncoderLayer(nn.Module):
     """The forward of ``torch.nn.TransformerEncoderLayer`` in one native call, where it can be."""
 
+    NAMES = PYTORCH
+
     def forward(
         self,
         src: Tensor,
@@ -94,7 +104,7 @@ class FusedEncoderLayer(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoderLayer``."""
         if src_mask is None and src_key_padding_mask is None and not is_causal:
-            y = fused(self, PYTORCH, src)
+            y = fused(self, self.NAMES, src)
             if y is not None:
                 return y
         stock: Any = super()
@@ -169,6 +179,20 @@ def serves(layer: nn.Module, names: Names, x: Tensor) -> Parts | None:
     if width % parts.heads or parts.tensors[3][0].shape != (width, width):
         return None  # heads of another width than E / H
     return parts
+
+
+def why_not(layer: nn.Module) -> str:
+    """Why no call of a layer with ``NAMES`` is native; "" if small ones in eval mode are."""
+    names: Any = layer.NAMES
+    parts = _parts(layer, names)
+    if parts is None:
+        return "a part of it is of another class, is watched by a hook, or has unusual options"
+    weight = parts.tensors[3][0]
+    if weight.dtype not in _DTYPES or not weight.is_cpu:
+        return f"it is in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+    if not _most_work(weight.dtype):
+        return "its operators are faster on this processor"
+    return ""
 
 
 def run(parts: Parts, x: Tensor, lengths: Sequence[int]) -> Tensor:

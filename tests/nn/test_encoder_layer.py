@@ -297,3 +297,17 @@ def test_accelerated_stacks(calls: list[int]) -> None:
     with torch.no_grad():
         again(X)
     assert len(calls) == 6
+
+
+def test_the_report_names_layers() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), layer())
+    model[1].linear1.register_forward_hook(lambda *_: None)
+    report = fastattn.accelerate(model)
+    assert [(part.modules, part.backend) for part in report.layers] == [
+        (("0",), "cpu"),
+        (("1",), ""),
+    ]
+    assert "is watched by a hook" in report.layers[1].reason
+    assert "an encoder layer" in str(report)
+    (part,) = fastattn.accelerate(layer().double()).layers
+    assert part.reason == "it is in float64 on cpu"
