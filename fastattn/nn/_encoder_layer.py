@@ -13,6 +13,7 @@ sends the call to the layer's own ``forward``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ __all__ = [
     "does_nothing",
     "fused",
     "joined",
+    "known",
     "why_not",
 ]
 
@@ -75,6 +77,7 @@ _ACTIVATIONS: dict[Any, int] = {
     "SiLUActivation": _SILU,
 }
 _LIBRARIES = ("torch.", "transformers.")
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,7 +90,109 @@ class Parts(NamedTuple):
     norm_first: bool
     eps: tuple[float, float]
     activation: int
-    hidden: int
+    width: int  # E
+    hidden: int  # F
+
+
+class _Layer:
+    """The parts of a layer, and where they were found: to look again takes as long as a kernel."""
+
+    def __init__(self, layer: nn.Module, names: Names) -> None:
+        """Raise ``KeyError`` or ``AttributeError`` for another layer than ``names`` describes."""
+        self._places: list[tuple[dict[str, Any], str, Any]] = []  # a dictionary, a key, its value
+        self._inside: list[Any] = []
+        self._layer = weakref.ref(layer)
+
+        def module(path: str) -> Any:
+            found: Any = layer
+            for name in path.split("."):
+                found = self._at(compat.children_of(found), name)
+                if found not in self._inside:
+                    self._inside.append(found)
+            return found
+
+        def pair(owner: Any, weight: str = "weight", bias: str = "bias") -> tuple[Any, Any]:
+            own = compat.parameters_of(owner)
+            return self._at(own, weight), self._at(own, bias)
+
+        linear = [None if path == "joint" else module(path) for path in names.linear.split()]
+        norms = [module(path) for path in names.norms.split()]
+        self.attention = module(names.attention)
+        # None: the layer, which must not be kept alive here.
+        self._function = (module(names.activation) if names.activation else None, names.function)
+        self._activation = getattr(self._function[0] or layer, names.function)
+        if isinstance(self._activation, nn.Module):
+            self._inside.append(self._activation)
+        dropouts = [x for x in layer.modules() if isinstance(x, _DROPOUT)]
+        self._random = (self.attention, *dropouts)
+        pairs: list[Any] = [pair(x) for x in (*linear, *norms) if x is not None]
+        joint = linear[0] is None
+        if joint:
+            pairs[:0] = [pair(self.attention, "in_proj_weight", "in_proj_bias"), None, None]
+        self._heads = names.heads
+        heads = getattr(self.attention, names.heads)
+        self.tensors = tuple(t for x in pairs if x is not None for t in x if t is not None)
+        self._norms = norms
+        self._eps = (norms[0].eps, norms[1].eps)
+        self._norm_first = names.norm_first
+        self._is_joint = joint
+        width, hidden = pairs[5][0].shape
+        self.is_usual = (
+            _activation(self._activation) > 0
+            and all(x is None or type(x) in _LINEAR for x in linear)
+            and all(type(x) is nn.LayerNorm and len(x.normalized_shape) == 1 for x in norms)
+            and all(x is None or x[0] is not None for x in pairs)
+            and type(heads) is int
+            and heads > 0
+            and width % heads == 0
+            and pairs[3][0].shape == (width, width)
+        )
+        norm_first = bool(getattr(layer, "norm_first", names.norm_first))
+        self.parts = Parts(
+            *(tuple(pairs), heads, norm_first, self._eps),
+            *(_activation(self._activation), width, hidden),
+        )
+
+    def _at(self, owner: dict[str, Any], name: str) -> Any:
+        value = owner[name]
+        self._places.append((owner, name, value))
+        return value
+
+    def holds(self) -> bool:
+        """Whether all is still where it was, and nothing watches."""
+        layer: Any = self._layer()
+        for owner, name, value in self._places:
+            if owner.get(name) is not value:
+                return False
+        parts, norms = self.parts, self._norms
+        return (
+            getattr(self._function[0] or layer, self._function[1]) is self._activation
+            and getattr(self.attention, self._heads) == parts.heads
+            and (norms[0].eps, norms[1].eps) == self._eps
+            and getattr(layer, "norm_first", self._norm_first) == parts.norm_first
+            and not compat.are_watched(self._inside, does_nothing)
+            and not (self._is_joint and not _is_usual(self.attention))
+        )
+
+    def is_training(self) -> bool:
+        """Whether a module that draws random numbers is in training mode, itself alone perhaps."""
+        return any(module.training for module in self._random)
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
+
+
+def known(layer: nn.Module, names: Names) -> _Layer | None:
+    """What a layer has for a native call; None if its own forward must run."""
+    kept = _known.get(layer)
+    if kept is None or not kept.holds():
+        try:
+            kept = _known[layer] = _Layer(layer, names)
+        except (AttributeError, KeyError, ValueError):
+            return None
+        if not kept.holds():
+            return None
+    return kept if kept.is_usual else None
 
 
 class FusedEncoderLayer(nn.Module):
@@ -137,7 +242,7 @@ class FusedEncoder(nn.Module):
             return None
         if not all(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers):
             return None
-        found = [serves(layer, PYTORCH, src) for layer in layers]
+        found = [serves(layer, known(layer, PYTORCH), src) for layer in layers]
         if None in found or not runs_eagerly(padding):
             return None
         rows, lengths, back = joined(src, padding)
@@ -152,42 +257,37 @@ def fused(layer: nn.Module, names: Names, x: Tensor) -> Tensor | None:
     """The layer on x [B, L, E] or [L, E] without a mask; None if its own forward must run."""
     if x.is_nested or x.dim() not in (2, 3):
         return None
-    parts = serves(layer, names, x)
+    parts = serves(layer, known(layer, names), x)
     if parts is None:
         return None
     count = 1 if x.dim() == 2 else x.shape[0]
     return run(parts, x.reshape(-1, x.shape[-1]).contiguous(), [x.shape[-2]] * count).view(x.shape)
 
 
-def serves(layer: nn.Module, names: Names, x: Tensor) -> Parts | None:
+def serves(layer: nn.Module, kept: _Layer | None, x: Tensor) -> Parts | None:
     """The parts of a layer, or None if its own forward must run on ``x`` [..., E]."""
-    if layer.training or not compat.nothing_intercepts() or x.dtype not in _DTYPES or not x.is_cpu:
+    if kept is None or layer.training or kept.is_training() or not compat.nothing_intercepts():
         return None
-    parts = _parts(layer, names)
-    if parts is None:
+    if x.dtype not in _DTYPES or not x.is_cpu:
         return None
-    rows, width = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-    if not 0 < rows * width * parts.hidden <= _most_work(x.dtype):
+    parts, width = kept.parts, x.shape[-1]
+    if not 0 < x.numel() * parts.hidden <= _most_work(x.dtype) or width != parts.width:
         return None
-    tensors = [x, *(t for pair in parts.tensors if pair is not None for t in pair)]
-    if any(t is not None and t.dtype is not x.dtype for t in tensors):
-        return None
-    if not runs_eagerly(*tensors):
-        return None
+    tensors = (x, *kept.tensors)
     if torch.is_grad_enabled() and compat.any_requires_grad(*tensors):
         return None
-    if width % parts.heads or parts.tensors[3][0].shape != (width, width):
-        return None  # heads of another width than E / H
+    if not runs_eagerly(*tensors) or any(t.dtype is not x.dtype for t in kept.tensors):
+        return None
     return parts
 
 
 def why_not(layer: nn.Module) -> str:
     """Why no call of a layer with ``NAMES`` is native; "" if small ones in eval mode are."""
     names: Any = layer.NAMES
-    parts = _parts(layer, names)
-    if parts is None:
+    kept = known(layer, names)
+    if kept is None:
         return "a part of it is of another class, is watched by a hook, or has unusual options"
-    weight = parts.tensors[3][0]
+    weight = kept.tensors[0]
     if weight.dtype not in _DTYPES or not weight.is_cpu:
         return f"it is in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
     if not _most_work(weight.dtype):
@@ -240,59 +340,12 @@ def _most_work(dtype: torch.dtype) -> int:
     return most
 
 
-def _parts(layer: nn.Module, names: Names) -> Parts | None:
-    seen: list[Any] = [layer]
-
-    def module(path: str) -> Any:
-        found: Any = layer
-        for name in path.split("."):
-            found = compat.children_of(found)[name]
-            seen.append(found)
-        return found
-
-    try:
-        linear = [None if path == "joint" else module(path) for path in names.linear.split()]
-        norms = [module(path) for path in names.norms.split()]
-        attention = module(names.attention)
-        function = getattr(module(names.activation) if names.activation else layer, names.function)
-        pairs: list[Any] = [_pair(x) for x in (*linear, *norms) if x is not None]
-        if linear[0] is None:
-            parameters = compat.parameters_of(attention)
-            pairs[:0] = [(parameters["in_proj_weight"], parameters["in_proj_bias"]), None, None]
-    except (AttributeError, KeyError):
-        return None
-    if isinstance(function, nn.Module):
-        seen.append(function)
-    activation = _activation(function)
-    heads = getattr(attention, names.heads)
-    if (
-        activation == 0
-        or any(x is not None and type(x) not in _LINEAR for x in linear)
-        or any(type(x) is not nn.LayerNorm or len(x.normalized_shape) != 1 for x in norms)
-        or any(pair is not None and pair[0] is None for pair in pairs)
-        or compat.are_watched(seen[1:], does_nothing)
-        or type(heads) is not int
-        or heads < 1
-    ):
-        return None
-    if linear[0] is None and not _is_usual(attention):
-        return None
-    norm_first = bool(getattr(layer, "norm_first", names.norm_first))
-    hidden: int = pairs[4][0].shape[0]
-    return Parts(tuple(pairs), heads, norm_first, (norms[0].eps, norms[1].eps), activation, hidden)
-
-
 def does_nothing(hook: Any) -> bool:
     """Whether a hook changes and records nothing in a call that reaches the native layer.
 
     transformers leaves hooks behind that record outputs on demand; callers look for that demand.
     """
     return hook is keep_forward_called or hook.__module__ == "transformers.utils.output_capturing"
-
-
-def _pair(module: Any) -> tuple[Any, Any]:
-    parameters = compat.parameters_of(module)
-    return parameters["weight"], parameters["bias"]
 
 
 def _activation(function: Any) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -251,6 +253,25 @@ def test_what_users_change(part: str, calls: list[int]) -> None:
     with nn.modules.module.register_module_forward_hook(lambda *_: None), torch.no_grad():
         layer()(X)
     assert not calls
+
+
+def test_dropout_that_is_switched_on_by_itself(calls: list[int]) -> None:
+    ours = layer(dropout=0.5)
+    ours.dropout1.train()
+    with torch.no_grad():
+        assert not torch.equal(ours(X), ours(X))
+    assert not calls
+
+
+def test_a_deleted_layer_is_forgotten(calls: list[int]) -> None:
+    ours = layer()
+    with torch.no_grad():
+        ours(X)
+    assert calls
+    gone = weakref.ref(ours)
+    del ours
+    gc.collect()
+    assert gone() is None
 
 
 def test_new_weights_are_used_at_once(calls: list[int]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastattn import compat
 from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._recording import anything_is_recorded, weights_are_recorded
-from fastattn.nn._encoder_layer import Names, does_nothing, joined, run, serves
+from fastattn.nn._encoder_layer import Names, does_nothing, joined, known, run, serves
 
 __all__ = ["encoder_class", "layer_class"]
 
@@ -38,10 +38,10 @@ class FusedLayer(nn.Module):
         return stock.forward(hidden_states, attention_mask, *others, **more)
 
     def _fused(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
-        attention = self.get_submodule(self.NAMES.attention)
-        if not _is_ours(attention) or q_starts is not k_starts:
+        kept = known(self, self.NAMES)
+        if kept is None or not _is_ours(kept.attention) or q_starts is not k_starts:
             return None
-        parts = serves(self, self.NAMES, x)
+        parts = serves(self, kept, x)
         if parts is None:
             return None
         if q_starts is None:
