@@ -122,8 +122,9 @@ WORK += [
 # The interpreter is slow, so `make test` has only these: each once was the only case to find a bug
 # put into the kernels.
 QUICK = {
-    "scaled_dot_product_attention": """mask-finfo-min mask-padding-poison relative-65x16
-        relative-grid-decode window-3-5-65x65-full""",
+    "scaled_dot_product_attention": """dropout-0.5 mask-finfo-min mask-float-bqk
+        mask-padding-poison program-sinks-nan-queries relative-65x16 relative-grid-decode
+        window-3-5-65x65-full""",
     "additive_attention": "dropout-mask",
     "append_to_cache": "plain",
     "decode_attention": "long page-7 program-causal program-many relative softcap-alibi",
