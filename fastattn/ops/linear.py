@@ -88,8 +88,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer on a forced backend."""
-    if backend == "torch" or not _fits(x, weight, bias):
+    """The layer on a forced backend; the others than these two leave it to PyTorch."""
+    if backend not in ("cpu", "reference") or not _fits(x, weight, bias):
         return F.linear(x, weight, bias)
     return _dispatched(x, weight, bias, _OURS if backend == "cpu" else _OPTIONS)
 
