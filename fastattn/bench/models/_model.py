@@ -59,7 +59,9 @@ class Model(Operator):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        products = f"{self.TOKENS} * N * ({self.LAYER}) + {self.OTHER[1]}"
+        # Padding is no work: of its rows there are no visible pairs.
+        tokens = "pairs // L" if "padding" in self.MASKS else self.TOKENS
+        products = f"{tokens} * N * ({self.LAYER}) + {self.OTHER[1]}"
         pairs = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
         self.FLOPS = f"N * attention({pairs}, E, E) + products({products})"
         self.stopwatch = Stopwatch()
