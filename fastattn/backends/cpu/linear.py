@@ -79,7 +79,10 @@ def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None
         if work < least:
             return None
         name = gemm_of("y", dtype, rows, work)
-        return None if name == gemm.dx == gemm.dw == "torch" else _GEMMS[name]
+        if name != "torch":
+            return _GEMMS[name]
+        others = torch.is_grad_enabled() and {gemm.dx, gemm.dw} != {"torch"}
+        return _by_torch if others else None
 
     return choose
 
