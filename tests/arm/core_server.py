@@ -62,25 +62,30 @@ class Tensor:
             ctypes.memmove(made._address + n * size, self._address + place * size, size)
         return made
 
+    def to(self, dtype):
+        made = empty(self.shape, dtype)
+        for n, place in enumerate(places(self.shape, self._strides)):
+            number = number_at(self._address + place * BYTES[self.dtype], self.dtype)
+            content = packed(number, dtype)
+            ctypes.memmove(made._address + n * len(content), content, len(content))
+        return made
+
     def float(self):
-        return self._converted("float32")
+        return self.to("float32")
+
+    def double(self):
+        return self.to("float64")
+
+    def sum(self, dimension, keepdim):
+        assert keepdim
+        kept = [1 if n == dimension else size for n, size in enumerate(self.shape)]
+        return summed_to(types.SimpleNamespace(shape=kept, dtype=self.dtype), self)
 
     def narrow(self, dimension, start, length):
         shape, offset = list(self.shape), start * self._strides[dimension] * BYTES[self.dtype]
         shape[dimension] = length
         place = self._address + offset
         return Tensor(self.dtype, tuple(shape), self._strides, self._memory, place)
-
-    def double(self):
-        return self._converted("float64")
-
-    def _converted(self, dtype):
-        made = empty(self.shape, dtype)
-        for n, place in enumerate(places(self.shape, self._strides)):
-            number = number_at(self._address + place * BYTES[self.dtype], self.dtype)
-            content = struct.pack(CODES[dtype], number)
-            ctypes.memmove(made._address + n * BYTES[dtype], content, len(content))
-        return made
 
     def sent(self):
         return "tensor", self.dtype, self.shape, self._memory.content()
@@ -110,6 +115,33 @@ def empty(shape, dtype, device="cpu"):
     strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
     memory = Region(0, bytes(math.prod(shape) * BYTES[dtype]))
     return Tensor(dtype, tuple(shape), strides, memory, memory.address)
+
+
+def summed_to(like, grad):
+    """``grad`` summed to the shape of a tensor that was broadcast, in its dtype."""
+    sums = [0.0] * math.prod(like.shape)
+    kept = [0 if size == 1 else 1 for size in like.shape]
+    dense = [math.prod(like.shape[n + 1 :]) * keep for n, keep in enumerate(kept)]
+    missing = len(grad.shape) - len(like.shape)
+    to = places(grad.shape, [0] * missing + dense)
+    for place, from_ in zip(to, places(grad.shape, grad.stride())):  # noqa: B905  (of any Python)
+        sums[place] += number_at(grad.data_ptr() + from_ * BYTES[grad.dtype], grad.dtype)
+    made = empty(like.shape, like.dtype)
+    for n, number in enumerate(sums):
+        content = packed(number, like.dtype)
+        ctypes.memmove(made.data_ptr() + n * len(content), content, len(content))
+    return made
+
+
+def new_rows(like, width):
+    return empty((*like.shape[:-1], width), like.dtype)
+
+
+def packed(number, dtype):
+    if dtype == "bfloat16":  # the upper half of a float32, rounded
+        (bits,) = struct.unpack("I", struct.pack("f", number))
+        return struct.pack("H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+    return struct.pack(CODES[dtype], number)
 
 
 def torch_for_the_core():
@@ -153,17 +185,19 @@ def main():
     import _cpu
 
     _cpu.use_torch(torch_for_the_core(), None)
-    _cpu.use_rules(lambda like, width: empty((*like.shape[:-1], width), like.dtype), lambda: False)
+    _cpu.use_rules(new_rows, summed_to, lambda: False)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:
-            name, args, memory = pickle.load(requests)
+            name, args, named, memory = pickle.load(requests)
         except EOFError:
             return
         regions = [Region(*part) for part in memory]
         error = None
         try:
-            result = returned(getattr(_cpu, name)(*(arrived(arg, regions) for arg in args)))
+            given = [arrived(arg, regions) for arg in args]
+            by_name = {key: arrived(arg, regions) for key, arg in named.items()}
+            result = returned(getattr(_cpu, name)(*given, **by_name))
             written = [region.content() for region in regions]
         except Exception as raised:
             error, result = type(raised).__name__, str(raised)

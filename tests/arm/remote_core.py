@@ -41,19 +41,20 @@ class RemoteCore(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in ("use_torch", "use_rules", "signature"):
+        if name in ("use_torch", "use_rules", "signature", "are_plain"):
             # The other process has its own, and its calls take the general path.
             return lambda *args: None
         return functools.partial(self._call, name)
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any, **named: Any) -> Any:
         regions: dict[tuple[int, int], int] = {}  # address and size of each storage: its number
         sent = tuple(self._portable(arg, regions) for arg in args)
+        by_name = {key: self._portable(arg, regions) for key, arg in named.items()}
         memory = [(start % 4096, ctypes.string_at(start, size)) for start, size in regions]
         stream = self._server.stdin
         assert stream is not None
         assert self._server.stdout is not None
-        pickle.dump((name, sent, memory), stream)
+        pickle.dump((name, sent, by_name, memory), stream)
         stream.flush()
         try:
             error, result, written = pickle.load(self._server.stdout)
