@@ -140,8 +140,8 @@ def stock_and_ours(result: Result) -> dict[tuple[str, str, str], tuple[Row, Row]
 
 def models_table(result: Result) -> Table:
     """For whole models: rates, the speed-up with its interval, its limit, and memory."""
-    values = ["a second, torch", "fastattn", "times as fast", "at most", "attention, torch"]
-    values += ["MB, torch", "fastattn"]
+    values = ["a second, torch", "fastattn", "times as fast", "by attention, at most"]
+    values += ["attention, torch", "MB, torch", "fastattn"]
     lines = {}
     for (label, passes, dtype), (stock, ours) in stock_and_ours(result).items():
         interval = f"× [{ours['speedup_low']:.2f}, {ours['speedup_high']:.2f}]"

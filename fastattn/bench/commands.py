@@ -87,11 +87,12 @@ NO_PLOTS = "matplotlib is missing (pip install 'fastattn[bench]')"
 
 
 def model(args: argparse.Namespace) -> int:
-    """Measure whole models with PyTorch's attention and with that of fastattn.
+    """Measure whole models of PyTorch and after ``fastattn.accelerate``.
 
     Sizes are those of real models, weights are random: nothing is downloaded. "attention" is the
-    share of a model's time that its attention takes; "at most" is the speed-up of the model if its
-    attention took no time. A training step (--pass fwd+bwd) has no dropout and no optimizer.
+    share of a model's time that its attention takes; "by it at most" is the speed-up of the model
+    if its attention took no time and all else were PyTorch's. A training step (--pass fwd+bwd) has
+    no dropout and no optimizer.
     """
     return run(args)
 

@@ -159,7 +159,7 @@ METRICS = {
     "error": ("rel. error",),
     "speedup": ("speed-up",),
     "rate": ("per second",),
-    "attention": ("attention", "at most"),
+    "attention": ("attention", "by it at most"),
 }
 DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
 # For whole models: also the share of time in attention, and the largest possible speed-up.
@@ -174,7 +174,7 @@ _NUMBERS = {
     "peak MB": ("peak_mb", "{:.1f}"),
     "rel. error": ("relative_error", "{:.1e}"),
     "attention": ("attention_share", "{:.1%}"),
-    "at most": ("speedup_limit", "{:.2f}×"),
+    "by it at most": ("speedup_limit", "{:.2f}×"),
 }
 _FINE = ("ok", "UNAVAILABLE", "SKIPPED")  # any other status is a fault
 
