@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from gemms import native_layers
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import evidence
-from fastattn.backends import cpu
-from fastattn.evidence import Gemm
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,22 +69,10 @@ MODELS = {
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls() -> Iterator[list[int]]:
     """The rows of each native call; layers of any size and dtype take it."""
-    seen: list[int] = []
-
-    def counted(x: Tensor, *args: Any) -> Tensor:
-        seen.append(len(x))
-        y: Tensor = native(x, *args)
-        return y
-
-    native = cpu.encoder_layer
-    monkeypatch.setattr(cpu, "encoder_layer", counted)
-    monkeypatch.setattr(cpu, "rule", lambda dtype: Gemm(*["torch"] * 3, layer_up_to=2**62))
-    evidence.forget()
-    yield seen
-    monkeypatch.undo()
-    evidence.forget()
+    with native_layers() as called:
+        yield called
 
 
 def last(model: nn.Module, given: dict[str, Tensor], **more: Any) -> Tensor:

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gemms import native_layers
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from within_bound import assert_right
 
 import fastattn
-from fastattn import _cpu, evidence
-from fastattn.backends import cpu
-from fastattn.evidence import Gemm
+from fastattn import _cpu
 from fastattn.testing.memory import place_any
 
 ACTIVATIONS: list[tuple[int, Callable[..., Tensor]]] = [
@@ -156,23 +155,10 @@ def test_wrong_arguments_are_named() -> None:
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls() -> Iterator[list[int]]:
     """The rows of each native call; layers of any size and dtype take it."""
-    seen: list[int] = []
-
-    def counted(x: Tensor, *args: Any) -> Tensor:
-        seen.append(len(x))
-        y: Tensor = native(x, *args)
-        return y
-
-    native = cpu.encoder_layer
-    monkeypatch.setattr(cpu, "encoder_layer", counted)
-    rule = Gemm("torch", "torch", "torch", layer_up_to=2**62)
-    monkeypatch.setattr(cpu, "rule", lambda dtype: rule)
-    evidence.forget()
-    yield seen
-    monkeypatch.undo()
-    evidence.forget()
+    with native_layers() as called:
+        yield called
 
 
 def layer(**options: Any) -> nn.TransformerEncoderLayer:

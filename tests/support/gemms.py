@@ -1,4 +1,4 @@
-"""One GEMM in the place of those that evidence chooses for linear layers."""
+"""The choices of evidence for linear and encoder layers, replaced, and their calls counted."""
 
 from __future__ import annotations
 
@@ -45,3 +45,26 @@ def only(name: str, least: int = 0) -> Iterator[list[str]]:
         finally:
             evidence.forget()
     evidence.forget()
+
+
+@contextlib.contextmanager
+def native_layers() -> Iterator[list[int]]:
+    """Within the block encoder layers of any size are one native call; the rows of each call."""
+    called: list[int] = []
+    native = cpu.encoder_layer
+
+    def counted(x: Tensor, *args: Any) -> Tensor:
+        called.append(len(x))
+        y: Tensor = native(x, *args)
+        return y
+
+    rule = Gemm("torch", "torch", "torch", layer_up_to=2**62)
+    try:
+        with (
+            mock.patch.object(cpu, "encoder_layer", counted),
+            mock.patch.object(cpu, "rule", return_value=rule),
+        ):
+            evidence.forget()
+            yield called
+    finally:
+        evidence.forget()
