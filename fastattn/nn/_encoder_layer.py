@@ -6,9 +6,9 @@
 A is self-attention between its projections, B the MLP. In eager mode such a layer takes a dozen
 operators, each with a pass over its result; for one short text they cost more than the arithmetic.
 
-:class:`Names` says where a class of layers keeps its parts. They are read in every call, because
-users may exchange any of them; a part of another class, with a hook or without a plain weight,
-sends the call to the layer's own ``forward``.
+:class:`Names` says where a class of layers keeps its parts. They are compared in every call,
+because users may exchange any of them; a part of another class, with a hook or without a plain
+weight, sends the call to the layer's own ``forward``.
 """
 
 from __future__ import annotations
@@ -353,8 +353,8 @@ def _activation(function: Any) -> int:
         return _GELU_TANH if function.approximate == "tanh" else _GELU
     if isinstance(function, nn.Module):
         kind = type(function)
-        known = kind.__module__.startswith(_LIBRARIES)
-        return _ACTIVATIONS.get(kind.__name__, 0) if known else 0
+        is_named = kind.__module__.startswith(_LIBRARIES)
+        return _ACTIVATIONS.get(kind.__name__, 0) if is_named else 0
     try:
         return _ACTIVATIONS.get(function, 0)
     except TypeError:  # it has no hash

@@ -33,18 +33,17 @@ def only(name: str, least: int = 0) -> Iterator[list[str]]:
 
     counting = {of: functools.partial(counted, of, gemm) for of, gemm in gemms._GEMMS.items()}
     rule = Gemm(name, name, name, least=least, least_grad=least)
-    with (
-        mock.patch.dict(gemms._GEMMS, counting),
-        mock.patch.object(gemms, "_by_ours", counting["ours"]),
-        mock.patch.object(gemms, "rule", return_value=rule),
-        mock.patch.object(cpu, "rule", return_value=rule),
-    ):
-        evidence.forget()
-        try:
-            yield called
-        finally:
+    try:
+        with (
+            mock.patch.dict(gemms._GEMMS, counting),
+            mock.patch.object(gemms, "_by_ours", counting["ours"]),
+            mock.patch.object(gemms, "rule", return_value=rule),
+            mock.patch.object(cpu, "rule", return_value=rule),
+        ):
             evidence.forget()
-    evidence.forget()
+            yield called
+    finally:
+        evidence.forget()
 
 
 @contextlib.contextmanager
