@@ -23,7 +23,7 @@ __attribute__((noinline)) void products_of_panel(int64_t rows, const typename P:
                                                  const typename P::Word* panel, int64_t K,
                                                  int64_t chain, typename P::Acc* S,
                                                  Vec<typename P::Acc>* top) {
-  score_products<P, kVectors>(rows, A, panel, K, chain, S, top);
+  score_products<P, kVectors>(rows, A, K, panel, K, chain, S, top);
 }
 template <class T>
 __attribute__((noinline)) void pack_rows(const T* src, int64_t row_stride, int64_t rows,

@@ -298,8 +298,8 @@ class BackwardUnit {
     }
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);
-    score_products<P, NV>(nk, ks, f.q + i0 * dw, dw, chain, f.s, top);     // S = K Q^T
-    score_products<P, NV>(nk, vs, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
+    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top);      // S = K Q^T
+    score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
     gradients.run(f.gradients, b, h, i0, i1, r, bias, {f.rows.at(i0), f.center + i0, f.delta + i0});
     pair_up(f, nk);
     return true;

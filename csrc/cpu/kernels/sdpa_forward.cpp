@@ -224,7 +224,7 @@ class Forward {
 
     // S = K Q^T
     Vec<T> top[NV];
-    score_products<P, NV>(nk, ks + shift * dw, Q, dw, longest_chain<T>(p), S, top);
+    score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,

@@ -155,7 +155,8 @@ class WeightsPass {
       }
       if (seen == Seen::some) bias.tile = buf.bias;
     }
-    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), longest_chain<T>(p), buf.s, top);
+    score_products<P, NV>(j1 - j0, ks, words<P>(p.D), Q, words<P>(p.D), longest_chain<T>(p), buf.s,
+                          top);
     if (rule.natural || rule.excludes)
       apply_rule<T, NV>(p, rule, buf.s, j1 - j0, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);

@@ -37,35 +37,41 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
       finish(r, n, acc[r][n]);
 }
 
-// A tile over any number of rows: full tiles, then eight, four and single rows. start and finish
-// get the row within `rows`. Every row is the same chain of additions over k, so results do not
-// depend on the tiling.
+// Calls f(Width<n>(), r0) for tiles of n rows from r0 on: full tiles, then eight, four and single rows.
+// Every row is the same chain of additions over k, so results do not depend on the tiling.
 //
 // A single row waits for each addition of its chain, so eight or nine rows are two tiles of four
 // rather than one of six.
+template <int kRows, class F>
+FASTATTN_INLINE void each_tile(int64_t rows, F f) {
+  int64_t r0 = 0;
+  const int64_t fours = kRows == 6 && rows >= 8 && (rows % 6 == 2 || rows % 6 == 3) ? 8 : 0;
+  for (; r0 + kRows <= rows - fours; r0 += kRows) f(Width<kRows>(), r0);
+  if constexpr (kRows > 8) {
+    if (r0 + 8 <= rows) {
+      f(Width<8>(), r0);
+      r0 += 8;
+    }
+  }
+  if constexpr (kRows > 4) {
+    for (; r0 + 4 <= rows; r0 += 4) f(Width<4>(), r0);
+  }
+  for (; r0 < rows; ++r0) f(Width<1>(), r0);
+}
+
+// A tile over any number of rows. start and finish get the row within `rows`.
 template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
 FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t lda,
                                const typename P::Word* B, int64_t ldb, int64_t K, Start start,
                                Finish finish) {
   typedef Vec<typename P::Acc> V;
-  int64_t r0 = 0;
   const int64_t step = kColumns ? 1 : lda;
-  const auto from = [&](int r, int n) __attribute__((always_inline)) { return start(r0 + r, n); };
-  const auto to = [&](int r, int n, V v) __attribute__((always_inline)) { finish(r0 + r, n, v); };
-  const int64_t fours = kRows == 6 && rows >= 8 && (rows % 6 == 2 || rows % 6 == 3) ? 8 : 0;
-  for (; r0 + kRows <= rows - fours; r0 += kRows)
-    tile<P, kRows, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
-  if constexpr (kRows > 8) {
-    if (r0 + 8 <= rows) {
-      tile<P, 8, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
-      r0 += 8;
-    }
-  }
-  if constexpr (kRows > 4) {
-    for (; r0 + 4 <= rows; r0 += 4)
-      tile<P, 4, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
-  }
-  for (; r0 < rows; ++r0) tile<P, 1, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
+  each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
+    tile<P, decltype(width)::value, kVectors, kColumns>(
+        A + r0 * step, lda, B, ldb, K,
+        [&](int r, int n) __attribute__((always_inline)) { return start(r0 + r, n); },
+        [&](int r, int n, V v) __attribute__((always_inline)) { finish(r0 + r, n, v); });
+  });
 }
 
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch uses a
@@ -84,12 +90,12 @@ FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
   return p.Lq <= 32 || kDouble || !kFused ? 16 : 256;
 }
 
-// S[row][lane] = sum_k A[row * K + k] * panel[k][lane], and the maximum over the rows.
+// S[row][lane] = sum_k A[row * lda + k] * panel[k][lane], and the maximum over the rows.
 //
 // Chains longer than `chain` are split and their parts added, so that the error does not grow with
 // the head dim.
 template <class P, int kVectors>
-FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A,
+FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
                                     const typename P::Word* panel, int64_t K, int64_t chain,
                                     typename P::Acc* S, Vec<typename P::Acc>* top) {
   typedef typename P::Acc T;
@@ -101,19 +107,23 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A,
     store(S + row * lanes + n * W, s);
     top[n] = max_of(top[n], s);
   };
-  tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, K, panel, lanes, min_of(K, chain), zero,
-                                               keep);
-  if (K <= chain) return;
-  const auto add = [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) {
-    store(S + row * lanes + n * W, load(S + row * lanes + n * W) + s);
-  };
-  for (int64_t k = chain; k < K; k += chain)
-    tile_rows<P, 4, kVectors, false>(rows, A + k, K, panel + k * lanes, lanes, min_of(K - k, chain),
-                                     zero, add);
-  FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = splat<T>(-kInf<T>);
-  for (int64_t row = 0; row < rows; ++row)
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] =
-        max_of(top[n], load(S + row * lanes + n * W));
+  if (K <= chain)
+    return tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, lda, panel, lanes, K, zero, keep);
+  // Twice the registers of a tile: the sum of a part, and that of the parts before.
+  constexpr int kRows = P::kScoreRows / kVectors;
+  each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
+    constexpr int kTile = decltype(width)::value;
+    Vec<T> sum[kTile][kVectors];
+    const auto part = [&](int64_t k, auto finish) __attribute__((always_inline)) {
+      tile<P, kTile, kVectors, false>(A + r0 * lda + k, lda, panel + k * lanes, lanes,
+                                      min_of(K - k, chain), zero, finish);
+    };
+    part(0, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
+    for (int64_t k = chain; k < K; k += chain)
+      part(k, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] += s; });
+    FASTATTN_UNROLL for (int r = 0; r < kTile; ++r)
+        FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) keep(r0 + r, n, sum[r][n]);
+  });
 }
 
 }  // namespace
