@@ -297,6 +297,7 @@ struct NormParams {
   int64_t rows, E;  // rows dense, one after the other
 
   const void* x;         // [rows, E]
+  const void* scale;     // [E], of x; null = 1
   const void* residual;  // [rows, E], null = 0
   void* sum;             // [rows, E], s; null = not wanted; may be x or residual
   const void* gamma;     // [E], null = s is all that is wanted

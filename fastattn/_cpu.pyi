@@ -45,6 +45,7 @@ def encoder_layer(
     eps1: float,
     eps2: float,
     activation: int,
+    relative_bias: Tensor | None,
 ) -> Tensor: ...
 
 # Whether all are plain memory of the CPU, as fastattn.eager.runs_eagerly() demands, or None.

@@ -2,8 +2,11 @@
 //
 //   post-norm:  h = norm1(x + A(x)),     y = norm2(h + B(h))
 //   pre-norm:   h = x + A(norm1(x)),     y = h + B(norm2(h))
-//   A(x) = attention(x Wq^T + bq, x Wk^T + bk, x Wv^T + bv) Wo^T + bo
-//   B(x) = f(x W1^T + b1) W2^T + b2
+//   A(x) = s1 (attention(x Wq^T + bq, x Wk^T + bk, x Wv^T + bv) Wo^T + bo)
+//   B(x) = s2 (f(x W1^T + b1) W2^T + b2)
+//
+// s1 and s2, one factor a column, are 1 in most models. The scores may have a bias that depends on
+// the distance of query and key.
 //
 // The rows of the sequences lie one after the other, so padding is no row. Nothing is written twice
 // but h: biases and f are applied to the sums of a product, and a residual is read by its norm.
@@ -21,7 +24,7 @@
 namespace fastattn {
 namespace {
 
-// A linear layer or a norm: its weight, and its bias, which may be missing.
+// A linear layer, a norm or the factors of columns: its weight, and its bias, which may be missing.
 struct Part {
   TensorView weight, bias;
 };
@@ -37,7 +40,8 @@ Part read_part(const py::tuple& parts, size_t n) {
 }
 
 struct EncoderLayer {
-  Part query, key, value, out, first, second, norm1, norm2;
+  Part query, key, value, out, first, second, norm1, norm2, scale1, scale2;
+  TensorView bias;  // [H, distances], no data where there is none
   DType dtype;
   int64_t rows, E, H, F;  // F: the hidden units
   std::vector<int64_t> starts, order;
@@ -74,6 +78,13 @@ struct EncoderLayer {
     check_linear("second", second, E, F);
     check_norm("norm1", norm1);
     check_norm("norm2", norm2);
+    if (scale1.weight.data != nullptr) check_norm("scale1", scale1);
+    if (scale2.weight.data != nullptr) check_norm("scale2", scale2);
+    if (bias.data == nullptr) return;
+    expect_sizes("relative_bias", bias, DType::f32, {H, bias.rank == 2 ? bias.size[1] : 0});
+    expect(bias.is_contiguous() && bias.size[1] % 2 == 1 && bias.size[1] >= 2 * longest - 1,
+           "relative_bias must be contiguous, with an odd number of distances, at least " +
+               std::to_string(2 * longest - 1));
   }
 
   void linear(const void* x, int64_t x_stride, const Part& part, void* y, int64_t y_stride,
@@ -87,12 +98,13 @@ struct EncoderLayer {
     kernels(dtype).linear(p);
   }
 
-  // sum = x + residual, to = norm(sum); each null if it is not wanted.
-  void norm(const void* x, const void* residual, void* sum, const Part* part, double eps,
-            void* to) const {
+  // sum = scale x + residual, to = norm(sum); each null if it is not wanted.
+  void norm(const void* x, const Part* scale, const void* residual, void* sum, const Part* part,
+            double eps, void* to) const {
     NormParams p{};
     p.dtype = dtype, p.threads = threads, p.rows = rows, p.E = E;
     p.x = x, p.residual = residual, p.sum = sum, p.out = to;
+    if (scale != nullptr) p.scale = scale->weight.data;
     if (part != nullptr) p.gamma = part->weight.data, p.beta = part->bias.data;
     p.eps = eps, p.rms = rms;
     kernels(dtype).norm(p);
@@ -113,6 +125,11 @@ struct EncoderLayer {
     p.lse = lse;
     p.scale = 1.0 / std::sqrt(static_cast<double>(D));
     p.window_left = p.window_right = -1;
+    if (bias.data != nullptr) {
+      p.relative_bias = bias.data;
+      p.relative_bias_stride[1] = bias.stride[0];
+      p.relative_bias_size = bias.size[1];
+    }
     t.q_starts = t.k_starts = starts.data();
     t.order = order.data();
     t.lse_stride = rows;
@@ -133,7 +150,7 @@ struct EncoderLayer {
 
     const void* from = x;
     if (norm_first) {
-      norm(x, nullptr, nullptr, &norm1, eps1, h);
+      norm(x, nullptr, nullptr, nullptr, &norm1, eps1, h);
       from = h;
     }
     linear(from, E, query, qkv, 3 * E);
@@ -143,26 +160,27 @@ struct EncoderLayer {
     }
     attend(qkv, a, lse);
     linear(a, E, out, h, E);
-    if (norm_first) {  // h = x + h, a = norm2(h)
-      norm(h, x, h, &norm2, eps2, a);
+    if (norm_first) {  // h = x + s1 h, a = norm2(h)
+      norm(h, &scale1, x, h, &norm2, eps2, a);
       linear(a, E, first, qkv, F, activation);
       linear(qkv, F, second, a, E);
-      norm(a, h, y, nullptr, 0, nullptr);
-    } else {  // h = norm1(x + h)
-      norm(h, x, nullptr, &norm1, eps1, h);
+      norm(a, &scale2, h, y, nullptr, 0, nullptr);
+    } else {  // h = norm1(x + s1 h)
+      norm(h, &scale1, x, nullptr, &norm1, eps1, h);
       linear(h, E, first, qkv, F, activation);
       linear(qkv, F, second, a, E);
-      norm(a, h, nullptr, &norm2, eps2, y);
+      norm(a, &scale2, h, nullptr, &norm2, eps2, y);
     }
   }
 };
 
 // x [rows, E], the sequences of the given lengths one after the other; parts: the pairs of weight and
-// bias of query, key, value, output, first, second, norm1, norm2; key and value may be None, and query
-// is then the weight of all three. The result is new.
+// bias of query, key, value, output, first, second, norm1, norm2, scale1, scale2; key and value may be
+// None, and query is then the weight of all three; the scales may be None. relative_bias: None, or
+// [num_heads, distances] in float32, distance 0 in the middle. The result is new.
 py::object encoder_layer(py::handle x, const std::vector<int64_t>& lengths, const py::tuple& parts,
                          int64_t num_heads, bool norm_first, bool rms, double eps1, double eps2,
-                         int activation) {
+                         int activation, py::handle relative_bias) {
   const TensorView of_x = view_of("x", x);
   expect_dtype("x", of_x, {DType::f32, DType::bf16, DType::f16});
   EncoderLayer t{};
@@ -175,6 +193,9 @@ py::object encoder_layer(py::handle x, const std::vector<int64_t>& lengths, cons
   t.query = read_part(parts, 0), t.key = read_part(parts, 1), t.value = read_part(parts, 2);
   t.out = read_part(parts, 3), t.first = read_part(parts, 4), t.second = read_part(parts, 5);
   t.norm1 = read_part(parts, 6), t.norm2 = read_part(parts, 7);
+  t.scale1 = read_part(parts, 8), t.scale2 = read_part(parts, 9);
+  if (!relative_bias.is_none()) t.bias = view_of("relative_bias", relative_bias);
+  for (const int64_t length : lengths) t.longest = std::max(t.longest, length);
   t.F = t.first.weight.size[0];
   expect(t.first.weight.rank == 2 && t.F > 0, "first weight must be [F, E]");
   t.check();

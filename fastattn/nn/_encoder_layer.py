@@ -43,12 +43,13 @@ class Names(NamedTuple):
     """Where a layer keeps its parts: dotted names of modules, from the layer on."""
 
     linear: str  # of query, key, value, output, and the two of the MLP; or "joint" for the first 3
-    norms: str  # the first and the second
+    norms: str  # the first and the second, LayerNorm or RMSNorm
     attention: str  # the module with the number of heads
     heads: str  # the attribute of that number
     activation: str  # "" where the next is an attribute of the layer
     function: str  # the attribute of the activation
     norm_first: bool
+    scales: str = ""  # of the two outputs before their residuals: modules with `lambda1`
 
 
 PYTORCH = Names(
@@ -77,7 +78,7 @@ _ACTIVATIONS: dict[Any, int] = {
     "SiLUActivation": _SILU,
 }
 _LIBRARIES = ("torch.", "transformers.")
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,6 +89,7 @@ class Parts(NamedTuple):
     tensors: tuple[Any, ...]  # pairs of weight and bias
     heads: int
     norm_first: bool
+    rms: bool
     eps: tuple[float, float]
     activation: int
     width: int  # E
@@ -100,15 +102,13 @@ class _Layer:
     def __init__(self, layer: nn.Module, names: Names) -> None:
         """Raise ``KeyError`` or ``AttributeError`` for another layer than ``names`` describes."""
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # a dictionary, a key, its value
-        self._inside: list[Any] = []
+        self._inside = [x for x in layer.modules() if x is not layer]
         self._layer = weakref.ref(layer)
 
         def module(path: str) -> Any:
             found: Any = layer
             for name in path.split("."):
                 found = self._at(compat.children_of(found), name)
-                if found not in self._inside:
-                    self._inside.append(found)
             return found
 
         def pair(owner: Any, weight: str = "weight", bias: str = "bias") -> tuple[Any, Any]:
@@ -121,26 +121,28 @@ class _Layer:
         # None: the layer, which must not be kept alive here.
         self._function = (module(names.activation) if names.activation else None, names.function)
         self._activation = getattr(self._function[0] or layer, names.function)
-        if isinstance(self._activation, nn.Module):
-            self._inside.append(self._activation)
-        dropouts = [x for x in layer.modules() if isinstance(x, _DROPOUT)]
+        dropouts = [x for x in self._inside if "Drop" in type(x).__name__]  # Dropout, DropPath
         self._random = (self.attention, *dropouts)
         pairs: list[Any] = [pair(x) for x in (*linear, *norms) if x is not None]
         joint = linear[0] is None
         if joint:
             pairs[:0] = [pair(self.attention, "in_proj_weight", "in_proj_bias"), None, None]
+        scales = [module(path) for path in names.scales.split()]
+        pairs += [(pair(x, "lambda1", "lambda1")[0], None) for x in scales] or [None, None]
         self._heads = names.heads
         heads = getattr(self.attention, names.heads)
         self.tensors = tuple(t for x in pairs if x is not None for t in x if t is not None)
         self._norms = norms
-        self._eps = (norms[0].eps, norms[1].eps)
+        self._eps = _eps(norms)
         self._norm_first = names.norm_first
         self._is_joint = joint
         width, hidden = pairs[5][0].shape
         self.is_usual = (
             _activation(self._activation) > 0
             and all(x is None or type(x) in _LINEAR for x in linear)
-            and all(type(x) is nn.LayerNorm and len(x.normalized_shape) == 1 for x in norms)
+            and type(norms[0]) is type(norms[1])
+            and all(type(x) in _NORMS and len(x.normalized_shape) == 1 for x in norms)
+            and all(type(eps) is float for eps in self._eps)
             and all(x is None or x[0] is not None for x in pairs)
             and type(heads) is int
             and heads > 0
@@ -149,12 +151,12 @@ class _Layer:
         )
         norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         self.parts = Parts(
-            *(tuple(pairs), heads, norm_first, self._eps),
+            *(tuple(pairs), heads, norm_first, type(norms[0]) is nn.RMSNorm, self._eps),
             *(_activation(self._activation), width, hidden),
         )
 
     def _at(self, owner: dict[str, Any], name: str) -> Any:
-        value = owner[name]
+        value = owner.get(name)
         self._places.append((owner, name, value))
         return value
 
@@ -168,7 +170,7 @@ class _Layer:
         return (
             getattr(self._function[0] or layer, self._function[1]) is self._activation
             and getattr(self.attention, self._heads) == parts.heads
-            and (norms[0].eps, norms[1].eps) == self._eps
+            and _eps(norms) == self._eps
             and getattr(layer, "norm_first", self._norm_first) == parts.norm_first
             and not compat.are_watched(self._inside, does_nothing)
             and not (self._is_joint and not _is_usual(self.attention))
@@ -281,9 +283,14 @@ def serves(layer: nn.Module, kept: _Layer | None, x: Tensor) -> Parts | None:
     return parts
 
 
-def why_not(layer: nn.Module) -> str:
-    """Why no call of a layer with ``NAMES`` is native; "" if small ones in eval mode are."""
-    names: Any = layer.NAMES
+def why_not(module: nn.Module) -> str:
+    """Why no call of a layer with ``NAMES``, or of a stack of such, is native; "" if small ones in
+    eval mode are."""
+    layers: Any = module.native_layers() if hasattr(module, "native_layers") else [module]  # type: ignore[operator]
+    return next(filter(None, (_why_not(layer, module.NAMES) for layer in layers)), "")
+
+
+def _why_not(layer: nn.Module, names: Any) -> str:
     kept = known(layer, names)
     if kept is None:
         return "a part of it is of another class, is watched by a hook, or has unusual options"
@@ -295,8 +302,13 @@ def why_not(layer: nn.Module) -> str:
     return ""
 
 
-def run(parts: Parts, x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The layer on the rows of sequences, one after the other: x [rows, E], contiguous."""
+def run(
+    parts: Parts, x: Tensor, lengths: Sequence[int], relative_bias: Tensor | None = None
+) -> Tensor:
+    """The layer on the rows of sequences, one after the other: x [rows, E], contiguous.
+
+    ``relative_bias`` [heads, distances] of the scores, in float32, has distance 0 in the middle.
+    """
     native: Any = dispatch.load("cpu")
     y: Tensor = native.encoder_layer(
         x,
@@ -304,9 +316,10 @@ def run(parts: Parts, x: Tensor, lengths: Sequence[int]) -> Tensor:
         parts.tensors,
         parts.heads,
         parts.norm_first,
-        False,
+        parts.rms,
         *parts.eps,
         parts.activation,
+        relative_bias,
     )
     return y
 
@@ -346,6 +359,15 @@ def does_nothing(hook: Any) -> bool:
     transformers leaves hooks behind that record outputs on demand; callers look for that demand.
     """
     return hook is keep_forward_called or hook.__module__ == "transformers.utils.output_capturing"
+
+
+def _eps(norms: Sequence[Any]) -> tuple[float, float]:
+    """Of both norms. An RMSNorm without one has float32's there, in 16 bits a version's choice."""
+    default = torch.finfo(torch.float32).eps
+    first, second = (
+        default if x.eps is None and x.weight.dtype is torch.float32 else x.eps for x in norms
+    )
+    return first, second
 
 
 def _activation(function: Any) -> int:

@@ -30,12 +30,18 @@ ACTIVATIONS: list[tuple[int, Callable[..., Tensor]]] = [
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def draw(width: int, hidden: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Query, key, value, output, the MLP, and the norms."""
+def draw(width: int, hidden: int, dtype: torch.dtype) -> list[Any]:
+    """Query, key, value, output, the MLP, the norms, and no factors."""
     shapes = [(width, width)] * 4 + [(hidden, width), (width, hidden)]
     parts = [(torch.randn(s) / s[1] ** 0.5, 0.1 * torch.randn(s[0])) for s in shapes]
     parts += [(torch.rand(width) + 0.5, 0.1 * torch.randn(width)) for _ in range(2)]
-    return [(weight.to(dtype), bias.to(dtype)) for weight, bias in parts]
+    return [*((weight.to(dtype), bias.to(dtype)) for weight, bias in parts), None, None]
+
+
+def biases(table: Tensor, length: int) -> Tensor:
+    """[heads, length, length] of a table of distances, the first position first."""
+    at = torch.arange(length)
+    return table[:, table.shape[1] // 2 + at[:, None] - at]
 
 
 def by_operators(
@@ -46,19 +52,29 @@ def by_operators(
     norm_first: bool,
     eps: tuple[float, float],
     f: Callable[[Tensor], Tensor],
+    table: Tensor | None = None,
+    rms: bool = False,
 ) -> Tensor:
     def attend(x: Tensor) -> Tensor:
         q, k, v = (F.linear(x, *parts[n]).unflatten(-1, (heads, -1)) for n in range(3))
         outs = [
-            F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in each)).transpose(0, 1)
+            F.scaled_dot_product_attention(
+                *(t.transpose(0, 1) for t in each),
+                attn_mask=None if table is None else biases(table, len(each[0])).to(x.dtype),
+            ).transpose(0, 1)
             for each in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
         ]
-        return F.linear(torch.cat(outs).flatten(1), *parts[3])
+        return scaled(F.linear(torch.cat(outs).flatten(1), *parts[3]), 8)
 
     def mlp(x: Tensor) -> Tensor:
-        return F.linear(f(F.linear(x, *parts[4])), *parts[5])
+        return scaled(F.linear(f(F.linear(x, *parts[4])), *parts[5]), 9)
+
+    def scaled(x: Tensor, n: int) -> Tensor:
+        return x if parts[n] is None else x * parts[n][0]
 
     def norm(x: Tensor, n: int) -> Tensor:
+        if rms:
+            return F.rms_norm(x, x.shape[-1:], parts[6 + n][0], eps[n])
         return F.layer_norm(x, x.shape[-1:], *parts[6 + n], eps[n])
 
     if norm_first:
@@ -91,21 +107,55 @@ def test_the_native_layer(
     dtype: torch.dtype,
 ) -> None:
     number, f = ACTIVATIONS[activation]
-    parts, eps = draw(width, hidden, dtype), (1e-5, 1e-3)
-    x = torch.randn(sum(lengths), width).to(dtype)
-    placed = [tuple(place_any(t) for t in pair) for pair in parts]  # NaN before and after each
+    check(draw(width, hidden, dtype), lengths, heads, norm_first, number, f)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("option", ["scales", "table", "long table", "rms"])
+def test_an_option_of_the_native_layer(option: str, norm_first: bool, dtype: torch.dtype) -> None:
+    lengths, table, parts = [5, 19, 1, 40, 0], None, draw(48, 100, dtype)
+    if option == "scales":
+        parts[8:] = [(torch.randn(48).to(dtype), None) for _ in range(2)]
+    elif option == "rms":
+        parts[6:8] = [(weight, None) for weight, _ in parts[6:8]]
+    else:
+        table = 2 * torch.randn(3, 79 if option == "table" else 135)
+    check(parts, lengths, 3, norm_first, *ACTIVATIONS[1], table, option == "rms")
+
+
+def check(
+    parts: list[Any],
+    lengths: list[int],
+    heads: int,
+    norm_first: bool,
+    number: int,
+    f: Callable[..., Tensor],
+    table: Tensor | None = None,
+    rms: bool = False,
+) -> None:
+    """Against the operators in float64, with NaN before and after each tensor."""
+    (width, _), dtype = parts[0][0].shape, parts[0][0].dtype
+    eps, x = (1e-5, 1e-3), torch.randn(sum(lengths), width).to(dtype)
+
+    def each(change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        return tuple(
+            pair and tuple(None if t is None else change(t) for t in pair) for pair in parts
+        )
+
+    placed = None if table is None else place_any(table)
     y = _cpu.encoder_layer(
-        place_any(x), lengths, (*placed,), heads, norm_first, False, *eps, number
+        place_any(x), lengths, each(place_any), heads, norm_first, rms, *eps, number, placed
     )
+    rest = (heads, norm_first, eps, f, table, rms)
 
     def definition() -> dict[str, Tensor]:
-        wide = [tuple(t.double() for t in pair) for pair in parts]
-        return {"y": by_operators(x.double(), lengths, wide, heads, norm_first, eps, f)}
+        return {"y": by_operators(x.double(), lengths, each(Tensor.double), *rest)}
 
     if dtype == torch.float32:
         assert_right({"y": y}, definition)
     # In 16 bits each step is rounded, in PyTorch's layer more often than here.
-    want, eager = definition()["y"], by_operators(x, lengths, parts, heads, norm_first, eps, f)
+    want, eager = definition()["y"], by_operators(x, lengths, parts, *rest)
     most = 2 * (eager.double() - want).abs().max() + 4 * torch.finfo(dtype).eps * want.abs().max()
     assert (y.double() - want).abs().max() <= most
 
@@ -113,14 +163,14 @@ def test_the_native_layer(
 def test_one_weight_for_queries_keys_and_values() -> None:
     parts, x = draw(32, 64, torch.float32), torch.randn(9, 32)
     joint = (torch.cat([w for w, _ in parts[:3]]), torch.cat([b for _, b in parts[:3]]))
-    rest = (4, False, False, 1e-5, 1e-5, 1)
+    rest = (4, False, False, 1e-5, 1e-5, 1, None)
     apart = _cpu.encoder_layer(x, [4, 5], (*parts,), *rest)
     assert torch.equal(_cpu.encoder_layer(x, [4, 5], (joint, None, None, *parts[3:]), *rest), apart)
 
 
 def test_rows_do_not_depend_on_their_batch(same_for_any_threads: Any) -> None:
     parts = draw(64, 96, torch.float32)
-    x, rest = torch.randn(60, 64), (4, True, False, 1e-5, 1e-5, 2)
+    x, rest = torch.randn(60, 64), (4, True, False, 1e-5, 1e-5, 2, None)
     whole = same_for_any_threads(lambda: _cpu.encoder_layer(x, [20, 30, 10], (*parts,), *rest))
     for start, length in ((0, 20), (20, 30), (50, 10)):
         rows = x[start : start + length].contiguous()
@@ -131,7 +181,7 @@ def test_rows_do_not_depend_on_their_batch(same_for_any_threads: Any) -> None:
 
 def test_wrong_arguments_are_named() -> None:
     parts, x = draw(32, 64, torch.float32), torch.randn(9, 32)
-    good: tuple[Any, ...] = (x, [9], (*parts,), 4, False, False, 1e-5, 1e-5, 1)
+    good: tuple[Any, ...] = (x, [9], (*parts,), 4, False, False, 1e-5, 1e-5, 1, None)
 
     def changed(place: int, value: Any) -> tuple[Any, ...]:
         return (*good[:place], value, *good[place + 1 :])
@@ -145,7 +195,11 @@ def test_wrong_arguments_are_named() -> None:
         (changed(2, (*other,)), "query weight"),
         (changed(2, (*parts[:4], (parts[4][0][:, ::2], None), *parts[5:])), "first weight"),
         (changed(3, 5), "num_heads"),
+        (changed(2, (*parts[:8], (torch.randn(31), None), None)), "scale1 weight"),
         (changed(8, 9), "activation"),
+        (changed(9, torch.randn(4, 15)), "relative_bias must .* at least 17"),
+        (changed(9, torch.randn(4, 18)), "odd number of distances"),
+        (changed(9, torch.randn(3, 17)), "relative_bias"),
     ):
         with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
             _cpu.encoder_layer(*args)
@@ -191,6 +245,19 @@ def test_layers_of_pytorch(activation: Any, norm_first: bool, calls: list[int]) 
     assert calls == [15, 5, 15]
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_root_mean_square_norms(eps: float | None, norm_first: bool, calls: list[int]) -> None:
+    """PyTorch's layer takes them in training mode alone: in eval mode it reads their bias."""
+    ours = layer(norm_first=norm_first, dropout=0.0)
+    ours.norm1, ours.norm2 = nn.RMSNorm(16, eps=eps), nn.RMSNorm(16, eps=eps)
+    x = 1e-3 * X
+    want = ours.train()(x)
+    with torch.no_grad():
+        assert torch.allclose(ours.eval()(x), want, atol=1e-6, rtol=1e-5)
+    assert calls == [15]
+
+
 def test_what_the_layers_own_forward_runs(calls: list[int]) -> None:
     ours = layer()
     same(ours, src_mask=torch.zeros(5, 5))
@@ -214,7 +281,9 @@ def doubled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
-@pytest.mark.parametrize("part", ["linear1", "norm2", "self_attn", "self_attn.out_proj"])
+@pytest.mark.parametrize(
+    "part", ["linear1", "norm2", "self_attn", "self_attn.out_proj", "dropout1"]
+)
 def test_what_users_change(part: str, calls: list[int]) -> None:
     """A hook, another class, a parametrization, a forward of its own: each is honoured."""
 

@@ -1,7 +1,7 @@
 // A residual and the normalization of its rows:
 //
-//   s = x + residual,   out = (s - mean(s)) / sqrt(var(s) + eps) gamma + beta
-//   RMS:                out = s / sqrt(mean(s^2) + eps) gamma
+//   s = scale x + residual,   out = (s - mean(s)) / sqrt(var(s) + eps) gamma + beta
+//   RMS:                      out = s / sqrt(mean(s^2) + eps) gamma
 //
 // The work is bound by memory: a row is read once, and stays in L1 for the passes over it.
 #include "../../params.h"
@@ -45,12 +45,14 @@ class Norm {
 
   void row(int64_t r, float* s) const {
     const S* x = static_cast<const S*>(p.x) + r * p.E;
+    const S* factor = static_cast<const S*>(p.scale);
     const S* residual = static_cast<const S*>(p.residual);
     S* sum = static_cast<S*>(p.sum);
     VecF total{};
     for (int64_t i = 0; i < p.E; i += W) {
       const int n = lanes(p.E - i);
       VecF v = load_as<float>(x + i, n);
+      if (factor != nullptr) v *= load_as<float>(factor + i, n);
       if (residual != nullptr) v += load_as<float>(residual + r * p.E + i, n);
       if (sum != nullptr) store_as<float>(sum + r * p.E + i, v, n);
       store(s + i, v);
