@@ -44,8 +44,8 @@ def whisper() -> nn.Module:
     return WhisperEncoder(config).eval()
 
 
-def image(name: str) -> nn.Module:
-    config = getattr(transformers, f"{name}Config")(image_size=32, patch_size=8, **SIZES)
+def image(name: str, **more: Any) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(image_size=32, patch_size=8, **SIZES, **more)
     model: nn.Module = getattr(
         transformers,
         f"{name.removesuffix('Vision')}VisionModel" if "Vision" in name else f"{name}Model",
@@ -58,11 +58,14 @@ MODELS = {
     "bert": (lambda: text("Bert", **SIZES), PADDED),
     "roberta": (lambda: text("Roberta", **SIZES), PADDED),
     "xlm-roberta": (lambda: text("XLMRoberta", **SIZES), PADDED),
+    "mpnet": (lambda: text("MPNet", **SIZES), PADDED),
     "electra": (lambda: text("Electra", embedding_size=32, **SIZES), PADDED),
     "camembert": (lambda: text("Camembert", **SIZES), PADDED),
     "distilbert": (lambda: text("DistilBert", **DISTIL), PADDED),
     "vit": (lambda: image("ViT"), IMAGE),
     "deit": (lambda: image("DeiT"), IMAGE),
+    "dinov2": (lambda: image("Dinov2", layerscale_value=0.3, mlp_ratio=2), IMAGE),
+    "dinov2-registers": (lambda: image("Dinov2WithRegisters", layerscale_value=0.3), IMAGE),
     "siglip": (lambda: image("SiglipVision"), IMAGE),
     "whisper": (whisper, {"input_features": torch.randn(2, 8, 40)}),
 }
@@ -113,7 +116,7 @@ def test_a_model(name: str, calls: list[int]) -> None:
     assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "mpnet", "vit"])
 def test_hidden_states_and_weights(name: str, calls: list[int]) -> None:
     build, given = MODELS[name]
     model = build()
@@ -147,6 +150,25 @@ def test_unpad_false_keeps_the_values_of_padding(calls: list[int]) -> None:
     assert calls == [48] * 3
     with pytest.raises(TypeError, match="unpad must be a bool, got int"):
         fastattn.accelerate(model, unpad=1)  # type: ignore[arg-type]
+
+
+def test_what_mpnet_leaves_to_stock(calls: list[int]) -> None:
+    """Long texts, of other distances; masks of pairs; a hook at a layer; its table under a hook."""
+    model = text("MPNet", **SIZES)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    ids = torch.randint(5, 90, (2, 300))
+    close(last(model, {"input_ids": ids}), last(stock, {"input_ids": ids}))
+    assert calls == [600] * 3
+    pairs = {"input_ids": IDS, "attention_mask": torch.ones(4, 1, 12, 12).tril().bool()}
+    close(last(model, pairs), last(stock, pairs))
+    for module in (model.encoder.layer[1], model.encoder.relative_attention_bias):
+        hook = module.register_forward_hook(lambda *_: None)
+        close(last(model, PADDED), last(stock, PADDED), KEPT)
+        hook.remove()
+    assert len(calls) == 3
+    (part,) = fastattn.accelerate(model).layers
+    assert (part.kind, part.backend) == ("MPNetEncoder", "cpu")
 
 
 def test_training_and_gradients(calls: list[int]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from fastattn import compat
 from fastattn.eager import runs_eagerly
@@ -94,6 +95,19 @@ class _ViT(FusedLayer):
     )
 
 
+class _Dinov2(FusedLayer):
+    NAMES = Names(
+        linear=_ViT.NAMES.linear,
+        norms="norm1 norm2",
+        attention="attention",
+        heads="num_attention_heads",
+        activation="mlp",
+        function="activation_fn",
+        norm_first=True,
+        scales="layer_scale1 layer_scale2",
+    )
+
+
 class _Siglip(FusedLayer):
     NAMES = Names(
         linear="self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj "
@@ -166,6 +180,82 @@ class UnpaddedEncoder(nn.Module):
         return mask[:, 0, 0, :].logical_not()
 
 
+_MPNET = Names(
+    linear="attention.attn.q attention.attn.k attention.attn.v attention.attn.o "
+    "intermediate.dense output.dense",
+    norms="attention.LayerNorm output.LayerNorm",
+    attention="attention.attn",
+    heads="num_attention_heads",
+    activation="intermediate",
+    function="intermediate_act_fn",
+    norm_first=False,
+)
+
+
+class MPNetStack(nn.Module):
+    """The forward of MPNet's layers, which share a bias of distances, without padding.
+
+    Stock stores that bias for all pairs of a batch and adds it, and a mask, to stored scores. Here
+    the layers read the table of distances.
+    """
+
+    NAMES = _MPNET
+
+    def native_layers(self) -> Any:
+        """What ``NAMES`` describes."""
+        return self.layer
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
+    ) -> Any:
+        stock: Any = super()
+        if _is_plain(others, more) and not more.get("output_hidden_states"):
+            y = self._packed(hidden_states, attention_mask)
+            if y is not None:
+                return BaseModelOutput(last_hidden_state=y) if more.get("return_dict") else (y,)
+        return stock.forward(hidden_states, attention_mask, *others, **more)
+
+    def _packed(self, x: Tensor, mask: Any) -> Tensor | None:
+        layers: Any = self.layer
+        embedding: Any = self.relative_attention_bias
+        if x.dim() != 3 or compat.are_watched((*layers, embedding), does_nothing):
+            return None
+        found = [serves(layer, known(layer, _MPNET), x) for layer in layers]
+        if None in found or type(embedding) is not nn.Embedding or self.training:
+            return None
+        padding = None if mask is None else _padding_of_additive(mask, x)
+        if padding is None:
+            if mask is not None:
+                return None
+            padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        rows, lengths, back = joined(x, padding)
+        longest: int = max(lengths, default=0)
+        distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
+        buckets: Any = self.relative_position_bucket
+        table = embedding.weight[buckets(distances)].t().float().contiguous()
+        for parts in found:
+            assert parts is not None
+            rows = run(parts, rows, lengths, table)
+        return back(rows)
+
+
+def _padding_of_additive(mask: Any, x: Tensor) -> Tensor | None:
+    """[B, L], True at padding, if a mask [B, 1, 1 or L, L] is 0 or hides keys from all queries."""
+    if type(mask) is not Tensor or mask.dim() != 4 or not runs_eagerly(mask):
+        return None
+    if mask.shape[1] != 1 or (mask.shape[0], mask.shape[3]) != x.shape[:2]:
+        return None
+    keys = mask[:, 0, :1]
+    if mask.dtype == torch.bool:
+        hidden = keys.logical_not()
+    else:
+        hidden = keys == torch.finfo(mask.dtype).min
+        if not (hidden | (keys == 0)).all():
+            return None
+    same = mask.stride(2) == 0 or mask.shape[2] == 1 or (mask[:, 0] == keys).all()
+    return hidden[:, 0] if same else None
+
+
 def _is_plain(others: tuple[Any, ...], more: dict[str, Any]) -> bool:
     given = [*others, *(x for name, x in more.items() if name not in _HARMLESS)]
     return all(x is None or x is False for x in given)
@@ -185,6 +275,8 @@ _LAYERS = {
     "camembert.CamembertLayer": _Bert,
     "data2vec.Data2VecTextLayer": _Bert,
     "deit.DeiTLayer": _ViT,
+    "dinov2.Dinov2Layer": _Dinov2,
+    "dinov2_with_registers.Dinov2WithRegistersLayer": _Dinov2,
     "distilbert.TransformerBlock": _DistilBert,
     "electra.ElectraLayer": _Bert,
     "roberta.RobertaLayer": _Bert,
@@ -212,7 +304,10 @@ def layer_class(module: nn.Module) -> type | None:
 
 def encoder_class(module: nn.Module) -> type | None:
     """The class for a stack of such layers."""
-    return UnpaddedEncoder if _name_of(type(module)) in _ENCODERS else None
+    name = _name_of(type(module))
+    if name == "mpnet.MPNetEncoder":
+        return MPNetStack
+    return UnpaddedEncoder if name in _ENCODERS else None
 
 
 def _name_of(kind: type) -> str:
