@@ -35,7 +35,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
     choose(f, group, 0);
     for (int64_t k = 0; k < p.K && f.moving[0] > 0; ++k) {
       const int64_t panels = panels_of(f), blocks = (panels + kBlockPanels - 1) / kBlockPanels;
-      if (k == 0) each(f, panels, [&](const Tiles& t, int64_t i) { pack(f, t, group, 0, i); });
+      each(f, panels, [&](const Tiles& t, int64_t i) { pack(f, t, group, 2 * k, i); });
       each(f, blocks * chunks,
            [&](const Tiles& t, int64_t i) { read_chunk(f, t, group, k, i % blocks, i / blocks); });
       each(f, panels, [&](const Tiles& t, int64_t i) { merge(f, t, group, k, i); });
@@ -45,7 +45,6 @@ class PanelForward : public PanelSteps<T, kVectors> {
         });
       this->rest_together(group);
       choose(f, group, k + 1);
-      each(f, panels_of(f), [&](const Tiles& t, int64_t i) { pack(f, t, group, 2 * k + 2, i); });
     }
   }
 
