@@ -51,8 +51,9 @@ struct HopTensors {
 };
 
 struct HopGradTensors {
+  // On the CPU `kept` is what the forward pass kept, or None.
   FASTATTN_TENSORS(grad_out, grad_weights, query, in_memory, out_memory, hop_proj, memory_mask,
-                   memory_bias, trace, stats)
+                   memory_bias, trace, stats, kept)
 
   HopTensors of_forward() const {
     return {query, in_memory, out_memory, hop_proj, memory_mask, memory_bias};
@@ -299,18 +300,29 @@ inline void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle 
   p.eps = search ? asked.eps : 0;
 }
 
-// The gradients of state, of what it is compared with, and of stored if that is another, new; None where
-// `needed` asks for neither of the memories, see HopfieldBackwardOptions. The fourth is None.
+constexpr int64_t kOfStored = 2, kOfKeys = 4, kOfBias = 8;  // bits of `needed`
+
+// The gradients of state, stored and keys, new. Both memories, if `needed` asks for one of them.
 inline py::tuple new_step_gradients(MemoryHopsParams& p, const RetrievalCall& call,
                                     const StepGradTensors& of, int64_t needed) {
-  constexpr int64_t kOfStored = 2, kOfKeys = 4;
   const bool has_keys = !of.keys.is_none();
   const py::handle stored = call.read(1, of.stored);
   py::tuple made = no_results(4);
   made[0] = new_contiguous_like(call.read(0, of.state), &p.grad_query);
   if ((needed & (has_keys ? kOfStored | kOfKeys : kOfStored)) == 0) return made;
-  made[1] = new_contiguous_like(has_keys ? call.read(2, of.keys) : stored, &p.grad_in);
-  if (has_keys) made[2] = new_contiguous_like(stored, &p.grad_out_memory);
+  made[1] = new_contiguous_like(stored, has_keys ? &p.grad_out_memory : &p.grad_in);
+  if (has_keys) made[2] = new_contiguous_like(call.read(2, of.keys), &p.grad_in);
+  return made;
+}
+
+// The same without those that `needed` does not ask for, and that of the bias: the sum of `scores`
+// [G, Q, K, N], of all steps.
+inline py::tuple step_gradients_of(const StepGradTensors& x, py::tuple& made,
+                                   const py::object& scores, int64_t needed) {
+  if ((needed & kOfStored) == 0) made[1] = none();
+  if ((needed & kOfKeys) == 0) made[2] = none();
+  if (!scores.is_none())
+    made[3] = gradient_of(x.bias.attr("unsqueeze")(2), scores).attr("squeeze")(2);
   return made;
 }
 

@@ -35,7 +35,7 @@ class Derivative:
     operator: type[Operator] | None = None  # the class of the backward operator
     fake: Callable[..., Any] | None = None
     vmap: Callable[..., Any] | None = None
-    # More results of the CPU's forward kernel, tensors or None, which its backward kernel takes.
+    # More results of the CPU's forward kernel, tensors or None; the backward kernel's last tensors.
     keeps: str = ""
     # The options of the backward pass that follow from the tensors of the call.
     of_call: Callable[..., Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,17 @@ from fastattn.eager import nothing_watches
 if TYPE_CHECKING:
     from fastattn.library import Operator
 
-__all__ = ["Gradient"]
+__all__ = ["Gradient", "in_one_node"]
+
+
+class _Context(NamedTuple):
+    """What :meth:`Gradient.derive` reads of the call of a plan."""
+
+    saved_tensors: Sequence[Any]
+    options: Any
+    needs_input_grad: Sequence[bool]
+    backend: str = "cpu"
+    eager: bool = True
 
 
 class Gradient:
@@ -75,61 +85,62 @@ class Gradient:
         return _function(self._operator.name, forward_and_keep, self.derive)
 
     def function_of_plans(self, first: bool) -> Any:
-        """The same for plans, on the CPU's kernels; ``first``: it returns the first result alone.
-
-        It calls few functions of Python: between the kernels of a training step each takes a
-        microsecond, and so does each result.
-        """
+        """The same for plans, on the CPU's kernels; ``first``: it returns the first result only."""
         derivative, operator = self._derivative, self._operator
         if derivative is None:
             return None
-        save, take, arrange, load = self._save, self._take, self._arrange, dispatch.load
-        forward_name, backward_name = operator.name, operator.backward.name
-        of_call, constants = derivative.of_call, [] if first else self._constants
-        several, none = operator.returns > 1, (None,) * (operator.returns - 1)
-        missing = take((None, *none))[1:]
-        kept, keeps = derivative.keeps.split(), {"keeps": True} if derivative.keeps else {}
-        read, last = len(self._saved), len(operator.names) + operator.returns
-        if keeps:  # the last of the results
-            save = _picker([*self._saved, *range(last, last + len(kept))])
+        run, derive = self.on_kernels()
+        take, of_call, constants = self._take, derivative.of_call, [] if first else self._constants
+        returns, missing = (1, operator.returns - 1) if first else (operator.returns, 0)
+        none = (None,) * missing
 
         def forward(ctx: Any, *args: Any) -> Any:
-            *tensors, options = args
-            results = getattr(load("cpu"), forward_name)(*tensors, options=options, **keeps)
+            results, saved = run(args[:-1], args[-1])
             ctx.set_materialize_grads(False)
-            ctx.options, ctx.backend, ctx.eager = options, "cpu", True
-            if of_call is not None:
-                ctx.options = of_call(*args)
-            ctx.save_for_backward(*save((*tensors, *results) if several else args))
+            ctx.options = args[-1] if of_call is None else of_call(*args)
+            ctx.save_for_backward(*saved)
             if constants:
                 ctx.mark_non_differentiable(*(results[n] for n in constants))
-            if first and several:
-                return results[0]
-            return results[: operator.returns] if keeps else results
-
-        def runs_natively(*grads: Tensor | None) -> Any:
-            return nothing_watches() and load("cpu").are_plain(*grads)  # type: ignore[union-attr]
+            return results[0] if returns == 1 else results[:returns]
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            grads = (*grads, *none)
             taken = take(grads)
-            if torch.is_grad_enabled() or not runs_natively(*taken) or not _any(taken):
-                return self.derive(ctx, *grads)
-            return derived(ctx, *taken)
+            if torch.is_grad_enabled() or not _run_natively(*taken) or not _any(taken):
+                context = _Context(ctx.saved_tensors, ctx.options, ctx.needs_input_grad)
+                return self.derive(context, *grads)
+            return derive(ctx.saved_tensors, ctx.options, ctx.needs_input_grad, taken)
 
-        def backward_of_first(ctx: Any, grad: Tensor | None) -> Any:
-            if grad is None or torch.is_grad_enabled() or not runs_natively(grad):
-                return self.derive(ctx, grad, *none)
-            return derived(ctx, grad, *missing)
+        return _function(operator.name, forward, backward)
 
-        def derived(ctx: Any, *grads: Tensor | None) -> Any:
-            options = self._options_of_backward(ctx.options, ctx.needs_input_grad)
-            saved, kernel = ctx.saved_tensors, getattr(load("cpu"), backward_name)
-            if keeps:
-                others = dict(zip(kept, saved[read:], strict=True))
-                return arrange((*kernel(*grads, *saved[:read], options=options, **others), None))
+    def on_kernels(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Both passes on the CPU's kernels.
+
+        (tensors, options) -> the results, and what to save; (these, options, which arguments need a
+        gradient, the gradients) -> the gradients of the arguments. They call few functions of
+        Python: between the kernels of a training step each takes a microsecond.
+        """
+        operator, derivative, load = self._operator, self._derivative, dispatch.load
+        assert derivative is not None
+        save, arrange, options_of = self._save, self._arrange, self._options_of_backward
+        forward_name, backward_name = operator.name, operator.backward.name
+        kept, keeps = len(derivative.keeps.split()), {"keeps": True} if derivative.keeps else {}
+        if kept:  # the last of the results
+            last = len(operator.names) + operator.returns
+            save = _picker([*self._saved, *range(last, last + kept)])
+        several = operator.returns > 1
+
+        def run(tensors: Sequence[Any], options: Any) -> tuple[Any, tuple[Any, ...]]:
+            results = getattr(load("cpu"), forward_name)(*tensors, options=options, **keeps)
+            if not several:
+                results = (results,)
+            return results, save(tensors + results)
+
+        def derive(saved: Sequence[Any], options: Any, needs: Sequence[bool], grads: Any) -> Any:
+            options, kernel = options_of(options, needs), getattr(load("cpu"), backward_name)
             return arrange((*kernel(*grads, *saved, options=options), None))
 
-        return _function(operator.name, forward, backward_of_first if first else backward)
+        return run, derive
 
     def keep(self, ctx: Any, args: Sequence[Any], results: Any, eager: bool) -> None:
         """Keep in the context what :meth:`derive` needs."""
@@ -165,6 +176,13 @@ class Gradient:
             for n, (x, need) in enumerate(zip(gradients, needs, strict=False))
         )
 
+    def again(self, saved: Sequence[Any], options: Any) -> Tensor:
+        """The first result, from what :meth:`on_kernels` saved, with a gradient."""
+        operator = self._operator
+        tensors = [saved[self._saved.index(n)] for n in range(len(operator.names))]
+        result: Tensor = operator.dispatched(*operator.lifted(tensors), options, "cpu")[0]
+        return result
+
     def _options_of_backward(self, options: Any, needs: Sequence[bool]) -> Any:
         if self._derivative is None or self._flags is None:
             return options
@@ -177,9 +195,55 @@ class Gradient:
             return made
 
 
+def in_one_node(first: Gradient, then: Gradient) -> Any:
+    """The function for the plans of two operators: ``then`` reads the first result of ``first``.
+
+    It takes the other tensors of ``then``, those of ``first``, and the options of both; it returns
+    the first result of ``then``. A second node of autograd would take as long as a small kernel.
+    """
+    (run, derive), (run_then, derive_then) = first.on_kernels(), then.on_kernels()
+    others = len(then._operator.names) - 1
+    none, none_then = ((None,) * (x._operator.returns - 1) for x in (first, then))
+    missing, missing_then = first._take((None, *none))[1:], then._take((None, *none_then))[1:]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        results, saved = run(args[others:-2], args[-2])
+        results, saved_then = run_then((results[0], *args[:others]), args[-1])
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.read = args[-2:], len(saved)
+        ctx.save_for_backward(*saved, *saved_then)
+        return results[0]
+
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        needs, (options, options_then) = ctx.needs_input_grad, ctx.options
+        if grad is None:
+            return (None,) * len(needs)
+        needs, needs_then = needs[others:-1], (True, *needs[:others], False)
+        saved = ctx.saved_tensors
+        saved, saved_then = saved[: ctx.read], saved[ctx.read :]
+        if torch.is_grad_enabled() or not _run_natively(grad):
+            if torch.is_grad_enabled():  # the first operator runs again, to be differentiated
+                result = first.again(saved, options).view_as(saved_then[0])
+                saved_then = (result, *saved_then[1:])
+            context = _Context(saved_then, options_then, needs_then)
+            grad, *grads = then.derive(context, grad, *none_then)
+            of_first = first.derive(_Context(saved, options, needs), grad, *none)
+        else:
+            of_then = derive_then(saved_then, options_then, needs_then, (grad, *missing_then))
+            grad, *grads = of_then
+            of_first = derive(saved, options, needs, (grad, *missing))
+        return *grads[:others], *of_first, None
+
+    return _function(then._operator.name, forward, backward)
+
+
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (compat.SingleLevelFunction,), methods).apply  # type: ignore[attr-defined]
+
+
+def _run_natively(*grads: Tensor | None) -> Any:
+    return nothing_watches() and dispatch.load("cpu").are_plain(*grads)  # type: ignore[union-attr]
 
 
 def _like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:

@@ -129,10 +129,10 @@ class Operator:
 
         if derivative is not None:
             self.backward = derivative.operator_of(self)
-        self._gradient = Gradient(self, derivative, formula)
-        self.with_gradient = self._gradient.function(self.run, eager=True)
-        self.planned, self.planned_first = map(self._gradient.function_of_plans, (False, True))
-        self._traced = self._gradient.function(self._below_autograd, eager=False)
+        self.gradient = Gradient(self, derivative, formula)
+        self.with_gradient = self.gradient.function(self.run, eager=True)
+        self.planned, self.planned_first = map(self.gradient.function_of_plans, (False, True))
+        self._traced = self.gradient.function(self._below_autograd, eager=False)
         arguments = ", ".join(filter(None, (tensors, schema_of(options), "str backend")))
         returned = ", ".join(["Tensor"] * self.returns)
         returned = f"({returned})" if self.returns > 1 else returned
@@ -343,11 +343,11 @@ class Operator:
         return self.obstacles(args)
 
     def _set_up_publicly(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        self._gradient.keep(ctx, self._recorded(inputs), output, eager=False)
+        self.gradient.keep(ctx, self._recorded(inputs), output, eager=False)
 
     def _backward_publicly(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = self._tensors
-        return *self._gradient.derive(ctx, *grads)[:n], *[None] * (len(ctx.needs_input_grad) - n)
+        return *self.gradient.derive(ctx, *grads)[:n], *[None] * (len(ctx.needs_input_grad) - n)
 
     def _through_reference(self, *args: Any) -> Any:
         tensors, options = self._primitive(args)

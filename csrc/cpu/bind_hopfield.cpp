@@ -69,7 +69,7 @@ void search_until_rest(Retrieval& p) {
 // (xi, taken, ends), new. `taken`, of state's sizes but the last, is negative where a query does not
 // rest; `ends` are the last two states of each query, [G, Q, 2, D]. A call that `keeps` also returns
 // (trace, stats), all states and their statistics, or None where the backward pass does not read them or
-// there may be many steps.
+// there may be many steps; `ends` are then all states, too.
 py::tuple hopfield_retrieve(const Patterns& x, py::handle options, bool keeps) {
   constexpr int64_t kFewSteps = 4;
   Retrieval p(options, x, true);
@@ -83,8 +83,7 @@ py::tuple hopfield_retrieve(const Patterns& x, py::handle options, bool keeps) {
     p.K = p.steps_max, p.keep = true;
     const py::tuple steps = new_steps(p);
     take_steps(p);
-    const py::object ends = steps[0].attr("narrow")(2, p.K - 1, 2);
-    return py::make_tuple(xi, taken, ends, steps[0], steps[1]);
+    return py::make_tuple(xi, taken, steps[0], steps[0], steps[1]);
   }
   const py::object ends = new_buffer(accumulator(p.dtype), {p.B, p.Q, 2, p.D}, &p.trace);
   const auto pairs = static_cast<size_t>(2 * p.queries());
@@ -134,11 +133,9 @@ py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t most)
   return steps;
 }
 
-// The gradients, new: of state; of what it is compared with; of stored if that is another; and of the
-// scores, [G, Q, K, N], before they are summed to the bias. Those that `needed` does not ask for are
-// None, see HopfieldBackwardOptions, except that of state.
+// The gradients of state, stored, keys and bias, new. Those that `needed` does not ask for are None, see
+// HopfieldBackwardOptions, except that of state.
 py::tuple hopfield_backward(const StepGradTensors& x, py::handle options, int64_t needed) {
-  constexpr int64_t kOfBias = 8;
   Retrieval p(options, x.patterns(), false);
   py::object copies[3];
   const DType acc = accumulator(p.dtype);
@@ -154,8 +151,9 @@ py::tuple hopfield_backward(const StepGradTensors& x, py::handle options, int64_
   p.grad_out = {of_xi.data, {of_xi.stride[0], of_xi.stride[1], 0, of_xi.stride[2]}};
 
   py::tuple made = new_step_gradients(p, p, x, needed);
+  py::object scores = none();
   if ((needed & kOfBias) != 0 && !x.bias.is_none())
-    made[3] = new_zeros(acc, {p.B, p.Q, p.K, p.N}, &p.grad_scores);
+    scores = new_zeros(acc, {p.B, p.Q, p.K, p.N}, &p.grad_scores);
   zero_without_queries(p, made);
   without_gil([&] {
     const auto bytes = static_cast<size_t>(p.B * p.N * p.D * element_bytes(p.dtype));
@@ -163,7 +161,7 @@ py::tuple hopfield_backward(const StepGradTensors& x, py::handle options, int64_
     if (p.grad_out_memory != nullptr) expect_to_fill(p.grad_out_memory, bytes);
     kernels(p.dtype).memory_hops_backward(p);
   });
-  return made;
+  return step_gradients_of(x, made, scores, needed);
 }
 
 }  // namespace

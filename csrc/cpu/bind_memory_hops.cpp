@@ -60,14 +60,14 @@ py::object memory_hops(const HopTensors& x, py::handle options, bool only_first,
 }
 
 // The gradients of query, in_memory, out_memory, hop_proj and memory_bias, new; None where the options do
-// not ask for them. kept may be None.
-py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options, py::handle kept) {
+// not ask for them.
+py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options) {
   Hops p(options, x.of_forward());
   p.shared = p.is_one_memory;
   const DType wide = accumulator(p.dtype);
   read_trace_and_stats(p, p, x);
-  if (!kept.is_none()) {
-    const TensorView rows = read_sizes("kept", kept, wide, {p.B, p.K, p.N});
+  if (!x.kept.is_none()) {
+    const TensorView rows = read_sizes("kept", x.kept, wide, {p.B, p.K, p.N});
     expect(rows.is_contiguous() && backward_reads_weights(p), "kept must be what the forward kept");
     p.weights = rows.data;
   }

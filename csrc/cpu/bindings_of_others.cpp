@@ -25,7 +25,7 @@ void define_others(py::module_& m) {
   define<&local_attention>(m, "local_attention");
   define<&local_attention_backward>(m, "local_attention_backward");
   define<&memory_hops>(m, "memory_hop_attention", "options, only_first=False, keeps=False");
-  define<&memory_hops_backward>(m, "memory_hop_attention_backward", "options, kept=None");
+  define<&memory_hops_backward>(m, "memory_hop_attention_backward");
   define<&merge_states>(m, "merge_states");
   define<&merge_states_backward>(m, "merge_states_backward");
   define<&sinusoidal_encoding>(m, "sinusoidal_encoding", "options, columns, offset=None, out=None");

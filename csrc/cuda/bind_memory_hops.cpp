@@ -141,11 +141,9 @@ py::tuple take_steps(const StepTensors& x, py::handle options, Stream stream, in
   return py::make_tuple(trace, stats);
 }
 
-// The gradients of state, of what it is compared with, of stored if that is another, and of the scores
-// [G, Q, most, N]. New; None where `needed` does not ask for them.
+// The gradients of state, stored, keys and bias, new; None where `needed` does not ask for them.
 py::tuple step_gradients(const StepGradTensors& x, py::handle options, Stream stream,
                          int64_t needed) {
-  constexpr int64_t kOfBias = 8;
   Retrieval p{};
   read_patterns(p, options, x.patterns(), false, view_of("stats", x.stats).size[2]);
   read_taken(p, x.taken);
@@ -161,8 +159,8 @@ py::tuple step_gradients(const StepGradTensors& x, py::handle options, Stream st
   with_element(p.dtype, [&](auto* element) {
     memory_hops_backward(element, p, rows_are_aligned(p), stream);
   });
-  if (needed & kOfBias) made[3] = of_scores(terms, p);
-  return made;
+  const bool of_bias = (needed & kOfBias) != 0 && !x.bias.is_none();
+  return step_gradients_of(x, made, of_bias ? of_scores(terms, p) : none(), needed);
 }
 
 }  // namespace

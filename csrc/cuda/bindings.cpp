@@ -27,7 +27,7 @@ void define_all(py::module_& m) {
                                       "options, place, columns, offset=None, out=None");
   define_on_stream<&encoding_gradients>(m, "encode_memory_backward");
   define_on_stream<&hop>(m, "memory_hop_attention");
-  define_on_stream<&hop_gradients>(m, "memory_hop_attention_backward");
+  define_on_stream<&hop_gradients>(m, "memory_hop_attention_backward", 10);  // not kept
   define_on_stream<&merge>(m, "merge_states");
   define_on_stream<&merge_gradients>(m, "merge_states_backward");
   define_on_stream<&retrieve>(m, "hopfield_retrieve");

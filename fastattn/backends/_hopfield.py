@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fastattn.backends._alloc import summed_to
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
 __all__ = [
@@ -63,32 +62,6 @@ class Patterns(abc.ABC):
     ) -> Gradients:
         """The derivative of ``taken`` steps of each query; ``most`` is the largest number."""
         return self.derive(grad_out, self.repeat(state, taken, most), needed)
-
-    @property
-    def memories(self) -> tuple[Tensor, Tensor | None]:
-        """What is compared with, and what is summed if that is another."""
-        return (self.stored, None) if self.keys is None else (self.keys, self.stored)
-
-    def in_order(
-        self,
-        grad_state: Tensor,
-        grad_memories: Sequence[Tensor | None],  # those of ``memories``
-        grad_scores: Tensor | None,  # [G, Q, K, N]
-        needed: int,
-    ) -> Gradients:
-        """Return the requested gradients of state, stored, keys and the bias."""
-        grad_bias = None
-        if grad_scores is not None and self.bias is not None:
-            grad_bias = summed_to(self.bias.unsqueeze(2), grad_scores).squeeze(2)
-        compared, read = grad_memories
-        if self.keys is None:
-            return grad_state, compared, None, grad_bias
-        return (
-            grad_state,
-            read if needed & 2 else None,
-            compared if needed & 4 else None,
-            grad_bias,
-        )
 
     def gradients(
         self,
@@ -166,14 +139,8 @@ def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
         ends: Tensor,  # [G, Q, 2, D]
         *,
         options: HopfieldBackwardOptions,
-        trace: Tensor | None = None,  # all states and their statistics, if the forward kept them
-        stats: Tensor | None = None,
     ) -> Gradients:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-        if trace is not None and stats is not None:
-            steps = Steps(state, taken, options.steps_max, trace, stats)
-            patterns = memory(stored, keys, mask, bias, options)
-            return patterns.derive(grad_out, steps, options.needed)
         tensors = (state, stored, keys)
         flat: list[Any] = [x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors)]
         grad, start, held, compared = flat
@@ -207,16 +174,28 @@ def backward_of_steps(
         def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
             state, taken, _, *states = steps
             tensors = (grad_out, *self._tensors(state), taken, *states)
-            grad_state, *grad_memories, scores = derive_steps(
-                *tensors, options=self.options, needed=needed
-            )
-            return self.in_order(grad_state, grad_memories, scores, needed)
+            grads: Gradients = derive_steps(*tensors, options=self.options, needed=needed)
+            return grads
 
         def _tensors(self, state: Tensor) -> tuple[Tensor | None, ...]:
             return state, self.stored, self.keys, self.mask, self.bias
 
     Memory.few_steps = few_steps
-    return backward_on(Memory)
+    derive_again = backward_on(Memory)
+
+    def hopfield_retrieve_backward(
+        *tensors: Tensor | None,  # as derive_again, then trace and stats that the forward kept
+        options: HopfieldBackwardOptions,
+    ) -> Gradients:
+        """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
+        *tensors_of_steps, _, trace, stats = (*tensors, None, None)[:10]
+        if trace is None:
+            return derive_again(*tensors[:8], options=options)
+        kept = (*tensors_of_steps, trace, stats)
+        grads: Gradients = derive_steps(*kept, options=options, needed=options.needed)
+        return grads
+
+    return hopfield_retrieve_backward
 
 
 def _conjugate_gradients(

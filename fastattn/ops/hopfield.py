@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat
+from fastattn._gradient import in_one_node
+from fastattn._seed import draw_seed
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.autograd.sdpa import attention
@@ -25,6 +27,7 @@ _NAME = "hopfield_retrieve"
 plans = Plans(rows=3)
 _STOPS = ("query", "head")
 _GRADS = ("unroll", "implicit", "one_step")
+_in_one_node = in_one_node(hopfield_states.gradient, attention.gradient)
 _SHAPES = {2: "[L, D]", 3: "[B, L, D]", 4: "[B, H, L, D]"}
 
 
@@ -163,11 +166,16 @@ def _planned(
     if options.together > 1:
         options = steps.with_option("together", max(state.shape[2], 1))
     groups, taken = (state, stored, None, *biases), None
+    value = stored if projection is None else projection
+    one = not (need_steps or need_weights) and type(reading) is Plan  # whose kernel is known
+    if one and steps.requires_grad and torch.is_grad_enabled():
+        seed = draw_seed(state.device) if reading.options.dropout_p else None
+        others = (stored, value, mask, None, seed, None, None, None, None)
+        return lowered(_in_one_node(*others, *groups, options, reading.options), rank)
     if need_steps:
         xi, taken, _ = steps.all(groups, options)
     else:
         xi = steps.first(groups, options)
-    value = stored if projection is None else projection
     patterns = (xi, stored, value, mask, None, None)
     return _returned(sdpa.planned(reading, *patterns, need_weights=need_weights), taken, rank)
 

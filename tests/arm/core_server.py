@@ -87,6 +87,15 @@ class Tensor:
         place = self._address + offset
         return Tensor(self.dtype, tuple(shape), self._strides, self._memory, place)
 
+    def unsqueeze(self, dimension):
+        shape, strides = ([*x[:dimension], 1, *x[dimension:]] for x in (self.shape, self._strides))
+        return Tensor(self.dtype, tuple(shape), tuple(strides), self._memory, self._address)
+
+    def squeeze(self, dimension):
+        assert self.shape[dimension] == 1
+        shape, strides = (x[:dimension] + x[dimension + 1 :] for x in (self.shape, self._strides))
+        return Tensor(self.dtype, shape, strides, self._memory, self._address)
+
     def sent(self):
         return "tensor", self.dtype, self.shape, self._memory.content()
 

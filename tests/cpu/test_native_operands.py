@@ -79,7 +79,7 @@ def test_native_retrieval_backward_checks_every_tensor(
     options = HopfieldOptions(scale=0.5, steps_max=3)
     patterns = (state, stored, None, None, None)
     xi, taken, ends, *steps = native.hopfield_retrieve(*patterns, options=options, keeps=True)
-    assert torch.equal(ends, steps[0][:, :, -2:])
+    assert ends is steps[0]
     many = HopfieldOptions(scale=0.5, steps_max=5)
     assert native.hopfield_retrieve(*patterns, options=many, keeps=True)[3:] == (None, None)
     again = native.hopfield_steps(*patterns, taken, options=options, most=3)

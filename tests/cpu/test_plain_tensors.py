@@ -312,8 +312,8 @@ def test_only_kept_weights_that_fit_are_used(way: None, native: ModuleType) -> N
     assert kept.shape == (4, 2, 9)
 
     def gradients(kept: Any) -> Any:
-        given = (out, None, *tensors.values(), *states)
-        return native.memory_hop_attention_backward(*given, options=options, kept=kept)[:4]
+        given = (out, None, *tensors.values(), *states, kept)
+        return native.memory_hop_attention_backward(*given, options=options)[:4]
 
     for got, wanted in zip(gradients(kept), gradients(None), strict=True):
         assert torch.equal(got, wanted)

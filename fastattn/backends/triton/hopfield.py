@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastattn.backends._alloc import summed_to
 from fastattn.backends._hopfield import (
     Found,
     Gradients,
@@ -88,10 +89,20 @@ class _Memory(Patterns):
             bits = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
         of_scores = self.bias is not None and bool(needed & 8)
         options = MemoryHopBackwardOptions(needed=bits)
-        grad_state, of_memories, _, scores = run_backward(
+        grad_state, (compared, read), _, scores = run_backward(
             grad_out, state, *self.memories, o, trace, stats, options, of_scores
         )
-        return self.in_order(grad_state, of_memories, scores, needed)
+        grad_bias = None
+        if scores is not None and self.bias is not None:  # [G, Q, K, N]
+            grad_bias = summed_to(self.bias.unsqueeze(2), scores).squeeze(2)
+        if self.keys is None:
+            return grad_state, compared, None, grad_bias
+        return grad_state, read, compared, grad_bias
+
+    @property
+    def memories(self) -> tuple[Tensor, Tensor | None]:
+        """What is compared with, and what is summed if that is another."""
+        return (self.stored, None) if self.keys is None else (self.keys, self.stored)
 
 
 def _rounds(taken: Tensor, steps_max: int, most: int) -> Iterator[tuple[int, int]]:
