@@ -117,10 +117,9 @@ def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> l
     record: Any = type(options)
     if hasattr(backend, "serves_all") and _serves_all(backend, op, record, *kinds):
         return []
-    given = named(op, tensors)
-    taken = taken_by(getattr(backend, op), tensors)
-    lacking = [f"has no {name}" for name in list(given)[len(taken) :] if given[name] is not None]
-    return lacking + list(backend.why_not(op, named(op, taken), options))
+    given, taken = named(op, tensors), named(op, taken_by(getattr(backend, op), tensors))
+    lacking = [f"has no {name}" for name, x in given.items() if x is not None and name not in taken]
+    return lacking + list(backend.why_not(op, taken, options))
 
 
 @functools.cache
@@ -138,27 +137,22 @@ def _serves_all(backend: Any, op: str, record: type, *kinds: Any) -> bool:
 
 def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
     """Return the tensors of a primitive by name; optional ones at the end may be left out."""
-    return dict(zip(_names(getattr(load("reference"), op)), tensors, strict=False))
+    return dict(zip(_tensors_of(getattr(load("reference"), op)) or (), tensors, strict=False))
 
 
 def taken_by(function: Callable[..., Any], tensors: Sequence[Any]) -> Sequence[Any]:
     """Return the tensors that a function takes, without those at the end that it does not."""
-    return tensors[: _most_tensors(function)]
+    names = _tensors_of(function)
+    return tensors if names is None else tensors[: len(names)]
 
 
 @functools.cache
-def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+def _tensors_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The names of the tensors that a function takes; None for one with ``*tensors``."""
     parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
-
-
-@functools.cache
-def _most_tensors(function: Callable[..., Any]) -> int | None:
-    """How many tensors a function takes; None for one with ``*tensors``, which takes any."""
-    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
-    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
 
 
 def choose(
