@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fastattn import dispatch, evidence, spelling
-from fastattn.bench import ops
+from fastattn.bench import machine, ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
 from fastattn.bench.providers import run_passes
 from fastattn.bench.shapes import parse_shapes
@@ -108,21 +108,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def race(what: str, candidates: Mapping[str, _Call]) -> dict[str, float]:
-    """Return the median seconds of each call, run in turn."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for call in candidates.values():
-        call()
-    end = time.perf_counter() + _SECONDS
-    for n in itertools.count(1):
-        for name, call in candidates.items():
+    """Return the median seconds of each call that runs at all; they run in turn."""
+    times: dict[str, list[float]] = {n: [] for n, call in candidates.items() if _runs(n, call)}
+    end, rounds = time.perf_counter() + _SECONDS, 0
+    while times and (rounds < _ROUNDS or time.perf_counter() < end):
+        rounds += 1
+        for name, taken in times.items():
             start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-        if n >= _ROUNDS and time.perf_counter() >= end:
-            break
+            candidates[name]()
+            taken.append(time.perf_counter() - start)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     print(f"{what}: {_milliseconds(medians)}")
     return medians
+
+
+def _runs(name: str, call: _Call) -> bool:
+    try:
+        call()
+    except Exception as error:  # compilers and launchers have exceptions of their own
+        print(f"{name} does not run: {type(error).__name__}: {error}".split("\n")[0])
+        return False
+    return True
 
 
 def clearly_fastest(times: dict[str, float], usual: str) -> str:
@@ -144,27 +150,16 @@ def seconds(
         cell = Cell(stem, shape, dtype=kind, passes=of_pass, mask=mask, device=device.type)
         inputs = ops.Inputs({name: x.to(device) for name, x in make_inputs(cell, 0).items()})
         call = run_passes(cell, op.ours(cell, inputs), inputs)
-        calls = {name: functools.partial(_call, call, on[name]) for name in means}
-        runs = {name: call for name, call in calls.items() if _runs(name, call)}
-        times = race(f"{what}, {of_pass}", runs) if runs else {}
+        calls = {name: functools.partial(_call, call, on[name], device.type) for name in means}
+        times = race(f"{what}, {of_pass}", calls)
         means = {name: means[name] * times[name] ** (1 / len(passes)) for name in times}
     return means
 
 
-def _call(run: _Call, on: _On) -> None:
+def _call(run: _Call, on: _On, device: str) -> None:
     with on():
-        device = run()[0].device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-
-def _runs(name: str, call: _Call) -> bool:
-    try:
-        call()
-    except Exception as error:  # compilers and launchers have exceptions of their own
-        print(f"{name} does not run: {type(error).__name__}: {error}".split("\n")[0])
-        return False
-    return True
+        run()
+        machine.synchronize(device)
 
 
 def _milliseconds(times: dict[str, float]) -> str:
