@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fastattn import spelling
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES, MASKS, OPTIONS, PASSES, WEIGHTS, Cell
-from fastattn.bench.shapes import Line, parse_line, parse_shapes, read_lines
+from fastattn.bench.shapes import LISTS, Line, parse_line, parse_shapes, read_lines
 from fastattn.spelling import names
 
 
@@ -76,10 +75,11 @@ def add_passes(what: argparse._ActionsContainer) -> None:
 
 def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
     """The cells that the arguments select. Raises ValueError, which names the wrong argument."""
-    args.dtype = spelling.dtypes(args.dtype, dtypes)
     check_names("--pass", args.passes, PASSES)
+    given = {"dtype": spelling.dtypes(args.dtype, dtypes), "pass": args.passes}
     if args.models:
-        return model_cells(args.models, args.dtype, args.passes)
+        return model_cells(args.models, given)
+    given |= {key: [vars(args)[key]] for key in ("mask", "weights", "option") if vars(args)[key]}
     wanted = [ops.resolve(name) for name in args.op]
     if args.shapes and args.preset:
         raise ValueError("give either --shapes or --preset")
@@ -87,76 +87,71 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
         lines: list[Line] = []
         for text in args.shapes:
             lines += read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
-        cells = [c for line in lines for c in _cells(line, args.dtype, args.passes, wanted)]
-    else:
-        preset = args.preset or ("all" if wanted else "quick")
-        cells = preset_cells(preset, args.dtype, args.passes)
-        cells = [cell for cell in cells if not wanted or cell.op in wanted]
-        if not cells:
-            raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
-    changes = {key: vars(args)[key] for key in ("mask", "weights", "option") if vars(args)[key]}
-    return [dataclasses.replace(cell, **changes) for cell in cells]
+        return [cell for line in lines for cell in _cells(line, given, wanted)]
+    preset = args.preset or ("all" if wanted else "quick")
+    cells = [cell for cell in preset_cells(preset, given) if not wanted or cell.op in wanted]
+    if not cells:
+        raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
+    return cells
 
 
-def check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+def check_names(flag: str, given: Sequence[str], allowed: Collection[str]) -> None:
     for name in given:
         if name not in allowed:
             raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
 
 
-def model_cells(
-    names: Sequence[str], dtypes: Sequence[str] = (), passes: Sequence[str] = ()
-) -> list[Cell]:
+# Lists that replace those of a line, by the keys in `shapes.LISTS`.
+Lists = Mapping[str, Sequence[str]]
+_NONE: Lists = {}
+
+
+def model_cells(names: Sequence[str], given: Lists = _NONE) -> list[Cell]:
     """The cells of whole models; `all` is every one. Raises ValueError for an unknown name."""
     check_names("model", names, [*WHOLE_MODELS, "all"])
     chosen = WHOLE_MODELS if "all" in names else dict.fromkeys(names)
     lines = (line for name in chosen for line in WHOLE_MODELS[name])
-    cells = [cell for line in lines for cell in _cells(line, dtypes, passes, preset="models")]
+    cells = [cell for line in lines for cell in _cells(line, given, preset="models")]
     if not cells:
-        raise ValueError(f"--pass {','.join(passes)}: {', '.join(names)} has no such pass")
+        raise ValueError(f"--pass {','.join(given['pass'])}: {', '.join(names)} has no such pass")
     return cells
 
 
-def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:
-    """The cells of presets, such as "a,b" or "all"; dtypes and passes replace their defaults."""
+def preset_cells(name: str, given: Lists = _NONE) -> list[Cell]:
+    """The cells of presets, such as "a,b" or "all"."""
     cells: list[Cell] = []
     check_names("--preset", name.split(","), [*PRESETS, "all"])
     for preset in ALL if name == "all" else name.split(","):
         lines = PRESETS[preset].lines
-        found = [cell for line in lines for cell in _cells(line, dtypes, passes, preset=preset)]
+        found = [cell for line in lines for cell in _cells(line, given, preset=preset)]
         if preset in COMMON_FIRST:
             found.sort(key=lambda c: (c.label in RARER, DTYPES.index(c.dtype), c.passes != "fwd"))
         cells += found
     return cells
 
 
-def _cells(
-    line: Line,
-    dtypes: Sequence[str],
-    passes: Sequence[str],
-    wanted: Sequence[str] = (),
-    preset: str = "",
-) -> list[Cell]:
+def _cells(line: Line, given: Lists, wanted: Sequence[str] = (), preset: str = "") -> list[Cell]:
     """Every combination of a line; passes that the operator does not have are left out."""
-    usual = (("fp32", "bf16"), ("fwd", "fwd+bwd")) if preset else (("fp32",), ("fwd",))
-    dtypes = dtypes or spelling.dtypes(line.listed("dtype"), DTYPES, "dtype=") or usual[0]
-    check_names("pass=", line.listed("pass"), PASSES)
-    passes = passes or line.listed("pass") or usual[1]
-    options = [line.listed(key) or ["none"] for key in ("mask", "weights", "option")]
+    usual: Lists = {"dtype": ["fp32"], "pass": ["fwd"]}
+    if preset:
+        usual = {"dtype": ["fp32", "bf16"], "pass": ["fwd", "fwd+bwd"]}
+    own = line.lists | {"dtype": spelling.dtypes(line.lists.get("dtype", ()), DTYPES, "dtype=")}
+    check_names("pass=", own.get("pass", ()), PASSES)
+    lists = {key: given.get(key) or own.get(key) or usual.get(key, ["none"]) for key in LISTS}
     cells = []
     for op in [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]:
+        if wanted and op not in wanted:
+            continue
         operator = ops.get(op)
-        directions = [name for name in passes if name in operator.PASSES]
-        if not directions and not preset:
-            raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(operator.PASSES)}")
+        passes = [name for name in lists["pass"] if name in operator.PASSES]
+        if not passes and not preset:
+            wrong = ",".join(lists["pass"])
+            raise ValueError(f"--pass {wrong}: {op} has {','.join(operator.PASSES)}")
         cells += [
-            Cell(
-                op, sizes, dtype, direction, mask, weights, option, preset=preset, label=line.label
-            )
+            Cell(op, sizes, dtype, name, mask, weights, option, preset=preset, label=line.label)
             for sizes in parse_shapes(line.shape, operator.SIZES)
-            for mask, weights, option in itertools.product(*options)
-            for dtype in dtypes
-            for direction in directions
-            if op in (wanted or [op])
+            for dtype, name, mask, weights, option in itertools.product(
+                *(lists | {"pass": passes}).values()
+            )
         ]
     return cells

@@ -25,7 +25,7 @@ from typing import NamedTuple
 Defaults = Mapping[str, "int | str"]
 MAX_SHAPES = 1000
 _VALUE = re.compile(r"(\d+)(?::(\d+):([x+])(\d+))?")
-_OPTIONS = ("dtype", "pass", "mask", "weights", "option")
+LISTS = ("dtype", "pass", "mask", "weights", "option")  # keys of a line
 
 
 class Line(NamedTuple):
@@ -33,35 +33,31 @@ class Line(NamedTuple):
 
     op: str
     shape: str
-    options: Mapping[str, str]
+    lists: dict[str, list[str]]  # by the keys in LISTS
     label: str
-
-    def listed(self, key: str) -> list[str]:
-        """The names of a list among the options; empty if it is missing."""
-        return [name.strip() for name in self.options.get(key, "").split(",") if name.strip()]
 
 
 def parse_line(text: str) -> Line:
     """Parses a line. Raises ValueError, which names the word that does not belong."""
     words, _, label = text.partition("#")
-    op, shape, options = "", "", {}
+    op, shape, lists = "", "", {}
     for word in words.split():
         key, equals, value = word.partition("=")
-        if equals and key in _OPTIONS:
-            options[key] = value
+        if equals and key in LISTS:
+            lists[key] = [name for name in value.split(",") if name]
         elif equals and not shape:
             shape = word
         elif not equals and not op and not shape:
             op = word
         else:
-            lists = " ".join(f"[{name}=LIST]" for name in _OPTIONS)
+            form = " ".join(f"[{name}=LIST]" for name in LISTS)
             raise ValueError(
                 f"--shapes: {word!r} does not belong in {text.strip()!r}; the form is "
-                f"[OPERATOR] [SHAPE] {lists} [# LABEL]"
+                f"[OPERATOR] [SHAPE] {form} [# LABEL]"
             )
     if not shape and not op:
         raise ValueError(f"--shapes: {text.strip()!r} has no KEY=VALUE and no operator")
-    return Line(op, shape, options, label.strip())
+    return Line(op, shape, lists, label.strip())
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -5,9 +5,7 @@ A library is imported when a model is built. `selection.WHOLE_MODELS` has the si
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -204,21 +202,13 @@ class _InDouble(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OpenaiWhisper(LibraryModel):
-    """In float32."""
-
-    @contextlib.contextmanager
-    def exactly(self, model: Any) -> Iterator[None]:
-        with super().exactly(model), _InDouble():
-            yield
-
-
-OPENAI_WHISPER = _OpenaiWhisper(
+OPENAI_WHISPER = LibraryModel(
     FUNCTION="whisper.model.AudioEncoder",
     ABOUT="N layers of width E, H heads, 4 E hidden units, on B sounds of L places, M mel bands",
     PACKAGE="whisper",
     INSTALL="pip install openai-whisper",
     CALLER="whisper.model",
+    exactly=_InDouble,  # its norms are in float32
     make=lambda cell: import_module("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
     bind=lambda cell, model, given: functools.partial(model, given["input_features"]),
     **_WHISPER,

@@ -8,6 +8,7 @@ import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,6 @@ from fastattn.bench.ops._base import (
     value_of,
 )
 
-_EXACT = "fastattn-bench-exact"  # registered with transformers for the reference
-_FUNCTION = "scaled_dot_product_attention"
 _POOL = 2**24  # random numbers; drawing a billion would take longer than running the model
 
 
@@ -47,6 +46,7 @@ class Model(Operator):
     CLASS, CONFIG = "", ""
     BUILD: Mapping[str, Any] = {}
     CAUSAL, BLOCKED = False, ""
+    exactly: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     # Formulas of the sizes: the weights of a layer that multiply each token; outside of the layers,
     # the weights and the products with them; the tokens; and the pairs of one layer and head, of
     # which `pairs` counts the mask only.
@@ -92,36 +92,13 @@ class Model(Operator):
         kept = given.attention_mask[..., None]
         return lambda: model(**given).last_hidden_state * kept
 
-    # The choice of attention, "sdpa", "fastattn" or "eager"; another library defines its own
-
-    @contextlib.contextmanager
-    def serving(self, attention: str) -> Iterator[None]:
+    def serving(self, attention: str) -> contextlib.AbstractContextManager[Any]:
         """The context of each call, in which the stopwatch measures attention."""
-        from fastattn.integrations.transformers import register
-
-        interface = importlib.import_module("transformers").AttentionInterface
-        with contextlib.ExitStack() as stack:
-            if attention == "fastattn":
-                stack.enter_context(register())
-            if attention != "eager":  # each model has its own, which is in no registry
-                replace = functools.partial(interface.register, attention)
-                watch = watching(interface()[attention], replace, self.stopwatch, before=1)
-                stack.enter_context(watch)
-            yield
-
-    def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """The context in which attention is PyTorch's plain equation, in the dtype of the queries.
-
-        The function of "sdpa" gets another name, with masks of all pairs.
-        """
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        from transformers.masking_utils import eager_mask
-
-        AttentionInterface.register(_EXACT, sdpa_attention_forward)
-        AttentionMaskInterface.register(_EXACT, eager_mask)
-        model.set_attn_implementation(_EXACT)
-        return sdpa_kernel(SDPBackend.MATH)
+        if attention == "eager":  # each model has its own, which is in no registry
+            return contextlib.nullcontext()
+        functions = importlib.import_module(self.PACKAGE).AttentionInterface._global_mapping
+        watched = _watched(functions[attention], self.stopwatch, before=1)
+        return mock.patch.dict(functions, {attention: watched})
 
     # Derived
 
@@ -159,11 +136,10 @@ class Model(Operator):
         model, call = self._bound(cell, x)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # each has its own memory, as in a loaded model
-        with self.serving(attention):
-            if hasattr(model, "set_attn_implementation"):
-                model.set_attn_implementation(attention)
-            if attention == "fastattn":
-                fastattn.accelerate(model)
+        if attention == "fastattn":
+            fastattn.accelerate(model)
+        elif attention == "eager" and hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation(attention)
 
         def forward() -> Tensor:
             with self.serving(attention):
@@ -204,12 +180,13 @@ class Model(Operator):
     def exact(self, cell: Cell, x: Inputs) -> Forward:
         """The model in float64, with plain attention.
 
-        Parts that the model always computes in float32, such as rotary angles, stay in float32.
+        Parts that the model always computes in float32, such as rotary angles, stay in float32, but
+        not those that `exactly` converts. "eager" would compute its softmax in float32, too.
         """
-        model, call = self._bound(cell, x)
+        _, call = self._bound(cell, x)
 
         def forward() -> Tensor:
-            with self.exactly(model):
+            with sdpa_kernel(SDPBackend.MATH), self.exactly():
                 return call()
 
         return forward
@@ -253,20 +230,13 @@ class LibraryModel(Model):
 
     @contextlib.contextmanager
     def serving(self, attention: str) -> Iterator[None]:
-        from fastattn.integrations.torch import activate
-
         caller = importlib.import_module(self.CALLER)
+        function = _watched(caller.scaled_dot_product_attention, self.stopwatch)
         with contextlib.ExitStack() as stack:
             if attention == "eager":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            elif attention == "fastattn":
-                stack.enter_context(activate())
-            replace = functools.partial(setattr, caller, _FUNCTION)
-            with watching(getattr(caller, _FUNCTION), replace, self.stopwatch):
-                yield
-
-    def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return sdpa_kernel(SDPBackend.MATH)
+            stack.enter_context(mock.patch.object(caller, function.__name__, function))
+            yield
 
 
 @functools.lru_cache(maxsize=8)
@@ -290,20 +260,15 @@ class _Mark(torch.autograd.Function):
         return None, *grads
 
 
-@contextlib.contextmanager
-def watching(
-    function: Callable[..., Any],
-    replace: Callable[[Any], object],
-    watch: Stopwatch,
-    before: int = 0,
-) -> Iterator[None]:
-    """Within the block, a function of query, key and value is timed, forward and backward.
+def _watched(function: Any, watch: Stopwatch, before: int = 0) -> Any:
+    """A function of query, key and value whose calls are timed, forward and backward.
 
-    `replace` puts another function in its place; `before` arguments come before the query. The
-    result is the output, or a tuple that begins with it. In the backward, the mark on the output
-    comes before attention, and those on its inputs after it.
+    `before` arguments come before the query. The result is the output, or a tuple that begins with
+    it. In the backward, the mark on the output comes before attention, and those on its inputs
+    after it.
     """
 
+    @functools.wraps(function)
     def watched(*args: Any, **options: Any) -> Any:
         tensors = args[before : before + 3]
         has_backward = torch.is_grad_enabled() and tensors[0].requires_grad
@@ -318,8 +283,4 @@ def watching(
             return *_Mark.apply(watch.start, result[0]), *result[1:]
         return _Mark.apply(watch.start, result)[0]
 
-    replace(watched)
-    try:
-        yield
-    finally:
-        replace(function)
+    return watched
