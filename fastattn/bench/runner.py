@@ -17,7 +17,6 @@ from torch import Tensor
 from fastattn.bench import ops, results
 from fastattn.bench.cells import TORCH_DTYPES, Cell, bytes_touched, flops, make_inputs
 from fastattn.bench.machine import KIND_OF_DTYPE, describe_environment
-from fastattn.bench.ops._base import Part
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import MIN_KEPT, CellResult, Outcome, Result, Round
 from fastattn.bench.summary import is_from_memory
@@ -72,21 +71,22 @@ class Oracle:
     """
 
     def __init__(self, cell: Cell, seed: int) -> None:
-        self.cell, self.op, self.dtype = cell, ops.get(cell.op), TORCH_DTYPES[cell.dtype]
+        self.cell, self.op = cell, ops.get(cell.op)
         self.inputs = make_inputs(cell, seed)
         self.parts = self.op.parts(cell, seed)
         self.compared = self.op.coverage(cell, self.parts)
-        self.reference = self._expected(self.parts)
+        expected = functools.partial(self.op.expected, cell, self.inputs)
+        self.reference = expected(self.parts)
         # Rounding affects all parts alike, and simulating it is slow.
         few = self.op.parts(cell, seed, few=True)
-        of_few = self.reference if few == self.parts else self._expected(few)
-        self.noise = Noise(functools.partial(self._expected, few), of_few, self.dtype)
+        of_few = self.reference if few == self.parts else expected(few)
+        self.noise = Noise(functools.partial(expected, few), of_few, TORCH_DTYPES[cell.dtype])
 
     def check(self, outputs: Outputs) -> Outcome:
         """Compares all outputs; has the error of the one with the largest ratio to its bound."""
         unjudged = self.op.unjudged(self.cell)
         judged = {name: x for name, x in outputs.items() if name not in unjudged}
-        sampled = _joined([self.op.taken(self.cell, judged, part) for part in self.parts])
+        sampled = self.op.selected(self.cell, judged, self.parts)
         for name, got in sampled.items():
             want = self.reference[name]
             dtype = self.inputs.get(name.removeprefix("grad_"), self.inputs.grad_out).dtype
@@ -102,16 +102,6 @@ class Oracle:
         largest = float(want.abs().max()) if want.numel() else 1.0
         status, reason = ("ok", "") if worst.ok else ("WRONG", str(worst))
         return Outcome(status, reason, worst.error, worst.bound, largest, worst.name, self.compared)
-
-    def _expected(self, parts: Sequence[Part]) -> Outputs:
-        taken = (ops.Inputs(self.op.taken(self.cell, self.inputs, part)) for part in parts)
-        return _joined([self.op.expected(self.cell, x) for x in taken])
-
-
-def _joined(parts: Sequence[Outputs]) -> Outputs:
-    if len(parts) == 1:
-        return parts[0]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 class Runner:

@@ -45,7 +45,7 @@ class Model(Operator):
     # configuration, where a number is the least of a field that limits the length, and arguments.
     CLASS, CONFIG = "", ""
     BUILD: Mapping[str, Any] = {}
-    CAUSAL, BLOCKED = False, ""
+    CAUSAL = False
     exactly: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     # Formulas of the sizes: the weights of a layer that multiply each token; outside of the layers,
     # the weights and the products with them; the tokens; and the pairs of one layer and head, of

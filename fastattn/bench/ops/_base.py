@@ -110,12 +110,12 @@ class Operator:
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
     SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
-    # The sizes along which parts do not depend on each other: that of which a sample is checked if
-    # the cell is long, and the one along which the definition is computed in blocks. `OTHERS` are
+    # The sizes along which parts do not depend on each other, whether a sample of them is checked if
+    # the cell is long, and options with an input of all parts, which are not sampled. `OTHERS` are
     # the sizes of tensors beside those of SHAPES.
-    SAMPLED: Sequence[str] = ()
-    JOINT: Sequence[str] = ()  # options with an input of all parts, which are not sampled
-    BLOCKED = "B"  # or Hkv, unless the weights are an average over the heads
+    PARTED: Sequence[str] = ("B",)
+    SAMPLED = False
+    JOINT: Sequence[str] = ()
     OTHERS: Mapping[str, str] = {}
     stopwatch: Stopwatch | None = None  # measures the attention in a call that does other work too
     # Selects the compared outputs of a call's result, given the dtype of the cell.
@@ -247,70 +247,55 @@ class Operator:
 
         return defined
 
-    def expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
-        """All outputs by name in float64, a block at a time, to bound the memory."""
+    def expected(self, cell: Cell, x: Inputs, parts: Sequence[Part]) -> dict[str, Tensor]:
+        """All outputs by name in float64, a part at a time, to bound the memory."""
+        found = [self._expected(cell, Inputs(self.taken(cell, x, part))) for part in parts]
+        return self._joined(cell, found, functools.partial(functools.reduce, torch.add))
+
+    def _expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
         x = Inputs({name: t.double() if t.is_floating_point() else t for name, t in x.items()})
-        names, wanted = self.leaf_names(cell), cell.passes != "fwd"
-        leaves = {n: x[n].clone().requires_grad_() for n in names if n in x} if wanted else {}
-        outputs: list[tuple[Tensor, ...]] = []
-        gradients: list[tuple[Tensor, ...]] = []
-        with torch.set_grad_enabled(wanted):
-            for block in self.blocks(cell, x):
-                taken = Inputs(self.taken(cell, x | leaves, block))
-                before = taken.copy()
-                results = as_tuple(self.exact(cell, taken)())
-                if wanted:
-                    # A parameter of a module has its gradient; the others, that of the whole input.
-                    by = [leaves[n] if taken[n] is before.get(n) else taken[n] for n in names]
-                    gradients.append(torch.autograd.grad(results[0], by, taken.grad_out))
-                outputs.append(tuple(result.detach() for result in results))
-        axis = 0 if self.BLOCKED == "B" else 1
-        found = {
-            name: torch.cat(parts, axis) if len(parts) > 1 else parts[0]
-            for name, parts in zip(("out", "weights"), zip(*outputs, strict=True), strict=False)
-        }
-        sums = (functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
-        return found | {f"grad_{name}": total for name, total in zip(names, sums, strict=False)}
-
-    def blocks(self, cell: Cell, x: Inputs) -> Sequence[Part]:
-        """Blocks of sequences or heads whose intermediate tensors are not too large together."""
-        if not self.BLOCKED or (self.BLOCKED == "Hkv" and cell.weights == "average"):
-            return [{}]
-        if 0 < x.grad_out.numel() < math.prod(self.shape(cell, self.OUTPUT)):  # a part of the cell
-            return [{}]
-        hidden = math.prod(cell.sizes.get(size, 1) for size in ("B", "H", "Lq", "Lk", "A"))
-        count = cell.sizes.get(self.BLOCKED, 1)
-        step = max(1, count * AT_ONCE // hidden)
-        return [{self.BLOCKED: range(n, min(n + step, count))} for n in range(0, count, step)]
-
-    # The check of a long cell compares a sample of its parts.
+        names = self.leaf_names(cell) if cell.passes != "fwd" else ()
+        for name in names:
+            if name in x:
+                x[name].requires_grad_()
+        with torch.set_grad_enabled(bool(names)):
+            outputs = as_tuple(self.exact(cell, x)())
+            # By now a parameter of a module is in the place of its input.
+            leaves = [x[name] for name in names]
+            gradients = torch.autograd.grad(outputs[0], leaves, x.grad_out) if names else ()
+        found = dict(zip(("out", "weights"), (y.detach() for y in outputs), strict=False))
+        return found | {f"grad_{name}": x for name, x in zip(names, gradients, strict=True)}
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
-        """The parts to compare; with `few`, those to measure the noise on. `[{}]` is everything."""
-        keys = [key for key in self.SAMPLED if key == "B" or cell.weights != "average"]
-        pairs = math.prod(cell[key] for key in ("B", "H", "Lq", "Lk")) if keys else 0
-        most = PAIRS_OF_FEW if few else PAIRS_CHECKED
-        if pairs <= most or cell.option in self.JOINT:
+        """The parts to compare; with `few`, those to measure the noise on. `[{}]` is everything.
+
+        In a cell with large intermediate tensors a part is a sequence, or a key head of one. Of a
+        long cell, a sample is compared.
+        """
+        joint = cell.option in self.JOINT
+        keys = [k for k in self.PARTED if k == "B" or not (joint or cell.weights == "average")]
+        pairs = math.prod(cell.sizes.get(size, 1) for size in ("B", "H", "Lq", "Lk", "A"))
+        is_sampled = self.SAMPLED and not joint
+        if pairs <= (PAIRS_OF_FEW if few and is_sampled else AT_ONCE):
             return [{}]
         units = [*itertools.product(*(range(cell[key]) for key in keys))]
-        chosen = random.Random(seed).sample(units, max(1, most * len(units) // pairs))
-        return [
-            {key: range(n, n + 1) for key, n in zip(keys, unit, strict=True)}
-            for unit in sorted(chosen)
-        ]
+        most = PAIRS_OF_FEW if few else PAIRS_CHECKED
+        if is_sampled and pairs > most:
+            count = max(1, most * len(units) // pairs)
+            units = sorted(random.Random(seed).sample(units, count))
+        return [{k: range(n, n + 1) for k, n in zip(keys, unit, strict=True)} for unit in units]
 
     def coverage(self, cell: Cell, parts: Sequence[Part]) -> str:
         """What was compared, for the result file."""
-        if not (keys := [*parts[0]]):
-            return "all"
-        what = "(sequence, head)" if "Hkv" in keys else "sequences"
-        return f"{len(parts)} of {math.prod(cell[key] for key in keys)} {what}"
+        count = math.prod(cell[key] for key in parts[0])
+        what = "(sequence, head)" if "Hkv" in parts[0] else "sequences"
+        return "all" if len(parts) == count else f"{len(parts)} of {count} {what}"
 
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
         """The sizes of an input or an output; those of a mask are its last ones."""
         name = name.removeprefix("grad_")
         sizes = self.OUTPUT or next(iter(self.SHAPES.values()), "") if name == "out" else ""
-        return (sizes or self.SHAPES.get(name) or self.OTHERS.get(name, "")).split()
+        return (sizes or self.SHAPES.get(name) or self.OTHERS.get(name, "")).split()[-x.dim() :]
 
     def taken(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
         """The part of each input or output; a key head has the queries of its group."""
@@ -318,12 +303,31 @@ class Operator:
         for name, whole in x.items():
             for axis, size in enumerate(reversed(self.dims(cell, name, whole)), 1):
                 key = "Hkv" if size == "H" and "Hkv" in part else size
-                if key in part and axis <= whole.dim() and whole.shape[-axis] > 1:
+                if key in part and whole.shape[-axis] > 1:
                     each = cell[size] // cell[key]
-                    places = part[key]
-                    whole = whole.narrow(-axis, places.start * each, len(places) * each)
+                    whole = whole.narrow(-axis, part[key].start * each, len(part[key]) * each)
             taken[name] = whole
         return taken
+
+    def selected(
+        self, cell: Cell, outputs: Mapping[str, Tensor], parts: Sequence[Part]
+    ) -> dict[str, Tensor]:
+        """The parts of outputs, in the layout of `expected`."""
+        taken = [self.taken(cell, outputs, part) for part in parts]
+        return self._joined(cell, taken, operator.itemgetter(0))
+
+    def _joined(
+        self, cell: Cell, found: Sequence[dict[str, Tensor]], shared: Callable[..., Tensor]
+    ) -> dict[str, Tensor]:
+        """Outputs of parts, one after another; `shared` joins those that all parts have alike."""
+        if len(found) == 1:
+            return found[0]
+        joined = {}
+        for name, x in found[0].items():
+            parts = [of[name] for of in found]
+            is_parted = "B" in self.dims(cell, name, x)
+            joined[name] = torch.cat(parts) if is_parted else shared(parts)
+        return joined
 
     def unjudged(self, cell: Cell) -> Collection[str]:
         """Outputs that are not compared, because PyTorch computes them outside the bound."""

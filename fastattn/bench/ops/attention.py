@@ -119,7 +119,7 @@ class _Sdpa(Operator):
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
-    SAMPLED, BLOCKED, BY_EQUATION = ("B", "Hkv"), "Hkv", True
+    PARTED, SAMPLED, BY_EQUATION = ("B", "Hkv"), True, True
     JOINT = ("learnable", "relative")
     LEARNED = {"relative": "relative_bias", "learnable": "attn_mask"}  # noqa: RUF012
     OTHERS = dict.fromkeys(("attn_mask", "kept", "weights"), "B H Lq Lk") | {

@@ -127,7 +127,7 @@ VARLEN = _Varlen(
 class _Decode(Operator):
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "t5", *_QUANTISED, "latent")
-    SAMPLED, BLOCKED, JOINT = ("B", "Hkv"), "", ("t5",)
+    PARTED, SAMPLED, JOINT = ("B", "Hkv"), True, ("t5",)
     BY_EQUATION = True
     PASSES, ITEMS = ("fwd",), ("B * Lq", "tokens")
 

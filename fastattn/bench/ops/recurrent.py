@@ -38,7 +38,7 @@ ADDITIVE = Operator(
     WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B Lq A", "key": "B Lk A", "value": "B Lk Dv", "v": "A", "bias": "A"},
     OUTPUT="B Lq Dv",
-    OTHERS={"attn_mask": "B Lq Lk"},
+    OTHERS=dict.fromkeys(("attn_mask", "weights"), "B Lq Lk"),
     others=attn_mask,
     equation=_added,
     SCALES={"v": "A ** -0.5", "bias": 0.1},
@@ -178,7 +178,7 @@ LUONG = _Luong(
     WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B Lq D", "key": "B Lk D", "value": "B Lk Dv", "weight": "D D"},
     OUTPUT="B Lq Dv",
-    OTHERS={"key_padding_mask": "B Lk", "positions": "B Lq"},
+    OTHERS={"key_padding_mask": "B Lk", "positions": "B Lq", "weights": "B Lq Lk"},
     SCALES={"weight": "1 / D"},
     FLOPS="attention(pairs, D, Dv) + products(B*Lq * D**2)",
 )

@@ -134,8 +134,6 @@ LINEAR = _Linear(
     SIZES={"M": 1024, "K": 768, "N": "K"},
     SHAPES={"x": "M K"},
     OUTPUT="M N",
-    BLOCKED="",
-    TINY={"M": 16},
     FLOPS="products(M*K*N)",
 )
 MHA = _Mha(
