@@ -14,19 +14,6 @@ from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.selection import WHOLE_MODELS, add_passes, add_what
 from fastattn.spelling import names
 
-EXAMPLES = """\
-examples:
-  fastattn bench run
-  fastattn bench run --preset bert --dtype fp32,bf16 --pass fwd,fwd+bwd --out DIR
-  fastattn bench run --shapes "B=1,H=8,L=128:8192:x2,D=64" --mask causal
-  fastattn bench run --op mha,encoder_layer --providers torch,fastattn,fastattn@avx2
-  fastattn bench record --out shapes.txt -- python train.py --epochs 1
-  fastattn bench run --shapes @shapes.txt
-  fastattn bench model all --dtype bf16 --pass fwd --json models.json
-  fastattn bench breakdown --op memory_hops --shapes "B=32,N=50,D=20,K=3" --pass fwd,fwd+bwd
-  fastattn bench compare main/results.json mine/results.json --fail-slower 5%
-
-"""
 _RESULT = "a .json file that `run` wrote"
 _NEXT_TO_IT = "output file (default: next to the results)"
 
@@ -50,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             function.__name__.removesuffix("_all"),
             help=words,
             description=inspect.cleandoc(function.__doc__ or ""),
-            epilog=EXAMPLES + (parser.epilog or ""),
+            epilog=parser.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(bench_function=function)
@@ -120,9 +107,6 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output", words)
     _add(out, "--out DIR", "write results.json after every cell, and at the end .csv, .md and .png")
     _add(out, "--json FILE", "write raw samples and the environment")
-    _add(out, "--csv FILE", "write one line per cell and provider")
-    _add(out, "--markdown FILE", "write the table")
-    _add(out, "--plot FILE", "write the plot (.png, .svg or .pdf)")
     out.add_argument("--resume", action="store_true", help="continue the run in --out")
     words = f"columns of the table, comma-separated: {', '.join(summary.METRICS)}"
     out.add_argument("--metric", metavar="LIST", type=names, default=[], help=words)

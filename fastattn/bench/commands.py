@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,6 +25,11 @@ from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_name
 from fastattn.bench.summary import Row, summarise
 from fastattn.bench.worker import usable_cpus
 
+# The exit codes, see docs/benchmarks.md.
+OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
+PLOTS = ("speedup", "time", "roofline")
+PICTURES = (".png", ".svg", ".pdf")
+NO_PLOTS = "matplotlib is missing (pip install 'fastattn[bench]')"
 # The metrics of `compare`, and their columns: a value, and the ends of its interval if it has one.
 METRICS = {
     "time": ("ms", "ms_low", "ms_high"),
@@ -32,58 +37,6 @@ METRICS = {
     "memory": ("peak_mb",),
     "error": ("relative_error",),
 }
-_KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
-
-
-class Change(NamedTuple):
-    """One cell of one provider: `ratio` above 1 is better in the second result."""
-
-    name: str
-    before: float
-    after: float
-    ratio: float
-    low: float
-    high: float
-    busy: bool
-
-
-def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
-    """The changes of common rows, and the names of rows that only one result has."""
-    old, new = (
-        {
-            " ".join(word for name in _KEY if (word := row[name]) not in ("none", "cpu")): row
-            for row in summarise(result)
-            if row[METRICS[metric][0]] is not None
-        }
-        for result in (before, after)
-    )
-    found = [_change(name, old[name], new[name], metric) for name in old if name in new]
-    return found, [name for name in [*old, *new] if (name in old) != (name in new)]
-
-
-def _change(name: str, was: Row, now: Row, metric: str) -> Change:
-    column, *ends = METRICS[metric]
-    # More is better for a ratio to the baseline, less for the others.
-    better, worse = (now, was) if metric == "speedup" else (was, now)
-    ratio = 1.0 if was[column] == now[column] else math.inf
-    if worse[column]:
-        ratio = better[column] / worse[column]
-    low = high = ratio
-    if ends:  # the logarithms of the intervals of two medians add up as independent errors do
-        logs = [[math.log(row[end] / row[column]) for end in ends] for row in (better, worse)]
-        (less, more), (least, most) = logs
-        low /= math.exp(math.hypot(less, most))
-        high *= math.exp(math.hypot(more, least))
-    busy = metric == "time" and (was["busy"] or now["busy"])
-    return Change(name, was[column], now[column], ratio, low, high, busy)
-
-
-# The exit codes, see docs/benchmarks.md.
-OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
-PROCESSOR = "{processor}"
-PLOTS = ("speedup", "time", "roofline")
-PICTURES = (".png", ".svg", ".pdf")
-NO_PLOTS = "matplotlib is missing (pip install 'fastattn[bench]')"
 
 
 def model(args: argparse.Namespace) -> int:
@@ -141,20 +94,20 @@ def run(args: argparse.Namespace) -> int:
     rows = summarise(result)
     text = summary.page(result, rows, metrics)
     print(text)
-    writers: dict[str, tuple[Path | None, Callable[[Path], Any]]] = {
-        "json": (args.json, lambda path: results.save_json(result, rows, path)),
-        "csv": (args.csv, lambda path: results.save_csv(rows, path)),
-        "md": (args.markdown, lambda path: path.write_text(text)),
+    writers: dict[str, Callable[[Path], Any]] = {
+        "json": partial(results.save_json, result, rows),
+        "csv": partial(results.save_csv, rows),
+        "md": lambda path: path.write_text(text),
     }
     if any(row["ms"] is not None for row in rows) and find_spec("matplotlib"):
-        writers["png"] = args.plot, lambda path: draw(result, path)
+        writers["png"] = partial(draw, result)
     elif folder:
         print(f"No plot: nothing was measured, or {NO_PLOTS}", file=sys.stderr)
-    failures = 0
-    for suffix, (given, write) in writers.items():
-        path = placed(given, args.device) or (folder / f"results.{suffix}" if folder else None)
-        failures += path is not None and not _written(path, write)
-    return UNWRITTEN if failures else exit_code(result.ended, rows)
+    files = {folder / f"results.{kind}": write for kind, write in writers.items() if folder}
+    if path := placed(args.json, args.device):
+        files[path] = writers["json"]
+    written = [_written(path, write) for path, write in files.items()]
+    return exit_code(result.ended, rows) if all(written) else UNWRITTEN
 
 
 def _check_run(args: argparse.Namespace) -> None:
@@ -170,7 +123,6 @@ def _check_run(args: argparse.Namespace) -> None:
     if args.baseline not in args.providers:
         among = ",".join(args.providers)
         raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")
-    check_picture(args.plot)
 
 
 def _written(path: Path, write: Callable[[Path], Any]) -> bool:
@@ -187,9 +139,9 @@ def _written(path: Path, write: Callable[[Path], Any]) -> bool:
 
 def placed(path: Path | None, device: str = "cpu") -> Path | None:
     """`path`, with {processor} replaced by the folder name of this machine."""
-    if path is None or PROCESSOR not in str(path):
+    if path is None or "{processor}" not in str(path):
         return path
-    return Path(str(path).replace(PROCESSOR, processor_slug(describe_environment(device))))
+    return Path(str(path).replace("{processor}", processor_slug(describe_environment(device))))
 
 
 def exit_code(ended: str, rows: Sequence[Row]) -> int:
@@ -266,7 +218,17 @@ def _about_provider(name: str) -> list[str]:
 def compare(args: argparse.Namespace) -> int:
     """Compare two results row by row, and show which conditions differ."""
     before, after = (results.load(path) for path in (args.before, args.after))
-    found, alone = changes(before, after, args.metric)
+    column = METRICS[args.metric][0]
+    keys = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
+    old, new = (
+        {
+            " ".join(word for key in keys if (word := row[key]) not in ("none", "cpu")): row
+            for row in summarise(result)
+            if row[column] is not None
+        }
+        for result in (before, after)
+    )
+    found = {name: _change(old[name], new[name], args.metric) for name in old if name in new}
     for line in results.differences(before, after):
         print(f"Different conditions: {line}")
     if not found:
@@ -274,22 +236,41 @@ def compare(args: argparse.Namespace) -> int:
             f"{args.before} and {args.after} have no row with a {args.metric} in common"
         )
     print(f"{'before':>9} {'after':>9}  {'times as good':<23} {args.metric} of")
-    for name, old, new, ratio, low, high, busy in sorted(found, key=lambda change: change.ratio):
+    verdicts = {name: results.verdict(low, high) for name, (_, low, high) in found.items()}
+    for name, (ratio, low, high) in sorted(found.items(), key=lambda change: change[1]):
+        busy = args.metric == "time" and (old[name]["busy"] or new[name]["busy"])
         interval = f"{ratio:5.2f}× [{low:.2f}, {high:.2f}]"
-        verdict = results.verdict(low, high) + ", busy" * busy
-        print(f"{old:>9.3g} {new:>9.3g}  {interval:<23} {name}: {verdict}")
-    count = Counter(results.verdict(change.low, change.high) for change in found)
+        print(f"{old[name][column]:>9.3g} {new[name][column]:>9.3g}  {interval:<23} ", end="")
+        print(f"{name}: {verdicts[name]}{', busy' * busy}")
+    count = Counter(verdicts.values())
     print(
         f"{len(found)} rows: {count['FASTER']} better, {count['SLOWER']} worse, "
         f"{count['SAME']} the same, {count['UNSURE']} unsure."
     )
-    if alone:
+    if alone := [name for name in old | new if name not in found]:
         print(f"{len(alone)} rows are in one result alone: {'; '.join(alone)}")
     limit = 0.0 if args.fail_slower is None else 1 / (1 + args.fail_slower)
-    failed = [change.name for change in found if change.high < limit]
+    failed = [name for name, (_, _, high) in found.items() if high < limit]
     for name in failed:
         print(f"WORSE by more than {args.fail_slower:.0%}: {name}", file=sys.stderr)
     return FAULTS if failed else OK
+
+
+def _change(was: Row, now: Row, metric: str) -> tuple[float, float, float]:
+    """How many times as good a row has become, and the interval of that."""
+    column, *ends = METRICS[metric]
+    # More is better for a ratio to the baseline, less for the others.
+    better, worse = (now, was) if metric == "speedup" else (was, now)
+    if not worse[column]:
+        return (1.0 if was[column] == now[column] else math.inf,) * 3
+    ratio = better[column] / worse[column]
+    if not ends:
+        return (ratio,) * 3
+    # The logarithms of the intervals of two medians add up as independent errors do.
+    logs = [[math.log(row[end] / row[column]) for end in ends] for row in (better, worse)]
+    (less, more), (least, most) = logs
+    low, high = math.exp(-math.hypot(less, most)), math.exp(math.hypot(more, least))
+    return ratio, ratio * low, ratio * high
 
 
 def plot(args: argparse.Namespace) -> int:

@@ -26,12 +26,8 @@ import torch
 from fastattn._processor import described
 from fastattn._version import __version__
 from fastattn.bench.results import Peak
+from fastattn.info import CPU_FEATURES
 
-# The instruction sets that affect the speed of attention, out of a processor's long list.
-_RELEVANT_FLAGS = (
-    *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
-    *("amx_tile", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve"),
-)
 # Vendor, family, models and name of a design; a hypervisor may hide the name of the processor.
 _GENERATIONS: tuple[tuple[str, int, Collection[int], str], ...] = (
     ("AuthenticAMD", 23, range(0x30), "zen"),
@@ -45,9 +41,6 @@ _GENERATIONS: tuple[tuple[str, int, Collection[int], str], ...] = (
     ("GenuineIntel", 6, (0xCF,), "emerald-rapids"),
     ("GenuineIntel", 6, (0xAD, 0xAE), "granite-rapids"),
 )
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_UNKNOWN_CACHE = 32 << 20
-_BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # The strongest of these is part of the folder name.
 _NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
 # The parts of a processor's name that do not identify it.
@@ -79,11 +72,12 @@ def _slug(name: str) -> str:
 
 def last_level_bytes() -> int:
     """The size of the largest cache of a processor; 32 MB if the system does not report it."""
+    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     try:
-        texts = [(index / "size").read_text().strip() for index in _CACHES.glob("index*")]
-        return max(int(text[:-1]) * _BYTES[text[-1]] for text in texts)
-    except (OSError, ValueError, KeyError, IndexError):
-        return _UNKNOWN_CACHE
+        sizes = [path.read_text().strip() for path in caches]  # such as 512K
+        return max(int(size[:-1]) << 10 * (1 + "KMG".index(size[-1])) for size in sizes)
+    except (OSError, ValueError):
+        return 32 << 20
 
 
 def describe_environment(device: str = "cpu") -> dict[str, Any]:
@@ -99,7 +93,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": processor["brand"] or platform.machine(),
         **{f"cpu_{key}": processor[key] for key in ("vendor", "family", "model")},
-        "cpu_flags": [flag for flag in _RELEVANT_FLAGS if flag in processor["features"]],
+        "cpu_flags": [flag for flag in CPU_FEATURES if flag in processor["features"]],
         **gpu,
         "last_cache": last_level_bytes(),
         "cores": torch.get_num_threads(),
@@ -155,11 +149,9 @@ _UNIT = {  # in words, and the feature that it needs
     "dot_bf16": ("dot products", ""),
     "fma_f32": ("as fp32 FMA", ""),
 }
-_CHOOSING_SECONDS = 0.02
 _MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": torch.float16}
 _MM_SIZE = 768
 _READ, _COPIED = 1 << 26, 1 << 25  # elements: 256 and 128 MB in fp32
-_ROOF_SECONDS = 0.3
 
 
 def measure_peak(
@@ -177,28 +169,26 @@ def measure_peak(
     # The machine's peak is that of its best instruction set, also if another one is forced.
     core.set_isa(info["supported"][-1])
     try:
-        unit, unmeasured = _fastest(core, kind, threads)
+        unit, method = _fastest(core, kind, threads)
         wall, cpu = time.perf_counter(), time.process_time()
         rate = float(core.measure_peak(unit, threads, seconds))
         share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
     finally:
         core.set_isa(info["isa"])
-    method = f"without {unmeasured}, which was not built" if unmeasured else "measured"
     share = 1.0 if kind == "read_bandwidth" else share
     return Peak(rate, method, unit=unit if kind in _UNITS else ""), share
 
 
 @functools.cache
 def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
-    """The fastest unit for this kind (cached), and the features of this processor that were not
-    built in, if any.
-    """
+    """The fastest unit for this kind (cached), and the method: which units were not built in."""
     units = _UNITS.get(kind, (kind,))
-    rates = {unit: core.measure_peak(unit, threads, _CHOOSING_SECONDS) for unit in units}
+    rates = {unit: core.measure_peak(unit, threads, 0.02) for unit in units}
     features = core.processor()["features"]
-    needed = {_UNIT[unit][1] for unit in units if not rates[unit]} if len(units) > 1 else set()
-    unmeasured = sorted(needed & {*features})
-    return max(units, key=lambda unit: rates[unit]), ", ".join(unmeasured)
+    needed = sorted(_UNIT[unit][1] for unit in units if len(units) > 1 and not rates[unit])
+    unbuilt = ", ".join(name for name in needed if name in features)
+    method = f"without {unbuilt}, which was not built" if unbuilt else "measured"
+    return max(units, key=lambda unit: rates[unit]), method
 
 
 def _estimate(kind: str, seconds: float, device: str) -> Peak:
@@ -243,7 +233,7 @@ def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
     """Measures every peak; also returns the least share of the cores that it received."""
     peaks, least = {}, 1.0
     for kind in KINDS:
-        found = [measure_peak(kind, threads, _ROOF_SECONDS) for _ in range(3)]
+        found = [measure_peak(kind, threads, 0.3) for _ in range(3)]
         peaks[kind] = max((peak for peak, _ in found), key=lambda peak: peak.rate)
         peaks[kind].samples = [peak.rate for peak, _ in found]
         least = min(least, *(share for _, share in found))

@@ -135,13 +135,13 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         *("run", "--shapes", "B=1,H=2,L=16,D=8 pass=fwd,fwd+bwd", "--quiet"),
         *("--shapes", "decode H=4,Hkv=2,Lk=16,D=8"),
         *("--providers", "torch,fastattn@reference", "--threads", "1", "--rounds", "3"),
-        *("--out", str(tmp_path), "--markdown", str(tmp_path / "{processor}" / "table.md")),
+        *("--out", str(tmp_path / "{processor}")),
     )
     assert code == commands.OK
     printed = capsys.readouterr().out
     assert bench("env") == commands.OK
-    here = json.loads(capsys.readouterr().out)["processor"]
-    assert (tmp_path / here / "table.md").read_text() in printed
+    tmp_path /= json.loads(capsys.readouterr().out)["processor"]
+    assert (tmp_path / "results.md").read_text() in printed
     assert " of 3 cells faster, " in printed
 
     document = json.loads((tmp_path / "results.json").read_text())

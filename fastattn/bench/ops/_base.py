@@ -110,9 +110,9 @@ class Operator:
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
     SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
-    # The sizes along which parts do not depend on each other, whether a sample of them is checked if
-    # the cell is long, and options with an input of all parts, which are not sampled. `OTHERS` are
-    # the sizes of tensors beside those of SHAPES.
+    # The sizes along which parts do not depend on each other, whether a sample of them is checked
+    # if the cell is long, and options with an input of all parts, which are not sampled. `OTHERS`
+    # are the sizes of tensors beside those of SHAPES.
     PARTED: Sequence[str] = ("B",)
     SAMPLED = False
     JOINT: Sequence[str] = ()
