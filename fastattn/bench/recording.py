@@ -69,9 +69,7 @@ class Recording(Calls):
 
     def _note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func in _FUNCTIONS:
-            call = inspect.signature(_FUNCTIONS[func][0]).bind(*args, **kwargs)
-            call.apply_defaults()
-            self.lines.update(_FUNCTIONS[func][1](call.arguments))
+            self.lines.update(_FUNCTIONS[func](*args, **kwargs))
 
     def text(self) -> str:
         """The contents of a file for `--shapes @FILE`, the most frequent lines first."""
@@ -217,43 +215,44 @@ def _primitive(op: str, shapes: str, tensors: Sequence[Any], options: Any) -> li
     return _line(op, sizes, used, **words)
 
 
-def _sdpa(given: Mapping[str, Any]) -> list[str]:
-    tensors = [given[name] for name in ("query", "key", "value")]
-    mask = _mask_kind(given["attn_mask"], given["is_causal"])
-    return _line("sdpa", _sizes(_HEADS, tensors), tensors, mask=mask)
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> list[str]:
+    tensors = [query, key, value]
+    return _line("sdpa", _sizes(_HEADS, tensors), tensors, mask=_mask_kind(attn_mask, is_causal))
 
 
-def _module(given: Mapping[str, Any]) -> list[str]:
-    """`F.multi_head_attention_forward`: [L, B, E], and True in a mask is ignored."""
+_SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
+
+
+def _module(*args: Any, **kwargs: Any) -> list[str]:
+    """Its tensors are [L, B, E], and True in a mask is ignored."""
+    call = _SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     weights = "average" if given["average_attn_weights"] else "per-head"
+    weights = weights if given["need_weights"] else "none"
     mask = ~mask if mask is not None and mask.dtype == torch.bool else mask
     is_padded = given["key_padding_mask"] is not None
     kind = "padding" if is_padded else _mask_kind(mask, given["is_causal"])
-    length, batch, heads = (
-        query.shape[0],
-        query.shape[1] if query.dim() == 3 else 1,
-        given["num_heads"],
-    )
-    op, sizes = "mha", {"B": batch, "L": length, "E": query.shape[-1], "H": heads}
+    batch, heads = query.shape[1] if query.dim() == 3 else 1, given["num_heads"]
+    op, sizes = "mha", {"B": batch, "L": len(query), "E": query.shape[-1], "H": heads}
     if not query.shape == key.shape == given["value"].shape:  # cross-attention: no projections
         width = query.shape[-1] // heads
         op, sizes = "sdpa", {"B": batch, "H": heads, "Hkv": heads, "Lq": len(query)}
         sizes |= {"Lk": key.shape[0], "D": width, "Dv": width}
     tensors = [x for x in given.values() if isinstance(x, Tensor)]
-    return _line(
-        op, sizes, tensors, mask=kind, weights=weights if given["need_weights"] else "none"
-    )
+    return _line(op, sizes, tensors, mask=kind, weights=weights)
 
 
-def _signature(  # PyTorch's function has none
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
-    is_causal: bool = False, **options: Any,
-) -> None: ...  # fmt: skip
-
-
-# The function with the signature of one of PyTorch's, and the one that reads its arguments.
-_FUNCTIONS: dict[Any, tuple[Any, Callable[[Mapping[str, Any]], list[str]]]] = {
-    functional.scaled_dot_product_attention: (_signature, _sdpa),
-    functional.multi_head_attention_forward: (functional.multi_head_attention_forward, _module),
+_FUNCTIONS: dict[Any, Callable[..., list[str]]] = {
+    functional.scaled_dot_product_attention: _sdpa,
+    functional.multi_head_attention_forward: _module,
 }

@@ -70,7 +70,8 @@ class Inputs(dict[str, Tensor]):
 class Operator:
     """An operator: its sizes, inputs and cost, its call, and what PyTorch's users write instead.
 
-    A simple one is an instance, whose keyword arguments replace the attributes and methods below:
+    A simple one is an instance, whose keyword arguments replace the attributes and methods below;
+    one with methods of its own is a class that is replaced by its `instance`:
 
         OP = Operator(FUNCTION="learned_scale", SIZES={"B": 1, "E": 512}, ...,
                       arguments=lambda cell, x: ([x.query], {}))
@@ -119,7 +120,7 @@ class Operator:
     OTHERS: Mapping[str, str] = {}
     stopwatch: Stopwatch | None = None  # measures the attention in a call that does other work too
     # Selects the compared outputs of a call's result, given the dtype of the cell.
-    results: Callable[[Any, torch.dtype], Any] | None = None
+    results: Any = None
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -294,8 +295,10 @@ class Operator:
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
         """The sizes of an input or an output; those of a mask are its last ones."""
         name = name.removeprefix("grad_")
-        sizes = self.OUTPUT or next(iter(self.SHAPES.values()), "") if name == "out" else ""
-        return (sizes or self.SHAPES.get(name) or self.OTHERS.get(name, "")).split()[-x.dim() :]
+        output = self.OUTPUT or next(iter(self.SHAPES.values()), "")
+        known = {**self.OTHERS, **self.SHAPES, "out": output}
+        known["weights"] = "B H Lq Lk" if x.dim() == 4 else "B Lq Lk"
+        return known.get(name, "").split()[-x.dim() :]
 
     def taken(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
         """The part of each input or output; a key head has the queries of its group."""
@@ -410,6 +413,10 @@ class Twin(Module):
     def exact(self, cell: Cell, x: Inputs) -> Forward:
         """In training mode and in one step, without PyTorch's fused layers."""
         return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
+
+
+def instance(kind: type[Operator]) -> Any:
+    return kind()
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:

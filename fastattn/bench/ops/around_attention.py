@@ -8,19 +8,29 @@ import torch
 from torch import Tensor
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Module, Operator
+from fastattn.bench.ops._base import Forward, Inputs, Module, Operator, instance
 from fastattn.bench.ops._masks import visible
 from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import HeadNetwork, LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
 
-def _merged(cell: Cell, x: Inputs) -> Tensor:
-    a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
-    return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
-
-
-class _MergeStates(Operator):
+@instance
+class MERGE_STATES(Operator):
     """It is memory bound: it reads two outputs and writes one, with 4 operations per element."""
+
+    FUNCTION = "merge_states"
+    ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
+    SIZES = {"B": 8, "H": 8, "L": 512, "D": 64}
+    SHAPES = {"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"}
+    FLOPS = "products(2 * B*H*L*D)"
+    BY_EQUATION = True
+
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
+        return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
+
+    def results(self, found: Any, dtype: torch.dtype) -> Tensor:
+        return found[0]
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
@@ -29,23 +39,28 @@ class _MergeStates(Operator):
         return inputs
 
 
-MERGE_STATES = _MergeStates(
-    FUNCTION="merge_states",
-    ABOUT="(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]",
-    SIZES={"B": 8, "H": 8, "L": 512, "D": 64},
-    SHAPES={"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"},
-    FLOPS="products(2 * B*H*L*D)",
-    BY_EQUATION=True,
-    equation=_merged,
-    results=lambda found, dtype: found[0],
-)
-
-
-class _Stats(Operator):
+@instance
+class ATTENTION_STATS(Operator):
     """The cost is that of the scores, Q Kᵀ; the sums are O(Lq·Lk) and not counted.
 
     The backward is not timed, because it stores the weights, which the function exists to avoid.
     """
+
+    FUNCTION = "attention_stats"
+    ABOUT = "column sums, entropies, the K largest weights of softmax(Q Kᵀ / √D), [B, H, Lq, D]"
+    SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "K": 0}
+    REFUSED = {"K > Lk": "K={K} is more than Lk={Lk}"}
+    MASKS = ("none", "causal")
+    PASSES = ("fwd",)
+    SHAPES = {"query": "B H Lq D", "key": "B Hkv Lk D"}
+    OUTPUT = "B H Lk+Lq*(1+K)"  # joined
+    FLOPS = "attention(pairs * H, D, 0)"
+    KEYWORDS = {"top_k": lambda cell: cell["K"]}
+
+    def results(self, found: Any, dtype: torch.dtype) -> Tensor:
+        joined = [found.column_sums, found.entropy]
+        joined += [] if found.top_values is None else [found.top_values.flatten(-2)]
+        return torch.cat(joined, -1).to(dtype)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         key = x.key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
@@ -56,35 +71,22 @@ class _Stats(Operator):
         return torch.cat(found, -1)
 
 
-def _joined(found: Any, dtype: torch.dtype) -> Tensor:
-    joined = [found.column_sums, found.entropy]
-    joined += [] if found.top_values is None else [found.top_values.flatten(-2)]
-    return torch.cat(joined, -1).to(dtype)
-
-
-ATTENTION_STATS = _Stats(
-    FUNCTION="attention_stats",
-    ABOUT="column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
-    "[B, H, Lq, D], [B, Hkv, Lk, D]",
-    SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "K": 0},
-    REFUSED={"K > Lk": "K={K} is more than Lk={Lk}"},
-    MASKS=("none", "causal"),
-    PASSES=("fwd",),
-    SHAPES={"query": "B H Lq D", "key": "B Hkv Lk D"},
-    OUTPUT="B H Lk+Lq*(1+K)",  # joined
-    FLOPS="attention(pairs * H, D, 0)",
-    KEYWORDS={"top_k": lambda cell: cell["K"]},
-    results=_joined,
-)
-
-
-class _Hard(Operator):
+@instance
+class HARD(Operator):
     """The most probable key instead of a random one, because two computations must agree.
 
     Every query is close to one key, so that rounding does not decide. The score of a pair costs
     2·D. The backward is that of soft attention without the product with the values, whose rows are
     gathered.
     """
+
+    FUNCTION = "hard_attention"
+    ABOUT = "V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]"
+    SIZES = {"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
+    SHAPES = {"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"}
+    OUTPUT = "B H Lq Dv"
+    FLOPS = "attention(pairs * H, D, 0) + backward * 2 * pairs * H * Dv"
+    KEYWORDS = {"estimator": "straight_through", "deterministic": True}
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
@@ -104,18 +106,20 @@ class _Hard(Operator):
         return out + (mean - mean.detach())  # the value of `out`, the derivative of `mean`
 
 
-HARD = _Hard(
-    FUNCTION="hard_attention",
-    ABOUT="V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]",
-    SIZES={"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"},
-    SHAPES={"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"},
-    OUTPUT="B H Lq Dv",
-    FLOPS="attention(pairs * H, D, 0) + backward * 2 * pairs * H * Dv",
-    KEYWORDS={"estimator": "straight_through", "deterministic": True},
-)
+@instance
+class HEAD_NETWORK(Module):
+    FUNCTION = "nn.HeadNetwork"
+    ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units"
+    SIZES = {"B": 8, "H": 8, "L": 128, "D": 64, "F": 64}
+    SHAPES = {"x": "B H L D"}
+    FLOPS = "products(2 * B*H*L*D*F)"
 
+    def make(self, cell: Cell, **made: Any) -> HeadNetwork:
+        return HeadNetwork(cell["H"], cell["D"], cell["F"], **made)
 
-class _HeadNetwork(Module):
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        return (x.x @ x.weight1.mT + x.bias1[:, None]).relu() @ x.weight2.mT + x.bias2[:, None]
+
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Half of the units are far below 0 and half far above.
 
@@ -124,18 +128,6 @@ class _HeadNetwork(Module):
         drawn = super().parameter(name, shape, draw)
         return drawn + 8 * (2 * (torch.arange(shape[-1]) % 2) - 1) if name == "bias1" else drawn
 
-
-HEAD_NETWORK = _HeadNetwork(
-    FUNCTION="nn.HeadNetwork",
-    ABOUT="W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units",
-    SIZES={"B": 8, "H": 8, "L": 128, "D": 64, "F": 64},
-    SHAPES={"x": "B H L D"},
-    FLOPS="products(2 * B*H*L*D*F)",
-    make=lambda cell, **made: HeadNetwork(cell["H"], cell["D"], cell["F"], **made),
-    equation=lambda cell, x: (
-        (x.x @ x.weight1.mT + x.bias1[:, None]).relu() @ x.weight2.mT + x.bias2[:, None]
-    ),
-)
 
 # Position encodings
 

@@ -16,7 +16,7 @@ from fastattn._seed import draw_seed
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference import attend, dropout_keep
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Operator
+from fastattn.bench.ops._base import Forward, Inputs, Operator, instance
 from fastattn.bench.ops._masks import document_ids, lengths, visible, window_width
 
 HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
@@ -115,19 +115,27 @@ _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible i
 _DROPOUT = 0.1
 
 
-class _Sdpa(Operator):
+@instance
+class SDPA(Operator):
+    FUNCTION = "scaled_dot_product_attention"
+    ABOUT = "softmax(Q Kᵀ / √D) V on [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]"
+    TORCH = "F.scaled_dot_product_attention"
+    SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
+    SHAPES = HEADS
+    OUTPUT = "B H Lq Dv"
+    FLOPS = "attention(pairs * H, D, Dv)"
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
     PARTED, SAMPLED, BY_EQUATION = ("B", "Hkv"), True, True
     JOINT = ("learnable", "relative")
-    LEARNED = {"relative": "relative_bias", "learnable": "attn_mask"}  # noqa: RUF012
-    OTHERS = dict.fromkeys(("attn_mask", "kept", "weights"), "B H Lq Lk") | {
-        "alibi_slopes": "H",
-        "sinks": "H",
+    LEARNED = {"relative": "relative_bias", "learnable": "attn_mask"}
+    OTHERS = {
+        **dict.fromkeys(("attn_mask", "kept"), "B H Lq Lk"),
+        **dict.fromkeys(("alibi_slopes", "sinks"), "H"),
         "relative_bias": "H distances",
     }
-    REFUSED = {  # noqa: RUF012
+    REFUSED = {
         "option == 'window' and mask not in ('none', 'causal')": (
             "option=window: with a {mask} mask the visible pairs cannot be counted"
         ),
@@ -136,7 +144,7 @@ class _Sdpa(Operator):
         "option == 'dropout' and device != 'cpu'": "option=dropout: the check needs the seed of a "
         "CPU generator",
     }
-    NOT_IN_TORCH = {  # noqa: RUF012
+    NOT_IN_TORCH = {
         "weights != 'none'": "F.scaled_dot_product_attention returns no weights",
         "option in ('window', 'softcap', 'alibi', 'sinks')": (
             "F.scaled_dot_product_attention has no {option}"
@@ -159,10 +167,6 @@ class _Sdpa(Operator):
             inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
         return inputs
 
-    def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
-        dims, is_average = super().dims(cell, name, x), name == "weights" and x.dim() == 3
-        return [size for size in dims if size != "H"] if is_average else dims
-
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
         options["average_weights"] = cell.weights == "average"
@@ -178,23 +182,16 @@ class _Sdpa(Operator):
         return tensors, options
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
-        query, key, value = self.leaves(x)
-        causal, grouped = cell.mask == "causal", cell["H"] != cell["Hkv"]
-        call = functools.partial(
-            scaled_dot_product_attention,
-            *(query, key, value),
-            is_causal=causal,
-            enable_gqa=grouped,
-        )
+        options: Any = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
+        query, key, value = (x[name] for name in HEADS)
+        call = functools.partial(scaled_dot_product_attention, query, key, value, **options)
         return with_masks(cell, x, call, (cell["Lq"], cell["Lk"], x.get("attn_mask")))
 
     def equation(self, cell: Cell, x: Inputs) -> tuple[Tensor, ...]:
         """The definition."""
         width = window_width(cell) if cell.option == "window" else -1
         out, weights = defined(
-            x,
-            self.leaves(x),
-            x.get("attn_mask"),
+            *(x, [x[name] for name in HEADS], x.get("attn_mask")),
             window_left=width,
             window_right=0 if cell.mask == "causal" else width,
             softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
@@ -208,14 +205,3 @@ class _Sdpa(Operator):
 def _first_seed() -> tuple[torch.device, torch.Generator]:
     """The arguments of `draw_seed` in the first call with dropout, which is the one checked."""
     return torch.device("cpu"), torch.Generator().manual_seed(0)
-
-
-SDPA = _Sdpa(
-    FUNCTION="scaled_dot_product_attention",
-    ABOUT="softmax(Q Kᵀ / √D) V on [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]",
-    TORCH="F.scaled_dot_product_attention",
-    SIZES={"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"},
-    SHAPES=HEADS,
-    OUTPUT="B H Lq Dv",
-    FLOPS="attention(pairs * H, D, Dv)",
-)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Module, Operator
+from fastattn.bench.ops._base import Forward, Inputs, Module, Operator, instance
 from fastattn.bench.ops.attention import masked_softmax, softmax_weights
 from fastattn.nn import Hopfield, HopfieldLayer, HopfieldPooling, KeyValueMemory, MemN2N
 from fastattn.ops.encode_memory import encoding_factors
@@ -193,7 +193,24 @@ ENCODE_MEMORY = Operator(
 )
 
 
-class _Memn2n(Module):
+@instance
+class MEMN2N(Module):
+    FUNCTION = "nn.MemN2N"
+    ABOUT = "stories [B, N, J], questions [B, J] of V words, width D, K hops, adjacent or layerwise"
+    TORCH = "the same network in plain PyTorch"
+    SIZES = {"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3}
+    SHAPES = {}
+    OPTIONS = ("none", "layerwise")
+    OUTPUT = "B V"
+    # Adjacent hops share K + 1 tables; layerwise ones have two, and each a projection.
+    FLOPS = (
+        "2 * B*J*D * ((2 if option == 'layerwise' else K + 1) * N + 1) + "
+        "attention(B*K*N, D, D) + products(B*D * (V + (option == 'layerwise') * K*D))"
+    )
+
+    def call(self, cell: Cell, module: nn.Module, x: Inputs) -> Any:
+        return module(x.stories, x.questions)
+
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         return {
             "stories": draw.sentences(*(cell[key] for key in "BNJV")),
@@ -219,41 +236,26 @@ class _Memn2n(Module):
         return u @ (x.answer if own else embedding[-1]).T
 
 
-MEMN2N = _Memn2n(
-    FUNCTION="nn.MemN2N",
-    ABOUT="stories [B, N, J] and questions [B, J] of V words, width D, K hops, adjacent tying or "
-    "layerwise",
-    TORCH="the same network in plain PyTorch",
-    SIZES={"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3},
-    SHAPES={},
-    OPTIONS=("none", "layerwise"),
-    OUTPUT="B V",
-    # Adjacent hops share K + 1 tables; layerwise ones have two, and each a projection.
-    FLOPS="2 * B*J*D * ((2 if option == 'layerwise' else K + 1) * N + 1) + "
-    "attention(B*K*N, D, D) + products(B*D * (V + (option == 'layerwise') * K*D))",
-    call=lambda cell, module, x: module(x.stories, x.questions),
-)
+@instance
+class KEY_VALUE_MEMORY(Operator):
+    FUNCTION = "nn.KeyValueMemory"
+    ABOUT = "softmax(q Kᵀ / √D) V of queries [B, L, D] and N full slots of D keys and Dv values"
+    TORCH = "F.scaled_dot_product_attention"
+    SIZES = {"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"}
+    SHAPES = {"query": "B L D", "keys": "B N D", "values": "B N Dv"}
+    OUTPUT = "B L Dv"
+    FLOPS = "attention(B*L*N, D, Dv)"
 
+    def ours(self, cell: Cell, x: Inputs) -> Forward:
+        made: dict[str, Any] = {"device": x.query.device, "dtype": x.query.dtype}
+        memory = KeyValueMemory(cell["N"], cell["D"], cell["Dv"], batch_size=cell["B"], **made)
+        memory.keys, memory.values = x["keys"], x["values"]
+        memory.used = torch.ones_like(memory.used)
+        return partial(memory.read, x.query)
 
-def _reading(cell: Cell, x: Inputs) -> Forward:
-    made: dict[str, Any] = {"device": x.query.device, "dtype": x.query.dtype}
-    memory = KeyValueMemory(cell["N"], cell["D"], cell["Dv"], batch_size=cell["B"], **made)
-    memory.keys, memory.values = x["keys"], x["values"]
-    memory.used = torch.ones_like(memory.used)
-    return partial(memory.read, x.query)
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        attention = functional.scaled_dot_product_attention
+        return partial(attention, x.query, x["keys"], x["values"])
 
-
-KEY_VALUE_MEMORY = Operator(
-    FUNCTION="nn.KeyValueMemory",
-    ABOUT="softmax(q Kᵀ / √D) V of queries [B, L, D] and N full slots of D keys and Dv values",
-    TORCH="F.scaled_dot_product_attention",
-    SIZES={"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"},
-    SHAPES={"query": "B L D", "keys": "B N D", "values": "B N Dv"},
-    OUTPUT="B L Dv",
-    FLOPS="attention(B*L*N, D, Dv)",
-    ours=_reading,
-    theirs=lambda cell, x: partial(
-        functional.scaled_dot_product_attention, x.query, x["keys"], x["values"]
-    ),
-    equation=lambda cell, x: softmax_weights(x.query, x["keys"]) @ x["values"],
-)
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        return softmax_weights(x.query, x["keys"]) @ x["values"]

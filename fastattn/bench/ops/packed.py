@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Operator
+from fastattn.bench.ops._base import Forward, Inputs, Operator, instance
 from fastattn.bench.ops._masks import mask_of, padding_lengths, visible
 from fastattn.bench.ops.attention import HEADS, biases, defined, with_masks
 from fastattn.bias import T5
@@ -38,11 +38,20 @@ def _lengths(cell: Cell) -> list[int]:
     return [round(longest / step**n) for n in range(batch)]
 
 
-class _Varlen(Operator):
-    DERIVED = {"T": lambda cell: sum(_lengths(cell))}  # noqa: RUF012
+@instance
+class VARLEN(Operator):
+    FUNCTION = "varlen_attention"
+    ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]"
+    TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
+    SIZES = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
+    REFUSED = {"S > L": "S={S} is more than L={L}"}
+    SHAPES = {"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"}
+    FLOPS = "attention(pairs * H, D, D)"
+    LEARNED = {"relative": "relative_bias"}
+    DERIVED = {"T": lambda cell: sum(_lengths(cell))}
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "relative")
-    KEYWORDS = {"mask": lambda cell: mask_of(cell, *_lengths(cell))}  # noqa: RUF012
+    KEYWORDS = {"mask": lambda cell: mask_of(cell, *_lengths(cell))}
     BY_EQUATION = True
 
     def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
@@ -112,31 +121,33 @@ class _Varlen(Operator):
         return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
-VARLEN = _Varlen(
-    FUNCTION="varlen_attention",
-    ABOUT="attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]",
-    TORCH="F.scaled_dot_product_attention on the padded batch, packed again",
-    SIZES={"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64},
-    REFUSED={"S > L": "S={S} is more than L={L}"},
-    SHAPES={"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"},
-    FLOPS="attention(pairs * H, D, D)",
-    LEARNED={"relative": "relative_bias"},
-)
-
-
-class _Decode(Operator):
+@instance
+class DECODE(Operator):
+    FUNCTION = "decode_attention"
+    ABOUT = (
+        "the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D], "
+        "[B, Hkv, Lk, Dv]; with P, in pages of P keys"
+    )
+    TORCH = (
+        "F.scaled_dot_product_attention on the contiguous cache; with option=latent, on the "
+        "complete keys as values, and the first Dv columns of its result"
+    )
+    SIZES = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "Dv": "D", "P": 0}
+    SHAPES = HEADS
+    OUTPUT = "B H Lq Dv"
+    FLOPS = "attention(pairs * H, D, Dv)"
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "t5", *_QUANTISED, "latent")
     PARTED, SAMPLED, JOINT = ("B", "Hkv"), True, ("t5",)
     BY_EQUATION = True
     PASSES, ITEMS = ("fwd",), ("B * Lq", "tokens")
 
-    REFUSED = {  # noqa: RUF012
+    REFUSED = {
         "mask != 'none' and Lq > Lk": "mask={mask}: Lq={Lq} is more than Lk={Lk}",
         "option == 'latent' and Dv > D": "option=latent: Dv={Dv} is more than D={D}, the columns "
         "of a key",
     }
-    NOT_IN_TORCH = {  # noqa: RUF012
+    NOT_IN_TORCH = {
         "option == 't5' and mask != 'none'": "F.scaled_dot_product_attention has one mask",
     }
 
@@ -271,16 +282,3 @@ def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
     placed = torch.empty_like(pages)
     placed[table.flatten().long()] = pages  # index_copy_ has no fp8
     return placed
-
-
-DECODE = _Decode(
-    FUNCTION="decode_attention",
-    ABOUT="the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D], "
-    "[B, Hkv, Lk, Dv]; with P, in pages of P keys",
-    TORCH="F.scaled_dot_product_attention on the contiguous cache; with option=latent, on the "
-    "complete keys as values, and the first Dv columns of its result",
-    SIZES={"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "Dv": "D", "P": 0},
-    SHAPES=HEADS,
-    OUTPUT="B H Lq Dv",
-    FLOPS="attention(pairs * H, D, Dv)",
-)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Inputs, Module, Operator
+from fastattn.bench.ops._base import Inputs, Module, Operator, instance
 from fastattn.bench.ops.attention import (
     attn_mask,
     masked_softmax,
@@ -38,7 +38,7 @@ ADDITIVE = Operator(
     WEIGHTS=("none", "per-head"),
     SHAPES={"query": "B Lq A", "key": "B Lk A", "value": "B Lk Dv", "v": "A", "bias": "A"},
     OUTPUT="B Lq Dv",
-    OTHERS=dict.fromkeys(("attn_mask", "weights"), "B Lq Lk"),
+    OTHERS={"attn_mask": "B Lq Lk"},
     others=attn_mask,
     equation=_added,
     SCALES={"v": "A ** -0.5", "bias": 0.1},
@@ -81,7 +81,8 @@ BAHDANAU = Module(
 )
 
 
-class _Decoder(nn.Module):
+@instance
+class BAHDANAU_DECODER(Module):
     """L steps of a GRU, each with its own attention.
 
         c_i = attention(W s_i-1, U memory),  s_i = GRU([y_i; c_i], s_i-1)
@@ -90,49 +91,65 @@ class _Decoder(nn.Module):
     U memory are computed once.
     """
 
-    def __init__(self, width: int, units: int, **made: Any) -> None:
-        super().__init__()
-        self.attention = _bahdanau(width, units, **made)
-        self.cell = nn.GRUCell(2 * width, width, **made)
+    FUNCTION = "nn.BahdanauAttention, L steps"
+    ABOUT = "L steps of a GRU cell with Bahdanau's attention to memory [B, S, E], A units"
+    TORCH = "the same steps, the equation and torch's GRU cell"
+    SIZES = {"B": 1, "L": 20, "S": 40, "E": 256, "A": 256}
+    SHAPES = {"targets": "B L E", "memory": "B S E", "state": "B E"}
+    FLOPS = "additive(B*L*S, A, E) + products(B*E * (S*A + L * (A + 9*E)))"
 
-    def forward(self, targets: Tensor, memory: Tensor, state: Tensor) -> Tensor:
-        keys, states = self.attention.memory_layer(memory), []
-        for y in targets.unbind(1):
-            context, _ = self.attention(state, memory, keys=keys, need_weights=False)
-            state = self.cell(torch.cat([y, context], -1), state)
-            states.append(state)
-        return torch.stack(states, 1)
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        width = cell["E"]
+        gru = nn.GRUCell(2 * width, width, **made)
+        return nn.ModuleDict({"attention": _bahdanau(width, cell["A"], **made), "cell": gru})
 
+    def call(self, cell: Cell, module: Any, x: Inputs) -> Tensor:
+        attention = module["attention"]
+        keys = attention.memory_layer(x.memory)
 
-def _steps(cell: Cell, x: Inputs) -> Tensor:
-    memory, state, v = x.memory, x.state, x["attention.v"]
-    project = x["attention.query_layer.weight"].T
-    gru = [x[f"cell.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-    keys, states = memory @ x["attention.memory_layer.weight"].T, []
-    for y in x.targets.unbind(1):
-        scores = (state[:, None] @ project + keys).tanh() @ v  # [B, S]
-        context = (scores.softmax(-1)[:, None] @ memory)[:, 0]
-        state = torch.gru_cell(torch.cat([y, context], -1), state, *gru)
-        states.append(state)
-    return torch.stack(states, 1)
+        def context(state: Tensor) -> Tensor:
+            return attention(state, x.memory, keys=keys, need_weights=False)[0]
 
+        return self._steps(x, context, module["cell"])
 
-BAHDANAU_DECODER = Module(
-    FUNCTION="nn.BahdanauAttention, L steps",
-    ABOUT="L steps of a GRU cell with Bahdanau's attention to memory [B, S, E], A units",
-    TORCH="the same steps, the equation and torch's GRU cell",
-    SIZES={"B": 1, "L": 20, "S": 40, "E": 256, "A": 256},
-    SHAPES={"targets": "B L E", "memory": "B S E", "state": "B E"},
-    FLOPS="additive(B*L*S, A, E) + products(B*E * (S*A + L * (A + 9*E)))",
-    make=lambda cell, **made: _Decoder(cell["E"], cell["A"], **made),
-    equation=_steps,
-)
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        project, keys = (x[f"attention.{name}_layer.weight"].T for name in ("query", "memory"))
+        keys = x.memory @ keys
+        gru = [x[f"cell.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+
+        def context(state: Tensor) -> Tensor:
+            scores = (state[:, None] @ project + keys).tanh() @ x["attention.v"]  # [B, S]
+            return (scores.softmax(-1)[:, None] @ x.memory)[:, 0]
+
+        return self._steps(x, context, lambda y, state: torch.gru_cell(y, state, *gru))
+
+    def _steps(self, x: Inputs, context: Any, gru: Any) -> Tensor:
+        states = [x.state]
+        for y in x.targets.unbind(1):
+            states.append(gru(torch.cat([y, context(states[-1])], -1), states[-1]))
+        return torch.stack(states[1:], 1)
+
 
 # Luong's attention
 
 
-class _Luong(Operator):
-    KEYWORDS = {"method": "general"}  # noqa: RUF012
+@instance
+class LUONG(Operator):
+    FUNCTION = "luong_attention"
+    ABOUT = (
+        "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
+        "local-p around random positions if P=1"
+    )
+    SIZES = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0}
+    REFUSED = {"P > 1": "P={P} is more than 1"}  # local-p, or 0
+    MASKS = ("none", "padding")
+    WEIGHTS = ("none", "per-head")
+    SHAPES = {"query": "B Lq D", "key": "B Lk D", "value": "B Lk Dv", "weight": "D D"}
+    OUTPUT = "B Lq Dv"
+    OTHERS = {"key_padding_mask": "B Lk", "positions": "B Lq"}
+    SCALES = {"weight": "1 / D"}
+    FLOPS = "attention(pairs, D, Dv) + products(B*Lq * D**2)"
+    KEYWORDS = {"method": "general"}
     BY_EQUATION = True
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
@@ -145,7 +162,7 @@ class _Luong(Operator):
 
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
-        if _is_local(cell):
+        if self._is_local(cell):
             options |= {"window": "local-p" if cell["P"] else "local-m", "D": cell["W"]}
         return tensors, options
 
@@ -153,7 +170,7 @@ class _Luong(Operator):
         seen = ~x.key_padding_mask[:, None] if "key_padding_mask" in x else None
         place = x.get("positions", torch.arange(x.query.shape[1], device=x.query.device))
         distance = torch.arange(x.key.shape[1], device=x.key.device) - place[..., None]
-        if _is_local(cell):
+        if self._is_local(cell):
             near = distance.abs() <= cell["W"]
             seen = near if seen is None else near & seen
         weights = softmax_weights(x.query @ x.weight, x.key, seen, scale=1.0)
@@ -163,25 +180,8 @@ class _Luong(Operator):
             weights = weights * torch.exp(-2 * (distance / cell["W"]) ** 2)
         return weighted(cell, weights, x.value)
 
-
-def _is_local(cell: Cell) -> bool:
-    return cell["P"] > 0 or cell["W"] < max(cell["Lq"], cell["Lk"])
-
-
-LUONG = _Luong(
-    FUNCTION="luong_attention",
-    ABOUT="softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
-    "local-p around random positions if P=1",
-    SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0},
-    REFUSED={"P > 1": "P={P} is more than 1"},  # local-p, or 0
-    MASKS=("none", "padding"),
-    WEIGHTS=("none", "per-head"),
-    SHAPES={"query": "B Lq D", "key": "B Lk D", "value": "B Lk Dv", "weight": "D D"},
-    OUTPUT="B Lq Dv",
-    OTHERS={"key_padding_mask": "B Lk", "positions": "B Lq", "weights": "B Lq Lk"},
-    SCALES={"weight": "1 / D"},
-    FLOPS="attention(pairs, D, Dv) + products(B*Lq * D**2)",
-)
+    def _is_local(self, cell: Cell) -> bool:
+        return cell["P"] > 0 or cell["W"] < max(cell["Lq"], cell["Lk"])
 
 
 def _general(x: Inputs, weight: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class _Transformer(_Decoder):
     """With option=stepwise the decoder gets one position at a time, as in generation."""
 
     OPTIONS = ("none", "stepwise")
-    REFUSED = {  # noqa: RUF012
+    REFUSED = {
         "option == 'stepwise' and passes != 'fwd'": "option=stepwise: generation has no backward "
         "pass",
     }

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -159,7 +159,7 @@ class Flex(SdpaOnly, Torch):
     ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
     VARIANTS = ()
     DTYPES = ("fp32", "bf16", "fp16")
-    PASSES_ON = {"cpu": ("fwd",), "cuda": ("fwd", "bwd", "fwd+bwd")}  # noqa: RUF012
+    PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",), "cuda": ("fwd", "bwd", "fwd+bwd")}
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
