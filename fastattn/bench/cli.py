@@ -14,25 +14,12 @@ from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.selection import WHOLE_MODELS, add_passes, add_what
 from fastattn.spelling import names
 
-_RESULT = "a .json file that `run` wrote"
-_NEXT_TO_IT = "output file (default: next to the results)"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `bench` to its parser."""
     subparsers = parser.add_subparsers(dest="COMMAND", required=True)
-    for function, add, words in (
-        (commands.run, _add_run, "measure operators and modules"),
-        (commands.model, _add_model, "measure whole models"),
-        (commands.breakdown, _add_breakdown, "measure where the time of small calls goes"),
-        (commands.compare, _add_compare, "compare two results; can fail on a slowdown"),
-        (commands.plot, _add_plot, "plot a result"),
-        (commands.report, _add_report, "write a result as one HTML file"),
-        (commands.roofline, _add_threads, "measure the peaks of this machine"),
-        (commands.record, _add_record, "record the shapes that a program computes"),
-        (commands.env, None, "print the environment that every result records"),
-        (commands.list_all, None, "list operators, presets and providers"),
-    ):
+
+    def add_command(function: Callable[..., int], words: str) -> argparse.ArgumentParser:
         command = subparsers.add_parser(
             function.__name__.removesuffix("_all"),
             help=words,
@@ -41,8 +28,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(bench_function=function)
-        if add is not None:
-            add(command)
+        return command
+
+    run = add_command(commands.run, "measure operators and modules")
+    add_what(run)
+    _add_how(run)
+
+    model = add_command(commands.model, "measure whole models")
+    words = f"comma-separated: {', '.join(WHOLE_MODELS)}, or all"
+    model.add_argument("models", type=names, metavar="NAME", help=words)
+    add_passes(model)
+    _add_how(model)
+    model.set_defaults(rounds=9, time_budget=300.0, timeout=300.0)
+
+    breakdown = add_command(commands.breakdown, "measure where the time of small calls goes")
+    add_what(breakdown)
+    _add_threads(breakdown)
+    _add(breakdown, "--seed N", "", 0)
+    _add(breakdown, "--rounds N", "", 50)
+    _add(breakdown, "--json FILE", "write raw samples and the environment")
+    _add(breakdown, "--plot FILE", "write the picture")
+
+    a_result, next_to_it = "a .json file that `run` wrote", "(default: next to the results)"
+    compare = add_command(commands.compare, "compare two results; can fail on a slowdown")
+    compare.add_argument("before", type=Path, help=a_result)
+    compare.add_argument("after", type=Path, help="the file to compare with it")
+    _add(compare, "--metric", "", "time", choices=commands.METRICS)
+    words = "exit with 1 if a row is worse by more than this over its complete interval"
+    _add(compare, "--fail-slower P%", words, type=_share)
+
+    plot = add_command(commands.plot, "plot a result")
+    plot.add_argument("results", type=Path, help=a_result)
+    words = "which plot (default: %(default)s); all writes one file for each"
+    _add(plot, "--metric", words, "speedup", choices=(*commands.PLOTS, "all"))
+    _add(plot, "--plot FILE", f"output file {next_to_it}")
+    _add(plot, "--theme", "", "light", choices=("light", "dark"))
+
+    report = add_command(commands.report, "write a result as one HTML file")
+    report.add_argument("results", type=Path, help=a_result)
+    _add(report, "--out FILE", f"output file {next_to_it}")
+    _add(report, "--title", "", "Attention, measured")
+
+    _add_threads(add_command(commands.roofline, "measure the peaks of this machine"))
+
+    record = add_command(commands.record, "record the shapes that a program computes")
+    _add(record, "--out FILE", "", "shapes.txt")
+    metavar, words = "-- python train.py ...", "or -- python -m module ..."
+    record.add_argument("program", nargs=argparse.REMAINDER, metavar=metavar, help=words)
+
+    add_command(commands.env, "print the environment that every result records")
+    add_command(commands.list_all, "list operators, presets and providers")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,28 +95,14 @@ def _add(
     """Adds a flag, whose type is that of its metavar; its default ends the help."""
     name, _, metavar = flag.partition(" ")
     if default is not None and "default:" not in words:
-        shown = "default: %(default)" + (".0f" if isinstance(default, float) else "s")
-        words = f"{words} ({shown})" if words else shown
+        words += " (default: %(default)" + (".0f)" if isinstance(default, float) else "s)")
     if metavar:
         more = {"metavar": metavar, "type": _TYPES.get(metavar, str)} | more
-    to.add_argument(name, default=default, help=words, **more)
+    to.add_argument(name, default=default, help=words.strip(), **more)
 
 
 def _add_threads(to: argparse._ActionsContainer) -> None:
     _add(to, "--threads N", "number of threads (default: that of torch)")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    add_what(parser)
-    _add_how(parser)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    words = f"comma-separated: {', '.join(WHOLE_MODELS)}, or all"
-    parser.add_argument("models", type=names, metavar="NAME", help=words)
-    add_passes(parser)
-    _add_how(parser)
-    parser.set_defaults(rounds=9, time_budget=300.0, timeout=300.0)
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
@@ -89,9 +110,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     words = f"comma-separated: {', '.join(PROVIDERS)}, a variant such as fastattn@avx2, or an "
     words += f"importable module (default: {','.join(DEFAULT)})"
     _add(group, "--providers LIST", words, list(DEFAULT))
-    _add(
-        group, "--baseline NAME", "the provider that the others are compared with (default: torch)"
-    )
+    words = "the provider that the others are compared with (default: torch)"
+    _add(group, "--baseline NAME", words)
 
     how = parser.add_argument_group("how to measure")
     _add(how, "--device", "", "cpu", choices=DEVICES)
@@ -109,45 +129,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     _add(out, "--json FILE", "write raw samples and the environment")
     out.add_argument("--resume", action="store_true", help="continue the run in --out")
     words = f"columns of the table, comma-separated: {', '.join(summary.METRICS)}"
-    out.add_argument("--metric", metavar="LIST", type=names, default=[], help=words)
+    _add(out, "--metric LIST", words + " (default: by operator)", [])
     out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
-
-
-def _add_breakdown(parser: argparse.ArgumentParser) -> None:
-    add_what(parser)
-    _add_threads(parser)
-    _add(parser, "--seed N", "", 0)
-    _add(parser, "--rounds N", "", 50)
-    _add(parser, "--json FILE", "write raw samples and the environment")
-    _add(parser, "--plot FILE", "write the picture")
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, help=_RESULT)
-    parser.add_argument("after", type=Path, help="the file to compare with it")
-    _add(parser, "--metric", "", "time", choices=commands.METRICS)
-    words = "exit with 1 if a row is worse by more than this over its complete interval"
-    _add(parser, "--fail-slower P%", words, type=_share)
-
-
-def _add_plot(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, help=_RESULT)
-    words = "which plot (default: %(default)s); all writes one file for each"
-    _add(parser, "--metric", words, "speedup", choices=(*commands.PLOTS, "all"))
-    _add(parser, "--plot FILE", _NEXT_TO_IT)
-    _add(parser, "--theme", "", "light", choices=("light", "dark"))
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, help=_RESULT)
-    _add(parser, "--out FILE", _NEXT_TO_IT)
-    parser.add_argument("--title", default="Attention, measured", help="default: %(default)s")
-
-
-def _add_record(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "--out FILE", "", "shapes.txt")
-    metavar, words = "-- python train.py ...", "or -- python -m module ..."
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar=metavar, help=words)
 
 
 def _share(text: str) -> float:

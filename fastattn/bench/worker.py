@@ -37,7 +37,6 @@ from fastattn.bench.providers import load
 from fastattn.dispatch import PRIORITY
 
 START_SECONDS = 120.0
-ISA_VARIABLE = "FASTATTN_CPU_ISA"
 
 
 class ProviderError(RuntimeError):
@@ -61,7 +60,9 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,
-                env=os.environ | thread_variables(threads) | ({ISA_VARIABLE: isa} if isa else {}),
+                env=os.environ
+                | thread_variables(threads)
+                | ({"FASTATTN_CPU_ISA": isa} if isa else {}),
                 # Ctrl-C reaches only the parent, which then ends the workers.
                 start_new_session=True,
             )
@@ -118,21 +119,9 @@ def usable_cpus(threads: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))[:threads]
 
 
-# What is measured beside the time of a call. Another process of this machine takes a core for
-# milliseconds at a time, which the system counts. A neighbour on the second hyperthread of a core
-# shows in the time of a short kernel.
-_PROCESS = Path("/proc/self")
-# Of which the fastest counts: the first ones load the code, and an interrupt is no neighbour.
-_PROBES = 6
-
-
-def flush_caches(device: str) -> None:
-    """Writes a buffer twice as large as the last-level cache, which evicts all other data."""
-    _buffer(device).add_(1)
-
-
 @functools.cache
-def _buffer(device: str) -> Tensor:
+def _larger_than_caches(device: str) -> Tensor:
+    """A buffer twice as large as the last-level cache: writing it evicts all other data."""
     count = 2 * machine.last_level_bytes() // 4 if device == "cpu" else 64 << 20
     return torch.zeros(count, device=device)
 
@@ -150,19 +139,30 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None
         held = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - held
+    process = Path("/proc/self")
+
+    def resident(field: str) -> int:
+        lines = (process / "status").read_text().splitlines()
+        return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
+
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        (_PROCESS / "clear_refs").write_text("5")  # resets VmHWM to the current size
-        before = _resident("VmRSS")
+        (process / "clear_refs").write_text("5")  # resets VmHWM to the current size
+        before = resident("VmRSS")
     except (OSError, AttributeError, KeyError):
         return None
     call()
-    return max(0, _resident("VmHWM") - before)
+    return max(0, resident("VmHWM") - before)
 
 
-def _resident(field: str) -> int:
-    lines = (_PROCESS / "status").read_text().splitlines()
-    return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
+# What is measured beside the time of a call. Another process of this machine takes a core for
+# milliseconds at a time, which the system counts. A neighbour on the second hyperthread of a core
+# shows in the time of a short kernel.
+
+
+def times_pushed() -> int:
+    """How often another process took a core from a thread of this one."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 class Probe:
@@ -179,12 +179,15 @@ class Probe:
         self.backend = next(x for x in backends if not isinstance(dispatch.load(x), str))
 
     def __call__(self) -> float:
-        """The microseconds of the kernel."""
+        """The microseconds of the kernel: of six calls, the fastest.
+
+        The first ones load the code, and an interrupt is no neighbour.
+        """
         usual, best = torch.get_num_threads(), float("inf")
         if usual != self.threads:  # only then, because it empties the caches of oneDNN
             torch.set_num_threads(self.threads)
         with torch.no_grad(), use_backend(self.backend):  # whatever the provider forces
-            for _ in range(_PROBES):
+            for _ in range(6):
                 start = time.perf_counter()
                 scaled_dot_product_attention(self.rows, self.rows, self.rows)
                 best = min(best, time.perf_counter() - start)
@@ -193,14 +196,7 @@ class Probe:
         return best * 1e6
 
 
-def times_pushed() -> int:
-    """How often another process took a core from a thread of this one."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-MAX_INNER = 10_000
-MAX_INNER_COLD = 10  # flushing the caches takes longer than most calls
-SETTLE_SECONDS = 0.25
+MAX_INNER = {False: 10_000, True: 10}  # cold: flushing the caches takes longer than most calls
 NEEDS_WARMING = 0.2  # seconds; longer calls spend only a small part of it on refilling caches
 # Seconds of calls, or of probes if these take long, before a sample. After waiting for its turn, a
 # processor takes milliseconds to reach its speed: on an EPYC of Zen 5 the first calls of 2 ms take
@@ -234,8 +230,7 @@ class Worker:
 
     def why_not(self, cell: Cell) -> list[str]:
         """The reasons why the provider cannot run the cell."""
-        reasons: list[str] = self.provider.why_not(cell)
-        return reasons
+        return list(self.provider.why_not(cell))
 
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
@@ -243,18 +238,19 @@ class Worker:
         ops.get(cell.op).require()
         inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
         call = self.provider.prepare(cell, ops.Inputs(inputs))
-        outputs, names, saved = call(), output_names(cell), io.BytesIO()
-        if len(outputs) != len(names):
-            raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
-        kept = (torch.as_tensor(x).detach().cpu().clone() for x in outputs)
-        torch.save(dict(zip(names, kept, strict=True)), saved)
-        del outputs
+        kept, names, saved = [*map(torch.as_tensor, call())], output_names(cell), io.BytesIO()
+        if len(kept) != len(names):
+            raise ValueError(f"returned {len(kept)} arrays, expected {len(names)}: {names}")
+        torch.save(
+            {name: x.detach().cpu().clone() for name, x in zip(names, kept, strict=True)}, saved
+        )
+        del kept
         peak_bytes = peak_extra_bytes(call, cell.device)  # the first call loads the code
         self.device, self.cold = cell.device, cold
         self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
         self.call, self.seconds = call, self._seconds(call, 1)
-        most = MAX_INNER_COLD if cold else MAX_INNER
-        self.inner = max(1, min(most, math.ceil(sample / max(self.seconds, 1e-9))))
+        count = math.ceil(sample / max(self.seconds, 1e-9))
+        self.inner = max(1, min(MAX_INNER[cold], count))
         return {
             "outputs": saved.getvalue(),
             "seconds": self.inner * self.seconds,
@@ -292,7 +288,7 @@ class Worker:
         if self.cold and count > 1:
             return sum(self._seconds(call, 1) for _ in range(count))
         if self.cold:
-            flush_caches(self.device)
+            _larger_than_caches(self.device).add_(1)
         machine.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
@@ -313,7 +309,7 @@ def _settle() -> None:
     The threads of onnxruntime spin for tens of milliseconds after a call and would disturb the
     provider that is timed next.
     """
-    end = time.perf_counter() + SETTLE_SECONDS
+    end = time.perf_counter() + 0.25
     while time.perf_counter() < end:
         wall, cpu = time.perf_counter(), time.process_time()
         time.sleep(0.002)
