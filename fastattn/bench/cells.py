@@ -109,16 +109,31 @@ def options_in_words(mask: str, weights: str, option: str) -> list[str]:
 
 # Inputs
 
+POOL = 2**24
+
 
 class Draw:
     """Random tensors from one seed."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self.dtype = dtype
+        self.dtype, self.seed, self.begin = dtype, seed, 0
+        self.pools: dict[float, Tensor] = {}
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
+
+    def pooled(self, *shape: int, scale: float) -> Tensor:
+        """A part of one pool of numbers: drawing a billion takes longer than running a model."""
+        if scale not in self.pools:
+            pool = torch.randn(POOL, generator=torch.Generator().manual_seed(self.seed))
+            self.pools[scale] = (pool * scale).to(self.dtype)
+        pool, count = self.pools[scale], math.prod(shape)
+        if count > POOL:
+            return pool.repeat(-(-count // POOL))[:count].view(shape)
+        self.begin = 0 if self.begin + count > POOL else self.begin
+        self.begin += count
+        return pool[self.begin - count : self.begin].view(shape)
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         return (low + (high - low) * torch.rand(shape, generator=self.generator)).to(self.dtype)

@@ -121,21 +121,17 @@ class Result:
     ended: str = "complete"  # or "interrupted" by Ctrl-C, or "killed" while it was measuring
 
 
-# What makes two results comparable.
-_CONDITIONS = {
-    "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
-    "settings": ("threads", "cache", "seed", "baseline"),
-}
-
-
 def differences(before: Result, after: Result) -> list[str]:
     """The conditions that differ, in words."""
-    pairs = [
-        (name, *(getattr(result, where).get(name) for result in (before, after)))
-        for where, names in _CONDITIONS.items()
-        for name in names
-    ]
-    return [f"{name}: {old} and {new}" for name, old, new in pairs if old != new]
+    found = []
+    for where, names in (
+        ("environment", ("cpu", "isa", "torch", "fastattn", "commit", "python")),
+        ("settings", ("threads", "cache", "seed", "baseline")),
+    ):
+        old, new = getattr(before, where), getattr(after, where)
+        changed = (name for name in names if old.get(name) != new.get(name))
+        found += [f"{name}: {old.get(name)} and {new.get(name)}" for name in changed]
+    return found
 
 
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
@@ -147,19 +143,15 @@ def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> Non
 
 def json_lines(head: dict[str, Any], **lists: Iterable[dict[str, Any]]) -> str:
     """One JSON object, an entry a line. Fractions have five digits: clocks resolve no more."""
-    lines = [f"{json.dumps(name)}: {json.dumps(_rounded(x))}" for name, x in head.items()]
+
+    def text(data: Any) -> str:
+        whole = json.dumps(data)
+        return json.dumps(json.loads(whole, parse_float=lambda x: float(f"{float(x):.5g}")))
+
+    lines = [f"{json.dumps(name)}: {text(x)}" for name, x in head.items()]
     for name, entries in lists.items():
-        texts = [json.dumps(_rounded(entry)) for entry in entries]
-        lines.append(f"{json.dumps(name)}: [\n" + ",\n".join(texts) + "\n]")
+        lines.append(f"{json.dumps(name)}: [\n" + ",\n".join(map(text, entries)) + "\n]")
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _rounded(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if data.is_integer() else float(f"{data:.5g}")
-    if isinstance(data, dict):
-        return {name: _rounded(entry) for name, entry in data.items()}
-    return [_rounded(entry) for entry in data] if isinstance(data, list | tuple) else data
 
 
 def save_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -137,7 +137,6 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--time-budget", "nan"], "--time-budget nan"),
         (["--rounds", "0"], "--rounds 0"),
         (["--metric", "luck"], "'luck'"),
-        (["--plot", "picture.xyz"], "picture.xyz: the name must end with .png, .svg, .pdf"),
         (["--out", "/dev/null/out"], "Not a directory: '/dev/null/out'"),
         (["--resume"], "give the --out DIR"),
     ],

@@ -86,4 +86,6 @@ def test_the_command_writes_a_result_that_is_rendered(
     assert not any(row["impossible"] for row in summary.summarise(result))
     assert "Function.apply" in load_render().results_page({"here": {"breakdown": result}})
     assert main([*command, "--rounds", "0"]) == commands.USAGE
-    capsys.readouterr()
+    assert main([*command, "--plot", "picture.xyz"]) == commands.USAGE
+    named = "picture.xyz: the name must end with .png, .svg, .pdf"
+    assert named in capsys.readouterr().err

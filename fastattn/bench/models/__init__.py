@@ -66,10 +66,10 @@ LLAMA = Model(
 class _LlamaDecode(Model):
     """One token per sequence with a full cache, up to the scores of all words."""
 
-    TOKENS, PAIRS, ITEMS = "B", "B * (L + 1)", ("B", "tokens")
+    LENGTH, PAIRS, ITEMS = "1", "B * (L + 1)", ("B", "tokens")
     OTHER = ("E * V", "B * E * V")
 
-    def given(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """One token, and the keys and values of all layers [B, N, Hkv, L, D]."""
         shape = (*(cell[key] for key in ("B", "N", "Hkv", "L")), cell["E"] // cell["H"])
         token = draw.integers(0, cell["V"], cell["B"], 1)
@@ -104,10 +104,10 @@ LLAMA_DECODE = _LlamaDecode(
 _VIT: dict[str, Any] = {
     "ITEMS": ("B", "images"),
     "ABOUT": "N layers of width E, H heads, F hidden units, on B images of I x I, patches of P x P",
-    "TOKENS": "B * ((I // P)**2 + 1)",
+    "LENGTH": "((I//P)**2+1)",
     "PAIRS": "B * ((I // P)**2 + 1)**2",
     "OTHER": ("3 * P**2 * E", "B * (I // P)**2 * 3 * P**2 * E"),
-    "given": lambda cell, draw: {
+    "others": lambda cell, draw: {
         "pixel_values": draw.normal(cell["B"], 3, cell["I"], cell["I"]),
     },
 }
@@ -124,7 +124,7 @@ TIMM_VIT = LibraryModel(
     PACKAGE="timm",
     INSTALL="pip install fastattn[timm]",
     SIZES={"B": 8, "I": 224, "P": 16, "N": 12, "E": 384, "H": 6, "F": 1536},
-    make=lambda cell: import_module("timm").models.VisionTransformer(
+    build=lambda cell: import_module("timm").models.VisionTransformer(
         *(cell["I"], cell["P"]),
         embed_dim=cell["E"],
         depth=cell["N"],
@@ -150,11 +150,11 @@ DIFFUSERS_DIT = LibraryModel(
     INSTALL="pip install fastattn[diffusers]",
     SIZES={"B": 1, "I": 64, "P": 2, "N": 12, "E": 768, "H": 12},
     PASSES=("fwd",),
-    TOKENS="B * (I // P)**2",
+    LENGTH="(I//P)**2",
     PAIRS="B * (I // P)**4",
     LAYER="12 * E**2",
     OTHER=(f"{_OF_TOKEN} + {_OF_IMAGE}", f"B * (I // P)**2 * {_OF_TOKEN} + B * {_OF_IMAGE}"),
-    make=lambda cell: import_module("diffusers").DiTTransformer2DModel(
+    build=lambda cell: import_module("diffusers").DiTTransformer2DModel(
         *(cell["H"], cell["E"] // cell["H"]),
         in_channels=4,
         out_channels=8,
@@ -163,7 +163,7 @@ DIFFUSERS_DIT = LibraryModel(
         patch_size=cell["P"],
         num_embeds_ada_norm=1000,
     ),
-    given=lambda cell, draw: {
+    others=lambda cell, draw: {
         "hidden_states": draw.normal(cell["B"], 4, cell["I"], cell["I"]),
         "timestep": draw.integers(0, 1000, cell["B"]),
         "class_labels": draw.integers(0, 1000, cell["B"]),
@@ -179,7 +179,7 @@ _WHISPER: dict[str, Any] = {
     "PASSES": ("fwd",),
     "OTHER": ("3*E*M + 3 * E**2", "B * L * (2 * 3*E*M + 3 * E**2)"),
     "ITEMS": ("B * L / 50", "seconds of sound"),
-    "given": lambda cell, draw: {
+    "others": lambda cell, draw: {
         "input_features": draw.normal(cell["B"], cell["M"], 2 * cell["L"]),
     },
 }
@@ -209,7 +209,7 @@ OPENAI_WHISPER = LibraryModel(
     INSTALL="pip install openai-whisper",
     CALLER="whisper.model",
     exactly=_InDouble,  # its norms are in float32
-    make=lambda cell: import_module("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
+    build=lambda cell: import_module("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
     bind=lambda cell, model, given: functools.partial(model, given["input_features"]),
     **_WHISPER,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,21 +16,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn.bench.cells import TORCH_DTYPES, Cell, Draw
-from fastattn.bench.ops._base import (
-    Forward,
-    Inputs,
-    NothingDrawn,
-    Operator,
-    Part,
-    Stopwatch,
-    value_of,
-)
-
-_POOL = 2**24  # random numbers; drawing a billion would take longer than running the model
+from fastattn.bench.cells import Cell, Draw
+from fastattn.bench.ops._base import Forward, Inputs, Module, Part, Stopwatch, value_of
 
 
-class Model(Operator):
+class Model(Module):
     """A model of transformers. `torch` runs it with attention "sdpa", fastattn by `accelerate`.
     `LibraryModel` is one of another library.
 
@@ -48,27 +39,28 @@ class Model(Operator):
     CAUSAL = False
     exactly: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     # Formulas of the sizes: the weights of a layer that multiply each token; outside of the layers,
-    # the weights and the products with them; the tokens; and the pairs of one layer and head, of
-    # which `pairs` counts the mask only.
+    # the weights and the products with them; the tokens of a sequence; and the pairs of one layer
+    # and head, of which `pairs` counts the mask only.
     LAYER = "4 * E**2 + 2 * E * F"
     OTHER = ("0", "0")
-    TOKENS = "B * L"
+    LENGTH = "L"
     PAIRS = "pairs"
     ITEMS = ("B * L", "tokens")  # what a call processes
+    SHAPES: Mapping[str, str] = {}
     stopwatch: Stopwatch
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         # Padding is no work: of its rows there are no visible pairs.
-        tokens = "pairs // L" if "padding" in self.MASKS else self.TOKENS
+        tokens = "pairs // L" if "padding" in self.MASKS else f"B * {self.LENGTH}"
         products = f"{tokens} * N * ({self.LAYER}) + {self.OTHER[1]}"
         pairs = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
         self.FLOPS = f"N * attention({pairs}, E, E) + products({products})"
-        self.stopwatch = Stopwatch()
+        self.OUTPUT, self.stopwatch = f"B {self.LENGTH} E", Stopwatch()
 
     # Defined by each model
 
-    def make(self, cell: Cell) -> nn.Module:
+    def build(self, cell: Cell) -> nn.Module:
         """The model without dropout; its parameters are replaced."""
         name = self.CLASS or self.FUNCTION.partition(".")[2]
         kind = operator.attrgetter(name)(importlib.import_module(self.PACKAGE))
@@ -78,7 +70,7 @@ class Model(Operator):
         model: nn.Module = kind(kind.config_class(**values), **self.BUILD)
         return model
 
-    def given(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """The arguments of the model: random tokens, and which of them are not padding."""
         inputs = {"input_ids": draw.integers(0, cell["V"], cell["B"], cell["L"])}
         if cell.mask == "padding":
@@ -110,18 +102,21 @@ class Model(Operator):
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
-        tokens = value_of(self.TOKENS, cell) * cell["E"]
+        tokens = value_of(f"B * {self.LENGTH} * E", cell)
         return weights + tokens, tokens
 
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """The arguments of the model, and the pool whose slices are its weights."""
-        length = value_of(self.TOKENS, cell) // cell["B"]
-        grad_out = draw.normal(cell["B"], length, cell["E"])
-        return Inputs(self.given(cell, draw), pool=draw.normal(_POOL), grad_out=grad_out)
+    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        """Matrices preserve the scale of their inputs, so attention has scores of about 1."""
+        if len(shape) > 1:
+            return draw.pooled(*shape, scale=math.prod(shape[1:]) ** -0.5)
+        return draw.pooled(*shape, scale=0.1) + name.endswith("weight")
 
-    def leaf_names(self, cell: Cell) -> Sequence[str]:
-        parameters = _on_meta(self, cell).named_parameters()
-        return () if cell.passes == "fwd" else [name for name, _ in parameters]
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(made.get("dtype", torch.float32))
+            stack.enter_context(torch.device(made["device"]))
+            return self.build(cell)
 
     def ours(self, cell: Cell, x: Inputs) -> Forward:
         return self._with(cell, x, "fastattn")
@@ -134,8 +129,6 @@ class Model(Operator):
 
     def _with(self, cell: Cell, x: Inputs, attention: str) -> Forward:
         model, call = self._bound(cell, x)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # each has its own memory, as in a loaded model
         if attention == "fastattn":
             fastattn.accelerate(model)
         elif attention == "eager" and hasattr(model, "set_attn_implementation"):
@@ -148,32 +141,10 @@ class Model(Operator):
         return forward
 
     def _bound(self, cell: Cell, x: Inputs) -> tuple[Any, Forward]:
-        """The model and its call; in eval mode for the forward only, else training.
-
-        Matrices preserve the scale of their inputs, so attention has scores of about 1. All are
-        slices of one pool, which is faster than drawing, and needs no memory in float64.
-        """
-        dtype, given = TORCH_DTYPES[cell.dtype], Inputs(x)
-        pool, _ = given.pop("pool").to(dtype), given.pop("grad_out")
-        with contextlib.ExitStack() as stack:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(dtype)
-            stack.enter_context(NothingDrawn())
-            model: Any = self.make(cell)
-        model.train(cell.passes != "fwd")
-        scaled, begin = functools.cache(lambda scale: (pool * scale).to(x.pool.dtype)), 0
-        for name, parameter in model.named_parameters():
-            shape, count = parameter.shape, parameter.numel()
-            weights = scaled((count // shape[0]) ** -0.5 if len(shape) > 1 else 0.1)
-            if count > _POOL:
-                weights, begin = weights.repeat(-(-count // _POOL)), 0
-            begin = 0 if begin + count > len(weights) else begin
-            parameter.data = weights[begin : begin + count].view(shape)
-            begin += count
-            if len(shape) == 1 and name.endswith("weight"):
-                parameter.data = (parameter.data.to(dtype) + 1).to(x.pool.dtype)
-        x.update(model.named_parameters())
-        return model, self.bind(cell, model, given)
+        own = self.parameters(cell)
+        given = {name: t for name, t in x.items() if name not in own and name != "grad_out"}
+        model = self.loaded(self.make, cell, x)
+        return model, self.bind(cell, model, Inputs(given))
 
     # The reference
 
@@ -202,8 +173,8 @@ class Model(Operator):
         return [last | {"L": range(min(cell["L"], 64))} if self.CAUSAL else last]
 
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
-        whole = name == "pool" or (name.startswith("grad_") and name != "grad_out")
-        return [] if whole else ["B", "L", *["_"] * x.dim()][: x.dim()]
+        is_whole = name.removeprefix("grad_") in self.parameters(cell)
+        return [] if is_whole else ["B", "L", *["_"] * x.dim()][: x.dim()]
 
     def unjudged(self, cell: Cell) -> Collection[str]:
         """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
@@ -212,7 +183,7 @@ class Model(Operator):
         summed = (nn.LayerNorm, nn.Embedding)
         return {
             f"grad_{name}.{own}"
-            for name, module in _on_meta(self, cell).named_modules()
+            for name, module in self.make(cell, device="meta").named_modules()
             if isinstance(module, summed)
             for own, _ in module.named_parameters()
         }
@@ -237,13 +208,6 @@ class LibraryModel(Model):
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(mock.patch.object(caller, function.__name__, function))
             yield
-
-
-@functools.lru_cache(maxsize=8)
-def _on_meta(model: Model, cell: Cell) -> nn.Module:
-    """The model on the meta device: its modules and the shapes of its parameters."""
-    with torch.device("meta"):
-        return model.make(cell)
 
 
 class _Mark(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-import fastattn.nn
+import fastattn
 from fastattn import _flops, compat
 from fastattn.backends import reference
 from fastattn.bench.ops._masks import lengths, padding_lengths
@@ -176,7 +174,7 @@ class Operator:
         for name, sizes in self.SHAPES.items():
             scale = float(value_of(str(self.SCALES.get(name, 1.0)), cell))
             drawn[name] = draw.normal(*self.shape(cell, sizes), scale=scale)
-        grad_out = self.shape(cell, self.OUTPUT) if "bwd" in self.PASSES else (0,)
+        grad_out = self.shape(cell, self.OUTPUT) if len(self.PASSES) > 1 else (0,)
         return Inputs(self.others(cell, draw) | drawn | {"grad_out": draw.normal(*grad_out)})
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
@@ -230,6 +228,10 @@ class Operator:
         learned = self.LEARNED.get(cell.option)
         return [*self.SHAPES, *([learned] if learned else [])]
 
+    def parameters(self, cell: Cell) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the parameters of a module, by name and in its order."""
+        return {}
+
     def leaves(self, x: Inputs) -> list[Tensor]:
         """The inputs of SHAPES."""
         return [x[name] for name in self.SHAPES]
@@ -254,14 +256,14 @@ class Operator:
         return self._joined(cell, found, functools.partial(functools.reduce, torch.add))
 
     def _expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
-        x = Inputs({name: t.double() if t.is_floating_point() else t for name, t in x.items()})
+        own = self.parameters(cell)  # the module converts them
+        for name in x.keys() - own:
+            x[name] = x[name].double() if x[name].is_floating_point() else x[name]
         names = self.leaf_names(cell) if cell.passes != "fwd" else ()
-        for name in names:
-            if name in x:
-                x[name].requires_grad_()
+        for name in x.keys() & names - own.keys():
+            x[name].requires_grad_()
         with torch.set_grad_enabled(bool(names)):
             outputs = as_tuple(self.exact(cell, x)())
-            # By now a parameter of a module is in the place of its input.
             leaves = [x[name] for name in names]
             gradients = torch.autograd.grad(outputs[0], leaves, x.grad_out) if names else ()
         found = dict(zip(("out", "weights"), (y.detach() for y in outputs), strict=False))
@@ -351,17 +353,22 @@ class Module(Operator):
         return module(*self.leaves(x), **self.KEYWORDS)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return (*self.SHAPES, *_parameter_shapes(self, cell))
+        return (*self.SHAPES, *self.parameters(cell))
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         arguments, output = super().elements(cell, **read)
-        return arguments + sum(map(math.prod, _parameter_shapes(self, cell).values())), output
+        return arguments + sum(map(math.prod, self.parameters(cell).values())), output
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         drawn = super().inputs(cell, draw)
-        for name, shape in _parameter_shapes(self, cell).items():
+        for name, shape in self.parameters(cell).items():
             drawn[name] = self.parameter(name, shape, draw)
         return drawn
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (operators live as long as the process)
+    def parameters(self, cell: Cell) -> dict[str, tuple[int, ...]]:
+        found = self.make(cell, device="meta").named_parameters()
+        return {name: tuple(parameter.shape) for name, parameter in found}
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Matrices that preserve the scale of their inputs; weights of norms near 1."""
@@ -374,7 +381,14 @@ class Module(Operator):
         return self.built(self.make, cell, x)
 
     def built(self, make: Callable[..., nn.Module], cell: Cell, x: Inputs) -> Forward:
-        """Eval mode for the forward only, else training; no module here has dropout."""
+        module = self.loaded(make, cell, x)
+        return self.calling(lambda: self.call(cell, module, x), x)
+
+    def loaded(self, make: Callable[..., nn.Module], cell: Cell, x: Inputs) -> nn.Module:
+        """The module with its parameters from `x`, which then has those of the module.
+
+        Eval mode for the forward only, else training; no module here has dropout.
+        """
         with NothingDrawn():
             module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
         own: dict[str, Any] = dict(module.named_parameters())
@@ -382,37 +396,7 @@ class Module(Operator):
         module.load_state_dict({name: x[name] for name in own}, strict=False)
         module.train(cell.passes != "fwd")
         x.update(own)
-        return self.calling(lambda: self.call(cell, module, x), x)
-
-
-class Twin(Module):
-    """A module that `torch.nn` has under the same name, with the same parameters.
-
-    PyTorch's, in float64, is also the definition.
-    """
-
-    def build(self, library: Any, cell: Cell, **made: Any) -> nn.Module:
-        """The module of `library`, which is `fastattn.nn` or `torch.nn`."""
-        raise NotImplementedError
-
-    def make(self, cell: Cell, **made: Any) -> nn.Module:
-        return self.build(fastattn.nn, cell, **made)
-
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
-        return self.built(functools.partial(self.build, nn), cell, x)
-
-    def eager(self, cell: Cell, x: Inputs) -> Forward:
-        forward = self.theirs(cell, x)
-
-        def with_scores() -> Any:
-            with sdpa_kernel(SDPBackend.MATH):
-                return forward()
-
-        return with_scores
-
-    def exact(self, cell: Cell, x: Inputs) -> Forward:
-        """In training mode and in one step, without PyTorch's fused layers."""
-        return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
+        return module
 
 
 def instance(kind: type[Operator]) -> Any:
@@ -436,13 +420,6 @@ def _messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
 
 def _names(cell: Cell) -> dict[str, Any]:
     return {**{name: getattr(cell, name) for name in _WORDS}, **cell.sizes}
-
-
-@functools.lru_cache(maxsize=64)
-def _parameter_shapes(module: Module, cell: Cell) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of the cell's module, by name and in its order."""
-    parameters = module.make(cell, device="meta").named_parameters()
-    return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
 class _Definitions(TorchFunctionMode):

@@ -7,26 +7,34 @@ gradient of hidden units near 0, and no bound could judge it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fastattn.nn
 from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Twin
+from fastattn.bench.ops._base import Forward, Inputs, Module
 from fastattn.bench.ops.attention import visible_keys
 
 LAYERS = 6  # not a size, because each layer has its own parameters
 
 
-class _Twin(Twin):
-    """A module of `torch.nn`: a layer, or a stack of layers."""
+class Twin(Module):
+    """A module that `torch.nn` has under the same name, with the same parameters.
+
+    PyTorch's, in float64, is also the definition.
+    """
 
     def __init__(self, function: str, note: str = "", **fields: Any) -> None:
         words = f"nn.{function}, the same parameters{note}"
         super().__init__(FUNCTION=f"nn.{function}", TORCH=words, **fields)
 
     def build(self, library: Any, cell: Cell, **made: Any) -> Any:
+        """The module of `library`, which is `fastattn.nn` or `torch.nn`: a layer, or a stack."""
         stack = self.FUNCTION.removeprefix("nn.")
         layer = stack.removesuffix("Layer") + "Layer"
         options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
@@ -36,13 +44,33 @@ class _Twin(Twin):
         built = getattr(library, layer)(cell["E"], cell["H"], cell["F"], **options, **made)
         return getattr(library, stack)(built, LAYERS) if stack != layer else built
 
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        module: nn.Module = self.build(fastattn.nn, cell, **made)
+        return module
 
-class _Linear(_Twin):
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        return self.built(functools.partial(self.build, nn), cell, x)
+
+    def eager(self, cell: Cell, x: Inputs) -> Forward:
+        forward = self.theirs(cell, x)
+
+        def with_scores() -> Any:
+            with sdpa_kernel(SDPBackend.MATH):
+                return forward()
+
+        return with_scores
+
+    def exact(self, cell: Cell, x: Inputs) -> Forward:
+        """In training mode and in one step, without PyTorch's fused layers."""
+        return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
+
+
+class _Linear(Twin):
     def build(self, library: Any, cell: Cell, **made: Any) -> Any:
         return library.Linear(cell["K"], cell["N"], **made)
 
 
-class _Mha(_Twin):
+class _Mha(Twin):
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """In `key_padding_mask` and a boolean `attn_mask`, True is ignored."""
         if cell.mask == "bias":  # the module expects 3-D masks as [B·H, L, S]
@@ -69,14 +97,14 @@ class _Mha(_Twin):
         return out if weights is None else (out, weights)
 
 
-class _Encoder(_Twin):
+class _Encoder(Twin):
     others = _Mha.others
 
     def call(self, cell: Cell, module: nn.Module, x: Inputs) -> Any:
         return module(x.x, src_key_padding_mask=x.get("key_padding_mask"))
 
 
-class _Decoder(_Twin):
+class _Decoder(Twin):
     def call(self, cell: Cell, module: nn.Module, x: Inputs) -> Any:
         return module(*self.leaves(x), tgt_mask=x.get("tgt_mask"), tgt_is_causal=True)
 

@@ -66,57 +66,45 @@ class OnnxRuntime(SdpaOnly):
         return reasons
 
     def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        model, feed = (_packed_model if self.variant else _model)(cell, inputs)
-        where = ["CPUExecutionProvider"]
-        session = onnxruntime.InferenceSession(model, options, providers=where)
         if not self.variant:
-            return lambda: list(session.run(None, feed))
+            kept = {name: inputs[name] for name in _NAMES if name in inputs}
+            if (
+                "attn_mask" in kept
+            ):  # expanded outside the timing: onnxruntime needs all of its rows
+                shape = (*inputs.attn_mask.shape[:-2], cell["Lq"], cell["Lk"])
+                kept["attn_mask"] = inputs.attn_mask.expand(shape).contiguous()
+            causal = int(cell.mask == "causal")
+            return _session(kept, f"Attention <is_causal={causal}> ({', '.join(kept)})")
+        kept = {name: inputs[name].transpose(1, 2).flatten(2).contiguous() for name in _NAMES[:3]}
+        if cell.mask == "padding":
+            kept["padding"] = inputs.attn_mask[:, 0, 0].int()
+        elif cell.mask == "bias":
+            kept["bias"] = inputs.attn_mask[None].contiguous()
+        places = ("query", "key", "value", "", "padding", "bias")
+        given = ", ".join(name if name in kept else '""' for name in places)
+        options = f"num_heads={cell['H']}, unidirectional={int(cell.mask == 'causal')}"
+        call = _session(kept, f"com.microsoft.MultiHeadAttention <{options}> ({given})")
         # A view of [B, L, H·D] as [B, H, L, D].
         heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
-        return lambda: [session.run(None, feed)[0].reshape(heads).transpose(0, 2, 1, 3)]
+        return lambda: [call()[0].reshape(heads).transpose(0, 2, 1, 3)]
 
 
-def _model(cell: Cell, inputs: ops.Inputs) -> tuple[bytes, dict[str, Any]]:
-    kept = {name: inputs[name] for name in _NAMES if name in inputs}
-    if "attn_mask" in kept:  # expanded outside the timing: onnxruntime needs all of its rows
-        shape = (*inputs.attn_mask.shape[:-2], cell["Lq"], cell["Lk"])
-        kept["attn_mask"] = inputs.attn_mask.expand(shape).contiguous()
-    return _serialized(kept, "Attention", list(kept), is_causal=int(cell.mask == "causal"))
+def _session(inputs: dict[str, Tensor], node: str) -> Callable[[], list[Any]]:
+    """A call of a model of one node, which is written in ONNX's text format."""
+    import onnxruntime
+    from onnx.parser import parse_model
 
-
-def _packed_model(cell: Cell, inputs: ops.Inputs) -> tuple[bytes, dict[str, Any]]:
-    kept = {name: inputs[name].transpose(1, 2).flatten(2).contiguous() for name in _NAMES[:3]}
-    if cell.mask == "padding":
-        kept["key_padding_mask"] = inputs.attn_mask[:, 0, 0].int()
-    elif cell.mask == "bias":
-        kept["attention_bias"] = inputs.attn_mask[None].contiguous()
-    places = ("query", "key", "value", "", "key_padding_mask", "attention_bias")
-    options = {"num_heads": cell["H"], "unidirectional": int(cell.mask == "causal")}
-    names = [name if name in kept else "" for name in places]
-    return _serialized(kept, "MultiHeadAttention", names, domain="com.microsoft", **options)
-
-
-def _serialized(
-    inputs: dict[str, Tensor], kind: str, names: list[str], **options: Any
-) -> tuple[bytes, dict[str, Any]]:
-    """A model of one node, and its inputs as arrays."""
-    from onnx import TensorProto, helper
-
-    kinds = {torch.float32: "FLOAT", torch.bool: "BOOL", torch.int32: "INT32"}
-    declared = [
-        helper.make_tensor_value_info(name, getattr(TensorProto, kinds[x.dtype]), list(x.shape))
-        for name, x in inputs.items()
-    ]
-    node = helper.make_node(kind, names, ["out"], **options)
-    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
-    graph = helper.make_graph([node], "attention", declared, [out])
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    return model.SerializeToString(), {name: x.numpy() for name, x in inputs.items()}
+    kinds = {torch.float32: "float", torch.bool: "bool", torch.int32: "int32"}
+    declared = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
+    head = '<ir_version: 11, opset_import: ["": 23, "com.microsoft": 1]>'
+    model = parse_model(f"{head} attention ({declared}) => (float[] out) {{ out = {node} }}")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    feed = {name: x.numpy() for name, x in inputs.items()}
+    return lambda: list(session.run(None, feed))
 
 
 class OpenVino(SdpaOnly):
