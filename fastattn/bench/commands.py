@@ -27,7 +27,7 @@ from fastattn.bench.worker import usable_cpus
 
 # The exit codes, see docs/benchmarks.md.
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
-PLOTS = ("speedup", "time", "roofline")
+PLOTS = ("speedup", "roofline")
 PICTURES = (".png", ".svg", ".pdf")
 NO_PLOTS = "matplotlib is missing (pip install 'fastattn[bench]')"
 # The metrics of `compare`, and their columns: a value, and the ends of its interval if it has one.

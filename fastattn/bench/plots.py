@@ -1,4 +1,4 @@
-"""The plots of a result: speed-ups, times, the roofline, the budget of calls; and a page of them.
+"""The plots of a result: speed-ups, the roofline, the budget of calls; and a page of the first two.
 
 Needs matplotlib.
 """
@@ -9,7 +9,8 @@ import html
 import io
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fastattn.bench import breakdown as parts
 from fastattn.bench import summary
 from fastattn.bench.machine import KIND_OF_DTYPE
 from fastattn.bench.results import Result
-from fastattn.bench.summary import Row, option_words, summarise
+from fastattn.bench.summary import Row, summarise
 
 _DTYPES = ("fp32", "bf16", "fp16")
 _PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
@@ -45,7 +46,7 @@ THEMES: dict[str, Any] = {"light": _LOOK, "dark": {**plt.style.library["dark_bac
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
-    """Writes one of KINDS; the suffix of the file selects the format."""
+    """Writes one of the plots; the suffix of the file selects the format."""
     save(make(result, kind, theme), path)
 
 
@@ -53,8 +54,9 @@ def make(result: Result, kind: str, theme: str = "light") -> Figure:
     rows = [row for row in summarise(result) if row["ms"] is not None]
     if not rows:
         raise ValueError("nothing was timed, so there is nothing to plot")
+    kinds = {"speedup": _speedup, "roofline": _roofline, "breakdown": _breakdown}
     with plt.rc_context(THEMES[theme]):
-        return KINDS[kind](result, rows)
+        return kinds[kind](result, rows)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -111,36 +113,16 @@ def _bars(axes: Axes, bars: dict[float, Row], height: float, metric: str, **look
     """The bars of one provider and dtype, with the intervals of speed-ups as error bars."""
     start, form = (1, "{:.2f}×") if metric == "speedup" else (0, "{:.0f} %")
     values = [row[metric] for row in bars.values()]
-    ends: list[list[float]] | None = None
     if metric == "speedup":
-        low, high = ([row[f"speedup_{end}"] for row in bars.values()] for end in ("low", "high"))
-        ends = [
-            [x - y for x, y in zip(values, low, strict=True)],
-            [y - x for x, y in zip(values, high, strict=True)],
+        rows = bars.values()
+        look["xerr"] = [
+            [row["speedup"] - row["speedup_low"] for row in rows],
+            [row["speedup_high"] - row["speedup"] for row in rows],
         ]
         look |= {"ecolor": plt.rcParams["text.color"], "error_kw": {"elinewidth": 0.8}}
     widths = [value - start for value in values]
-    drawn = axes.barh(list(bars), widths, height * 0.92, left=start, xerr=ends, **look)
+    drawn = axes.barh(list(bars), widths, height * 0.92, left=start, **look)
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontsize=8)
-
-
-def _time(result: Result, rows: Sequence[Row]) -> Figure:
-    """Times by the length of the sequence or memory."""
-    figure, axes = plt.subplots(figsize=(11, 6))
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        sizes = dict(part.split("=") for part in row["shape"].split(","))
-        length = next((int(sizes[key]) for key in ("Lk", "L", "N") if key in sizes), 1)
-        family = ",".join(f"{key}={size}" for key, size in sizes.items() if key[0] not in "LN")
-        words = [row["provider"], row["op"], family, *option_words(row), row["dtype"], row["pass"]]
-        lines.setdefault(" ".join(words), []).append((length, row["ms"]))
-    for name, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
-    axes.set(xlabel="length", ylabel="ms", yscale="log")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    figure.legend(loc="outside lower left", ncols=2, fontsize=7)
-    return figure
 
 
 def _roofline(result: Result, rows: Sequence[Row]) -> Figure:
@@ -192,18 +174,6 @@ def _breakdown(result: Result, rows: Sequence[Row]) -> Figure:
     return figure
 
 
-KINDS: dict[str, Callable[[Result, Sequence[Row]], Figure]] = {
-    "speedup": _speedup,
-    "time": _time,
-    "roofline": _roofline,
-    "breakdown": _breakdown,
-}
-
-_TITLES = {
-    "speedup": "Speed-up and share of the peak",
-    "time": "Time by length",
-    "roofline": "Roofline",
-}
 _METRICS = ("time", "speedup", "gflops", "peak", "roof", "gbs", "memory", "error")
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -237,7 +207,7 @@ def report(result: Result, path: Path, title: str) -> None:
         title=text(title),
         conditions=text(summary.conditions(result)),
         closing="".join(f"<li>{text(line)}" for line in summary.closing(result, rows)),
-        plots="\n".join(f"<h2>{words}</h2>{_svg(result, kind)}" for kind, words in _TITLES.items()),
+        plots="\n".join(map(partial(_svg, result), ("speedup", "roofline"))),
         table=as_html(summary.lines(rows, _METRICS)),
         facts=text(json.dumps(facts, indent=1)),
     )
@@ -251,4 +221,4 @@ def _svg(result: Result, kind: str) -> str:
         figure.savefig(buffer, format="svg")
     plt.close(figure)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return f"<h2>{kind.capitalize()}</h2>" + text[text.index("<svg") :]
