@@ -32,12 +32,13 @@ _FASTER_UNITS = {"bf16": {"bf16", "sve"}, "fp16": {"asimd"}}
 # A core's tiles of AMX multiply 32 times as much bf16 in a cycle as its two units multiply and add
 # fp32, and a product of fp32 on them is at least three of bf16.
 _FP32_ON_TILES = 32 / 3
-# The columns of a row that are None unless it was timed.
-_TIMED = (
-    "rounds discarded busy ms ms_q1 ms_q3 ms_low ms_high gflops peak_gflops percent_of_peak "
-    "percent_low percent_high impossible gbs percent_of_bandwidth intensity roof_gflops "
-    "percent_of_roof baseline speedup speedup_low speedup_high comparable verdict "
-    "items_per_second item attention_share speedup_limit"
+# The columns of a row: of the cell and the outcome, and those that are None unless it was timed.
+_COLUMNS = (
+    "op preset label shape device dtype pass mask weights option provider status reason max_error "
+    "relative_error bound peak_mb rounds discarded busy ms ms_q1 ms_q3 ms_low ms_high gflops "
+    "peak_gflops percent_of_peak percent_low percent_high impossible gbs percent_of_bandwidth "
+    "intensity roof_gflops percent_of_roof baseline speedup speedup_low speedup_high comparable "
+    "verdict items_per_second item attention_share speedup_limit"
 ).split()
 
 Row = dict[str, Any]
@@ -49,45 +50,25 @@ def summarise(result: Result) -> list[Row]:
     return [row for cell in result.cells for row in rows_of(result, cell, usual)]
 
 
-def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
-    """The rounds of a provider that count, the number of discarded ones, and whether it is busy.
-
-    With too few undisturbed rounds all of them count, and the row is marked as busy.
-    """
-    timed = [turn for turn in cell.rounds if provider in turn.ms]
-    kept = [turn for turn in quiet_rounds(cell.rounds) if provider in turn.ms]
-    return (timed, 0, True) if len(kept) < MIN_KEPT else (kept, len(timed) - len(kept), False)
-
-
 def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> list[Row]:
     """The rows of one cell."""
     cell, baseline, rows = found.cell, result.settings["baseline"], []
     for provider, outcome in found.outcomes.items():
-        row: Row = {
-            **{name: getattr(cell, name) for name in ("op", "preset", "label", "shape", "device")},
-            "dtype": cell.dtype,
-            "pass": cell.passes,
-            **{name: getattr(cell, name) for name in ("mask", "weights", "option")},
-            "provider": provider,
-            **{name: getattr(outcome, name) for name in ("status", "reason", "max_error")},
-            "relative_error": outcome.relative_error,
-            "bound": outcome.bound,
-            "peak_mb": None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6,
-            **dict.fromkeys(_TIMED),
-        }
-        used, discarded, busy = _used(found, provider)
+        row = {name: getattr(cell, name, getattr(outcome, name, None)) for name in _COLUMNS}
+        peak_mb = None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6
+        row |= {"pass": cell.passes, "provider": provider, "peak_mb": peak_mb}
+        # With too few undisturbed rounds all of them count, and the row is marked as busy.
+        timed = [turn for turn in found.rounds if provider in turn.ms]
+        kept = [turn for turn in quiet_rounds(found.rounds) if provider in turn.ms]
+        busy = len(kept) < MIN_KEPT
+        used = timed if busy else kept
         if outcome.ok and used:
-            row |= {"rounds": len(used), "discarded": discarded, "busy": busy, "baseline": baseline}
-            row |= _metrics(result, found, used, provider)
+            row |= {"rounds": len(used), "discarded": len(timed) - len(used), "busy": busy}
+            row |= {"baseline": baseline, **_metrics(result, found, used, provider)}
             if provider != baseline:
                 row |= speedup(found.rounds, baseline, provider, usual) or {}
         rows.append(row)
     return rows
-
-
-def option_words(row: Row) -> list[str]:
-    """The mask, weights and option of a row, without those that are "none"."""
-    return options_in_words(row["mask"], row["weights"], row["option"])
 
 
 def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: str) -> Row:
@@ -205,7 +186,8 @@ def milliseconds(ms: float) -> str:
 
 
 def cell_words(row: Row) -> str:
-    return " ".join([row["op"], row["shape"], *option_words(row)])
+    options = options_in_words(row["mask"], row["weights"], row["option"])
+    return " ".join([row["op"], row["shape"], *options])
 
 
 def _texts(row: Row) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ DOCUMENTS = 8  # of a sequence with mask=documents
 
 def lengths(cell: Cell) -> tuple[int, int]:
     """The numbers of queries and keys; 0 if the operator has none."""
-    queries, keys = (cell.sizes.get(key, cell.sizes.get("L", 0)) for key in ("Lq", "Lk"))
-    return queries, keys
+    length = cell.sizes.get("L", 0)
+    return cell.sizes.get("Lq", length), cell.sizes.get("Lk", length)
 
 
 def padding_lengths(batch: int, keys: int) -> list[int]:
@@ -60,13 +60,13 @@ def keys_of(cell: Cell, at: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return first.clamp(0, length), end.clamp(max=length)
 
 
-def visible(cell: Cell, at: Tensor, length: int) -> Tensor | None:
+def visible(cell: Cell, at: Tensor, length: int, device: Any = "cpu") -> Tensor | None:
     """The visible pairs [queries, length] of the queries at these positions; None: all."""
     if not limits_keys(cell):
         return None
     first, end = keys_of(cell, at[:, None], length)
     keys = torch.arange(length)
-    return (first <= keys) & (keys < end)
+    return ((first <= keys) & (keys < end)).to(device)
 
 
 def mask_of(cell: Cell, *lengths: int) -> masks.Mask | None:

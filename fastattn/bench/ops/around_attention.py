@@ -64,8 +64,8 @@ class ATTENTION_STATS(Operator):
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         key = x.key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
-        seen = visible(cell, torch.arange(cell["Lq"]), cell["Lk"])
-        weights = softmax_weights(x.query, key, None if seen is None else seen.to(key.device))
+        seen = visible(cell, *self.sequences(cell)[0], key.device)
+        weights = softmax_weights(x.query, key, seen)
         found = [weights.sum(-2), torch.special.entr(weights).sum(-1)]
         found += [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
         return torch.cat(found, -1)

@@ -92,9 +92,8 @@ class VARLEN(Operator):
         causal = cell.mask == "causal" and cell.option == "none"  # else a mask says it
         options: dict[str, Any] = {"is_causal": causal, "enable_gqa": cell["H"] != cell["Hkv"]}
         attention = functools.partial(scaled_dot_product_attention, **options)
-        lengths = _lengths(cell)
-        masks = zip(lengths, lengths, self._visible(cell, x), strict=True)
-        pairs = [(n, m, None if causal else mask) for n, m, mask in masks]
+        masks = zip(_lengths(cell), self._visible(cell, x), strict=True)
+        pairs = [(n, n, None if causal else mask) for n, mask in masks]
         return with_masks(cell, x, functools.partial(self._of_each, cell, x, attention), *pairs)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
@@ -106,8 +105,7 @@ class VARLEN(Operator):
         return self._of_each(cell, x, attention, *self._visible(cell, x))
 
     def _visible(self, cell: Cell, x: Inputs) -> list[Tensor | None]:
-        masks = [visible(cell, torch.arange(n), n) for n in _lengths(cell)]
-        return [None if mask is None else mask.to(x.query.device) for mask in masks]
+        return [visible(cell, *sequence, x.query.device) for sequence in self.sequences(cell)]
 
     def _of_each(
         self, cell: Cell, x: Inputs, attention: Callable[..., Tensor], *masks: Tensor | None
@@ -156,7 +154,8 @@ class DECODE(Operator):
 
     def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
         """The newest tokens are the queries."""
-        return [(_newest(cell), cell["Lk"])] * cell["B"]
+        newest = torch.arange(cell["Lk"] - cell["Lq"], cell["Lk"]).clamp(min=0)
+        return [(newest, cell["Lk"])] * cell["B"]
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         """Two scales of a quantised row count as elements, too."""
@@ -213,14 +212,14 @@ class DECODE(Operator):
         """
         query, key, value = _cache(cell, x)
         latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
-        lengths = cell["Lq"], cell["Lk"]
-        causal = cell.mask == "causal" and cell["Lq"] == cell["Lk"] and cell.option != "t5"
-        mask = None
+        queries, keys = cell["Lq"], cell["Lk"]
+        causal, mask = cell.mask == "causal" and queries == keys and cell.option != "t5", None
         if cell.option == "t5":
             # Of three dimensions, PyTorch's fused kernel would refuse it.
-            mask = biases(_distances(x, max(lengths)), *lengths, offset=lengths[1] - lengths[0])
+            table = _distances(x, max(queries, keys))
+            mask = biases(table, queries, keys, offset=keys - queries)
         elif not causal or latent:
-            mask = _seen(cell, x)
+            mask = visible(cell, *self.sequences(cell)[0], query.device)
         if not latent:
             options: dict[str, Any] = {"is_causal": causal, "enable_gqa": group > 1}
             call = scaled_dot_product_attention
@@ -238,7 +237,8 @@ class DECODE(Operator):
         queries, keys = cell["Lq"], cell["Lk"]
         t5 = cell.option == "t5"
         given = {"relative_bias": _distances(x, max(queries, keys))} if t5 else {}
-        return defined(given, _cache(cell, x), _seen(cell, x), offset=keys - queries)[0]
+        seen = visible(cell, *self.sequences(cell)[0], x.query.device)
+        return defined(given, _cache(cell, x), seen, offset=keys - queries)[0]
 
 
 def _cache(
@@ -250,17 +250,6 @@ def _cache(
     """
     key = stored(x.key)
     return [x.query, key, key[..., : cell["Dv"]] if cell.option == "latent" else stored(x.value)]
-
-
-def _newest(cell: Cell) -> Tensor:
-    """The positions of the newest tokens."""
-    return torch.arange(cell["Lk"] - cell["Lq"], cell["Lk"]).clamp(min=0)
-
-
-def _seen(cell: Cell, x: Inputs) -> Tensor | None:
-    """The visible pairs of the newest tokens; None: all."""
-    seen = visible(cell, _newest(cell), cell["Lk"])
-    return None if seen is None else seen.to(x.query.device)
 
 
 def _numbers(cell: Cell, rows: Tensor) -> Tensor:
