@@ -25,8 +25,8 @@ from fastattn.testing.judge import deviations
 from fastattn.testing.rounding import Noise
 
 PEAK_SECONDS = 0.2
-# A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within
-# these limits: a processor's clock is higher for short loads.
+# A guard (a measurement of the peak beside a round) lasts as long as a provider takes in the round,
+# within these limits: a processor's clock is higher for short loads.
 GUARD_SECONDS = (0.02, 0.1)
 # Rounds that a cell gets even if its share of the time is too short for them, until the time of the
 # run is used up: few cells with enough rounds say more than many with too few.
@@ -129,7 +129,6 @@ class Runner:
         self.cpus = usable_cpus(settings.threads)
         self.workers: dict[str, WorkerProcess] = {}
         self.random = random.Random(settings.seed)
-        self.sample_seconds: dict[str, float] = {}  # the last sample of each provider
 
     def run(self) -> Result:
         torch.set_num_threads(self.settings.threads)
@@ -271,12 +270,12 @@ class Runner:
             if reply is not None:
                 outcome = oracle.check(torch.load(io.BytesIO(reply["outputs"])))
                 outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
-                found.outcomes[name], self.sample_seconds[name] = outcome, reply["seconds"]
+                found.outcomes[name] = outcome
 
     def _rounds(self, found: CellResult, end: float) -> None:
         if not found.ready():
             return
-        kind, seconds = KIND_OF_DTYPE[found.cell.dtype], self._guard_seconds(found)
+        kind, (seconds, longest) = KIND_OF_DTYPE[found.cell.dtype], GUARD_SECONDS
         before, enough = self._peak(kind, seconds), min(ENOUGH, self.settings.rounds)
         # Further rounds replace disturbed ones while there is time.
         for number in range(4 * self.settings.rounds):
@@ -286,8 +285,10 @@ class Runner:
                 return
             turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):
-                self._time(name, found, turn)
-            seconds = self._guard_seconds(found)
+                for what, x in (self._ask(name, found, "time") or {}).items():
+                    getattr(turn, what)[name] = x
+            lasted = (time.monotonic() - now) / len(ready)
+            seconds = max(GUARD_SECONDS[0], min(lasted, longest))
             after = self._peak(kind, seconds)
             turn.guard, turn.share = (before[0], after[0]), min(before[1], after[1])
             if is_from_memory(self.result, found):
@@ -296,23 +297,6 @@ class Runner:
             before = after
             if _has_rounds(found, self.settings.rounds, self.result.cells):
                 return
-
-    def _guard_seconds(self, found: CellResult) -> float:
-        """The mean duration of the last samples of this cell, within GUARD_SECONDS."""
-        lasted = [self.sample_seconds[name] for name in found.ready()]
-        least, most = GUARD_SECONDS
-        return max(least, min(most, sum(lasted) / max(len(lasted), 1)))
-
-    def _time(self, name: str, found: CellResult, turn: Round) -> None:
-        reply = self._ask(name, found, "time")
-        if reply is None:
-            return
-        turn.ms[name], turn.pushed[name] = reply["ms"], reply["pushed"]
-        if reply["probes"]:
-            turn.probes[name] = reply["probes"]
-        if reply["attention"] is not None:
-            turn.attention[name] = reply["attention"]
-        self.sample_seconds[name] = (found.outcomes[name].inner or 1) * reply["ms"] / 1e3
 
 
 def _has_rounds(found: CellResult, count: int, cells: list[CellResult]) -> bool:

@@ -233,7 +233,7 @@ class Worker:
         return list(self.provider.why_not(cell))
 
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
-        """Prepares a call; returns its outputs, as a file of torch.save, its memory and time."""
+        """Prepares a call; returns its outputs, as a file of torch.save, and its memory."""
         self.call = None  # frees the previous cell before this one is measured
         ops.get(cell.op).require()
         inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
@@ -253,15 +253,12 @@ class Worker:
         self.inner = max(1, min(MAX_INNER[cold], count))
         return {
             "outputs": saved.getvalue(),
-            "seconds": self.inner * self.seconds,
             "inner": self.inner,
             "peak_bytes": peak_bytes,
         }
 
     def time(self) -> dict[str, Any]:
-        """A sample: milliseconds of a call, the share of attention in it, and the state of the
-        cores: the probes before and after, and how often a second they were lost.
-        """
+        """A sample, by the fields of `results.Round`."""
         call, inner, watch = self.call, self.inner, self.stopwatch
         assert call is not None
         gc.collect()
@@ -279,9 +276,12 @@ class Worker:
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
         _settle()
-        share = (watch.seconds - watched) / seconds or None
-        ms = seconds / inner * 1e3
-        return {"ms": ms, "attention": share, "probes": probes, "pushed": pushed}
+        taken: dict[str, Any] = {"ms": seconds / inner * 1e3, "pushed": pushed}
+        if probes:
+            taken["probes"] = probes
+        if watch.seconds > watched:
+            taken["attention"] = (watch.seconds - watched) / seconds
+        return taken
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
         """The duration of so many calls; flushing the caches before each is not timed."""

@@ -29,13 +29,13 @@ def test_a_budget_that_runs_out_cuts_the_last_cells_and_not_the_rounds_of_the_fi
 
     def time() -> dict[str, Any]:
         clock.now += 0.5
-        return {"ms": 500.0, "probes": [30.0, 30.0], "pushed": 0.0, "attention": None}
+        return {"ms": 500.0, "probes": [30.0, 30.0], "pushed": 0.0}
 
     replies: dict[str, Callable[..., Any]] = {
         "open": lambda **_: {},
         "peak": lambda **_: (results.Peak(1.0, "measured"), 1.0),
         "why_not": lambda **_: [],
-        "prepare": lambda **_: {"outputs": b"", "seconds": 0.5, "inner": 1, "peak_bytes": 0},
+        "prepare": lambda **_: {"outputs": b"", "inner": 1, "peak_bytes": 0},
         "time": time,
     }
     worker = SimpleNamespace(
