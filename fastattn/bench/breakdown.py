@@ -46,24 +46,20 @@ class Part(NamedTuple):
 
 
 def _natives() -> list[tuple[Any, str]]:
+    """The functions of the core, and the backend's names for them."""
     module: Any = dispatch.load("cpu")
-    core = vars(module._cpu)
-    same = [name for name, x in vars(module).items() if name in core and core[name] is x]
-    names = [name for name, x in core.items() if callable(x)]
-    return _timeable(module._cpu, names) + _timeable(module, same)
+    skipped = ("_", "signature")
+    functions = (item for item in vars(module._cpu).items() if callable(item[1]))
+    core = {name: x for name, x in functions if not name.startswith(skipped)}
+    same = [name for name, x in vars(module).items() if core.get(name) is x]
+    return [(module._cpu, name) for name in core] + [(module, name) for name in same]
 
 
 def _adapters() -> list[tuple[Any, str]]:
     """The functions of the backend, and those of the core, which a plan may call itself."""
     module: Any = dispatch.load("cpu")
     names = [x.name for x in library.operators.values() if hasattr(module, x.name)]
-    places = _timeable(module, names) + _natives()  # a plan may call a native one itself
-    return list(dict.fromkeys(places))
-
-
-def _timeable(owner: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
-    others = ("serves_all", "signature", "why_not")
-    return [(owner, name) for name in names if name not in others and name[0] != "_"]
+    return list(dict.fromkeys([*((module, name) for name in names), *_natives()]))
 
 
 # arguments: for a batch of 0 they are read, and the core allocates its own results. floor: an

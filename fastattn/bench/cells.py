@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,15 +89,6 @@ class Cell:
         device = "" if self.device == "cpu" else f"on {self.device}"
         words = [self.op, self.shape, self.dtype, self.passes, options, device]
         return " ".join(word for word in words if word)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cell:
-        known = {key: value for key, value in data.items() if key in cls.__annotations__}
-        sizes = dict(known["sizes"])
-        # In a result from before a size was added, the size has its default.
-        for key, default in ops.get(known["op"]).SIZES.items():
-            sizes.setdefault(key, sizes[default] if isinstance(default, str) else default)
-        return cls(**known | {"sizes": sizes})
 
 
 def options_in_words(mask: str, weights: str, option: str) -> list[str]:

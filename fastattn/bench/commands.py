@@ -186,11 +186,14 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
 
 def list_all(args: argparse.Namespace) -> int:
     """List operators, whole models, presets and providers, and why a provider is unavailable."""
+    operators = {}
+    for name, op in ((name, ops.get(name)) for name in ops.OPS):
+        keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
+        operators[name] = [f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"]
+    models = {name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()}
     for title, entries in {
-        "Operators (--op)": {name: _about_operator(ops.get(name)) for name in ops.OPS},
-        "Whole models (bench model NAME)": {
-            name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()
-        },
+        "Operators (--op)": operators,
+        "Whole models (bench model NAME)": models,
         "Presets (--preset)": {name: [preset.about] for name, preset in PRESETS.items()},
         "Providers (--providers)": {name: _about_provider(name) for name in PROVIDERS},
     }.items():
@@ -198,11 +201,6 @@ def list_all(args: argparse.Namespace) -> int:
         for name, texts in entries.items():
             print(f"  {name:<20}" + f"\n{'':<22}".join(texts))
     return OK
-
-
-def _about_operator(op: ops.Operator) -> list[str]:
-    keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
-    return [f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"]
 
 
 def _about_provider(name: str) -> list[str]:

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastattn.bench import ops
 from fastattn.bench.cells import Cell
+from fastattn.bench.shapes import with_defaults
 
 FORMAT = "fastattn-bench"
 VERSION = 2
@@ -187,9 +189,11 @@ def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(cell: Any, outcomes: Any, rounds: Any, **counts: int) -> CellResult:
+    # In a result from before a size was added, the size has its default.
+    cell["sizes"] = with_defaults(cell["sizes"], ops.get(cell["op"]).SIZES)
     found = {name: Outcome(**outcome) for name, outcome in outcomes.items()}
     turns = [Round(**_known(Round, turn)) for turn in rounds]
-    return CellResult(Cell.from_json(cell), outcomes=found, rounds=turns, **counts)
+    return CellResult(Cell(**_known(Cell, cell)), outcomes=found, rounds=turns, **counts)
 
 
 # Statistics

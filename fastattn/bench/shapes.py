@@ -167,6 +167,11 @@ def _complete(
             given["D"] = embed // heads
         if "E" in defaults and (width := given.pop("D", None)) is not None:
             given["E"] = heads * width
+    return with_defaults(given, defaults)
+
+
+def with_defaults(given: Mapping[str, int], defaults: Defaults) -> dict[str, int]:
+    """The sizes in the order of the operator; one that is missing has its default."""
     shape: dict[str, int] = {}
     for key, default in defaults.items():
         shape[key] = given.get(key, shape[default] if isinstance(default, str) else default)

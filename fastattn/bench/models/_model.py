@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
@@ -210,41 +211,23 @@ class LibraryModel(Model):
             yield
 
 
-class _Mark(torch.autograd.Function):
-    """The identity; `then` is called in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.then = then
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.then()
-        return None, *grads
-
-
 def _watched(function: Any, watch: Stopwatch, before: int = 0) -> Any:
     """A function of query, key and value whose calls are timed, forward and backward.
 
     `before` arguments come before the query. The result is the output, or a tuple that begins with
-    it. In the backward, the mark on the output comes before attention, and those on its inputs
-    after it.
+    it.
     """
 
     @functools.wraps(function)
     def watched(*args: Any, **options: Any) -> Any:
-        tensors = args[before : before + 3]
-        has_backward = torch.is_grad_enabled() and tensors[0].requires_grad
-        if has_backward:
-            tensors = _Mark.apply(watch.stop, *tensors)
         watch.start()
-        result = function(*args[:before], *tensors, *args[before + 3 :], **options)
+        result = function(*args, **options)
         watch.stop()
-        if not has_backward:
-            return result
-        if isinstance(result, tuple):
-            return *_Mark.apply(watch.start, result[0]), *result[1:]
-        return _Mark.apply(watch.start, result)[0]
+        tensors = args[before : before + 3]
+        if torch.is_grad_enabled() and tensors[0].requires_grad:
+            out = result[0] if isinstance(result, tuple) else result
+            out.register_hook(lambda _: watch.start())
+            register_multi_grad_hook(tensors, lambda _: watch.stop())
+        return result
 
     return watched

@@ -75,14 +75,22 @@ class _Hopfield(Module):
     `KIND(E, **sizes)` is the module; its `Hopfield` has a `PREFIX` in the names of the parameters.
     """
 
-    KIND: Any
     PREFIX = "hopfield."
+
+    def __init__(
+        self, kind: Any, about: str, batch: int, states: int, rows: str, **more: Any
+    ) -> None:
+        self.KIND, self.FUNCTION = kind, f"nn.{kind.__name__}"
+        self.ABOUT = f"{about}, H heads, K steps, norms, projections"
+        self.SIZES = {"B": batch, "L": states, "N": 128, "E": 512, "H": 8, "K": 3}
+        self.FLOPS = f"attention(B*L*N * (K + 1), E, E) + products(2 * E**2 * (B*L + {rows}))"
+        super().__init__(**more)
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         if self.KIND is not Hopfield:
             made["quantity"] = cell["L" if self.KIND is HopfieldPooling else "N"]
-        options = {"num_heads": cell["H"], "update_steps_max": cell["K"], "update_steps_eps": 0.0}
-        module: nn.Module = self.KIND(cell["E"], **options, **made)
+        made |= {"num_heads": cell["H"], "update_steps_max": cell["K"], "update_steps_eps": 0.0}
+        module: nn.Module = self.KIND(cell["E"], **made)
         return module
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
@@ -111,28 +119,17 @@ class _Hopfield(Module):
         return out.flatten(1) if pools else out
 
 
-def _hopfield(kind: Any, about: str, batch: int, states: int, rows: str, **more: Any) -> _Hopfield:
-    return _Hopfield(
-        FUNCTION=f"nn.{kind.__name__}",
-        KIND=kind,
-        ABOUT=f"{about}, H heads, K steps, norms, projections",
-        SIZES={"B": batch, "L": states, "N": 128, "E": 512, "H": 8, "K": 3},
-        FLOPS=f"attention(B*L*N * (K + 1), E, E) + products(2 * E**2 * (B*L + {rows}))",
-        **more,
-    )
-
-
 _ABOUT = "states [B, L, E] retrieve from "
-HOPFIELD_MODULE = _hopfield(
+HOPFIELD_MODULE = _Hopfield(
     *(Hopfield, _ABOUT + "patterns [B, N, E]", 4, 128, "B*N"),
     PREFIX="",
     SHAPES={"state": "B L E", "stored": "B N E"},
     call=lambda cell, module, x: module((x.stored, x.state, x.stored)),
 )
-HOPFIELD_LAYER = _hopfield(
+HOPFIELD_LAYER = _Hopfield(
     *(HopfieldLayer, _ABOUT + "N learned patterns", 4, 128, "N"), SHAPES={"state": "B L E"}
 )
-HOPFIELD_POOLING = _hopfield(
+HOPFIELD_POOLING = _Hopfield(
     *(HopfieldPooling, "L learned states retrieve from bags of patterns [B, N, E]", 32, 1, "B*N"),
     SHAPES={"stored": "B N E"},
     OUTPUT="B L*E",
