@@ -189,7 +189,9 @@ def list_all(args: argparse.Namespace) -> int:
     operators = {}
     for name, op in ((name, ops.get(name)) for name in ops.OPS):
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
-        operators[name] = [f"{op.FUNCTION}: {op.ABOUT}", f"{keys}; torch: {op.TORCH}"]
+        shapes = ", ".join(f"{x} [{', '.join(sizes.split())}]" for x, sizes in op.SHAPES.items())
+        about = f"{op.FUNCTION}: {op.ABOUT}" + f"; {shapes}" * bool(shapes)
+        operators[name] = [about, f"{keys}; torch: {op.TORCH}"]
     models = {name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()}
     for title, entries in {
         "Operators (--op)": operators,

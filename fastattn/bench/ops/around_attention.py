@@ -19,7 +19,7 @@ class MERGE_STATES(Operator):
     """It is memory bound: it reads two outputs and writes one, with 4 operations per element."""
 
     FUNCTION = "merge_states"
-    ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
+    ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b)"
     SIZES = {"B": 8, "H": 8, "L": 512, "D": 64}
     SHAPES = {"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"}
     FLOPS = "products(2 * B*H*L*D)"
@@ -47,7 +47,7 @@ class ATTENTION_STATS(Operator):
     """
 
     FUNCTION = "attention_stats"
-    ABOUT = "column sums, entropies, the K largest weights of softmax(Q Kᵀ / √D), [B, H, Lq, D]"
+    ABOUT = "column sums, entropies, the K largest weights a query of softmax(Q Kᵀ / √D)"
     SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "K": 0}
     REFUSED = {"K > Lk": "K={K} is more than Lk={Lk}"}
     MASKS = ("none", "causal")
@@ -81,7 +81,7 @@ class HARD(Operator):
     """
 
     FUNCTION = "hard_attention"
-    ABOUT = "V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]"
+    ABOUT = "V of the key with the largest q·k, straight_through"
     SIZES = {"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     SHAPES = {"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"}
     OUTPUT = "B H Lq Dv"
@@ -109,7 +109,7 @@ class HARD(Operator):
 @instance
 class HEAD_NETWORK(Module):
     FUNCTION = "nn.HeadNetwork"
-    ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units"
+    ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, F hidden units"
     SIZES = {"B": 8, "H": 8, "L": 128, "D": 64, "F": 64}
     SHAPES = {"x": "B H L D"}
     FLOPS = "products(2 * B*H*L*D*F)"
@@ -147,7 +147,7 @@ def _added(cell: Cell, x: Inputs) -> Forward:
 
 _OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}}
 _SINUSOIDAL = _OF_ROWS | {
-    "ABOUT": "x·√E + PE(position) on x [B, L, E]",
+    "ABOUT": "x·√E + PE(position)",
     "TORCH": "x * sqrt(E) + table[:L]",
     "FLOPS": "(2 - backward) * B*L*E",
     "eager": _added,
@@ -165,7 +165,7 @@ POSITIONAL = Module(
 )
 SINUSOIDAL_TABLE = Operator(
     FUNCTION="sinusoidal_table",
-    ABOUT="PE(0), ..., PE(L − 1), [L, E]",
+    ABOUT="PE(0), ..., PE(L − 1)",
     TORCH="sin and cos of an outer product, in fp64 and rounded",
     SIZES={"L": 512, "E": 512},
     PASSES=("fwd",),
@@ -182,7 +182,7 @@ SINUSOIDAL_TABLE = Operator(
 )
 LEARNED = Module(
     FUNCTION="nn.LearnedPositionalEncoding",
-    ABOUT="x + weight[position] on x [B, L, E], weight [L, E]",
+    ABOUT="x + weight[position], L learned rows",
     TORCH="x + nn.Parameter[:L]",
     FLOPS="B*L*E",
     make=lambda cell, **made: LearnedPositionalEncoding(cell["L"], cell["E"], **made),

@@ -118,7 +118,7 @@ _DROPOUT = 0.1
 @instance
 class SDPA(Operator):
     FUNCTION = "scaled_dot_product_attention"
-    ABOUT = "softmax(Q Kᵀ / √D) V on [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]"
+    ABOUT = "softmax(Q Kᵀ / √D) V"
     TORCH = "F.scaled_dot_product_attention"
     SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     SHAPES = HEADS

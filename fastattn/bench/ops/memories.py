@@ -36,8 +36,7 @@ def _retrieved(steps: int, xi: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 HOPFIELD = Operator(
     FUNCTION="hopfield_retrieve",
-    ABOUT="ξ ← Xᵀ softmax(X ξ / √D), K steps and a readout, ξ [B, H, L, D], X [S, H, N, D]; "
-    "S = 1 is shared",
+    ABOUT="ξ ← Xᵀ softmax(X ξ / √D), K steps and a readout; stored patterns X of S = 1 are shared",
     SIZES={"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3},
     SHAPES={"state": "B H L D", "stored": "S H N D"},
     # Small, so that the steps contract; diverging steps would amplify rounding errors.
@@ -59,7 +58,7 @@ def _energy(cell: Cell, x: Inputs) -> Tensor:
 
 HOPFIELD_ENERGY = Operator(
     FUNCTION="hopfield_energy",
-    ABOUT="−lse(β X ξ) / β + ξ·ξ / 2 + constants, β = 1 / √D, ξ [B, H, L, D], X [B, H, N, D]",
+    ABOUT="−lse(β X ξ) / β + ξ·ξ / 2 + constants, β = 1 / √D",
     SIZES={"B": 4, "H": 8, "L": 128, "N": 128, "D": 64},
     SHAPES={"state": "B H L D", "stored": "B H N D"},
     OUTPUT="B H L",
@@ -119,9 +118,9 @@ class _Hopfield(Module):
         return out.flatten(1) if pools else out
 
 
-_ABOUT = "states [B, L, E] retrieve from "
+_ABOUT = "states retrieve from "
 HOPFIELD_MODULE = _Hopfield(
-    *(Hopfield, _ABOUT + "patterns [B, N, E]", 4, 128, "B*N"),
+    *(Hopfield, _ABOUT + "N patterns", 4, 128, "B*N"),
     PREFIX="",
     SHAPES={"state": "B L E", "stored": "B N E"},
     call=lambda cell, module, x: module((x.stored, x.state, x.stored)),
@@ -130,7 +129,7 @@ HOPFIELD_LAYER = _Hopfield(
     *(HopfieldLayer, _ABOUT + "N learned patterns", 4, 128, "N"), SHAPES={"state": "B L E"}
 )
 HOPFIELD_POOLING = _Hopfield(
-    *(HopfieldPooling, "L learned states retrieve from bags of patterns [B, N, E]", 32, 1, "B*N"),
+    *(HopfieldPooling, "L learned states retrieve from bags of N patterns", 32, 1, "B*N"),
     SHAPES={"stored": "B N E"},
     OUTPUT="B L*E",
 )
@@ -150,7 +149,7 @@ def _hops(cell: Cell, x: Inputs) -> Any:
 
 MEMORY_HOPS = Operator(
     FUNCTION="memory_hop_attention",
-    ABOUT="u ← u + Cᵀ softmax(M u), K hops, u [B, D], M and C [S, N, D]; S = 1 is shared",
+    ABOUT="u ← u + Cᵀ softmax(M u), K hops; memories of S = 1 are shared",
     SIZES={"B": 32, "S": "B", "N": 50, "D": 20, "K": 3},
     MASKS=("none", "padding"),
     WEIGHTS=("none", "per-head"),
@@ -177,7 +176,7 @@ def _encoded(tokens: Tensor, table: Tensor, temporal: Tensor | None = None) -> T
 
 ENCODE_MEMORY = Operator(
     FUNCTION="encode_memory",
-    ABOUT="mᵢ = Σⱼ lⱼ ∘ A xᵢⱼ + Tᵢ on tokens [B, N, J], A [V, D], T [N, D]",
+    ABOUT="mᵢ = Σⱼ lⱼ ∘ A xᵢⱼ + Tᵢ of N sentences of J words",
     TORCH="(embedding * l * mask).sum(2) + T",
     SIZES={"B": 32, "N": 50, "J": 11, "V": 175, "D": 50},
     SHAPES={"weight": "V D", "temporal": "N D"},
@@ -193,7 +192,7 @@ ENCODE_MEMORY = Operator(
 @instance
 class MEMN2N(Module):
     FUNCTION = "nn.MemN2N"
-    ABOUT = "stories [B, N, J], questions [B, J] of V words, width D, K hops, adjacent or layerwise"
+    ABOUT = "stories of N sentences and questions of J of V words, K hops, adjacent or layerwise"
     TORCH = "the same network in plain PyTorch"
     SIZES = {"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3}
     SHAPES = {}
@@ -236,7 +235,7 @@ class MEMN2N(Module):
 @instance
 class KEY_VALUE_MEMORY(Operator):
     FUNCTION = "nn.KeyValueMemory"
-    ABOUT = "softmax(q Kᵀ / √D) V of queries [B, L, D] and N full slots of D keys and Dv values"
+    ABOUT = "softmax(q Kᵀ / √D) V of L queries and N full slots"
     TORCH = "F.scaled_dot_product_attention"
     SIZES = {"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"}
     SHAPES = {"query": "B L D", "keys": "B N D", "values": "B N Dv"}

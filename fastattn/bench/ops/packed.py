@@ -41,7 +41,7 @@ def _lengths(cell: Cell) -> list[int]:
 @instance
 class VARLEN(Operator):
     FUNCTION = "varlen_attention"
-    ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]"
+    ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L"
     TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
     SIZES = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
     REFUSED = {"S > L": "S={S} is more than L={L}"}
@@ -122,10 +122,7 @@ class VARLEN(Operator):
 @instance
 class DECODE(Operator):
     FUNCTION = "decode_attention"
-    ABOUT = (
-        "the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D], "
-        "[B, Hkv, Lk, Dv]; with P, in pages of P keys"
-    )
+    ABOUT = "the newest Lq tokens on a full cache of Lk; with P, in pages of P keys"
     TORCH = (
         "F.scaled_dot_product_attention on the contiguous cache; with option=latent, on the "
         "complete keys as values, and the first Dv columns of its result"

@@ -32,7 +32,7 @@ def _added(cell: Cell, x: Inputs) -> Any:
 
 ADDITIVE = Operator(
     FUNCTION="additive_attention",
-    ABOUT="softmax(v·tanh(q + k + b)) V on [B, Lq, A], [B, Lk, A], [B, Lk, Dv]",
+    ABOUT="softmax(v·tanh(q + k + b)) V",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256, "Dv": "A"},
     MASKS=("none", "causal", "padding", "bool", "bias"),
     WEIGHTS=("none", "per-head"),
@@ -52,7 +52,7 @@ def _without_masks(query: Tensor, keys: Tensor, v: Tensor, memory: Tensor) -> Te
 
 ADDITIVE_MODULE = Module(
     FUNCTION="nn.AdditiveAttention",
-    ABOUT="softmax(scale·tanh(q + m)) M on q [B, Lq, A], memory [B, Lk, A]",
+    ABOUT="softmax(scale·tanh(q + m)) M, m the rows of the memory M",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256},
     SHAPES={"query": "B Lq A", "memory": "B Lk A"},
     FLOPS="additive(pairs, A, A)",
@@ -67,7 +67,7 @@ def _bahdanau(width: int, units: int, **made: Any) -> BahdanauAttention:
 
 BAHDANAU = Module(
     FUNCTION="nn.BahdanauAttention",
-    ABOUT="softmax(v·tanh(W q + U m)) M on [B, Lq, E], memory [B, Lk, E], A units",
+    ABOUT="softmax(v·tanh(W q + U m)) M, A units",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "E": 256, "A": 256},
     SHAPES={"query": "B Lq E", "memory": "B Lk E"},
     FLOPS="additive(pairs, A, E) + products(B * (Lq + Lk) * E*A)",
@@ -92,7 +92,7 @@ class BAHDANAU_DECODER(Module):
     """
 
     FUNCTION = "nn.BahdanauAttention, L steps"
-    ABOUT = "L steps of a GRU cell with Bahdanau's attention to memory [B, S, E], A units"
+    ABOUT = "L steps of a GRU cell with Bahdanau's attention to S rows, A units"
     TORCH = "the same steps, the equation and torch's GRU cell"
     SIZES = {"B": 1, "L": 20, "S": 40, "E": 256, "A": 256}
     SHAPES = {"targets": "B L E", "memory": "B S E", "state": "B E"}
@@ -136,10 +136,7 @@ class BAHDANAU_DECODER(Module):
 @instance
 class LUONG(Operator):
     FUNCTION = "luong_attention"
-    ABOUT = (
-        "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
-        "local-p around random positions if P=1"
-    )
+    ABOUT = "softmax(qᵀ Wᵧ k) V; local-m if the half width W < Lk; P=1: local-p, random positions"
     SIZES = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0}
     REFUSED = {"P > 1": "P={P} is more than 1"}  # local-p, or 0
     MASKS = ("none", "padding")
@@ -198,7 +195,7 @@ _ON_A_MEMORY: dict[str, Any] = {
 
 LUONG_MODULE = Module(
     FUNCTION="nn.LuongAttention",
-    ABOUT="softmax(qᵀ W m) M, method general, on q [B, Lq, D], memory [B, Lk, D]",
+    ABOUT="softmax(qᵀ W m) M, method general",
     FLOPS="attention(pairs, D, D) + products(B*Lq * D**2)",
     KEYWORDS={"need_weights": False},
     make=lambda cell, **made: LuongAttention(cell["D"], **made),
@@ -208,7 +205,7 @@ LUONG_MODULE = Module(
 
 GLOBAL_ATTENTION = Module(
     FUNCTION="nn.GlobalAttention",
-    ABOUT="tanh(W [c; q]) with c = softmax((U q)ᵀ m) M, q [B, Lq, D], memory [B, Lk, D]",
+    ABOUT="tanh(W [c; q]) with c = softmax((U q)ᵀ m) M",
     FLOPS="attention(pairs, D, D) + products(3 * B*Lq * D**2)",  # of D to D, and of 2·D to D
     make=lambda cell, **made: GlobalAttention(cell["D"], attn_type="general", **made),
     equation=lambda cell, x: (

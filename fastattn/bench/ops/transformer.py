@@ -158,7 +158,7 @@ _X_AND_MEMORY: dict[str, Any] = {
 
 LINEAR = _Linear(
     "Linear",
-    ABOUT="x Wᵀ + b, x [M, K], W [N, K]",
+    ABOUT="x Wᵀ + b, W [N, K]",
     SIZES={"M": 1024, "K": 768, "N": "K"},
     SHAPES={"x": "M K"},
     OUTPUT="M N",
@@ -166,7 +166,7 @@ LINEAR = _Linear(
 )
 MHA = _Mha(
     "MultiheadAttention",
-    ABOUT="self-attention of x [B, L, E] with H heads and its projections, batch_first",
+    ABOUT="self-attention with H heads and its projections, batch_first",
     SIZES={"B": 1, "L": 512, "E": 512, "H": 8},
     SHAPES={"x": "B L E"},
     MASKS=("none", "causal", "padding", "bool", "bias"),
@@ -175,33 +175,33 @@ MHA = _Mha(
 )
 ENCODER_LAYER = _Encoder(
     "TransformerEncoderLayer",
-    ABOUT="a post-norm layer with GELU on x [B, L, E], H heads, F hidden units, batch_first",
+    ABOUT="a post-norm layer with GELU, H heads, F hidden units, batch_first",
     MASKS=("none", "padding"),
     FLOPS=_OF_ENCODER,
     **_X,
 )
 ENCODER = _Encoder(
     "TransformerEncoder",
-    ABOUT=f"{LAYERS} post-norm layers with GELU on x [B, L, E], H heads, F hidden units",
+    ABOUT=f"{LAYERS} post-norm layers with GELU, H heads, F hidden units",
     FLOPS=f"{LAYERS} * {_OF_ENCODER}",
     **_X,
 )
 DECODER_LAYER = _Decoder(
     "TransformerDecoderLayer",
-    ABOUT="a causal post-norm layer with GELU on x [B, L, E] and memory [B, S, E], batch_first",
+    ABOUT="a causal post-norm layer with GELU on a memory, batch_first",
     FLOPS=_OF_DECODER,
     **_X_AND_MEMORY,
 )
 DECODER = _Decoder(
     "TransformerDecoder",
-    ABOUT=f"{LAYERS} causal post-norm layers with GELU on x [B, L, E] and memory [B, S, E]",
+    ABOUT=f"{LAYERS} causal post-norm layers with GELU on a memory",
     FLOPS=f"{LAYERS} * {_OF_DECODER}",
     **_X_AND_MEMORY,
 )
 TRANSFORMER = _Transformer(
     "Transformer",
     "; stepwise, each prefix from its start",
-    ABOUT=f"{LAYERS} encoder layers on src [B, S, E], {LAYERS} causal ones on tgt [B, L, E], GELU",
+    ABOUT=f"{LAYERS} encoder layers and {LAYERS} causal decoder layers with GELU",
     SIZES=_WITH_MEMORY,
     SHAPES={"src": "B S E", "tgt": "B L E"},
     OUTPUT="B L E",
