@@ -112,17 +112,16 @@ def run_program(command: Sequence[str], path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()  # an unwritable path raises now, not after the program has run for hours
     program = "from fastattn.bench.recording import main; main()"
-    done = subprocess.run([python, "-c", program, str(path), *words], check=False)
-    if path.exists():
-        print(f"Written: {path}")
-    return done.returncode
+    return subprocess.run([python, "-c", program, str(path), *words], check=False).returncode
 
 
 def main() -> None:
     path, *words = sys.argv[1:]
     is_module = words[0] == "-m"
     sys.argv = words[is_module:]
-    with record(path):
+    with contextlib.ExitStack() as stack:
+        stack.callback(print, f"Written: {path}")
+        stack.enter_context(record(path))
         if is_module:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:

@@ -228,10 +228,6 @@ class Worker:
         self.probe()  # loads the code
         return {"about": self.provider.ABOUT, "versions": self.provider.versions()}
 
-    def why_not(self, cell: Cell) -> list[str]:
-        """The reasons why the provider cannot run the cell."""
-        return list(self.provider.why_not(cell))
-
     def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, and its memory."""
         self.call = None  # frees the previous cell before this one is measured
@@ -329,7 +325,8 @@ def main() -> None:
         except EOFError:
             return
         try:
-            reply = True, getattr(worker, do)(**request)
+            method = worker.provider.why_not if do == "why_not" else getattr(worker, do)
+            reply = True, method(**request)
         except Exception as error:  # reported in the provider's row; the run continues
             reply = False, f"{type(error).__name__}: {error}".splitlines()[0]
         connection.send(reply)

@@ -15,7 +15,7 @@ from bench_results import SMALL, TINY, cell_of
 from fastattn import dispatch
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops, make_inputs, output_names
-from fastattn.bench.providers import leave, load
+from fastattn.bench.providers import entered, load
 from fastattn.bench.runner import Oracle
 
 # Sizes that are 0 unless given, memories of one for all, and longer rows.
@@ -61,7 +61,7 @@ def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def leave_what_a_provider_stays_in() -> Iterator[None]:
     yield
-    leave()
+    entered.close()
 
 
 def test_a_variant_is_in_force_while_its_provider_runs() -> None:

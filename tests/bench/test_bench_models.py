@@ -19,7 +19,7 @@ from fastattn.bench import ops, selection, summary
 from fastattn.bench.cells import Cell, flops, make_inputs, output_names
 from fastattn.bench.models._model import Model
 from fastattn.bench.ops._base import NothingDrawn
-from fastattn.bench.providers import leave, load
+from fastattn.bench.providers import entered, load
 from fastattn.bench.results import Round
 from fastattn.bench.runner import Oracle
 from fastattn.bench.selection import WHOLE_MODELS, model_cells, preset_cells
@@ -70,7 +70,7 @@ def model_of(op: str) -> Model:
 
 def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
     arrays = load(provider).prepare(cell, make_inputs(cell, 0))()
-    leave()
+    entered.close()
     return dict(zip(output_names(cell), arrays, strict=True))
 
 
@@ -134,7 +134,7 @@ def test_the_cache_is_full_again_after_each_token() -> None:
     cell = cell_of("llama_decode", SMALL["llama_decode"])
     call = load("fastattn").prepare(cell, make_inputs(cell, 0))
     first, second = call()[0], call()[0]
-    leave()
+    entered.close()
     assert torch.equal(first, second)
 
 
@@ -217,5 +217,6 @@ def test_a_run_measures_stock_and_ours_and_a_missing_library_leaves_them(
     for row in document["rows"][2:]:
         assert row["status"] == "ok"
         assert row["items_per_second"] > 0
-        assert 0 < row["attention_share"] < 1
-    assert {*document["cells"][1]["rounds"][0]["attention"]} == {"torch", "fastattn"}
+    # A fused layer has no attention of its own.
+    assert 0 < document["rows"][2]["attention_share"] < 1
+    assert "torch" in document["cells"][1]["rounds"][0]["attention"]

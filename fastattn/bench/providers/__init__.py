@@ -42,20 +42,9 @@ from fastattn.bench.providers.peers import OnnxRuntime, OpenVino, SdpaOnly
 from fastattn.dispatch import BACKENDS, PRIORITY
 
 Outputs = tuple[Tensor, ...]
-_entered = contextlib.ExitStack()
-
-
-def stay_in(context: contextlib.AbstractContextManager[Any]) -> None:
-    """Enters `context` until the next call of this function or of `leave`, outside the timing.
-
-    The exit stack keeps a reference; an unreferenced context manager would exit immediately.
-    """
-    _entered.close()
-    _entered.enter_context(context)
-
-
-def leave() -> None:
-    _entered.close()
+# The contexts in which a provider runs, which are entered outside the timing. The stack keeps a
+# reference; an unreferenced context manager would exit immediately.
+entered = contextlib.ExitStack()
 
 
 def run_passes(cell: Cell, forward: ops.Forward, x: ops.Inputs) -> Callable[[], Outputs]:
@@ -104,7 +93,8 @@ class Torch:
         self.variant = variant
         if variant != "loop":
             name = "" if variant == "math" else "_ATTENTION"
-            stay_in(sdpa_kernel(getattr(SDPBackend, variant.upper() + name)))
+            entered.close()
+            entered.enter_context(sdpa_kernel(getattr(SDPBackend, variant.upper() + name)))
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__}
@@ -217,7 +207,8 @@ class Fastattn(Torch):
         attention = "scaled_dot_product_attention"
         row = evidence.choose("backends", cell.device, attention, TORCH_DTYPES[cell.dtype])
         if self.variant or "torch" not in row.use[:1]:
-            stay_in(fastattn.use_backend(self._backend(cell)))
+            entered.close()
+            entered.enter_context(fastattn.use_backend(self._backend(cell)))
         return ops.get(cell.op).ours(cell, inputs)
 
     def _backend(self, cell: Cell) -> str:
