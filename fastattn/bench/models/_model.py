@@ -119,7 +119,7 @@ class Model(Module):
             stack.enter_context(torch.device(made["device"]))
             return self.build(cell)
 
-    def ours(self, cell: Cell, x: Inputs) -> Forward:
+    def ours(self, cell: Cell, x: Inputs, library: Any = None) -> Forward:
         return self._with(cell, x, "fastattn")
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:

@@ -196,11 +196,15 @@ class Operator:
         own = {name: of(cell) if callable(of) else of for name, of in self.KEYWORDS.items()}
         return [x[name] for name in placed], options | own
 
-    def ours(self, cell: Cell, x: Inputs) -> Forward:
-        """The library's call; a module puts its parameters in place of those inputs."""
+    def ours(self, cell: Cell, x: Inputs, library: Any = fastattn) -> Forward:
+        """The library's call; a module puts its parameters in place of those inputs.
+
+        Another library has the same names and arguments, without options that are None or False.
+        """
         args, options = self.arguments(cell, x)
-        function = operator.attrgetter(self.FUNCTION)(fastattn)
-        return self.calling(functools.partial(function, *args, **options), x)
+        used = {name: x for name, x in options.items() if x is not None and x is not False}
+        function = operator.attrgetter(self.FUNCTION)(library)
+        return self.calling(functools.partial(function, *args, **used), x)
 
     def calling(self, function: Forward, x: Inputs) -> Forward:
         """A call of the library's function, or of another with the same results."""
@@ -377,7 +381,7 @@ class Module(Operator):
         about_one = "norm" in name and name.endswith("weight")
         return draw.normal(*shape, scale=0.1) + (1 if about_one else 0)
 
-    def ours(self, cell: Cell, x: Inputs) -> Forward:
+    def ours(self, cell: Cell, x: Inputs, library: Any = fastattn) -> Forward:
         return self.built(self.make, cell, x)
 
     def built(self, make: Callable[..., nn.Module], cell: Cell, x: Inputs) -> Forward:

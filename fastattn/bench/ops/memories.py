@@ -242,7 +242,7 @@ class KEY_VALUE_MEMORY(Operator):
     OUTPUT = "B L Dv"
     FLOPS = "attention(B*L*N, D, Dv)"
 
-    def ours(self, cell: Cell, x: Inputs) -> Forward:
+    def ours(self, cell: Cell, x: Inputs, library: Any = None) -> Forward:
         made: dict[str, Any] = {"device": x.query.device, "dtype": x.query.dtype}
         memory = KeyValueMemory(cell["N"], cell["D"], cell["Dv"], batch_size=cell["B"], **made)
         memory.keys, memory.values = x["keys"], x["values"]

@@ -48,8 +48,11 @@ class Twin(Module):
         module: nn.Module = self.build(fastattn.nn, cell, **made)
         return module
 
+    def ours(self, cell: Cell, x: Inputs, library: Any = fastattn.nn) -> Forward:
+        return self.built(functools.partial(self.build, library), cell, x)
+
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
-        return self.built(functools.partial(self.build, nn), cell, x)
+        return self.ours(cell, x, nn)
 
     def eager(self, cell: Cell, x: Inputs) -> Forward:
         forward = self.theirs(cell, x)

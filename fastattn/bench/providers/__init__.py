@@ -22,7 +22,6 @@ arguments of this library's. Options that are None or False are left out.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -235,13 +234,7 @@ class Functions(Torch):
         return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
-        op = ops.get(cell.op)
-        if isinstance(op, ops.Twin):
-            return op.built(functools.partial(op.build, self.module), cell, inputs)
-        args, options = op.arguments(cell, inputs)
-        used = {name: x for name, x in options.items() if x is not None and x is not False}
-        function = getattr(self.module, op.FUNCTION)
-        return op.calling(functools.partial(function, *args, **used), inputs)
+        return ops.get(cell.op).ours(cell, inputs, self.module)
 
 
 PROVIDERS: dict[str, Callable[[], Any]] = {
