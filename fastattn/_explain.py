@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fastattn import compat, dispatch, explanation
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
-from fastattn.bench.recording import Calls
+from fastattn.bench.ops._base import Intercepting
 from fastattn.bench.selection import add_what, cells_of
+from fastattn.library import operators
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +50,21 @@ def explanations(cell: Cell, device: torch.device) -> list[explanation.Explanati
     """
     found: list[explanation.Explanation] = []
 
-    def explain(op: str, tensors: Sequence[Any], options: Any) -> None:
-        with torch.no_grad():
-            found.append(explanation.explanation(op, [_on(device, x) for x in tensors], options))
+    def explain(func: Any, args: Any, kwargs: Any) -> Any:
+        if func == _IS_CPU.__get__:  # some functions choose their operators by it
+            return device.type == "cpu"
+        if (operator := operators.get(func)) is not None:
+            tensors, options = operator.split(args)
+            placed = [_on(device, x) for x in tensors]
+            with torch.no_grad():
+                found.append(explanation.explanation(operator.name, placed, options))
+        return func(*args, **kwargs)
 
     with compat.tensors_without_memory(), warnings.catch_warnings():
         # PyTorch's stacks copy their layers, and copying fake tensors makes PyTorch warn.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         inputs = make_inputs(cell, 0)
-        with _Pretend(device), Calls(explain):
+        with Intercepting(explain):
             op = ops.get(cell.op)
             forward = op.ours(cell, inputs)
             for name in op.leaf_names(cell):
@@ -78,19 +83,3 @@ def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
 
 
 _IS_CPU: Any = Tensor.is_cpu
-
-
-class _Pretend(TorchFunctionMode):
-    """Within the block, ``is_cpu`` of every tensor is as on this device.
-
-    Some functions choose their operators by it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.is_cpu = device.type == "cpu"
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self.is_cpu if func == _IS_CPU.__get__ else func(*args, **(kwargs or {}))

@@ -23,53 +23,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from fastattn import compat
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES, TORCH_DTYPES
+from fastattn.bench.ops._base import Intercepting
 from fastattn.bench.shapes import shape_text
 from fastattn.library import operators
 
-OnCall = Callable[[str, Sequence[Any], Any], None]
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-class Calls(TorchFunctionMode):
-    """Reports every call of a PyTorch function, and of every operator of fastattn that goes through
-    the dispatcher, with its name, tensors and options.
-    """
-
-    def __init__(self, on_operator: OnCall, on_function: Callable[..., None] | None = None) -> None:
-        super().__init__()
-        self.on_operator = on_operator
-        self.on_function = on_function
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if (operator := operators.get(func)) is not None:
-            self.on_operator(operator.name, *operator.split(args))
-        elif self.on_function is not None:
-            self.on_function(func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-class Recording(Calls):
+class Recording(Intercepting):
     """The recorded lines of `--shapes` and their counts."""
 
     def __init__(self) -> None:
-        super().__init__(self._note_operator, self._note_function)
+        super().__init__(self._note)
         self.lines: Counter[str] = Counter()
 
-    def _note_operator(self, name: str, tensors: Sequence[Any], options: Any) -> None:
-        if name in _PRIMITIVES:
-            self.lines.update(_primitive(*_PRIMITIVES[name], tensors, options))
-
-    def _note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operator = operators.get(func)
         if func in _FUNCTIONS:
             self.lines.update(_FUNCTIONS[func](*args, **kwargs))
+        elif operator is not None and operator.name in _PRIMITIVES:
+            self.lines.update(_primitive(*_PRIMITIVES[operator.name], *operator.split(args)))
+        return func(*args, **kwargs)
 
     def text(self) -> str:
         """The contents of a file for `--shapes @FILE`, the most frequent lines first."""

@@ -10,11 +10,10 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fastattn.bench.cells import Cell, Draw
 from fastattn.bench.models._model import LibraryModel, Model
-from fastattn.bench.ops._base import Forward, Inputs, value_of
+from fastattn.bench.ops._base import Forward, Inputs, Intercepting, value_of
 
 _COMMON = "num_hidden_layers=N num_attention_heads=H intermediate_size=F hidden_size=E"
 _TEXT: dict[str, Any] = {
@@ -193,13 +192,9 @@ WHISPER_ENCODER = Model(
 )
 
 
-class _InDouble(TorchFunctionMode):
-    """Lets norms, which convert their inputs to float32, keep the float64 of the reference."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        return func(*args, **(kwargs or {}))
+def _in_double(func: Any, args: Any, kwargs: Any) -> Any:
+    """Norms convert their inputs to float32; the reference keeps float64."""
+    return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
 OPENAI_WHISPER = LibraryModel(
@@ -208,7 +203,7 @@ OPENAI_WHISPER = LibraryModel(
     PACKAGE="whisper",
     INSTALL="pip install openai-whisper",
     CALLER="whisper.model",
-    exactly=_InDouble,  # its norms are in float32
+    exactly=functools.partial(Intercepting, _in_double),
     build=lambda cell: import_module("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
     bind=lambda cell, model, given: functools.partial(model, given["input_features"]),
     **_WHISPER,

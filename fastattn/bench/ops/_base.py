@@ -249,7 +249,7 @@ class Operator:
         forward = self.ours(cell, x)
 
         def defined() -> Any:
-            with compat.through_the_dispatcher(), _Definitions():
+            with compat.through_the_dispatcher(), Intercepting(_defined):
                 return forward()
 
         return defined
@@ -426,16 +426,23 @@ def _names(cell: Cell) -> dict[str, Any]:
     return {**{name: getattr(cell, name) for name in _WORDS}, **cell.sizes}
 
 
-class _Definitions(TorchFunctionMode):
-    """Runs the definition of each primitive, which PyTorch differentiates, in place of a kernel."""
+class Intercepting(TorchFunctionMode):
+    """Calls `run(func, args, kwargs)` for a function of PyTorch or a dispatched one of fastattn."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if (primitive := operators.get(func)) is None:
-            return func(*args, **(kwargs or {}))
-        tensors, options = primitive.split(args)
-        return getattr(reference, primitive.name)(*tensors, options=options)
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
+def _defined(func: Any, args: Any, kwargs: Any) -> Any:
+    """The definition of a primitive, which PyTorch differentiates, in place of a kernel."""
+    if (primitive := operators.get(func)) is None:
+        return func(*args, **kwargs)
+    tensors, options = primitive.split(args)
+    return getattr(reference, primitive.name)(*tensors, options=options)
 
 
 class NothingDrawn(compat.DispatchMode):
