@@ -17,8 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Module, Part, Stopwatch, value_of
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Part, Stopwatch, value_of
 
 
 class Model(Module):

@@ -10,7 +10,6 @@ import functools
 from importlib import import_module
 
 from fastattn.bench.ops._base import Forward, Inputs, Operator, as_tuple
-from fastattn.bench.ops.transformer import Twin
 
 
 def _operators_of(*files: str) -> dict[str, Operator]:
@@ -26,7 +25,7 @@ MODELS = tuple(_MODELS)
 LOOPS = ("bahdanau_decoder",)  # around modules of the library
 OPS = tuple(name for name in _OPERATORS if name not in LOOPS)
 
-__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator", "Twin"]
+__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator"]
 __all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
 
 

@@ -23,7 +23,10 @@ from fastattn.bench.ops._masks import lengths, padding_lengths
 from fastattn.library import operators
 
 if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell, Draw
+    from fastattn.bench.cells import Cell as Cell
+    from fastattn.bench.cells import Draw as Draw
+else:  # for annotations alone, because that module imports the operators
+    Cell = Draw = Any
 
 Forward = Callable[[], Any]  # returns the output, or a tuple that begins with it
 Part = Mapping[str, range]  # of a cell: the places along some of its sizes

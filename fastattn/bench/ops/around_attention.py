@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Module, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator, instance
 from fastattn.bench.ops._masks import visible
 from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import HeadNetwork, LearnedPositionalEncoding, SinusoidalPositionalEncoding

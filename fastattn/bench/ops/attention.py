@@ -15,8 +15,7 @@ from fastattn import masks
 from fastattn._seed import draw_seed
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference import attend, dropout_keep
-from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
 from fastattn.bench.ops._masks import document_ids, lengths, visible, window_width
 
 HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Module, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator, instance
 from fastattn.bench.ops.attention import masked_softmax, softmax_weights
 from fastattn.nn import Hopfield, HopfieldLayer, HopfieldPooling, KeyValueMemory, MemN2N
 from fastattn.ops.encode_memory import encoding_factors

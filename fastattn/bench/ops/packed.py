@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
 from fastattn.bench.ops._masks import mask_of, padding_lengths, visible
 from fastattn.bench.ops.attention import HEADS, biases, defined, with_masks
 from fastattn.bias import T5

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Inputs, Module, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Inputs, Module, Operator, instance
 from fastattn.bench.ops.attention import (
     attn_mask,
     masked_softmax,

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn.nn
-from fastattn.bench.cells import Cell, Draw
-from fastattn.bench.ops._base import Forward, Inputs, Module
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module
 from fastattn.bench.ops.attention import visible_keys
 
 LAYERS = 6  # not a size, because each layer has its own parameters

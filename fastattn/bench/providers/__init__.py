@@ -37,6 +37,7 @@ from fastattn._version import __version__
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell
 from fastattn.bench.ops._masks import document_ids
+from fastattn.bench.ops.transformer import Twin
 from fastattn.bench.providers.peers import OnnxRuntime, OpenVino, SdpaOnly
 from fastattn.dispatch import BACKENDS, PRIORITY
 
@@ -229,7 +230,7 @@ class Functions(Torch):
     def why_not(self, cell: Cell) -> list[str]:
         op = ops.get(cell.op)
         name = op.FUNCTION.removeprefix("nn.")
-        if op.FUNCTION.startswith("nn.") and not isinstance(op, ops.Twin):
+        if op.FUNCTION.startswith("nn.") and not isinstance(op, Twin):
             return [f"{op.FUNCTION} has no counterpart whose parameters could be set"]
         return [] if hasattr(self.module, name) else [f"{self.module.__name__} has no {name}"]
 
