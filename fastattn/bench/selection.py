@@ -20,26 +20,23 @@ class Preset(NamedTuple):
     lines: list[Line]
 
 
-def _read_presets() -> tuple[dict[str, Preset], dict[str, list[Line]]]:
-    """The sections of presets.txt, and the lines of each whole model."""
-    presets: dict[str, Preset] = {}
-    models: dict[str, list[Line]] = {}
+def _read_presets() -> dict[str, Preset]:
+    """The sections of presets.txt, and the whole models, which have no description."""
+    found: dict[str, Preset] = {}
     for text in Path(__file__).with_name("presets.txt").read_text(encoding="utf-8").splitlines():
         if text.startswith("["):
-            section, _, about = text[1:].partition("]")
-            presets[section] = Preset(about.strip(), [])
+            section, _, about = text[1:].partition("] ")
+            found[section] = Preset(about, [])
         elif text and not text.startswith("#"):
             tags, _, shape = text.rpartition(": ")
-            line = parse_line(shape)
-            presets[section].lines.append(line)
-            for tag in tags.split(",") if tags else ():
-                own = models.setdefault(tag, []) if section == "models" else presets[tag].lines
-                own.append(line)
-    about = f"whole models: {', '.join(models)} (one alone: `bench model NAME`)"
-    return presets | {"models": Preset(about, presets["models"].lines)}, models
+            for name in (section, *(tags.split(",") if tags else ())):
+                found.setdefault(name, Preset("", [])).lines.append(parse_line(shape))
+    return found
 
 
-PRESETS, WHOLE_MODELS = _read_presets()
+_FOUND = _read_presets()
+PRESETS = {name: preset for name, preset in _FOUND.items() if preset.about}
+WHOLE_MODELS = {name: preset.lines for name, preset in _FOUND.items() if not preset.about}
 # Runs in little time may end after any cell, so here the common cells come first.
 COMMON_FIRST = ("quick", "dropin")
 RARER = ("BERT-base MHA, 512 tokens", "BERT-base MHA, 512 tokens, weights returned")
