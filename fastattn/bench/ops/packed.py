@@ -138,8 +138,7 @@ class DECODE(Operator):
 
     REFUSED = {
         "mask != 'none' and Lq > Lk": "mask={mask}: Lq={Lq} is more than Lk={Lk}",
-        "option == 'latent' and Dv > D": "option=latent: Dv={Dv} is more than D={D}, the columns "
-        "of a key",
+        "option == 'latent' and Dv > D": "option=latent: Dv={Dv} is more than D={D} of a key",
     }
     NOT_IN_TORCH = {
         "option == 't5' and mask != 'none'": "F.scaled_dot_product_attention has one mask",
@@ -155,12 +154,12 @@ class DECODE(Operator):
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         """Two scales of a quantised row count as elements, too."""
-        queries = cell["B"] * cell["H"] * cell["Lq"]
+        inputs, outputs = super().elements(cell, **read)
         rows = cell["B"] * cell["Hkv"] * read.get("Lk", cell["Lk"])
-        width: float = cell["D"] + cell["Dv"] * (cell.option != "latent")
-        if cell.option in _QUANTISED:
-            width = (width + 2 * 4) / cell.itemsize
-        return queries * cell["D"] + int(rows * width), queries * cell["Dv"]
+        width = cell["D"] + cell["Dv"]
+        stored = (width + 2 * 4) / cell.itemsize if cell.option in _QUANTISED else width
+        stored = cell["D"] if cell.option == "latent" else stored
+        return inputs + int(rows * stored) - rows * width, outputs
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
@@ -212,8 +211,7 @@ class DECODE(Operator):
         causal, mask = cell.mask == "causal" and queries == keys and cell.option != "t5", None
         if cell.option == "t5":
             # Of three dimensions, PyTorch's fused kernel would refuse it.
-            table = _distances(x, max(queries, keys))
-            mask = biases(table, queries, keys, offset=keys - queries)
+            mask = biases(_distances(cell, x), queries, keys, offset=keys - queries)
         elif not causal or latent:
             mask = visible(cell, *self.sequences(cell)[0], query.device)
         if not latent:
@@ -230,11 +228,9 @@ class DECODE(Operator):
         return of_keys
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        queries, keys = cell["Lq"], cell["Lk"]
-        t5 = cell.option == "t5"
-        given = {"relative_bias": _distances(x, max(queries, keys))} if t5 else {}
+        given = {"relative_bias": _distances(cell, x)} if cell.option == "t5" else {}
         seen = visible(cell, *self.sequences(cell)[0], x.query.device)
-        return defined(given, _cache(cell, x), seen, offset=keys - queries)[0]
+        return defined(given, _cache(cell, x), seen, offset=cell["Lk"] - cell["Lq"])[0]
 
 
 def _cache(
@@ -255,10 +251,10 @@ def _numbers(cell: Cell, rows: Tensor) -> Tensor:
     return (x.round().clamp(-127, 127) if dtype == torch.int8 else x).to(dtype)
 
 
-def _distances(x: Inputs, longest: int) -> Tensor:
+def _distances(cell: Cell, x: Inputs) -> Tensor:
     """The bias of every distance, [H, 2 M + 1]."""
-    buckets = T5(x.buckets, bidirectional=False)
-    return fold_distances("decode_attention", buckets, x.query, longest - 1)[0].to(x.query.dtype)
+    buckets, most = T5(x.buckets, bidirectional=False), max(cell["Lq"], cell["Lk"]) - 1
+    return fold_distances("decode_attention", buckets, x.query, most)[0].to(x.query.dtype)
 
 
 def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
