@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench import results, summary
+from fastattn.bench import results
 from fastattn.bench.worker import thread_variables, usable_cpus
 
 # The argument of `bench run --shapes`, and the code for a user of each provider.
@@ -95,12 +95,18 @@ def benchmarked(cells: Iterable[str], threads: int) -> dict[tuple[str, str], lis
         command += ["--time-budget", "10"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         result = results.load(path)
-    rows = summary.summarise(result)
-    kept = summary.kept_rounds(result)
-    return {
-        (f"{row['op']} {row['shape']}", row["provider"]): samples
-        for row, samples in zip(rows, kept, strict=True)
-    }
+    return undisturbed(result)
+
+
+def undisturbed(result: results.Result) -> dict[tuple[str, str], list[float]]:
+    """The samples of the rounds that count, for each cell and provider."""
+    samples = {}
+    for found in result.cells:
+        rounds = results.quiet_rounds(found.rounds) or found.rounds
+        for name in found.ready():
+            key = f"{found.cell.op} {found.cell.shape}", name
+            samples[key] = [turn.ms[name] for turn in rounds if name in turn.ms]
+    return samples
 
 
 def main() -> int:

@@ -140,9 +140,9 @@ def test_the_roof_is_the_lower_of_arithmetic_and_memory() -> None:
     assert "the limit from 6.7 FLOP per byte on" in printed
 
 
-def load_render() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "render.py"
-    spec = importlib.util.spec_from_file_location("render", path)
+def load_render(name: str = "render") -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -152,6 +152,14 @@ def load_render() -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def test_agreement_takes_the_rounds_that_count() -> None:
+    result = a_result([Round((1.0, 1.0), {"torch": 2.0, "ours": 1.0})] * 3)
+    result.cells[0].rounds.append(Round((1.0, 0.5), {"torch": 9.0, "ours": 9.0}))
+    (_, torch_samples), (key, samples) = load_render("agreement").undisturbed(result).items()
+    assert (torch_samples, samples) == ([2.0] * 3, [1.0] * 3)
+    assert key == ("sdpa B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6", "ours")
 
 
 @pytest.mark.parametrize(
