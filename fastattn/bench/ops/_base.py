@@ -396,8 +396,7 @@ class Module(Operator):
 
         Eval mode for the forward only, else training; no module here has dropout.
         """
-        with NothingDrawn():
-            module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
+        module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
         own: dict[str, Any] = dict(module.named_parameters())
         # Not strict, because buffers are no inputs; a parameter that is none raises a KeyError.
         module.load_state_dict({name: x[name] for name in own}, strict=False)
@@ -446,17 +445,3 @@ def _defined(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     tensors, options = primitive.split(args)
     return getattr(reference, primitive.name)(*tensors, options=options)
-
-
-class NothingDrawn(compat.DispatchMode):
-    """Fills new weights with 0 instead of random numbers, which is faster.
-
-    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
-            return args[0].zero_()
-        return func(*args, **(kwargs or {}))
