@@ -19,12 +19,6 @@ from fastattn.bench.shapes import shape_text
 
 DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
-MASKS = ("none", "causal", "padding", "bool", "bias", "documents", "prefix", "window")
-WEIGHTS = ("none", "average", "per-head")
-OPTIONS = (
-    *("none", "window", "softcap", "alibi", "sinks", "relative", "t5", "int8", "fp8", "latent"),
-    *("dropout", "learnable", "stepwise", "layerwise"),
-)
 DEVICES = ("cpu", "cuda")
 # float64 can be explained, not measured: the check needs a wider type.
 TORCH_DTYPES = {

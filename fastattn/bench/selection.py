@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fastattn import spelling
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPES, MASKS, OPTIONS, PASSES, WEIGHTS, Cell
+from fastattn.bench.cells import DTYPES, PASSES, Cell
 from fastattn.bench.shapes import LISTS, Line, parse_line, parse_shapes, read_lines
 from fastattn.spelling import names
 
@@ -58,9 +58,13 @@ def add_what(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--shapes", action="append", metavar="S", help=words)
     add_passes(what)
-    what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
-    what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
-    what.add_argument("--option", choices=OPTIONS, help="the option of every cell")
+    for flag, field, words in (
+        ("--mask", "MASKS", "the mask of every cell"),
+        ("--weights", "WEIGHTS", "the attention weights that are returned"),
+        ("--option", "OPTIONS", "the option of every cell"),
+    ):
+        choices = dict.fromkeys(x for op in ops.OPS for x in getattr(ops.get(op), field))
+        what.add_argument(flag, choices=choices, help=words)
 
 
 def add_passes(what: argparse._ActionsContainer) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.bench import ops
-from fastattn.bench.cells import MASKS, Cell
+from fastattn.bench.cells import Cell
 
 _NAMES = ("query", "key", "value", "attn_mask")
 
@@ -19,7 +19,7 @@ class SdpaOnly:
 
     DTYPES: Sequence[str] = ("fp32",)
     PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",)}  # device: passes
-    MASKS: Sequence[str] = MASKS
+    MASKS: Sequence[str] = ops.get("sdpa").MASKS
     GROUPED = True
 
     def why_not(self, cell: Cell) -> list[str]:
@@ -50,7 +50,7 @@ class OnnxRuntime(SdpaOnly):
 
     def select(self, variant: str) -> None:
         self.variant = variant
-        self.MASKS = [mask for mask in MASKS if mask not in ("bool", "documents")]
+        self.MASKS = [mask for mask in self.MASKS if mask not in ("bool", "documents")]
         self.GROUPED = False
 
     def versions(self) -> dict[str, str]:
