@@ -17,7 +17,8 @@ from torch import Tensor
 from fastattn.bench import cells as benchmark_cells
 from fastattn.bench import ops, selection, summary
 from fastattn.bench.cells import Cell, flops, make_inputs, output_names
-from fastattn.bench.models._model import Model, NothingDrawn
+from fastattn.bench.models._model import Model
+from fastattn.bench.ops._modes import NothingDrawn
 from fastattn.bench.providers import entered, load
 from fastattn.bench.results import Round
 from fastattn.bench.runner import Oracle

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from fastattn.bench.models._model import LibraryModel, Model
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Intercepting, value_of
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, value_of
+from fastattn.bench.ops._modes import Intercepting
 
 _COMMON = "num_hidden_layers=N num_attention_heads=H intermediate_size=F hidden_size=E"
 _TEXT: dict[str, Any] = {

@@ -17,7 +17,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn import compat
 from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Part, Stopwatch, value_of
 
 
@@ -117,7 +116,6 @@ class Model(Module):
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(made.get("dtype", torch.float32))
             stack.enter_context(torch.device(made["device"]))
-            stack.enter_context(NothingDrawn())
             return self.build(cell)
 
     def ours(self, cell: Cell, x: Inputs, library: Any = None) -> Forward:
@@ -232,17 +230,3 @@ def _watched(function: Any, watch: Stopwatch, before: int = 0) -> Any:
         return result
 
     return watched
-
-
-class NothingDrawn(compat.DispatchMode):
-    """Fills new weights with 0 instead of random numbers, which is faster.
-
-    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
-            return args[0].zero_()
-        return func(*args, **(kwargs or {}))

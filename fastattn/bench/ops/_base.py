@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import fastattn
 from fastattn import _flops, compat
-from fastattn.backends import reference
 from fastattn.bench.ops._masks import lengths, padding_lengths
-from fastattn.library import operators
+from fastattn.bench.ops._modes import Intercepting, NothingDrawn, defined
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell as Cell
@@ -251,11 +249,11 @@ class Operator:
             return self.eager(cell, x)
         forward = self.ours(cell, x)
 
-        def defined() -> Any:
-            with compat.through_the_dispatcher(), Intercepting(_defined):
+        def in_double() -> Any:
+            with compat.through_the_dispatcher(), Intercepting(defined):
                 return forward()
 
-        return defined
+        return in_double
 
     def expected(self, cell: Cell, x: Inputs, parts: Sequence[Part]) -> dict[str, Tensor]:
         """All outputs by name in float64, a part at a time, to bound the memory."""
@@ -267,7 +265,7 @@ class Operator:
         for name in x.keys() - own:
             x[name] = x[name].double() if x[name].is_floating_point() else x[name]
         names = self.leaf_names(cell) if cell.passes != "fwd" else ()
-        for name in x.keys() & names - own.keys():
+        for name in {*names} - own.keys():
             x[name].requires_grad_()
         with torch.set_grad_enabled(bool(names)):
             outputs = as_tuple(self.exact(cell, x)())
@@ -396,7 +394,8 @@ class Module(Operator):
 
         Eval mode for the forward only, else training; no module here has dropout.
         """
-        module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
+        with NothingDrawn():
+            module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
         own: dict[str, Any] = dict(module.named_parameters())
         # Not strict, because buffers are no inputs; a parameter that is none raises a KeyError.
         module.load_state_dict({name: x[name] for name in own}, strict=False)
@@ -426,22 +425,3 @@ def _messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
 
 def _names(cell: Cell) -> dict[str, Any]:
     return {**{name: getattr(cell, name) for name in _WORDS}, **cell.sizes}
-
-
-class Intercepting(TorchFunctionMode):
-    """Calls `run(func, args, kwargs)` for a function of PyTorch or a dispatched one of fastattn."""
-
-    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.run(func, args, kwargs or {})
-
-
-def _defined(func: Any, args: Any, kwargs: Any) -> Any:
-    """The definition of a primitive, which PyTorch differentiates, in place of a kernel."""
-    if (primitive := operators.get(func)) is None:
-        return func(*args, **kwargs)
-    tensors, options = primitive.split(args)
-    return getattr(reference, primitive.name)(*tensors, options=options)
