@@ -1,9 +1,8 @@
 """The tests of operators: the tables of cases, the exact results and the error bound."""
 
 from fastattn.testing.additive import check_additive
-from fastattn.testing.append import check_append
 from fastattn.testing.cases import Case
-from fastattn.testing.decode import check_decode
+from fastattn.testing.decode import check_append, check_decode
 from fastattn.testing.encode_memory import check_encoding
 from fastattn.testing.hopfield import check_hopfield
 from fastattn.testing.inputs import check, make_inputs

@@ -138,7 +138,7 @@ class Call(Operands):
     The floating tensors in ``tensors`` are differentiated, those in ``options`` are not.
     """
 
-    plain: Callable[..., Any] | None = None  # the definition
+    plain: Callable[..., Any] | None = None  # another definition than the reference
 
     def watched(self) -> dict[str, Tensor | None]:
         return {n: x for n, x in (super().watched() | self.options).items() if is_tensor(x)}
@@ -154,9 +154,12 @@ class Call(Operands):
         return self.run(getattr(fastattn, self.operator))
 
     def definition(self) -> Results:
-        assert self.plain is not None
-        found: Results = self.cleaned(double).run(self.plain)
-        return found
+        clean: Call = self.cleaned(double)
+        if self.plain is not None:
+            return clean.run(self.plain)
+        # In forward mode a public function runs the reference as single operations of PyTorch.
+        with dispatch.use_backend("reference"), torch.autograd.forward_ad.dual_level():
+            return clean.results()
 
     def run(self, function: Callable[..., Any]) -> Results:
         """The results of ``function`` and the gradients of its arguments, by name."""

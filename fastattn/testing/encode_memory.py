@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import reference
-from fastattn.ops.encode_memory import encoding_factors, prepare
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import Draw, NamedCase
 from fastattn.testing.judge import Proof
@@ -52,20 +50,6 @@ def draw_sentences(
     return tokens, normal(v, d), normal(n, d)
 
 
-def factors_of(encoding: str | Tensor, words: int, width: int) -> Tensor:
-    """The factors of a call in float64, [J, D]."""
-    if isinstance(encoding, Tensor):
-        return encoding
-    return encoding_factors(encoding, words, width, dtype=torch.float64)
-
-
-def _encode(tokens: Tensor, weight: Tensor, temporal: Tensor, encoding: Any) -> Tensor:
-    factors = factors_of(encoding, tokens.shape[-1], weight.shape[-1])
-    _, (*tensors, options) = prepare(tokens, weight, encoding=factors, temporal=temporal)
-    out = reference.encode_memory(*tensors, options=options).squeeze(0)
-    return out.squeeze(1) if weight.ndim == 2 else out
-
-
 def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
     draw = Draw(case, dtype)
     tokens, weight, temporal = draw_sentences(case.sizes, dtype, draw.generator)
@@ -73,7 +57,7 @@ def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
     options = {"encoding": draw.normal(case.sizes[2], case.sizes[4]) if own else case.encoding}
     grads = {"out": draw.normal(case.sizes[0], *temporal.shape).to(dtype)}
     tensors: dict[str, Any] = {"tokens": tokens, "weight": weight, "temporal": temporal}
-    return Call("encode_memory", tensors, options, grads, plain=_encode)
+    return Call("encode_memory", tensors, options, grads)
 
 
 check_encoding = Proof("encode_memory", ENCODE_CASES, make=_make)

@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions
-from fastattn.ops.hopfield import prepared, primitive
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import Case, Draw, drawn
 from fastattn.testing.inputs import make_inputs
@@ -61,26 +57,6 @@ HOPFIELD_CASES = (
 )
 
 
-def define(
-    state: Tensor,
-    stored: Tensor,
-    projection: Tensor | None,
-    beta: Any,
-    attn_mask: Tensor | None,
-    update_steps_max: int,
-    update_steps_eps: float,
-    grad: str,
-) -> Tensor:
-    steps = (update_steps_max, update_steps_eps, "query", grad)
-    call = prepared(state, stored, projection, beta, *steps, attn_mask, False, False)
-    arguments, back = primitive(call)
-    xi, *_ = reference.hopfield_states(*arguments)
-    xi, key, value, mask = call.reading(back(xi))
-    lead, options = (call.state.shape[0], -1, -1, -1), AttentionOptions(scale=call.scale)
-    operands = (xi, key.expand(lead), value.expand(lead), mask)
-    return reference.attend(*operands, None, None, options)[0]
-
-
 def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     # Implicit derivatives are those of a fixed point, so the steps must converge.
@@ -100,7 +76,7 @@ def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
         tensors["beta"] = (1 + Draw(case, dtype).normal(*heads).abs() / 2).to(dtype)
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
     grads = {"out": given.grads["out"]}
-    return Call("hopfield_retrieve", tensors, options, grads, plain=define)
+    return Call("hopfield_retrieve", tensors, options, grads)
 
 
 check_hopfield = Proof("hopfield_retrieve", HOPFIELD_CASES, make=make_hopfield_inputs)

@@ -16,6 +16,7 @@ from fastattn import masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.backends.reference._mask_program import visible_by_program
+from fastattn.backends.reference._masked import distances, visible_pairs
 from fastattn.testing.calls import Operands, Results, declared
 from fastattn.testing.cases import ATTENTION_CASES, Case, Draw
 from fastattn.testing.judge import Proof
@@ -143,18 +144,15 @@ def _options(case: Case) -> AttentionOptions:
 
 def _visible(inputs: Operands) -> Tensor:
     """Return the visible pairs, [B, Hq, Lq, Lk]."""
-    options, mask = inputs.options, inputs.attn_mask
+    options, mask, program = inputs.options, inputs.attn_mask, inputs.mask_program
     shape = (*inputs.query.shape[:3], inputs.key.shape[2])
-    d = torch.arange(shape[2])[:, None] + options.offset - torch.arange(shape[3])
+    distance = distances(*shape[2:], options.offset, inputs.query.device)
     pairs = torch.ones(shape, dtype=torch.bool)
-    if options.window_left >= 0:
-        pairs &= d <= options.window_left
-    if options.window_right >= 0:
-        pairs &= d >= -options.window_right
-    if mask is not None:
-        pairs &= mask if mask.dtype == torch.bool else mask != -_INF
-    if inputs.mask_program is not None:
-        pairs &= visible_by_program(inputs.mask_program, shape[0], shape[2], shape[3])
+    seen = visible_pairs(distance, mask, options.window_left, options.window_right)
+    if seen is not None:
+        pairs &= seen
+    if program is not None:
+        pairs &= visible_by_program(program, shape[0], shape[2], shape[3])
     return pairs
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.testing.calls import Results
-from fastattn.testing.cases import NamedCase, current_draw
+from fastattn.testing.cases import NamedCase
 from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
@@ -212,11 +212,11 @@ class Proof:
         self, case: Any, dtype: torch.dtype
     ) -> tuple[Any, Results, Callable[[torch.dtype, tuple[str, ...]], Noise]]:
         """Return the inputs, the exact results, and the noise of some of them in a dtype."""
-        return _expected(self, case, dtype, current_draw())
+        return _expected(self, case, dtype)
 
 
 @functools.lru_cache(maxsize=32)
-def _expected(proof: Proof, case: Any, dtype: torch.dtype, draw: int) -> Any:
+def _expected(proof: Proof, case: Any, dtype: torch.dtype) -> Any:
     inputs = proof.make(case, dtype)
     exact = EXTENDED.get((proof.operator, dtype), type(inputs).definition)(inputs)
 

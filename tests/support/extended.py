@@ -14,9 +14,9 @@ from typing import Any
 import naive
 import torch
 
-from fastattn.ops.memory_hops import prepare
+from fastattn.ops.encode_memory import prepare as prepared_sentences
+from fastattn.ops.memory_hops import prepare as prepared_hops
 from fastattn.testing.calls import Call, Operands, Results, double
-from fastattn.testing.encode_memory import factors_of
 from fastattn.testing.judge import EXTENDED
 
 
@@ -26,11 +26,11 @@ def _primitive(inputs: Operands) -> Results:
 
 
 def _encoding(inputs: Call) -> Results:
-    tokens, *tables = inputs.tensors.values()
-    factors = factors_of(inputs.options["encoding"], tokens.shape[-1], tables[0].shape[-1])
-    weight, temporal = (x.unsqueeze(0) if x.ndim == 2 else x for x in tables)
-    out = naive.encode_memory(tokens, weight, factors, temporal)
-    return {"out": out.squeeze(1) if tables[0].ndim == 2 else out}
+    _, (tokens, weight, factors, temporal, _) = prepared_sentences(
+        **inputs.tensors, **inputs.options
+    )
+    out = naive.encode_memory(tokens[0], weight[0], factors, temporal[0])
+    return {"out": out.squeeze(1) if inputs.weight.ndim == 2 else out}
 
 
 def _hopfield(inputs: Call) -> Results:
@@ -53,7 +53,7 @@ def _luong(inputs: Call) -> Results:
 
 def _memory_hops(inputs: Call) -> Results:
     clean = inputs.cleaned()
-    _, (query, m, c, *rest, options) = prepare(**clean.tensors, **clean.options)
+    _, (query, m, c, *rest, options) = prepared_hops(**clean.tensors, **clean.options)
     if query.ndim == 2:
         query = query.unsqueeze(1)
     m, c, hop_proj = (
