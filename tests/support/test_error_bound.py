@@ -164,6 +164,20 @@ def test_the_judge_sees_any_result_that_is_wrong(operator: str) -> None:
             assert fault.startswith(f"{name} [")
 
 
+@dataclass(frozen=True)
+class Writing(Target):
+    """The reference, which writes into the memory before a tensor."""
+
+    def results(self, backend: Any, inputs: Any) -> dict[str, Tensor]:
+        inputs.query.as_strided((1,), (1,), 0).zero_()
+        return super().results(backend, inputs)
+
+
+def test_the_judge_sees_what_is_written() -> None:
+    verdict = testing.check(testing.Case("judged"), torch.float32, Writing("reference"))
+    assert verdict.faults == ["query was written to"]
+
+
 _SCRIPT = """
 import json, torch
 from fastattn.testing import check
