@@ -18,8 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 test_case = within_the_bound("hopfield_retrieve")
 
 
-GRADS = ("unroll", "one_step", "implicit")
-
 # --- transforms ----------------------------------------------------------------------------------
 
 
@@ -39,20 +37,6 @@ def test_compiles_with_patterns_for_all(backend: str, inputs: tuple[Tensor, Tens
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     one = inputs[1][:1]
     torch.testing.assert_close(compiled(inputs[0], one), f(inputs[0], one))
-
-
-@pytest.mark.parametrize("grad", GRADS)
-def test_hessian(grad: str, inputs: tuple[Tensor, Tensor]) -> None:
-    state, stored = (x[:1, :1] for x in inputs)
-
-    def loss(stored: Tensor) -> Tensor:
-        out = hopfield_retrieve(state, stored, beta=0.5, grad=grad, update_steps_eps=1e-9)
-        return out.sum()  # type: ignore[no-any-return]
-
-    hessian = torch.func.jacrev(torch.func.grad(loss))(stored).view(20, 20)
-    assert torch.isfinite(hessian).all()
-    if grad != "one_step":  # that is the gradient of no function
-        torch.testing.assert_close(hessian, hessian.mT, rtol=1e-5, atol=1e-7)
 
 
 def test_what_is_saved_does_not_grow_with_the_steps() -> None:

@@ -31,12 +31,6 @@ def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tupl
     return scaled_dot_product_attention(q, k, v, mask, return_lse=True)
 
 
-def by_definition(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Any:
-    """For states that are not empty."""
-    a, b = lse_a.exp()[..., None], lse_b.exp()[..., None]
-    return (a * out_a + b * out_b) / (a + b), (lse_a.exp() + lse_b.exp()).log()
-
-
 def states(dtype: torch.dtype, normal: Callable[..., Tensor]) -> list[Tensor]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shape = (2, 3, 5)
@@ -108,21 +102,6 @@ def test_two_sets_of_keys_are_one(
     assert_right(finite(found), lambda: finite(definition()), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
-def test_values_and_derivatives(
-    engine: Target, dtype: torch.dtype, normal: Callable[..., Tensor]
-) -> None:
-    leaves = [x.requires_grad_() for x in states(dtype, normal)]
-    grads = [normal(*x.shape).to(x.dtype) for x in leaves[:2]]
-    found = with_gradients(NAMES, merge_states(*leaves), leaves, grads)
-
-    def definition() -> dict[str, Tensor]:
-        exact = exactly(leaves)
-        return with_gradients(NAMES, by_definition(*exact), exact, [x.double() for x in grads])
-
-    assert_right(found, definition, dtype)
-
-
 @pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_any_of_the_states_may_need_a_gradient(
     engine: Target, needed: tuple[bool, ...], normal: Callable[..., Tensor]
@@ -152,29 +131,6 @@ def test_where_both_are_empty_a_gradient_of_anything_is_zero(
     assert not any(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("poison", [0.0, float("nan"), INF])
-def test_an_empty_state_contributes_nothing(
-    engine: Target, poison: float, normal: Callable[..., Tensor]
-) -> None:
-    out_a, lse_a, out_b, lse_b = states(torch.float64, normal)
-    out_a[0], lse_a[0] = poison, -INF
-    out_b[:, 0], lse_b[:, 0] = poison, -INF
-    given = [x.requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
-    out, lse = merge_states(*given)
-    torch.testing.assert_close(out[0, 1:], out_b[0, 1:], rtol=0, atol=0)
-    torch.testing.assert_close(lse[0, 1:], lse_b[0, 1:], rtol=0, atol=0)
-    torch.testing.assert_close(out[1, 0], out_a[1, 0], rtol=0, atol=0)
-    assert not out[0, 0].any()
-    assert (lse[0, 0] == -INF).all()
-    grads = torch.autograd.grad((out.sum() + lse[lse > -INF].sum()), given)
-    assert all(torch.isfinite(grad).all() for grad in grads)
-    assert not grads[0][0].any()
-    assert not grads[1][0].any()
-    assert not grads[2][:, 0].any()
-    assert not grads[3][:, 0].any()
-    assert (grads[2][0, 1:] == 1).all()
-
-
 def test_two_infinite_states_share_the_weight(
     engine: Target, normal: Callable[..., Tensor]
 ) -> None:
@@ -183,26 +139,6 @@ def test_two_infinite_states_share_the_weight(
     out, merged = merge_states(out_a, lse, out_b, lse)
     torch.testing.assert_close(out, (out_a + out_b) / 2)
     assert torch.equal(merged, lse)
-
-
-def test_large_and_distant_states(engine: Target, normal: Callable[..., Tensor]) -> None:
-    out_a, _, out_b, _ = states(torch.float32, normal)
-    lse_a, lse_b = torch.full((2, 3, 5), -1e4), torch.full((2, 3, 5), 3.0)
-    out, lse = merge_states(out_a, lse_a, out_b, lse_b)
-    assert torch.equal(out, out_b)
-    assert torch.equal(lse, lse_b)
-    out, lse = merge_states(out_a, lse_a - 1e30, out_a, lse_a - 1e30)
-    assert torch.equal(out, out_a)
-
-
-def test_order_and_grouping(engine: Target, normal: Callable[..., Tensor]) -> None:
-    a, b = states(torch.float64, normal)[:2], states(torch.float64, normal)[:2]
-    c = states(torch.float64, normal)[2:]
-    for x, y in zip(merge_states(*a, *b), merge_states(*b, *a), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
-    left, right = merge_states(*merge_states(*a, *b), *c), merge_states(*a, *merge_states(*b, *c))
-    for x, y in zip(left, right, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
 
 
 def test_packed_sequences(normal: Callable[..., Tensor]) -> None:

@@ -178,13 +178,3 @@ def test_a_derivative_reads_no_result_that_is_overwritten() -> None:
         out.fill_(math.nan)
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(grad, torch.full_like(x, 3.0))
-
-
-def test_forward_mode() -> None:
-    x, tangent = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    plain = sinusoidal_encoding(x, scale=3.0)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, tangent)
-        out = torch.autograd.forward_ad.unpack_dual(sinusoidal_encoding(dual, scale=3.0))
-    torch.testing.assert_close(out.primal, plain)
-    torch.testing.assert_close(out.tangent, 3.0 * tangent)

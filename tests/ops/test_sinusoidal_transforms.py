@@ -80,17 +80,6 @@ def test_decoding_does_not_recompile(backend: str) -> None:
     assert counter.frame_count <= 1
 
 
-@pytest.mark.complete
-def test_compiles_with_inductor(native: object, x: Tensor) -> None:
-    def f(x: Tensor) -> Tensor:
-        return sinusoidal_encoding(x * 2, scale=2.0, offset=7).relu()
-
-    compiled = torch.compile(f, fullgraph=True, dynamic=True)
-    for length in (3, 4, 9):
-        part = torch.randn(2, length, 6).transpose(0, 1)
-        torch.testing.assert_close(compiled(part), f(part))
-
-
 def test_compiled_table(backend: str) -> None:
     compiled = torch.compile(sinusoidal_table, fullgraph=True, backend="aot_eager")
     for length in (3, 5, 8):

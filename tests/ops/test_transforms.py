@@ -50,23 +50,6 @@ DROPPING = (*OPTIONS[:5], 0.25, 6, 8, 2)
 POSITIONS = torch.tensor([0, 1, 2, 5, 6, 7, 10], dtype=torch.int32)  # of the keys
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck_of_the_forward(backend: str, layout: str) -> None:
-    tensors = [LAYOUTS[layout](x).requires_grad_() for x in qkv(heads=2)]
-    torch.library.opcheck(forward_op, (*forward_tensors(*tensors), *PLAIN, 1, ""))
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
-    relaid = LAYOUTS[layout]
-    args = [relaid(x) for x in qkv(heads=2)]
-    out, lse, _ = forward_op(*forward_tensors(*args), *PLAIN, 0, "")
-    tensors = backward_tensors(relaid(torch.randn_like(out)), *args, out=out, lse=lse)
-    torch.library.opcheck(backward_op, (*tensors, *PLAIN, 0, False, False, ""))
-
-
 def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(backend: str) -> None:
     mode = FakeTensorMode()
     for layout in LAYOUTS.values():

@@ -132,14 +132,6 @@ def test_each_call_of_a_compiled_function_draws_its_own_dropout(inductor: bool) 
     assert gradient.isfinite().all()
 
 
-def test_backward_of_compiled_dropout_reuses_the_forward_seed() -> None:
-    query, value = rand(2, 2, 16, 8), rand(2, 2, 16, 8, requires_grad=True)
-    run = compiled(lambda q, v: attention(q, q, v, dropout_p=0.5, need_weights=True), dynamic=False)
-    out, weights = run(query, value)
-    (gradient,) = torch.autograd.grad(out.sum(), value)
-    assert_close(gradient, weights.detach().sum(-2, keepdim=True).mT.expand_as(value))
-
-
 def test_compiled_under_autocast() -> None:
     def call(*tensors: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -148,7 +148,9 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
     "hopfield-shared": (
         "BKLSD",
         lambda d: (normal(d.B, d.K, d.L, d.D), normal(1, d.K, d.S, d.D), normal(d.B, 1, 1, d.S)),
-        lambda d, x, m, mask: hopfield(x, m, update_steps_max=2, attn_mask=mask),
+        lambda d, x, m, mask: hopfield(
+            x, m, update_steps_max=2, attn_mask=mask, grad="implicit"
+        ),
     ),
     "encode-memory": (
         "BNJSD",
