@@ -20,10 +20,7 @@ from batched_modules import MODULES
 from torch import Tensor
 from torch._vmap_internals import _vmap
 from torch.autograd import gradcheck, gradgradcheck
-from torch.autograd.functional import jacobian
 from torch.testing import assert_close
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
 
 import fastattn
 from fastattn.autograd.memory_hops import hop_attention
@@ -99,30 +96,6 @@ def test_old_style(name: str) -> None:
     grads = grads_for(results, 3)
     got = gradient(results, inputs, grads, is_grads_batched=True)
     assert_close(got, looped(results, inputs, grads), **CLOSE)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_old_style_of_the_reference(name: str) -> None:
-    with fastattn.use_backend("reference"):
-        test_old_style(name)
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("name", CASES)
-def test_old_style_again(name: str) -> None:
-    """Batched gradients are differentiated, one by one and in a batch."""
-    function, inputs = CASES[name]()
-    results = results_of(function, inputs)
-    grads = grads_for(results, 2, requires_grad=True)
-    want = looped(results, inputs, grads, create_graph=True)
-    got = gradient(results, inputs, grads, create_graph=True, is_grads_batched=True)
-    assert_close(got, want, **CLOSE)
-    leaves = (*inputs, *grads)
-    assert_close(gradient([weighted(got)], leaves, None), gradient([weighted(want)], leaves, None))
-    differentiable = [g for g in got if g.requires_grad]
-    seconds = grads_for(differentiable, 2)
-    again = gradient(differentiable, leaves, seconds, is_grads_batched=True)
-    assert_close(again, looped(differentiable, leaves, seconds), **CLOSE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,22 +179,6 @@ def test_gradcheck_of_modules(name: str) -> None:
 # --- torch.autograd.functional and torch.func ------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["sdpa-plain", "hops-plain", "luong-predictive", "encode-memory", "mha-self"]
-)
-def test_jacobians(name: str) -> None:
-    function, inputs = CASES[name]()
-    function = differentiable(function, inputs)
-    numbers = tuple(range(len(inputs)))
-    plain = tuple(x.detach() for x in inputs)
-    want = jacobian(function, inputs)
-    assert_close(jacobian(function, inputs, vectorize=True), want, **CLOSE)
-    forward = jacobian(function, plain, vectorize=True, strategy="forward-mode")
-    assert_close(forward, want, **CLOSE)
-    assert_close(torch.func.jacrev(function, numbers, chunk_size=2)(*plain), want, **CLOSE)
-    assert_close(torch.func.jacfwd(function, numbers)(*plain), want, **CLOSE)
-
-
 FOLDED = {
     "sdpa-plain": (attention.backward, (10, 2, 3, 5)),
     "sdpa-bias-of-each": (attention.backward, (10, 2, 3, 5)),
@@ -296,61 +253,6 @@ def test_sparse_gradients_cannot_be_batched() -> None:
         torch.autograd.grad(out, weight, grads, is_grads_batched=True, retain_graph=True)
     with pytest.raises(RuntimeError, match="sparse=True has no batched gradients"):
         torch.vmap(lambda g: torch.autograd.grad(out, weight, g, retain_graph=True))(grads)
-
-
-# --- PyTorch's own samples -------------------------------------------------------------------
-
-(SDPA,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
-
-
-def test_the_samples_of_attention() -> None:
-    count = 0
-    for sample in SDPA.sample_inputs("cpu", torch.float64, requires_grad=True):
-        tensors = (sample.input, *sample.args)
-        inputs = tuple(x for x in tensors if isinstance(x, Tensor) and x.requires_grad)
-        if sample.kwargs.get("dropout_p") or sum(x.numel() for x in inputs) > 2000:
-            continue
-
-        rest = tensors[len(inputs) :]
-
-        def call(*x: Tensor, rest: Any = rest, kwargs: Any = sample.kwargs) -> Any:
-            return ATTENTION(*x, *rest, **kwargs)
-
-        assert gradcheck(call, inputs, fast_mode=True, check_batched_grad=True)
-        assert gradgradcheck(call, inputs, fast_mode=True, check_batched_grad=True)
-        count += 1
-    assert count > 3
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize(
-    "name",
-    ["MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer"],
-)
-def test_the_samples_of_modules(name: str) -> None:
-    """All against a loop, every sixteenth with gradcheck."""
-    (info,) = [info for info in module_db if info.name == f"nn.{name}"]
-    options = {"device": "cpu", "dtype": torch.float64, "requires_grad": True, "training": True}
-    samples = info.module_inputs_func(info, **options)
-    assert len(samples) > 30
-    for number, sample in enumerate(samples):
-        made = sample.constructor_input
-        torch.manual_seed(number)
-        module = getattr(fastattn.nn, name)(*made.args, **made.kwargs).double()
-        given = sample.forward_input
-        inputs = (*given.args, *module.parameters())
-
-        def call(*x: Tensor, module: Any = module, given: Any = given) -> Any:
-            torch.manual_seed(1)  # of the dropout
-            return module(*x[: len(given.args)], **given.kwargs)
-
-        results = results_of(call, inputs)
-        grads = grads_for(results, 2)
-        got = gradient(results, inputs, grads, is_grads_batched=True)
-        assert_close(got, looped(results, inputs, grads), **CLOSE)
-        if number % 16 == 0:
-            function = differentiable(call, inputs)
-            assert gradcheck(function, inputs, fast_mode=True, check_batched_grad=True)
 
 
 def _shared(x: Tensor) -> Tensor:
