@@ -1,5 +1,4 @@
-"""The Python blocks of the pages about one operator or module run, and the signatures in
-docs/design.md are those of the backends.
+"""The Python blocks of the pages about one operator or module run.
 
 The blocks of a page run one after the other, as in one session. What a page takes as given is made
 here. Other libraries' pages are in test_docs_snippets.py, tests/models and tests/distributed.
@@ -7,8 +6,6 @@ here. Other libraries' pages are in test_docs_snippets.py, tests/models and test
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -174,23 +171,3 @@ def test_tutorial_prints_what_it_shows(name: str, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert printed
     assert printed == shown(page)
-
-
-def parameters(function: ast.FunctionDef) -> list[str]:
-    of = function.args
-    return [arg.arg for arg in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
-
-
-def test_the_signatures_of_the_design_are_those_of_the_backends() -> None:
-    reference = importlib.import_module("fastattn.backends.reference")
-    page = ROOT / "docs/design.md"
-    compared = 0
-    for _, source in blocks(page):
-        for part in source.split("\ndef "):
-            head = "def " + part.removeprefix("def ").split(") ->")[0] + "): ..."
-            (function,) = ast.parse(head).body
-            assert isinstance(function, ast.FunctionDef)
-            expected = list(inspect.signature(getattr(reference, function.name)).parameters)
-            assert parameters(function) == expected, function.name
-            compared += 1
-    assert compared == 11
