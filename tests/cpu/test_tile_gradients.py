@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tile_attention import EMULATED, HERE, REAL, attention, gradients, qkv
+from tile_attention import EMULATED, HERE, REAL, attention, gradients, needs_tiles, qkv
 from torch import Tensor
 
 import fastattn
 from fastattn import decode_attention
 from fastattn.testing import Target
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def assert_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
@@ -50,19 +52,42 @@ def test_gradients_of_a_chunk_do_not_depend_on_the_threads(
     )
 
 
-@pytest.mark.parametrize("bad", [3.0, math.nan, math.inf])
-def test_hidden_keys_and_values_change_no_gradient(tiles: str, bad: float) -> None:
-    q, k, v = qkv(1, 2, 70, 300, 40)
+@DTYPES
+def test_the_gradient_of_a_table_does_not_depend_on_the_threads(
+    tiles: str, dtype: torch.dtype, same_for_any_threads: Any
+) -> None:
+    """Two chunks of keys, whose sums are added in order."""
+    q, k, v = (x.to(dtype) for x in qkv(1, 2, 40, 1100, 32, kv_heads=1))
+    table = torch.randn(2, 2199, generator=torch.Generator().manual_seed(5), requires_grad=True)
+
+    def gradient() -> Tensor:
+        out = attention(q, k, v, relative_bias=table, enable_gqa=True)
+        return torch.autograd.grad(out.float().square().sum(), table)[0]
+
+    found = same_for_any_threads(gradient)
+    assert (found[:, : 1099 + 40] != 0).all()
+    assert (found[:, 1099 + 40 :] == 0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("bad", [3.0, 1e-30, math.nan, math.inf])
+def test_hidden_keys_and_values_change_no_bit(tiles: str, dtype: torch.dtype, bad: float) -> None:
+    needs_tiles(tiles, dtype)
+    q, k, v = (x.to(dtype) for x in qkv(1, 2, 70, 300, 40))
     keys = torch.arange(300)
     padding = ((keys % 7 != 0) & (keys < 290) & (keys // 32 != 2)).view(1, 1, 1, 300)
     partial = padding & (torch.arange(70)[:, None] % 5 != keys % 5)
-    clean = [gradients(q, k, v, attn_mask=mask) for mask in (padding, partial)]
-    hidden = ~padding.view(300)
-    k[:, :, hidden] = bad
-    v[:, :, hidden] = -bad
-    for mask, expected in zip((padding, partial), clean, strict=True):
-        for a, b in zip(gradients(q, k, v, attn_mask=mask), expected, strict=True):
-            assert torch.equal(a, b)
+    found = []
+    for _ in range(2):
+        found.append(
+            [
+                x
+                for mask in (padding, partial)
+                for x in (attention(q, k, v, attn_mask=mask), *gradients(q, k, v, attn_mask=mask))
+            ]
+        )
+        k[:, :, ~padding.view(300)], v[:, :, ~padding.view(300)] = bad, -bad
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_key_that_some_queries_see_is_not_finite(tiles: str) -> None:
@@ -96,10 +121,11 @@ def test_scores_too_large_to_be_weighed_directly(tiles: str) -> None:
 @pytest.mark.skipif(REAL not in HERE, reason="needs AMX")
 @pytest.mark.parametrize("dim", [24, 64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 def test_real_tiles_give_the_bits_of_emulated_ones(
     dim: int, causal: bool, dtype: torch.dtype
 ) -> None:
+    needs_tiles(REAL, dtype)
     q, k, v = (x.to(dtype) for x in qkv(2, 4, 150, 330, dim, kv_heads=2))
     stacked = torch.cat([q[:, :, :1]] * 8, 1)  # sixteen rows of a key head
     found = []

@@ -66,9 +66,10 @@ def test_large_scores_and_values(tiles: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("value", [-1e9, -6e9, -1e11, -1e15, torch.finfo(torch.float32).min])
-def test_uniform_rows_of_large_numbers(tiles: str, value: float) -> None:
-    q, k, v = qkv(1, 1, 40, 130, 32)
+def test_uniform_rows_of_large_numbers(tiles: str, value: float, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(1, 1, 40, 130, 32))
     bias = torch.full((40, 130), value)
     out = attention(q, k, v, attn_mask=bias)
     torch.testing.assert_close(
