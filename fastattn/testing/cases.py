@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import Weights
-from fastattn.testing.memory import LAYOUTS, place_any
+from fastattn.testing.memory import LAYOUTS, place
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -142,7 +142,7 @@ class Draw:
         self, values: Tensor, layout: str = "contiguous", dtype: torch.dtype | None = None
     ) -> Tensor:
         """The values in the dtype of the case, or another one, in a layout."""
-        return place_any(values.to(dtype or self.dtype), layout)
+        return place(values.to(dtype or self.dtype), layout)
 
     def seed(self, dropout_p: float) -> Tensor | None:
         """The seed of dropout; None without dropout."""

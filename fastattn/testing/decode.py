@@ -173,7 +173,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype) -> Sequences:
     if case.program is not None or case.tree is not None:
         mask = _mask(case, pages * where.page, draw.generator)
         program = masks.cache_program("testing", mask, query, pages * where.page, lengths)
-        tensors["mask_program"] = memory.place_any(program)
+        tensors["mask_program"] = memory.place(program)
     tensors["cache_leftpad"] = torch.tensor(case.leftpad) if case.leftpad else None
     options = DecodeOptions(case.head_dim**-0.5, *case.window, case.softcap)
     clean = {"key_cache": of_keys, "value_cache": of_values}

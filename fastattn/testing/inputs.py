@@ -146,7 +146,7 @@ def _visible(inputs: Operands) -> Tensor:
     """Return the visible pairs, [B, Hq, Lq, Lk]."""
     options, mask, program = inputs.options, inputs.attn_mask, inputs.mask_program
     shape = (*inputs.query.shape[:3], inputs.key.shape[2])
-    distance = distances(*shape[2:], options.offset, inputs.query.device)
+    distance = distances(shape[2], shape[3], options.offset, inputs.query.device)
     pairs = torch.ones(shape, dtype=torch.bool)
     seen = visible_pairs(distance, mask, options.window_left, options.window_right)
     if seen is not None:

@@ -49,10 +49,16 @@ def allocate(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def place(values: Tensor, layout: str = "contiguous") -> Tensor:
-    """Return a tensor of ``layout`` inside poisoned memory, equal to ``values`` [B, H, L, D].
+    """Return a tensor of ``layout`` inside poisoned memory, equal to ``values`` [..., H, L, D].
 
-    An expanded layout repeats the first of the values along its dimension.
+    The dimensions before the last three are as one, B; missing ones are as 1. An expanded layout
+    repeats the first of the values along its dimension.
     """
+    missing = 4 - values.ndim
+    if missing < 0:
+        return place(values.flatten(0, -4), layout).unflatten(0, values.shape[:-3])
+    if missing > 0:
+        return place(values[(None,) * missing], layout)[(0,) * missing]
     poison: float = float("nan")
     if not values.is_floating_point():
         poison = True if values.dtype == torch.bool else 2**30
@@ -74,14 +80,6 @@ def place(values: Tensor, layout: str = "contiguous") -> Tensor:
     target = view.as_strided(first.shape, view.stride(), view.storage_offset())
     target.copy_(first)
     return view
-
-
-def place_any(values: Tensor, layout: str = "contiguous") -> Tensor:
-    """``place`` for values of any number of dimensions; those before the last three are as one."""
-    missing = 4 - values.ndim
-    if missing < 0:
-        return place(values.flatten(0, -4), layout).unflatten(0, values.shape[:-3])
-    return place(values[(None,) * missing], layout)[(0,) * missing]
 
 
 class Watch:

@@ -17,7 +17,7 @@ from fastattn.backends.primitives import NoOptions
 from fastattn.testing.calls import Operands
 from fastattn.testing.cases import Draw, NamedCase, drawn
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import LAYOUTS, place_any
+from fastattn.testing.memory import LAYOUTS, place
 
 _INF = float("inf")
 
@@ -95,8 +95,8 @@ def make_merge(case: MergeCase, dtype: torch.dtype) -> Operands:
 
     def placed_rows(values: Tensor) -> Tensor:
         if case.lse_layout == "transposed_rows":
-            return place_any(values.mT.contiguous()).mT
-        return place_any(values.unsqueeze(-1), case.lse_layout).squeeze(-1)
+            return place(values.mT.contiguous()).mT
+        return place(values.unsqueeze(-1), case.lse_layout).squeeze(-1)
 
     outs = [draw.normal(*shape).to(dtype) for _ in range(2)]
     lses = [(case.spread * draw.normal(*rows)).to(wide) for _ in range(2)]

@@ -117,7 +117,7 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
     if case.program is not None:
         mask = _mask(case, (q_lengths, k_lengths), draw.generator)
         operands = (query, key, (starts[0], starts[1]), case.bottom_right)
-        tensors["mask_program"] = memory.place_any(masks.packed_program("testing", mask, *operands))
+        tensors["mask_program"] = memory.place(masks.packed_program("testing", mask, *operands))
     options = VarlenOptions(
         case.head_dim**-0.5, case.bottom_right, *case.window, case.softcap, case.dropout_p
     )

@@ -19,7 +19,7 @@ from within_bound import assert_right
 
 import fastattn
 from fastattn import _cpu
-from fastattn.testing.memory import place_any
+from fastattn.testing.memory import place
 
 ACTIVATIONS: list[tuple[int, Callable[..., Tensor]]] = [
     (1, F.relu),
@@ -143,9 +143,9 @@ def check(
             pair and tuple(None if t is None else change(t) for t in pair) for pair in parts
         )
 
-    placed = None if table is None else place_any(table)
+    placed = None if table is None else place(table)
     y = _cpu.encoder_layer(
-        place_any(x), lengths, each(place_any), heads, norm_first, rms, *eps, number, placed
+        place(x), lengths, each(place), heads, norm_first, rms, *eps, number, placed
     )
     rest = (heads, norm_first, eps, f, table, rms)
 
