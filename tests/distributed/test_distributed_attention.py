@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import rank_group
 import torch
 from distributed_cases import (
     CASES,
-    LENGTHS,
     MASKS,
+    RANDOM_CASES,
     REFERENCE_CASES,
     Case,
     L,
@@ -138,55 +135,11 @@ def test_the_reference(tmp_path: Path) -> None:
     assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
 
 
-@st.composite
-def cases(draw: Any) -> Case:
-    """Cases of random options that fit each other."""
-    heads = draw(st.sampled_from([(4, 4), (4, 2), (12, 12), (12, 4)]))
-    options: dict[str, Any] = {}
-    mask = draw(st.sampled_from(["", *MASKS])) if heads[0] == 4 else ""
-    of_mask = st.just("") if mask else st.sampled_from(["", "bool", "added", "hidden", "columns"])
-    attn_mask = draw(of_mask)
-    if not attn_mask and draw(st.booleans()):
-        options["is_causal"] = True
-    if draw(st.booleans()):
-        options["window"] = draw(st.tuples(st.integers(-1, 30), st.integers(-1, 30)))
-    if draw(st.booleans()):
-        options["softcap"] = 2.0
-    if draw(st.booleans()):
-        options["dropout_p"] = 0.4
-    return Case(
-        f"random-{draw(st.integers(0, 999))}",
-        draw(st.sampled_from(["ring", "allgather", "ulysses", "auto"])),
-        draw(st.sampled_from(["contiguous", "zigzag", "shuffled", "reversed"])),
-        draw(st.sampled_from(list(LENGTHS))),
-        draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        heads,
-        draw(st.sampled_from([(8, 8), (16, 5)])),
-        options,
-        attn_mask,
-        mask,
-        draw(st.booleans()),
-        draw(st.sampled_from([False, True, "differentiated"])),
-    )
-
-
 @pytest.mark.slow
 def test_random_cases(tmp_path: Path) -> None:
-    call = "distributed_cases:run_case"
-    with contextlib.ExitStack() as groups:
-        of = {
-            n: groups.enter_context(rank_group.serving(tmp_path / str(n), call, n, 120.0))
-            for n in (2, 3, 4, 5)
-        }
-
-        @hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
-        @hypothesis.given(cases(), st.sampled_from(list(of)))
-        def search(case: Case, ranks: int) -> None:
-            hypothesis.assume(case.fits(ranks))
-            wrong = failures([case], [of[ranks](case)])
-            assert not wrong, wrong
-
-        search()
+    jobs = [("distributed_cases:run_random_cases", ranks) for ranks in (2, 3, 4, 5)]
+    wrong = failures(RANDOM_CASES, rank_group.run(tmp_path, jobs, seconds=120))
+    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
 
 
 # --- layouts -------------------------------------------------------------------------------------

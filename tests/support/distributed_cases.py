@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
 from fastattn.checks import draw_seed
 from fastattn.distributed import Layout
+from fastattn.testing.cases import drawn
 
 B, L = 2, 40
 DOCUMENTS = torch.arange(L) // 11
@@ -344,10 +345,6 @@ def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    return run_cases([case])
-
-
 REFERENCE_CASES = (
     Case(
         "reference", backend="reference", lengths="uneven", sinks=True, options={"is_causal": True}
@@ -358,3 +355,37 @@ REFERENCE_CASES = (
 
 def run_reference_cases() -> dict[str, Any]:
     return run_cases(REFERENCE_CASES)
+
+
+def _random_cases() -> Iterator[Case]:
+    """Any options that fit each other."""
+    sizes = {
+        "method": ["ring", "allgather", "ulysses", "auto"],
+        "layout": ["contiguous", "zigzag", "shuffled", "reversed"],
+        "lengths": list(LENGTHS),
+        "heads": [(4, 4), (4, 2), (12, 12), (12, 4)],
+        "widths": [(8, 8), (16, 5)],
+    }
+    options = {
+        "options": [
+            *({"is_causal": True}, {"window": (9, 3)}, {"window": (-1, 0)}, {"softcap": 2.0}),
+            *({"dropout_p": 0.4}, {"window": (30, 4), "softcap": 2.0, "dropout_p": 0.4}),
+            *({"is_causal": True, "dropout_p": 0.4}, {"is_causal": True, "softcap": 2.0}),
+        ],
+        "dtype": [torch.bfloat16] * 4,
+        "mask": list(MASKS),
+        "attn_mask": ["bool", "added", "hidden", "columns"],
+        "sinks": [True] * 4,
+        "slopes": [True, "differentiated"] * 2,
+    }
+    for case in drawn(Case("random"), 60, sizes, options):
+        alone = not (case.attn_mask and (case.mask or "is_causal" in case.options))
+        if alone and (case.heads[0] == 4 or not case.mask):
+            yield case
+
+
+RANDOM_CASES = tuple(_random_cases())
+
+
+def run_random_cases() -> dict[str, Any]:
+    return run_cases(RANDOM_CASES)

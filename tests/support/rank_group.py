@@ -9,18 +9,15 @@ talks through its device ``eth0``. No process outlives the call.
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import ctypes
 import importlib
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 Job = tuple[str, int]  # "module:function", the number of ranks
-_NAMESPACES, _FOLDER = "RANK_GROUP_NAMESPACES", "RANK_GROUP_FOLDER"
+_NAMESPACES = "RANK_GROUP_NAMESPACES"
 
 
 def run(
@@ -47,7 +44,6 @@ def run(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "eth0" if namespaces else "lo",
         _NAMESPACES: " ".join(namespaces),
-        _FOLDER: str(folder),
     }
     launcher = subprocess.Popen(
         [sys.executable, __file__, str(folder), str(seconds), *names],
@@ -68,49 +64,6 @@ def run(
         [_result(folder / f"{n}-{rank}.pt") for rank in range(size)]
         for n, (_, size) in enumerate(jobs)
     ]
-
-
-@contextlib.contextmanager
-def serving(
-    folder: Path, function: str, ranks: int, seconds: float
-) -> Iterator[Callable[[Any], list[Any]]]:
-    """A function that calls "module:function" with an argument on each rank of one group.
-
-    It serves for four times as many ``seconds``.
-    """
-    folder.mkdir()
-    count = itertools.count()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        served = pool.submit(run, folder, [("rank_group:serve", ranks)], seconds)
-
-        def call(argument: Any) -> list[Any]:
-            n = next(count)
-            _put(folder / f"ask-{n}", (function, argument))
-            answers = [folder / f"answer-{n}-{rank}" for rank in range(ranks)]
-            while not all(path.exists() for path in answers):
-                assert not served.done(), served.exception()
-                time.sleep(0.005)
-            return [_result(path) for path in answers]
-
-        try:
-            yield call
-        finally:
-            _put(folder / f"ask-{next(count)}", None)
-            served.result()
-
-
-def serve() -> None:
-    """On a rank: answer until there is nothing more."""
-    folder = Path(os.environ[_FOLDER])
-    for n in itertools.count():
-        while not (folder / f"ask-{n}").exists():
-            time.sleep(0.005)
-        asked = _result(folder / f"ask-{n}")
-        if asked is None:
-            return
-        module, name = asked[0].split(":")
-        answer = getattr(importlib.import_module(module), name)(asked[1])
-        _put(folder / f"answer-{n}-{dist.get_rank()}", answer)
 
 
 def _put(path: Path, what: Any) -> None:
