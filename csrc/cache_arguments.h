@@ -32,11 +32,6 @@ struct AppendTensors {
                    cache_leftpad)
 };
 
-struct GatherTensors {
-  FASTATTN_TENSORS(key_cache, value_cache, key_scales, value_scales, cache_seqlens, block_table,
-                   cache_batch_idx, cache_leftpad)
-};
-
 // Where the rows are, as addresses; a null pointer is none.
 struct Cache {
   DType dtype;            // of the rows

@@ -16,7 +16,6 @@ append_to_cache: _Primitive
 decode_attention: _Primitive
 encode_memory: _Primitive
 encode_memory_backward: _Primitive
-gather_rows: _Primitive  # of caches, times their scales; by name `dtype`, for tests
 hopfield_backward: _Primitive  # of the steps; by name also `needed`
 hopfield_retrieve: _Primitive  # `keeps`: return all states, and their statistics
 hopfield_steps: _Primitive  # again as many as `taken`, at most `most`: their states and statistics

@@ -51,16 +51,6 @@ void gather(CacheCall& t, DType dtype) {
   t.block_table = nullptr, t.k_batch = nullptr;
 }
 
-py::tuple gather_rows(const GatherTensors& x, int dtype) {
-  CacheCall t{};
-  t.attention.dtype = static_cast<DType>(dtype), t.attention.threads = threads();
-  t.attention.B = view_of("cache_seqlens", x.cache_seqlens).size[0];
-  read_cache(t, x);
-  check_cache(t);
-  gather(t, t.attention.dtype);
-  return py::make_tuple(t.gathered[0], t.gathered[1]);
-}
-
 bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t queries,
                            bool masked_or_biased) {
   if (masked_or_biased) return false;

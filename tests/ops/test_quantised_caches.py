@@ -215,15 +215,22 @@ def test_keys_and_values_may_alternate_in_memory(backend: str, dim: int) -> None
 @pytest.mark.parametrize("append", [True, False])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+@pytest.mark.parametrize("queries", [2, 40])  # read in place, and widened first
 @of_each_dtype
 def test_scales_must_be_positive_and_finite(
-    backend: str, cached: torch.dtype, name: str, paged: bool, append: bool, wrong: float
+    backend: str,
+    cached: torch.dtype,
+    queries: int,
+    name: str,
+    paged: bool,
+    append: bool,
+    wrong: float,
 ) -> None:
     """Those of e4m3 times the unit of its codes."""
     if cached == torch.int8 and wrong == 1.4e36:
         wrong = float("nan")
     for row, at in ((0, (2, 0, 0)), (8, (2, 1, 8))):  # of the last sequence
-        given = operands(paged=paged, cached=cached)
+        given = operands(paged=paged, cached=cached, queries=queries)
         if not append:
             del given["key"], given["value"]
         if paged:
