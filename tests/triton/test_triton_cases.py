@@ -126,7 +126,7 @@ QUICK = {
         mask-padding-poison program-sinks-nan-queries relative-65x16 relative-grid-decode
         window-3-5-65x65-full""",
     "additive_attention": "dropout-mask",
-    "append_to_cache": "plain",
+    "append_to_cache": "plain mixed-32",
     "decode_attention": "long page-7 program-causal program-many relative softcap-alibi",
     "encode_memory": "3x4x5x11x8-position",
     "hopfield_retrieve": "bias",

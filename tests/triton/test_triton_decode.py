@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fastattn
 from fastattn import masks
@@ -42,28 +41,6 @@ def test_a_sequence_has_the_same_bits_in_any_company() -> None:
     for whole, one, found in zip(both, alone, paged, strict=True):
         assert torch.equal(whole[:1], one)
         assert torch.equal(whole, found)
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_new_rows_are_appended(paged: bool, generator: torch.Generator) -> None:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    query, key, value = (normal(2, heads, 3, 8) for heads in (4, 2, 2))
-    lengths = torch.tensor([5, 0])
-    table = torch.tensor([[3, 1, 0], [2, 5, 4]]) if paged else None
-    shape = (6, 2, 4, 8) if paged else (2, 2, 12, 8)
-    caches = normal(*shape), normal(*shape)
-    results = []
-    for name in ("triton", "reference"):
-        kept = [x.clone() for x in caches]
-        with fastattn.use_backend(name):
-            out = fastattn.decode_attention(
-                query, *kept, lengths, key=key, value=value, block_table=table, is_causal=True
-            )
-        results.append((*kept, out))
-    for index, (found, want) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(found, want) if index < 2 else torch.allclose(found, want, atol=1e-5)
 
 
 def test_pages_that_are_not_there_are_not_read() -> None:

@@ -75,21 +75,6 @@ def test_it_is_the_same_bits_again_and_alone(generator: torch.Generator) -> None
 
 
 @pytest.mark.complete
-def test_dropout_keeps_what_the_reference_keeps(generator: torch.Generator) -> None:
-    query, key, value = _qkv(generator, 2, 2, 33, 16, grad=False)
-    kept = []
-    for name in ("triton", "reference"):
-        with fastattn.use_backend(name):
-            _, weights = fastattn.scaled_dot_product_attention(
-                query, key, value, dropout_p=0.4, need_weights=True, average_weights=False,
-                generator=torch.Generator().manual_seed(5),
-            )  # fmt: skip
-        kept.append(weights != 0)
-    assert torch.equal(*kept)
-    assert 0.5 < kept[0].double().mean() < 0.7
-
-
-@pytest.mark.complete
 @pytest.mark.parametrize("entry", [-math.inf, torch.finfo(torch.float32).min])
 def test_an_entry_of_a_relative_bias_may_hide_its_distance(
     entry: float, generator: torch.Generator
