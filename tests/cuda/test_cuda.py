@@ -26,7 +26,6 @@ from torch import Tensor
 
 import fastattn
 from fastattn import compat, dispatch, info
-from fastattn.bias import T5, Window2d
 from fastattn.testing import Case, Deviation, Verdict, check
 from fastattn.testing.inputs import PROGRAMS, make_inputs
 
@@ -333,27 +332,6 @@ def test_an_entry_of_minus_infinity_hides_its_pairs(
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     assert not found[0][:, :, :10].any()
     assert found[0][:, :, 10:].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("shape", "length", "bias"),
-    [
-        pytest.param((8, 2), 70, lambda table: T5(table, max_distance=20), id="t5"),
-        pytest.param((9 * 13, 2), 35, lambda table: Window2d(table, (5, 7)), id="swin"),
-    ],
-)
-def test_tables_of_t5_and_swin(
-    adapter: ModuleType, shape: tuple[int, int], length: int, bias: Any
-) -> None:
-    draw = torch.Generator().manual_seed(5)
-    query, key, value, grad_out = torch.randn(4, 3, 2, length, 8, generator=draw)
-    tensors = (query, key, value, torch.randn(shape, generator=draw))
-    found, wanted = (
-        _with_gradients(adapter, backend, tensors, grad_out, bias)
-        for backend in ("cuda", "reference")
-    )
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 # The host does not read positions. In a process of its own, as above.

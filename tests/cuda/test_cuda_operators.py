@@ -84,6 +84,12 @@ TABLES = {
             max(case.head_dim, case.value_dim or 0) <= 256 and not (case.quantised or case.leftpad)
         ),
     ),
+    "append": Table(
+        "append_to_cache",
+        lambda case: case.rows > 20,
+        every=1,
+        fits=lambda case: not (case.rotary or case.quantised),
+    ),
     "varlen": Table(
         "varlen_attention",
         lambda case: sum(case.q_lengths) > 220 or sum(case.k_lengths or ()) > 1000,

@@ -16,7 +16,6 @@ from fenced import run_fenced
 from torch import Tensor
 
 from fastattn import dispatch, masks
-from fastattn.backends import reference
 from fastattn.backends.primitives import (
     AppendOptions,
     AttentionBackwardOptions,
@@ -122,52 +121,6 @@ def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
         one, other = (y.movedim(1, 0) if name == "lse" else y for y in (x, found[name]))
         assert torch.equal(one[others], other[others]), name
         assert other[~others].isnan().any(), name
-
-
-def test_a_page_table_changes_no_bit(adapter: ModuleType) -> None:
-    case = DecodeCase("pages", lengths=(300, 65), capacity=320)
-    inputs = make_decode(case, torch.float32)
-    query, keys, values, lengths = inputs.args[:4]
-    assert keys is not None
-    assert values is not None
-    pages = torch.randperm(10, generator=torch.Generator().manual_seed(1)).view(2, 5).int()
-
-    def paged(cache: Tensor) -> Tensor:
-        parts = torch.stack(cache.split(64, 2), 1).flatten(0, 1)  # of [2, Hkv, 320, D]
-        made = torch.empty_like(parts)
-        made[pages.flatten().long()] = parts
-        return made
-
-    want = adapter.decode_attention(query, keys, values, lengths, options=inputs.options)
-    got = adapter.decode_attention(
-        query, paged(keys), paged(values), lengths, pages, options=inputs.options
-    )
-    for name, one, other in zip(("out", "lse"), got, want, strict=True):
-        assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize("way", ["contiguous", "entries", "paged"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_append_writes_behind_each_sequence_and_nowhere_else(
-    adapter: ModuleType, way: str, dtype: torch.dtype
-) -> None:
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(dtype)
-
-    caches = [normal(6, 2, 8, 5).transpose(1, 2).contiguous().transpose(1, 2), normal(6, 2, 8, 7)]
-    new = [normal(2, 2, 3, 5), normal(2, 2, 3, 7).transpose(2, 3).contiguous().transpose(2, 3)]
-    table = torch.tensor([[5, 0], [3, 1]], dtype=torch.int32) if way == "paged" else None
-    entries = torch.tensor([4, 2]) if way == "entries" else None
-    lengths = torch.tensor([7, 2] if way == "paged" else [5, 0])
-    want = [cache.clone() for cache in caches]
-    reference.append_to_cache(*want, *new, lengths, table, entries, options=AppendOptions())
-    tensors = (*caches, *new, lengths, table, entries)
-    assert _why_not(adapter, "append_to_cache", tensors, AppendOptions()) == []
-    adapter.append_to_cache(*tensors, options=AppendOptions())
-    for got, expected in zip(caches, want, strict=True):
-        assert torch.equal(got, expected)
 
 
 def _why_not(adapter: ModuleType, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
