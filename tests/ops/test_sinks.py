@@ -102,38 +102,6 @@ def test_states_are_merged_with_the_sinks_in_one_of_them() -> None:
         assert_close(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("is_parameter", [False, True])
-def test_a_plan_has_the_bits_of_the_general_path(
-    is_parameter: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sinks: Tensor = torch.randn(8, dtype=torch.promote_types(dtype, torch.float32))[::2]
-    sinks[3] = -math.inf
-    sinks = torch.nn.Parameter(sinks) if is_parameter else sinks.requires_grad_()
-    leaves = [*(x.requires_grad_() for x in qkv(dtype)), sinks]
-    mask = torch.rand(6, 9) < 0.5
-    mask[2] = False
-
-    def call() -> Tensor:
-        return attend(*leaves[:3], mask, sinks=sinks)
-
-    fast = call()
-    with monkeypatch.context() as patch:
-        patch.setattr("fastattn.call.may_plan", lambda: False)
-        general = call()
-    assert torch.equal(fast, general)
-    with torch.no_grad():
-        assert torch.equal(fast, call())
-    grad_out = torch.randn_like(fast)
-    grads = [torch.autograd.grad(out, leaves, grad_out) for out in (fast, general)]
-    for got, want in zip(*grads, strict=True):
-        assert torch.equal(got, want)
-    constant = attend(*leaves[:3], mask, sinks=sinks.detach())  # no gradient of sinks is computed
-    without = torch.autograd.grad(constant, leaves[:3], grad_out)
-    for got, want in zip(without, grads[1][:3], strict=True):
-        assert torch.equal(got, want)
-
-
 def test_the_gradient_of_sinks_has_their_dtype() -> None:
     for dtype, own in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         sinks = torch.randn(4, dtype=own, requires_grad=True)

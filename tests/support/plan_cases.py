@@ -15,7 +15,8 @@ from fastattn import masks
 from fastattn.bias import T5
 
 SLOPES, SINKS = torch.linspace(0.1, 0.9, 4), torch.linspace(-1.0, 1.5, 4)
-LEARNED_SINKS = SINKS.flip(0).requires_grad_()
+LEARNED_SINKS = torch.linspace(1.5, -1.0, 8)[::2].requires_grad_()  # with gaps
+DOCUMENTS = torch.arange(12).view(2, 6) // 5, torch.arange(18).view(2, 9) // 7
 BOTTOM_RIGHT = {"is_causal": True, "causal_alignment": "bottom_right"}
 
 
@@ -59,7 +60,12 @@ SDPA = Planned(
         "vector-mask": {"attn_mask": normal(9)},
         "learned-mask": {"attn_mask": normal(4, 6, 9).requires_grad_()},
         "learned-sinks": {"sinks": LEARNED_SINKS},
-        "document": {"mask": masks.sliding_window(3, 1)},
+        "mask": {"mask": masks.sliding_window(3, 1)},
+        "masks": {
+            "mask": masks.document(*DOCUMENTS),
+            "attn_mask": scattered(6, 9),
+            "sinks": LEARNED_SINKS,
+        },
         "relative-bias": {"relative_bias": normal(4, 21).requires_grad_()},
         "t5": {"relative_bias": T5(normal(8, 4), False, 6), **BOTTOM_RIGHT},
         "lse": {"return_lse": True},
