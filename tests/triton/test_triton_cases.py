@@ -124,7 +124,7 @@ WORK += [
 QUICK = {
     "scaled_dot_product_attention": """dropout-0.5 mask-finfo-min mask-float-bqk
         mask-padding-poison program-sinks-nan-queries relative-65x16 relative-grid-decode
-        window-3-5-65x65-full""",
+        relative-softcap window-3-5-65x65-full""",
     "additive_attention": "dropout-mask",
     "append_to_cache": "plain mixed-32",
     "decode_attention": "long page-7 program-causal program-many relative softcap-alibi",
