@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -77,6 +78,17 @@ def test_the_error_against_float64_is_a_few_percent(
     error = (out - want).square().mean().sqrt() / want.square().mean().sqrt()
     low, high = (0.02, 0.045) if cached == FP8 else (0.003, 0.015)
     assert low < error < high
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_far_below_the_greatest_count(backend: str, dtype: torch.dtype) -> None:
+    """In products of integers a weight is two bytes. The upper one of 1/270 of the most is 0."""
+    query, key = torch.ones(1, 4, 1, 64, dtype=dtype), torch.zeros(1, 1, 100, 64).to(torch.int8)
+    key[:, :, 0] = 1
+    scales = {"key_scales": torch.full((1, 1, 100), 0.7), "value_scales": torch.ones(1, 1, 100)}
+    out = decode_attention(query, key, 1 - key, **scales)
+    others = 99 * math.exp(-0.7 * 8)  # beside the first key, whose value is 0
+    assert_close(out, torch.full_like(out, others / (1 + others)))
 
 
 def test_every_number_of_fp8_is_read_and_written(backend: str) -> None:
