@@ -55,6 +55,16 @@ def test_a_raised_reference_beside_one_that_is_found_at_the_end(tiles: str) -> N
         assert torch.equal(a[:, :, 34:], b[:, :, 34:])
 
 
+def test_a_sink_has_the_reference_of_the_weights(tiles: str) -> None:
+    """They are scaled to the range of float16, and so must be what it adds to their sum."""
+    q, k, v = halves(1, 2, 40, 130, 32)
+    sinks = torch.tensor([0.5, 3.0])
+    got = attention(q, k, v, sinks=sinks, return_lse=True)
+    with fastattn.use_backend("reference"):
+        want = attention(q.double(), k.double(), v.double(), sinks=sinks.double(), return_lse=True)
+    assert_close(got, want)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_many_small_weights_beside_a_large_one(tiles: str, first: bool) -> None:
     """Each is below half of the least number of float16, and together they are a share of 3e-4."""
