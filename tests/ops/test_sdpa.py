@@ -64,6 +64,13 @@ def test_case(case: Case, dtype: torch.dtype, target: Target) -> None:
     assert verdict.ok, "\n".join(verdict.faults)
 
 
+def test_pairs_of_keys_begin_at_an_even_one() -> None:
+    """Products of bf16 take two keys at a time. Padding on the left may end between them."""
+    case = next(case for case in TABLE if case.name == "mask-left_padding-poison")
+    for target in targets(emulated=True):
+        assert not check(case, torch.bfloat16, target).faults, target
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_every_case_everywhere(part: int) -> None:
