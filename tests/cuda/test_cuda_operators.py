@@ -119,6 +119,12 @@ def test_case(adapter: ModuleType, table: Table, case: Any, dtype: torch.dtype, 
     assert verdict.ok, "\n".join(verdict.faults)
 
 
+def test_the_rows_of_a_thread_are_of_several_heads(adapter: ModuleType) -> None:
+    table = TABLES["sinusoidal"]
+    for case in table.more:
+        assert not table.check(case, torch.float32, Emulated(adapter)).faults
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", TABLES)
