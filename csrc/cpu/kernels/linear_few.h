@@ -77,6 +77,8 @@ class FewRows {
   static constexpr int64_t kChunk = kLine / P::kPerWord;  // words of a panel: one line of each row
   static constexpr int64_t kAhead = kLinesAhead * kLine;  // elements
   static constexpr int kRows = kSquareRows<E>;
+  // As many sums as the registers hold; three rows take those of four vectors, too.
+  static constexpr int kSums = kRegisters == 32 ? 16 : 8;
 
  public:
   // With more, both kernels are as fast with AVX2.
@@ -186,8 +188,14 @@ class FewRows {
   // sums[row][lane] += x panel
   void multiply(const Word* x, int64_t ldx, int64_t count, bool first, Buffers& buf) const {
     T* sums = buf.sums;
-    for (int64_t m = 4; m <= p.M; m += 4, x += 4 * ldx, sums += 4 * L)
-      tiles<4>(x, ldx, count, first, buf.panel, sums);
+    int64_t left = p.M;
+    const auto take = [&](auto width) __attribute__((always_inline)) {
+      constexpr int kTaken = decltype(width)::value;
+      for (; left >= kTaken; left -= kTaken, x += kTaken * ldx, sums += kTaken * L)
+        tiles<kTaken>(x, ldx, count, first, buf.panel, sums);
+    };
+    if constexpr (kSums / kVectors > 4) take(Width<kSums / kVectors>());
+    take(Width<4>());
     if (p.M % 4 == 1) tiles<1>(x, ldx, count, first, buf.panel, sums);
     if (p.M % 4 == 2) tiles<2>(x, ldx, count, first, buf.panel, sums);
     if (p.M % 4 == 3) tiles<3>(x, ldx, count, first, buf.panel, sums);
@@ -196,8 +204,6 @@ class FewRows {
   template <int kRowsOfX>
   static __attribute__((noinline)) void tiles(const Word* x, int64_t ldx, int64_t count, bool first,
                                               const E* panel, T* sums) {
-    // As many sums as the registers hold; three rows take those of four vectors, too.
-    constexpr int kSums = kRegisters == 32 ? 16 : 8;
     constexpr int NV = min_of(kVectors, kSums / (kRowsOfX == 3 ? 4 : kRowsOfX));
     for (int64_t n = 0; n < L; n += NV * W, sums += NV * W, panel += NV * W) {
       Vec<T> acc[kRowsOfX][NV];
