@@ -40,6 +40,8 @@ class Gemm(NamedTuple):
     ours_up_to: int = 0  # up to this size, y is ours
     small_up_to: int = 0  # the largest attention in one native call, see nn/_small.py
     layer_up_to: int = 0  # the largest rows·E·F of a layer in one, see nn/_encoder_layer.py
+    fewest: int = 2  # of `few` rows; one row is by `one_from`
+    few_from: int = 0  # and the elements of their weight
 
 
 class Row(NamedTuple):
@@ -94,6 +96,7 @@ ROWS = (
     Row("isa", "", "", "the strongest", _UNMEASURED),
 
     Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", small_up_to=2**20, layer_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98"),
+    Row("gemm", "cpu Intel -avx512_bf16", "float32", Gemm("torch", "torch", "torch", 32, ANY, 2**24, small_up_to=2**22, layer_up_to=2**26, fewest=8, few_from=2**21), f"{_PAGE}: MKL as fast as oneDNN; ours 1.0 to 1.9 times MKL for 8 to 32 rows"),
     Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22, layer_up_to=2**26), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
     Row("gemm", "cpu AMD -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}: ours 147 GFLOP/s, PyTorch 18"),
     Row("gemm", "cpu Intel -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}, on an AMD EPYC: ours 147 GFLOP/s, PyTorch 18"),

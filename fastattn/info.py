@@ -87,6 +87,8 @@ _GEMM = {
     "ours_up_to": "outputs by ours up to {}",
     "small_up_to": "whole attention in one call up to {}",
     "layer_up_to": "a whole encoder layer in one call up to {}",
+    "fewest": "few rows are {} or more",
+    "few_from": "of weights from {} on",
 }
 
 

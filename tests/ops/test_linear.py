@@ -339,11 +339,12 @@ def test_the_same_bits_every_time(
     assert all(torch.equal(linear(x, weight), first) for _ in range(5))
 
 
-AMD, AMX = (
+AMD, AMX, XEON = (
     Processor("cpu", *rest)
     for rest in (
         ("AMD", "", frozenset({"avx512f", "avx512_bf16"})),
         ("Intel", "", frozenset({"avx512f", "avx512_bf16", "amx_bf16"})),
+        ("Intel", "", frozenset({"avx512f"})),
     )
 )
 OLD = Processor("cpu", "AMD", "", frozenset({"avx2"}))
@@ -368,6 +369,20 @@ def test_the_rule_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gemms.gemm_of("y", torch.bfloat16, *small) == "onednn"
         with torch.backends.mkldnn.flags(enabled=False):
             assert gemms.gemm_of("y", torch.bfloat16, *small) == "torch"
+    with be(XEON):
+        weight = 2**21
+        for rows, elements, name in (
+            (1, 4 * weight, "torch"),
+            (7, 4 * weight, "torch"),
+            (8, weight, "ours"),
+            (32, weight, "ours"),
+            (32, weight - 1, "torch"),
+            (33, weight, "torch"),
+        ):
+            work = rows * elements
+            assert gemms.gemm_of("y", torch.float32, rows, work) == name
+            chosen = gemms.faster_than_torch(torch.float32)(rows, work)
+            assert (chosen is not None) == (name == "ours")
     with be(OLD):
         assert gemms.gemm_of("y", torch.float32, *large) == "torch"
         for product in ("y", "dx", "dw"):

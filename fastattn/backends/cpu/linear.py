@@ -57,7 +57,9 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
     if work < max(gemm.least if product == "y" else gemm.least_grad, 1):
         return "torch"
     if product == "y" and rows <= gemm.few:
-        return "ours" if rows > 1 or work >= gemm.one_from else "torch"
+        enough = gemm.one_from if rows == 1 else rows * gemm.few_from
+        is_ours = work >= enough and (rows == 1 or rows >= gemm.fewest)
+        return "ours" if is_ours else "torch"
     if product == "y" and work <= gemm.ours_up_to:
         return "ours"
     chosen: str = getattr(gemm, product)
