@@ -184,9 +184,11 @@ class _Layer:
 _known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
-def known(layer: nn.Module, names: Names) -> _Layer | None:
-    """What a layer has for a native call; None if its own forward must run."""
+def known(layer: nn.Module, names: Names, x: Tensor | None = None) -> _Layer | None:
+    """What a layer has for a native call, on ``x`` if given; None if its own forward must run."""
     kept = _known.get(layer)
+    if kept is not None and x is not None and x.numel() * kept.parts.hidden > _most_work(x.dtype):
+        return None  # without a look at all its places
     if kept is None or not kept.holds():
         try:
             kept = _known[layer] = _Layer(layer, names)
@@ -244,7 +246,7 @@ class FusedEncoder(nn.Module):
             return None
         if not all(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers):
             return None
-        found = [serves(layer, known(layer, PYTORCH), src) for layer in layers]
+        found = [serves(layer, known(layer, PYTORCH, src), src) for layer in layers]
         if None in found or not runs_eagerly(padding):
             return None
         rows, lengths, back = joined(src, padding)
@@ -259,7 +261,7 @@ def fused(layer: nn.Module, names: Names, x: Tensor) -> Tensor | None:
     """The layer on x [B, L, E] or [L, E] without a mask; None if its own forward must run."""
     if x.is_nested or x.dim() not in (2, 3):
         return None
-    parts = serves(layer, known(layer, names), x)
+    parts = serves(layer, known(layer, names, x), x)
     if parts is None:
         return None
     count = 1 if x.dim() == 2 else x.shape[0]

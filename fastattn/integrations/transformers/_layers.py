@@ -39,7 +39,7 @@ class FusedLayer(nn.Module):
         return stock.forward(hidden_states, attention_mask, *others, **more)
 
     def _fused(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
-        kept = known(self, self.NAMES)
+        kept = known(self, self.NAMES, x)
         if kept is None or not _is_ours(kept.attention) or q_starts is not k_starts:
             return None
         parts = serves(self, kept, x)
@@ -220,7 +220,7 @@ class MPNetStack(nn.Module):
         embedding: Any = self.relative_attention_bias
         if x.dim() != 3 or compat.are_watched((*layers, embedding), does_nothing):
             return None
-        found = [serves(layer, known(layer, _MPNET), x) for layer in layers]
+        found = [serves(layer, known(layer, _MPNET, x), x) for layer in layers]
         if None in found or type(embedding) is not nn.Embedding or self.training:
             return None
         padding = None if mask is None else _padding_of_additive(mask, x)
