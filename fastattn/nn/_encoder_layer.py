@@ -13,6 +13,7 @@ weight, sends the call to the layer's own ``forward``.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -187,7 +188,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary
 def known(layer: nn.Module, names: Names, x: Tensor | None = None) -> _Layer | None:
     """What a layer has for a native call, on ``x`` if given; None if its own forward must run."""
     kept = _known.get(layer)
-    if kept is not None and x is not None and x.numel() * kept.parts.hidden > _most_work(x.dtype):
+    if kept is not None and x is not None and not _is_small(x, kept.parts):
         return None  # without a look at all its places
     if kept is None or not kept.holds():
         try:
@@ -275,7 +276,7 @@ def serves(layer: nn.Module, kept: _Layer | None, x: Tensor) -> Parts | None:
     if x.dtype not in _DTYPES or not x.is_cpu:
         return None
     parts, width = kept.parts, x.shape[-1]
-    if not 0 < x.numel() * parts.hidden <= _most_work(x.dtype) or width != parts.width:
+    if x.numel() == 0 or width != parts.width or not _is_small(x, parts):
         return None
     tensors = (x, *kept.tensors)
     if torch.is_grad_enabled() and compat.any_requires_grad(*tensors):
@@ -299,7 +300,7 @@ def _why_not(layer: nn.Module, names: Any) -> str:
     weight = kept.tensors[0]
     if weight.dtype not in _DTYPES or not weight.is_cpu:
         return f"it is in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-    if not _most_work(weight.dtype):
+    if not _most(weight.dtype)[0]:
         return "its operators are faster on this processor"
     return ""
 
@@ -341,18 +342,25 @@ def joined(x: Tensor, padding: Tensor) -> tuple[Tensor, list[int], Callable[[Ten
     return x.reshape(-1, width).index_select(0, places), kept.sum(1).tolist(), back
 
 
-_most: dict[torch.dtype, int] = {}
-evidence.on_change(_most.clear)
+@functools.cache
+def _most(dtype: torch.dtype) -> tuple[int, int]:
+    """The largest rows·E·F for which the native layer is faster than its operators, and the most
+    rows for which it is at any width."""
+    native = dispatch.load("cpu")
+    if isinstance(native, str):
+        return 0, 0
+    gemm = native.rule(dtype)
+    return gemm.layer_up_to, gemm.few if gemm.layer_up_to else 0
 
 
-def _most_work(dtype: torch.dtype) -> int:
-    """The largest rows·E·F for which the native layer is faster than its operators."""
-    most = _most.get(dtype)
-    if most is None:
-        native = dispatch.load("cpu")
-        most = 0 if isinstance(native, str) else native.rule(dtype).layer_up_to
-        _most[dtype] = most
-    return most
+evidence.on_change(_most.cache_clear)
+
+
+def _is_small(x: Tensor, parts: Parts) -> bool:
+    """Whether the native layer is faster than its operators on x [..., E]."""
+    work, rows = _most(x.dtype)
+    size = x.numel()
+    return size * parts.hidden <= work or size <= rows * parts.width
 
 
 def does_nothing(hook: Any) -> bool:

@@ -18,7 +18,8 @@ from torch.nn.utils import prune
 from within_bound import assert_right
 
 import fastattn
-from fastattn import _cpu
+from fastattn import _cpu, dispatch, evidence
+from fastattn.evidence import Gemm
 from fastattn.testing.memory import place
 
 ACTIVATIONS: list[tuple[int, Callable[..., Tensor]]] = [
@@ -316,6 +317,22 @@ def test_dropout_that_is_switched_on_by_itself(calls: list[int]) -> None:
     with torch.no_grad():
         assert not torch.equal(ours(X), ours(X))
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("work", "few", "native"),
+    [(0, 0, []), (0, 32, []), (5 * 16 * 24, 0, [5]), (5 * 16 * 24 - 1, 4, []), (1, 5, [5])],
+)
+def test_the_size_up_to_which_evidence_has_it(
+    work: int, few: int, native: list[int], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = Gemm("torch", "torch", "torch", few, layer_up_to=work)
+    monkeypatch.setattr(dispatch.load("cpu"), "rule", lambda dtype: rule)
+    evidence.forget()
+    ours = layer()
+    for _ in range(2):  # the second call knows the layer
+        same(ours, X[:1])
+    assert calls == 2 * native
 
 
 def test_a_deleted_layer_is_forgotten(calls: list[int]) -> None:
