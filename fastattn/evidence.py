@@ -40,7 +40,7 @@ class Gemm(NamedTuple):
     ours_up_to: int = 0  # up to this size, y is ours
     small_up_to: int = 0  # the largest attention in one native call, see nn/_small.py
     layer_up_to: int = 0  # the largest rows·E·F of a layer in one, see nn/_encoder_layer.py
-    fewest: int = 2  # of `few` rows; one row is by `one_from`
+    fewest: int = 0  # of `few` rows; one row is by `one_from`
     few_from: int = 0  # and the elements of their weight
 
 

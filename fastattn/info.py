@@ -88,7 +88,7 @@ _GEMM = {
     "small_up_to": "whole attention in one call up to {}",
     "layer_up_to": "a whole encoder layer in one call up to {}",
     "fewest": "few rows are {} or more",
-    "few_from": "of weights from {} on",
+    "few_from": "few rows from {} a row on",
 }
 
 
