@@ -188,7 +188,9 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary
 def known(layer: nn.Module, names: Names, x: Tensor | None = None) -> _Layer | None:
     """What a layer has for a native call, on ``x`` if given; None if its own forward must run."""
     kept = _known.get(layer)
-    if kept is not None and x is not None and not _is_small(x, kept.parts):
+    # A size that a compiler traces would become a guard.
+    sized = kept is not None and x is not None and compat.nothing_intercepts()
+    if sized and not _is_small(x, kept.parts):  # type: ignore[arg-type,union-attr]
         return None  # without a look at all its places
     if kept is None or not kept.holds():
         try:
