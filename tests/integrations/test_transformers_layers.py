@@ -167,6 +167,8 @@ def test_what_mpnet_leaves_to_stock(calls: list[int]) -> None:
         close(last(model, PADDED), last(stock, PADDED), KEPT)
         hook.remove()
     assert len(calls) == 3
+    padding = {"input_ids": IDS, "attention_mask": torch.zeros(4, 12, dtype=torch.long)}
+    assert last(model, padding).shape == (4, 12, 32)
     (part,) = fastattn.accelerate(model).layers
     assert (part.kind, part.backend) == ("MPNetEncoder", "cpu")
 

@@ -229,7 +229,7 @@ class MPNetStack(nn.Module):
                 return None
             padding = torch.zeros(x.shape[:2], dtype=torch.bool)
         rows, lengths, back = joined(x, padding)
-        longest: int = max(lengths, default=0)
+        longest = max(1, *lengths)  # 1 also where all is padding
         distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
         buckets: Any = self.relative_position_bucket
         table = embedding.weight[buckets(distances)].t().float().contiguous()
