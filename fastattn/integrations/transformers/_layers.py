@@ -96,16 +96,7 @@ class _ViT(FusedLayer):
 
 
 class _Dinov2(FusedLayer):
-    NAMES = Names(
-        linear=_ViT.NAMES.linear,
-        norms="norm1 norm2",
-        attention="attention",
-        heads="num_attention_heads",
-        activation="mlp",
-        function="activation_fn",
-        norm_first=True,
-        scales="layer_scale1 layer_scale2",
-    )
+    NAMES = _ViT.NAMES._replace(norms="norm1 norm2", scales="layer_scale1 layer_scale2")
 
 
 class _Siglip(FusedLayer):
@@ -180,15 +171,11 @@ class UnpaddedEncoder(nn.Module):
         return mask[:, 0, 0, :].logical_not()
 
 
-_MPNET = Names(
+_MPNET = _Bert.NAMES._replace(
     linear="attention.attn.q attention.attn.k attention.attn.v attention.attn.o "
     "intermediate.dense output.dense",
     norms="attention.LayerNorm output.LayerNorm",
     attention="attention.attn",
-    heads="num_attention_heads",
-    activation="intermediate",
-    function="intermediate_act_fn",
-    norm_first=False,
 )
 
 
@@ -223,11 +210,10 @@ class MPNetStack(nn.Module):
         found = [serves(layer, known(layer, _MPNET, x), x) for layer in layers]
         if None in found or type(embedding) is not nn.Embedding or self.training:
             return None
-        padding = None if mask is None else _padding_of_additive(mask, x)
+        none = x.new_zeros(x.shape[:2], dtype=torch.bool)
+        padding = none if mask is None else _padding_of_additive(mask, x)
         if padding is None:
-            if mask is not None:
-                return None
-            padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+            return None
         rows, lengths, back = joined(x, padding)
         longest = max(1, *lengths)  # 1 also where all is padding
         distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
