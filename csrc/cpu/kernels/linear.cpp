@@ -9,6 +9,7 @@
 #include "activation.h"
 #include "blocks.h"
 #include "linear_few.h"
+#include "linear_in_place.h"
 #include "pack.h"
 #include "tile.h"
 
@@ -177,11 +178,15 @@ class Linear {
 template <class P>
 bool few_rows(const LinearParams& p) {
   bool done = false;
+  const auto run = [&](auto kernel) {
+    done = kernel.serves(p);
+    if (done) kernel.run();
+  };
   if constexpr (kVariants)
     with_stored<P>(p.dtype, [&](auto stored) __attribute__((always_inline)) {
-      typedef FewRows<P, decltype(stored)> Few;
-      done = Few::serves(p);
-      if (done) Few(p).run();
+      typedef decltype(stored) S;
+      if constexpr (kSame<P, Single> && kLanes<float> == 8) run(InPlace<P, S>(p));
+      if (!done) run(FewRows<P, S>(p));
     });
   return done;
 }

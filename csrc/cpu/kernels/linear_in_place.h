@@ -1,0 +1,171 @@
+// A linear layer of some rows where a vector has eight lanes and there are 16 registers (AVX2).
+//
+// As in the tiled kernel, rows of x are transposed once, with the rows across the lanes, and an
+// element of the weight is broadcast. But six rows of the weight are multiplied from beginning to
+// end before the next six begin: prefetchers follow six streams, no row is copied (16 bits are
+// widened, block by block), and all panels of x use a block while it is in L1. Bound by reading the
+// weight with 8 rows, and by the arithmetic from 32 rows on. The blocks of the reduction are those
+// of the other kernels, so the bits of a row are the same.
+#pragma once
+#include "../threads.h"
+#include "activation.h"
+#include "blocks.h"
+#include "linear_few.h"
+#include "lines.h"
+#include "pack.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// The weight is [N, K] with dense rows of S.
+template <class P, class S>
+class InPlace {
+  typedef typename P::Acc T;
+  static constexpr int W = kLanes<T>;
+  static constexpr int64_t L = kPanelLanes<P>;  // rows of x in a panel; the last may be one vector
+  static constexpr int64_t kGroup = 6;          // rows of the weight
+  static constexpr int64_t kColumns = 96;       // of y that are transposed at a time
+  static constexpr int64_t kLine = 64 / sizeof(S);
+  static constexpr int64_t kAhead = 16 * kLine;  // elements
+  // Above, the tiled kernel repacks less of x for each thread, and its panels stay in L3.
+  static constexpr int64_t kMostRows = 128, kMostElements = 1 << 20;
+
+ public:
+  explicit InPlace(const LinearParams& params) : p(params) {}
+
+  // With fewer rows than lanes, FewRows does less arithmetic.
+  static bool serves(const LinearParams& p) {
+    return W <= p.M && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
+  }
+
+  void run() {
+    const int64_t groups = (p.N + kGroup - 1) / kGroup;
+    const int team = team_size(p.threads, groups, 2.0 * p.M * p.N * p.K);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
+      const S* x = static_cast<const S*>(p.x);
+      for (int64_t m = 0; m < p.M; m += L)
+        pack_transposed<T>(x + m * p.x_stride[0], p.x_stride[0], p.x_stride[1], rows_at(m), p.K,
+                           lanes_at(m), buf.x + m * p.K, lanes_at(m));
+      for (int64_t l = 0; l < L; ++l) buf.ones[l] = T(1);
+      // Each thread reads one part of the weight.
+#pragma omp for schedule(static)
+      for (int64_t part = 0; part < team; ++part) {
+        const int64_t end = min_of(p.N, groups * (part + 1) / team * kGroup);
+        for (int64_t n = groups * part / team * kGroup; n < end; n += kColumns)
+          columns(buf, n, min_of(end, n + kColumns));
+      }
+    }
+  }
+
+ private:
+  const LinearParams& p;
+
+  struct Buffers {
+    T* x;     // [panels][K][lanes]
+    T* w;     // [kGroup][kReducedWords], widened
+    T* y;     // [panels][kColumns][lanes]
+    T* ones;  // [L]
+    size_t bytes;
+  };
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    Buffers buf;
+    const int64_t lanes = round_up(p.M, int64_t(W));
+    buf.x = a.take<T>(lanes * p.K);
+    buf.w = a.take<T>(kSame<S, T> ? 0 : kGroup * kReducedWords);
+    buf.y = a.take<T>(lanes * kColumns);
+    buf.ones = a.take<T>(L);
+    buf.bytes = a.used();
+    return buf;
+  }
+
+  // The panel of x that begins with row m.
+  int64_t rows_at(int64_t m) const { return min_of(L, p.M - m); }
+  int64_t lanes_at(int64_t m) const { return rows_at(m) <= W ? W : L; }
+
+  // Columns [n0, n1) of y.
+  void columns(const Buffers& buf, int64_t n0, int64_t n1) const {
+    for (int64_t n = n0; n < n1; n += kGroup)
+      for (int64_t k = 0; k < p.K; k += kReducedWords) block(buf, n, min_of(n1, n + kGroup), k, n0);
+    for (int64_t m = 0; m < p.M; m += L) {
+      T* const y = buf.y + m * kColumns;
+      activate(p.activation, y, lanes_at(m) * (n1 - n0));
+      unpack_transposed<T>(y, lanes_at(m), buf.ones, rows_at(m), n1 - n0,
+                           static_cast<S*>(p.y) + m * p.y_stride + n0, p.y_stride);
+    }
+  }
+
+  // A block of rows [n, end) of the weight: its part that is in memory, and as T.
+  struct Block {
+    const S* stored;
+    const T* w;
+    int64_t ldw, count;  // count: of the reduction
+    int64_t left;        // elements from here to the end of a row
+    bool first;
+  };
+
+  // y[columns n to end] += W[n to end, k to k + kReducedWords] x
+  void block(const Buffers& buf, int64_t n, int64_t end, int64_t k, int64_t n0) const {
+    const S* const stored = static_cast<const S*>(p.w) + n * p.w_stride + k;
+    Block b{stored, nullptr, p.w_stride, min_of(p.K - k, kReducedWords), p.K - k, k == 0};
+    if constexpr (kSame<S, T>) {
+      b.w = stored;
+    } else {
+      b.w = buf.w, b.ldw = b.count;
+      stage_rows<T>(stored, p.w_stride, int64_t(1), end - n, b.count, buf.w, b.count);
+    }
+    for (int64_t m = 0; m < p.M; m += L) {
+      const int64_t lanes = lanes_at(m);
+      const T* const x = buf.x + m * p.K + k * lanes;
+      T* const y = buf.y + m * kColumns + (n - n0) * lanes;
+      if (end - n < kGroup)
+        for (int64_t r = 0; r < end - n; ++r)
+          lanes == L ? tile<1, kPanelVectors>(b, r, x, n, y) : tile<1, 1>(b, r, x, n, y);
+      else
+        lanes == L ? tile<kGroup, kPanelVectors>(b, 0, x, n, y) : tile<kGroup, 1>(b, 0, x, n, y);
+    }
+  }
+
+  // Rows [r0, r0 + kRows) of the block times a panel of x.
+  template <int64_t kRows, int kVectors>
+  __attribute__((noinline)) void tile(const Block& b, int64_t r0, const T* x, int64_t n,
+                                      T* y) const {
+    constexpr int64_t lanes = kVectors * W;
+    const T* const w = b.w + r0 * b.ldw;
+    const S* const stored = b.stored + r0 * p.w_stride;
+    Vec<T> acc[kRows][kVectors] = {};
+    for (int64_t k = 0; k < b.count;) {
+      // What comes next: later in these rows, or the beginning of the next group's.
+      const int64_t next = k + kAhead;
+      const S* const ahead = stored + (next < b.left ? next : kGroup * p.w_stride + next - b.left);
+      FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)
+          __builtin_prefetch(ahead + r * p.w_stride, 0, 3);
+      const int64_t end = min_of(b.count, k + kLine);
+      _Pragma("GCC unroll 2") for (; k < end; ++k) {
+        Vec<T> lane[kVectors];
+        FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) lane[v] = load(x + k * lanes + v * W);
+        FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r) {
+          const Vec<T> a = splat<T>(w[r * b.ldw + k]);
+          FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) acc[r][v] =
+              P::multiply_add(a, lane[v], acc[r][v]);
+        }
+      }
+    }
+    const S* const bias = p.bias == nullptr ? nullptr : static_cast<const S*>(p.bias) + n + r0;
+    FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r) {
+      const Vec<T> added = splat<T>(bias == nullptr ? T(0) : static_cast<T>(widen(bias[r])));
+      FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) {
+        T* const at = y + (r0 + r) * lanes + v * W;
+        store(at, (b.first ? added : load(at)) + acc[r][v]);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
