@@ -1,19 +1,15 @@
 """The tests of operators: the tables of cases, the exact results and the error bound."""
 
-from fastattn.testing.additive import check_additive
+from fastattn.testing.around_attention import check_merge, check_sinusoidal
 from fastattn.testing.cases import Case
 from fastattn.testing.decode import check_append, check_decode
-from fastattn.testing.encode_memory import check_encoding
-from fastattn.testing.hopfield import check_hopfield
 from fastattn.testing.inputs import check, make_inputs
 from fastattn.testing.judge import Deviation, Proof, Verdict, deviation
-from fastattn.testing.luong import check_luong
-from fastattn.testing.memory_hops import check_hops
-from fastattn.testing.merge_states import check_merge
+from fastattn.testing.memories import check_encoding, check_hopfield, check_hops
+from fastattn.testing.packed import check_varlen
+from fastattn.testing.recurrent import check_additive, check_luong
 from fastattn.testing.rounding import Noise
-from fastattn.testing.sinusoidal import check_sinusoidal
 from fastattn.testing.targets import OnGpu, Target, targets
-from fastattn.testing.varlen import check_varlen
 
 __all__ = [
     "PROOFS",

@@ -22,9 +22,8 @@ from fastattn.testing import memory
 from fastattn.testing.calls import Operands, Results, declared, double
 from fastattn.testing.cases import FLOATS, AttentionCase, Draw, HeadCase, drawn
 from fastattn.testing.judge import Proof, Verdict
-from fastattn.testing.sequences import Sequences
+from fastattn.testing.packed import PROGRAMS, Sequences, biases
 from fastattn.testing.targets import moved
-from fastattn.testing.varlen import PROGRAMS, biases
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tile_attention import EMULATED, assert_close, attention, grows, in_double, 
 import fastattn
 from fastattn import dispatch, evidence
 from fastattn.testing import Target, targets
-from fastattn.testing.varlen import VarlenCase, make_varlen
+from fastattn.testing.packed import VarlenCase, make_varlen
 
 
 @pytest.mark.parametrize("keys", [500, 1300])  # of 512 channels, 512 keys are a piece

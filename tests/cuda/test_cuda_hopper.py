@@ -29,7 +29,7 @@ from fastattn.backends._alloc import empty_output
 from fastattn.testing import Case, check
 from fastattn.testing.calls import Operands
 from fastattn.testing.inputs import make_inputs
-from fastattn.testing.varlen import (
+from fastattn.testing.packed import (
     VarlenCase,
     check_varlen,
     make_varlen,
@@ -542,7 +542,7 @@ _FENCED = """
 from test_cuda_hopper import CASES, FORWARD, OWN, PACKED
 import emulator
 from fastattn.testing import make_inputs
-from fastattn.testing.varlen import make_varlen
+from fastattn.testing.packed import make_varlen
 adapter = emulator.load()
 adapter._cuda.allow_hopper(True)
 every = int(sys.argv[1])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.testing import Proof
-from fastattn.testing.sinusoidal import SinusoidalCase
+from fastattn.testing.around_attention import SinusoidalCase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

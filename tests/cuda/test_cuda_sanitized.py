@@ -23,7 +23,7 @@ import ctypes, sys, torch
 from pathlib import Path
 import emulator
 from fastattn.testing import check
-from fastattn.testing.varlen import VarlenCase, check_varlen
+from fastattn.testing.packed import VarlenCase, check_varlen
 from attention_cases import ATTENTION_CASES
 from test_cuda_hopper import BACKWARD, EDGES, FORWARD, OWN, PACKED
 import test_cuda_operators as operators

@@ -23,7 +23,7 @@ from fastattn.backends.primitives import (
     VarlenOptions,
 )
 from fastattn.testing.decode import DecodeCase, make_decode
-from fastattn.testing.varlen import VarlenCase, make_varlen
+from fastattn.testing.packed import VarlenCase, make_varlen
 
 WAYS = {
     "causal": VarlenCase("causal", (40, 1, 140, 0, 7), (40, 9, 140, 3, 80), window=(-1, 0)),
@@ -154,7 +154,7 @@ import emulator
 from fastattn.backends.primitives import AppendOptions
 from fastattn.dispatch import reasons_of
 from fastattn.testing.decode import make_decode
-from fastattn.testing.varlen import make_varlen
+from fastattn.testing.packed import make_varlen
 from attention_cases import DECODE_CASES, VARLEN_CASES
 adapter = emulator.load()
 every = int(sys.argv[1])

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.testing import Case, deviation, make_inputs
 from fastattn.testing.calls import Operands
+from fastattn.testing.packed import make_varlen
 from fastattn.testing.rounding import Noise
-from fastattn.testing.varlen import make_varlen
 
 ATTENTION = {case.name: case for case in ATTENTION_CASES}
 PACKED = {case.name: case for case in VARLEN_CASES}

@@ -17,7 +17,7 @@ import fastattn
 from fastattn import dispatch
 from fastattn.testing import OnGpu, check
 from fastattn.testing.decode import check_decode
-from fastattn.testing.varlen import check_varlen
+from fastattn.testing.packed import check_varlen
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("there is no GPU of compute capability 9.0 here", allow_module_level=True)

@@ -12,15 +12,11 @@ import torch
 from attention_cases import PROOFS
 
 from fastattn.testing import Case, Target
-from fastattn.testing.additive import AdditiveCase
+from fastattn.testing.around_attention import MergeCase, SinusoidalCase
 from fastattn.testing.decode import DecodeCase
-from fastattn.testing.encode_memory import EncodeCase
-from fastattn.testing.hopfield import HopfieldCase
-from fastattn.testing.luong import LuongCase
-from fastattn.testing.memory_hops import HopCase
-from fastattn.testing.merge_states import MergeCase
-from fastattn.testing.sinusoidal import SinusoidalCase
-from fastattn.testing.varlen import VarlenCase
+from fastattn.testing.memories import EncodeCase, HopCase, HopfieldCase
+from fastattn.testing.packed import VarlenCase
+from fastattn.testing.recurrent import AdditiveCase, LuongCase
 
 _ENDS = (1500, 40, 513)
 # Of every schedule. No tensor that all of a batch share has as many entries.

@@ -14,7 +14,7 @@ from torch.func import vmap
 from fastattn import encode_memory
 from fastattn.ops.encode_memory import encoding_factors
 from fastattn.testing import Target
-from fastattn.testing.encode_memory import (
+from fastattn.testing.memories import (
     ENCODE_CASES,
     draw_sentences,
 )

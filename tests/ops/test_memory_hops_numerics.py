@@ -11,7 +11,7 @@ from case_table import within_the_bound
 
 from fastattn import memory_hop_attention
 from fastattn.testing import Target
-from fastattn.testing.memory_hops import (
+from fastattn.testing.memories import (
     HopCase,
     make_hop_inputs,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 import fastattn
 from fastattn import use_backend
 from fastattn.testing import Target
-from fastattn.testing.encode_memory import draw_sentences
+from fastattn.testing.memories import draw_sentences
 
 attention = fastattn.scaled_dot_product_attention
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention
 from fastattn.testing import Target, targets
-from fastattn.testing.varlen import (
+from fastattn.testing.packed import (
     VarlenCase,
     check_varlen,
     make_varlen,

@@ -14,15 +14,13 @@ import more_masks  # noqa: F401  (its kinds of masks)
 import torch
 
 from fastattn import testing
-from fastattn.testing import cases, decode, varlen
-from fastattn.testing.additive import AdditiveCase
+from fastattn.testing import cases, decode, packed
+from fastattn.testing.around_attention import MergeCase, SinusoidalCase
 from fastattn.testing.cases import FLOATS, SCALED, Case
 from fastattn.testing.decode import DecodeCase
-from fastattn.testing.hopfield import HopfieldCase
-from fastattn.testing.memory_hops import HopCase
-from fastattn.testing.merge_states import MergeCase
-from fastattn.testing.sinusoidal import SinusoidalCase
-from fastattn.testing.varlen import PROGRAMS, VarlenCase
+from fastattn.testing.memories import HopCase, HopfieldCase
+from fastattn.testing.packed import PROGRAMS, VarlenCase
+from fastattn.testing.recurrent import AdditiveCase
 
 
 def _head_dims() -> Iterator[Case]:
@@ -528,7 +526,7 @@ _MORE = {
         *(_relative_biases(), _programs(), _layouts(), _results(), _long(), _parts()),
         cases.mixed("more", 120),
     ],
-    "varlen_attention": [_packed(), varlen.mixed("more", 30)],
+    "varlen_attention": [_packed(), packed.mixed("more", 30)],
     "decode_attention": [_decoding(), decode.mixed("more", 100)],
     **{op: [cases] for op, cases in OTHERS.items()},
 }

@@ -14,7 +14,7 @@ import fastattn
 from fastattn import masks
 from fastattn.testing import Target
 from fastattn.testing.decode import DecodeCase, make_decode
-from fastattn.testing.varlen import VarlenCase, make_varlen
+from fastattn.testing.packed import VarlenCase, make_varlen
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastattn.testing import OnGpu, Target
-from fastattn.testing.memory_hops import HOP_CASES, check_hops
+from fastattn.testing.memories import HOP_CASES, check_hops
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastattn.testing import Target
-from fastattn.testing.varlen import (
+from fastattn.testing.packed import (
     VarlenCase,
     check_varlen,
     make_varlen,

@@ -1,8 +1,4 @@
-"""The cases of ``merge_states`` and their proof.
-
-The noise is that of the dtype that a result is computed in: 16-bit outputs are computed in float32
-and rounded once.
-"""
+"""The cases of ``merge_states`` and of ``sinusoidal_encoding``, their inputs and their proofs."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import NoOptions
+from fastattn import sinusoids
+from fastattn.backends.primitives import NoOptions, SinusoidalOptions
 from fastattn.testing.calls import Operands
 from fastattn.testing.cases import Draw, NamedCase, drawn
 from fastattn.testing.judge import Proof
@@ -40,7 +37,7 @@ class MergeCase(NamedCase):
     grad_layout: str = "every_second"  # of the gradient of the output
 
 
-_SIZES: dict[str, Sequence[Any]] = {
+_MERGE_SIZES: dict[str, Sequence[Any]] = {
     "shape": [
         *((5, 8), (7, 33), (130, 64), (3, 9, 16), (2, 2, 2, 5, 24), (1, 2, 200, 128), (1, 1, 1, 1)),
         *((2, 1, 3, 530), (0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0), (2, 2, 3, 5, 9)),
@@ -48,7 +45,7 @@ _SIZES: dict[str, Sequence[Any]] = {
     ],
     "grad_layout": ["every_second", "contiguous"],
 }
-_OPTIONS: dict[str, Sequence[Any]] = {
+_MERGE_OPTIONS: dict[str, Sequence[Any]] = {
     "given": [("out",), ("lse",)] * 2,
     "empty poison": [
         (states, poison)
@@ -71,11 +68,11 @@ MERGE_CASES = (
     MergeCase("long", (1, 4, 700, 64), layouts=("blhd", "contiguous")),
     # lse in the layout of packed sequences, [Hq, T] for an output [T, Hq, D].
     MergeCase("packed", (1, 40, 3, 16), lse_layout="transposed_rows"),
-    *drawn(MergeCase("mixed"), 60, _SIZES, _OPTIONS),
+    *drawn(MergeCase("mixed"), 60, _MERGE_SIZES, _MERGE_OPTIONS),
 )
 
 
-class _Operands(Operands):
+class _MergeOperands(Operands):
     def computed(self) -> dict[str, torch.dtype]:
         dtypes = [x.dtype for x in self.tensors.values() if x is not None]
         sums = torch.promote_types(dtypes[0], torch.float32)
@@ -119,9 +116,64 @@ def make_merge(case: MergeCase, dtype: torch.dtype) -> Operands:
     grads = {"out": draw.placed(draw.normal(*shape), case.grad_layout)}
     grads["lse"] = draw.normal(*rows).to(wide)
     given = {name: grad if name in case.given else None for name, grad in grads.items()}
-    return _Operands("merge_states", tensors, NoOptions(), given, clean=clean)
+    return _MergeOperands("merge_states", tensors, NoOptions(), given, clean=clean)
 
 
 check_merge = Proof(
     "merge_states", MERGE_CASES, make=make_merge, coarse=("grad_lse_a", "grad_lse_b")
+)
+
+
+@dataclass(frozen=True)
+class SinusoidalCase(NamedCase):
+    """One call of ``sinusoidal_encoding`` on x [B, H, L, D]."""
+
+    shape: tuple[int, int, int, int] = (2, 1, 33, 64)
+    layout: str = "interleaved"
+    offset: int = 0
+    positions: str | None = None  # their dimensions: "l", "bl" or "bhl"
+    max_timescale: float = 10000.0
+    scale: float = 1.0
+    padding_idx: int | None = None
+    memory: str = "contiguous"
+
+
+_SINUSOIDAL_SIZES: dict[str, Sequence[Any]] = {
+    "layout": sinusoids.LAYOUTS,
+    "shape": [
+        *((2, 1, 19, width) for width in (1, 2, 3, 7, 16, 33, 64, 100, 512, 1023)),
+        *((2, 3, 20, 37), (1, 1, 3000, 96), (0, 1, 3, 4), (1, 1, 0, 4), (1, 1, 3, 0)),
+    ],
+}
+_SINUSOIDAL_OPTIONS: dict[str, Sequence[Any]] = {
+    "offset scale": [(99_999_990, 8.0), (99_999_990, 0.5)] * 2,
+    "offset padding_idx": [(-7, -3)] * 4,
+    "offset max_timescale": [(99_999_990, 500.0)] * 4,
+    "positions padding_idx": [(dims, 1) for dims in ("l", "bl", "bhl")] * 4,
+    "memory": list(LAYOUTS),
+}
+
+
+def _make_sinusoidal(case: SinusoidalCase, dtype: torch.dtype) -> Operands:
+    draw = Draw(case, dtype)
+    x = draw.placed(draw.normal(*case.shape), case.memory)
+    positions = None
+    if case.positions is not None:
+        sizes = zip("bhl", case.shape, strict=False)
+        shape = [size if dim in case.positions else 1 for dim, size in sizes]
+        positions = torch.randint(-5, 10**8, shape, generator=draw.generator)
+        positions[..., ::4] = 1  # the padding index
+    options = SinusoidalOptions(
+        case.offset, case.layout, case.max_timescale, case.scale, case.padding_idx
+    )
+    return Operands("sinusoidal_encoding", {"x": x, "positions": positions}, options)
+
+
+check_sinusoidal = Proof(
+    "sinusoidal_encoding",
+    (
+        SinusoidalCase("plain"),
+        *drawn(SinusoidalCase("mixed"), 80, _SINUSOIDAL_SIZES, _SINUSOIDAL_OPTIONS),
+    ),
+    make=_make_sinusoidal,
 )
