@@ -2,10 +2,8 @@
 
     max|x - ref| <= 4 noise + eps max|ref|
 
-x is the candidate. ref is the same operator on the same, already rounded inputs in float64, or in
-extended precision for float64 candidates. noise is the deviation of the definition by rounding
-alone: :class:`fastattn.testing.rounding.Noise`. eps is that of the dtype of x, or of the dtype that
-x was computed in if that is coarser. docs/numerics.md explains the bound and its margin.
+ref is the operator on the same inputs in float64, noise the deviation of its definition by rounding
+alone, eps that of the dtype that x was computed in. docs/numerics.md explains the bound.
 """
 
 from __future__ import annotations

@@ -1,25 +1,9 @@
 """The deviation of a result by rounding alone, measured by Monte Carlo arithmetic.
 
 A definition is evaluated several times in float64. In every evaluation each operation adds an error
-as large as rounding to the judged dtype, with a random sign and size (Parker 1997, "Monte Carlo
-arithmetic: exploiting randomness in floating-point arithmetic"). The deviation of the results
-estimates the error of an implementation in that dtype. It includes the conditioning of the scores,
-the length of sums and cancellation, forward and backward. It depends on no BLAS, processor or
-float32 arithmetic, so the bound is the same on every machine.
-
-With u = eps / 2 of the dtype, s a random number of size 0.5 to 1.5 with a random sign, and
-t_1 ... t_n the terms of a sum with result r:
-
-    *  /  sqrt                  r (1 + s u)
-    a + b,  a - b               r + s min(u |r|, |a|, |b|): the rounding of a sum is not larger than
-                                its smaller term, as the other one is a number of the dtype
-    exp  tanh  log  sin ...     r (1 + 2 s u): libraries promise one to two units in the last place
-    sums, products of matrices  r + s u_acc sqrt(min(n, 256)) / 2 sqrt(sum t_i^2 + r^2) + s u r
-
-The last line is the error of a chain of n additions. Each rounds a partial sum p_k, which gives a
-mean square error of u^2 sum p_k^2 / 3: u^2 n sum t_i^2 / 6 for terms with random signs, and
-u^2 n r^2 / 9 for terms of one sign. Longer sums are expected to be cut into chains
-of 256. u_acc is that of float32 for 16-bit dtypes, whose sums are accumulated in float32.
+as large as rounding to the judged dtype, with a random sign and size. The deviation of the results
+estimates the error of an implementation in that dtype. docs/numerics.md has the rule of each
+operation, its reason, and the symbols that the comments here use: u, u_acc, s, t_i, n.
 """
 
 from __future__ import annotations
@@ -50,12 +34,8 @@ class Noise:
     """The largest deviation from ``exact`` by rounding to ``dtype``, for each result.
 
     ``definition`` computes the results in float64 on the CPU, deterministically. Elements whose
-    reference is not finite are ignored. ``noise[name]`` is the maximum over all draws. To use fewer
-    draws, call :meth:`draw` and read ``largest``. It only grows, so a result within a bound that is
-    based on it is also within the bound after all draws.
-
-    Raises NotImplementedError for an operation without a rule, ValueError if the definition has
-    other results than ``exact``.
+    reference is not finite are ignored. ``noise[name]`` is the maximum over all draws; ``largest``
+    is that of the draws so far, which only grows.
     """
 
     def __init__(
