@@ -13,10 +13,8 @@ A provider is a module, or an object, with
 The callable is timed. It returns the arrays of `cells.output_names(cell)` in that order, as torch
 tensors or numpy arrays.
 
-Any importable module is a provider: `--providers fastattn,mypackage.mykernel`. If it has no
-`prepare`, its functions and modules are called: those with the names that they have in this
-library, such as `scaled_dot_product_attention(query, key, value, is_causal=True)`, with the
-arguments of this library's. Options that are None or False are left out.
+Any importable module is a provider. If it has no `prepare`, its functions and modules are called
+that have the names and arguments of this library's.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell
 from fastattn.bench.ops._masks import document_ids
 from fastattn.bench.ops.transformer import Twin
-from fastattn.bench.providers.peers import OnnxRuntime, OpenVino, SdpaOnly
 from fastattn.dispatch import BACKENDS, PRIORITY
+from fastattn.evidence import ATTENTION
 
 Outputs = tuple[Tensor, ...]
 # The contexts in which a provider runs, which are entered outside the timing. The stack keeps a
@@ -78,6 +76,7 @@ def run_passes(cell: Cell, forward: ops.Forward, x: ops.Inputs) -> Callable[[], 
 
 
 DEFAULT = ("torch", "fastattn")
+_NAMES = ("query", "key", "value", "attn_mask")  # the inputs of sdpa
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
 
 
@@ -114,8 +113,9 @@ class Torch:
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         """The forward pass that is timed."""
         op: Any = ops.get(cell.op)
-        found: ops.Forward = (op.one_by_one if self.variant == "loop" else op.theirs)(cell, inputs)
-        return found
+        make = op.one_by_one if self.variant == "loop" else op.theirs
+        forward: ops.Forward = make(cell, inputs)
+        return forward
 
 
 class Eager(Torch):
@@ -141,6 +141,30 @@ class Compiled(Torch):
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         torch.compiler.reset()  # earlier cells would count against the limit of recompilations
         return torch.compile(super().forward(cell, inputs), dynamic=False)
+
+
+class SdpaOnly:
+    """A provider that has no operator but `sdpa`; the attributes say what it serves."""
+
+    DTYPES: Sequence[str] = ("fp32",)
+    PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",)}  # device: passes
+    MASKS: Sequence[str] = ops.get("sdpa").MASKS
+    GROUPED = True
+
+    def why_not(self, cell: Cell) -> list[str]:
+        passes = self.PASSES_ON.get(cell.device)
+        reasons = [] if passes else [f"it runs on {' and '.join(self.PASSES_ON)}"]
+        if cell.op != "sdpa":
+            return [*reasons, "only sdpa is supported here"]
+        unmet = {
+            f"it takes {', '.join(self.DTYPES)}": cell.dtype not in self.DTYPES,
+            "it has no backward": passes is not None and cell.passes not in passes,
+            f"no {cell.mask} mask is supported here": cell.mask not in self.MASKS,
+            "it returns no weights": cell.weights != "none",
+            f"no {cell.option} is supported here": cell.option != "none",
+            "it has no grouped heads": cell["H"] != cell["Hkv"] and not self.GROUPED,
+        }
+        return reasons + [reason for reason, is_unmet in unmet.items() if is_unmet]
 
 
 class Flex(SdpaOnly, Torch):
@@ -169,20 +193,17 @@ class Flex(SdpaOnly, Torch):
             sizes = batch, None, cell["Lq"], cell["Lk"]
             seen = create_block_mask(visible[cell.mask], *sizes, device=inputs.query.device)
             options["block_mask"] = seen
-        leaves, grouped = (
-            [inputs[name] for name in ("query", "key", "value")],
-            cell["H"] != cell["Hkv"],
-        )
+        options["enable_gqa"] = cell["H"] != cell["Hkv"]
+        leaves = [inputs[name] for name in _NAMES[:3]]
         torch.compiler.reset()
         attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        return lambda: attend(*leaves, enable_gqa=grouped, **options)
+        return lambda: attend(*leaves, **options)
 
 
 class Fastattn(Torch):
     """This library with one backend forced, so that no call falls back silently.
 
-    If evidence puts PyTorch's own kernel first, no backend is forced: that is the default for
-    users.
+    None is forced where evidence puts PyTorch's own kernel first, as for users.
     """
 
     ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as without a native build"
@@ -199,13 +220,11 @@ class Fastattn(Torch):
         return {"fastattn": __version__, **super().versions()}
 
     def why_not(self, cell: Cell) -> list[str]:
-        backend = dispatch.load(self._backend(cell))
-        missing = isinstance(backend, str)
-        return [f"the backend {self._backend(cell)} is {backend}"] if missing else []
+        backend = dispatch.load(name := self._backend(cell))
+        return [f"the backend {name} is {backend}"] if isinstance(backend, str) else []
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
-        attention = "scaled_dot_product_attention"
-        row = evidence.choose("backends", cell.device, attention, TORCH_DTYPES[cell.dtype])
+        row = evidence.choose("backends", cell.device, ATTENTION, TORCH_DTYPES[cell.dtype])
         if self.variant or "torch" not in row.use[:1]:
             entered.close()
             entered.enter_context(fastattn.use_backend(self._backend(cell)))
@@ -236,6 +255,100 @@ class Functions(Torch):
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         return ops.get(cell.op).ours(cell, inputs, self.module)
+
+
+class OnnxRuntime(SdpaOnly):
+    ABOUT = "onnxruntime: Attention of opset 23; @mha: MultiHeadAttention of com.microsoft"
+    THREADS_OF_TORCH = False
+    VARIANTS = ("mha",)
+    variant = ""
+
+    def select(self, variant: str) -> None:
+        self.variant = variant
+        self.MASKS = [mask for mask in self.MASKS if mask not in ("bool", "documents")]
+        self.GROUPED = False
+
+    def versions(self) -> dict[str, str]:
+        import onnx
+        import onnxruntime
+
+        return {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__}
+
+    def why_not(self, cell: Cell) -> list[str]:
+        reasons = super().why_not(cell)
+        if cell.op == "sdpa" and cell.mask == "causal" and cell["Lq"] != cell["Lk"]:
+            reasons.append("it aligns the causal diagonal differently when Lq is not Lk")
+        return reasons
+
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
+        if not self.variant:
+            kept = {name: inputs[name] for name in _NAMES if name in inputs}
+            if "attn_mask" in kept:  # onnxruntime needs all of its rows
+                shape = (*inputs.attn_mask.shape[:-2], cell["Lq"], cell["Lk"])
+                kept["attn_mask"] = inputs.attn_mask.expand(shape).contiguous()
+            causal = int(cell.mask == "causal")
+            return _session(kept, f"Attention <is_causal={causal}> ({', '.join(kept)})")
+        kept = {name: inputs[name].transpose(1, 2).flatten(2).contiguous() for name in _NAMES[:3]}
+        if cell.mask == "padding":
+            kept["padding"] = inputs.attn_mask[:, 0, 0].int()
+        elif cell.mask == "bias":
+            kept["bias"] = inputs.attn_mask[None].contiguous()
+        places = ("query", "key", "value", "", "padding", "bias")
+        given = ", ".join(name if name in kept else '""' for name in places)
+        options = f"num_heads={cell['H']}, unidirectional={int(cell.mask == 'causal')}"
+        call = _session(kept, f"com.microsoft.MultiHeadAttention <{options}> ({given})")
+        # A view of [B, L, H·D] as [B, H, L, D].
+        heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
+        return lambda: [call()[0].reshape(heads).transpose(0, 2, 1, 3)]
+
+
+def _session(inputs: dict[str, Tensor], node: str) -> Callable[[], list[Any]]:
+    """A call of a model of one node, which is written in ONNX's text format."""
+    import onnxruntime
+    from onnx.parser import parse_model
+
+    kinds = {torch.float32: "float", torch.bool: "bool", torch.int32: "int32"}
+    declared = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
+    head = '<ir_version: 11, opset_import: ["": 23, "com.microsoft": 1]>'
+    model = parse_model(f"{head} attention ({declared}) => (float[] out) {{ out = {node} }}")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    feed = {name: x.numpy() for name, x in inputs.items()}
+    return lambda: list(session.run(None, feed))
+
+
+class OpenVino(SdpaOnly):
+    ABOUT = "OpenVINO: scaled_dot_product_attention of opset 13 (forward, fp32)"
+    THREADS_OF_TORCH = False
+    GROUPED = False
+
+    def versions(self) -> dict[str, str]:
+        import openvino
+
+        return {"openvino": openvino.__version__}
+
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
+        import openvino
+        from openvino import opset13
+
+        given = {name: inputs[name] for name in _NAMES if name in inputs}
+        kinds = {torch.float32: openvino.Type.f32, torch.bool: openvino.Type.boolean}
+        parameters = [
+            opset13.parameter(list(x.shape), kinds[x.dtype], name=name) for name, x in given.items()
+        ]
+        node = opset13.scaled_dot_product_attention(*parameters, causal=cell.mask == "causal")
+        options = {
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            # By default it computes fp32 models in bf16 if the processor supports bf16.
+            "INFERENCE_PRECISION_HINT": "f32",
+        }
+        compiled = openvino.compile_model(openvino.Model([node], parameters), "CPU", options)
+        request = compiled.create_infer_request()
+        arrays = [x.numpy() for x in given.values()]
+        return lambda: [request.infer(arrays, share_inputs=True, share_outputs=True)[0]]
 
 
 PROVIDERS: dict[str, Callable[[], Any]] = {
