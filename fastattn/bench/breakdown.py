@@ -113,8 +113,7 @@ def budget(ms: Mapping[str, float]) -> dict[str, float]:
 def microseconds(found: CellResult) -> dict[str, float]:
     """The budget of a cell, and what stands beside it, as far as it was measured.
 
-    From the least time of each part: a median of a call that lasts microseconds is that of the
-    machine's interruptions.
+    From the least time of each part, because interruptions last longer than a small call.
     """
     names = found.rounds[0].ms
     ms = {name: min(turn.ms[name] for turn in found.rounds) for name in names}

@@ -182,8 +182,7 @@ def flops(cell: Cell, seed: int = 0) -> int:
 def bytes_touched(cell: Cell) -> int:
     """The minimum memory traffic: each input that the result depends on and the output, once.
 
-    The backward reads them again with the gradient of the output, and writes a gradient for every
-    input.
+    The backward reads them and the gradient of the output, and writes the gradients of the inputs.
     """
     op = ops.get(cell.op)
     inputs, outputs = op.elements(cell)

@@ -1,10 +1,8 @@
 """This machine: what affects speed, without names or paths, and its peak rates, measured.
 
-The peak of a dtype is the highest rate that any code can reach on these cores, also on units that
-fastattn does not use. The native core measures it by a loop of independent multiply-adds on the
-registers of the fastest unit, or of reads over a buffer larger than the caches. Without the native
-core, and on a GPU, it is estimated from below by the rate of `torch.mm` or `torch.sum`, and marked
-as an estimate. The copy rate is that of torch; it counts both reads and writes.
+The peak of a dtype is the highest rate that any code can reach on these cores, which the native
+core measures. Without it, and on a GPU, the peak is estimated from below by the rate of `torch.mm`
+or `torch.sum`, and marked as an estimate. The copy rate counts both reads and writes.
 """
 
 from __future__ import annotations

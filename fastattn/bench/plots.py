@@ -196,10 +196,7 @@ th, td {{ border-bottom: 1px solid #8886; padding: .3rem .35rem; text-align: lef
 
 
 def report(result: Result, path: Path, title: str) -> None:
-    """Writes one HTML file: the table, plots as inline SVG and the environment.
-
-    Raises ValueError for a result without timings.
-    """
+    """Writes one HTML file: the table, plots as inline SVG and the environment."""
     rows, text = summarise(result), html.escape
     facts = {name: getattr(result, name) for name in ("environment", "settings", "providers")}
     facts["peaks"] = {kind: vars(peak) for kind, peak in result.peaks.items()}

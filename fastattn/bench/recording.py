@@ -61,10 +61,9 @@ class Recording(Intercepting):
 def record(path: str | Path | None = None) -> Iterator[Recording]:
     """Record the attention calls in the `with` block, on this thread.
 
-    At its end, the shapes are written to the file, one per line with the number of calls. The
-    yielded recording has them too. Recorded are PyTorch's `scaled_dot_product_attention` and
-    `nn.MultiheadAttention`, and the attentions, memory hops and encodings of this library, also
-    inside its modules.
+    At its end, the shapes are written to the file, one per line with the number of calls. Recorded
+    are PyTorch's `scaled_dot_product_attention` and `nn.MultiheadAttention`, and the attentions,
+    memory hops and encodings of this library, also inside its modules.
     """
     recording = Recording()
     try:

@@ -1,9 +1,5 @@
-"""The result file: one JSON document with the raw samples, and everything needed to judge them; and
-the statistics of its samples, of which some rounds count.
-
-Format, version, environment, settings, providers (and why one is missing), the best value of each
-peak, how the run ended; and the cells, each with its FLOPs, the status of each provider, and its
-rounds: guards and times. `rows` are computed from these, for other programs.
+"""The result file, which has the raw samples and everything needed to judge them; and their
+statistics. Its `rows` are computed from the samples, for other programs.
 """
 
 from __future__ import annotations
@@ -215,9 +211,8 @@ def quantile(samples: Sequence[float], share: float) -> float:
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """An interval that contains the median of positive times or ratios with at least 95 %.
 
-    From six samples on, it ends at two of them, which holds for every distribution: n samples are
-    all above the median with probability 2^-n, and so on. Three to five are too few for that: the
-    interval is Student's, of their logarithms. One or two return the least and the greatest.
+    From six samples on it ends at two of them: n samples are all above the median with probability
+    2^-n, and so on. Of three to five it is Student's, of the logarithms; else the extremes.
     """
     ordered, count = sorted(samples), len(samples)
     if count in _STUDENT and ordered[0] > 0:
@@ -274,10 +269,7 @@ class Usual(NamedTuple):
 
 
 def usual_states(cells: Iterable[CellResult]) -> dict[str, Usual]:
-    """The usual state of each provider; none without probes.
-
-    A machine that is busy most of the time is so compared with itself.
-    """
+    """The usual state of each provider in the whole run; none without probes."""
     rounds = [turn for cell in cells for turn in cell.rounds if turn.probes]
     usual = {}
     for name in dict.fromkeys(name for turn in rounds for name in turn.probes):
@@ -302,7 +294,7 @@ def comparable_rounds(
 ) -> list[Round]:
     """The rounds in which the samples of these providers ran in the usual state.
 
-    Where samples have no probes, the guards beside the round decide.
+    Without probes, the guards beside the round decide.
     """
     chosen = rounds if usual else quiet_rounds(rounds)
     both = [turn for turn in chosen if turn.ms.keys() >= set(names)]

@@ -60,15 +60,7 @@ Outputs = dict[str, Tensor]
 
 
 class Oracle:
-    """The expected outputs of one cell, computed once for all providers.
-
-    The bound is that of the library (docs/numerics.md). ref is the same computation in fp64, noise
-    is the change of it by rounding to the dtype of the cell:
-
-        max|x − ref|  ≤  4·noise + eps(dtype)·max|ref|
-
-    An operator may compare a random sample of a long cell; the result file records its size.
-    """
+    """The expected outputs of one cell, or of a sample of it, and the bound of docs/numerics.md."""
 
     def __init__(self, cell: Cell, seed: int) -> None:
         self.cell, self.op = cell, ops.get(cell.op)
@@ -190,10 +182,7 @@ class Runner:
             self.result.peaks[kind].samples.append(rate)
 
     def _peak(self, kind: str, seconds: float) -> tuple[float, float]:
-        """The current peak, and the share of the cores that its measurement received.
-
-        Keeps the best of the run.
-        """
+        """The current peak, and the share of the cores that its measurement received."""
         threads, device = self.settings.threads, self.settings.cells[0].device
         request = {"kind": kind, "threads": threads, "seconds": seconds, "device": device}
         found, share = self.workers[""].ask(START_SECONDS, "peak", **request)
@@ -233,10 +222,7 @@ class Runner:
         return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else found.outcomes[name]
 
     def _ask(self, name: str, found: CellResult, do: str, **request: Any) -> Any:
-        """The reply of a provider; None after a failure, which its outcome then says.
-
-        After a crash or hang it gets a new process.
-        """
+        """The reply of a provider; None after a failure. After a crash it gets a new process."""
         try:
             return self.workers[name].ask(self.settings.timeout, do, **request)
         except ProviderError as error:
@@ -247,10 +233,7 @@ class Runner:
             return None
 
     def _check(self, found: CellResult) -> None:
-        """Prepares the providers, and compares the first result of each with fp64.
-
-        A wrong one is not timed.
-        """
+        """Prepares the providers, and compares the first result of each with fp64."""
         ready, seed = found.ready(), self.settings.seed
         if not ready:
             return

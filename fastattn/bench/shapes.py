@@ -1,16 +1,10 @@
 """The grammar of `--shapes`: `B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64`.
 
-    KEY=5             one value
-    KEY=1|4|16        several values
-    KEY=128:8192:x2   128, 256, ..., 8192; 64:256:+64 is 64, 128, 192, 256
-    KEY=OTHER         the value of another key
+A value may also be a list 1|4|16. A shape with several ranges or lists means every combination. If
+an operator has H and one of D and E, the other one may be given instead. A line, on the command
+line or in a file, may contain more:
 
-A shape with several ranges means every combination. The operator defines the keys and their
-defaults. `L` sets both Lq and Lk. If an operator has H and one of D and E, the other one may be
-given instead. A line, on the command line or in a file, may contain more:
-
-    [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=LIST] [weights=LIST] [option=LIST]
-    [# LABEL]
+    [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=LIST] [weights=LIST] [option=LIST] [# LABEL]
 """
 
 from __future__ import annotations

@@ -129,9 +129,8 @@ def _larger_than_caches(device: str) -> Tensor:
 def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None:
     """The largest growth of the process during a call; None if unknown.
 
-    Outputs are counted, inputs are not. Linux records the highest resident size (VmHWM) and can
-    reset it. Free pages of the allocator are returned to the system first, because a call that
-    reuses them would seem to need no memory. On a GPU, PyTorch's allocator counts.
+    Free pages of the allocator are returned to the system first, because a call that reuses them
+    would seem to need no memory. On a GPU, PyTorch's allocator counts.
     """
     gc.collect()
     if device == "cuda":
@@ -168,8 +167,7 @@ def times_pushed() -> int:
 class Probe:
     """Attention on one small head per thread, in the caches: about 30 microseconds.
 
-    In bf16, which runs on the tiles of AMX, if there are any: a neighbour slows them down most. On
-    one thread of a Zen 3 it takes 21 microseconds alone, and 31 to 44 with a neighbour.
+    In bf16, which runs on the tiles of AMX, if there are any: a neighbour slows them down most.
     """
 
     def __init__(self, threads: int) -> None:
@@ -179,10 +177,7 @@ class Probe:
         self.backend = next(x for x in backends if not isinstance(dispatch.load(x), str))
 
     def __call__(self) -> float:
-        """The microseconds of the kernel: of six calls, the fastest.
-
-        The first ones load the code, and an interrupt is no neighbour.
-        """
+        """The microseconds of the kernel: the fastest of six calls, without an interrupt."""
         usual, best = torch.get_num_threads(), float("inf")
         if usual != self.threads:  # only then, because it empties the caches of oneDNN
             torch.set_num_threads(self.threads)
@@ -199,8 +194,7 @@ class Probe:
 MAX_INNER = {False: 10_000, True: 10}  # cold: flushing the caches takes longer than most calls
 NEEDS_WARMING = 0.2  # seconds; longer calls spend only a small part of it on refilling caches
 # Seconds of calls, or of probes if these take long, before a sample. After waiting for its turn, a
-# processor takes milliseconds to reach its speed: on an EPYC of Zen 5 the first calls of 2 ms take
-# 1.5, 1.3 and 1.1 times as long.
+# processor takes milliseconds to reach its speed.
 WARMING = 0.01
 
 
@@ -218,9 +212,8 @@ class Worker:
     def open(self, provider: str, threads: int) -> dict[str, Any]:
         """Loads the provider; returns what it is and its versions."""
         torch.set_num_threads(threads)
-        # Makes glibc keep freed memory, as in a process that has run for a while. It returns freed
-        # blocks above a threshold to the system, and the next call pays the page faults. The
-        # threshold grows to the size of the largest freed block, up to 32 MiB.
+        # Makes glibc keep freed memory, as in a process that has run for a while: it returns blocks
+        # to the system that are larger than the largest one freed before, up to 32 MiB.
         torch.empty(31 << 20, dtype=torch.uint8)
         self.provider = load(provider)
         shared = getattr(self.provider, "THREADS_OF_TORCH", True)
@@ -300,11 +293,7 @@ class Worker:
 
 
 def _settle() -> None:
-    """Waits until this process is idle.
-
-    The threads of onnxruntime spin for tens of milliseconds after a call and would disturb the
-    provider that is timed next.
-    """
+    """Waits until this process is idle: the threads of onnxruntime spin after a call."""
     end = time.perf_counter() + 0.25
     while time.perf_counter() < end:
         wall, cpu = time.perf_counter(), time.process_time()

@@ -163,10 +163,7 @@ class Model(Module):
         return forward
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
-        """The noise of a forward pass is measured on one sequence, or on the start of one.
-
-        The start is enough in a causal model, whose tokens do not depend on later ones.
-        """
+        """The noise of a forward pass is that of one sequence, in a causal model of its start."""
         if not few or cell.passes != "fwd":
             return [{}]
         last = {"B": range(cell["B"] - 1, cell["B"])}
@@ -211,11 +208,7 @@ class LibraryModel(Model):
 
 
 def _watched(function: Any, watch: Stopwatch, before: int = 0) -> Any:
-    """A function of query, key and value whose calls are timed, forward and backward.
-
-    `before` arguments come before the query. The result is the output, or a tuple that begins with
-    it.
-    """
+    """A function, with `before` arguments before query, key and value, whose calls are timed."""
 
     @functools.wraps(function)
     def watched(*args: Any, **options: Any) -> Any:

@@ -199,12 +199,7 @@ class DECODE(Operator):
         return tensors, options
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
-        """With option=latent, the fastest form that PyTorch has.
-
-        The query heads of a key head are rows of one head, because `enable_gqa` copies the keys for
-        every query head. The value is the complete key, because the fused kernel of the CPU needs
-        equal widths, and the columns beyond Dv of its result are dropped.
-        """
+        """With option=latent, the fastest form that PyTorch has: docs/benchmarks.md explains it."""
         query, key, value = _cache(cell, x)
         latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
         queries, keys = cell["Lq"], cell["Lk"]
