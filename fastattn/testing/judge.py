@@ -90,14 +90,21 @@ def deviations(
     exact: Mapping[str, Tensor],
     noise: Noise,
     eps_of: Mapping[str, torch.dtype] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[Deviation]:
-    """Measure each candidate; ``eps_of`` has the dtype of eps if that is not the candidate's.
+    """Measure each candidate; if some are not of ``dtypes`` or have a wrong shape, only these.
 
-    The noise is drawn until all ratios are below one half, or as often as allowed. Earlier draws,
-    for other candidates, are used too.
+    ``eps_of`` has the dtype of eps if that is not the candidate's. The noise is drawn until all
+    ratios are below one half, or as often as allowed, with the draws for earlier candidates.
     """
-    eps_of = eps_of or {}
-    found: list[Deviation] = []
+    eps_of, found = eps_of or {}, list[Deviation]()
+    for name, dtype in (dtypes or {}).items():
+        x, shape = candidates[name], exact[name].shape
+        if x.dtype != dtype or x.shape != shape:
+            wrong = f"got {x.dtype} {list(x.shape)}, want {dtype} {list(shape)}"
+            found.append(Deviation(name, float("inf"), 0.0, tuple(shape), wrong))
+    if found:
+        return found
     may_draw = noise.drawn > 0 or noise.draw()
     while may_draw or not found:
         found = [
@@ -135,20 +142,10 @@ class Verdict:
         dtypes: Mapping[str, torch.dtype],
         eps_of: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Record the deviations and the faults of ``results``.
-
-        ``dtypes`` are their required dtypes; ``eps_of`` has the coarser dtypes that some of them
-        were computed in.
-        """
-        comparable = {}
-        for name, want in exact.items():
-            x = results[name]
-            if x.dtype != dtypes[name] or x.shape != want.shape:
-                wanted = f"{dtypes[name]} {list(want.shape)}"
-                self.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {wanted}")
-            else:
-                comparable[name] = x
-        found = deviations(comparable, exact, noise, eps_of)
+        """Record the deviations of ``results``, see :func:`deviations`, and the faults."""
+        candidates = {name: results[name] for name in exact}
+        kinds = {name: dtypes[name] for name in exact}
+        found = deviations(candidates, exact, noise, eps_of, kinds)
         self.deviations += found
         self.faults += [str(d) for d in found if not d.ok]
 
