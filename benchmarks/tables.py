@@ -316,7 +316,7 @@ def _name_of(row: Row) -> str:
 
 def breakdown_table(result: Result) -> Table:
     """Microseconds of the items of each call, which add up to it, beside the same in PyTorch."""
-    names = breakdown.columns(result)
+    names = breakdown.COLUMNS
     ratios = {"times as fast as torch": "call", "at most": "floor"} if "torch" in names else {}
     lines = {}
     for found in result.cells:

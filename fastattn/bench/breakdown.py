@@ -78,7 +78,7 @@ PARTS = {
     "floor": Part("floor"),
     "torch": Part("torch"),
 }
-# What stands beside the items; older files have no call of PyTorch.
+# What stands beside the items of a budget.
 BESIDE = ("call", "floor", "torch")
 
 # The items of a budget, in the order of a call.
@@ -92,6 +92,7 @@ BUDGET = {
     "threads": "entering threads, less what they save",
     "kernel": "kernel",
 }
+COLUMNS = (*BUDGET, *BESIDE)
 
 
 def budget(ms: Mapping[str, float]) -> dict[str, float]:
@@ -121,18 +122,13 @@ def microseconds(found: CellResult) -> dict[str, float]:
     return {name: 1e3 * time for name, time in times.items()}
 
 
-def columns(result: Result) -> list[str]:
-    measured = {name for found in result.cells for turn in found.rounds for name in turn.ms}
-    return [*BUDGET, *(name for name in BESIDE if name in measured)]
-
-
 def table(result: Result) -> str:
     """In microseconds."""
-    names, rows = columns(result), []
+    rows = [[*COLUMNS, "us of"]]
     for found in (found for found in result.cells if found.rounds):
         times = microseconds(found)
-        rows.append([*(f"{times.get(name, math.nan):.1f}" for name in names), found.cell.name])
-    return as_text([[*names, "us of"], *rows])
+        rows.append([*(f"{times.get(name, math.nan):.1f}" for name in COLUMNS), found.cell.name])
+    return as_text(rows)
 
 
 def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) -> Result:

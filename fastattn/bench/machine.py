@@ -8,7 +8,6 @@ or `torch.sum`, and marked as an estimate. The copy rate counts both reads and w
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import platform
 import re
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fastattn import dispatch
 from fastattn._processor import described
 from fastattn._version import __version__
 from fastattn.bench.results import Peak
@@ -100,10 +100,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
 
 def native_core() -> Any:
     """The native core, by its adapter, which chooses the instruction set of each dtype; or None."""
-    try:
-        return importlib.import_module("fastattn.backends.cpu")._cpu
-    except ImportError:
-        return None
+    return getattr(dispatch.load("cpu"), "_cpu", None)
 
 
 def _commit() -> str | None:
