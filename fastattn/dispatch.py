@@ -1,11 +1,9 @@
 """Chooses the backend of a call. No other module does.
 
 A backend is a module of ``fastattn.backends``; an operator is a function in it, with the same name
-as in ``reference/``. The first backend in the order without a reason against a call runs it; the
-order comes from evidence, see ``fastattn.evidence``. A backend gives its reasons, in plain
-sentences, by ``why_not(op, tensors, options)``, where ``tensors`` maps the names of the reference's
-parameters to tensors. A module that cannot be imported is not built. A missing function falls
-through to the next backend.
+as in ``reference/``. The first backend in the order of ``fastattn.evidence`` that has the function
+and no reason against a call runs it. ``why_not(op, tensors, options)`` of a backend returns its
+reasons as plain sentences; ``tensors`` are by the names of the reference's parameters.
 
 The parameters of a backend's function say which tensors it takes. To add an optional one, add it
 as the last parameter of the reference's function, and to each backend that supports it: the others
@@ -126,8 +124,7 @@ def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> l
 def _serves_all(backend: Any, op: str, record: type, *kinds: Any) -> bool:
     """Whether the backend has no reason against any call of tensors of these kinds.
 
-    A kind is a dtype, the device of a tensor that is not on the CPU, or None for no tensor. To find
-    the reasons of a small call takes as long as its kernel, so the answer is kept.
+    Finding the reasons of a small call takes as long as its kernel, so the answer is kept.
     """
     taken = taken_by(getattr(backend, op), kinds)
     if any(kind is not None for kind in kinds[len(taken) :]):

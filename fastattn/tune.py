@@ -1,10 +1,9 @@
 """`fastattn tune`: measure what is fastest on this machine, and use it.
 
 On a CPU: the backend, the instruction set and the GEMM of each dtype. On a GPU: the order of the
-backends of each operator; ours take part only where the case table verifies them, and are admitted
-by that. Candidates run in turn, round after round, and are compared by their medians, so a change
-of the clock frequency affects all of them. The usual choice stays unless another candidate is
-faster by more than 3 %. The result is written as the user's rows of ``fastattn.evidence``.
+backends of each operator; ours take part only where the case table verifies them. Candidates run in
+turn, so a change of the clock frequency affects all of them. The usual choice stays unless another
+one is faster by more than 3 %. The result is written as the user's rows of ``fastattn.evidence``.
 """
 
 from __future__ import annotations

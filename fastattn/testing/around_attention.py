@@ -85,7 +85,6 @@ class _MergeOperands(Operands):
 
 
 def make_merge(case: MergeCase, dtype: torch.dtype) -> Operands:
-    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw = Draw(case, dtype)
     shape, rows = case.shape, case.shape[:-1]
     wide = torch.float64 if case.lse_float64 else torch.float32 if case.lse_float32 else draw.wide

@@ -143,7 +143,6 @@ DECODE_CASES = (*mixed("mixed", 240), _LONG)
 
 
 def make_decode(case: DecodeCase, dtype: torch.dtype) -> Sequences:
-    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw = Draw(case, dtype)
     where = case.places(draw.generator)
     batch, pages = where.table.shape
@@ -303,7 +302,6 @@ _ROWS = ("key", "value", "key_scales", "value_scales")
 
 
 def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
-    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw = Draw(case, dtype)
     where = case.places(draw.generator)
     page, table = where.page, where.table

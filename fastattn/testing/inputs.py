@@ -1,7 +1,4 @@
-"""The tensors of the cases of attention, and their proof.
-
-They are equal from call to call, and lie in poisoned memory.
-"""
+"""The tensors of the cases of attention, and their proof."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ def attention_operands(options: AttentionOptions, elsewhere: Any = None, **given
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
-    """Return the tensors of ``case`` in ``dtype``; equal from call to call."""
     draw = Draw(case, dtype)
     normal, placed = draw.normal, draw.placed
     b, h, d, (hkv, dv) = case.batch, case.heads, case.head_dim, case.of_values

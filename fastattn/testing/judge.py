@@ -157,16 +157,12 @@ EXTENDED: dict[tuple[str, torch.dtype], Callable[[Any], Results]] = {}
 
 @dataclass(frozen=True)
 class Proof:
-    """The cases of one operator, and how to make, run and judge them.
-
-    The exact results are those of the definition, the reference in float64. Its own rounding errors
-    are no larger than those of a candidate in float64, and as the bound is twice the error of right
-    results, it covers both.
-    """
+    """The cases of one operator, and how to make, run and judge them."""
 
     operator: str
     cases: Sequence[NamedCase]
-    make: Callable[[Any, torch.dtype], Any]  # the inputs of a case: calls.Operands or calls.Call
+    # The inputs of a case, calls.Operands or calls.Call, equal in every call, in poisoned memory.
+    make: Callable[[Any, torch.dtype], Any]
     # The results with the eps of the dtype that they are computed in, not of their own.
     coarse: tuple[str, ...] = ()
 

@@ -60,7 +60,6 @@ HOPFIELD_CASES = (
 
 
 def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
-    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     # Implicit derivatives are those of a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0
     spreads = (1.0, sharp / case.head_dim**0.5 * 1.5)
@@ -144,7 +143,6 @@ HOP_CASES = (
 
 
 def make_hop_inputs(case: HopCase, dtype: torch.dtype) -> Call:
-    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, d = Draw(case, dtype), case.width
     sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
     sizes |= {"S": case.hops + 1, "1": 1}

@@ -1,8 +1,4 @@
-"""Tensors in poisoned memory: every byte around them is poison.
-
-``place(values, layout)`` copies values into a larger buffer full of NaN (True for a mask), in any
-of LAYOUTS, so that a wrong read changes the results.
-"""
+"""Tensors in memory where every byte around them is poison, so a wrong read changes the results."""
 
 from __future__ import annotations
 

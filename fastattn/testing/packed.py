@@ -204,7 +204,6 @@ VARLEN_CASES = tuple(mixed("mixed", 100))
 
 
 def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
-    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw = Draw(case, dtype)
 
     def packed(rows: int, after: int, heads: int, width: int, n: int, spread: int = 1) -> Tensor:

@@ -1,7 +1,4 @@
-"""The cases of additive and of Luong's attention, their inputs and their proofs.
-
-Their inputs are those of attention with one head.
-"""
+"""The cases of additive and of Luong's attention, whose inputs are those of attention."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ ADDITIVE_CASES = (
 
 
 def make_additive(case: AdditiveCase, dtype: torch.dtype) -> Operands:
-    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     given, draw = make_inputs(case, dtype), Draw(replace(case, name=f"{case.name}-v"), dtype)
     tensors, clean, grads = map(of_one_head, (given.tensors, given.clean, given.grads))
     mask, width = tensors["attn_mask"], case.head_dim
