@@ -3,19 +3,21 @@
 A record is passed, as one object, from the public function to the backend that runs. Its fields are
 also the last arguments of the dispatcher operator, in this order: :func:`schema` and
 :func:`values_of` derive them. To add an option, add a field with a default that leaves it out. A
-backend that does not list it (:func:`served`) then declines each call that uses it.
+backend that does not list it (:data:`EVERYWHERE`) then declines each call that uses it.
 """
 
 from __future__ import annotations
 
 import functools
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
 __all__ = [
+    "EVERYWHERE",
     "QUANTISED",
     "AdditiveBackwardOptions",
     "AdditiveOptions",
@@ -271,9 +273,28 @@ def values_of(options: Any) -> list[Any]:
     return [getattr(options, field.name) for field in fields(options)]
 
 
-def served(**options: str) -> dict[str, frozenset[str]]:
-    """The fields that a backend serves, by primitive; given as one string for each."""
-    return {op: frozenset(names.split()) for op, names in options.items()}
+def served(base: Mapping[str, frozenset[str]], **more: str) -> dict[str, frozenset[str]]:
+    """The fields that a backend serves, by primitive: those of ``base``, and more of some."""
+    others = {op: base.get(op, frozenset()) | {*names.split()} for op, names in more.items()}
+    return {**base, **others}
+
+
+# What the kernels of all backends serve, forward and backward. A backend lists itself what else it
+# serves, and declines each call that uses another option.
+EVERYWHERE = served(
+    {},
+    additive_attention="causal dropout_p weights needs_mask_grad",
+    append_to_cache="",
+    decode_attention="scale window_left window_right softcap",
+    encode_memory="padding_idx rows temporal",
+    hopfield_retrieve="scale steps_max eps together crowded grad needed",
+    memory_hop_attention="hops activation normalize scale weights needed",
+    merge_states="",
+    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
+    "needs_mask_grad partial",
+    sinusoidal_encoding="offset layout max_timescale scale padding_idx",
+    varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
+)
 
 
 def unserved(options: Any, served: frozenset[str]) -> list[str]:

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.backends import _served, _torch_cuda, reference
+from fastattn.backends import _torch_cuda, reference
 from fastattn.backends._alloc import empty_output, unexpanded
 from fastattn.backends.primitives import (
+    EVERYWHERE,
     AttentionBackwardOptions,
     AttentionOptions,
     unserved,
@@ -38,6 +39,8 @@ __all__ = [
     "why_not",
 ]
 
+# `why_not` declines most values of these options, each with its own reason.
+_SERVED = EVERYWHERE["scaled_dot_product_attention"] - {"partial"}
 _FLASH = 1  # of torch.nn.attention.SDPBackend
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -52,7 +55,7 @@ _choice = compat.fused_choice
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: AttentionOptions) -> list[str]:
     """Return the reasons why PyTorch's fused kernel cannot run ``op`` on these arguments."""
-    missing = unserved(options, _served.TORCH[op.removesuffix("_backward")])
+    missing = unserved(options, _SERVED)
     call: Mapping[str, Any] = tensors
     return _why_not_attend(missing, options=options, **call)
 

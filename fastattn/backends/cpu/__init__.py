@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu, evidence
-from fastattn.backends import _served
 from fastattn.backends._hopfield import backward_of_steps
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends._sinusoidal import encoding_on
@@ -25,7 +24,7 @@ from fastattn.backends.cpu.linear import linear as linear
 from fastattn.backends.cpu.linear import linear_backward as linear_backward
 from fastattn.backends.cpu.linear import rule as rule
 from fastattn.backends.cpu.operands import DTYPES
-from fastattn.backends.primitives import QUANTISED, unserved, with_default
+from fastattn.backends.primitives import EVERYWHERE, QUANTISED, served, unserved, with_default
 
 additive_attention = _cpu.additive_attention
 additive_attention_backward = _cpu.additive_attention_backward
@@ -146,12 +145,21 @@ def beside_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) ->
     return ""
 
 
+_SERVED = served(
+    EVERYWHERE,
+    append_to_cache="rotary_interleaved",
+    linear="gemm needed",
+    local_attention="reach bell",
+    scaled_dot_product_attention="first_query first_key first_head",
+)
+
+
 def serves_all(op: str, kinds: Mapping[str, Any], record: type) -> bool:
     """Whether :func:`why_not` has no reason for tensors of these dtypes, whatever the options."""
     op = op.removesuffix("_backward")
     allowed = (None, *DTYPES, torch.int64, torch.int32)
     known = all(kind in allowed for kind in kinds.values())
-    return known and kinds.get("alibi_slopes") is None and not with_default(record, _served.CPU[op])
+    return known and kinds.get("alibi_slopes") is None and not with_default(record, _SERVED[op])
 
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
@@ -168,4 +176,4 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
         alibi_slopes = tensors.get("alibi_slopes")
         if alibi_slopes is not None and alibi_slopes.requires_grad:
             return ["alibi_slopes requires a gradient, which the kernel does not compute"]
-    return unserved(options, _served.CPU[op])
+    return unserved(options, _SERVED[op])

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends import _served
 from fastattn.backends._hopfield import backward_of_steps
 from fastattn.backends._sinusoidal import encoding_on
 from fastattn.backends._states import of_any_rank
@@ -24,7 +23,7 @@ from fastattn.backends.cuda import encode_memory as encoding
 from fastattn.backends.cuda import sdpa
 from fastattn.backends.cuda.operands import DEVICE, launched
 from fastattn.backends.cuda.reasons import REASONS
-from fastattn.backends.primitives import unserved
+from fastattn.backends.primitives import EVERYWHERE, unserved
 
 INTERPRETED = DEVICE == "cpu"  # the kernels run in an emulator
 
@@ -60,7 +59,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
         if tensor.device != given[0].device:
             return [f"tensors are on {given[0].device} and {tensor.device}"]
     op = op.removesuffix("_backward")
-    reasons = _why_not_this_device(given[0].device) + unserved(options, _served.CUDA[op])
+    reasons = _why_not_this_device(given[0].device) + unserved(options, EVERYWHERE[op])
     return reasons + REASONS[op](**tensors, options=options)
 
 
