@@ -34,6 +34,7 @@ from fastattn import dispatch, evidence
 from fastattn._version import __version__
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell
+from fastattn.bench.ops._base import messages
 from fastattn.bench.ops._masks import document_ids
 from fastattn.bench.ops.transformer import Twin
 from fastattn.dispatch import BACKENDS, PRIORITY
@@ -144,27 +145,26 @@ class Compiled(Torch):
 
 
 class SdpaOnly:
-    """A provider that has no operator but `sdpa`; the attributes say what it serves."""
+    """A provider that has no operator but `sdpa`, and refuses the cells that formulas describe."""
 
-    DTYPES: Sequence[str] = ("fp32",)
-    PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",)}  # device: passes
-    MASKS: Sequence[str] = ops.get("sdpa").MASKS
-    GROUPED = True
+    REFUSED: Mapping[str, str]
 
     def why_not(self, cell: Cell) -> list[str]:
-        passes = self.PASSES_ON.get(cell.device)
-        reasons = [] if passes else [f"it runs on {' and '.join(self.PASSES_ON)}"]
         if cell.op != "sdpa":
-            return [*reasons, "only sdpa is supported here"]
-        unmet = {
-            f"it takes {', '.join(self.DTYPES)}": cell.dtype not in self.DTYPES,
-            "it has no backward": passes is not None and cell.passes not in passes,
-            f"no {cell.mask} mask is supported here": cell.mask not in self.MASKS,
-            "it returns no weights": cell.weights != "none",
-            f"no {cell.option} is supported here": cell.option != "none",
-            "it has no grouped heads": cell["H"] != cell["Hkv"] and not self.GROUPED,
-        }
-        return reasons + [reason for reason, is_unmet in unmet.items() if is_unmet]
+            return ["only sdpa is supported here"]
+        return messages(self.REFUSED, cell)
+
+
+_PLAIN = {
+    "weights != 'none'": "it returns no weights",
+    "option != 'none'": "no {option} is supported here",
+}
+_FORWARD_IN_FP32 = _PLAIN | {
+    "device != 'cpu'": "it runs on cpu",
+    "dtype != 'fp32'": "it takes fp32",
+    "passes != 'fwd'": "it has no backward",
+}
+_UNGROUPED = {"H != Hkv": "it has no grouped heads"}
 
 
 class Flex(SdpaOnly, Torch):
@@ -172,8 +172,7 @@ class Flex(SdpaOnly, Torch):
 
     ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
     VARIANTS = ()
-    DTYPES = ("fp32", "bf16", "fp16")
-    PASSES_ON: Mapping[str, Sequence[str]] = {"cpu": ("fwd",), "cuda": ("fwd", "bwd", "fwd+bwd")}
+    REFUSED = _PLAIN | {"device == 'cpu' and passes != 'fwd'": "it has no backward"}
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -261,24 +260,21 @@ class OnnxRuntime(SdpaOnly):
     ABOUT = "onnxruntime: Attention of opset 23; @mha: MultiHeadAttention of com.microsoft"
     THREADS_OF_TORCH = False
     VARIANTS = ("mha",)
+    REFUSED = _FORWARD_IN_FP32 | {
+        "mask == 'causal' and Lq != Lk": "it aligns the causal diagonal differently when Lq is not "
+        "Lk",
+    }
     variant = ""
 
     def select(self, variant: str) -> None:
-        self.variant = variant
-        self.MASKS = [mask for mask in self.MASKS if mask not in ("bool", "documents")]
-        self.GROUPED = False
+        self.variant, unmasked = variant, "mask in ('bool', 'documents')"
+        self.REFUSED = self.REFUSED | {unmasked: "no {mask} mask is supported here", **_UNGROUPED}
 
     def versions(self) -> dict[str, str]:
         import onnx
         import onnxruntime
 
         return {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__}
-
-    def why_not(self, cell: Cell) -> list[str]:
-        reasons = super().why_not(cell)
-        if cell.op == "sdpa" and cell.mask == "causal" and cell["Lq"] != cell["Lk"]:
-            reasons.append("it aligns the causal diagonal differently when Lq is not Lk")
-        return reasons
 
     def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
         if not self.variant:
@@ -323,7 +319,7 @@ def _session(inputs: dict[str, Tensor], node: str) -> Callable[[], list[Any]]:
 class OpenVino(SdpaOnly):
     ABOUT = "OpenVINO: scaled_dot_product_attention of opset 13 (forward, fp32)"
     THREADS_OF_TORCH = False
-    GROUPED = False
+    REFUSED = _FORWARD_IN_FP32 | _UNGROUPED
 
     def versions(self) -> dict[str, str]:
         import openvino

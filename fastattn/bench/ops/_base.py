@@ -34,7 +34,7 @@ PAIRS_CHECKED = 1 << 26
 PAIRS_OF_FEW = 1 << 22
 _MULTIPLES = (("H", "Hkv"), ("E", "H"), ("Lk", "P"), ("I", "P"))
 # What a formula may name beside the sizes of a cell.
-_WORDS = ("mask", "weights", "option", "passes", "device")
+_WORDS = ("dtype", "mask", "weights", "option", "passes", "device")
 _RULES: dict[str, Callable[..., int]] = {
     "attention": _flops.attention_flops,
     "additive": _flops.additive_flops,
@@ -138,7 +138,7 @@ class Operator:
         for whole, part in _MULTIPLES:
             if cell.sizes.get(part) and cell.sizes.get(whole, 0) % cell[part]:
                 raise ValueError(f"{whole}={cell[whole]} is not a multiple of {part}={cell[part]}")
-        for message in _messages(self.REFUSED, cell):
+        for message in messages(self.REFUSED, cell):
             raise ValueError(message)
 
     def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
@@ -226,7 +226,7 @@ class Operator:
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """The reasons why PyTorch has nothing for this cell."""
-        return _messages(self.NOT_IN_TORCH, cell)
+        return messages(self.NOT_IN_TORCH, cell)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
@@ -418,7 +418,8 @@ def value_of(formula: str, cell: Cell, **names: Any) -> Any:
     return eval(formula, {"__builtins__": {}}, {"min": min, "max": max, **_names(cell), **names})
 
 
-def _messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
+def messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
+    """The messages of the formulas that hold for the cell."""
     found = (message for formula, message in formulas.items() if value_of(formula, cell))
     return [message.format(**_names(cell)) for message in found]
 
