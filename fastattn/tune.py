@@ -16,6 +16,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,27 @@ import torch
 
 from fastattn import dispatch, evidence, spelling
 from fastattn.bench import machine, ops
-from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
+from fastattn.bench.cells import DTYPES, make_inputs
 from fastattn.bench.providers import run_passes
-from fastattn.bench.shapes import parse_shapes
+from fastattn.bench.selection import line_cells
+from fastattn.bench.shapes import parse_line
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.testing import PROOFS, OnGpu, Target
 from fastattn.verify import results_of
 
-# Operator: its name in ``fastattn.bench``, the sizes that differ from the defaults there, its mask.
+# Operator: the measured call, as ``fastattn bench run --shapes`` takes it.
 MEASURED = {
-    ATTENTION: ("sdpa", "B=2,H=16,L=4096,D=128", "causal"),
-    "varlen_attention": ("varlen", "B=16,H=16,L=512,D=128", "causal"),
-    "decode_attention": ("decode", "B=32,H=32,Hkv=8,Lk=4096,D=128", "none"),
-    "additive_attention": ("additive", "B=16,Lq=256,A=256", "none"),
-    "memory_hop_attention": ("memory_hops", "B=256", "none"),
-    "hopfield_retrieve": ("hopfield", "B=16", "none"),
-    "encode_memory": ("encode_memory", "B=256", "none"),
-    "merge_states": ("merge_states", "B=16,H=16,L=2048,D=128", "none"),
-    "sinusoidal_encoding": ("sinusoidal", "B=32", "none"),
+    ATTENTION: "sdpa B=2,H=16,L=4096,D=128 mask=causal",
+    "varlen_attention": "varlen B=16,H=16,L=512,D=128 mask=causal",
+    "decode_attention": "decode B=32,H=32,Hkv=8,Lk=4096,D=128",
+    "additive_attention": "additive B=16,Lq=256,A=256",
+    "memory_hop_attention": "memory_hops B=256",
+    "hopfield_retrieve": "hopfield B=16",
+    "encode_memory": "encode_memory B=256",
+    "merge_states": "merge_states B=16,H=16,L=2048,D=128",
+    "sinusoidal_encoding": "sinusoidal B=32",
 }
-ON_CPU = ("sdpa", "B=1,H=8,L=512,D=64", "none")
+ON_CPU = "sdpa B=1,H=8,L=512,D=64"
 _LEAST_QUERIES = 16  # the measurement on a CPU does not apply to single queries
 # M, K, N of linear layers.
 _LARGE, _SMALL, _FEW_ROWS = (512, 768, 2304), (64, 768, 768), (4, 2048, 2048)
@@ -138,21 +140,17 @@ def clearly_fastest(times: dict[str, float], usual: str) -> str:
 
 
 def seconds(
-    what: str, of: Sequence[str], dtype: torch.dtype, device: torch.device, on: Mapping[str, _On]
+    what: str, line: str, dtype: torch.dtype, device: torch.device, on: Mapping[str, _On]
 ) -> dict[str, float]:
     """The time of each candidate that can run: the geometric mean of forward and of both passes."""
-    stem, sizes, mask = of
-    op, means = ops.get(stem), dict.fromkeys(on, 1.0)
-    kind = next(name for name, x in TORCH_DTYPES.items() if x == dtype)
-    shape = parse_shapes(sizes, op.SIZES)[0]
-    passes = [name for name in ("fwd", "fwd+bwd") if name in op.PASSES]
-    for of_pass in passes:
-        cell = Cell(stem, shape, dtype=kind, passes=of_pass, mask=mask, device=device.type)
+    kinds, means = spelling.dtypes([str(dtype)], DTYPES), dict.fromkeys(on, 1.0)
+    cells = line_cells(parse_line(line), {"dtype": kinds}, preset="tune")  # with their usual passes
+    for cell in (replace(cell, device=device.type) for cell in cells):
         inputs = ops.Inputs({name: x.to(device) for name, x in make_inputs(cell, 0).items()})
-        call = run_passes(cell, op.ours(cell, inputs), inputs)
+        call = run_passes(cell, ops.get(cell.op).ours(cell, inputs), inputs)
         calls = {name: functools.partial(_call, call, on[name], device.type) for name in means}
-        times = race(f"{what}, {of_pass}", calls)
-        means = {name: means[name] * times[name] ** (1 / len(passes)) for name in times}
+        times = race(f"{what}, {cell.passes}", calls)
+        means = {name: means[name] * times[name] ** (1 / len(cells)) for name in times}
     return means
 
 

@@ -33,11 +33,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tune, "_ROUNDS", 1)
     monkeypatch.setattr(tune, "_SECONDS", 0.0)
-    monkeypatch.setattr(tune, "ON_CPU", ("sdpa", "B=1,H=2,L=32,D=16", "none"))
+    monkeypatch.setattr(tune, "ON_CPU", "sdpa B=1,H=2,L=32,D=16")
     monkeypatch.setattr(tune, "_LARGE", (32, 16, 48))
     monkeypatch.setattr(tune, "_SMALL", (16, 16, 16))
     monkeypatch.setattr(tune, "_FEW_ROWS", (4, 16, 16))
-    monkeypatch.setitem(tune.MEASURED, OP, ("sinusoidal", "B=1,L=5,E=8", "none"))
+    monkeypatch.setitem(tune.MEASURED, OP, "sinusoidal B=1,L=5,E=8")
     evidence.forget()
     yield tmp_path / "evidence.json"
     monkeypatch.undo()
@@ -260,9 +260,10 @@ def test_every_measured_operator_can_be_called() -> None:
              "decode": "B=1,H=2,Hkv=1,Lk=8,D=8", "memory_hops": "B=2", "hopfield": "B=1,L=4,N=4",
              "encode_memory": "B=1", "merge_states": "B=1,H=1,L=4,D=8",
              "sinusoidal": "B=1,L=4,E=8"}  # fmt: skip
-    for op, (stem, _, mask) in tune.MEASURED.items():
+    for op, line in tune.MEASURED.items():
+        stem, shape = line.split()[:2]
         on = {"reference": lambda: dispatch.use_backend("reference")}
-        assert tune.seconds(op, (stem, small[stem], mask), torch.float32, CPU, on), op
+        assert tune.seconds(op, line.replace(shape, small[stem]), torch.float32, CPU, on), op
 
 
 # -- arguments -------------------------------------------------------------------------------------
