@@ -87,12 +87,7 @@ def load(name: str) -> ModuleType | str:
 
 
 def why_not(
-    name: str,
-    op: str,
-    device: str,
-    tensors: Sequence[Any],
-    options: Any,
-    obstacles: Sequence[str],
+    name: str, op: str, device: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str]
 ) -> list[str]:
     """Return this backend's reasons against a call, empty if it can run."""
     backend = load(name)
@@ -153,11 +148,7 @@ def _tensors_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def choose(
-    op: str,
-    tensors: Sequence[Any],
-    options: Any,
-    obstacles: Sequence[str] = (),
-    without: str = "",
+    op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = (), without: str = ""
 ) -> str:
     """Return the name of the first backend without a reason; raise or warn if necessary.
 

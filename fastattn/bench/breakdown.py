@@ -239,13 +239,11 @@ def _timed(function: Callable[..., Any], watch: Stopwatch, emptied: bool) -> Cal
 @functools.cache
 def _own_seconds() -> float:
     """What a stopwatch adds to the time of a function."""
-    least = math.inf
-    for _ in range(1000):
-        watch = Stopwatch()
+    watches = [Stopwatch() for _ in range(1000)]
+    for watch in watches:
         watch.start()
         watch.stop()
-        least = min(least, watch.seconds)
-    return least
+    return min(watch.seconds for watch in watches)
 
 
 def _emptied(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

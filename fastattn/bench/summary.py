@@ -282,25 +282,24 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
     faults = Counter(f"{row['provider']} {row['status']}" for row in rows if is_fault(row))
     sentences += [f"{key} in {count} cell{'s' * (count > 1)}." for key, count in faults.items()]
     is_complete = result.ended == "complete"
-    skipped = [found for found in result.cells if is_complete and was_skipped(found)]
     counts = {
         "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations or the "
-        "peak is wrong.": len([row for row in rows if row["impossible"]]),
-        "cells were not measured: the time budget was used up (--time-budget).": len(skipped),
-        "samples of busy rounds are left out of ms, GFLOP/s and % of peak.": sum(
-            row["discarded"] or 0 for row in rows
-        ),
+        "peak is wrong.": [row["impossible"] for row in rows],
+        "cells were not measured: the time budget was used up (--time-budget).": [
+            is_complete and was_skipped(found) for found in result.cells
+        ],
+        "samples of busy rounds are left out of ms, GFLOP/s and % of peak.": [
+            row["discarded"] for row in rows
+        ],
         "rows are busy: something else used the cores in most of their rounds, so do not trust "
-        "their ms, GFLOP/s and % of peak.": len([row for row in rows if row["busy"]]),
-        "speed-ups are of disturbed rounds, so their intervals are wide.": len(
-            [row for row in compared if not row["comparable"]]
-        ),
+        "their ms, GFLOP/s and % of peak.": [row["busy"] for row in rows],
+        "speed-ups are of disturbed rounds, so their intervals are wide.": [
+            not row["comparable"] for row in compared
+        ],
     }
-    sentences += [f"{count} {words}" for words, count in counts.items() if count]
-    checked = [row for row in rows if row["max_error"] is not None and row["status"] != "WRONG"]
-    sentences.append(
-        f"{len(checked)} results were compared with fp64 before being timed, and are right."
-    )
+    sentences += [f"{sum(x or 0 for x in of)} {words}" for words, of in counts.items() if any(of)]
+    right = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
+    sentences.append(f"{right} results were compared with fp64 before being timed, and are right.")
     if not is_complete:
         sentences.append(f"The run was {result.ended}; these are the cells measured until then.")
     return sentences

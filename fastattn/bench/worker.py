@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastattn import dispatch, scaled_dot_product_attention, use_backend
 from fastattn._processor import last_level_bytes
-from fastattn.bench import machine, ops, results
+from fastattn.bench import machine, ops
 from fastattn.bench.cells import Cell, make_inputs, output_names
 from fastattn.bench.ops._base import Stopwatch
 from fastattn.bench.providers import load
@@ -54,6 +54,7 @@ class WorkerProcess:
     def __init__(self, threads: int, cpus: Sequence[int], isa: str = "") -> None:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._connection, theirs = multiprocessing.Pipe()
+        own = thread_variables(threads) | ({"FASTATTN_CPU_ISA": isa} if isa else {})
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fastattn.bench.worker", str(theirs.fileno())],
@@ -61,9 +62,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,
-                env=os.environ
-                | thread_variables(threads)
-                | ({"FASTATTN_CPU_ISA": isa} if isa else {}),
+                env=os.environ | own,
                 # Ctrl-C reaches only the parent, which then ends the workers.
                 start_new_session=True,
             )
@@ -241,11 +240,7 @@ class Worker:
         self.call, self.seconds = call, self._seconds(call, 1)
         count = math.ceil(sample / max(self.seconds, 1e-9))
         self.inner = max(1, min(MAX_INNER[cold], count))
-        return {
-            "outputs": saved.getvalue(),
-            "inner": self.inner,
-            "peak_bytes": peak_bytes,
-        }
+        return {"outputs": saved.getvalue(), "inner": self.inner, "peak_bytes": peak_bytes}
 
     def time(self) -> dict[str, Any]:
         """A sample, by the fields of `results.Round`."""
@@ -286,9 +281,7 @@ class Worker:
         machine.synchronize(self.device)
         return time.perf_counter() - start
 
-    def peak(
-        self, kind: str, threads: int, seconds: float, device: str
-    ) -> tuple[results.Peak, float]:
+    def peak(self, kind: str, threads: int, seconds: float, device: str) -> Any:
         torch.set_num_threads(threads)
         return machine.measure_peak(kind, threads, seconds, device)
 

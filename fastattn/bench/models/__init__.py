@@ -106,9 +106,7 @@ _VIT: dict[str, Any] = {
     "LENGTH": "((I//P)**2+1)",
     "PAIRS": "B * ((I // P)**2 + 1)**2",
     "OTHER": ("3 * P**2 * E", "B * (I // P)**2 * 3 * P**2 * E"),
-    "others": lambda cell, draw: {
-        "pixel_values": draw.normal(cell["B"], 3, cell["I"], cell["I"]),
-    },
+    "others": lambda cell, draw: {"pixel_values": draw.normal(cell["B"], 3, cell["I"], cell["I"])},
 }
 VIT = Model(
     FUNCTION="transformers.ViTModel",

@@ -91,10 +91,7 @@ def defined(
 
 
 def with_masks(
-    cell: Cell,
-    x: Inputs,
-    call: Callable[..., Tensor],
-    *pairs: tuple[int, int, Tensor | None],
+    cell: Cell, x: Inputs, call: Callable[..., Tensor], *pairs: tuple[int, int, Tensor | None]
 ) -> Forward:
     """A call of PyTorch with a mask for each entry of `pairs`: queries, keys, and visible pairs.
 

@@ -153,10 +153,7 @@ _OF_DECODER = (
 _SIZES = {"B": 8, "L": 128, "E": 512, "H": 8, "F": 2048}
 _WITH_MEMORY = {"B": 8, "L": 128, "S": "L", "E": 512, "H": 8, "F": 2048}
 _X: dict[str, Any] = {"SIZES": _SIZES, "SHAPES": {"x": "B L E"}}
-_X_AND_MEMORY: dict[str, Any] = {
-    "SIZES": _WITH_MEMORY,
-    "SHAPES": {"x": "B L E", "memory": "B S E"},
-}
+_X_AND_MEMORY: dict[str, Any] = {"SIZES": _WITH_MEMORY, "SHAPES": {"x": "B L E", "memory": "B S E"}}
 
 LINEAR = _Linear(
     "Linear",
