@@ -26,7 +26,7 @@ from fastattn import dispatch, evidence, spelling
 from fastattn.bench import machine, ops
 from fastattn.bench.cells import DTYPES, make_inputs
 from fastattn.bench.providers import run_passes
-from fastattn.bench.selection import line_cells
+from fastattn.bench.selection import cells_in
 from fastattn.bench.shapes import parse_line
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.testing import PROOFS, OnGpu, Target
@@ -144,7 +144,7 @@ def seconds(
 ) -> dict[str, float]:
     """The time of each candidate that can run: the geometric mean of forward and of both passes."""
     kinds, means = spelling.dtypes([str(dtype)], DTYPES), dict.fromkeys(on, 1.0)
-    cells = line_cells(parse_line(line), {"dtype": kinds}, preset="tune")  # with their usual passes
+    cells = cells_in(parse_line(line), {"dtype": kinds}, preset="tune")  # with their usual passes
     for cell in (replace(cell, device=device.type) for cell in cells):
         inputs = ops.Inputs({name: x.to(device) for name, x in make_inputs(cell, 0).items()})
         call = run_passes(cell, ops.get(cell.op).ours(cell, inputs), inputs)

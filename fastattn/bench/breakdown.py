@@ -36,6 +36,9 @@ _ALLOCATORS = (
 )
 
 
+Calls = dict[str, Callable[[], Any]]
+
+
 class Part(NamedTuple):
     """`inside` lists the functions that are timed, within the pass; without: the pass itself."""
 
@@ -150,9 +153,7 @@ def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) 
     return result
 
 
-def _measure(
-    found: CellResult, calls: dict[str, Callable[[], Any]], rounds: int, order: random.Random
-) -> None:
+def _measure(found: CellResult, calls: Calls, rounds: int, order: random.Random) -> None:
     cell = found.cell
     # The parts that are another part of this call.
     same = {"one thread": "native"} if torch.get_num_threads() == 1 else {}
@@ -180,11 +181,11 @@ def _measure(
         found.rounds.append(turn)
 
 
-def _calls(cell: Cell, seed: int) -> dict[str, Callable[[], Any]]:
+def _calls(cell: Cell, seed: int) -> Calls:
     """The calls that `Part.within` names."""
     op, x, theirs = ops.get(cell.op), make_inputs(cell, seed), make_inputs(cell, seed)
     forward = op.ours(cell, x)
-    calls: dict[str, Callable[[], Any]] = dict.fromkeys(("call", "forward", "plain"), forward)
+    calls: Calls = dict.fromkeys(("call", "forward", "plain"), forward)
     calls["floor"] = tuple
     if cell.passes != "fwd":
         out, leaves = ops.as_tuple(forward())[0].detach(), [x[n] for n in op.leaf_names(cell)]

@@ -66,9 +66,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
     if all(missing):
         raise ValueError(missing[0])
-    settings = runner.Settings(
-        **{name: vars(args)[name] for name in runner.Settings.__annotations__}
-    )
+    settings = runner.Settings(**{n: vars(args)[n] for n in runner.Settings.__annotations__})
     folder = placed(args.out, args.device)
     saved, earlier = folder and folder / "results.json", None
     if folder:
@@ -233,9 +231,7 @@ def compare(args: argparse.Namespace) -> int:
     for line in results.differences(before, after):
         print(f"Different conditions: {line}")
     if not found:
-        raise ValueError(
-            f"{args.before} and {args.after} have no row with a {args.metric} in common"
-        )
+        raise ValueError(f"{args.before} and {args.after} share no row with a {args.metric}")
     print(f"{'before':>9} {'after':>9}  {'times as good':<23} {args.metric} of")
     verdicts = {name: results.verdict(low, high) for name, (_, low, high) in found.items()}
     for name, (ratio, low, high) in sorted(found.items(), key=lambda change: change[1]):

@@ -69,9 +69,8 @@ def add_what(parser: argparse.ArgumentParser) -> None:
 
 def add_passes(what: argparse._ActionsContainer) -> None:
     spelling.add_list(what, "--dtype", "fp32,bf16,fp16, or float32,bfloat16,float16")
-    what.add_argument(
-        "--pass", dest="passes", type=names, default=[], metavar="LIST", help="fwd,bwd,fwd+bwd"
-    )
+    words = ",".join(PASSES)
+    what.add_argument("--pass", dest="passes", type=names, default=[], metavar="LIST", help=words)
 
 
 def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
@@ -88,7 +87,7 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
         lines: list[Line] = []
         for text in args.shapes:
             lines += read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
-        return [cell for line in lines for cell in line_cells(line, given, wanted)]
+        return [cell for line in lines for cell in cells_in(line, given, wanted)]
     preset = args.preset or ("all" if wanted else "quick")
     cells = [cell for cell in preset_cells(preset, given) if not wanted or cell.op in wanted]
     if not cells:
@@ -112,7 +111,7 @@ def model_cells(names: Sequence[str], given: Lists = _NONE) -> list[Cell]:
     check_names("model", names, [*WHOLE_MODELS, "all"])
     chosen = WHOLE_MODELS if "all" in names else dict.fromkeys(names)
     lines = (line for name in chosen for line in WHOLE_MODELS[name])
-    cells = [cell for line in lines for cell in line_cells(line, given, preset="models")]
+    cells = [cell for line in lines for cell in cells_in(line, given, preset="models")]
     if not cells:
         raise ValueError(f"--pass {','.join(given['pass'])}: {', '.join(names)} has no such pass")
     return cells
@@ -124,16 +123,14 @@ def preset_cells(name: str, given: Lists = _NONE) -> list[Cell]:
     check_names("--preset", name.split(","), [*PRESETS, "all"])
     for preset in ALL if name == "all" else name.split(","):
         lines = PRESETS[preset].lines
-        found = [cell for line in lines for cell in line_cells(line, given, preset=preset)]
+        found = [cell for line in lines for cell in cells_in(line, given, preset=preset)]
         if preset in COMMON_FIRST:
             found.sort(key=lambda c: (c.label in RARER, DTYPES.index(c.dtype), c.passes != "fwd"))
         cells += found
     return cells
 
 
-def line_cells(
-    line: Line, given: Lists, wanted: Sequence[str] = (), preset: str = ""
-) -> list[Cell]:
+def cells_in(line: Line, given: Lists, wanted: Sequence[str] = (), preset: str = "") -> list[Cell]:
     """Every combination of a line; passes that the operator does not have are left out."""
     usual: Lists = {"dtype": ["fp32"], "pass": ["fwd"]}
     if preset:
@@ -150,11 +147,10 @@ def line_cells(
         if not passes and not preset:
             wrong = ",".join(lists["pass"])
             raise ValueError(f"--pass {wrong}: {op} has {','.join(operator.PASSES)}")
+        kinds = [*itertools.product(*(lists | {"pass": passes}).values())]
         cells += [
             Cell(op, sizes, dtype, name, mask, weights, option, preset=preset, label=line.label)
             for sizes in parse_shapes(line.shape, operator.SIZES)
-            for dtype, name, mask, weights, option in itertools.product(
-                *(lists | {"pass": passes}).values()
-            )
+            for dtype, name, mask, weights, option in kinds
         ]
     return cells
