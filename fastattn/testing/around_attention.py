@@ -12,9 +12,8 @@ from torch import Tensor
 from fastattn import sinusoids
 from fastattn.backends.primitives import NoOptions, SinusoidalOptions
 from fastattn.testing.calls import Operands
-from fastattn.testing.cases import Draw, NamedCase, drawn
+from fastattn.testing.cases import LAYOUTS, Draw, NamedCase, drawn, place
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import LAYOUTS, place
 
 _INF = float("inf")
 

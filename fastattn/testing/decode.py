@@ -18,9 +18,8 @@ from fastattn import dispatch, masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.backends.reference.decode import elements
-from fastattn.testing import memory
 from fastattn.testing.calls import Operands, Results, declared, double
-from fastattn.testing.cases import FLOATS, AttentionCase, Draw, HeadCase, drawn
+from fastattn.testing.cases import FLOATS, AttentionCase, Draw, HeadCase, bytes_of, drawn, place
 from fastattn.testing.judge import Proof, Verdict
 from fastattn.testing.packed import PROGRAMS, Sequences, biases
 from fastattn.testing.targets import moved
@@ -69,12 +68,12 @@ def filled(
         for n, part in enumerate(x.split(where.page, 1)):
             cache[where.table[b, n], :, : part.shape[1]] = part
     if case.quantised is None:
-        return memory.place(cache, case.layouts[1]), None, torch.where(cache.isnan(), 0.0, cache)
+        return place(cache, case.layouts[1]), None, torch.where(cache.isnan(), 0.0, cache)
     numbers, scales = reference.quantise(cache.double(), case.quantised)
     clean = (numbers.double() * scales.double()[..., None]).nan_to_num(0.0)
     # NaN: any number, and a scale of NaN
-    placed = memory.place(scales[..., None], case.layouts[1])[..., 0]
-    return memory.place(numbers, case.layouts[1]), placed, clean
+    placed = place(scales[..., None], case.layouts[1])[..., 0]
+    return place(numbers, case.layouts[1]), placed, clean
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype) -> Sequences:
     query = case.spread * draw.normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
     lengths = torch.tensor(case.lengths, dtype=torch.int64)
     tensors: dict[str, Any] = dict.fromkeys(declared("decode_attention").names)
-    tensors |= {"query": memory.place(query, case.layouts[0]), "cache_seqlens": lengths}
+    tensors |= {"query": place(query, case.layouts[0]), "cache_seqlens": lengths}
     tensors |= {"key_cache": key_cache, "value_cache": value_cache}
     tensors |= {"key_scales": key_scales, "value_scales": value_scales}
     tensors["alibi_slopes"] = draw.slopes(case.alibi, batch, case.heads)
@@ -171,7 +170,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype) -> Sequences:
     if case.program is not None or case.tree is not None:
         mask = _mask(case, pages * where.page, draw.generator)
         program = masks.cache_program("testing", mask, query, pages * where.page, lengths)
-        tensors["mask_program"] = memory.place(program)
+        tensors["mask_program"] = place(program)
     tensors["cache_leftpad"] = torch.tensor(case.leftpad) if case.leftpad else None
     options = DecodeOptions(case.head_dim**-0.5, *case.window, case.softcap)
     clean = {"key_cache": of_keys, "value_cache": of_values}
@@ -270,7 +269,7 @@ class AppendInputs(Operands):
             of_copy, of_old = (elements(x, entry, slice(None), row) for x in (copy, old))
             results[result] = of_copy.transpose(1, 2).clone()
             copy[entry, :, row] = of_old
-            changed += int((memory.bytes_of(copy) != memory.bytes_of(old)).sum())
+            changed += int((bytes_of(copy) != bytes_of(old)).sum())
         return results | {"changed": torch.tensor([changed], dtype=torch.float64)}
 
     def definition(self) -> Results:

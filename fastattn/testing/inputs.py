@@ -15,9 +15,8 @@ from fastattn.backends.primitives import AttentionOptions, NoOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.backends.reference._masked import distances, visible_pairs
 from fastattn.testing.calls import Operands, Results, declared
-from fastattn.testing.cases import ATTENTION_CASES, Case, Draw
+from fastattn.testing.cases import ATTENTION_CASES, Case, Draw, place
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import place
 
 _INF = float("inf")
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.testing.calls import Results
-from fastattn.testing.cases import NamedCase
-from fastattn.testing.memory import Watch
+from fastattn.testing.cases import NamedCase, Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 

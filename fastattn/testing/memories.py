@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import Case, Draw, NamedCase, drawn
+from fastattn.testing.cases import STRIDED, Case, Draw, NamedCase, drawn
 from fastattn.testing.inputs import make_inputs, poison
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import STRIDED
 
 
 @dataclass(frozen=True)

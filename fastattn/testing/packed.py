@@ -18,9 +18,8 @@ from fastattn import masks
 from fastattn.backends._sequences import places
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.backends.reference._mask_program import visible_by_program
-from fastattn.testing import memory
 from fastattn.testing.calls import Operands, Results
-from fastattn.testing.cases import SCALED, AttentionCase, Draw, drawn
+from fastattn.testing.cases import SCALED, AttentionCase, Draw, drawn, place
 from fastattn.testing.inputs import attention_operands
 from fastattn.testing.judge import Proof
 
@@ -233,7 +232,7 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
     if case.program is not None:
         mask = _mask(case, (q_lengths, k_lengths), draw.generator)
         operands = (query, key, (starts[0], starts[1]), case.bottom_right)
-        tensors["mask_program"] = memory.place(masks.packed_program("testing", mask, *operands))
+        tensors["mask_program"] = place(masks.packed_program("testing", mask, *operands))
     options = VarlenOptions(
         case.head_dim**-0.5, case.bottom_right, *case.window, case.softcap, case.dropout_p
     )

@@ -12,10 +12,9 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.backends.primitives import AdditiveOptions, AttentionOptions
 from fastattn.testing.calls import Call, Operands
-from fastattn.testing.cases import Case, Draw, drawn
+from fastattn.testing.cases import LAYOUTS, Case, Draw, drawn
 from fastattn.testing.inputs import make_inputs, of_one_head
 from fastattn.testing.judge import Proof
-from fastattn.testing.memory import LAYOUTS
 
 
 @dataclass(frozen=True)

@@ -416,7 +416,7 @@ import ctypes
 import emulator
 from fastattn import masks
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.testing.memory import place
+from fastattn.testing.cases import place
 adapter = emulator.load()
 query, long = torch.randn(2, 1, 1, 128, 8)
 short = place(long[:, :, :64])

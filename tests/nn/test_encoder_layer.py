@@ -20,7 +20,7 @@ from within_bound import assert_right
 import fastattn
 from fastattn import _cpu, dispatch, evidence
 from fastattn.evidence import Gemm
-from fastattn.testing.memory import place
+from fastattn.testing.cases import place
 
 ACTIVATIONS: list[tuple[int, Callable[..., Tensor]]] = [
     (1, F.relu),

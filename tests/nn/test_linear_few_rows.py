@@ -13,7 +13,7 @@ from within_bound import assert_within_bound
 
 from fastattn import _cpu
 from fastattn.testing import Noise
-from fastattn.testing.memory import place
+from fastattn.testing.cases import place
 from fastattn.testing.targets import Target, fresh_memory_is_nan, targets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -19,7 +19,7 @@ import fastattn
 from fastattn import _cpu, dispatch
 from fastattn.nn import _small
 from fastattn.testing import Noise
-from fastattn.testing.memory import place
+from fastattn.testing.cases import place
 from fastattn.testing.targets import Target, targets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

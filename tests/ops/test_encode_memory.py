@@ -14,11 +14,11 @@ from torch.func import vmap
 from fastattn import encode_memory
 from fastattn.ops.encode_memory import encoding_factors
 from fastattn.testing import Target
+from fastattn.testing.cases import Watch, place
 from fastattn.testing.memories import (
     ENCODE_CASES,
     draw_sentences,
 )
-from fastattn.testing.memory import Watch, place
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

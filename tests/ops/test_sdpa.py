@@ -17,8 +17,8 @@ import torch
 from attention_cases import ATTENTION_CASES
 
 from fastattn.testing import Case, Target, check, targets
+from fastattn.testing.cases import LAYOUTS, Watch, place
 from fastattn.testing.inputs import make_inputs
-from fastattn.testing.memory import LAYOUTS, Watch, place
 
 OP = "scaled_dot_product_attention"
 TABLE = ATTENTION_CASES

@@ -13,7 +13,7 @@ import torch
 from child_process import run_python
 from torch import Tensor
 
-from fastattn.testing import memory
+from fastattn.testing import cases
 
 _BEFORE = "import sys, torch, fenced\nfenced.everywhere()\n"
 
@@ -28,13 +28,13 @@ def run_fenced(script: str, *arguments: object) -> None:
 
 def everywhere() -> None:
     """Put a fence after every tensor that this process places from now on (Linux)."""
-    memory.allocate = _allocate
+    cases.allocate = _allocate
 
 
 def place(values: Tensor) -> Tensor:
-    """``memory.place`` with a fence."""
-    with mock.patch.object(memory, "allocate", _allocate):
-        return memory.place(values)
+    """``cases.place`` with a fence."""
+    with mock.patch.object(cases, "allocate", _allocate):
+        return cases.place(values)
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> Tensor:
