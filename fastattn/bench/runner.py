@@ -104,13 +104,10 @@ class Runner:
     ) -> None:
         self.settings, self.measured = settings, measured
         self.result = settings.new_result()
-        self.cells: dict[str, CellResult] = {}  # by the names of their cells
-        self.done: set[str] = set()
-        if earlier is not None:
-            names = {cell.name for cell in settings.cells}
-            self.cells = {c.cell.name: c for c in earlier.cells if c.cell.name in names}
-            self.done = {n for n, c in self.cells.items() if self._is_done(c, earlier.cells)}
-            self.result.peaks, self.result.providers = earlier.peaks, earlier.providers
+        earlier, names = earlier or self.result, {cell.name for cell in settings.cells}
+        self.cells = {c.cell.name: c for c in earlier.cells if c.cell.name in names}
+        self.done = {n for n, c in self.cells.items() if self._is_done(c, earlier.cells)}
+        self.result.peaks, self.result.providers = earlier.peaks, earlier.providers
         self.cpus = usable_cpus(settings.threads)
         self.workers: dict[str, WorkerProcess] = {}
         self.random = random.Random(settings.seed)
