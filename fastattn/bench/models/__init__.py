@@ -134,10 +134,9 @@ TIMM_VIT = LibraryModel(
     **_VIT,
 )
 
-# Peebles and Xie 2023, https://arxiv.org/abs/2212.09748: one step of denoising. A latent image has
-# 4 channels, of which the model predicts means and variances; there are 1000 steps of diffusion,
-# embedded by 256 sinusoids, and as many classes. Each layer embeds the step and makes six vectors
-# of it; so does the end, two vectors.
+# Peebles and Xie 2023, https://arxiv.org/abs/2212.09748: one step of denoising. The model predicts
+# means and variances of 4 channels. A step is embedded by 256 sinusoids; each layer makes six
+# vectors of it, the end makes two.
 _OF_TOKEN = "12 * P**2 * E"
 _OF_IMAGE = "(N * (256*E + 7 * E**2) + 256*E + 3 * E**2)"
 DIFFUSERS_DIT = LibraryModel(

@@ -22,7 +22,6 @@ from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Part, 
 
 class Model(Module):
     """A model of transformers. `torch` runs it with attention "sdpa", fastattn by `accelerate`.
-    `LibraryModel` is one of another library.
 
     The inputs are the arguments of the model, and its parameters by their names. The output is
     `last_hidden_state` unless `bind` selects another. All parameters have gradients.

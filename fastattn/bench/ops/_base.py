@@ -275,10 +275,9 @@ class Operator:
         return found | {f"grad_{name}": x for name, x in zip(names, gradients, strict=True)}
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
-        """The parts to compare; with `few`, those to measure the noise on. `[{}]` is everything.
+        """The parts to compare, or with `few` to measure the noise on; `[{}]` is everything.
 
-        In a cell with large intermediate tensors a part is a sequence, or a key head of one. Of a
-        long cell, a sample is compared.
+        In a large cell a part is a sequence, or a key head of one; of a long one, in a sample.
         """
         joint = cell.option in self.JOINT
         keys = [k for k in self.PARTED if k == "B" or not (joint or cell.weights == "average")]
@@ -390,10 +389,7 @@ class Module(Operator):
         return self.calling(lambda: self.call(cell, module, x), x)
 
     def loaded(self, make: Callable[..., nn.Module], cell: Cell, x: Inputs) -> nn.Module:
-        """The module with its parameters from `x`, which then has those of the module.
-
-        Eval mode for the forward only, else training; no module here has dropout.
-        """
+        """The module with its parameters from `x`, which then has those of the module."""
         with NothingDrawn():
             module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
         own: dict[str, Any] = dict(module.named_parameters())

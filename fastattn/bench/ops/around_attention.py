@@ -74,9 +74,8 @@ class ATTENTION_STATS(Operator):
 class HARD(Operator):
     """The most probable key instead of a random one, because two computations must agree.
 
-    Every query is close to one key, so that rounding does not decide. The score of a pair costs
-    2·D. The backward is that of soft attention without the product with the values, whose rows are
-    gathered.
+    Every query is close to one key, so that rounding does not decide. The backward is that of soft
+    attention without the product with the values, whose rows are gathered.
     """
 
     FUNCTION = "hard_attention"
@@ -120,10 +119,7 @@ class HEAD_NETWORK(Module):
         return (x.x @ x.weight1.mT + x.bias1[:, None]).relu() @ x.weight2.mT + x.bias2[:, None]
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
-        """Half of the units are far below 0 and half far above.
-
-        The gradient of a ReLU is discontinuous at 0, where rounding alone would decide it.
-        """
+        """Half of the units are far below 0 and half far above: near 0 rounding would decide."""
         drawn = super().parameter(name, shape, draw)
         return drawn + 8 * (2 * (torch.arange(shape[-1]) % 2) - 1) if name == "bias1" else drawn
 

@@ -95,7 +95,7 @@ def with_masks(
 ) -> Forward:
     """A call of PyTorch with a mask for each entry of `pairs`: queries, keys, and visible pairs.
 
-    A table of biases becomes masks: in each call, if it has a gradient.
+    A table of biases becomes masks, in each call if it has a gradient.
     """
     table = x.get("relative_bias")
 

@@ -68,10 +68,7 @@ HOPFIELD_ENERGY = Operator(
 
 
 class _Hopfield(Module):
-    """A module of retrieval: projections of each state, twice, and of each stored row, twice.
-
-    `KIND(E, **sizes)` is the module; its `Hopfield` has a `PREFIX` in the names of the parameters.
-    """
+    """A module of retrieval, `KIND(E, **sizes)`; `PREFIX` begins the names of its parameters."""
 
     PREFIX = "hopfield."
 

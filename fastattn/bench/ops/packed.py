@@ -1,11 +1,9 @@
 """Attention of packed sequences, and on a cache.
 
-The lengths of packed sequences are those of a padded batch: evenly spaced from a quarter to three
-quarters of L. With S they grow by a constant factor from S to L. Padding is not counted.
-
-`decode_attention` is of the newest tokens, at the last positions, to a cache; it has no gradient. A
-paged cache has its pages in random order. The rows of a quantised cache are exact in bf16, which
-torch gets. A latent cache (https://arxiv.org/abs/2405.04434) has the value of a row in its key.
+The lengths of packed sequences are those of a padded batch; with S they grow by a constant factor
+from S to L. A paged cache has its pages in random order. The rows of a quantised cache are exact in
+bf16, which torch gets. A latent cache (https://arxiv.org/abs/2405.04434) has the value of a row in
+its key.
 """
 
 from __future__ import annotations
@@ -231,10 +229,7 @@ class DECODE(Operator):
 def _cache(
     cell: Cell, x: Inputs, stored: Callable[[Tensor], Tensor] = lambda rows: rows
 ) -> list[Tensor]:
-    """The query, the key and the value, both as they are stored.
-
-    With option=latent there is one cache, [..., D], and the value is a view of it.
-    """
+    """The query, and key and value as they are stored; of a latent cache the value is a view."""
     key = stored(x.key)
     return [x.query, key, key[..., : cell["Dv"]] if cell.option == "latent" else stored(x.value)]
 

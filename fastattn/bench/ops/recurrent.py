@@ -82,12 +82,9 @@ BAHDANAU = Module(
 
 @instance
 class BAHDANAU_DECODER(Module):
-    """L steps of a GRU, each with its own attention.
+    """L steps of a GRU, each with its own attention; the keys U memory are computed once.
 
-        c_i = attention(W s_i-1, U memory),  s_i = GRU([y_i; c_i], s_i-1)
-
-    A query needs the state after the context before it, so the steps follow one another. The keys
-    U memory are computed once.
+    c_i = attention(W s_i-1, U memory),  s_i = GRU([y_i; c_i], s_i-1)
     """
 
     FUNCTION = "nn.BahdanauAttention, L steps"

@@ -1,8 +1,7 @@
 """Linear layers, `MultiheadAttention`, the layers of a Transformer, their stacks, and the whole.
 
 The stacks have the six layers of the base model of Vaswani et al. 2017, without embeddings and
-logits. All use GELU. The gradient of a ReLU is discontinuous at 0: rounding alone would decide the
-gradient of hidden units near 0, and no bound could judge it.
+logits. All use GELU: rounding alone would decide the gradient of a ReLU near 0.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ LAYERS = 6  # not a size, because each layer has its own parameters
 
 
 class Twin(Module):
-    """A module that `torch.nn` has under the same name, with the same parameters.
-
-    PyTorch's, in float64, is also the definition.
-    """
+    """A module that `torch.nn` has, too; in float64 that one is also the definition."""
 
     def __init__(self, function: str, note: str = "", **fields: Any) -> None:
         words = f"nn.{function}, the same parameters{note}"
