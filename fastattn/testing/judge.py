@@ -133,18 +133,8 @@ class Verdict:
         """The worst error / bound."""
         return max((d.ratio for d in self.deviations), default=0.0)
 
-    def judge(
-        self,
-        results: Mapping[str, Tensor],
-        exact: Mapping[str, Tensor],
-        noise: Noise,
-        dtypes: Mapping[str, torch.dtype],
-        eps_of: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
-        """Record the deviations of ``results``, see :func:`deviations`, and the faults."""
-        candidates = {name: results[name] for name in exact}
-        kinds = {name: dtypes[name] for name in exact}
-        found = deviations(candidates, exact, noise, eps_of, kinds)
+    def add(self, found: Sequence[Deviation]) -> None:
+        """Record deviations, and those that are faults."""
         self.deviations += found
         self.faults += [str(d) for d in found if not d.ok]
 
@@ -194,28 +184,26 @@ class Proof:
             computed, coarse = dict.fromkeys(exact, products), tuple(exact)
         required = dict.fromkeys(exact, dtype) | inputs.dtypes()
         for each in dict.fromkeys(computed.values()):
-            some = {name: x for name, x in exact.items() if computed[name] == each}
-            eps_of = {name: each for name in some if name in coarse}
-            verdict.judge(results, some, noise_of(each, tuple(some)), required, eps_of)
+            names = tuple(name for name in exact if computed[name] == each)
+            candidates, some = ({name: of[name] for name in names} for of in (results, exact))
+            eps_of = {name: each for name in names if name in coarse}
+            kinds = {name: required[name] for name in names}
+            verdict.add(deviations(candidates, some, noise_of(each, names), eps_of, kinds))
 
+    @functools.lru_cache(maxsize=32)  # noqa: B019 (proofs live as long as the process)
     def expected(
         self, case: Any, dtype: torch.dtype
     ) -> tuple[Any, Results, Callable[[torch.dtype, tuple[str, ...]], Noise]]:
         """Return the inputs, the exact results, and the noise of some of them in a dtype."""
-        return _expected(self, case, dtype)
+        inputs = self.make(case, dtype)
+        exact = EXTENDED.get((self.operator, dtype), type(inputs).definition)(inputs)
 
+        @functools.cache
+        def noise_of(computed: torch.dtype, names: tuple[str, ...]) -> Noise:
+            def definition() -> Results:
+                found: Results = inputs.definition()
+                return {name: x for name, x in found.items() if name in names or name not in exact}
 
-@functools.lru_cache(maxsize=32)
-def _expected(proof: Proof, case: Any, dtype: torch.dtype) -> Any:
-    inputs = proof.make(case, dtype)
-    exact = EXTENDED.get((proof.operator, dtype), type(inputs).definition)(inputs)
+            return Noise(definition, {name: exact[name] for name in names}, computed)
 
-    @functools.cache
-    def noise_of(computed: torch.dtype, names: tuple[str, ...]) -> Noise:
-        def definition() -> Results:
-            results = inputs.definition()
-            return {name: x for name, x in results.items() if name in names or name not in exact}
-
-        return Noise(definition, {name: exact[name] for name in names}, computed)
-
-    return inputs, exact, noise_of
+        return inputs, exact, noise_of

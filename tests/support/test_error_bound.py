@@ -19,7 +19,7 @@ from within_bound import assert_right, assert_within_bound
 
 from fastattn import testing
 from fastattn.testing import Noise, Target, deviation
-from fastattn.testing.judge import SAFETY, Verdict
+from fastattn.testing.judge import SAFETY, Verdict, deviations
 from fastattn.testing.rounding import RandomRounding
 
 
@@ -126,15 +126,15 @@ def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
     right, verdict = torch.ones(3).double(), Verdict()
     exact, dtypes = {"y": right}, {"y": torch.float32}
     noise = Noise(lambda: {"y": right * 1.0}, exact, torch.float32)
-    verdict.judge({"y": right.float()}, exact, noise, dtypes)
+    verdict.add(deviations({"y": right.float()}, exact, noise, dtypes=dtypes))
     assert verdict.ok
     assert severity(verdict) == 0
     for wrong in (right, right[:2].float()):
         other = Verdict()
-        other.judge({"y": wrong}, exact, noise, dtypes)
+        other.add(deviations({"y": wrong}, exact, noise, dtypes=dtypes))
         assert severity(other) == float("inf")
         assert "want torch.float32 [3]" in other.faults[0]
-    verdict.judge({"y": right.float() + 1}, exact, noise, dtypes)
+    verdict.add(deviations({"y": right.float() + 1}, exact, noise, dtypes=dtypes))
     assert not verdict.ok
     assert 1e6 < severity(verdict) < 1e8
     verdict.faults.append("query was written to")
