@@ -148,13 +148,13 @@ inline void check_relative_bias(const AttentionParams& p, int64_t positions) {
 }
 
 // A number for each query, contiguous; `kept` owns it.
-inline double* read_rows(const char* name, py::handle from, Sizes sizes, py::object* kept) {
+inline double* read_rows(const char* name, py::handle from, const Sizes& sizes, py::object* kept) {
   return static_cast<double*>(read_flat(name, from, DType::f64, sizes, kept));
 }
 
 // A tensor of these sizes [B, H, L, D]; of None, no data.
 inline Tensor4 read_rows_if_given(const char* name, py::handle from, Layout layout, DType dtype,
-                                  Sizes sizes) {
+                                  const Sizes& sizes) {
   if (from.is_none()) return {};
   const TensorView x = layout(name, view_of(name, from));
   expect_sizes(name, x, dtype, sizes);
@@ -185,7 +185,7 @@ inline void read_grad_weights(AttentionParams& p, py::handle from) {
 // three copies.
 template <class Tensors>
 void read_results(AttentionParams& p, const Tensors& from, Layout layout, int64_t batch,
-                  Sizes of_rows, py::object* kept) {
+                  const Sizes& of_rows, py::object* kept) {
   const Sizes of_out = {batch, p.Hq, p.Lq, p.Dv};
   const TensorView out = layout("out", with_rows("out", from.out, &kept[0]));
   expect_sizes("out", out, p.dtype, of_out);

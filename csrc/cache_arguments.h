@@ -45,7 +45,7 @@ struct Cache {
 };
 
 // [E, Hkv, N]
-inline Tensor4 read_scales(const char* name, py::handle from, Sizes sizes) {
+inline Tensor4 read_scales(const char* name, py::handle from, const Sizes& sizes) {
   const TensorView x = read_sizes(name, from, DType::f32, sizes);
   return {x.data, {x.stride[0], x.stride[1], x.stride[2], 1}};
 }

@@ -23,7 +23,8 @@ struct EncodingGradTensors {
 // What a call has beside the arguments of its kernel, and the copies that they point to.
 struct EncodingCall {
   bool has_temporal = false;  // of the options of the backward pass
-  int rank = 0;               // of weight, or of grad_out
+  // R and G, if weight or grad_out has them.
+  int64_t models = kLeftOut, tables = kLeftOut;
   py::object copies[3];
 };
 
@@ -58,7 +59,8 @@ inline void read_encoding(EncodeMemoryParams& p, EncodingCall& call, py::handle 
     expect_sizes("temporal", x, p.dtype, {p.R, p.G, p.N, p.D});
     p.temporal = operand_of(x);
   }
-  call.rank = given.rank;
+  if (given.rank >= 4) call.models = p.R;
+  if (given.rank >= 3) call.tables = p.G;
 }
 
 // The same of the backward pass.
@@ -75,17 +77,13 @@ inline void read_encoding_gradient(EncodeMemoryParams& p, EncodingCall& call, py
   const int64_t *n = g.size + has_models,
                 *s = g.stride + has_models;  // of [B, G, N, D] or [B, N, D]
   p.dtype = g.dtype, p.G = has_tables ? n[1] : 1, p.D = n[has_tables ? 3 : 2];
-  if (has_models)
-    expect_sizes("grad_out", g, p.dtype, {p.R, p.B, p.G, p.N, p.D});
-  else if (has_tables)
-    expect_sizes("grad_out", g, p.dtype, {p.B, p.G, p.N, p.D});
-  else
-    expect_sizes("grad_out", g, p.dtype, {p.B, p.N, p.D});
+  if (has_models) call.models = p.R;
+  if (has_tables) call.tables = p.G;
+  expect_sizes("grad_out", g, p.dtype, {call.models, p.B, call.tables, p.N, p.D});
   const int64_t stride[] = {g.stride[0], s[0], has_tables ? s[1] : 0, s[has_tables ? 2 : 1]};
   p.grad = g.data;
   std::copy_n(stride, 4, p.grad_stride);
   read_factors(p, call, from.factors);
-  call.rank = g.rank;
 }
 
 }  // namespace fastattn

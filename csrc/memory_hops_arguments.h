@@ -62,7 +62,7 @@ struct HopGradTensors {
 
 // What a call has beside the arguments of its kernel, and the copies that they point to.
 struct HopCall {
-  bool has_queries = false;    // query has Q
+  int64_t queries = kLeftOut;  // Q, if query has it
   bool is_one_memory = false;  // both memories have one entry
   bool returns_weights = false;
   int64_t needed = 0;      // bits of the gradients to compute
@@ -75,20 +75,14 @@ inline TensorView read_memory(const char* name, py::handle from, int64_t slots,
                               const MemoryHopsParams& p, py::object* copy) {
   TensorView x = with_rows(name, from, copy);
   const int64_t entries = x.size[0] == 1 ? 1 : p.B;
-  if (x.rank == 4)
-    expect_sizes(name, x, p.dtype, {entries, slots, p.N, p.D});
-  else
-    expect_sizes(name, x, p.dtype, {entries, p.N, p.D});
+  expect_sizes(name, x, p.dtype, {entries, x.rank == 4 ? slots : kLeftOut, p.N, p.D});
   if (entries == 1) x.stride[0] = 0;
   return x;
 }
 
 inline TensorView read_projection(py::handle from, const MemoryHopsParams& p, py::object* copy) {
   const TensorView x = with_rows("hop_proj", from, copy);
-  if (x.rank == 3)
-    expect_sizes("hop_proj", x, p.dtype, {p.K, p.D, p.D});
-  else
-    expect_sizes("hop_proj", x, p.dtype, {p.D, p.D});
+  expect_sizes("hop_proj", x, p.dtype, {x.rank == 3 ? p.K : kLeftOut, p.D, p.D});
   return x;
 }
 
@@ -98,11 +92,11 @@ inline DType read_per_hop(const char* name, py::handle from, std::initializer_li
                           const MemoryHopsParams& p, const HopCall& call, Tensor4* to) {
   if (from.is_none()) return p.dtype;
   const TensorView x = view_of(name, from);
-  const char* const order = x.rank == 1        ? "...0"
-                            : x.rank == 2      ? "0..1"
-                            : x.rank == 4      ? "0123"
-                            : call.has_queries ? "01.2"
-                                               : "0.12";
+  const char* const order = x.rank == 1                ? "...0"
+                            : x.rank == 2              ? "0..1"
+                            : x.rank == 4              ? "0123"
+                            : call.queries != kLeftOut ? "01.2"
+                                                       : "0.12";
   expect_broadcast(name, permuted(name, x, order), {p.B, p.Q, p.K, p.N}, to->stride);
   expect_dtype(name, x, allowed);
   to->data = x.data;
@@ -120,11 +114,11 @@ inline void read_hop_call(MemoryHopsParams& p, HopCall& call, py::handle options
   expect(p.K >= 1, "fastattn: hops must be at least 1");
   const TensorView q = view_of("query", from.query);
   expect_dtype("query", q, kFloats);
-  call.has_queries = q.rank == 3;
+  const bool has_queries = q.rank == 3;
+  if (has_queries) call.queries = q.size[1];
   p.dtype = q.dtype;
-  p.B = q.size[0], p.Q = call.has_queries ? q.size[1] : 1;
-  p.D = q.size[call.has_queries ? 2 : 1];
-  if (!call.has_queries) expect_sizes("query", q, p.dtype, {p.B, p.D});
+  p.B = q.size[0], p.Q = has_queries ? call.queries : 1, p.D = q.size[has_queries ? 2 : 1];
+  expect_sizes("query", q, p.dtype, {p.B, call.queries, p.D});
   const bool stacks = from.out_memory.is_none();
   const TensorView rows = view_of("in_memory", from.in_memory);
   p.N = rows.size[rows.rank == 4 ? 2 : 1];
@@ -149,10 +143,7 @@ inline void* read_results(const char* name, py::handle from, DType dtype, int64_
   TensorView x = view_of(name, from);
   // The gradients of a batch of calls share one, with stride 0.
   if (!x.is_contiguous()) x = view_of(name, *copy = contiguous(from));
-  if (call.has_queries)
-    expect_sizes(name, x, dtype, {p.B, p.Q, rows, columns});
-  else
-    expect_sizes(name, x, dtype, {p.B, rows, columns});
+  expect_sizes(name, x, dtype, {p.B, call.queries, rows, columns});
   return x.data;
 }
 
@@ -166,14 +157,13 @@ inline void read_trace_and_stats(MemoryHopsParams& p, HopCall& call, const HopGr
 inline void read_hop_gradients(MemoryHopsParams& p, HopCall& call, py::handle options,
                                const HopGradTensors& from) {
   call.needed = Named(options).read<int64_t>("needed");
-  const auto read = [&](const char* name, py::handle x, Sizes with, Sizes without) {
-    return read_if_given(name, x, p.dtype, call.has_queries ? with : without);
+  const auto read = [&](const char* name, py::handle x, const Sizes& sizes) {
+    return read_if_given(name, x, p.dtype, sizes);
   };
-  p.grad_out = placed(read("grad_out", from.grad_out, {p.B, p.Q, p.D}, {p.B, p.D}), "01.2", "0..1");
+  p.grad_out = placed(read("grad_out", from.grad_out, {p.B, call.queries, p.D}), "01.2", "0..1");
   if (call.returns_weights)
-    p.grad_weights =
-        placed(read("grad_weights", from.grad_weights, {p.B, p.Q, p.K, p.N}, {p.B, p.K, p.N}),
-               "0.12", "0123");
+    p.grad_weights = placed(read("grad_weights", from.grad_weights, {p.B, call.queries, p.K, p.N}),
+                            "0.12", "0123");
 }
 
 // The gradients of query, in_memory, out_memory and hop_proj, new, None where `needed` does not ask for
@@ -196,13 +186,6 @@ inline void zero_without_queries(const MemoryHopsParams& p, py::handle results) 
   if (p.B * p.Q != 0) return;
   for (const py::handle x : results)
     if (!x.is_none()) x.attr("zero_")();
-}
-
-// A tensor with rows of each query.
-inline py::object new_rows_of(Make make, const MemoryHopsParams& p, const HopCall& call,
-                              DType dtype, int64_t rows, int64_t columns, void** data) {
-  return call.has_queries ? make(dtype, {p.B, p.Q, rows, columns}, data)
-                          : make(dtype, {p.B, rows, columns}, data);
 }
 
 // -- Hopfield retrieval: hops without the old state, u' = o ------------------------------------------

@@ -18,39 +18,31 @@ const char* name_of(DType dtype) {
   return kNames[static_cast<int>(dtype)];
 }
 
-std::string text_of(const int64_t* sizes, size_t count) {
-  std::string text = "(";
-  for (size_t n = 0; n < count; ++n) text += (n > 0 ? ", " : "") + std::to_string(sizes[n]);
-  return text + ")";
+std::string text_of(const Sizes& sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + ")";
 }
 
 [[noreturn]] void refuse(const char* name, const std::string& needed, const TensorView& got) {
   throw py::value_error(std::string("fastattn: ") + name + " is not valid: it must " + needed +
-                        ", got " + name_of(got.dtype) + " " +
-                        text_of(got.size, static_cast<size_t>(got.rank)));
+                        ", got " + name_of(got.dtype) + " " + text_of(got.sizes()));
 }
 
 }  // namespace
 
-void expect_sizes(const char* name, const TensorView& view, DType dtype, Sizes sizes) {
-  expect_sizes(name, view, dtype, sizes.begin(), static_cast<int>(sizes.size()));
+void expect_sizes(const char* name, const TensorView& view, DType dtype, const Sizes& sizes) {
+  if (view.dtype != dtype || !view.has_sizes(sizes))
+    refuse(name, std::string("be ") + name_of(dtype) + " " + text_of(sizes), view);
 }
 
-void expect_sizes(const char* name, const TensorView& view, DType dtype, const int64_t* sizes,
-                  int rank) {
-  if (view.dtype == dtype && view.rank == rank && std::equal(sizes, sizes + rank, view.size))
-    return;
-  const auto count = static_cast<size_t>(rank);
-  refuse(name, std::string("be ") + name_of(dtype) + " " + text_of(sizes, count), view);
-}
-
-TensorView read_sizes(const char* name, py::handle from, DType dtype, Sizes sizes) {
+TensorView read_sizes(const char* name, py::handle from, DType dtype, const Sizes& sizes) {
   const TensorView view = view_of(name, from);
   expect_sizes(name, view, dtype, sizes);
   return view;
 }
 
-TensorView read_if_given(const char* name, py::handle from, DType dtype, Sizes sizes) {
+TensorView read_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes) {
   return from.is_none() ? TensorView{} : read_sizes(name, from, dtype, sizes);
 }
 
@@ -72,18 +64,19 @@ TensorView filled(const char* name, const TensorView& view) {
   return permuted(name, view, view.rank < 4 ? orders[view.rank] : "0123");
 }
 
-void expect_broadcast(const char* name, const TensorView& view, Sizes sizes, int64_t* strides) {
-  const int count = static_cast<int>(sizes.size()), missing = count - view.rank;
+void expect_broadcast(const char* name, const TensorView& view, const Sizes& sizes,
+                      int64_t* strides) {
+  const int count = sizes.rank, missing = count - view.rank;
   bool fits = missing >= 0;
   for (int n = 0; n < count && fits; ++n) {
     const int64_t size = n < missing ? 1 : view.size[n - missing];
-    fits = size == 1 || size == sizes.begin()[n];
+    fits = size == 1 || size == sizes.size[n];
     strides[n] = size == 1 ? 0 : view.stride[n - missing];
   }
-  if (!fits) refuse(name, "broadcast to " + text_of(sizes.begin(), sizes.size()), view);
+  if (!fits) refuse(name, "broadcast to " + text_of(sizes), view);
 }
 
-TensorView read_broadcast(const char* name, py::handle from, Sizes sizes, int64_t* strides) {
+TensorView read_broadcast(const char* name, py::handle from, const Sizes& sizes, int64_t* strides) {
   const TensorView view = view_of(name, from);
   expect_broadcast(name, view, sizes, strides);
   return view;
@@ -115,13 +108,12 @@ bool may_round() { return py::handle(may_round_factors)().cast<bool>(); }
 
 py::object gradient_of(py::handle tensor, const py::object& made) {
   const TensorView x = view_of("a tensor", tensor), grad = view_of("a gradient", made);
-  if (x.dtype == grad.dtype && x.rank == grad.rank &&
-      std::equal(x.size, x.size + x.rank, grad.size))
-    return made;
+  if (x.dtype == grad.dtype && grad.has_sizes(x.sizes())) return made;
   return py::handle(sum_to)(tensor, made);
 }
 
-void* read_flat(const char* name, py::handle from, DType dtype, Sizes sizes, py::object* kept) {
+void* read_flat(const char* name, py::handle from, DType dtype, const Sizes& sizes,
+                py::object* kept) {
   TensorView x = view_of(name, from);
   if (x.dtype != dtype && (dtype == DType::f32 || dtype == DType::f64)) {
     *kept = from.attr(dtype == DType::f64 ? "double" : "float")();
@@ -133,7 +125,7 @@ void* read_flat(const char* name, py::handle from, DType dtype, Sizes sizes, py:
   return view_of(name, *kept).data;
 }
 
-void* read_flat_if_given(const char* name, py::handle from, DType dtype, Sizes sizes,
+void* read_flat_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes,
                          py::object* kept) {
   return from.is_none() ? nullptr : read_flat(name, from, dtype, sizes, kept);
 }
@@ -166,7 +158,7 @@ py::object new_rows(py::handle like, int64_t width, TensorView* to) {
   return made;
 }
 
-py::object new_zeros(DType dtype, Sizes sizes, void** data) {
+py::object new_zeros(DType dtype, const Sizes& sizes, void** data) {
   py::object made = new_result(dtype, sizes, data);
   if (!on_cpu()) return made.attr("zero_")();
   int64_t bytes = element_bytes(dtype);

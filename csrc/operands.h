@@ -16,8 +16,7 @@ namespace fastattn {
 
 namespace py = pybind11;
 
-using Sizes = std::initializer_list<int64_t>;
-using Make = py::object (*)(DType, Sizes, void**);  // new_result, new_buffer or new_zeros
+using Make = py::object (*)(DType, const Sizes&, void**);  // new_result, new_buffer or new_zeros
 
 inline constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::f64, DType::bf16,
                                                          DType::f16};
@@ -54,13 +53,11 @@ inline int64_t integer(PyObject* item) {
 }
 
 void expect_dtype(const char* name, const TensorView& view, std::initializer_list<DType> allowed);
-void expect_sizes(const char* name, const TensorView& view, DType dtype, Sizes sizes);
-void expect_sizes(const char* name, const TensorView& view, DType dtype, const int64_t* sizes,
-                  int rank);
+void expect_sizes(const char* name, const TensorView& view, DType dtype, const Sizes& sizes);
 
-TensorView read_sizes(const char* name, py::handle from, DType dtype, Sizes sizes);
+TensorView read_sizes(const char* name, py::handle from, DType dtype, const Sizes& sizes);
 // The same; of None, a view without data, whose strides are 0.
-TensorView read_if_given(const char* name, py::handle from, DType dtype, Sizes sizes);
+TensorView read_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes);
 
 // The dimensions of a tensor in this order, such as "0.12"; a dot adds one of size 1, with stride 0.
 TensorView permuted(const char* name, const TensorView& view, const char* order);
@@ -70,8 +67,9 @@ TensorView filled(const char* name, const TensorView& view);
 
 // A tensor that broadcasts to these sizes, aligned at the last dimension; where it does, its stride is 0.
 // Writes as many strides as there are sizes.
-TensorView read_broadcast(const char* name, py::handle from, Sizes sizes, int64_t* strides);
-void expect_broadcast(const char* name, const TensorView& view, Sizes sizes, int64_t* strides);
+TensorView read_broadcast(const char* name, py::handle from, const Sizes& sizes, int64_t* strides);
+void expect_broadcast(const char* name, const TensorView& view, const Sizes& sizes,
+                      int64_t* strides);
 
 // A vector of int32, contiguous and not empty.
 const int32_t* read_words(const char* name, py::handle from, int64_t* count);
@@ -89,9 +87,10 @@ bool may_round();
 
 // A tensor of these sizes, without gaps and in this dtype; `kept` owns a copy where it is another one.
 // Converts to floating dtypes only.
-void* read_flat(const char* name, py::handle from, DType dtype, Sizes sizes, py::object* kept);
+void* read_flat(const char* name, py::handle from, DType dtype, const Sizes& sizes,
+                py::object* kept);
 // The same; a null pointer for None.
-void* read_flat_if_given(const char* name, py::handle from, DType dtype, Sizes sizes,
+void* read_flat_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes,
                          py::object* kept);
 // A tensor whose columns are together; `kept` owns a copy where they are not. Of a batch that shares one
 // entry, only that entry is copied.
@@ -101,7 +100,7 @@ TensorView with_rows(const char* name, py::handle from, py::object* kept);
 py::object new_rows(py::handle like, int64_t width, TensorView* to);
 
 // A new tensor of these sizes, contiguous and filled with zeros.
-py::object new_zeros(DType dtype, Sizes sizes, void** data);
+py::object new_zeros(DType dtype, const Sizes& sizes, void** data);
 
 // A gradient in the sizes and the dtype of its tensor, of which the kernel took an expanded or a wider
 // one.

@@ -78,7 +78,7 @@ inline py::object read_encoding(SinusoidalParams& p, const EncodedTensors& from,
     made = new_like(from.x, &of_out);
   } else {
     of_out = view_of("out", out);
-    expect_sizes("out", of_out, x.dtype, x.size, x.rank);
+    expect_sizes("out", of_out, x.dtype, x.sizes());
   }
   p.out = operand_of(of_out);
   return made;

@@ -212,8 +212,8 @@ bool on_cpu() { return found.device_type == kCpu; }
 
 void use_device(int index) { device_index = index; }
 
-bool TensorView::has_sizes(std::initializer_list<int64_t> sizes) const {
-  return static_cast<size_t>(rank) == sizes.size() && std::equal(sizes.begin(), sizes.end(), size);
+bool TensorView::has_sizes(const Sizes& sizes) const {
+  return rank == sizes.rank && std::equal(sizes.begin(), sizes.end(), size);
 }
 
 bool TensorView::is_contiguous() const {
@@ -309,8 +309,8 @@ py::object new_contiguous_like(py::handle tensor, void** data) {
   return made;
 }
 
-py::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** data) {
-  py::tuple shape(sizes.size());
+py::object new_result(DType dtype, const Sizes& sizes, void** data) {
+  py::tuple shape(static_cast<size_t>(sizes.rank));
   size_t place = 0;
   for (const int64_t size : sizes) shape[place++] = size;
   // With the device: torch.set_default_device() may have made another one the default.
@@ -320,10 +320,10 @@ py::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** 
   return made;
 }
 
-py::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** data) {
+py::object new_buffer(DType dtype, const Sizes& sizes, void** data) {
   if (found.exchange == nullptr || !on_cpu()) return new_result(dtype, sizes, data);
   Record like{};
-  like.device_type = kCpu, like.dimensions = static_cast<int32_t>(sizes.size());
+  like.device_type = kCpu, like.dimensions = sizes.rank;
   like.shape = sizes.begin();
   like.type_code = dtype == kInt64 ? kInteger : kFloat;
   like.type_bits = dtype == DType::f32 ? 32 : 64, like.type_lanes = 1;

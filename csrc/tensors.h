@@ -5,6 +5,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -17,6 +18,23 @@ constexpr DType kInt32{5}, kInt64{6};
 // Of quantised caches; the second is torch.float8_e4m3fn.
 constexpr DType kInt8{7}, kFloat8{8};
 
+// The sizes of a tensor of at most five dimensions. `kLeftOut` stands for a dimension it lacks.
+constexpr int64_t kLeftOut = INT64_MIN;
+
+struct Sizes {
+  int rank = 0;
+  int64_t size[5];
+
+  Sizes(std::initializer_list<int64_t> sizes) {
+    for (const int64_t each : sizes)
+      if (each != kLeftOut) size[rank++] = each;
+  }
+  Sizes(const int64_t* sizes, int rank) : rank(rank) { std::copy_n(sizes, rank, size); }
+
+  const int64_t* begin() const { return size; }
+  const int64_t* end() const { return size + rank; }
+};
+
 // A tensor of at most five dimensions.
 struct TensorView {
   void* data;
@@ -25,7 +43,8 @@ struct TensorView {
   int64_t size[5] = {};
   int64_t stride[5] = {};  // in elements
 
-  bool has_sizes(std::initializer_list<int64_t> sizes) const;
+  Sizes sizes() const { return {size, rank}; }
+  bool has_sizes(const Sizes& sizes) const;
   bool is_contiguous() const;
   bool has_strides_of_empty() const;  // those of torch.empty(), of dimensions of size 1 too
 };
@@ -61,20 +80,20 @@ pybind11::object new_like(pybind11::handle tensor, TensorView* to);
 // The same, contiguous, with the strides of torch.empty(tensor.shape).
 pybind11::object new_contiguous_like(pybind11::handle tensor, void** data);
 // torch.empty(sizes, dtype=dtype) on the device, and its address.
-pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, void** data);
+pybind11::object new_result(DType dtype, const Sizes& sizes, void** data);
 // The same of float32, float64 or int64, in two thirds of the time where there is the interface for the
 // CPU, but PyTorch cannot resize it.
-pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, void** data);
+pybind11::object new_buffer(DType dtype, const Sizes& sizes, void** data);
 
 template <class T>
-pybind11::object new_result(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
+pybind11::object new_result(DType dtype, const Sizes& sizes, T** data) {
   void* made;
   pybind11::object result = new_result(dtype, sizes, &made);
   *data = static_cast<T*>(made);
   return result;
 }
 template <class T>
-pybind11::object new_buffer(DType dtype, std::initializer_list<int64_t> sizes, T** data) {
+pybind11::object new_buffer(DType dtype, const Sizes& sizes, T** data) {
   void* made;
   pybind11::object result = new_buffer(dtype, sizes, &made);
   *data = static_cast<T*>(made);

@@ -53,8 +53,7 @@ inline py::object summed_sink_gradients(const std::vector<double>& of_sequences,
   const TensorView x = view_of("sinks", sinks);
   const int64_t entries = x.rank == 2 ? x.size[0] : 1, heads = x.size[x.rank - 1];
   void* data;
-  py::object made = x.rank == 2 ? new_zeros(x.dtype, {entries, heads}, &data)
-                                : new_zeros(x.dtype, {heads}, &data);
+  py::object made = new_zeros(x.dtype, x.sizes(), &data);
   const int64_t sharing = entries == 1 ? batch : 1;
   for (int64_t n = 0; n < entries * heads; ++n) {
     double sum = 0;

@@ -51,9 +51,7 @@ py::object encode_memory(const EncodingTensors& x, py::handle options) {
   EncodeMemoryCall p{};
   read_encoding(p, p, options, x);
   p.threads = threads();
-  const py::object out = p.rank == 4   ? new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out)
-                         : p.rank == 3 ? new_result(p.dtype, {p.B, p.G, p.N, p.D}, &p.out)
-                                       : new_result(p.dtype, {p.B, p.N, p.D}, &p.out);
+  const py::object out = new_result(p.dtype, {p.models, p.B, p.tables, p.N, p.D}, &p.out);
   without_gil([&] {
     check_tokens(p);
     const int64_t elements = p.R * p.B * p.G * p.N * p.D;
@@ -69,10 +67,7 @@ py::tuple encode_memory_backward(const EncodingGradTensors& x, py::handle option
   read_encoding_gradient(p, p, options, x);
   p.threads = threads();
   const auto new_table = [&](int64_t rows, void** data) {
-    const DType wide = accumulator(p.dtype);
-    return p.rank == 5   ? new_result(wide, {p.R, p.G, rows, p.D}, data)
-           : p.rank == 4 ? new_result(wide, {p.G, rows, p.D}, data)
-                         : new_result(wide, {rows, p.D}, data);
+    return new_result(accumulator(p.dtype), {p.models, p.tables, rows, p.D}, data);
   };
   const py::object of_weight = new_table(p.V, &p.grad_weight);
   py::object of_temporal = none();

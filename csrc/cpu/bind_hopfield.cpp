@@ -75,9 +75,7 @@ py::tuple hopfield_retrieve(const Patterns& x, py::handle options, bool keeps) {
   Retrieval p(options, x, true);
   const py::object xi = new_contiguous_like(p.read(0, x.state), &p.out);
   const TensorView of_state = view_of("state", x.state);
-  const int64_t* n = of_state.size;
-  const py::object taken = of_state.rank == 4 ? new_buffer(kInt64, {n[0], n[1], n[2]}, &p.taken)
-                                              : new_buffer(kInt64, {n[0], n[1]}, &p.taken);
+  const py::object taken = new_buffer(kInt64, {of_state.size, of_state.rank - 1}, &p.taken);
   std::fill_n(p.taken, p.queries(), 0);
   if (keeps && p.together == 1 && p.steps_max > 0 && p.steps_max <= kFewSteps && unrolls(options)) {
     p.K = p.steps_max, p.keep = true;

@@ -120,7 +120,7 @@ py::object self_attention(const LayerTensors& x, int64_t num_heads, bool batch_f
   expect_multiple(a.H, a.E, "num_heads");
   const int64_t E = a.E;
   a.N = a.x.size[batch_first ? 0 : 1], a.L = a.x.size[batch_first ? 1 : 0];
-  const auto fits = [dtype](const TensorView& t, Sizes sizes) {
+  const auto fits = [dtype](const TensorView& t, const Sizes& sizes) {
     return t.dtype == dtype && t.has_sizes(sizes) && t.stride[t.rank - 1] == 1;
   };
   const bool right = a.x.rank == 3 && dtype < DType::boolean && a.x.is_contiguous() &&

@@ -29,7 +29,7 @@ struct LocalCall : LocalParams {
   LocalCall(py::handle options, const LocalTensors& from);
 
   // [B, L, columns]; the columns are together.
-  Tensor4 read_rows_of(const char* name, py::handle from, Sizes sizes, int copy) {
+  Tensor4 read_rows_of(const char* name, py::handle from, const Sizes& sizes, int copy) {
     const TensorView x = with_rows(name, from, &copies[copy]);
     expect_sizes(name, x, dtype, sizes);
     return {x.data, {x.stride[0], x.stride[1], 1, 0}};

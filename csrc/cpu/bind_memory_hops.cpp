@@ -46,11 +46,11 @@ py::object memory_hops(const HopTensors& x, py::handle options, bool only_first,
     own.reset(new double[static_cast<size_t>(of_trace + of_stats)]);
     p.trace = own.get(), p.stats = own.get() + of_trace;
   } else {
-    trace = new_rows_of(new_buffer, p, p, wide, 2 * p.K + 1, p.D, &p.trace);
-    stats = new_rows_of(new_buffer, p, p, wide, p.K, 2, &p.stats);
+    trace = new_buffer(wide, {p.B, p.queries, 2 * p.K + 1, p.D}, &p.trace);
+    stats = new_buffer(wide, {p.B, p.queries, p.K, 2}, &p.stats);
   }
   if (p.returns_weights)
-    weights = new_rows_of(new_result, p, p, p.dtype, p.K, p.N, &p.weights);
+    weights = new_result(p.dtype, {p.B, p.queries, p.K, p.N}, &p.weights);
   else if (keeps && backward_reads_weights(p))
     kept = new_buffer(wide, {p.B, p.K, p.N}, &p.weights);
   without_gil([&] { kernels(p.dtype).memory_hops_forward(p); });
@@ -77,9 +77,9 @@ py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options) {
   const int64_t entries = p.shared ? 1 : p.B;
   py::tuple made = new_hop_gradients(p, p, x, [&](int n, py::handle memory, void** data) {
     const TensorView& rows = p.memories[n];
-    return rows.size[0] == entries ? new_contiguous_like(memory, data)
-           : rows.rank == 4        ? new_result(p.dtype, {entries, rows.size[1], p.N, p.D}, data)
-                                   : new_result(p.dtype, {entries, p.N, p.D}, data);
+    if (rows.size[0] == entries) return new_contiguous_like(memory, data);
+    const int64_t slots = rows.rank == 4 ? rows.size[1] : kLeftOut;
+    return new_result(p.dtype, {entries, slots, p.N, p.D}, data);
   });
   py::object states;
   if (p.grad_proj != nullptr) states = new_buffer(wide, {p.B, p.Q, p.K, p.D}, &p.grad_states);

@@ -31,7 +31,7 @@ py::object encode_memory(const EncodingTensors& x, py::handle options, Stream st
 py::tuple encoding_gradients(const SortedGradTensors& x, py::handle options, Stream stream) {
   EncodeMemoryCall p{};
   read_encoding_gradient(p, p, options, {x.grad_out, x.tokens, x.factors});
-  const auto read = [&p](const char* name, py::handle from, DType dtype, Sizes sizes) {
+  const auto read = [&p](const char* name, py::handle from, DType dtype, const Sizes& sizes) {
     const TensorView x = read_sizes(name, from, dtype, sizes);
     expect(x.is_contiguous(), std::string(name) + " must be contiguous");
     return x.data;

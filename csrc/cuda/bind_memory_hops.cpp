@@ -48,10 +48,10 @@ py::tuple hop(const HopTensors& x, py::handle options, Stream stream) {
   Hops p{};
   read_hops(p, options, x);
   const py::object out = new_contiguous_like(x.query, &p.out),
-                   trace = new_rows_of(new_result, p, p, DType::f32, 2 * p.K + 1, p.D, &p.trace),
-                   stats = new_rows_of(new_result, p, p, DType::f32, p.K, 2, &p.stats);
+                   trace = new_result(DType::f32, {p.B, p.queries, 2 * p.K + 1, p.D}, &p.trace),
+                   stats = new_result(DType::f32, {p.B, p.queries, p.K, 2}, &p.stats);
   py::object weights = none();
-  if (p.returns_weights) weights = new_rows_of(new_result, p, p, p.dtype, p.K, p.N, &p.weights);
+  if (p.returns_weights) weights = new_result(p.dtype, {p.B, p.queries, p.K, p.N}, &p.weights);
   if (is_split(p)) {
     trace.attr("select")(-2, 0).attr("copy_")(x.query);
     if (p.returns_weights) p.scores_owner = new_floats({p.B, p.Q, p.N}, &p.scores);

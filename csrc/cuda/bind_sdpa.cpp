@@ -93,15 +93,14 @@ PairsArguments pairs(const AttentionArguments& p, const Tensor4& result, bool gr
 
 // [B, Hq, Lq, 4], or of packed sequences [Hq, Tq, 4]
 py::object new_row_stats(Call& p) {
-  return is_packed(p) ? new_floats({p.Hq, p.Lq, 4}, &p.row_stats)
-                      : new_floats({p.B, p.Hq, p.Lq, 4}, &p.row_stats);
+  return new_floats({is_packed(p) ? kLeftOut : p.B, p.Hq, p.Lq, 4}, &p.row_stats);
 }
 
 // Allocates lse and the weights, and launches: (lse, weights or None).
 py::tuple forward(uintptr_t stream, Call& p) {
   set_alignment(p);
-  const py::object lse = is_packed(p) ? new_result(DType::f64, {p.Hq, p.Lq}, &p.lse)
-                                      : new_result(DType::f64, {p.B, p.Hq, p.Lq}, &p.lse);
+  const Sizes of_rows = {is_packed(p) ? kLeftOut : p.B, p.Hq, p.Lq};
+  const py::object lse = new_result(DType::f64, of_rows, &p.lse);
   py::object weights = none();
   PairsArguments w{};
   if (p.weights != Weights::none) {
@@ -188,7 +187,7 @@ py::object new_grad_mask(Call& p, py::handle mask) {
 
 // Reads what the forward pass returned, and its gradients: without one of out, zeros.
 template <class Tensors>
-void read_gradients(Call& p, Tensors x, Layout layout, int64_t batch, Sizes of_rows) {
+void read_gradients(Call& p, Tensors x, Layout layout, int64_t batch, const Sizes& of_rows) {
   if (x.grad_out.is_none()) {
     TensorView made;
     p.zeros = new_like(x.out, &made).attr("zero_")();

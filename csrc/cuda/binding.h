@@ -59,7 +59,7 @@ inline void read_mask_program(AttentionArguments& p, py::handle program, bool pa
 }
 
 // Workspace or a result of floats.
-inline py::object new_floats(Sizes sizes, float** data) {
+inline py::object new_floats(const Sizes& sizes, float** data) {
   return new_result(DType::f32, sizes, data);
 }
 
