@@ -234,7 +234,7 @@ struct AdditiveGradTensors {
 struct AdditiveVectors {
   const void *v, *bias;
   py::object copies[2];
-  bool returns_weights;  // of the options
+  bool returns_weights, causal;  // of the options
 };
 
 // [B, length, columns], contiguous.
@@ -245,12 +245,11 @@ inline Tensor4 one_head(void* data, int64_t length, int64_t columns) {
 // Fills everything but the seed.
 inline void read_additive(AttentionParams& p, AdditiveVectors& to, py::handle options,
                           const AdditiveTensors& from) {
-  AdditiveOptions asked;
   const Named record(options);
-  read_additive_options(record, asked);
-  to.returns_weights = record.read<bool>("weights");
-  p.window_right = asked.causal ? 0 : -1;
-  p.dropout_p = asked.dropout_p;
+  record.read<&AdditiveVectors::returns_weights>("weights", to);
+  record.read<&AdditiveVectors::causal>("causal", to);
+  record.read<&AttentionParams::dropout_p>("dropout_p", p);
+  p.window_right = to.causal ? 0 : -1;
   read_attention(p, from, headless);
   const DType acc = accumulator(p.dtype);
   to.v = read_flat("v", from.v, acc, {p.D}, &to.copies[0]);

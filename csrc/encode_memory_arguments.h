@@ -28,6 +28,11 @@ struct EncodingCall {
   py::object copies[3];
 };
 
+inline void read_padding(const Named& from, EncodeMemoryParams& p) {
+  using O = EncodeMemoryOptions;
+  from.read<&O::has_padding_idx, &O::padding_idx>("padding_idx", p);
+}
+
 inline void read_tokens(EncodeMemoryParams& p, py::handle tokens) {
   const TensorView x = filled("tokens", view_of("tokens", tokens));
   p.R = x.size[0], p.B = x.size[1], p.N = x.size[2], p.J = x.size[3];
@@ -45,7 +50,7 @@ inline void read_factors(EncodeMemoryParams& p, EncodingCall& call, py::handle f
 // Fills everything but the result.
 inline void read_encoding(EncodeMemoryParams& p, EncodingCall& call, py::handle options,
                           const EncodingTensors& from) {
-  read_encode_memory_options(Named(options), p);
+  read_padding(Named(options), p);
   read_tokens(p, from.tokens);
   const TensorView given = with_rows("weight", from.weight, &call.copies[1]),
                    w = filled("weight", given);
@@ -67,7 +72,7 @@ inline void read_encoding(EncodeMemoryParams& p, EncodingCall& call, py::handle 
 inline void read_encoding_gradient(EncodeMemoryParams& p, EncodingCall& call, py::handle options,
                                    const EncodingGradTensors& from) {
   const Named record(options);
-  read_encode_memory_options(record, p);
+  read_padding(record, p);
   p.V = record.read<int64_t>("rows");
   call.has_temporal = record.read<bool>("temporal");
   read_tokens(p, from.tokens);

@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <tuple>
 
 #include "function.h"
 #include "options.h"
@@ -106,11 +105,13 @@ inline DType read_per_hop(const char* name, py::handle from, std::initializer_li
 // Fills everything but `shared`.
 inline void read_hop_call(MemoryHopsParams& p, HopCall& call, py::handle options,
                           const HopTensors& from) {
-  static const auto of_kernel = std::make_tuple(field("hops", &MemoryHopsParams::K));
-  static const auto of_call = std::make_tuple(field("weights", &HopCall::returns_weights));
-  read_memory_hop_options(Named(options), p);
-  Named(options).read(p, of_kernel);
-  Named(options).read(call, of_call);
+  using O = MemoryHopsParams;
+  const Named record(options);
+  record.read_choice<&O::activation>("activation", p, {"none", "relu", "tanh", "sigmoid"});
+  record.read_choice<&O::normalize>("normalize", p, {"none", "softmax"});
+  record.read<&O::scale>("scale", p);
+  record.read<&O::K>("hops", p);
+  record.read<&HopCall::returns_weights>("weights", call);
   expect(p.K >= 1, "fastattn: hops must be at least 1");
   const TensorView q = view_of("query", from.query);
   expect_dtype("query", q, kFloats);
@@ -256,10 +257,13 @@ inline void read_step_biases(MemoryHopsParams& p, const Patterns& from) {
 // A search, or steps of it again; fills everything but the number of steps.
 inline void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle options,
                            const Patterns& from, bool search) {
-  static const auto limits = std::make_tuple(field("steps_max", &RetrievalCall::steps_max));
-  HopfieldOptions asked;
-  read_hopfield_options(Named(options), asked);
-  Named(options).read(call, limits);
+  using O = MemoryHopsParams;
+  const Named record(options);
+  record.read<&O::scale>("scale", p);
+  record.read<&O::eps>("eps", p);
+  record.read<&O::together>("together", p);
+  record.read<&O::crowded>("crowded", p);
+  record.read<&RetrievalCall::steps_max>("steps_max", call);
   const TensorView state = read_groups("state", from.state, false, &call.copies[0]),
                    stored = read_groups("stored", from.stored, true, &call.copies[1]);
   expect_dtype("state", state, kFloats);
@@ -275,12 +279,10 @@ inline void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle 
   }
   place_hops(x, p);
   read_step_biases(p, from);
-  expect_multiple(asked.together, p.Q, "together");
+  expect_multiple(p.together, p.Q, "together");
   p.shared = p.B == 1;
   p.settles = true, p.search = search;
-  p.scale = asked.scale, p.crowded = asked.crowded;
-  p.together = search ? asked.together : 1;
-  p.eps = search ? asked.eps : 0;
+  if (!search) p.together = 1, p.eps = 0;
 }
 
 constexpr int64_t kOfStored = 2, kOfKeys = 4, kOfBias = 8;  // bits of `needed`

@@ -131,12 +131,6 @@ struct Sequence : AttentionParams {
   int64_t page_size;     // batch entry pages[j / page_size] of k and v
 };
 
-struct VarlenOptions : AttentionOptions {  // without offset and weights
-  bool bottom_right = false;
-};
-
-using DecodeOptions = AttentionOptions;  // without offset, dropout_p and weights
-
 // The columns of a row of a cache that decoding on vectors reads in place: those of a latent head
 // with its rotated columns.
 constexpr int64_t kWidestCached = 576;
@@ -307,11 +301,6 @@ struct NormParams {
   void* out;  // [rows, E]; may be x or residual
 };
 
-struct AdditiveOptions {
-  bool causal = false;
-  double dropout_p = 0;
-};
-
 // Additive attention, forward and backward, on the operands of attention with one head: D is the
 // hidden width A, and scale, softcap, window_left, ALiBi and lse are not used.
 struct AdditiveParams {
@@ -339,13 +328,6 @@ struct MemoryHopOptions {
   Activation activation = Activation::none;
   bool normalize = true;  // "softmax"; else the scores are the weights
   double scale = 1;
-};
-
-struct HopfieldOptions {
-  double scale = 1;
-  double eps = 0;        // a step of at most this length is the last
-  int64_t together = 1;  // this many consecutive queries stop together; divides Q
-  bool crowded = false;  // many queries per memory, whatever Q is
 };
 
 // Memory hops, forward and backward: u' = phi(H u + C^T softmax(scale M u + bias)), K times. "acc"

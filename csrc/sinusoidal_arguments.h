@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <string>
-#include <tuple>
 
 #include "function.h"
 #include "options.h"
@@ -18,17 +17,17 @@ struct EncodedTensors {
 
 // The offset is the one of the options, unless another one is given.
 inline void read_sinusoidal_options(py::handle options, py::handle offset, SinusoidalParams& p) {
-  struct Options : SinusoidalOptions {
+  using O = SinusoidalOptions;
+  struct {
     int layout;
   } asked;
-  static const auto fields =
-      std::make_tuple(choice("layout", &Options::layout, "interleaved", "tensor2tensor", "marian",
-                             "split_exponent"),
-                      field("offset", &Options::offset), field("scale", &Options::scale),
-                      field("padding_idx", &Options::has_padding_idx, &Options::padding_idx));
-  Named(options).read(asked, fields);
-  static_cast<SinusoidalOptions&>(p) = asked;
+  const Named record(options);
+  record.read_choice<&decltype(asked)::layout>(
+      "layout", asked, {"interleaved", "tensor2tensor", "marian", "split_exponent"});
   p.interleaved = asked.layout == 0;  // the only one whose pairs are neighbours
+  record.read<&O::offset>("offset", p);
+  record.read<&O::scale>("scale", p);
+  record.read<&O::has_padding_idx, &O::padding_idx>("padding_idx", p);
   if (!offset.is_none()) p.offset = integer(offset.ptr());
   if (p.offset < -kFarthestOffset || p.offset > kFarthestOffset)
     throw py::value_error("fastattn: offset must be within " + std::to_string(kFarthestOffset) +

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <tuple>
 
 #include "attention_call.h"
 #include "kernel_table.h"

@@ -123,7 +123,7 @@ py::object append_to_cache(const AppendTensors& x, py::handle options) {
   py::object rotated = none(), kept;
   std::vector<int64_t> positions;
   if (!x.rotary_cos.is_none()) {
-    read_append_options(Named(options), p);
+    Named(options).read<&AppendOptions::rotary_interleaved>("rotary_interleaved", p);
     rotated = read_rotation(p, x);
     p.positions = static_cast<const int64_t*>(
         read_flat_if_given("rotary_positions", x.rotary_positions, kInt64, {p.B, p.L}, &kept));

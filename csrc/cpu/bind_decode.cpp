@@ -125,7 +125,7 @@ void stack(CacheCall& t) {
 py::tuple decode_attention(const DecodeTensors& x, py::handle options) {
   CacheCall t{};
   AttentionParams& p = t.attention;
-  read_decode_options(Named(options), p);
+  read_score_options(Named(options), p);
   p.threads = threads();
   read_queries(p, x.query, [&] { read_cache(t, x); });
   check_cache(t);

@@ -39,9 +39,7 @@ bool unrolls(py::handle options) {
   struct Gradient {
     int kind;
   } gradient;
-  static const auto fields =
-      std::make_tuple(choice("grad", &Gradient::kind, "unroll", "implicit", "one_step"));
-  Named(options).read(gradient, fields);
+  Named(options).read_choice<&Gradient::kind>("grad", gradient, {"unroll", "implicit", "one_step"});
   return gradient.kind == 0;
 }
 

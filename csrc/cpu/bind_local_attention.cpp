@@ -44,7 +44,8 @@ int64_t rows_of_window(const LocalParams& p) {
 
 LocalCall::LocalCall(py::handle options, const LocalTensors& from) : LocalParams{} {
   LocalParams& p = *this;
-  read_local_options(Named(options), p);
+  Named(options).read<&LocalOptions::reach>("reach", p);
+  Named(options).read<&LocalOptions::bell>("bell", p);
   const TensorView q = view_of("query", from.query), v = view_of("value", from.value);
   expect_dtype("query", q, kFloats);
   p.dtype = q.dtype;

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "../operands.h"
@@ -29,10 +28,11 @@ struct Options : AttentionOptions {
   bool needs_mask_grad = false, partial = false;  // of the backward pass
 
   explicit Options(py::handle record) {
-    static const auto of_backward = std::make_tuple(
-        field("needs_mask_grad", &Options::needs_mask_grad), field("partial", &Options::partial));
-    read_attention_options(Named(record), *this);
-    if (py::hasattr(record, "partial")) Named(record).read(*this, of_backward);
+    const Named from(record);
+    read_attention_options(from, *this);
+    if (!py::hasattr(record, "partial")) return;
+    from.read<&Options::needs_mask_grad>("needs_mask_grad", *this);
+    from.read<&Options::partial>("partial", *this);
   }
 
   // `kept` owns them.

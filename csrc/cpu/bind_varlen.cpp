@@ -51,10 +51,7 @@ void read_starts(const char* name, py::handle from, int64_t rows, std::vector<in
 
 PackedCall::PackedCall(py::handle options, const PackedTensors& from) : SequencesParams{} {
   AttentionParams& p = attention;
-  VarlenOptions asked;
-  read_varlen_options(Named(options), asked);
-  static_cast<AttentionOptions&>(p) = asked;
-  bottom_right = asked.bottom_right;
+  read_varlen_options(Named(options), p, *this);
   const AttentionTensors tensors = from.unpacked();
   read_attention(p, tensors, packed);
   read_starts("cu_seqlens_q", from.cu_seqlens_q, p.Lq, starts[0]);

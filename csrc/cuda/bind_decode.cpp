@@ -31,7 +31,7 @@ void read_cache(DecodeCall& p, const Tensors& from) {
 // (out, lse), new.
 py::tuple decode(const DecodeTensors& x, py::handle options, Stream stream) {
   DecodeCall p{};
-  read_decode_options(Named(options), p);
+  read_score_options(Named(options), p);
   read_queries(p, x.query, [&] { read_cache(p, x); });
   int64_t positions = 0;
   read_biases(p, x.biases(), &positions, &p.table);

@@ -1,6 +1,5 @@
 // Attention on a GPU, dense and packed, as Python calls it: tensors in, tensors out.
 #include <cstdint>
-#include <tuple>
 
 #include "../attention_arguments.h"
 #include "binding.h"
@@ -44,10 +43,7 @@ Call::Call(py::handle options, const AttentionTensors& from) : AttentionArgument
 }
 
 Call::Call(py::handle options, const PackedTensors& from) : AttentionArguments{} {
-  VarlenOptions asked;
-  read_varlen_options(Named(options), asked);
-  static_cast<AttentionOptions&>(*this) = asked;
-  bottom_right = asked.bottom_right;
+  read_varlen_options(Named(options), *this, *this);
   read_attention(*this, from, packed);
   B = view_of("cu_seqlens_q", from.cu_seqlens_q).size[0] - 1;
   const auto read = [&](const char* name, py::handle x, py::object* copy) {
