@@ -20,32 +20,17 @@ struct AttentionTensors {
 struct AttentionGradTensors {
   FASTATTN_TENSORS(grad_out, grad_lse, grad_weights, query, key, value, attn_mask, alibi_slopes,
                    seed, out, lse, sinks, relative_bias, positions, mask_program)
-
-  AttentionTensors of_forward() const {
-    return {query, key,   value,         attn_mask, alibi_slopes,
-            seed,  sinks, relative_bias, positions, mask_program};
-  }
 };
 
 // The same of packed sequences: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv], and their starts [B + 1].
 struct PackedTensors {
   FASTATTN_TENSORS(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks,
                    relative_bias, mask_program)
-
-  AttentionTensors unpacked() const {
-    return {query, key,   value,         none(), alibi_slopes,
-            seed,  sinks, relative_bias, none(), mask_program};
-  }
 };
 
 struct PackedGradTensors {
   FASTATTN_TENSORS(grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
                    seed, out, lse, sinks, relative_bias, mask_program)
-
-  PackedTensors of_forward() const {
-    return {query,        key,  value, cu_seqlens_q,  cu_seqlens_k,
-            alibi_slopes, seed, sinks, relative_bias, mask_program};
-  }
 };
 
 // How the tensors of attention are stored, as [B, H, L, D].
@@ -91,16 +76,10 @@ inline const void* read_per_head(const char* name, py::handle from, const Attent
   return x.data;
 }
 
-// Fills everything but the seed and a mask program. `positions`: how many there are; `table` owns a copy
-// of relative_bias, if its columns are not together.
-inline void read_biases(AttentionParams& p, const AttentionTensors& from, int64_t* positions,
-                        py::object* table) {
-  if (!from.attn_mask.is_none()) {
-    const TensorView x =
-        read_broadcast("attn_mask", from.attn_mask, {p.B, p.Hq, p.Lq, p.Lk}, p.mask.stride);
-    expect_dtype("attn_mask", x, {DType::boolean, p.dtype, DType::f32});
-    p.mask.data = x.data, p.mask_dtype = x.dtype;
-  }
+// What is added to the scores of all attention. `table` owns a copy of relative_bias, if its
+// columns are not together.
+template <class Tensors>
+void read_biases(AttentionParams& p, const Tensors& from, py::object* table) {
   p.alibi = read_per_head("alibi_slopes", from.alibi_slopes, p, p.alibi_stride);
   p.sinks = read_per_head("sinks", from.sinks, p, p.sinks_stride);
   if (!from.relative_bias.is_none()) {
@@ -114,7 +93,6 @@ inline void read_biases(AttentionParams& p, const AttentionTensors& from, int64_
     p.relative_bias = x.data;
     std::copy_n(stride, 2, p.relative_bias_stride);
   }
-  if (!from.positions.is_none()) p.positions = read_words("positions", from.positions, positions);
 }
 
 // The kernels read a table of distances at d = position(i + offset) - position(j), for all queries
@@ -137,8 +115,18 @@ inline bool reads_relative_bias(const AttentionParams& p) {
   return p.relative_bias != nullptr && p.Lq > 0 && p.Lk > 0;
 }
 
-// Everything but the values of the positions. `positions`: how many there are.
-inline void check_relative_bias(const AttentionParams& p, int64_t positions) {
+// The same of a call that is not packed, with its mask and positions, whose values are not checked.
+template <class Tensors>
+void read_dense_biases(AttentionParams& p, const Tensors& from, py::object* table) {
+  if (!from.attn_mask.is_none()) {
+    const TensorView x =
+        read_broadcast("attn_mask", from.attn_mask, {p.B, p.Hq, p.Lq, p.Lk}, p.mask.stride);
+    expect_dtype("attn_mask", x, {DType::boolean, p.dtype, DType::f32});
+    p.mask.data = x.data, p.mask_dtype = x.dtype;
+  }
+  read_biases(p, from, table);
+  int64_t positions = 0;
+  if (!from.positions.is_none()) p.positions = read_words("positions", from.positions, &positions);
   if (!reads_relative_bias(p)) return;
   if (p.positions == nullptr)
     return expect_distances(p, p.offset - (p.Lk - 1), p.offset + p.Lq - 1);
@@ -226,8 +214,6 @@ struct AdditiveTensors {
 
 struct AdditiveGradTensors {
   FASTATTN_TENSORS(grad_out, grad_weights, query, key, value, v, bias, attn_mask, seed)
-
-  AdditiveTensors of_forward() const { return {query, key, value, v, bias, attn_mask, seed}; }
 };
 
 // The vectors in the accumulator's type, and the copies that own them.
@@ -243,8 +229,9 @@ inline Tensor4 one_head(void* data, int64_t length, int64_t columns) {
 }
 
 // Fills everything but the seed.
-inline void read_additive(AttentionParams& p, AdditiveVectors& to, py::handle options,
-                          const AdditiveTensors& from) {
+template <class Tensors>
+void read_additive(AttentionParams& p, AdditiveVectors& to, py::handle options,
+                   const Tensors& from) {
   const Named record(options);
   record.read<&AdditiveVectors::returns_weights>("weights", to);
   record.read<&AdditiveVectors::causal>("causal", to);

@@ -17,11 +17,6 @@ struct DecodeTensors {
   FASTATTN_TENSORS(query, key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx,
                    alibi_slopes, sinks, relative_bias, mask_program, cache_leftpad, key_scales,
                    value_scales)
-
-  AttentionTensors biases() const {
-    return {query,  none(), none(),        none(), alibi_slopes,
-            none(), sinks,  relative_bias, none(), mask_program};
-  }
 };
 
 struct AppendTensors {

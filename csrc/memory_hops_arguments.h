@@ -53,10 +53,6 @@ struct HopGradTensors {
   // On the CPU `kept` is what the forward pass kept, or None.
   FASTATTN_TENSORS(grad_out, grad_weights, query, in_memory, out_memory, hop_proj, memory_mask,
                    memory_bias, trace, stats, kept)
-
-  HopTensors of_forward() const {
-    return {query, in_memory, out_memory, hop_proj, memory_mask, memory_bias};
-  }
 };
 
 // What a call has beside the arguments of its kernel, and the copies that they point to.
@@ -103,8 +99,8 @@ inline DType read_per_hop(const char* name, py::handle from, std::initializer_li
 }
 
 // Fills everything but `shared`.
-inline void read_hop_call(MemoryHopsParams& p, HopCall& call, py::handle options,
-                          const HopTensors& from) {
+template <class Tensors>
+void read_hop_call(MemoryHopsParams& p, HopCall& call, py::handle options, const Tensors& from) {
   using O = MemoryHopsParams;
   const Named record(options);
   record.read_choice<&O::activation>("activation", p, {"none", "relu", "tanh", "sigmoid"});
@@ -200,14 +196,10 @@ struct Patterns {
 
 struct StepTensors {
   FASTATTN_TENSORS(state, stored, keys, mask, bias, taken)  // [G, Q] or [B, H, Q]
-
-  Patterns patterns() const { return {state, stored, keys, mask, bias}; }
 };
 
 struct StepGradTensors {
   FASTATTN_TENSORS(grad_xi, state, stored, keys, mask, bias, taken, trace, stats)
-
-  Patterns patterns() const { return {state, stored, keys, mask, bias}; }
 };
 
 // What a call has beside the arguments of its kernel, and the copies that they point to.
@@ -238,7 +230,8 @@ inline TensorView read_groups(const char* name, py::handle from, bool needs_rows
   return {x.data, x.dtype, 3, {groups, x.size[2], x.size[3]}, {step, x.stride[2], x.stride[3]}};
 }
 
-inline void read_step_biases(MemoryHopsParams& p, const Patterns& from) {
+template <class Tensors>
+void read_step_biases(MemoryHopsParams& p, const Tensors& from) {
   const auto read = [&](const char* name, py::handle x, Tensor4* to) {
     int64_t s[3];
     const TensorView view = read_broadcast(name, x, {p.B, p.Q, p.N}, s);
@@ -255,8 +248,9 @@ inline void read_step_biases(MemoryHopsParams& p, const Patterns& from) {
 }
 
 // A search, or steps of it again; fills everything but the number of steps.
-inline void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle options,
-                           const Patterns& from, bool search) {
+template <class Tensors>
+void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle options,
+                    const Tensors& from, bool search) {
   using O = MemoryHopsParams;
   const Named record(options);
   record.read<&O::scale>("scale", p);

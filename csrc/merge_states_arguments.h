@@ -15,8 +15,6 @@ struct StateTensors {
 
 struct StateGradTensors {
   FASTATTN_TENSORS(grad_out, grad_lse, out_a, lse_a, out_b, lse_b)
-
-  StateTensors of_forward() const { return {out_a, lse_a, out_b, lse_b}; }
 };
 
 // Outputs [..., L, D] of at most four dimensions, and lse [..., L], as [B, H, L, D] and [B, H, L, -].
@@ -36,7 +34,8 @@ inline Tensor4 read_lse(const MergeStatesParams& p, const char* name, py::handle
   return operand_of_lse(x);
 }
 
-inline void read_states(MergeStatesParams& p, const StateTensors& from) {
+template <class Tensors>
+void read_states(MergeStatesParams& p, const Tensors& from) {
   const TensorView out = view_of("out_a", from.out_a), lse = view_of("lse_a", from.lse_a),
                    x = filled("out_a", out);
   expect_dtype("out_a", out, kFloats);

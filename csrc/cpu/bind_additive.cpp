@@ -13,7 +13,8 @@ namespace {
 struct AdditiveCall : AdditiveParams {
   AdditiveVectors vectors;
 
-  AdditiveCall(py::handle options, const AdditiveTensors& from) : AdditiveParams{} {
+  template <class Tensors>
+  AdditiveCall(py::handle options, const Tensors& from) : AdditiveParams{} {
     read_additive(attention, vectors, options, from);
     vector = vectors.v, bias = vectors.bias;
     attention.threads = threads();
@@ -66,7 +67,7 @@ void run_backward(AdditiveParams& x) {
 // The gradients, new: of query, key, value, v, bias and attn_mask; None without them, and that of the
 // mask only where the options ask for it.
 py::tuple additive_attention_backward(const AdditiveGradTensors& x, py::handle options) {
-  AdditiveCall call(options, x.of_forward());
+  AdditiveCall call(options, x);
   AttentionParams& p = call.attention;
   read_additive_gradients(p, x);
   complete(p.grad_out);

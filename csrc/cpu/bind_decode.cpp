@@ -137,8 +137,7 @@ py::tuple decode_attention(const DecodeTensors& x, py::handle options) {
     wide = widen(t, x.query);
     p.q = operand_of(view_of("query", wide));
   }
-  int64_t positions = 0;
-  read_biases(p, x.biases(), &positions, &t.table);
+  read_biases(p, x, &t.table);
   const bool of_one_head = !x.mask_program.is_none() || !x.relative_bias.is_none();
   const bool stacked = !of_one_head && stacks(t);
   const bool on_tiles = has_dense_rows(p) && runs_on_tiles(p, of_one_head);

@@ -22,7 +22,8 @@ constexpr int64_t kRound = 256;
 struct Retrieval : MemoryHopsParams, RetrievalCall {
   std::vector<int64_t> own_taken;  // [G, Q]
 
-  Retrieval(py::handle options, const Patterns& from, bool is_search) : MemoryHopsParams{} {
+  template <class Tensors>
+  Retrieval(py::handle options, const Tensors& from, bool is_search) : MemoryHopsParams{} {
     read_retrieval(*this, *this, options, from, is_search);
     threads = fastattn::threads();
   }
@@ -117,7 +118,7 @@ void read_taken(py::handle from, Retrieval& p) {
 
 // (trace, stats), new: each query takes its own steps again.
 py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t most) {
-  Retrieval p(options, x.patterns(), false);
+  Retrieval p(options, x, false);
   if (most <= 0) throw py::value_error("fastattn: the number of steps must be positive");
   p.K = most;
   read_taken(x.taken, p);
@@ -132,7 +133,7 @@ py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t most)
 // The gradients of state, stored, keys and bias, new. Those that `needed` does not ask for are None, see
 // HopfieldBackwardOptions, except that of state.
 py::tuple hopfield_backward(const StepGradTensors& x, py::handle options, int64_t needed) {
-  Retrieval p(options, x.patterns(), false);
+  Retrieval p(options, x, false);
   py::object copies[3];
   const DType acc = accumulator(p.dtype);
   const TensorView trace = read_contiguous("trace", x.trace, &copies[0]),

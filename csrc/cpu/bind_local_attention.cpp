@@ -18,22 +18,6 @@ struct LocalTensors {
 
 struct LocalGradTensors {
   FASTATTN_TENSORS(grad_out, grad_weights, query, key, value, positions, padding, factor, weights)
-
-  LocalTensors of_forward() const { return {query, key, value, positions, padding, factor}; }
-};
-
-// The arguments of a call, and the copies that they point to.
-struct LocalCall : LocalParams {
-  py::object copies[9];
-
-  LocalCall(py::handle options, const LocalTensors& from);
-
-  // [B, L, columns]; the columns are together.
-  Tensor4 read_rows_of(const char* name, py::handle from, const Sizes& sizes, int copy) {
-    const TensorView x = with_rows(name, from, &copies[copy]);
-    expect_sizes(name, x, dtype, sizes);
-    return {x.data, {x.stride[0], x.stride[1], 1, 0}};
-  }
 };
 
 // Without overflow for any reach.
@@ -42,25 +26,38 @@ int64_t rows_of_window(const LocalParams& p) {
   return p.reach < p.Lk ? std::min(2 * p.reach + 1, p.Lk) : p.Lk;
 }
 
-LocalCall::LocalCall(py::handle options, const LocalTensors& from) : LocalParams{} {
-  LocalParams& p = *this;
-  Named(options).read<&LocalOptions::reach>("reach", p);
-  Named(options).read<&LocalOptions::bell>("bell", p);
-  const TensorView q = view_of("query", from.query), v = view_of("value", from.value);
-  expect_dtype("query", q, kFloats);
-  p.dtype = q.dtype;
-  p.threads = fastattn::threads();
-  p.B = q.size[0], p.Lq = q.size[1], p.D = q.size[2], p.Lk = v.size[1], p.Dv = v.size[2];
-  p.W = rows_of_window(p);
-  p.query = read_rows_of("query", from.query, {p.B, p.Lq, p.D}, 0);
-  p.key = read_rows_of("key", from.key, {p.B, p.Lk, p.D}, 1);
-  p.value = read_rows_of("value", from.value, {p.B, p.Lk, p.Dv}, 2);
-  const DType acc = accumulator(p.dtype);
-  p.positions = read_flat("positions", from.positions, acc, {p.B, p.Lq}, &copies[3]);
-  p.padding = static_cast<const uint8_t*>(
-      read_flat_if_given("padding", from.padding, DType::boolean, {p.B, p.Lk}, &copies[4]));
-  p.factor = read_flat_if_given("factor", from.factor, acc, {p.B, p.Lq, p.W}, &copies[5]);
-}
+// The arguments of a call, and the copies that they point to.
+struct LocalCall : LocalParams {
+  py::object copies[9];
+
+  template <class Tensors>
+  LocalCall(py::handle options, const Tensors& from) : LocalParams{} {
+    LocalParams& p = *this;
+    Named(options).read<&LocalOptions::reach>("reach", p);
+    Named(options).read<&LocalOptions::bell>("bell", p);
+    const TensorView q = view_of("query", from.query), v = view_of("value", from.value);
+    expect_dtype("query", q, kFloats);
+    p.dtype = q.dtype;
+    p.threads = fastattn::threads();
+    p.B = q.size[0], p.Lq = q.size[1], p.D = q.size[2], p.Lk = v.size[1], p.Dv = v.size[2];
+    p.W = rows_of_window(p);
+    p.query = read_rows_of("query", from.query, {p.B, p.Lq, p.D}, 0);
+    p.key = read_rows_of("key", from.key, {p.B, p.Lk, p.D}, 1);
+    p.value = read_rows_of("value", from.value, {p.B, p.Lk, p.Dv}, 2);
+    const DType acc = accumulator(p.dtype);
+    p.positions = read_flat("positions", from.positions, acc, {p.B, p.Lq}, &copies[3]);
+    p.padding = static_cast<const uint8_t*>(
+        read_flat_if_given("padding", from.padding, DType::boolean, {p.B, p.Lk}, &copies[4]));
+    p.factor = read_flat_if_given("factor", from.factor, acc, {p.B, p.Lq, p.W}, &copies[5]);
+  }
+
+  // [B, L, columns]; the columns are together.
+  Tensor4 read_rows_of(const char* name, py::handle from, const Sizes& sizes, int copy) {
+    const TensorView x = with_rows(name, from, &copies[copy]);
+    expect_sizes(name, x, dtype, sizes);
+    return {x.data, {x.stride[0], x.stride[1], 1, 0}};
+  }
+};
 
 // (out, weights), new.
 py::tuple local_attention(const LocalTensors& x, py::handle options) {
@@ -74,7 +71,7 @@ py::tuple local_attention(const LocalTensors& x, py::handle options) {
 
 // The gradients of query, key, value and positions, new.
 py::tuple local_attention_backward(const LocalGradTensors& x, py::handle options) {
-  LocalCall p(options, x.of_forward());
+  LocalCall p(options, x);
   const DType acc = accumulator(p.dtype);
   const Sizes of_weights = {p.B, p.Lq, p.W};
   if (!x.grad_out.is_none())

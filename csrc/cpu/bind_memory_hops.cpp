@@ -19,7 +19,8 @@ void run_backward(const MemoryHopsParams& p) {
 
 // The arguments of a call, and what they point to.
 struct Hops : MemoryHopsParams, HopCall {
-  Hops(py::handle options, const HopTensors& from) : MemoryHopsParams{} {
+  template <class Tensors>
+  Hops(py::handle options, const Tensors& from) : MemoryHopsParams{} {
     read_hop_call(*this, *this, options, from);
     threads = fastattn::threads();
   }
@@ -62,7 +63,7 @@ py::object memory_hops(const HopTensors& x, py::handle options, bool only_first,
 // The gradients of query, in_memory, out_memory, hop_proj and memory_bias, new; None where the options do
 // not ask for them.
 py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options) {
-  Hops p(options, x.of_forward());
+  Hops p(options, x);
   p.shared = p.is_one_memory;
   const DType wide = accumulator(p.dtype);
   read_trace_and_stats(p, p, x);

@@ -28,7 +28,7 @@ py::tuple merge_states(const StateTensors& x, py::handle) {
 
 py::tuple merge_states_backward(const StateGradTensors& x, py::handle) {
   MergeStatesParams p{};
-  read_states(p, x.of_forward());
+  read_states(p, x);
   p.threads = threads();
   const py::tuple results = new_state_gradients(p, x);
   without_gil([&] {

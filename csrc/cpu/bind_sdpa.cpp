@@ -57,15 +57,14 @@ struct Call : AttentionParams {
   std::vector<double> sink_gradients;  // [B, Hq]
   py::object options, table, kept[3];  // see read_biases and read_results
 
-  Call(py::handle record, const AttentionTensors& from) : AttentionParams{} {
+  template <class Tensors>
+  Call(py::handle record, const Tensors& from) : AttentionParams{} {
     static_cast<AttentionOptions&>(*this) = Options::of(record, &options);
     read_attention(*this, from, dense);
     threads = fastattn::threads();
     reduced = reduces(*this);
-    int64_t places = 0;
-    read_biases(*this, from, &places, &table);
+    read_dense_biases(*this, from, &table);
     seed = read_seed(from.seed);
-    check_relative_bias(*this, places);
     check_positions(*this);
     read_mask_program(from.mask_program, *this, steps);
   }
@@ -111,7 +110,7 @@ py::object new_grad_mask(Call& p, py::handle mask) {
 // The gradients, new: of query, key and value, and of attn_mask (where the options ask for it), sinks
 // and relative_bias, or None without them.
 py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) {
-  Call p(options, x.of_forward());
+  Call p(options, x);
   const Options& asked = Options::of(options, &p.options);
   p.partial = asked.partial;
   read_results(p, x, dense, p.B, {p.B, p.Hq, p.Lq}, p.kept);

@@ -25,17 +25,6 @@ void check_starts(const int64_t* starts, int64_t count, int64_t rows, const std:
                                     " rows there are, got " + std::to_string(starts[count]));
 }
 
-// The arguments of a call, and the memory that they point to.
-struct PackedCall : SequencesParams {
-  std::vector<int64_t> starts[2], sequence_order;
-  std::vector<MaskStep> steps;
-  std::vector<double> sink_gradients;  // [B, Hq]
-  py::object table, kept[3];           // see read_biases and read_results
-  std::vector<int64_t> table_starts;   // [B], see SequencesParams::bias_starts
-
-  PackedCall(py::handle options, const PackedTensors& from);
-};
-
 // cu_seqlens of int32 or int64
 void read_starts(const char* name, py::handle from, int64_t rows, std::vector<int64_t>& to) {
   const TensorView x = view_of(name, from);
@@ -49,28 +38,36 @@ void read_starts(const char* name, py::handle from, int64_t rows, std::vector<in
   check_starts(to.data(), x.size[0] - 1, rows, name);
 }
 
-PackedCall::PackedCall(py::handle options, const PackedTensors& from) : SequencesParams{} {
-  AttentionParams& p = attention;
-  read_varlen_options(Named(options), p, *this);
-  const AttentionTensors tensors = from.unpacked();
-  read_attention(p, tensors, packed);
-  read_starts("cu_seqlens_q", from.cu_seqlens_q, p.Lq, starts[0]);
-  read_starts("cu_seqlens_k", from.cu_seqlens_k, p.Lk, starts[1]);
-  expect(starts[0].size() == starts[1].size(),
-         "cu_seqlens_q and cu_seqlens_k must have the same length");
-  p.B = static_cast<int64_t>(starts[0].size()) - 1;
-  q_starts = starts[0].data(), k_starts = starts[1].data();
-  lse_stride = p.Lq;
-  p.threads = threads();
-  p.reduced = reduces(p);
-  int64_t positions = 0;
-  read_biases(p, tensors, &positions, &table);
-  p.seed = read_seed(from.seed);
-  check_table(*this);
-  read_mask_program(from.mask_program, p, steps, true);
-  sequence_order = order_of_work(*this);
-  order = sequence_order.data();
-}
+// The arguments of a call, and the memory that they point to.
+struct PackedCall : SequencesParams {
+  std::vector<int64_t> starts[2], sequence_order;
+  std::vector<MaskStep> steps;
+  std::vector<double> sink_gradients;  // [B, Hq]
+  py::object table, kept[3];           // see read_biases and read_results
+  std::vector<int64_t> table_starts;   // [B], see SequencesParams::bias_starts
+
+  template <class Tensors>
+  PackedCall(py::handle options, const Tensors& from) : SequencesParams{} {
+    AttentionParams& p = attention;
+    read_varlen_options(Named(options), p, *this);
+    read_attention(p, from, packed);
+    read_starts("cu_seqlens_q", from.cu_seqlens_q, p.Lq, starts[0]);
+    read_starts("cu_seqlens_k", from.cu_seqlens_k, p.Lk, starts[1]);
+    expect(starts[0].size() == starts[1].size(),
+           "cu_seqlens_q and cu_seqlens_k must have the same length");
+    p.B = static_cast<int64_t>(starts[0].size()) - 1;
+    q_starts = starts[0].data(), k_starts = starts[1].data();
+    lse_stride = p.Lq;
+    p.threads = threads();
+    p.reduced = reduces(p);
+    read_biases(p, from, &table);
+    p.seed = read_seed(from.seed);
+    check_table(*this);
+    read_mask_program(from.mask_program, p, steps, true);
+    sequence_order = order_of_work(*this);
+    order = sequence_order.data();
+  }
+};
 
 // The rows after the last sequence: out is 0 there, and lse -inf.
 void fill_rest(const PackedCall& t) {
@@ -180,7 +177,7 @@ py::tuple derive(PackedCall& t, const PackedGradTensors& x) {
 
 // The gradients, new: of query, key, value, and of sinks and relative_bias, or None without them.
 py::tuple varlen_attention_backward(const PackedGradTensors& x, py::handle options) {
-  PackedCall t(options, x.of_forward());
+  PackedCall t(options, x);
   AttentionParams& p = t.attention;
   read_results(p, x, packed, 1, {p.Hq, p.Lq}, t.kept);
   complete(p.grad_out);

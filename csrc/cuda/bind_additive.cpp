@@ -10,7 +10,8 @@ namespace {
 struct AdditiveCall : AdditiveArguments {
   AdditiveVectors vectors;
 
-  AdditiveCall(py::handle options, const AdditiveTensors& from) : AdditiveArguments{} {
+  template <class Tensors>
+  AdditiveCall(py::handle options, const Tensors& from) : AdditiveArguments{} {
     read_additive(*this, vectors, options, from);
     vector = static_cast<const float*>(vectors.v);
     AdditiveArguments::bias = static_cast<const float*>(vectors.bias);
@@ -32,7 +33,7 @@ py::tuple additive_attention(const AdditiveTensors& x, py::handle options, Strea
 // The gradients of query, key, value, v, bias and attn_mask, new; None without them, and that of the
 // mask only where the options ask for it.
 py::tuple additive_gradients(const AdditiveGradTensors& x, py::handle options, Stream stream) {
-  AdditiveCall p(options, x.of_forward());
+  AdditiveCall p(options, x);
   read_additive_gradients(p, x);
   py::object zero;
   if (x.grad_out.is_none()) zero = new_zeros(p.dtype, {1}, &p.grad_out.data);

@@ -33,8 +33,7 @@ py::tuple decode(const DecodeTensors& x, py::handle options, Stream stream) {
   DecodeCall p{};
   read_score_options(Named(options), p);
   read_queries(p, x.query, [&] { read_cache(p, x); });
-  int64_t positions = 0;
-  read_biases(p, x.biases(), &positions, &p.table);
+  read_biases(p, x, &p.table);
   expect_middle(p);
   read_mask_program(p, x.mask_program, false, &p.mask);
   const bool divided = p.Lq * p.Hq <= kMostRows * p.Hkv;

@@ -31,7 +31,8 @@ void split(Hops& p) {
   p.partial_owner = new_floats({p.B * p.Q, p.splits, p.D + 2}, &p.partial);
 }
 
-void read_hops(Hops& p, py::handle options, const HopTensors& from) {
+template <class Tensors>
+void read_hops(Hops& p, py::handle options, const Tensors& from) {
   read_hop_call(p, p, options, from);
   set_hops(p);
   split(p);
@@ -83,7 +84,7 @@ py::object of_scores(const py::tuple& terms, const HopsArguments& p) {
 // not ask for them.
 py::tuple hop_gradients(const HopGradTensors& x, py::handle options, Stream stream) {
   Hops p{};
-  read_hops(p, options, x.of_forward());
+  read_hops(p, options, x);
   read_trace_and_stats(p, p, x);
   read_hop_gradients(p, p, options, x);
   py::tuple made = new_hop_gradients(p, p, x, [](int, py::handle memory, void** data) {
@@ -101,7 +102,8 @@ py::tuple hop_gradients(const HopGradTensors& x, py::handle options, Stream stre
   return made;
 }
 
-void read_patterns(Retrieval& p, py::handle options, const Patterns& from, bool search,
+template <class Tensors>
+void read_patterns(Retrieval& p, py::handle options, const Tensors& from, bool search,
                    int64_t steps) {
   read_retrieval(p, p, options, from, search);
   p.K = search ? p.steps_max : steps;
@@ -130,7 +132,7 @@ py::tuple retrieve(const Patterns& x, py::handle options, Stream stream) {
 // (trace [G, Q, 2 most + 1, D], stats [G, Q, most, 2]), new: each query takes its own steps again.
 py::tuple take_steps(const StepTensors& x, py::handle options, Stream stream, int64_t most) {
   Retrieval p{};
-  read_patterns(p, options, x.patterns(), false, most);
+  read_patterns(p, options, x, false, most);
   read_taken(p, x.taken);
   const py::object xi = new_contiguous_like(x.state, &p.out),
                    trace = new_result(DType::f32, {p.B, p.Q, 2 * p.K + 1, p.D}, &p.trace),
@@ -145,7 +147,7 @@ py::tuple take_steps(const StepTensors& x, py::handle options, Stream stream, in
 py::tuple step_gradients(const StepGradTensors& x, py::handle options, Stream stream,
                          int64_t needed) {
   Retrieval p{};
-  read_patterns(p, options, x.patterns(), false, view_of("stats", x.stats).size[2]);
+  read_patterns(p, options, x, false, view_of("stats", x.stats).size[2]);
   read_taken(p, x.taken);
   p.trace =
       read_flat("trace", x.trace, DType::f32, {p.B, p.Q, 2 * p.K + 1, p.D}, &p.trace_copies[0]);

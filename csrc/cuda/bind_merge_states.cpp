@@ -25,7 +25,7 @@ py::tuple merge(const StateTensors& x, py::handle, Stream stream) {
 
 py::tuple merge_gradients(const StateGradTensors& x, py::handle, Stream stream) {
   MergeStatesParams p{};
-  read_states(p, x.of_forward());
+  read_states(p, x);
   const py::tuple results = new_state_gradients(p, x);
   const bool aligned = all_aligned(p, {p.grad_out, p.out_a, p.out_b, p.grad_out_a, p.grad_out_b});
   with_element(p.dtype, [&](auto* element) { merge_states_backward(element, p, aligned, stream); });

@@ -11,47 +11,48 @@ namespace {
 // The arguments of a call, and what they point to.
 struct Call : AttentionArguments {
   py::object table, mask, starts[2], kept[3], zeros, row_stats_owner, tables;
-
-  Call(py::handle options, const AttentionTensors& from);
-  Call(py::handle options, const PackedTensors& from);
 };
 
 bool is_packed(const Call& p) { return p.q_starts != nullptr; }
 
-// What is left to read after the options, the operands and the sizes of a call.
-void read_rest(Call& p, const AttentionTensors& biases) {
-  int64_t positions = 0;
-  read_biases(p, biases, &positions, &p.table);
-  read_mask_program(p, biases.mask_program, is_packed(p), &p.mask);
-  if (is_packed(p))
-    expect_middle(p);
-  else
-    check_relative_bias(p, positions);
+// What is left to read after the options, the operands, the sizes and the biases of a call.
+template <class Tensors>
+void read_rest(Call& p, const Tensors& from) {
+  read_mask_program(p, from.mask_program, is_packed(p), &p.mask);
   p.stats_stride[0] = is_packed(p) ? 0 : p.Hq * p.Lq;
   p.stats_stride[1] = p.Lq;
   p.scale_float = static_cast<float>(p.scale);
   p.softcap_float = static_cast<float>(p.softcap);
   p.tf32 = p.dtype == DType::f32 && may_round();
-  set_dropout(p, biases.seed);
+  set_dropout(p, from.seed);
   set_window(p);
 }
 
-Call::Call(py::handle options, const AttentionTensors& from) : AttentionArguments{} {
-  read_attention_options(Named(options), *this);
-  read_attention(*this, from, dense);
-  read_rest(*this, from);
+template <class Tensors>
+Call dense_call(py::handle options, const Tensors& from) {
+  Call p{};
+  read_attention_options(Named(options), p);
+  read_attention(p, from, dense);
+  read_dense_biases(p, from, &p.table);
+  read_rest(p, from);
+  return p;
 }
 
-Call::Call(py::handle options, const PackedTensors& from) : AttentionArguments{} {
-  read_varlen_options(Named(options), *this, *this);
-  read_attention(*this, from, packed);
-  B = view_of("cu_seqlens_q", from.cu_seqlens_q).size[0] - 1;
+template <class Tensors>
+Call packed_call(py::handle options, const Tensors& from) {
+  Call p{};
+  read_varlen_options(Named(options), p, p);
+  read_attention(p, from, packed);
+  p.B = view_of("cu_seqlens_q", from.cu_seqlens_q).size[0] - 1;
   const auto read = [&](const char* name, py::handle x, py::object* copy) {
-    return static_cast<const int64_t*>(read_flat(name, x, kInt64, {B + 1}, copy));
+    return static_cast<const int64_t*>(read_flat(name, x, kInt64, {p.B + 1}, copy));
   };
-  q_starts = read("cu_seqlens_q", from.cu_seqlens_q, &starts[0]);
-  k_starts = read("cu_seqlens_k", from.cu_seqlens_k, &starts[1]);
-  read_rest(*this, from.unpacked());
+  p.q_starts = read("cu_seqlens_q", from.cu_seqlens_q, &p.starts[0]);
+  p.k_starts = read("cu_seqlens_k", from.cu_seqlens_k, &p.starts[1]);
+  read_biases(p, from, &p.table);
+  expect_middle(p);
+  read_rest(p, from);
+  return p;
 }
 
 // After out is known.
@@ -121,7 +122,7 @@ py::tuple forward(uintptr_t stream, Call& p) {
 
 // (out, lse, weights or None), new.
 py::tuple attention(const AttentionTensors& x, py::handle options, Stream stream) {
-  Call p(options, x);
+  Call p = dense_call(options, x);
   const py::object out = new_rows(x.query, p.Dv, dense, &p.out);
   const py::tuple others = forward(stream, p);
   return py::make_tuple(out, others[0], others[1]);
@@ -129,7 +130,7 @@ py::tuple attention(const AttentionTensors& x, py::handle options, Stream stream
 
 // (out, lse), new.
 py::tuple varlen_attention(const PackedTensors& x, py::handle options, Stream stream) {
-  Call p(options, x);
+  Call p = packed_call(options, x);
   const py::object out = new_rows(x.query, p.Dv, packed, &p.out);
   return py::make_tuple(out, forward(stream, p)[0]);
 }
@@ -195,7 +196,7 @@ void read_gradients(Call& p, Tensors x, Layout layout, int64_t batch, const Size
 // The gradients of query, key, value, and of attn_mask, where the options ask for it; the statistics of
 // the rows [B, Hq, Lq, 4]; and the gradient of relative_bias. New, or None.
 py::tuple attention_gradients(const AttentionGradTensors& x, py::handle options, Stream stream) {
-  Call p(options, x.of_forward());
+  Call p = dense_call(options, x);
   read_gradients(p, x, dense, p.B, {p.B, p.Hq, p.Lq});
   read_grad_weights(p, x.grad_weights);
   py::tuple made = new_row_gradients(p, x, dense, false, 3);
@@ -212,7 +213,7 @@ py::tuple attention_gradients(const AttentionGradTensors& x, py::handle options,
 // The gradients of query, key and value, the statistics of the rows [Hq, Tq, 4], and the gradient of
 // relative_bias. New, or None.
 py::tuple varlen_gradients(const PackedGradTensors& x, py::handle options, Stream stream) {
-  Call p(options, x.of_forward());
+  Call p = packed_call(options, x);
   read_gradients(p, x, packed, 1, {p.Hq, p.Lq});
   py::tuple made = new_row_gradients(p, x, packed, false, 2);
   if (!x.relative_bias.is_none()) {
