@@ -149,13 +149,29 @@ inline Tensor4 read_rows_if_given(const char* name, py::handle from, Layout layo
   return operand_of(x);
 }
 
-// Contiguous memory of these four sizes, with stride 0 where a size is 1: elements are sums there.
-inline Tensor4 summed(void* data, const int64_t* sizes) {
-  Tensor4 made{data, {}};
+// The weights that a call returns, new, by `make`; or None.
+inline py::object new_weights(AttentionParams& p, Make make) {
+  if (p.weights == Weights::none) return none();
+  const bool per_head = p.weights == Weights::per_head;
+  const int64_t heads = per_head ? p.Hq : 1, pairs = p.Lq * p.Lk;
+  void* data;
+  py::object made = make(p.dtype, {p.B, per_head ? p.Hq : kLeftOut, p.Lq, p.Lk}, &data);
+  p.applied = {data, {heads * pairs, heads > 1 ? pairs : 0, p.Lk, 1}};
+  return made;
+}
+
+// The gradient of a mask, new, of its sizes and by `make`. Its stride is 0 where a size is 1:
+// elements are sums there, of type `wide` if they are sums over all queries or keys.
+inline py::object new_grad_mask(AttentionParams& p, py::handle mask, Make make, DType narrow,
+                                DType wide) {
+  const TensorView x = view_of("attn_mask", mask);
+  if (x.rank != 4) throw py::value_error("fastattn: attn_mask must have four dimensions");
+  const bool is_sum = x.size[2] == 1 || x.size[3] == 1;
+  py::object made = make(is_sum ? wide : narrow, x.sizes(), &p.grad_mask.data);
   int64_t stride = 1;
   for (int n = 3; n >= 0; --n) {
-    made.stride[n] = sizes[n] == 1 ? 0 : stride;
-    stride *= sizes[n];
+    p.grad_mask.stride[n] = x.size[n] == 1 ? 0 : stride;
+    stride *= x.size[n];
   }
   return made;
 }

@@ -42,7 +42,7 @@ py::object new_grad_mask(AdditiveCall& x, py::handle attn_mask, py::object* scor
   const int64_t* n = mask.size;
   void* data;
   // One element may sum thousands of terms.
-  py::object made = new_zeros(DType::f64, {n[0], n[1], n[2]}, &data);
+  py::object made = new_zeros(DType::f64, mask.sizes(), &data);
   const auto step = [&](int d, int64_t stride) { return n[d] == 1 ? 0 : stride; };
   p.grad_mask = {data, {step(0, n[1] * n[2]), 0, step(1, n[2]), step(2, 1)}};
   return made;

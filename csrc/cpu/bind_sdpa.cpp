@@ -74,18 +74,11 @@ struct Call : AttentionParams {
 py::object attention(const AttentionTensors& x, py::handle options, bool only_first) {
   Call p(options, x);
   const py::object out = new_rows(x.query, p.Dv, dense, &p.out);
-  py::object lse = none(), weights = none();
+  py::object lse = none();
   if (!only_first || p.weights != Weights::none)
     lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &p.lse);
-  if (p.weights != Weights::none) {
-    const bool per_head = p.weights == Weights::per_head;
-    const int64_t heads = per_head ? p.Hq : 1, pairs = p.Lq * p.Lk;
-    // Without heads the kernel writes nothing.
-    const Make make = p.Hq > 0 ? static_cast<Make>(new_result) : new_zeros;
-    weights = per_head ? make(p.dtype, {p.B, p.Hq, p.Lq, p.Lk}, &p.applied.data)
-                       : make(p.dtype, {p.B, p.Lq, p.Lk}, &p.applied.data);
-    p.applied = {p.applied.data, {heads * pairs, heads > 1 ? pairs : 0, p.Lk, 1}};
-  }
+  // Without heads the kernel writes nothing.
+  const py::object weights = new_weights(p, p.Hq > 0 ? static_cast<Make>(new_result) : new_zeros);
   without_gil([&] {
     if (p.weights != Weights::none)
       expect_to_fill(p.applied.data,
@@ -94,17 +87,6 @@ py::object attention(const AttentionTensors& x, py::handle options, bool only_fi
   });
   if (only_first) return out;
   return py::make_tuple(out, lse, weights);
-}
-
-// New, of the mask's sizes: f64 where one element sums those of many queries or keys.
-py::object new_grad_mask(Call& p, py::handle mask) {
-  const TensorView x = view_of("attn_mask", mask);
-  if (x.rank != 4) throw py::value_error("fastattn: attn_mask must have four dimensions");
-  const DType wide = x.size[2] == 1 || x.size[3] == 1 ? DType::f64 : accumulator(p.dtype);
-  const int64_t* n = x.size;
-  py::object made = new_zeros(wide, {n[0], n[1], n[2], n[3]}, &p.grad_mask.data);
-  p.grad_mask = summed(p.grad_mask.data, n);
-  return made;
 }
 
 // The gradients, new: of query, key and value, and of attn_mask (where the options ask for it), sinks
@@ -120,7 +102,8 @@ py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) 
   const bool nothing = p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // the kernels write nothing then
   py::tuple made = new_row_gradients(p, x, dense, nothing, 3);
   py::object of_mask, of_table;
-  if (asked.needs_mask_grad && !x.attn_mask.is_none()) of_mask = new_grad_mask(p, x.attn_mask);
+  if (asked.needs_mask_grad && !x.attn_mask.is_none())
+    of_mask = new_grad_mask(p, x.attn_mask, new_zeros, accumulator(p.dtype), DType::f64);
   if (p.sinks != nullptr) {
     p.sink_gradients.resize(static_cast<size_t>(p.B * p.Hq));
     p.grad_sinks = p.sink_gradients.data();

@@ -98,17 +98,12 @@ py::tuple forward(uintptr_t stream, Call& p) {
   set_alignment(p);
   const Sizes of_rows = {is_packed(p) ? kLeftOut : p.B, p.Hq, p.Lq};
   const py::object lse = new_result(DType::f64, of_rows, &p.lse);
-  py::object weights = none();
+  const py::object weights = new_weights(p, new_result);
   PairsArguments w{};
   if (p.weights != Weights::none) {
-    const bool averaged = p.weights == Weights::averaged;
-    void* data;
-    weights = averaged ? new_result(p.dtype, {p.B, p.Lq, p.Lk}, &data)
-                       : new_result(p.dtype, {p.B, p.Hq, p.Lq, p.Lk}, &data);
-    const int64_t sizes[] = {p.B, averaged ? 1 : p.Hq, p.Lq, p.Lk};
-    p.applied = summed(data, sizes);
+    const bool averaged = p.weights == Weights::averaged && p.Hq > 0;
     p.row_stats_owner = new_row_stats(p);
-    w = pairs(p, p.applied, false, averaged && p.Hq > 0 ? static_cast<float>(1.0 / p.Hq) : 1.0f);
+    w = pairs(p, p.applied, false, averaged ? static_cast<float>(1.0 / p.Hq) : 1.0f);
   }
   with_element_of_attention(p, [&](auto* element) {
     if (p.mask_table != nullptr) attention_mask(element, p, stream);
@@ -171,17 +166,6 @@ py::object backward(uintptr_t stream, Call& p) {
   return stats;
 }
 
-// New, in float32 and of the mask's sizes.
-py::object new_grad_mask(Call& p, py::handle mask) {
-  const TensorView x = view_of("attn_mask", mask);
-  if (x.rank != 4) throw py::value_error("fastattn: attn_mask must have four dimensions");
-  const int64_t* n = x.size;
-  void* data;
-  py::object made = new_result(DType::f32, {n[0], n[1], n[2], n[3]}, &data);
-  p.grad_mask = summed(data, n);
-  return made;
-}
-
 // Reads what the forward pass returned, and its gradients: without one of out, zeros.
 template <class Tensors>
 void read_gradients(Call& p, Tensors x, Layout layout, int64_t batch, const Sizes& of_rows) {
@@ -201,7 +185,8 @@ py::tuple attention_gradients(const AttentionGradTensors& x, py::handle options,
   read_grad_weights(p, x.grad_weights);
   py::tuple made = new_row_gradients(p, x, dense, false, 3);
   py::object of_mask, tables;
-  if (Named(options).read<bool>("needs_mask_grad")) of_mask = new_grad_mask(p, x.attn_mask);
+  if (Named(options).read<bool>("needs_mask_grad"))
+    of_mask = new_grad_mask(p, x.attn_mask, new_result, DType::f32, DType::f32);
   if (!x.relative_bias.is_none())  // two, whose sum is the gradient
     tables = new_zeros(DType::f32, {2, p.B, p.Hq, p.relative_bias_size}, &p.grad_relative_bias);
   made[4] = backward(stream, p);
