@@ -45,8 +45,7 @@ py::tuple decode(const DecodeTensors& x, py::handle options, Stream stream) {
                    lse = new_result(DType::f64, {p.B, p.Hq, p.Lq}, &p.lse);
   p.scale_float = static_cast<float>(p.scale);
   p.softcap_float = static_cast<float>(p.softcap);
-  const int64_t bytes = element_bytes(p.dtype);
-  p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes);
+  p.aligned = are_aligned(p.dtype, {p.q, p.k, p.v});
   with_element(p.dtype, [&](auto* element) {
     if (p.mask_table != nullptr) attention_mask(element, p, stream);
     decode_attention(element, p, stream);

@@ -19,10 +19,8 @@ py::object encode_memory(const EncodingTensors& x, py::handle options, Stream st
   EncodeMemoryCall p{};
   read_encoding(p, p, options, x);
   const py::object out = new_result(p.dtype, {p.R, p.B, p.G, p.N, p.D}, &p.out);
-  const int64_t bytes = element_bytes(p.dtype);
-  const bool aligned = p.D * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0 &&
-                       is_aligned(p.weight, bytes) &&
-                       (p.temporal.data == nullptr || is_aligned(p.temporal, bytes));
+  const Tensor4 of_out{p.out, {0, 0, p.D, 1}};
+  const bool aligned = are_aligned(p.dtype, {of_out, p.weight, p.temporal}, p.D);
   with_element(p.dtype, [&](auto* element) { encode_memory_forward(element, p, aligned, stream); });
   return out;
 }
@@ -43,9 +41,10 @@ py::tuple encoding_gradients(const SortedGradTensors& x, py::handle options, Str
   const py::object of_weight = new_result(p.dtype, {p.R, p.G, p.V, p.D}, &p.grad_weight);
   py::object of_temporal = none();
   if (p.has_temporal) of_temporal = new_result(p.dtype, {p.R, p.G, p.N, p.D}, &p.grad_temporal);
-  const int64_t bytes = element_bytes(p.dtype);
-  bool aligned = p.D * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.grad) % 16 == 0;
-  for (const int64_t stride : p.grad_stride) aligned = aligned && stride * bytes % 16 == 0;
+  const int64_t* s = p.grad_stride;
+  const Tensor4 of_model{const_cast<void*>(p.grad), {s[1], s[2], s[3], 1}};
+  const bool aligned =
+      are_aligned(p.dtype, {of_model}, p.D) && s[0] * element_bytes(p.dtype) % 16 == 0;
   with_element(p.dtype,
                [&](auto* element) { encode_memory_backward(element, p, aligned, stream); });
   return py::make_tuple(of_weight, of_temporal);

@@ -39,9 +39,7 @@ void read_hops(Hops& p, py::handle options, const Tensors& from) {
 }
 
 bool rows_are_aligned(const HopsArguments& p) {
-  const int64_t bytes = element_bytes(p.dtype);
-  return p.D * bytes % 16 == 0 && is_aligned(p.in_memory, bytes) &&
-         is_aligned(p.out_memory, bytes) && (p.proj.data == nullptr || is_aligned(p.proj, bytes));
+  return are_aligned(p.dtype, {p.in_memory, p.out_memory, p.proj}, p.D);
 }
 
 // (out, trace, stats, weights or None), new.

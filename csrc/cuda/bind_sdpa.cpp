@@ -57,9 +57,7 @@ Call packed_call(py::handle options, const Tensors& from) {
 
 // After out is known.
 void set_alignment(Call& p) {
-  const int64_t bytes = element_bytes(p.dtype);
-  p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes) &&
-              is_aligned(p.out, bytes);
+  p.aligned = are_aligned(p.dtype, {p.q, p.k, p.v, p.out});
   p.plain = p.aligned && p.scale_float > 0 && p.softcap_float == 0 && !excludes_pairs(p) &&
             p.alibi == nullptr && p.seed_address == nullptr;
 }
@@ -145,9 +143,7 @@ PairsArguments distances(const Call& p) {
 // Allocates the statistics of the rows, which it returns, and launches.
 py::object backward(uintptr_t stream, Call& p) {
   set_alignment(p);
-  const int64_t bytes = element_bytes(p.dtype);
-  for (const Tensor4& t : {p.grad_out, p.grad_q, p.grad_k, p.grad_v})
-    p.aligned = p.aligned && is_aligned(t, bytes);
+  p.aligned = p.aligned && are_aligned(p.dtype, {p.grad_out, p.grad_q, p.grad_k, p.grad_v});
   // The row sums of the gradient of a mask equal the gradient of lse, to the eps of the mask's
   // dtype, which may be float32, as that of a relative bias is. And dO . O does not include a
   // gradient of the weights.

@@ -11,8 +11,7 @@ py::object encode_positions(const EncodedTensors& x, py::handle options, Stream 
                             py::handle columns, py::handle offset, py::handle out) {
   SinusoidalParams p{};
   py::object made = read_encoding(p, x, options, columns, offset, out);
-  const int64_t bytes = element_bytes(p.dtype);
-  const bool aligned = is_aligned(p.x, bytes) && is_aligned(p.out, bytes);
+  const bool aligned = are_aligned(p.dtype, {p.x, p.out});
   with_element(p.dtype, [&](auto* element) { sinusoidal(element, p, aligned, stream); });
   return made;
 }

@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <utility>
 
 #include "../function.h"
@@ -63,11 +65,15 @@ inline py::object new_floats(const Sizes& sizes, float** data) {
   return new_result(DType::f32, sizes, data);
 }
 
-// Can rows be copied 16 bytes at a time?
-inline bool is_aligned(const Tensor4& t, int64_t element_bytes) {
-  auto multiple = [&](int64_t n) { return n * element_bytes % 16 == 0; };
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[3] == 1 &&
-         multiple(t.stride[0]) && multiple(t.stride[1]) && multiple(t.stride[2]);
+// Whether rows of these tensors can be copied 16 bytes at a time: their beginnings, and with
+// `width` also their ends. Tensors without data are left out.
+inline bool are_aligned(DType dtype, std::initializer_list<Tensor4> tensors, int64_t width = 0) {
+  const auto multiple = [&](int64_t n) { return n * element_bytes(dtype) % 16 == 0; };
+  return multiple(width) && std::all_of(tensors.begin(), tensors.end(), [&](const Tensor4& t) {
+           return t.data == nullptr ||
+                  (reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[3] == 1 &&
+                   std::all_of(t.stride, t.stride + 3, multiple));
+         });
 }
 
 // Calls f with a null pointer to the element type: the kernels of an operator are overloads.
