@@ -12,12 +12,6 @@ namespace {
 // They live as long as the process.
 PyObject *make_rows = nullptr, *sum_to = nullptr, *may_round_factors = nullptr;
 
-const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16",      "bool",
-                                    "int32",   "int64",   "int8",     "float8_e4m3fn"};
-  return kNames[static_cast<int>(dtype)];
-}
-
 std::string text_of(const Sizes& sizes) {
   std::string text;
   for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);

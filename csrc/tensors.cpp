@@ -1,6 +1,7 @@
 #include "tensors.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -35,9 +36,20 @@ struct Exchange {
 };
 
 constexpr int kMostDimensions = 5;
-constexpr int kDTypes = 9;
 constexpr int32_t kCpu = 1, kCuda = 2;  // DLPack's numbers of devices
 constexpr uint8_t kInteger = 0, kFloat = 2, kBrain = 4, kBool = 6, kE4m3 = 10;  // and of types
+
+// The dtypes of torch, in the order of DType.
+struct Kind {
+  const char* name;
+  uint8_t code, bits;
+};
+constexpr Kind kKinds[] = {
+    {"float32", kFloat, 32}, {"float64", kFloat, 64}, {"bfloat16", kBrain, 16},
+    {"float16", kFloat, 16}, {"bool", kBool, 8},      {"int32", kInteger, 32},
+    {"int64", kInteger, 64}, {"int8", kInteger, 8},   {"float8_e4m3fn", kE4m3, 8},
+};
+constexpr int kDTypes = static_cast<int>(std::size(kKinds));
 
 // They live as long as the process: a module that Python unloads must not release them.
 struct Interface {
@@ -45,7 +57,7 @@ struct Interface {
   PyTypeObject *tensor = nullptr, *parameter = nullptr;
   PyObject *empty = nullptr, *empty_like = nullptr, *get_num_threads = nullptr;
   PyObject* contiguous_format = nullptr;
-  PyObject* dtypes[kDTypes] = {};  // of torch, in the order of DType
+  PyObject* dtypes[kDTypes] = {};
   int32_t device_type = kCpu;
   // names
   PyObject *is_neg, *requires_grad, *is_here, *dtype, *shape, *stride, *data_ptr, *contiguous;
@@ -69,28 +81,11 @@ bool is_true(PyObject* value) {
 }
 
 bool read_dtype(const Record& r, DType* to) {
-  if (r.type_lanes != 1) return false;
-  if (r.type_code == kBrain && r.type_bits == 16)
-    *to = DType::bf16;
-  else if (r.type_code == kBool && r.type_bits == 8)
-    *to = DType::boolean;
-  else if (r.type_code == kE4m3 && r.type_bits == 8)
-    *to = kFloat8;
-  else if (r.type_code == kInteger && r.type_bits == 8)
-    *to = kInt8;
-  else if (r.type_code == kInteger && (r.type_bits == 32 || r.type_bits == 64))
-    *to = r.type_bits == 32 ? kInt32 : kInt64;
-  else if (r.type_code != kFloat)
-    return false;
-  else if (r.type_bits == 64)
-    *to = DType::f64;
-  else if (r.type_bits == 32)
-    *to = DType::f32;
-  else if (r.type_bits == 16)
-    *to = DType::f16;
-  else
-    return false;
-  return true;
+  const auto* const at = std::find_if(kKinds, kKinds + kDTypes, [&](const Kind& kind) {
+    return kind.code == r.type_code && kind.bits == r.type_bits;
+  });
+  *to = static_cast<DType>(at - kKinds);
+  return at != kKinds + kDTypes && r.type_lanes == 1;
 }
 
 bool read_by_interface(PyObject* from, TensorView* to) {
@@ -186,9 +181,7 @@ bool use_torch(const py::module_& torch, const py::object& interface, const char
   found.empty_like = attribute(torch, "empty_like");
   found.get_num_threads = attribute(torch, "get_num_threads");
   found.contiguous_format = attribute(torch, "contiguous_format");
-  const char* const names[kDTypes] = {"float32", "float64", "bfloat16", "float16",      "bool",
-                                      "int32",   "int64",   "int8",     "float8_e4m3fn"};
-  for (int n = 0; n < kDTypes; ++n) found.dtypes[n] = attribute(torch, names[n]);
+  for (int n = 0; n < kDTypes; ++n) found.dtypes[n] = attribute(torch, kKinds[n].name);
   const auto name = PyUnicode_InternFromString;
   found.is_neg = name("is_neg"), found.requires_grad = name("requires_grad");
   found.is_here = name(on_cpu() ? "is_cpu" : "is_cuda"), found.get_device = name("get_device");
@@ -209,6 +202,8 @@ bool use_torch(const py::module_& torch, const py::object& interface, const char
 }
 
 bool on_cpu() { return found.device_type == kCpu; }
+
+const char* name_of(DType dtype) { return kKinds[static_cast<int>(dtype)].name; }
 
 void use_device(int index) { device_index = index; }
 
@@ -325,8 +320,8 @@ py::object new_buffer(DType dtype, const Sizes& sizes, void** data) {
   Record like{};
   like.device_type = kCpu, like.dimensions = sizes.rank;
   like.shape = sizes.begin();
-  like.type_code = dtype == kInt64 ? kInteger : kFloat;
-  like.type_bits = dtype == DType::f32 ? 32 : 64, like.type_lanes = 1;
+  const Kind& kind = kKinds[static_cast<int>(dtype)];
+  like.type_code = kind.code, like.type_bits = kind.bits, like.type_lanes = 1;
   void *managed = nullptr, *tensor = nullptr;
   const auto fail = [](void* said, const char*, const char* message) {
     *static_cast<std::string*>(said) = message;

@@ -55,6 +55,7 @@ struct TensorView {
 bool use_torch(const pybind11::module_& torch, const pybind11::object& interface,
                const char* device);
 bool on_cpu();
+const char* name_of(DType dtype);  // in torch
 // The GPU whose tensors this thread reads from here on; the caller made it PyTorch's current device, so
 // that new tensors are there. The CPU has the number 0.
 void use_device(int index);
