@@ -95,6 +95,20 @@ def product_flops(count: int, backward: bool = False) -> int:
     return (4 if backward else 2) * count
 
 
+def flops_of_pairs(
+    pairs: Callable[..., int], formula: Callable[..., int] = attention_flops
+) -> Callable[..., int]:
+    """The operations of an operator of query, key and value, from the number of ``pairs``."""
+
+    def flops(
+        _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
+    ) -> int:
+        count = pairs(query, key, *rest)
+        return formula(count, query.shape[-1], value.shape[-1], backward=backward)
+
+    return flops
+
+
 def values(x: Tensor) -> list[int] | None:
     """The numbers of a tensor of one dimension; None if it has no memory to read."""
     if type(x) is not Tensor or not has_plain_memory(x):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastattn._derivative import Derivative
-from fastattn._flops import additive_flops, visible_pairs
+from fastattn._flops import additive_flops, flops_of_pairs, visible_pairs
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 from fastattn.library import Operator
 
@@ -20,16 +20,9 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     return query.new_empty((batch, queries, value.shape[2])), query.new_empty(weights)
 
 
-def _pairs(query: Tensor, key: Tensor, causal: bool) -> int:
-    window = (0, -1, 0) if causal else ()
+def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
+    window = (0, -1, 0) if rest[-1].causal else ()
     return query.shape[0] * visible_pairs(query.shape[1], key.shape[1], *window)
-
-
-def _flops(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
-) -> int:
-    pairs = _pairs(query, key, rest[-1].causal)
-    return additive_flops(pairs, query.shape[2], value.shape[2], backward=backward)
 
 
 additive = Operator(
@@ -44,7 +37,7 @@ additive = Operator(
         gives="query key value v bias attn_mask",
         options=AdditiveBackwardOptions,
     ),
-    flops=_flops,
+    flops=flops_of_pairs(_pairs, additive_flops),
     shapes="query: B Tq A; key: B Tk A; value: B Tk Dv; v: A; bias: A; attn_mask: B|1 Tq|1 Tk|1; "
     "out: B Tq Dv; weights: B Tq Tk",
     checked_by=("cpu",),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
-from fastattn._flops import attention_flops, count, values, visible_pairs
+from fastattn._flops import count, flops_of_pairs, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
@@ -30,27 +30,20 @@ def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("decode_attention has no gradient: it is for inference")
 
 
-def _flops(
-    _: Any,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    *rest: Any,
+def _pairs(
+    query: Tensor, key_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, *rest: Any
 ) -> int:
-    """Of the visible pairs, as far as the lengths tell them; a cache of unknown length is full."""
-    batch, heads, q_len, width = query.shape
+    """The visible pairs, as far as the lengths tell them; a cache of unknown length is full."""
+    batch, heads, q_len, _ = query.shape
     cache_leftpad, options = rest[5], rest[-1]
     pages = 1 if block_table is None else block_table.shape[1]
     filled = values(cache_seqlens) or [pages * key_cache.shape[2]] * batch
     pads = (None if cache_leftpad is None else values(cache_leftpad)) or [0] * batch
     window = options.window_left, options.window_right
-    pairs = sum(
+    return heads * sum(
         visible_pairs(q_len, end - pad, end - pad - q_len, *window)
         for end, pad in zip(filled, pads, strict=True)
     )
-    return attention_flops(heads * pairs, width, value_cache.shape[3])
 
 
 decode = Operator(
@@ -63,7 +56,7 @@ decode = Operator(
     fake=_fake,
     formula=_no_gradient,
     folds=False,
-    flops=_flops,
+    flops=flops_of_pairs(_pairs),
     shapes=(
         "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
         "block_table: B *; cache_batch_idx: B; alibi_slopes: B|1 Hq; sinks: 1 Hq; "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn._derivative import Derivative
-from fastattn._flops import attention_flops
+from fastattn._flops import flops_of_pairs
 from fastattn.backends.primitives import LocalOptions
 from fastattn.library import Operator
 
@@ -21,16 +21,9 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     return query.new_empty((*lead, value.shape[2])), query.new_empty((*lead, window), dtype=dtype)
 
 
-def _pairs(query: Tensor, key: Tensor, options: LocalOptions) -> int:
+def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     """The pairs of whole windows: which keys exist depends on the positions."""
-    return query.shape[0] * query.shape[1] * min(2 * options.reach + 1, key.shape[1])
-
-
-def _flops(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
-) -> int:
-    pairs = _pairs(query, key, rest[-1])
-    return attention_flops(pairs, query.shape[2], value.shape[2], backward=backward)
+    return query.shape[0] * query.shape[1] * min(2 * rest[-1].reach + 1, key.shape[1])
 
 
 local_attention = Operator(
@@ -45,7 +38,7 @@ local_attention = Operator(
         gives="query key value positions",
         options=LocalOptions,
     ),
-    flops=_flops,
+    flops=flops_of_pairs(_pairs),
     shapes="query: B Lq D; key: B Lk D; value: B Lk Dv; positions: B Lq; padding: B Lk; "
     "factor: B Lq W; out: B Lq Dv; weights: B Lq W",
     opaque=("factor",),

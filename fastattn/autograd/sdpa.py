@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative
-from fastattn._flops import attention_flops, visible_pairs
+from fastattn._flops import flops_of_pairs, visible_pairs
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.library import Operator
@@ -30,19 +30,12 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     )
 
 
-def _pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> int:
+def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     """The visible pairs, as far as the sizes tell them."""
-    batch, heads, q_len, _ = query.shape
+    (batch, heads, q_len, _), options = query.shape, rest[-1]
     offset = _last_at_last(query, key) if options.offset is None else options.offset
     window = (offset, options.window_left, options.window_right)
     return batch * heads * visible_pairs(q_len, key.shape[2], *window)
-
-
-def _flops(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
-) -> int:
-    widths = query.shape[3], value.shape[3]
-    return attention_flops(_pairs(query, key, rest[-1]), *widths, backward=backward)
 
 
 def default_scale(width: int) -> float:
@@ -87,7 +80,7 @@ attention = Operator(
         options=AttentionBackwardOptions,
         operator=_Backward,
     ),
-    flops=_flops,
+    flops=flops_of_pairs(_pairs),
     shapes="query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; "
     "attn_mask: B|1 Hq|1 Lq|1 Lk|1; alibi_slopes: B|1 Hq; sinks: B|1 Hq; "
     "relative_bias: B|1 Hq *; positions: Lk; Hq % Hkv; "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn._derivative import Derivative
-from fastattn._flops import attention_flops, values, visible_pairs
+from fastattn._flops import flops_of_pairs, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import VarlenOptions
@@ -26,7 +26,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     )
 
 
-def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, options: Any) -> int:
+def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
     """The visible pairs of a head, as far as the lengths tell them; unknown lengths are equal."""
     count = cu_q.shape[0] - 1
     starts, ends = values(cu_q), values(cu_k)
@@ -34,16 +34,10 @@ def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, options: Any)
         lengths = [(query.shape[0] // max(count, 1), key.shape[0] // max(count, 1))] * count
     else:
         lengths = [(starts[b + 1] - starts[b], ends[b + 1] - ends[b]) for b in range(count)]
+    options = rest[-1]
     window = options.window_left, options.window_right
     offsets = ((q, k, k - q if options.bottom_right else 0) for q, k in lengths)
     return query.shape[1] * sum(visible_pairs(*sizes, *window) for sizes in offsets)
-
-
-def _flops(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
-) -> int:
-    pairs = _pairs(query, key, rest[0], rest[1], rest[-1])
-    return attention_flops(pairs, query.shape[2], value.shape[2], backward=backward)
 
 
 class _Backward(Operator):
@@ -72,7 +66,7 @@ packed_attention = Operator(
         operator=_Backward,
     ),
     folds=False,  # draws are indexed by each example's own sequences
-    flops=_flops,
+    flops=flops_of_pairs(_pairs),
     shapes="query: Tq Hq D; key: Tk Hkv D; value: Tk Hkv Dv; cu_seqlens_q: S; cu_seqlens_k: S; "
     "alibi_slopes: S-1|1 Hq; sinks: 1 Hq; relative_bias: 1 Hq *; Hq % Hkv; "
     "out: Tq Hq Dv; lse: Hq Tq",
