@@ -4,34 +4,19 @@
 # type. They return new tensors, and None where there is none.
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
-_Primitive: TypeAlias = Callable[..., Any]
+# The primitives: they have the names of their operators. By name, attention and memory hops also
+# take `only_first`: return the first result alone; memory hops and Hopfield retrieval `keeps`:
+# return what the backward pass takes as its last tensors; the encoding `columns`, `offset`, `out`.
+def __getattr__(name: str) -> Callable[..., Any]: ...
 
-additive_attention: _Primitive
-additive_attention_backward: _Primitive
-append_to_cache: _Primitive
-decode_attention: _Primitive
-encode_memory: _Primitive
-encode_memory_backward: _Primitive
-hopfield_backward: _Primitive  # of the steps; by name also `needed`
-hopfield_retrieve: _Primitive  # `keeps`: return all states, and their statistics
-hopfield_steps: _Primitive  # again as many as `taken`, at most `most`: their states and statistics
-linear: _Primitive  # (x, weight, bias), with dense rows or columns of the weight
-local_attention: _Primitive
-local_attention_backward: _Primitive
-memory_hop_attention: _Primitive  # `only_first`: return out alone; `keeps`: return `kept`, too
-memory_hop_attention_backward: _Primitive  # `kept`
-merge_states: _Primitive  # of at most four dimensions
-merge_states_backward: _Primitive
-scaled_dot_product_attention: _Primitive  # `only_first`
-scaled_dot_product_attention_backward: _Primitive
-self_attention: _Primitive  # a layer of a small size, or None; see csrc/cpu/bind_linear.cpp
-sinusoidal_encoding: _Primitive  # `columns`: see fastattn/sinusoids.py; `offset`, `out`
-varlen_attention: _Primitive
-varlen_attention_backward: _Primitive
+append_to_cache: Callable[..., Any]
+hopfield_backward: Callable[..., Any]  # of the steps; by name also `needed`
+hopfield_steps: Callable[..., Any]  # as many as `taken` again, at most `most`; states, statistics
+self_attention: Callable[..., Any]  # of a small layer, or None; see csrc/cpu/bind_linear.cpp
 
 # A layer of an encoder on rows without padding, see csrc/cpu/bind_encoder.cpp.
 def encoder_layer(
