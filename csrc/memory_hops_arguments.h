@@ -9,33 +9,24 @@
 
 namespace fastattn {
 
-// The tensors as they are; rank 0 = none.
-struct HopOperands {
-  TensorView query;       // [B, D] or [B, Q, D]
-  TensorView in_memory;   // [B, N, D] or [B, K, N, D], the same in every hop or one a hop
-  TensorView out_memory;  // as in_memory; none = the next memory of a stack, or in_memory itself
-  TensorView hop_proj;    // [D, D] or [K, D, D]
-};
-
 // The dimensions of three or of another number, as permuted() takes them; no data if there is no tensor.
 inline Tensor4 placed(const TensorView& x, const char* three, const char* others) {
   if (x.rank == 0) return {};
   return operand_of(permuted("an operand", x, x.rank == 3 ? three : others));
 }
 
-// Their columns are contiguous, except in query; p has the sizes and the dtype.
-inline void place_hops(const HopOperands& x, MemoryHopsParams& p) {
-  p.query = placed(x.query, "01.2", "0..1");
-  p.in_memory = placed(x.in_memory, "0.12", "0123");
-  p.proj = placed(x.hop_proj, ".012", "..01");
-  p.in_slots = x.in_memory.rank == 4 ? p.K : 1;
-  p.out_slots = x.out_memory.rank == 4 ? p.K : 1;
-  p.proj_slots = x.hop_proj.rank == 3 ? p.K : 1;
-  if (x.out_memory.rank != 0) {
-    p.out_memory = placed(x.out_memory, "0.12", "0123");
+// Memories [B, N, D], the same in every hop, or [B, K, N, D], one a hop, with contiguous columns.
+// Without `out`, it is the next memory of a stack, or `in` itself. p has the sizes and the dtype.
+inline void place_memories(const TensorView& in, const TensorView* out, MemoryHopsParams& p) {
+  p.in_memory = placed(in, "0.12", "0123");
+  p.in_slots = in.rank == 4 ? p.K : 1;
+  p.out_slots = out != nullptr && out->rank == 4 ? p.K : 1;
+  p.proj_slots = 1;
+  if (out != nullptr) {
+    p.out_memory = placed(*out, "0.12", "0123");
     return;
   }
-  p.stack = x.in_memory.rank == 4;
+  p.stack = in.rank == 4;
   p.same_rows = !p.stack;
   p.in_slots += p.stack;
   p.out_memory = p.in_memory;
@@ -75,10 +66,12 @@ inline TensorView read_memory(const char* name, py::handle from, int64_t slots,
   return x;
 }
 
-inline TensorView read_projection(py::handle from, const MemoryHopsParams& p, py::object* copy) {
+// [D, D], or [K, D, D] with one for each hop.
+inline void read_projection(py::handle from, MemoryHopsParams& p, py::object* copy) {
   const TensorView x = with_rows("hop_proj", from, copy);
   expect_sizes("hop_proj", x, p.dtype, {x.rank == 3 ? p.K : kLeftOut, p.D, p.D});
-  return x;
+  p.proj = placed(x, ".012", "..01");
+  if (x.rank == 3) p.proj_slots = p.K;
 }
 
 // A mask or a bias [N], [B, N], [B, Q, N] (of a query without Q: [B, K, N]) or [B, Q, K, N]; any size may
@@ -124,10 +117,9 @@ void read_hop_call(MemoryHopsParams& p, HopCall& call, py::handle options, const
   m = read_memory("in_memory", from.in_memory, p.K + stacks, p, &call.copies[0]);
   c = stacks ? m : read_memory("out_memory", from.out_memory, p.K, p, &call.copies[1]);
   call.is_one_memory = m.size[0] == 1 && c.size[0] == 1;
-  HopOperands x{q, m, {}, {}};
-  if (!stacks) x.out_memory = c;
-  if (!from.hop_proj.is_none()) x.hop_proj = read_projection(from.hop_proj, p, &call.copies[2]);
-  place_hops(x, p);
+  p.query = placed(q, "01.2", "0..1");
+  place_memories(m, stacks ? nullptr : &c, p);
+  if (!from.hop_proj.is_none()) read_projection(from.hop_proj, p, &call.copies[2]);
   read_per_hop("memory_mask", from.memory_mask, {DType::boolean}, p, call, &p.mask);
   p.bias_dtype =
       read_per_hop("memory_bias", from.memory_bias, {p.dtype, DType::f32}, p, call, &p.bias);
@@ -265,13 +257,14 @@ void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle options
   p.B = state.size[0], p.Q = state.size[1], p.D = state.size[2], p.N = stored.size[1];
   expect_sizes("state", state, p.dtype, {p.B, p.Q, p.D});  // of three dimensions
   expect_sizes("stored", stored, p.dtype, {p.B, p.N, p.D});
-  HopOperands x{state, stored, {}, {}};
-  if (!from.keys.is_none()) {
-    x.in_memory = read_groups("keys", from.keys, true, &call.copies[2]);
-    expect_sizes("keys", x.in_memory, p.dtype, {p.B, p.N, p.D});
-    x.out_memory = stored;
+  p.query = placed(state, "01.2", "0..1");
+  if (from.keys.is_none()) {
+    place_memories(stored, nullptr, p);
+  } else {
+    const TensorView keys = read_groups("keys", from.keys, true, &call.copies[2]);
+    expect_sizes("keys", keys, p.dtype, {p.B, p.N, p.D});
+    place_memories(keys, &stored, p);
   }
-  place_hops(x, p);
   read_step_biases(p, from);
   expect_multiple(p.together, p.Q, "together");
   p.shared = p.B == 1;
