@@ -91,8 +91,9 @@ py::object new_row_stats(Call& p) {
   return new_floats({is_packed(p) ? kLeftOut : p.B, p.Hq, p.Lq, 4}, &p.row_stats);
 }
 
-// Allocates lse and the weights, and launches: (lse, weights or None).
-py::tuple forward(uintptr_t stream, Call& p) {
+// (out, lse, weights or None), new.
+py::tuple forward(uintptr_t stream, Call& p, py::handle query, Layout layout) {
+  const py::object out = new_rows(query, p.Dv, layout, &p.out);
   set_alignment(p);
   const Sizes of_rows = {is_packed(p) ? kLeftOut : p.B, p.Hq, p.Lq};
   const py::object lse = new_result(DType::f64, of_rows, &p.lse);
@@ -110,22 +111,18 @@ py::tuple forward(uintptr_t stream, Call& p) {
     attention_rows(element, p, stream);
     attention_pairs(element, w, stream);
   });
-  return py::make_tuple(lse, weights);
+  return py::make_tuple(out, lse, weights);
 }
 
-// (out, lse, weights or None), new.
 py::tuple attention(const AttentionTensors& x, py::handle options, Stream stream) {
   Call p = dense_call(options, x);
-  const py::object out = new_rows(x.query, p.Dv, dense, &p.out);
-  const py::tuple others = forward(stream, p);
-  return py::make_tuple(out, others[0], others[1]);
+  return forward(stream, p, x.query, dense);
 }
 
-// (out, lse), new.
 py::tuple varlen_attention(const PackedTensors& x, py::handle options, Stream stream) {
   Call p = packed_call(options, x);
-  const py::object out = new_rows(x.query, p.Dv, packed, &p.out);
-  return py::make_tuple(out, forward(stream, p)[0]);
+  const py::tuple results = forward(stream, p, x.query, packed);
+  return py::make_tuple(results[0], results[1]);  // packed calls have no weights
 }
 
 // The gradient of a relative bias, which is summed over queries and keys: its strides there are 0.
