@@ -301,8 +301,6 @@ def unserved(options: Any, served: frozenset[str]) -> list[str]:
     """Reasons against a call: the options that are in use but not among the served fields."""
     record: Any = type(options)
     others = with_default(record, served)
-    if not others:
-        return []
     return [f"has no {name}" for name, default in others if getattr(options, name) != default]
 
 

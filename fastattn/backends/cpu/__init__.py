@@ -71,32 +71,27 @@ DTYPES_ON_TILES = (torch.bfloat16, torch.float16, torch.float32)
 
 def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> str:
     """Return why ``op`` runs on vectors where the instruction set has tiles; "" if it does not."""
-    query = tensors.get("query")
+    query, key = tensors.get("query"), tensors.get("key")
     if op not in ON_TILES:
         return "it has no kernel on tiles"
     if query is None or query.dtype not in DTYPES_ON_TILES:
         return "the tiles are for bfloat16, float16 and float32"
     if not _cpu.on_tiles(DTYPES[query.dtype]):
         return "the processor has no AMX with fp16"
-    if op == "scaled_dot_product_attention" and _few_queries(query, tensors, options):
-        return "so few queries do not fill a tile"
-    if op == "scaled_dot_product_attention" and not _pays(query, tensors["key"]):
-        return "a call of this size is faster there"
     if op == "decode_attention":
         return _why_not_decoded_on_tiles(query, tensors)
-    return ""
-
-
-def _pays(query: Tensor, key: Tensor | None) -> bool:
+    if op == "varlen_attention":
+        return ""
     assert key is not None
+    if _few_queries(query, key, tensors["value"], options):
+        return "so few queries do not fill a tile"
     queries, columns = query.shape[-2:]
-    return _cpu.pays_on_tiles(DTYPES[query.dtype], queries, key.shape[-2], columns)
+    pays = _cpu.pays_on_tiles(DTYPES[query.dtype], queries, key.shape[-2], columns)
+    return "" if pays else "a call of this size is faster there"
 
 
-def _few_queries(query: Tensor, tensors: Mapping[str, Tensor | None], options: Any) -> bool:
+def _few_queries(query: Tensor, key: Tensor, value: Tensor | None, options: Any) -> bool:
     """At most four; in 16 bits only those of calls that the kernel of decoding serves."""
-    key, value = tensors["key"], tensors["value"]
-    assert key is not None
     assert value is not None
     rows = query.shape[-2] * query.shape[1] // max(key.shape[1], 1)
     widest = max(key.shape[-1], value.shape[-1])
