@@ -15,6 +15,7 @@ PACKAGE = Path(fastattn.__file__).parent
 # Their examples take a library or a model that is not here.
 ELSEWHERE = (
     "fastattn.integrations.diffusers._registry",
+    "fastattn.integrations.tabpfn",
     "fastattn.integrations.transformers._registry",
 )
 MODULES = [

@@ -36,6 +36,7 @@ NAMES = {
     "fastattn.integrations.acceleration": "Part Report accelerate restore",
     "fastattn.integrations.diffusers": "Registration register",
     "fastattn.integrations.sentence_transformers": "Registration unpad_inputs",
+    "fastattn.integrations.tabpfn": "Registration register",
     "fastattn.integrations.torch": "Activation activate",
     "fastattn.integrations.transformers": """
         CompactBiases Registration compact_relative_bias context_parallel register""",

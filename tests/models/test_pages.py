@@ -17,7 +17,13 @@ import pytest
 import torch
 from diffusers_models import Build, flux, unet
 from libraries import library
-from library_models import open_clip_model, sentence_modules, torchvision_model, whisper_model
+from library_models import (
+    open_clip_model,
+    sentence_modules,
+    tabpfn_model,
+    torchvision_model,
+    whisper_model,
+)
 from library_runs import initialized
 from snippets import blocks, run
 from torch import nn
@@ -117,6 +123,34 @@ def check_other_libraries(names: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.tensor(names[ours]), torch.tensor(stock))
 
 
+def prepare_tabpfn(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    model = tabpfn_model()
+
+    class Classifier:
+        def __init__(self, device: str) -> None:
+            self.models_ = [model]
+
+        def fit(self, x: Any, labels: Any) -> None:
+            self._trained = x, labels
+
+        def predict_proba(self, x: Any) -> Any:
+            trained, labels = self._trained
+            rows = torch.cat([torch.from_numpy(trained), torch.from_numpy(x)])[:, None]
+            logits = model(rows, torch.tensor(labels)[:, None].double(), task_type="multiclass")
+            return logits.softmax(-1).detach().numpy()
+
+    patch.setattr(library("tabpfn"), "TabPFNClassifier", Classifier, raising=False)
+    return {}
+
+
+def check_tabpfn(names: dict[str, Any]) -> None:
+    (model,) = names["classifier"].models_
+    fastattn.restore(model)
+    stock = names["classifier"].predict_proba(names["x"][100:])
+    for ours in ("probabilities", "more"):
+        torch.testing.assert_close(*map(torch.from_numpy, (names[ours], stock)))
+
+
 class Mixed(nn.Module):
     """Attention that is served and attention that is not, in the dtype of its input."""
 
@@ -166,6 +200,7 @@ PAGES: dict[str, Page] = {
     "accelerate": (prepare_mixed, check_accelerate),
     "integrations/diffusers": (prepare_diffusers, check_diffusers),
     "integrations/other_libraries": (prepare_other_libraries, check_other_libraries),
+    "integrations/tabpfn": (prepare_tabpfn, check_tabpfn),
     "integrations/timm": (prepare_timm, check_timm),
     "migration": (prepare_mixed, check_migration),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -27,8 +28,12 @@ FOLDER = Path(sys.prefix) / "models"  # `make test` installs them there
 ABSENT = {
     "open_clip": ("ftfy",),
     "sentence_transformers": ("scipy", "sklearn"),
+    "tabpfn": ("joblib",),
     "whisper": ("numba", "tiktoken"),
 }
+
+# Packages whose own code, which their architectures do not need, imports scikit-learn and others.
+BARE = {"tabpfn": ("tabpfn", "tabpfn.preprocessing", "tabpfn.preprocessing.torch")}
 
 
 def library(name: str) -> ModuleType:
@@ -40,6 +45,9 @@ def library(name: str) -> ModuleType:
     if importlib.util.find_spec(package) is None:
         missing = f"{package} is not installed: see tests/models/requirements.txt"
         pytest.fail(missing) if REQUIRE_NATIVE else pytest.skip(missing)
+    for bare in BARE.get(package, ()):
+        if bare not in sys.modules:
+            _import_without_its_code(bare)
     with _StandIns(ABSENT.get(package, ())).in_place():
         return _imported(name)
 
@@ -58,6 +66,14 @@ def _imported(name: str) -> ModuleType:
             library.define(f"{function}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _declared.append(library)
     return importlib.import_module(name)
+
+
+def _import_without_its_code(package: str) -> None:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    module = sys.modules[package] = importlib.util.module_from_spec(spec)
+    if "." not in package:
+        module.__version__ = importlib.metadata.version(package)  # type: ignore[attr-defined]
 
 
 def _remember_what_is_installed() -> None:
@@ -90,7 +106,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ModuleSpec(name, self, is_package=True) if self._replaces(name) else None
 
     def create_module(self, spec: ModuleSpec) -> Any:
-        return MagicMock()
+        return MagicMock(__version__="0")
 
     def exec_module(self, module: Any) -> None:
         pass

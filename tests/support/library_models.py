@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from libraries import library
+from library_runs import initialized
 from torch import nn
 
 WIDTH = 16
@@ -24,6 +25,26 @@ def open_clip_model() -> Any:
 def whisper_model() -> Any:
     whisper = library("whisper").model
     return whisper.Whisper(whisper.ModelDimensions(4, 5, WIDTH, 2, 1, 20, 6, WIDTH, 2, 1))
+
+
+# The class of the configuration, and what differs from it. In 3.5, test rows have fewer key heads.
+TABPFN: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("TabPFNV2Config", {}),
+    "v2_5": ("TabPFNV2p5Config", {}),
+    "v2_6": ("TabPFNV2p6Config", {}),
+    "v3": ("TabPFNV3Config", {}),
+    "v3_5": ("TabPFNV3p5Config", {"icl_num_kv_heads_test": 1}),
+}
+
+
+def tabpfn_model(version: str = "v2_6") -> nn.Module:
+    """Two layers of an architecture of TabPFN, for three classes, in float64."""
+    architecture: Any = library(f"tabpfn.architectures.tabpfn_{version}")
+    config, options = TABPFN[version]
+    config = getattr(architecture, config)(max_num_classes=3, num_buckets=10, nlayers=2, **options)
+    model: nn.Module = architecture.get_architecture(config)
+    initialized(model)
+    return model
 
 
 def torchvision_model() -> Any:
