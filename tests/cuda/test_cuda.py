@@ -89,10 +89,16 @@ WORK = [
     )
     for n, case in enumerate(TABLE)
     for m, dtype in enumerate(DTYPES)
-    if (n % len(DTYPES) == m and not _is_for_the_slow_run(n, case))
+    if (n % len(DTYPES) == m and (case.name in NAMES or not _is_for_the_slow_run(n, case)))
     # The gradient of a mask that is wider than the rest must be within the eps of the mask.
     or (case.name.startswith("mask-float32-") and dtype == torch.bfloat16)
+    # In float16 no hidden pair has a score that a row with finfo.min would add.
+    or (case.name == "program-mask-finfo-min" and dtype == torch.bfloat16)
 ]
+
+
+def test_every_named_case_is_there() -> None:
+    assert {case.name for case in TABLE} >= set(NAMES)
 
 
 @pytest.mark.parametrize(("case", "dtype", "seed"), WORK)

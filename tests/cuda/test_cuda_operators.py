@@ -20,6 +20,7 @@ from torch import Tensor
 import fastattn
 from fastattn.testing import Proof
 from fastattn.testing.around_attention import SinusoidalCase
+from fastattn.testing.decode import DecodeCase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,6 +84,22 @@ TABLES = {
         fits=lambda case: (
             max(case.head_dim, case.value_dim or 0) <= 256 and not (case.quantised or case.leftpad)
         ),
+        # Several splits, warps that share the keys of a tile, and options of each head of a group.
+        more=[
+            DecodeCase(
+                "splits",
+                (300, 64, 0),
+                320,
+                heads=4,
+                kv_heads=2,
+                page=16,
+                queries=2,
+                window=(-1, 0),
+                sinks=True,
+                alibi="bh",
+                program="many",
+            ),
+        ],
     ),
     "append": Table(
         "append_to_cache",
@@ -119,10 +136,12 @@ def test_case(adapter: ModuleType, table: Table, case: Any, dtype: torch.dtype, 
     assert verdict.ok, "\n".join(verdict.faults)
 
 
-def test_the_rows_of_a_thread_are_of_several_heads(adapter: ModuleType) -> None:
-    table = TABLES["sinusoidal"]
-    for case in table.more:
-        assert not table.check(case, torch.float32, Emulated(adapter)).faults
+@pytest.mark.parametrize(
+    ("table", "case"),
+    [pytest.param(table, case, id=case.name) for table in TABLES.values() for case in table.more],
+)
+def test_more_cases(adapter: ModuleType, table: Table, case: Any) -> None:
+    assert not table.check(case, torch.float32, Emulated(adapter)).faults
 
 
 @pytest.mark.slow
