@@ -124,10 +124,11 @@ WORK += [
 QUICK = {
     "scaled_dot_product_attention": """dropout-0.5 mask-finfo-min mask-float-bqk
         mask-padding-poison program-sinks-nan-queries relative-65x16 relative-grid-decode
-        relative-softcap window-3-5-65x65-full""",
+        relative-softcap results-2-out-weights window-3-5-65x65-full""",
     "additive_attention": "dropout-mask",
     "append_to_cache": "plain mixed-32",
-    "decode_attention": "long page-7 program-causal program-many relative softcap-alibi",
+    "decode_attention": """long many-chunks page-7 program-causal program-many relative
+        softcap-alibi""",
     "encode_memory": "3x4x5x11x8-position",
     "hopfield_retrieve": "bias",
     "memory_hop_attention": "shared linear plain relu sigmoid per-hop",

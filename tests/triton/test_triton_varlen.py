@@ -47,7 +47,6 @@ def test_sequences_beyond_the_first_128_are_found() -> None:
     assert verdict.ok, verdict.faults
 
 
-@pytest.mark.complete
 def test_the_gradient_of_a_table_has_a_bounded_number_of_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
