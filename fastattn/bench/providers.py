@@ -20,13 +20,16 @@ that have the names and arguments of this library's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
@@ -85,13 +88,13 @@ class Torch:
     """The best that PyTorch has: its fused attention, its module, or the plain equation."""
 
     ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
-    # A kernel of scaled_dot_product_attention, or "loop": a loop over packed sequences.
-    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn", "loop")
+    # A kernel of scaled_dot_product_attention, "loop" over packed sequences, or all in "float32".
+    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn", "loop", "float32")
     variant = ""
 
     def select(self, variant: str) -> None:
         self.variant = variant
-        if variant != "loop":
+        if variant not in ("loop", "float32"):
             name = "" if variant == "math" else "_ATTENTION"
             entered.close()
             entered.enter_context(sdpa_kernel(getattr(SDPBackend, variant.upper() + name)))
@@ -102,6 +105,8 @@ class Torch:
     def why_not(self, cell: Cell) -> list[str]:
         if self.variant == "loop":
             return [] if cell.op == "varlen" else ["it has no packed sequences to loop over"]
+        if self.variant == "float32":
+            return ["its gradients would be float32's"] if cell.passes != "fwd" else []
         if self.variant and cell.op not in ("sdpa", "mha"):
             return ["it does not call scaled_dot_product_attention"]
         if self.variant in ("efficient", "cudnn") and cell.device == "cpu":
@@ -114,6 +119,11 @@ class Torch:
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         """The forward pass that is timed."""
         op: Any = ops.get(cell.op)
+        if self.variant == "float32":
+            floats = {name: x.float() for name, x in inputs.items() if x.is_floating_point()}
+            wide = dataclasses.replace(cell, dtype="fp32")
+            call, dtype = op.theirs(wide, ops.Inputs(inputs | floats)), TORCH_DTYPES[cell.dtype]
+            return lambda: tuple(out.to(dtype) for out in ops.as_tuple(call()))
         make = op.one_by_one if self.variant == "loop" else op.theirs
         forward: ops.Forward = make(cell, inputs)
         return forward
@@ -131,16 +141,18 @@ class Eager(Torch):
 
 
 class Compiled(Torch):
-    ABOUT = "PyTorch: what the provider torch runs, under torch.compile"
+    ABOUT = "PyTorch: what the provider torch runs, under torch.compile; models with frozen weights"
     VARIANTS = ()
-
-    def why_not(self, cell: Cell) -> list[str]:
-        if cell.op in ops.MODELS:
-            return ["whole models are not compiled here"]
-        return super().why_not(cell)
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         torch.compiler.reset()  # earlier cells would count against the limit of recompilations
+        if cell.op in ops.MODELS:
+            op: Any = ops.get(cell.op)
+            model, given = op.with_arguments(cell, inputs)
+            options: Any = {"freezing": cell.passes == "fwd"}
+            compiled = torch.compile(model, dynamic=False, options=options)
+            forward: ops.Forward = op.bind(cell, compiled, given)
+            return forward
         return torch.compile(super().forward(cell, inputs), dynamic=False)
 
 
@@ -148,8 +160,11 @@ class SdpaOnly:
     """A provider that has no operator but `sdpa`, and refuses the cells that formulas describe."""
 
     REFUSED: Mapping[str, str]
+    RUNS_MODELS = False
 
     def why_not(self, cell: Cell) -> list[str]:
+        if self.RUNS_MODELS and cell.op in ops.MODELS:
+            return messages(_FORWARD_IN_FP32, cell)
         if cell.op != "sdpa":
             return ["only sdpa is supported here"]
         return messages(self.REFUSED, cell)
@@ -259,6 +274,7 @@ class Functions(Torch):
 class OnnxRuntime(SdpaOnly):
     ABOUT = "onnxruntime: Attention of opset 23; @mha: MultiHeadAttention of com.microsoft"
     THREADS_OF_TORCH = False
+    RUNS_MODELS = True
     VARIANTS = ("mha",)
     REFUSED = _FORWARD_IN_FP32 | {
         "mask == 'causal' and Lq != Lk": "it aligns the causal diagonal differently when Lq is not "
@@ -277,13 +293,16 @@ class OnnxRuntime(SdpaOnly):
         return {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__}
 
     def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
+        if cell.op in ops.MODELS:
+            with _exported(cell, inputs) as (path, arguments):
+                return _session(path, arguments)
         if not self.variant:
             kept = {name: inputs[name] for name in _NAMES if name in inputs}
             if "attn_mask" in kept:  # onnxruntime needs all of its rows
                 shape = (*inputs.attn_mask.shape[:-2], cell["Lq"], cell["Lk"])
                 kept["attn_mask"] = inputs.attn_mask.expand(shape).contiguous()
             causal = int(cell.mask == "causal")
-            return _session(kept, f"Attention <is_causal={causal}> ({', '.join(kept)})")
+            return _one_node(kept, f"Attention <is_causal={causal}> ({', '.join(kept)})")
         kept = {name: inputs[name].transpose(1, 2).flatten(2).contiguous() for name in _NAMES[:3]}
         if cell.mask == "padding":
             kept["padding"] = inputs.attn_mask[:, 0, 0].int()
@@ -292,33 +311,64 @@ class OnnxRuntime(SdpaOnly):
         places = ("query", "key", "value", "", "padding", "bias")
         given = ", ".join(name if name in kept else '""' for name in places)
         options = f"num_heads={cell['H']}, unidirectional={int(cell.mask == 'causal')}"
-        call = _session(kept, f"com.microsoft.MultiHeadAttention <{options}> ({given})")
+        call = _one_node(kept, f"com.microsoft.MultiHeadAttention <{options}> ({given})")
         # A view of [B, L, H·D] as [B, H, L, D].
         heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
         return lambda: [call()[0].reshape(heads).transpose(0, 2, 1, 3)]
 
 
-def _session(inputs: dict[str, Tensor], node: str) -> Callable[[], list[Any]]:
+def _one_node(inputs: dict[str, Tensor], node: str) -> Callable[[], list[Any]]:
     """A call of a model of one node, which is written in ONNX's text format."""
-    import onnxruntime
     from onnx.parser import parse_model
 
     kinds = {torch.float32: "float", torch.bool: "bool", torch.int32: "int32"}
     declared = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
     head = '<ir_version: 11, opset_import: ["": 23, "com.microsoft": 1]>'
     model = parse_model(f"{head} attention ({declared}) => (float[] out) {{ out = {node} }}")
+    return _session(model.SerializeToString(), inputs)
+
+
+def _session(model: bytes | str, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
+    """A call of a model in ONNX's format, or of a file that has it."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     feed = {name: x.numpy() for name, x in inputs.items()}
     return lambda: list(session.run(None, feed))
+
+
+class _Call(nn.Module):
+    """A whole model as a function of its arguments alone, for an export."""
+
+    def __init__(self, cell: Cell, model: nn.Module) -> None:
+        super().__init__()
+        self.cell, self.model = cell, model
+
+    def forward(self, **given: Tensor) -> Tensor:
+        op: Any = ops.get(self.cell.op)
+        out: Tensor = op.bind(self.cell, self.model, ops.Inputs(given))()
+        return out
+
+
+@contextlib.contextmanager
+def _exported(cell: Cell, inputs: ops.Inputs) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """A file with a whole model in ONNX's format, and its inputs by their names."""
+    op: Any = ops.get(cell.op)
+    model, given = op.with_arguments(cell, inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "model.onnx"))
+        options: dict[str, Any] = {"input_names": list(given), "external_data": True}
+        call = _Call(cell, model).eval()
+        torch.onnx.export(call, (), path, kwargs=dict(given), verbose=False, **options)
+        yield path, given
 
 
 class OpenVino(SdpaOnly):
     ABOUT = "OpenVINO: scaled_dot_product_attention of opset 13 (forward, fp32)"
     THREADS_OF_TORCH = False
+    RUNS_MODELS = True
     REFUSED = _FORWARD_IN_FP32 | _UNGROUPED
 
     def versions(self) -> dict[str, str]:
@@ -330,20 +380,27 @@ class OpenVino(SdpaOnly):
         import openvino
         from openvino import opset13
 
+        if cell.op in ops.MODELS:
+            with _exported(cell, inputs) as (path, arguments):
+                return self._compiled(openvino.Core().read_model(path), arguments)
         given = {name: inputs[name] for name in _NAMES if name in inputs}
         kinds = {torch.float32: openvino.Type.f32, torch.bool: openvino.Type.boolean}
         parameters = [
             opset13.parameter(list(x.shape), kinds[x.dtype], name=name) for name, x in given.items()
         ]
         node = opset13.scaled_dot_product_attention(*parameters, causal=cell.mask == "causal")
+        return self._compiled(openvino.Model([node], parameters), given)
+
+    def _compiled(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
+        import openvino
+
         options = {
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             # By default it computes fp32 models in bf16 if the processor supports bf16.
             "INFERENCE_PRECISION_HINT": "f32",
         }
-        compiled = openvino.compile_model(openvino.Model([node], parameters), "CPU", options)
-        request = compiled.create_infer_request()
-        arrays = [x.numpy() for x in given.values()]
+        request = openvino.compile_model(model, "CPU", options).create_infer_request()
+        arrays = [x.numpy() for x in inputs.values()]
         return lambda: [request.infer(arrays, share_inputs=True, share_outputs=True)[0]]
 
 

@@ -87,6 +87,25 @@ def test_every_provider_is_right(cell: Cell) -> None:
     assert not integration._active
 
 
+@pytest.mark.parametrize(
+    "op", [op if op == "bert" else pytest.param(op, marks=pytest.mark.complete) for op in SMALL]
+)
+@pytest.mark.parametrize(
+    "provider",
+    ["onnxruntime", "torch@float32", pytest.param("torch-compiled", marks=pytest.mark.slow)],
+)
+def test_peers_run_whole_models(provider: str, op: str) -> None:
+    pytest.importorskip(provider.partition("@")[0].partition("-")[0])
+    dtype = "bf16" if provider == "torch@float32" else "fp32"
+    cell = cell_of(op, SMALL[op], dtype=dtype, mask=ops.get(op).MASKS[-1])
+    peer = load(provider)
+    assert peer.why_not(cell) == []
+    arrays = peer.prepare(cell, make_inputs(cell, 0))()
+    results = dict(zip(output_names(cell), map(torch.as_tensor, arrays), strict=True))
+    assert Oracle(cell, 0).check(results).ok
+    assert load("onnxruntime").why_not(cell_of(op, SMALL[op], dtype="bf16"))
+
+
 def test_weights_keep_the_scale_of_inputs_and_constructors_draw_nothing() -> None:
     cell = cell_of("bert", f"B=1,L=4,{_LAYERS},V=999")
     assert benchmark_cells.POOL < 999 * 16

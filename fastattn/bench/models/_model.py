@@ -140,10 +140,14 @@ class Model(Module):
         return forward
 
     def _bound(self, cell: Cell, x: Inputs) -> tuple[Any, Forward]:
+        model, given = self.with_arguments(cell, x)
+        return model, self.bind(cell, model, given)
+
+    def with_arguments(self, cell: Cell, x: Inputs) -> tuple[Any, Inputs]:
+        """The model with its parameters, and its arguments."""
         own = self.parameters(cell)
         given = {name: t for name, t in x.items() if name not in own and name != "grad_out"}
-        model = self.loaded(self.make, cell, x)
-        return model, self.bind(cell, model, Inputs(given))
+        return self.loaded(self.make, cell, x), Inputs(given)
 
     # The reference
 
