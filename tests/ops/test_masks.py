@@ -22,10 +22,7 @@ from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.masks._blocks import _IndexWithTensors
 
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def qkv(q_len: int = 130, k_len: int = 200, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -19,12 +19,8 @@ from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
 from fastattn.ops._relative_bias import t5_buckets
 
+pytestmark = pytest.mark.usefixtures("seeded")
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 def qkv(q_len: int = 6, k_len: int = 9, dtype: torch.dtype = torch.float64) -> list[Tensor]:
