@@ -296,10 +296,6 @@ test_errors = refuses(encode_memory, BAD)
 # -- autograd, torch.func and torch.export --------------------------------------------------------
 
 
-forward_op = torch.ops.fastattn.encode_memory.default
-backward_op = torch.ops.fastattn.encode_memory_backward.default
-
-
 def inputs(tables: int | None, *lead: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(5)
     table = () if tables is None else (tables,)

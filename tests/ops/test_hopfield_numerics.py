@@ -12,7 +12,6 @@ from torch import Tensor
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 
 test_case = within_the_bound("hopfield_retrieve")

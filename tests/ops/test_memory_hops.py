@@ -15,7 +15,6 @@ from fastattn import memory_hop_attention
 from fastattn.testing import Target
 from fastattn.testing.calls import Call
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ACTIVATIONS = (None, "relu", "tanh", "sigmoid")
 
 

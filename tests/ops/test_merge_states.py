@@ -21,10 +21,7 @@ from fastattn.testing import Target, targets
 
 test_case = within_the_bound("merge_states")
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INF = float("inf")
-ENGINES = [*targets(), Target("reference")]
-NAMES = ("out", "lse", "grad_out_a", "grad_lse_a", "grad_out_b", "grad_lse_b")
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

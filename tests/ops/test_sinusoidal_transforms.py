@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fastattn import sinusoidal_encoding, sinusoidal_table
 
 
-# offset, positions, scale, padding_idx
 @pytest.fixture
 def x(generator: torch.Generator) -> Tensor:
     return torch.randn(2, 3, 5, dtype=torch.float64, generator=generator)

@@ -44,10 +44,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a contiguous [B, H, L, 
     "expanded": lambda x: x[:1].expand_as(x),
 }
 # scale, offset, window left and right, softcap, dropout_p; and first query, key and head
-OPTIONS = (0.5, 1, 3, 2, 2.0, 0.0, 0, 0, 0)
 PLAIN = (0.5, 0, -1, -1, 0.0, 0.0, 0, 0, 0)
-DROPPING = (*OPTIONS[:5], 0.25, 6, 8, 2)
-POSITIONS = torch.tensor([0, 1, 2, 5, 6, 7, 10], dtype=torch.int32)  # of the keys
 
 
 def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(backend: str) -> None:
