@@ -12,14 +12,37 @@ import torch
 import torch.nn.functional as F
 from attention_cases import ATTENTION_CASES, PROOFS
 from extended import FORWARD
-from reference_calls import INF, PLAIN, SEED, attend, normal
 from torch import Tensor
 
 from fastattn import testing
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionBackwardOptions
 from fastattn.testing import Case, Target, check
 
 pytestmark = pytest.mark.without_kernels
+INF = float("inf")
+PLAIN = AttentionBackwardOptions(scale=1.0, weights=1)
+SEED = torch.tensor(-6148914691236517206)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of attention, with less to write."""
+    return reference.scaled_dot_product_attention(
+        q, k, v, mask, slopes, seed, options=replace(PLAIN, **options)
+    )
+
+
+def normal(*shape: int) -> Tensor:
+    draw = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=draw, dtype=torch.float64)
 
 
 # -- windows --------------------------------------------------------------------------------------
