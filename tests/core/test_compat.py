@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -100,16 +100,9 @@ def test_no_other_file_has_a_private_name() -> None:
 # --- each way, and each name taken away -----------------------------------------------------------
 
 
-@pytest.fixture
-def _quiet() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", QUICK + SLOW, ids=lambda f: f.__name__)
-@pytest.mark.usefixtures("_quiet")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("operator", operators())
 @pytest.mark.filterwarnings("ignore")
 def test_each_way_of_each_operator(operator: str, way: Callable[..., Any]) -> None:
@@ -117,7 +110,7 @@ def test_each_way_of_each_operator(operator: str, way: Callable[..., Any]) -> No
 
 
 @pytest.mark.parametrize("tool", TOOLS + SLOW_TOOLS, ids=lambda f: f.__name__)
-@pytest.mark.usefixtures("_quiet")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_each_tool(tool: Callable[[], None]) -> None:
     tool()
