@@ -132,12 +132,6 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     assert "pip install 'fastattn[plot]'" in done.stdout
 
 
-def test_importing_fastattn_leaves_matplotlib_alone() -> None:
-    code = "import fastattn, sys; print('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
 class Page(HTMLParser):
     """Tags with their attributes, and the texts within the tag of a kind."""
 

@@ -76,7 +76,9 @@ _LOADED = """if True:
     fastattn.nn.TransformerEncoderLayer(8, 2)(torch.ones(3, 1, 8)).sum().backward()
     print_loaded()
 """
-_LATER = "bench distributed integrations nn plot testing _capture _trace explanation tune".split()
+_LATER = """
+    bench distributed integrations matplotlib nn plot testing _capture _trace explanation tune
+""".split()
 
 
 def _lines_of(script: str, *arguments: str) -> list[str]:
