@@ -1,21 +1,22 @@
 """The kernels give the same bits for any number of threads and whatever else is in the batch.
 
-Attention itself is in ``test_numerics.py``, a packed sequence alone in ``test_varlen.py``.
+Attention itself is in ``test_numerics.py``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import PROOFS
 
-from fastattn.testing import Case, Target
+from fastattn.testing import Case, Target, targets
 from fastattn.testing.around_attention import MergeCase, SinusoidalCase
 from fastattn.testing.decode import DecodeCase
 from fastattn.testing.memories import EncodeCase, HopCase, HopfieldCase
-from fastattn.testing.packed import VarlenCase
+from fastattn.testing.packed import VarlenCase, make_varlen
 from fastattn.testing.recurrent import AdditiveCase, LuongCase
 
 _ENDS = (1500, 40, 513)
@@ -77,6 +78,7 @@ THREADS: dict[str, list[Any]] = {
         VarlenCase("causal", (40, 1, 300, 7), (40, 9, 300, 80), window=(-1, 0), heads=3),
         VarlenCase("decode", (1, 2, 1, 1), (1500, 600, 30, 0), heads=8, kv_heads=2),
         VarlenCase("split", (700, 5), (1300, 40), heads=1, bottom_right=True, alibi="bh"),
+        VarlenCase("window", (90, 200), (200, 90), window=(30, 9), softcap=4.0),
         VarlenCase("dropout", (90, 130), dropout_p=0.2, kv_heads=1),
         VarlenCase("relative", (40, 1, 300), (40, 9, 80), relative_bias=True, program="many"),
     ],
@@ -120,3 +122,22 @@ def test_any_batch(target: Target, op: str, case: Any, dtype: torch.dtype) -> No
         for name, x in target.results(target.module, one).items():
             if len(whole[name]) == batch:
                 assert torch.equal(x[0], whole[name][b]), (name, b)
+
+
+# Every target with each dtype that it has kernels for.
+PACKED = [
+    (target, dtype)
+    for target in targets(emulated=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if target.has_own_kernel("varlen_attention", dtype)
+]
+
+
+@pytest.mark.parametrize(("target", "dtype"), PACKED, ids=str, indirect=["target"])
+@pytest.mark.parametrize("case", THREADS["varlen_attention"], ids=lambda case: case.name)
+def test_a_packed_sequence_alone(target: Target, case: VarlenCase, dtype: torch.dtype) -> None:
+    inputs = make_varlen(replace(case, head_dim=40), dtype)
+    expected = inputs.by_sequence(lambda alone: alone.results(target.module))
+    found = inputs.results(target.module)
+    for name, want in expected.items():
+        assert torch.equal(found[name], want.to(found[name].dtype)), name

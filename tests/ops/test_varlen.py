@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,14 +12,8 @@ from case_table import within_the_bound
 from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention
-from fastattn.testing import Target, targets
-from fastattn.testing.packed import (
-    VarlenCase,
-    check_varlen,
-    make_varlen,
-)
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from fastattn.testing import targets
+from fastattn.testing.packed import VarlenCase, check_varlen
 
 test_case = within_the_bound("varlen_attention", 1, keep=("relative", "program-documents"))
 
@@ -33,45 +26,6 @@ def test_slow_case(case: VarlenCase) -> None:
             continue
         verdict = check_varlen(case, dtype, target)
         assert verdict.ok, (target, verdict.faults)
-
-
-WAYS = {
-    "causal": VarlenCase("causal", (40, 1, 300, 7), (40, 9, 300, 80), window=(-1, 0), heads=3),
-    "decode": VarlenCase("decode", (1, 2, 1, 1), (1500, 600, 30, 0), heads=8, kv_heads=2),
-    "split": VarlenCase("split", (700, 5), (1300, 40), heads=1, bottom_right=True, alibi="bh"),
-    "window": VarlenCase("window", (90, 200), (200, 90), window=(30, 9), softcap=4.0),
-    "dropout": VarlenCase("dropout", (90, 130), dropout_p=0.2, kv_heads=1),
-    "relative": VarlenCase(
-        "relative", (40, 1, 300), (40, 9, 80), relative_bias=True, program="many"
-    ),
-}
-
-
-def kernels(*dtypes: torch.dtype) -> Any:
-    """Every target, for the fixture of that name, with each dtype that it has kernels for."""
-    pairs = [
-        (target, dtype)
-        for target in targets(emulated=True)
-        for dtype in dtypes
-        if target.has_own_kernel("varlen_attention", dtype)
-    ]
-    return pytest.mark.parametrize(("target", "dtype"), pairs, ids=str, indirect=["target"])
-
-
-ways = pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
-
-
-@kernels(*FLOATS)
-@ways
-def test_bitwise_what_a_sequence_alone_gives(
-    target: Target, case: VarlenCase, dtype: torch.dtype
-) -> None:
-    inputs = make_varlen(replace(case, head_dim=40), dtype)
-    expected = inputs.by_sequence(lambda alone: alone.results(target.module))
-    found = inputs.results(target.module)
-    for name, want in expected.items():
-        want = want.to(found[name].dtype)
-        assert torch.equal(found[name], want), name
 
 
 # --- the public function ---------------------------------------------------------------------
