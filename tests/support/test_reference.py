@@ -1,4 +1,4 @@
-"""The oracle itself: windows, PyTorch, a second implementation, dropout."""
+"""The oracle itself: windows, precision, a second implementation, dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_cases import ATTENTION_CASES, PROOFS
 from extended import FORWARD
 from torch import Tensor
@@ -70,32 +69,7 @@ def test_which_keys_a_window_shows(offset: int, left: int, right: int, seen: lis
     assert torch.equal((out[0, 0] == 0).all(-1), ~expected.any(-1))
 
 
-# -- PyTorch --------------------------------------------------------------------------------------
-
-
-# PyTorch documents a mask together with is_causal as an error.
-@pytest.mark.parametrize(
-    ("mask", "causal"), [(None, False), (None, True), ("bool", False), ("float", False)]
-)
-def test_equals_torch_in_float64(mask: str | None, causal: bool) -> None:
-    q, k, v = normal(2, 6, 9, 8), normal(2, 2, 11, 8), normal(2, 2, 11, 5)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    m = None
-    if mask:
-        m = normal(2, 1, 9, 11)
-        m = m > -0.5 if mask == "bool" else m
-    ours = attend(q, k, v, m, scale=0.3, window_right=0 if causal else -1)[0]
-    theirs = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=m, is_causal=causal, scale=0.3, enable_gqa=True
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-    grad = normal(*ours.shape)
-    for a, b in zip(
-        torch.autograd.grad(ours, leaves, grad),
-        torch.autograd.grad(theirs, leaves, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+# -- precision ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
