@@ -240,26 +240,6 @@ def test_agrees_with_every_backend(
     compare(replace(call, add_bias_kv=True, is_causal=mask == "causal"), generator)
 
 
-@pytest.mark.parametrize("padding", ["none", "bool"])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_agrees_with_the_fast_path_of_pytorch(
-    need_weights: bool, padding: str, generator: torch.Generator
-) -> None:
-    call = Call(inputs="self", padding=padding, training=False)
-    x, _, _ = call.tensors(generator)
-    masks = call.masks(LENGTH, generator)
-    stock = call.module(nn.MultiheadAttention)
-    fused = call.module(MultiheadAttention)
-    fused.load_state_dict(stock.state_dict())
-    with torch.no_grad():
-        want = stock(x, x, x, **masks, need_weights=need_weights)
-        got = fused(x, x, x, **masks, need_weights=need_weights)
-    assert torch.allclose(got[0], want[0], atol=1e-6)
-    assert (got[1] is None) == (want[1] is None) == (not need_weights)
-    if need_weights:
-        assert torch.allclose(got[1], want[1], atol=1e-6)
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("shape", [(0, 7, 9), (3, 0, 9), (3, 7, 0), (0, 0, 0)])
 @pytest.mark.parametrize("need_weights", [True, False])
