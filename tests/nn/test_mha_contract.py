@@ -307,30 +307,6 @@ def test_a_wrong_hint_is_believed_where_pytorch_believes_it(
     assert torch.allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_what_is_padded_cannot_leak(need_weights: bool, backend: str) -> None:
-    fused = MultiheadAttention(EMBED, HEADS, batch_first=True)
-    padding = torch.zeros(3, 6, dtype=torch.bool)
-    padding[:, 4:] = True
-    memory = X.clone()
-    want = fused(X, memory, memory, key_padding_mask=padding, need_weights=need_weights)
-    memory[:, 4:] = float("nan")
-    memory[:, 5] = float("inf")
-    got = fused(X, memory, memory, key_padding_mask=padding, need_weights=need_weights)
-    for a, b in zip(got, want, strict=True):
-        assert a is b or torch.equal(a, b)
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_one_row_does_not_depend_on_its_batch_mates(need_weights: bool) -> None:
-    fused = MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
-    with torch.no_grad():
-        whole, _ = fused(X, X, X, need_weights=need_weights)
-        for n in range(3):
-            alone, _ = fused(X[n], X[n], X[n], need_weights=need_weights)
-            assert torch.allclose(alone, whole[n], atol=1e-6)
-
-
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_nested_tensors(need_weights: bool, average: bool, backend: str) -> None:
