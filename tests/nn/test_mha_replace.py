@@ -160,14 +160,6 @@ def test_names_and_idempotence() -> None:
     assert all(type(model.get_submodule(name)) is nn.MultiheadAttention for name in names)
 
 
-def test_the_root_may_be_the_attention_itself() -> None:
-    root = nn.MultiheadAttention(EMBED, HEADS)
-    assert replace_mha(root) == [""]
-    assert type(root) is MultiheadAttention
-    assert restore_mha(root) == [""]
-    assert type(root) is nn.MultiheadAttention
-
-
 def test_a_shared_module_stays_one() -> None:
     attention = nn.MultiheadAttention(EMBED, HEADS)
     model = nn.ModuleDict({"a": attention, "b": nn.ModuleList([attention])})
