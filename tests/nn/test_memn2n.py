@@ -189,27 +189,6 @@ def test_compiles_without_a_break(backend: str, tying: str) -> None:
     torch.testing.assert_close(compiled(stories, questions), network(stories, questions))
 
 
-def test_learns_who_is_where(backend: str) -> None:
-    """ "<person> went to the <room>": the answer is the room of the person asked for."""
-    draw = torch.Generator().manual_seed(1)
-    people = torch.stack([torch.randperm(3, generator=draw) + 1 for _ in range(400)])
-    rooms = torch.randint(4, 9, (400, 3), generator=draw)
-    stories = torch.stack([people, rooms], -1)
-    asked = torch.randint(3, (400,), generator=draw)
-    rows = torch.arange(400)
-    questions = torch.stack([people[rows, asked], torch.zeros_like(asked)], -1)
-    answers = rooms[rows, asked]
-    network = MemN2N(9, 16, hops=1, memory_size=3)
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
-    for _ in range(150):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(network(stories, questions), answers).backward()
-        optimizer.step()
-    logits, weights = network(stories, questions, need_weights=True)
-    assert (logits.argmax(-1) == answers).float().mean() > 0.98
-    assert (weights[:, 0].argmax(-1) == asked).float().mean() > 0.98
-
-
 def test_empty_memories_keep_the_order() -> None:
     stories = torch.zeros(2000, 10, 2, dtype=torch.int64)
     lengths = torch.randint(0, 11, (2000,))
