@@ -266,13 +266,3 @@ def test_forward_errors() -> None:
         network(stories, questions[:, :3])
     with pytest.raises(IndexError, match="but weight has 20 rows"):
         network(stories + 20, questions)
-
-
-def test_explain_covers_both_operators() -> None:
-    network = MemN2N(20, 8)
-    stories, questions = examples()
-    tables = network.embedding
-    assert fastattn.explain("encode_memory", stories, tables).runs is not None
-    memory = fastattn.encode_memory(stories, tables)
-    query = fastattn.encode_memory(questions[:, None], tables[0]).squeeze(1)
-    assert fastattn.explain("memory_hop_attention", query, memory, hops=3).runs is not None
