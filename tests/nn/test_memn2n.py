@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from within_bound import assert_right
 
-import fastattn
 from fastattn.nn import MemN2N, insert_empty_memories
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -85,25 +84,6 @@ def test_a_padded_story_gives_the_same_answer(backend: str) -> None:
     stories, questions = examples()
     longer = torch.cat([stories, torch.zeros(4, 20, 6, dtype=torch.int64)], 1)
     torch.testing.assert_close(network(longer, questions), network(stories, questions))
-
-
-def test_an_empty_sentence_is_a_memory_of_zeros(backend: str) -> None:
-    """It takes part with the score 0: what the sentences get is less for every one of them."""
-    network = MemN2N(20, 8, hops=1)
-    stories, questions = examples()
-    masked = MemN2N(20, 8, hops=1, mask_empty=True)
-    masked.load_state_dict(network.state_dict())
-    query = fastattn.encode_memory(questions[:, None], network.embedding[0]).squeeze(1)
-    rows = network.temporal[0, :7]
-    memory = fastattn.encode_memory(stories, network.embedding[0], temporal=rows)
-    shares = torch.einsum("bnd,bd->bn", memory, query).exp() * (stories != 0).any(-1)
-    empty = (stories == 0).all(-1).sum(1, keepdim=True)
-    _, weights = network(stories, questions, need_weights=True)
-    _, masked_weights = masked(stories, questions, need_weights=True)
-    seen = (stories != 0).any(-1)
-    want = shares / (shares.sum(1, keepdim=True) + empty)
-    torch.testing.assert_close(weights[:, 0][seen], want[seen])
-    torch.testing.assert_close(masked_weights[:, 0], shares / shares.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("mask_empty", [False, True])
