@@ -97,7 +97,7 @@ def test_an_empty_story_is_no_obstacle(backend: str, mask_empty: bool) -> None:
     assert all(p.grad.isfinite().all() for p in network.parameters() if p.grad is not None)
 
 
-def test_sparse_gradients_are_the_dense_ones_and_train(backend: str) -> None:
+def test_sparse_gradients_are_the_dense_ones(backend: str) -> None:
     options: dict[str, Any] = {"weight_tying": "layerwise", "memory_size": 9}
     dense, sparse = MemN2N(500, 8, **options), MemN2N(500, 8, sparse=True, **options)
     sparse.load_state_dict(dense.state_dict())
@@ -110,22 +110,6 @@ def test_sparse_gradients_are_the_dense_ones_and_train(backend: str) -> None:
         assert p.grad is not None
         assert p.grad.is_sparse == (name in tables)
         assert torch.equal(p.grad.to_dense() if p.grad.is_sparse else p.grad, expected)
-
-    others = [p for name, p in sparse.named_parameters() if name not in tables]
-    embedded = [sparse.get_parameter(name) for name in tables]
-    before = sparse.embedding.detach().clone()
-    optimizers = [torch.optim.SparseAdam(embedded, lr=0.05), torch.optim.Adam(others, lr=0.05)]
-    answers = torch.arange(4)
-    losses = []
-    for _ in range(15):
-        loss = torch.nn.functional.cross_entropy(sparse(stories, questions), answers)
-        sparse.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
-    assert torch.equal(sparse.embedding[:, 20:], before[:, 20:])  # words that never occur
 
 
 @pytest.mark.parametrize("tying", TYINGS)
