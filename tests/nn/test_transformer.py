@@ -419,7 +419,7 @@ def naive(model: Any, src: Tensor, length: int, beams: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("beams", [1, 3, V])
+@pytest.mark.parametrize("beams", [1, 3, V + 1])
 @pytest.mark.parametrize("first", [True, False])
 def test_generate_finds_what_whole_passes_find(beams: int, first: bool) -> None:
     model = small().eval()
@@ -439,25 +439,6 @@ def test_generate_finds_what_whole_passes_find(beams: int, first: bool) -> None:
     given = {"bos_idx": 1, "eos_idx": 2, "max_length": 6, "beams": beams}
     out = model.generate(SRC, **given) if first else model.generate(SRC.T, **given).T
     assert out.tolist() == expected.tolist()
-
-
-@torch.no_grad()
-def test_enough_beams_find_the_best_of_all() -> None:
-    model = small(vocab_size=(V, 4)).eval()
-    (found,) = model.generate(SRC[:1], bos_idx=1, eos_idx=3, max_length=3, beams=64).tolist()
-
-    def mean(words: tuple[int, ...]) -> float:
-        logp = model(SRC[:1], torch.tensor([[1, *words[:-1]]]))[0].log_softmax(-1)
-        return float(logp[range(len(words)), list(words)].mean())
-
-    whole = [
-        words
-        for n in (1, 2, 3)
-        for words in itertools.product(range(1, 4), repeat=n)
-        if 3 not in words[:-1] and (n == 3 or words[-1] == 3)
-    ]
-    best = max(whole, key=mean)
-    assert mean(best) <= mean(tuple(word for word in found if word)) + 1e-9
 
 
 def test_bad_tokens() -> None:
