@@ -205,15 +205,6 @@ def test_limits_of_each_head(normal: Callable[..., Tensor]) -> None:
         assert torch.equal(out[..., 4 * head : 4 * head + 4], one(x)[..., 4 * head : 4 * head + 4])
 
 
-def test_a_result_does_not_depend_on_the_batch(normal: Callable[..., Tensor]) -> None:
-    """In hflayers the largest change within the batch stops all of it."""
-    x = normal(6, 5, 8)
-    module = made(nn.Hopfield, 8, num_heads=2, update_steps_max=None, update_steps_eps=1e-2)
-    whole = module(x)
-    for n in range(6):
-        torch.testing.assert_close(module(x[n : n + 1])[0], whole[n], rtol=1e-12, atol=1e-12)
-
-
 def test_pooling(normal: Callable[..., Tensor]) -> None:
     module = made(nn.HopfieldPooling, 8, num_heads=2, quantity=3, output_size=5)
     assert module.pooling_weights.shape == (1, 3, 8)
