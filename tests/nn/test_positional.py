@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastattn import sinusoidal_encoding, sinusoidal_table
+from fastattn import sinusoidal_encoding
 from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
 
@@ -177,9 +177,3 @@ def test_repr_shows_the_options() -> None:
     assert "8, scale=2.82843, batch_first=True, layout='marian', max_timescale=10000" in text
     assert "padding_idx=1" in text
     assert "40, 8, batch_first=True" in repr(LearnedPositionalEncoding(40, 8))
-
-
-def test_replaces_a_table_in_a_model(x: Tensor) -> None:
-    """What tutorials call PositionalEncoding: x + pe[:L], then dropout."""
-    want = x + sinusoidal_table(5, 8)
-    torch.testing.assert_close(SinusoidalPositionalEncoding(8)(x), want)
