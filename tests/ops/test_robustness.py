@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -141,47 +141,6 @@ def test_backward_in_another_thread_than_forward(backend: str) -> None:
 
 
 # --- modes of PyTorch ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("lengths", [(5, 7), (1, 300), (130, 0), (0, 5), (129, 257)], ids=str)
-def test_deterministic_algorithms_change_nothing(backend: str, lengths: tuple[int, int]) -> None:
-    """In this mode PyTorch fills uninitialised memory with NaN: every element must be written."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    q_len, k_len = lengths
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(2, 4, n, d, generator=generator).requires_grad_()
-        for n, d in ((q_len, 24), (k_len, 24), (k_len, 40))
-    )
-    mask = torch.randn(2, 1, 1, k_len, generator=generator).requires_grad_()
-    keep = torch.arange(k_len) >= 2  # with the window, the first queries are fully masked
-    for average in (False, True):
-        for bias in (mask, keep):
-            results = attention(
-                query,
-                key,
-                value,
-                bias,
-                window=(-1, 0),
-                return_lse=True,
-                need_weights=True,
-                average_weights=average,
-            )
-            out, lse, weights = results
-            assert out.isfinite().all()
-            assert not lse.isnan().any()
-            assert weights.isfinite().all()
-            inputs = [query, key, value] + [bias] * bias.requires_grad
-            for gradient in torch.autograd.grad(out.sum() + weights.sum(), inputs):
-                assert gradient.isfinite().all()
 
 
 def test_inputs_are_never_written(backend: str) -> None:
