@@ -68,16 +68,6 @@ def test_linear(layout: str, target: Target, dtype: torch.dtype) -> None:
         assert_within_bound(y, want[name], moved[name], name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(
-    dtype: torch.dtype, same_for_any_threads: Any
-) -> None:
-    x, weight = torch.randn(700, 600).to(dtype), torch.randn(500, 600).to(dtype)
-    whole = same_for_any_threads(lambda: _cpu.linear(x, weight, None))
-    for rows in (slice(0, 1), slice(5, 23), slice(690, 700)):
-        assert torch.equal(_cpu.linear(x[rows], weight, None), whole[rows])
-
-
 # -- self-attention in one call -------------------------------------------------------------------
 
 
