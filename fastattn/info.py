@@ -71,7 +71,7 @@ def _choices() -> list[dict[str, str]]:
 
 def _spelled(use: Any) -> str:
     if isinstance(use, evidence.Gemm):
-        return ", ".join(_GEMM[name].format(_size(x)) for name, x in use._asdict().items() if x)
+        return ", ".join(_field(name, x) for name, x in use._asdict().items() if x)
     return ", ".join(use) if isinstance(use, list) else str(use)
 
 
@@ -90,6 +90,12 @@ _GEMM = {
     "fewest": "few rows are {} or more",
     "few_from": "few rows from {} a row on",
 }
+
+
+def _field(name: str, value: Any) -> str:
+    if (name, value) == ("one_from", evidence.ANY):
+        return "of one row by torch"
+    return _GEMM[name].format(_size(value))
 
 
 def _size(value: Any) -> str:

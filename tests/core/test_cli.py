@@ -193,6 +193,14 @@ def test_info_says_in_words_which_products_run_where(monkeypatch: pytest.MonkeyP
     )
 
 
+def test_info_says_where_one_row_stays_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = evidence.Gemm("ours", "ours", "ours", 32, evidence.ANY)
+    chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
+    monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
+    (found,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
+    assert found.endswith("outputs of up to 32 rows by ours, of one row by torch")
+
+
 def test_info_text_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
