@@ -32,8 +32,7 @@ from rank_counter import Counter
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from fastattn._processor import processor_slug
-from fastattn.bench.machine import describe_environment
+from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.results import json_lines
 from fastattn.distributed import Layout, attention, plan
 

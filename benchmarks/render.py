@@ -30,8 +30,8 @@ from typing import Any
 import tables
 from tables import Row, ours_compared, side_by_side
 
-from fastattn._processor import processor_slug
 from fastattn.bench import results, summary
+from fastattn.bench.machine import processor_slug
 from fastattn.bench.results import Result
 
 ROOT = Path(__file__).resolve().parents[1]

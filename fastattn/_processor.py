@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,58 +100,3 @@ def described() -> dict[str, Any]:
         "model": int(fields.get("model", 0)),
         "features": (fields.get("flags") or fields.get("Features") or "").split(),
     }
-
-
-# The folder of results
-
-
-# Vendor, family, models and name of a design; a hypervisor may hide the name of the processor.
-_GENERATIONS: tuple[tuple[str, int, Collection[int], str], ...] = (
-    ("AuthenticAMD", 23, range(0x30), "zen"),
-    ("AuthenticAMD", 23, range(0x30, 0x100), "zen2"),
-    ("AuthenticAMD", 25, {*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)}, "zen4"),
-    ("AuthenticAMD", 25, range(0x60), "zen3"),
-    ("AuthenticAMD", 26, range(0x100), "zen5"),
-    ("GenuineIntel", 6, (0x55,), "skylake"),
-    ("GenuineIntel", 6, (0x6A, 0x6C), "ice-lake"),
-    ("GenuineIntel", 6, (0x8F,), "sapphire-rapids"),
-    ("GenuineIntel", 6, (0xCF,), "emerald-rapids"),
-    ("GenuineIntel", 6, (0xAD, 0xAE), "granite-rapids"),
-)
-# The strongest of these is part of the folder name.
-_NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
-# The parts of a processor's name that do not identify it.
-_NOISE = re.compile(
-    r"\((r|tm)\)|@.*|\b(cpu|processor|w(ith|/) .*graphics)\b|\b[\w]+-core\b", re.IGNORECASE
-)
-
-
-def processor_slug(environment: Mapping[str, Any]) -> str:
-    """The folder in benchmarks/results for this machine.
-
-    The name of the GPU; or the name, generation and strongest instruction set of the processor, as
-    in `amd-epyc-zen4-avx512_bf16`. Records without `cpu_family` have no generation.
-    """
-    if gpu := environment.get("gpu"):
-        return _slug(gpu)
-    vendor, family, model = (environment.get(f"cpu_{key}") for key in ("vendor", "family", "model"))
-    names = [of[3] for of in _GENERATIONS if of[:2] == (vendor, family) and model in of[2]]
-    generation = (names or [f"family{family}-model{model}"])[0] if family else ""
-    flags = environment["cpu_flags"]
-    feature = next((flag for flag in _NAMED_FLAGS if flag in flags), "")
-    parts = (_slug(_NOISE.sub(" ", environment["cpu"])), generation, feature)
-    return "-".join(part for part in parts if part)
-
-
-def _slug(name: str) -> str:
-    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def last_level_bytes() -> int:
-    """The size of the largest cache of a processor; 32 MB if the system does not report it."""
-    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    try:
-        sizes = [path.read_text().strip() for path in caches]  # such as 512K
-        return max(int(size[:-1]) << 10 * (1 + "KMG".index(size[-1])) for size in sizes)
-    except (OSError, ValueError):
-        return 32 << 20

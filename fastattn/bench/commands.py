@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from fastattn._processor import processor_slug
 from fastattn.bench import machine, ops, recording, results, runner, summary
-from fastattn.bench.machine import describe_environment
+from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
 from fastattn.bench.results import QUIET_SHARE, CellResult, Result
 from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names

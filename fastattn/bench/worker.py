@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch, scaled_dot_product_attention, use_backend
-from fastattn._processor import last_level_bytes
 from fastattn.bench import machine, ops
 from fastattn.bench.cells import Cell, make_inputs, output_names
 from fastattn.bench.ops._base import Stopwatch
@@ -122,7 +121,7 @@ def usable_cpus(threads: int) -> list[int]:
 @functools.cache
 def _larger_than_caches(device: str) -> Tensor:
     """A buffer twice as large as the last-level cache: writing it evicts all other data."""
-    count = 2 * last_level_bytes() // 4 if device == "cpu" else 64 << 20
+    count = 2 * machine.last_level_bytes() // 4 if device == "cpu" else 64 << 20
     return torch.zeros(count, device=device)
 
 

@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 from bench_results import a_result, bench, cell_of
 
-from fastattn._processor import processor_slug
 from fastattn.bench import commands, machine, results, summary
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 
@@ -177,7 +176,7 @@ def test_agreement_takes_the_rounds_that_count() -> None:
 def test_the_folder_of_a_processor(
     cpu: str, flags: list[str], more: dict[str, object], slug: str
 ) -> None:
-    assert processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
+    assert machine.processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
 
 
 def test_the_committed_texts_are_those_of_the_committed_results(
