@@ -112,6 +112,7 @@ ROWS = (
     Row("gemm", "", "", Gemm("torch", "torch", "torch"), _UNMEASURED),
 )
 # fmt: on
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 # -- choosing --------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def choose(
         and row.op in ("", op)
         and (not row.dtypes or kind in row.dtypes.split())
         # Changed kernels of a GPU are as unverified as new ones.
-        and (on.device != "cuda" or row.version in ("", __version__))
+        and not (on.device == "cuda" and row.version not in ("", __version__))
     )
 
 
@@ -155,13 +156,14 @@ def has_tiles(isa: str) -> bool:
 def isa(supported: Sequence[str]) -> str:
     """The instruction set of each dtype, as ``_cpu.set_isa`` takes it.
 
-    ``supported``: those that build and processor have, the strongest last. Tiles serve some dtypes
-    alone, so they are used only where a row chooses them.
+    ``supported``: those that build and processor have, the strongest last. Tiles are used only
+    where a row chooses them, since they serve some dtypes alone.
     """
     strongest = [name for name in supported if not has_tiles(name)][-1]
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    rows = {str(dtype)[6:]: choose("isa", "cpu", dtype=dtype).use for dtype in dtypes}
-    chosen = {name: isa if isa in supported else strongest for name, isa in rows.items()}
+    chosen = {}
+    for name in _DTYPES:
+        measured = choose("isa", "cpu", dtype=getattr(torch, name)).use
+        chosen[name] = measured if measured in supported else strongest
     most = chosen.pop("float32")
     return ",".join([most, *(f"{name}={isa}" for name, isa in chosen.items() if isa != most)])
 
@@ -170,7 +172,7 @@ def isa(supported: Sequence[str]) -> str:
 
 _FORMAT = 3
 _BACKENDS = ("torch", "cpu", "cuda", "triton")
-_USES: dict[str, Any] = {"backends": [], "isa": "", "gemm": []}  # of the types that JSON has
+_TYPES = {"backends": list, "isa": str, "gemm": list}  # of `use` in JSON
 
 
 def own_file() -> Path:
@@ -198,9 +200,14 @@ def set_own(rows: Sequence[Row]) -> Path:
     return path
 
 
-def remove_own() -> None:
-    own_file().unlink(missing_ok=True)
+def remove_own() -> Path | None:
+    """Remove the user's file; return where it was, None if there was none."""
+    path = own_file()
+    if not path.exists():
+        return None
+    path.unlink()
     forget()
+    return path
 
 
 @functools.cache
@@ -222,17 +229,20 @@ def _own() -> tuple[Row, ...]:
 
 def _checked(row: Row) -> Row:
     """A row as JSON has it; ``ValueError`` if no choice can follow from it."""
-    like = Row("", "", "", _USES[row.choice], "")
-    right = row.version and [*map(type, row)] == [*map(type, like)]
-    if right and row.choice == "backends":
-        right = {*row.use} <= {*_BACKENDS}
-    elif right and row.choice == "gemm":
-        row = row._replace(use=Gemm(*row.use))
-        sizes = (type(size) is int for size in row.use[3:])
-        right = {*row.use[:3]} <= {*GEMMS} and all(sizes)
-    if not right:
-        raise ValueError(f"{row} is no choice")
-    return row
+    fields: dict[str, Any] = row._asdict()
+    kinds = {"use": _TYPES[row.choice], "least_queries": int}
+    if not all(isinstance(x, kinds.get(name, str)) for name, x in fields.items()):
+        raise ValueError(f"a field of {row} has a wrong type")
+    if not row.version:
+        raise ValueError(f"{row} has no version")
+    if row.choice == "backends" and not {*row.use} <= {*_BACKENDS}:
+        raise ValueError(f"backends must be of {', '.join(_BACKENDS)}, got {row.use}")
+    if row.choice != "gemm":
+        return row
+    gemm = Gemm(*row.use)
+    if not {*gemm[:3]} <= {*GEMMS} or not all(isinstance(size, int) for size in gemm[3:]):
+        raise ValueError(f"GEMMs must be of {', '.join(GEMMS)}, and sizes numbers, got {row.use}")
+    return row._replace(use=gemm)
 
 
 # -- caches ----------------------------------------------------------------------------------------

@@ -76,9 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.reset:
-        own = evidence.own_file()
-        print(f"removed {own}" if own.exists() else f"nothing to remove in {own}")
-        evidence.remove_own()
+        removed = evidence.remove_own()
+        print(f"removed {removed}" if removed else f"nothing to remove in {evidence.own_file()}")
         return 0
     operators = spelling.operators(args.op, MEASURED)
     dtypes = [_DTYPES[name] for name in spelling.dtypes(args.dtype, _DTYPES)]
