@@ -6,7 +6,7 @@ import abc
 import importlib
 import re
 import threading
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Self = TypeVar("Self", bound="Undoable")
 Name = TypeVar("Name")
@@ -36,6 +36,28 @@ class Registry(Protocol[Taken]):
     def serve(self, name: Taken) -> None: ...
 
     def release(self, name: Taken) -> None: ...
+
+
+class Counted(abc.ABC, Generic[Name]):
+    """A registry of one name, which is there from its first registration to the end of its last."""
+
+    _registrations = 0
+
+    def serve(self, name: Name) -> None:
+        if not self._registrations:
+            self.add(name)
+        self._registrations += 1
+
+    def release(self, name: Name) -> None:
+        self._registrations -= 1
+        if not self._registrations:
+            self.remove(name)
+
+    @abc.abstractmethod
+    def add(self, name: Name) -> None: ...
+
+    @abc.abstractmethod
+    def remove(self, name: Name) -> None: ...
 
 
 class Registration(Undoable):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn.integrations._registration import Registration, check_version
+from fastattn.integrations._registration import Counted, Registration, check_version
 from fastattn.ops import scaled_dot_product_attention
 
 __all__ = ["Registration", "register"]
@@ -66,7 +66,7 @@ class _Backend:
         return out.transpose(1, 2)
 
 
-class _Registry:
+class _Registry(Counted[str]):
     """TabPFN's registry of attention backends: the latest that is registered is asked first."""
 
     def __init__(self) -> None:
@@ -74,16 +74,12 @@ class _Registry:
             "tabpfn.architectures.shared.attention_backends"
         )
         self._backend = _Backend()
-        self._registrations = 0
 
-    def serve(self, name: str) -> None:
+    def add(self, name: str) -> None:
         self._backends.register_attention_backend(self._backend)
-        self._registrations += 1
 
-    def release(self, name: str) -> None:
-        self._registrations -= 1
-        if not self._registrations:
-            self._backends.unregister_attention_backend(name)
+    def remove(self, name: str) -> None:
+        self._backends.unregister_attention_backend(name)
 
 
 @functools.cache

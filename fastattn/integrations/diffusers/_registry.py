@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any
 
-from fastattn.integrations._registration import Registration, check_version
+from fastattn.integrations._registration import Counted, Registration, check_version
 from fastattn.integrations.diffusers._attention import attention_forward
 
 NAME = "fastattn"
@@ -38,7 +38,7 @@ def register() -> Registration:
     return Registration(_registry(), (NAME,))
 
 
-class _Registry:
+class _Registry(Counted[str]):
     """diffusers' registry of attention functions.
 
     Its names are the members of an enumeration, which Python closes when the class is created. So
@@ -52,23 +52,16 @@ class _Registry:
         # One member for all registrations: models keep it, and compare it by identity.
         self._member = str.__new__(self._names, NAME)
         self._member._name_, self._member._value_ = NAME.upper(), NAME
-        self._registrations = 0
         self._active_before: Any = None
 
-    def serve(self, name: str) -> None:
-        self._registrations += 1
-        if self._registrations > 1:
-            return
+    def add(self, name: str) -> None:
         self._names._member_names_.append(name.upper())
         self._names._member_map_[name.upper()] = self._member
         self._names._value2member_map_[name] = self._member
         self._backends.register(self._member)(attention_forward)
         self._active_before = self._backends._active_backend
 
-    def release(self, name: str) -> None:
-        self._registrations -= 1
-        if self._registrations:
-            return
+    def remove(self, name: str) -> None:
         # `model.set_attention_backend` also makes its choice the one of all other models.
         if self._backends._active_backend is self._member:
             self._backends.set_active_backend(self._active_before)
