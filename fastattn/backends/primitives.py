@@ -274,7 +274,7 @@ def values_of(options: Any) -> list[Any]:
 
 
 def served(base: Mapping[str, frozenset[str]], **more: str) -> dict[str, frozenset[str]]:
-    """The fields that a backend serves, by primitive: those of ``base``, and more of some."""
+    """The fields that a backend serves, by primitive: ``base``, and ``more`` of some primitives."""
     others = {op: base.get(op, frozenset()) | {*names.split()} for op, names in more.items()}
     return {**base, **others}
 
