@@ -2,7 +2,7 @@
 # backend's function: the tensors of the operator in their order, and by name the record of options,
 # whose fields are read by name; a name that is missing is a TypeError, and so is a value of another
 # type. They return new tensors, and None where there is none.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,19 +18,10 @@ hopfield_backward: Callable[..., Any]  # of the steps; by name also `needed`
 hopfield_steps: Callable[..., Any]  # as many as `taken` again, at most `most`; states, statistics
 self_attention: Callable[..., Any]  # of a small layer, or None; see csrc/cpu/bind_linear.cpp
 
-# A layer of an encoder on rows without padding, see csrc/cpu/bind_encoder.cpp.
-def encoder_layer(
-    x: Tensor,
-    lengths: Sequence[int],
-    parts: tuple[Any, ...],
-    num_heads: int,
-    norm_first: bool,
-    rms: bool,
-    eps1: float,
-    eps2: float,
-    activation: int,
-    relative_bias: Tensor | None,
-) -> Tensor: ...
+# A layer of an encoder on rows without padding, and its plan: csrc/cpu/bind_encoder.cpp, facts.h.
+encoder_layer: Callable[..., Any]
+EncoderPlan: Callable[..., Any]
+Facts: Callable[..., Any]
 
 # Whether all are plain memory of the CPU, as fastattn.eager.runs_eagerly() demands, or None.
 def are_plain(*tensors: Tensor | None) -> bool: ...

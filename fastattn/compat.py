@@ -417,12 +417,26 @@ def are_watched(
     if MISSING:
         return True
     for module in modules:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in hooks_of(module):
             if hooks and not all(map(harmless, hooks.values())):
                 return True
         if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return True
-    return bool(torch.nn.modules.module._has_any_global_hook())
+    return is_any_watched()
+
+
+def is_any_watched() -> bool:
+    """Whether a hook sees the calls of all modules."""
+    return bool(MISSING) or bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The hooks that see the calls of a module."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+# Attributes of a module that change while `are_watched` does, besides the values of the hooks.
+WATCHED = ("forward", "_compiled_call_impl", "_forward_pre_hooks", "_forward_hooks")
 
 
 def may_be_compiled(module: torch.nn.Module) -> bool:

@@ -11,6 +11,7 @@
 // The rows of the sequences lie one after the other, so padding is no row. Nothing is written twice
 // but h: biases and f are applied to the sums of a product, and a residual is read by its norm.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "../function.h"
+#include "facts.h"
 #include "kernel_table.h"
 
 namespace fastattn {
@@ -28,16 +30,6 @@ namespace {
 struct Part {
   TensorView weight, bias;
 };
-
-// No data where the part is None.
-Part read_part(const py::tuple& parts, size_t n) {
-  Part part{};
-  if (parts[n].is_none()) return part;
-  const py::tuple pair = parts[n];
-  part.weight = view_of("weight", pair[0]);
-  if (!pair[1].is_none()) part.bias = view_of("bias", pair[1]);
-  return part;
-}
 
 struct EncoderLayer {
   Part query, key, value, out, first, second, norm1, norm2, scale1, scale2;
@@ -54,37 +46,44 @@ struct EncoderLayer {
   // One weight, [3E, E], projects queries, keys and values.
   bool is_joint() const { return key.weight.data == nullptr; }
 
-  void check_linear(const std::string& name, const Part& part, int64_t n, int64_t k) const {
-    const TensorView& w = part.weight;
-    expect_sizes((name + " weight").c_str(), w, dtype, {n, k});
-    expect(w.stride[1] == 1 || k == 1, name + " weight must have dense rows");
+  // A few names and tensors: no text is made unless one is wrong.
+  static void expect_of(bool holds, const char* name, const char* what) {
+    expect(holds, [&] { return std::string(name) + what; });
+  }
+  void check_linear(const char* name, const Part& part, int64_t n, int64_t k) const {
+    expect_sizes(name, part.weight, dtype, {n, k});
+    expect_of(part.weight.stride[1] == 1 || k == 1, name, " must have dense rows");
     check_bias(name, part, n);
   }
-  void check_bias(const std::string& name, const Part& part, int64_t n) const {
+  void check_bias(const char* name, const Part& part, int64_t n) const {
     if (part.bias.data == nullptr) return;
-    expect_sizes((name + " bias").c_str(), part.bias, dtype, {n});
-    expect(part.bias.stride[0] == 1 || n == 1, name + " bias must be dense");
+    expect_of(part.bias.dtype == dtype && part.bias.has_sizes({n}) &&
+                  (part.bias.stride[0] == 1 || n == 1),
+              name, ": its bias must be dense, of the dtype and rows of the weight");
   }
-  void check_norm(const std::string& name, const Part& part) const {
-    expect_sizes((name + " weight").c_str(), part.weight, dtype, {E});
-    expect(part.weight.stride[0] == 1 || E == 1, name + " weight must be dense");
+  void check_norm(const char* name, const Part& part) const {
+    expect_sizes(name, part.weight, dtype, {E});
+    expect_of(part.weight.stride[0] == 1 || E == 1, name, " must be dense");
     check_bias(name, part, E);
   }
   void check() const {
-    check_linear("query", query, is_joint() ? 3 * E : E, E);
-    if (!is_joint()) check_linear("key", key, E, E), check_linear("value", value, E, E);
-    check_linear("output", out, E, E);
-    check_linear("first", first, F, E);
-    check_linear("second", second, E, F);
-    check_norm("norm1", norm1);
-    check_norm("norm2", norm2);
-    if (scale1.weight.data != nullptr) check_norm("scale1", scale1);
-    if (scale2.weight.data != nullptr) check_norm("scale2", scale2);
+    expect_multiple(H, E, "num_heads");
+    check_linear("query weight", query, is_joint() ? 3 * E : E, E);
+    if (!is_joint())
+      check_linear("key weight", key, E, E), check_linear("value weight", value, E, E);
+    check_linear("output weight", out, E, E);
+    check_linear("first weight", first, F, E);
+    check_linear("second weight", second, E, F);
+    check_norm("norm1 weight", norm1);
+    check_norm("norm2 weight", norm2);
+    if (scale1.weight.data != nullptr) check_norm("scale1 weight", scale1);
+    if (scale2.weight.data != nullptr) check_norm("scale2 weight", scale2);
     if (bias.data == nullptr) return;
     expect_sizes("relative_bias", bias, DType::f32, {H, bias.rank == 2 ? bias.size[1] : 0});
-    expect(bias.is_contiguous() && bias.size[1] % 2 == 1 && bias.size[1] >= 2 * longest - 1,
-           "relative_bias must be contiguous, with an odd number of distances, at least " +
-               std::to_string(2 * longest - 1));
+    expect(bias.is_contiguous() && bias.size[1] % 2 == 1 && bias.size[1] >= 2 * longest - 1, [&] {
+      return "relative_bias must be contiguous, with an odd number of distances, at least " +
+             std::to_string(2 * longest - 1);
+    });
   }
 
   void linear(const void* x, int64_t x_stride, const Part& part, void* y, int64_t y_stride,
@@ -174,51 +173,135 @@ struct EncoderLayer {
   }
 };
 
-// x [rows, E], the sequences of the given lengths one after the other; parts: the pairs of weight and
-// bias of query, key, value, output, first, second, norm1, norm2, scale1, scale2; key and value may be
-// None, and query is then the weight of all three; the scales may be None. relative_bias: None, or
-// [num_heads, distances] in float32, distance 0 in the middle. The result is new.
-py::object encoder_layer(py::handle x, const std::vector<int64_t>& lengths, const py::tuple& parts,
-                         int64_t num_heads, bool norm_first, bool rms, double eps1, double eps2,
-                         int activation, py::handle relative_bias) {
-  const TensorView of_x = view_of("x", x);
-  expect_dtype("x", of_x, {DType::f32, DType::bf16, DType::f16});
-  EncoderLayer t{};
-  t.dtype = of_x.dtype, t.threads = threads();
-  t.rows = of_x.size[0], t.E = of_x.size[1], t.H = num_heads;
-  expect_sizes("x", of_x, t.dtype, {t.rows, t.E});
-  expect(of_x.is_contiguous(), "x must be contiguous");
-  expect(t.E > 0, "x must have columns");
-  expect_multiple(t.H, t.E, "num_heads");
-  t.query = read_part(parts, 0), t.key = read_part(parts, 1), t.value = read_part(parts, 2);
-  t.out = read_part(parts, 3), t.first = read_part(parts, 4), t.second = read_part(parts, 5);
-  t.norm1 = read_part(parts, 6), t.norm2 = read_part(parts, 7);
-  t.scale1 = read_part(parts, 8), t.scale2 = read_part(parts, 9);
-  if (!relative_bias.is_none()) t.bias = view_of("relative_bias", relative_bias);
-  for (const int64_t length : lengths) t.longest = std::max(t.longest, length);
-  t.F = t.first.weight.size[0];
-  expect(t.first.weight.rank == 2 && t.F > 0, "first weight must be [F, E]");
-  t.check();
-  t.starts.reserve(lengths.size() + 1);
-  t.starts.push_back(0);
-  for (const int64_t length : lengths) {
-    expect(length >= 0, "lengths must not be negative");
-    t.starts.push_back(t.starts.back() + length);
+// What a layer is computed from: its parts, and the facts of Python that they depend on.
+class EncoderPlan {
+ public:
+  // parts: the pairs of weight and bias of query, key, value, output, first, second, norm1, norm2, scale1,
+  // scale2; key and value may be None, and query is then the weight of all three; the scales may be None.
+  // sizes: of float32, bf16 and fp16 the largest rows E F, and the most rows of any width.
+  EncoderPlan(const Facts& facts, const py::tuple& parts, int64_t num_heads, bool norm_first,
+              bool rms, double eps1, double eps2, int activation,
+              const std::array<std::array<int64_t, 2>, 3>& sizes)
+      : facts_(facts), sizes_(sizes) {
+    expect(parts.size() == kParts, "parts must be ten pairs, or None");
+    for (size_t n = 0; n < kParts; ++n) {
+      if (parts[n].is_none()) continue;
+      const auto pair = parts[n].cast<py::tuple>();
+      tensors_[n][0] = pair[0], tensors_[n][1] = pair[1];
+    }
+    expect(activation >= 0 && activation <= static_cast<int>(MlpActivation::silu),
+           "activation is unknown");
+    layer_.H = num_heads, layer_.norm_first = norm_first, layer_.rms = rms;
+    layer_.eps1 = eps1, layer_.eps2 = eps2;
+    layer_.activation = static_cast<MlpActivation>(activation);
   }
-  expect(t.starts.back() == t.rows, "lengths must add up to the rows of x");
-  t.order.resize(lengths.size());
+
+  bool holds() const { return facts_.hold(); }
+
+  // The layer for x [rows, E] or [B, L, E], or nothing: the facts do not hold, a tensor is not plain
+  // memory of one dtype, one requires a gradient that is wanted, or x is too large.
+  bool read(py::handle x, bool wants_gradients, TensorView* of_x, EncoderLayer* t) const {
+    *t = layer_;
+    if (!read_plain(x, wants_gradients, of_x) || !facts_.hold()) return false;
+    if (of_x->rank != 2 && of_x->rank != 3) return false;
+    t->dtype = of_x->dtype, t->threads = threads();
+    const int place = t->dtype == DType::f32 ? 0 : t->dtype == DType::bf16 ? 1 : 2;
+    if (place == 2 && t->dtype != DType::f16) return false;
+    Part* const parts[kParts] = {&t->query,  &t->key,   &t->value, &t->out,    &t->first,
+                                 &t->second, &t->norm1, &t->norm2, &t->scale1, &t->scale2};
+    for (size_t n = 0; n < kParts; ++n) {
+      TensorView* const views[] = {&parts[n]->weight, &parts[n]->bias};
+      for (size_t k = 0; k < 2; ++k) {
+        const py::object& tensor = tensors_[n][k];
+        if (tensor.ptr() == nullptr || tensor.is_none()) continue;
+        if (!read_plain(tensor, wants_gradients, views[k]) || views[k]->dtype != t->dtype)
+          return false;
+      }
+    }
+    t->E = of_x->size[of_x->rank - 1];
+    t->rows = of_x->rank == 2 ? of_x->size[0] : of_x->size[0] * of_x->size[1];
+    t->F = t->first.weight.size[0];
+    if (t->E == 0 || t->F == 0 || t->E != t->out.weight.size[0]) return false;
+    const auto& [most_work, few] = sizes_[static_cast<size_t>(place)];
+    return t->rows <= few || t->rows * t->E <= most_work / t->F;
+  }
+
+ private:
+  static constexpr size_t kParts = 10;
+  Facts facts_;
+  py::object tensors_[kParts][2];  // a weight, a bias
+  EncoderLayer layer_{};
+  std::array<std::array<int64_t, 2>, 3> sizes_;
+
+  static bool read_plain(py::handle from, bool wants_gradients, TensorView* to) {
+    if (!read_exact(from, to)) return false;
+    const int64_t number = number_of_call(to->dtype, {from});
+    return number != 0 && !(wants_gradients && number % 2 == 1);
+  }
+};
+
+struct EncoderCall {
+  FASTATTN_TENSORS(x, starts, relative_bias)
+};
+
+// The layer on x [rows, E], the sequences one after the other: sequence b is rows [starts[b],
+// starts[b + 1]), starts [B + 1] in int32. On x [B, L, E] without starts each entry is one, on
+// x [rows, E] all rows. relative_bias: None, or [num_heads, distances] in float32, distance 0 in the
+// middle. The result is new, or None where another forward must run.
+py::object encoder_layer(const EncoderCall& c, py::handle planned, bool wants_gradients) {
+  EncoderLayer t;
+  TensorView x;
+  if (!planned.cast<const EncoderPlan&>().read(c.x, wants_gradients, &x, &t)) return none();
+  py::object kept;
+  const void* from = x.data;
+  if (!x.is_contiguous()) {
+    kept = contiguous(c.x);
+    from = view_of("x", kept).data;
+  }
+  if (c.starts.is_none()) {
+    const int64_t length = x.size[x.rank - 2], count = x.rank == 2 ? 1 : x.size[0];
+    for (int64_t b = 0; b <= count; ++b) t.starts.push_back(b * length);
+  } else {
+    TensorView view;
+    if (!read_exact(c.starts, &view) || view.dtype != kInt32 || view.rank != 1 || view.size[0] == 0)
+      return none();
+    for (int64_t b = 0; b < view.size[0]; ++b)
+      t.starts.push_back(static_cast<const int32_t*>(view.data)[b * view.stride[0]]);
+    if (t.starts[0] != 0 || t.starts.back() != t.rows) return none();  // rows of no sequence
+  }
+  t.order.resize(t.starts.size() - 1);
   std::iota(t.order.begin(), t.order.end(), 0);
-  std::stable_sort(t.order.begin(), t.order.end(), [&](int64_t a, int64_t b) {
-    return lengths[static_cast<size_t>(a)] > lengths[static_cast<size_t>(b)];
-  });
-  expect(activation >= 0 && activation <= static_cast<int>(MlpActivation::silu),
-         "activation is unknown");
-  t.norm_first = norm_first, t.rms = rms, t.eps1 = eps1, t.eps2 = eps2;
-  t.activation = static_cast<MlpActivation>(activation);
+  const auto length_of = [&](int64_t b) {
+    return t.starts[static_cast<size_t>(b) + 1] - t.starts[static_cast<size_t>(b)];
+  };
+  for (const int64_t b : t.order) {
+    expect(length_of(b) >= 0, "starts must not decrease");
+    t.longest = std::max(t.longest, length_of(b));
+  }
+  if (!c.starts.is_none())
+    std::stable_sort(t.order.begin(), t.order.end(),
+                     [&](int64_t a, int64_t b) { return length_of(a) > length_of(b); });
+  if (!c.relative_bias.is_none()) t.bias = view_of("relative_bias", c.relative_bias);
+  t.check();
   void* y = nullptr;
-  const py::object result = new_result(t.dtype, {t.rows, t.E}, &y);
-  if (t.rows > 0) without_gil([&] { t.run(of_x.data, y); });
+  const py::object result = new_result(t.dtype, x.sizes(), &y);
+  if (t.rows > 0) without_gil([&] { t.run(from, y); });
   return result;
+}
+
+void define_encoder_plan(py::module_& m) {
+  py::class_<Facts>(m, "Facts")
+      .def(py::init<const py::list&, const py::list&, const py::list&>())
+      .def("hold", &Facts::hold);
+  py::class_<EncoderPlan>(m, "EncoderPlan")
+      .def(py::init<const Facts&, const py::tuple&, int64_t, bool, bool, double, double, int,
+                    const std::array<std::array<int64_t, 2>, 3>&>())
+      .def("holds", &EncoderPlan::holds)
+      .def("serves", [](const EncoderPlan& plan, py::handle x, bool wants_gradients) {
+        EncoderLayer t;
+        TensorView view;
+        return plan.read(x, wants_gradients, &view, &t);
+      });
 }
 
 }  // namespace

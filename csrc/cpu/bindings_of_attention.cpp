@@ -14,12 +14,13 @@ void define_attention(py::module_& m) {
   define<&attention>(m, "scaled_dot_product_attention", "options, only_first=False");
   define<&attention_backward>(m, "scaled_dot_product_attention_backward");
   define<&decode_attention>(m, "decode_attention");
+  define<&encoder_layer>(m, "encoder_layer", "plan, wants_gradients");
   define<&linear>(m, "linear", "");
   define<&self_attention>(m, "self_attention", "num_heads, batch_first, causal, recorded");
   define<&varlen_attention>(m, "varlen_attention");
   define<&varlen_attention_backward>(m, "varlen_attention_backward");
   m.def("decodes_on_tiles", &heads_decode_on_tiles);
-  m.def("encoder_layer", &encoder_layer);
+  define_encoder_plan(m);
 }
 
 }  // namespace fastattn

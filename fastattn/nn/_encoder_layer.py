@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,11 @@ __all__ = [
     "FusedEncoderLayer",
     "Names",
     "does_nothing",
-    "fused",
+    "is_served",
     "joined",
     "known",
+    "part_of",
+    "served",
     "why_not",
 ]
 
@@ -84,27 +86,21 @@ _LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Parts(NamedTuple):
-    """What the native function takes besides rows."""
-
-    tensors: tuple[Any, ...]  # pairs of weight and bias
-    heads: int
-    norm_first: bool
-    rms: bool
-    eps: tuple[float, float]
-    activation: int
-    width: int  # E
-    hidden: int  # F
+def part_of(layer: nn.Module, path: str) -> Any:
+    """A module inside a layer, by its dotted name."""
+    found: Any = layer
+    for name in path.split("."):
+        found = compat.children_of(found)[name]
+    return found
 
 
 class _Layer:
-    """The parts of a layer, and where they were found: to look again takes as long as a kernel."""
+    """The native plan of a layer: its parts, and the facts that each call checks."""
 
     def __init__(self, layer: nn.Module, names: Names) -> None:
         """Raise ``KeyError`` or ``AttributeError`` for another layer than ``names`` describes."""
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # a dictionary, a key, its value
-        self._inside = [x for x in layer.modules() if x is not layer]
-        self._layer = weakref.ref(layer)
+        inside = [x for x in layer.modules() if x is not layer]
 
         def module(path: str) -> Any:
             found: Any = layer
@@ -118,87 +114,100 @@ class _Layer:
 
         linear = [None if path == "joint" else module(path) for path in names.linear.split()]
         norms = [module(path) for path in names.norms.split()]
-        self.attention = module(names.attention)
-        # None: the layer, which must not be kept alive here.
-        self._function = (module(names.activation) if names.activation else None, names.function)
-        self._activation = getattr(self._function[0] or layer, names.function)
-        dropouts = [x for x in self._inside if "Drop" in type(x).__name__]  # Dropout, DropPath
-        self._random = (self.attention, *dropouts)
+        attention = module(names.attention)
+        function = module(names.activation) if names.activation else layer
+        activation = _activation(self._of(function, names.function))
         pairs: list[Any] = [pair(x) for x in (*linear, *norms) if x is not None]
         joint = linear[0] is None
         if joint:
-            pairs[:0] = [pair(self.attention, "in_proj_weight", "in_proj_bias"), None, None]
+            pairs[:0] = [pair(attention, "in_proj_weight", "in_proj_bias"), None, None]
         scales = [module(path) for path in names.scales.split()]
         pairs += [(pair(x, "lambda1", "lambda1")[0], None) for x in scales] or [None, None]
-        self._heads = names.heads
-        heads = getattr(self.attention, names.heads)
-        self.tensors = tuple(t for x in pairs if x is not None for t in x if t is not None)
-        self._norms = norms
-        self._eps = _eps(norms)
-        self._norm_first = names.norm_first
-        self._is_joint = joint
-        width, hidden = pairs[5][0].shape
+        heads = self._of(attention, names.heads)
+        eps = [self._of(x, "eps") for x in norms]
+        norm_first = bool(self._of(layer, "norm_first", names.norm_first))
+        self.weight: Tensor = pairs[3][0]
+        width = self.weight.shape[0]
         self.is_usual = (
-            _activation(self._activation) > 0
+            not compat.are_watched(inside, does_nothing)
+            and activation > 0
             and all(x is None or type(x) in _LINEAR for x in linear)
             and type(norms[0]) is type(norms[1])
             and all(type(x) in _NORMS and len(x.normalized_shape) == 1 for x in norms)
-            and all(type(eps) is float for eps in self._eps)
+            and all(x is None or type(x) is float for x in eps)
             and all(x is None or x[0] is not None for x in pairs)
             and type(heads) is int
             and heads > 0
             and width % heads == 0
-            and pairs[3][0].shape == (width, width)
+            and self.weight.shape == (width, width)
+            and not (joint and not self._is_usual_attention(attention))
         )
-        norm_first = bool(getattr(layer, "norm_first", names.norm_first))
-        self.parts = Parts(
-            *(tuple(pairs), heads, norm_first, type(norms[0]) is nn.RMSNorm, self._eps),
-            *(_activation(self._activation), width, hidden),
-        )
+        drawing = [x for x in inside if "Drop" in type(x).__name__]  # Dropout, DropPath
+        # Each by itself: one may be in training mode alone.
+        modes = [self._at(vars(x), "training") for x in (layer, attention, *drawing)]
+        self._is_training = any(modes)
+        for each in inside:
+            for name in compat.WATCHED:
+                self._at(vars(each), name, ...)
+        # Of an RMSNorm without one: float32's, in 16 bits a version's choice.
+        dtypes = _DTYPES[:1] if None in eps else _DTYPES
+        eps = [torch.finfo(torch.float32).eps if x is None else x for x in eps]
+        options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
+        sizes = [_most(x) if x in dtypes else (0, 0) for x in _DTYPES]
+        self._inside, self._options = inside, (tuple(pairs), *options, sizes)
 
-    def _at(self, owner: dict[str, Any], name: str) -> Any:
-        value = owner.get(name)
-        self._places.append((owner, name, value))
-        return value
+    def prepared(self) -> _Layer:
+        native: Any = dispatch.load("cpu")
+        hooks = [hooks for x in self._inside for hooks in compat.hooks_of(x)]
+        facts = native.Facts(self._places, self._inside, hooks)
+        self.holds: Callable[[], bool] = facts.hold
+        is_native = self.is_usual and not self._is_training
+        self.plan = native.EncoderPlan(facts, *self._options) if is_native else None
+        return self
 
-    def holds(self) -> bool:
-        """Whether all is still where it was, and nothing watches."""
-        layer: Any = self._layer()
-        for owner, name, value in self._places:
-            if owner.get(name) is not value:
-                return False
-        parts, norms = self.parts, self._norms
-        return (
-            getattr(self._function[0] or layer, self._function[1]) is self._activation
-            and getattr(self.attention, self._heads) == parts.heads
-            and _eps(norms) == self._eps
-            and getattr(layer, "norm_first", self._norm_first) == parts.norm_first
-            and not compat.are_watched(self._inside, does_nothing)
-            and not (self._is_joint and not _is_usual(self.attention))
-        )
+    def _at(self, owner: dict[str, Any], name: str, default: Any = None) -> Any:
+        self._places.append((owner, name, owner.get(name, ...)))
+        return owner.get(name, default)
 
-    def is_training(self) -> bool:
-        """Whether a module that draws random numbers is in training mode, itself alone perhaps."""
-        return any(module.training for module in self._random)
+    def _of(self, module: Any, name: str, default: Any = None) -> Any:
+        """An attribute of a module, wherever it is."""
+        for owner in (vars(module), compat.parameters_of(module), compat.children_of(module)):
+            value = self._at(owner, name, ...)
+            if value is not ...:
+                return value
+        return getattr(type(module), name, default)
+
+    def _is_usual_attention(self, attention: Any) -> bool:
+        """Whether a ``MultiheadAttention`` has none of its options."""
+        given = {name: self._of(attention, name) for name in _OPTIONS_OF_ATTENTION}
+        usual: dict[str, Any] = {
+            "batch_first": True,
+            "_qkv_same_embed_dim": True,
+            "add_zero_attn": False,
+        }
+        usual["embed_dim"] = self.weight.shape[0]
+        is_usual = all(given[name] == usual.get(name) for name in given)
+        return is_usual and isinstance(attention, nn.MultiheadAttention)
 
 
+_OPTIONS_OF_ATTENTION = (
+    "batch_first embed_dim _qkv_same_embed_dim bias_k bias_v add_zero_attn head_network "
+    "relative_bias _watch _context"
+).split()
 _known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
-def known(layer: nn.Module, names: Names, x: Tensor | None = None) -> _Layer | None:
-    """What a layer has for a native call, on ``x`` if given; None if its own forward must run."""
+def known(layer: nn.Module, names: Names) -> _Layer | None:
+    """What a layer has for a native call; None if its own forward must run."""
     kept = _known.get(layer)
-    # A size that a compiler traces would become a guard.
-    sized = kept is not None and x is not None and compat.nothing_intercepts()
-    if sized and not _is_small(x, kept.parts):  # type: ignore[arg-type,union-attr]
-        return None  # without a look at all its places
     if kept is None or not kept.holds():
+        if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
+            return None
         try:
-            kept = _known[layer] = _Layer(layer, names)
+            kept = _Layer(layer, names)
         except (AttributeError, KeyError, ValueError):
             return None
-        if not kept.holds():
-            return None
+        _known[layer] = kept.prepared()
     return kept if kept.is_usual else None
 
 
@@ -216,7 +225,7 @@ class FusedEncoderLayer(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoderLayer``."""
         if src_mask is None and src_key_padding_mask is None and not is_causal:
-            y = fused(self, self.NAMES, src)
+            y = served(self, self.NAMES, src)
             if y is not None:
                 return y
         stock: Any = super()
@@ -249,43 +258,54 @@ class FusedEncoder(nn.Module):
             return None
         if not all(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers):
             return None
-        found = [serves(layer, known(layer, PYTORCH, src), src) for layer in layers]
-        if None in found or not runs_eagerly(padding):
+        if not runs_eagerly(padding) or not all(is_served(x, PYTORCH, src) for x in layers):
             return None
-        rows, lengths, back = joined(src, padding)
-        for parts in found:
-            assert parts is not None
-            rows = run(parts, rows, lengths)
+        rows, starts, back = joined(src, padding)
+        for layer in layers:
+            rows = served(layer, PYTORCH, rows, starts)
         y, norm = back(rows), self.norm
         return y if norm is None else norm(y)  # type: ignore[operator]
 
 
-def fused(layer: nn.Module, names: Names, x: Tensor) -> Tensor | None:
-    """The layer on x [B, L, E] or [L, E] without a mask; None if its own forward must run."""
-    if x.is_nested or x.dim() not in (2, 3):
+def served(
+    layer: nn.Module,
+    names: Names,
+    x: Tensor,
+    starts: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+) -> Any:
+    """The layer on ``x`` in one native call; None if its own forward must run.
+
+    ``x`` is [B, L, E], or [rows, E] of sequences one after the other, which begin at ``starts``
+    [B + 1], in int32. ``relative_bias`` [heads, distances] of the scores, in float32, has distance
+    0 in the middle.
+    """
+    if not compat.nothing_intercepts() or compat.is_any_watched():
         return None
-    parts = serves(layer, known(layer, names, x), x)
-    if parts is None:
+    wants_gradients = torch.is_grad_enabled()
+    kept = _known.get(layer)
+    if kept is not None and kept.plan is not None:
+        run: Any = dispatch.load("cpu").encoder_layer  # type: ignore[union-attr]
+        plan = kept.plan
+        y = run(x, starts, relative_bias, plan=plan, wants_gradients=wants_gradients)
+        if y is not None:
+            return y
+    if kept is not None and kept.holds():
         return None
-    count = 1 if x.dim() == 2 else x.shape[0]
-    return run(parts, x.reshape(-1, x.shape[-1]).contiguous(), [x.shape[-2]] * count).view(x.shape)
+    kept = known(layer, names)
+    if kept is None or kept.plan is None:
+        return None
+    return served(layer, names, x, starts, relative_bias)
 
 
-def serves(layer: nn.Module, kept: _Layer | None, x: Tensor) -> Parts | None:
-    """The parts of a layer, or None if its own forward must run on ``x`` [..., E]."""
-    if kept is None or layer.training or kept.is_training() or not compat.nothing_intercepts():
-        return None
-    if x.dtype not in _DTYPES or not x.is_cpu:
-        return None
-    parts, width = kept.parts, x.shape[-1]
-    if x.numel() == 0 or width != parts.width or not _is_small(x, parts):
-        return None
-    tensors = (x, *kept.tensors)
-    if torch.is_grad_enabled() and compat.any_requires_grad(*tensors):
-        return None
-    if not runs_eagerly(*tensors) or any(t.dtype is not x.dtype for t in kept.tensors):
-        return None
-    return parts
+def is_served(layer: nn.Module, names: Names, x: Tensor) -> bool:
+    """Whether :func:`served` would run the layer on the rows of ``x``."""
+    if not compat.nothing_intercepts() or compat.is_any_watched():
+        return False
+    kept = known(layer, names)
+    if kept is None or kept.plan is None:
+        return False
+    return bool(kept.plan.serves(x, torch.is_grad_enabled()))
 
 
 def why_not(module: nn.Module) -> str:
@@ -299,7 +319,7 @@ def _why_not(layer: nn.Module, names: Any) -> str:
     kept = known(layer, names)
     if kept is None:
         return "a part of it is of another class, is watched by a hook, or has unusual options"
-    weight = kept.tensors[0]
+    weight = kept.weight
     if weight.dtype not in _DTYPES or not weight.is_cpu:
         return f"it is in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
     if not _most(weight.dtype)[0]:
@@ -307,30 +327,9 @@ def _why_not(layer: nn.Module, names: Any) -> str:
     return ""
 
 
-def run(
-    parts: Parts, x: Tensor, lengths: Sequence[int], relative_bias: Tensor | None = None
-) -> Tensor:
-    """The layer on the rows of sequences, one after the other: x [rows, E], contiguous.
-
-    ``relative_bias`` [heads, distances] of the scores, in float32, has distance 0 in the middle.
-    """
-    native: Any = dispatch.load("cpu")
-    y: Tensor = native.encoder_layer(
-        x,
-        lengths,
-        parts.tensors,
-        parts.heads,
-        parts.norm_first,
-        parts.rms,
-        *parts.eps,
-        parts.activation,
-        relative_bias,
-    )
-    return y
-
-
-def joined(x: Tensor, padding: Tensor) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
-    """The rows [T, E] of x [B, L, E] that are no padding, the lengths, and how to put rows back.
+def joined(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """The rows [T, E] of x [B, L, E] that are no padding, where each sequence begins, [B + 1] in
+    int32, and how to put rows back.
 
     ``padding`` [B, L] is True at padding, where the result is 0.
     """
@@ -341,7 +340,8 @@ def joined(x: Tensor, padding: Tensor) -> tuple[Tensor, list[int], Callable[[Ten
     def back(rows: Tensor) -> Tensor:
         return rows.new_zeros(*x.shape).view(-1, width).index_copy_(0, places, rows).view(x.shape)
 
-    return x.reshape(-1, width).index_select(0, places), kept.sum(1).tolist(), back
+    starts = F.pad(kept.sum(1), (1, 0)).cumsum(0, dtype=torch.int32)
+    return x.reshape(-1, width).index_select(0, places), starts, back
 
 
 @functools.cache
@@ -355,14 +355,12 @@ def _most(dtype: torch.dtype) -> tuple[int, int]:
     return gemm.layer_up_to, gemm.few if gemm.layer_up_to else 0
 
 
-evidence.on_change(_most.cache_clear)
+def _forget() -> None:
+    _most.cache_clear()
+    _known.clear()
 
 
-def _is_small(x: Tensor, parts: Parts) -> bool:
-    """Whether the native layer is faster than its operators on x [..., E]."""
-    work, rows = _most(x.dtype)
-    size = x.numel()
-    return size * parts.hidden <= work or size <= rows * parts.width
+evidence.on_change(_forget)
 
 
 def does_nothing(hook: Any) -> bool:
@@ -371,15 +369,6 @@ def does_nothing(hook: Any) -> bool:
     transformers leaves hooks behind that record outputs on demand; callers look for that demand.
     """
     return hook is keep_forward_called or hook.__module__ == "transformers.utils.output_capturing"
-
-
-def _eps(norms: Sequence[Any]) -> tuple[float, float]:
-    """Of both norms. An RMSNorm without one has float32's there, in 16 bits a version's choice."""
-    default = torch.finfo(torch.float32).eps
-    first, second = (
-        default if x.eps is None and x.weight.dtype is torch.float32 else x.eps for x in norms
-    )
-    return first, second
 
 
 def _activation(function: Any) -> int:
@@ -393,20 +382,3 @@ def _activation(function: Any) -> int:
         return _ACTIVATIONS.get(function, 0)
     except TypeError:  # it has no hash
         return 0
-
-
-def _is_usual(attention: Any) -> bool:
-    """Whether a ``MultiheadAttention`` has none of its options."""
-    return (
-        isinstance(attention, nn.MultiheadAttention)
-        and attention.batch_first
-        and attention.embed_dim == attention.out_proj.weight.shape[0]
-        and attention._qkv_same_embed_dim
-        and attention.bias_k is None
-        and attention.bias_v is None
-        and not attention.add_zero_attn
-        and getattr(attention, "head_network", None) is None
-        and getattr(attention, "relative_bias", None) is None
-        and getattr(attention, "_watch", None) is None
-        and getattr(attention, "_context", None) is None
-    )

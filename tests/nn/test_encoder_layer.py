@@ -45,6 +45,15 @@ def biases(table: Tensor, length: int) -> Tensor:
     return table[:, table.shape[1] // 2 + at[:, None] - at]
 
 
+def native_layer(x: Tensor, lengths: list[int], parts: Any, *options: Any) -> Any:
+    """The native function on a layer that no fact can change."""
+    *rest, table = options
+    facts = _cpu.Facts([], [], [])
+    plan = _cpu.EncoderPlan(facts, parts, *rest, [(2**62, 0)] * 3)
+    starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    return _cpu.encoder_layer(x, starts, table, plan=plan, wants_gradients=False)
+
+
 def by_operators(
     x: Tensor,
     lengths: list[int],
@@ -145,9 +154,7 @@ def check(
         )
 
     placed = None if table is None else place(table)
-    y = _cpu.encoder_layer(
-        place(x), lengths, each(place), heads, norm_first, rms, *eps, number, placed
-    )
+    y = native_layer(place(x), lengths, each(place), heads, norm_first, rms, *eps, number, placed)
     rest = (heads, norm_first, eps, f, table, rms)
 
     def definition() -> dict[str, Tensor]:
@@ -165,18 +172,18 @@ def test_one_weight_for_queries_keys_and_values() -> None:
     parts, x = draw(32, 64, torch.float32), torch.randn(9, 32)
     joint = (torch.cat([w for w, _ in parts[:3]]), torch.cat([b for _, b in parts[:3]]))
     rest = (4, False, False, 1e-5, 1e-5, 1, None)
-    apart = _cpu.encoder_layer(x, [4, 5], (*parts,), *rest)
-    assert torch.equal(_cpu.encoder_layer(x, [4, 5], (joint, None, None, *parts[3:]), *rest), apart)
+    apart = native_layer(x, [4, 5], (*parts,), *rest)
+    assert torch.equal(native_layer(x, [4, 5], (joint, None, None, *parts[3:]), *rest), apart)
 
 
 def test_rows_do_not_depend_on_their_batch(same_for_any_threads: Any) -> None:
     parts = draw(64, 96, torch.float32)
     x, rest = torch.randn(60, 64), (4, True, False, 1e-5, 1e-5, 2, None)
-    whole = same_for_any_threads(lambda: _cpu.encoder_layer(x, [20, 30, 10], (*parts,), *rest))
+    whole = same_for_any_threads(lambda: native_layer(x, [20, 30, 10], (*parts,), *rest))
     for start, length in ((0, 20), (20, 30), (50, 10)):
         rows = x[start : start + length].contiguous()
         assert torch.equal(
-            _cpu.encoder_layer(rows, [length], (*parts,), *rest), whole[start : start + length]
+            native_layer(rows, [length], (*parts,), *rest), whole[start : start + length]
         )
 
 
@@ -189,21 +196,55 @@ def test_wrong_arguments_are_named() -> None:
 
     other = [(torch.randn(64, 31), None), *parts[1:]]
     for args, words in (
-        (changed(1, [8]), "lengths"),
-        (changed(1, [10, -1]), "lengths"),
-        (changed(0, x.double()), "x"),
-        (changed(0, torch.randn(32, 9).T), "contiguous"),
+        (changed(1, [10, -1]), "starts"),
         (changed(2, (*other,)), "query weight"),
+        (changed(2, (parts[0], (parts[1][0], x[0, :31]), *parts[2:])), "key weight: its bias"),
         (changed(2, (*parts[:4], (parts[4][0][:, ::2], None), *parts[5:])), "first weight"),
-        (changed(3, 5), "num_heads"),
         (changed(2, (*parts[:8], (torch.randn(31), None), None)), "scale1 weight"),
+        (changed(2, (*parts[:9],)), "ten pairs"),
+        (changed(3, 5), "num_heads"),
         (changed(8, 9), "activation"),
         (changed(9, torch.randn(4, 15)), "relative_bias must .* at least 17"),
         (changed(9, torch.randn(4, 18)), "odd number of distances"),
         (changed(9, torch.randn(3, 17)), "relative_bias"),
     ):
         with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
-            _cpu.encoder_layer(*args)
+            native_layer(*args)
+    for args in (
+        changed(0, x.double()),
+        changed(0, torch.randn(9, 31)),
+        changed(0, x[:, None, None]),
+        changed(1, [8]),
+    ):
+        assert native_layer(*args) is None
+    assert native_layer(x[:0], [0, 0], *good[2:]).shape == (0, 32)
+    columns = changed(0, torch.randn(32, 9).T)
+    assert torch.equal(native_layer(*columns), native_layer(columns[0].contiguous(), *columns[1:]))
+
+
+def test_facts() -> None:
+    """Of each kind of fact, one that changes, and one that changes back."""
+    place, hooks, module = {"a": 1, "b": None}, {1: doubled}, nn.Linear(1, 1)
+    facts = _cpu.Facts([(place, "a", 1), (place, "b", None), (place, "c", ...)], [module], [hooks])
+
+    def changes(change: Callable[[], Any], undo: Callable[[], Any]) -> None:
+        assert facts.hold()
+        change()
+        assert not facts.hold()
+        undo()
+        assert facts.hold()
+
+    changes(lambda: place.update(a=2), lambda: place.update(a=1))
+    changes(lambda: place.pop("b"), lambda: place.update(b=None))
+    changes(lambda: place.update(c=None), lambda: place.pop("c"))
+    changes(lambda: hooks.update({2: doubled}), lambda: hooks.pop(2))
+    changes(lambda: hooks.update({1: draw}), lambda: hooks.update({1: doubled}))
+    kind = type("Another", (nn.Linear,), {})
+    changes(
+        lambda: setattr(module, "__class__", kind), lambda: setattr(module, "__class__", nn.Linear)
+    )
+    with pytest.raises(ValueError, match="dictionaries"):
+        _cpu.Facts([([], "a", 1)], [], [])
 
 
 # -- where it runs ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fastattn import compat
 from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._recording import anything_is_recorded, weights_are_recorded
-from fastattn.nn._encoder_layer import Names, does_nothing, joined, known, run, serves
+from fastattn.nn._encoder_layer import Names, does_nothing, is_served, joined, part_of, served
 
 __all__ = ["encoder_class", "layer_class"]
 
@@ -39,21 +39,12 @@ class FusedLayer(nn.Module):
         return stock.forward(hidden_states, attention_mask, *others, **more)
 
     def _fused(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
-        kept = known(self, self.NAMES, x)
-        if kept is None or not _is_ours(kept.attention) or q_starts is not k_starts:
-            return None
-        parts = serves(self, kept, x)
-        if parts is None:
+        if q_starts is not k_starts or not _is_ours(part_of(self, self.NAMES.attention)):
             return None
         if q_starts is None:
-            lengths = [x.shape[1]] * x.shape[0]
-        elif not runs_eagerly(q_starts):
-            return None
-        else:
-            lengths = q_starts.diff().tolist()
-            if sum(lengths) != x.shape[0] * x.shape[1]:
-                return None  # rows after the last sequence
-        return run(parts, x.reshape(-1, x.shape[-1]).contiguous(), lengths).view(x.shape)
+            return served(self, self.NAMES, x)
+        y = served(self, self.NAMES, x[0], q_starts) if len(x) == 1 else None
+        return None if y is None else y[None]
 
 
 class _Bert(FusedLayer):
@@ -139,10 +130,9 @@ class UnpaddedEncoder(nn.Module):
         padding = self._padding(hidden_states, attention_mask, others, more)
         if padding is None:
             return stock.forward(hidden_states, attention_mask, *others, **more)
-        rows, lengths, back = joined(hidden_states, padding)
-        starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        rows, starts, back = joined(hidden_states, padding)
         packed: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-        longest = max(lengths)
+        longest = int(starts.diff().max())
         packed |= {"max_length_q": longest, "max_length_k": longest}
         output = stock.forward(rows[None], None, *others, **{**more, **packed})
         output.last_hidden_state = back(output.last_hidden_state[0])
@@ -207,21 +197,21 @@ class MPNetStack(nn.Module):
         embedding: Any = self.relative_attention_bias
         if x.dim() != 3 or compat.are_watched((*layers, embedding), does_nothing):
             return None
-        found = [serves(layer, known(layer, _MPNET, x), x) for layer in layers]
-        if None in found or type(embedding) is not nn.Embedding or self.training:
+        if type(embedding) is not nn.Embedding or self.training:
+            return None
+        if not all(is_served(layer, _MPNET, x) for layer in layers):
             return None
         none = x.new_zeros(x.shape[:2], dtype=torch.bool)
         padding = none if mask is None else _padding_of_additive(mask, x)
         if padding is None:
             return None
-        rows, lengths, back = joined(x, padding)
-        longest = max(1, *lengths)  # 1 also where all is padding
+        rows, starts, back = joined(x, padding)
+        longest = max(1, int(starts.diff().max()))  # 1 also where all is padding
         distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
         buckets: Any = self.relative_position_bucket
         table = embedding.weight[buckets(distances)].t().float().contiguous()
-        for parts in found:
-            assert parts is not None
-            rows = run(parts, rows, lengths, table)
+        for layer in layers:
+            rows = served(layer, _MPNET, rows, starts, table)
         return back(rows)
 
 
