@@ -19,7 +19,7 @@ hopfield_steps: Callable[..., Any]  # as many as `taken` again, at most `most`; 
 self_attention: Callable[..., Any]  # of a small layer, or None; see csrc/cpu/bind_linear.cpp
 
 # A layer of an encoder on rows without padding, and its plan: csrc/cpu/bind_encoder.cpp, facts.h.
-encoder_layer: Callable[..., Any]
+encoder_layers: Callable[..., Any]
 EncoderPlan: Callable[..., Any]
 Facts: Callable[..., Any]
 

@@ -1,4 +1,4 @@
-// A layer of an encoder in one call: tensors in, a tensor out, all scratch from one allocation.
+// The layers of an encoder in one call: tensors in, a tensor out, all scratch from one allocation.
 //
 //   post-norm:  h = norm1(x + A(x)),     y = norm2(h + B(h))
 //   pre-norm:   h = x + A(norm1(x)),     y = h + B(norm2(h))
@@ -31,13 +31,33 @@ struct Part {
   TensorView weight, bias;
 };
 
+// Where each sequence begins, the order of their work, and the length of the longest.
+struct Sequences {
+  std::vector<int64_t> starts, order;
+  int64_t longest = 0;
+
+  explicit Sequences(std::vector<int64_t> from)
+      : starts(std::move(from)), order(starts.size() - 1) {
+    std::iota(order.begin(), order.end(), 0);
+    for (const int64_t b : order) {
+      expect(length(b) >= 0, "starts must not decrease");
+      longest = std::max(longest, length(b));
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return length(a) > length(b); });
+  }
+
+  int64_t length(int64_t b) const {
+    return starts[static_cast<size_t>(b) + 1] - starts[static_cast<size_t>(b)];
+  }
+};
+
 struct EncoderLayer {
   Part query, key, value, out, first, second, norm1, norm2, scale1, scale2;
   TensorView bias;  // [H, distances], no data where there is none
   DType dtype;
   int64_t rows, E, H, F;  // F: the hidden units
-  std::vector<int64_t> starts, order;
-  int64_t longest;
+  const Sequences* sequences;
   bool norm_first, rms;
   double eps1, eps2;
   MlpActivation activation;
@@ -80,10 +100,12 @@ struct EncoderLayer {
     if (scale2.weight.data != nullptr) check_norm("scale2 weight", scale2);
     if (bias.data == nullptr) return;
     expect_sizes("relative_bias", bias, DType::f32, {H, bias.rank == 2 ? bias.size[1] : 0});
-    expect(bias.is_contiguous() && bias.size[1] % 2 == 1 && bias.size[1] >= 2 * longest - 1, [&] {
-      return "relative_bias must be contiguous, with an odd number of distances, at least " +
-             std::to_string(2 * longest - 1);
-    });
+    expect(
+        bias.is_contiguous() && bias.size[1] % 2 == 1 && bias.size[1] >= 2 * sequences->longest - 1,
+        [&] {
+          return "relative_bias must be contiguous, with an odd number of distances, at least " +
+                 std::to_string(2 * sequences->longest - 1);
+        });
   }
 
   void linear(const void* x, int64_t x_stride, const Part& part, void* y, int64_t y_stride,
@@ -114,7 +136,7 @@ struct EncoderLayer {
     SequencesParams t{};
     AttentionParams& p = t.attention;
     p.dtype = dtype, p.threads = threads;
-    p.B = static_cast<int64_t>(starts.size()) - 1;
+    p.B = static_cast<int64_t>(sequences->order.size());
     p.Hq = p.Hkv = H, p.Lq = p.Lk = rows, p.D = p.Dv = D;
     const auto heads = [&](char* data, int64_t width) { return Tensor4{data, {0, D, width, 1}}; };
     p.q = heads(qkv, 3 * E);
@@ -129,20 +151,23 @@ struct EncoderLayer {
       p.relative_bias_stride[1] = bias.stride[0];
       p.relative_bias_size = bias.size[1];
     }
-    t.q_starts = t.k_starts = starts.data();
-    t.order = order.data();
+    t.q_starts = t.k_starts = sequences->starts.data();
+    t.order = sequences->order.data();
     t.lse_stride = rows;
     kernels(dtype).attention_sequences_forward(t);
   }
 
-  void run(const void* x, void* y) const {
+  // Of `run`: qkv [rows, 3E], a [rows, E], h [rows, E], lse [H, rows]; m [rows, F], the hidden units,
+  // in the place of qkv.
+  int64_t scratch() const {
+    const int64_t element = element_bytes(dtype);
+    return rows * (std::max(3 * E, F) + 2 * E) * element + rows * H * 8 + 64;
+  }
+
+  void run(const void* x, char* memory, void* y) const {
     const int64_t element = element_bytes(dtype), row = E * element;
-    // qkv [rows, 3E], a [rows, E], h [rows, E]; m [rows, F], the hidden units, in the place of qkv
-    const int64_t wide = std::max(3 * row, F * element);
-    const std::unique_ptr<char[]> memory(
-        new char[static_cast<size_t>(rows * (wide + 2 * row) + rows * H * 8 + 64)]);
-    char* const qkv = memory.get();
-    char* const a = qkv + rows * wide;
+    char* const qkv = memory;
+    char* const a = qkv + rows * std::max(3 * row, F * element);
     char* const h = a + rows * row;
     double* const lse =
         reinterpret_cast<double*>((reinterpret_cast<uintptr_t>(h + rows * row) + 63) / 64 * 64);
@@ -244,48 +269,56 @@ struct EncoderCall {
   FASTATTN_TENSORS(x, starts, relative_bias)
 };
 
-// The layer on x [rows, E], the sequences one after the other: sequence b is rows [starts[b],
-// starts[b + 1]), starts [B + 1] in int32. On x [B, L, E] without starts each entry is one, on
-// x [rows, E] all rows. relative_bias: None, or [num_heads, distances] in float32, distance 0 in the
-// middle. The result is new, or None where another forward must run.
-py::object encoder_layer(const EncoderCall& c, py::handle planned, bool wants_gradients) {
-  EncoderLayer t;
+// The layers, one after the other, on x [rows, E], the sequences one after the other: sequence b is rows
+// [starts[b], starts[b + 1]), starts [B + 1] in int32. On x [B, L, E] without starts each entry is
+// one, on x [rows, E] all rows. relative_bias: None, or [num_heads, distances] in float32, distance 0
+// in the middle. The result is new, or None where another forward must run. `plans` is a tuple.
+py::object encoder_layers(const EncoderCall& c, py::handle plans, bool wants_gradients) {
+  std::vector<EncoderLayer> layers(plans.cast<py::tuple>().size());
   TensorView x;
-  if (!planned.cast<const EncoderPlan&>().read(c.x, wants_gradients, &x, &t)) return none();
+  size_t place = 0;
+  for (const py::handle plan : plans.cast<py::tuple>())
+    if (!plan.cast<const EncoderPlan&>().read(c.x, wants_gradients, &x, &layers[place++]))
+      return none();
+  expect(!layers.empty(), "plans must not be empty");
+  const int64_t rows = layers[0].rows;
   py::object kept;
   const void* from = x.data;
   if (!x.is_contiguous()) {
     kept = contiguous(c.x);
     from = view_of("x", kept).data;
   }
+  std::vector<int64_t> starts;
   if (c.starts.is_none()) {
     const int64_t length = x.size[x.rank - 2], count = x.rank == 2 ? 1 : x.size[0];
-    for (int64_t b = 0; b <= count; ++b) t.starts.push_back(b * length);
+    for (int64_t b = 0; b <= count; ++b) starts.push_back(b * length);
   } else {
     TensorView view;
     if (!read_exact(c.starts, &view) || view.dtype != kInt32 || view.rank != 1 || view.size[0] == 0)
       return none();
     for (int64_t b = 0; b < view.size[0]; ++b)
-      t.starts.push_back(static_cast<const int32_t*>(view.data)[b * view.stride[0]]);
-    if (t.starts[0] != 0 || t.starts.back() != t.rows) return none();  // rows of no sequence
+      starts.push_back(static_cast<const int32_t*>(view.data)[b * view.stride[0]]);
+    if (starts[0] != 0 || starts.back() != rows) return none();  // rows of no sequence
   }
-  t.order.resize(t.starts.size() - 1);
-  std::iota(t.order.begin(), t.order.end(), 0);
-  const auto length_of = [&](int64_t b) {
-    return t.starts[static_cast<size_t>(b) + 1] - t.starts[static_cast<size_t>(b)];
-  };
-  for (const int64_t b : t.order) {
-    expect(length_of(b) >= 0, "starts must not decrease");
-    t.longest = std::max(t.longest, length_of(b));
+  const Sequences sequences(std::move(starts));
+  TensorView bias{};
+  if (!c.relative_bias.is_none()) bias = view_of("relative_bias", c.relative_bias);
+  int64_t scratch = 0;
+  for (EncoderLayer& each : layers) {
+    each.sequences = &sequences, each.bias = bias;
+    each.check();
+    scratch = std::max(scratch, each.scratch());
   }
-  if (!c.starts.is_none())
-    std::stable_sort(t.order.begin(), t.order.end(),
-                     [&](int64_t a, int64_t b) { return length_of(a) > length_of(b); });
-  if (!c.relative_bias.is_none()) t.bias = view_of("relative_bias", c.relative_bias);
-  t.check();
   void* y = nullptr;
-  const py::object result = new_result(t.dtype, x.sizes(), &y);
-  if (t.rows > 0) without_gil([&] { t.run(from, y); });
+  const py::object result = new_result(x.dtype, x.sizes(), &y);
+  if (rows == 0) return result;
+  without_gil([&] {
+    const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(scratch)]);
+    for (const EncoderLayer& each : layers) {
+      each.run(from, memory.get(), y);
+      from = y;
+    }
+  });
   return result;
 }
 

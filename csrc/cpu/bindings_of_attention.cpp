@@ -14,7 +14,7 @@ void define_attention(py::module_& m) {
   define<&attention>(m, "scaled_dot_product_attention", "options, only_first=False");
   define<&attention_backward>(m, "scaled_dot_product_attention_backward");
   define<&decode_attention>(m, "decode_attention");
-  define<&encoder_layer>(m, "encoder_layer", "plan, wants_gradients");
+  define<&encoder_layers>(m, "encoder_layers", "plans, wants_gradients");
   define<&linear>(m, "linear", "");
   define<&self_attention>(m, "self_attention", "num_heads, batch_first, causal, recorded");
   define<&varlen_attention>(m, "varlen_attention");

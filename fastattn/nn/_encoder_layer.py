@@ -1,4 +1,4 @@
-"""A layer of an encoder in one native call, on rows without padding.
+"""The layers of an encoder in one native call, on rows without padding.
 
     post-norm:  h = norm1(x + A(x)),     y = norm2(h + B(h))
     pre-norm:   h = x + A(norm1(x)),     y = h + B(norm2(h))
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -225,7 +225,7 @@ class FusedEncoderLayer(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoderLayer``."""
         if src_mask is None and src_key_padding_mask is None and not is_causal:
-            y = served(self, self.NAMES, src)
+            y = served((self,), self.NAMES, src)
             if y is not None:
                 return y
         stock: Any = super()
@@ -243,69 +243,73 @@ class FusedEncoder(nn.Module):
         is_causal: bool | None = None,
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoder``, with 0 for padding before the last norm."""
-        if mask is None and src_key_padding_mask is not None and not is_causal:
-            y = self._packed(src, src_key_padding_mask)
+        if mask is None and not is_causal:
+            y = self._native(src, src_key_padding_mask)
             if y is not None:
-                return y
+                return y if self.norm is None else self.norm(y)  # type: ignore[operator]
         stock: Any = super()
         return stock.forward(src, mask, src_key_padding_mask, is_causal)
 
-    def _packed(self, src: Tensor, padding: Tensor) -> Tensor | None:
+    def _native(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
         layers: Any = self.layers
-        if src.dim() != 3 or src.is_nested or padding.shape != src.shape[:2]:
+        if src.is_nested or compat.are_watched(layers, does_nothing):
             return None
-        if padding.dtype != torch.bool or compat.are_watched(layers, does_nothing):
+        if any(type(layer).forward.__module__ not in _FORWARDS for layer in layers):
             return None
-        if not all(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers):
+        if padding is None:
+            return served(layers, PYTORCH, src)
+        if src.dim() != 3 or padding.shape != src.shape[:2] or padding.dtype != torch.bool:
             return None
-        if not runs_eagerly(padding) or not all(is_served(x, PYTORCH, src) for x in layers):
+        if not is_served(layers, PYTORCH, src) or not runs_eagerly(padding):
             return None
         rows, starts, back = joined(src, padding)
-        for layer in layers:
-            rows = served(layer, PYTORCH, rows, starts)
-        y, norm = back(rows), self.norm
-        return y if norm is None else norm(y)  # type: ignore[operator]
+        return back(served(layers, PYTORCH, rows, starts))
+
+
+# Of the layers whose own forward computes what `PYTORCH` describes.
+_FORWARDS = ("torch.nn.modules.transformer", "fastattn.nn.transformer", __name__)
 
 
 def served(
-    layer: nn.Module,
+    layers: Collection[nn.Module],
     names: Names,
     x: Tensor,
     starts: Tensor | None = None,
     relative_bias: Tensor | None = None,
 ) -> Any:
-    """The layer on ``x`` in one native call; None if its own forward must run.
+    """The layers on ``x``, one after the other, in one native call; None if their own forwards must
+    run.
 
     ``x`` is [B, L, E], or [rows, E] of sequences one after the other, which begin at ``starts``
     [B + 1], in int32. ``relative_bias`` [heads, distances] of the scores, in float32, has distance
-    0 in the middle.
+    0 in the middle. Hooks of the layers themselves are the caller's to look for.
     """
-    if not compat.nothing_intercepts() or compat.is_any_watched():
+    if not layers or not compat.nothing_intercepts() or compat.is_any_watched():
         return None
-    wants_gradients = torch.is_grad_enabled()
-    kept = _known.get(layer)
-    if kept is not None and kept.plan is not None:
-        run: Any = dispatch.load("cpu").encoder_layer  # type: ignore[union-attr]
-        plan = kept.plan
-        y = run(x, starts, relative_bias, plan=plan, wants_gradients=wants_gradients)
+    kept = [_known.get(layer) for layer in layers]
+    plans = tuple([each.plan for each in kept if each is not None])
+    if len(plans) == len(layers) and None not in plans:
+        run: Any = dispatch.load("cpu").encoder_layers  # type: ignore[union-attr]
+        wants_gradients = torch.is_grad_enabled()
+        y = run(x, starts, relative_bias, plans=plans, wants_gradients=wants_gradients)
         if y is not None:
             return y
-    if kept is not None and kept.holds():
+    if all(each is not None and each.holds() for each in kept):
         return None
-    kept = known(layer, names)
-    if kept is None or kept.plan is None:
+    kept = [known(layer, names) for layer in layers]
+    if any(each is None or each.plan is None for each in kept):
         return None
-    return served(layer, names, x, starts, relative_bias)
+    return served(layers, names, x, starts, relative_bias)
 
 
-def is_served(layer: nn.Module, names: Names, x: Tensor) -> bool:
-    """Whether :func:`served` would run the layer on the rows of ``x``."""
-    if not compat.nothing_intercepts() or compat.is_any_watched():
+def is_served(layers: Collection[nn.Module], names: Names, x: Tensor) -> bool:
+    """Whether :func:`served` would run the layers on the rows of ``x``."""
+    if not layers or not compat.nothing_intercepts() or compat.is_any_watched():
         return False
-    kept = known(layer, names)
-    if kept is None or kept.plan is None:
-        return False
-    return bool(kept.plan.serves(x, torch.is_grad_enabled()))
+    for kept in (known(layer, names) for layer in layers):
+        if kept is None or kept.plan is None or not kept.plan.serves(x, torch.is_grad_enabled()):
+            return False
+    return True
 
 
 def why_not(module: nn.Module) -> str:

@@ -211,6 +211,28 @@ def test_what_is_changed_after_accelerate(calls: list[int]) -> None:
     assert len(calls) == 5
 
 
+@pytest.mark.parametrize("name", ["bert", "distilbert", "mpnet"])
+def test_all_layers_are_one_call(name: str, calls: Any) -> None:
+    """With padding and without; not where a layer has a hook or a forward of its own."""
+    model = MODELS[name][0]()
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    given = (PADDED, {**PADDED, "attention_mask": torch.ones(4, 12, dtype=torch.long)})
+    stack = model.encoder if name != "distilbert" else model.transformer
+    for each in given:
+        close(last(model, each), last(stock, each), each["attention_mask"].bool())
+    assert calls.layers == [3, 3]
+    hook = stack.layer[1].register_forward_pre_hook(lambda _, x: (x[0].flip(-1), *x[1:]))
+    assert not torch.allclose(last(model, PADDED), last(stock, PADDED), atol=1e-2)
+    hook.remove()
+    stack.layer[1].forward = lambda x, *_, **__: x
+    doubled = copy.deepcopy(stock)
+    del (doubled.encoder if name != "distilbert" else doubled.transformer).layer[1]
+    if name != "mpnet":  # its stock layers return tuples
+        close(last(model, given[1]), last(doubled, given[1]))
+    assert calls.layers[2:] == [1] * len(calls.layers[2:])
+
+
 def test_a_decoder_is_none(calls: list[int]) -> None:
     model = text("Bert", is_decoder=True, **SIZES)
     stock = copy.deepcopy(model)

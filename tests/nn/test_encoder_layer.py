@@ -51,7 +51,7 @@ def native_layer(x: Tensor, lengths: list[int], parts: Any, *options: Any) -> An
     facts = _cpu.Facts([], [], [])
     plan = _cpu.EncoderPlan(facts, parts, *rest, [(2**62, 0)] * 3)
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    return _cpu.encoder_layer(x, starts, table, plan=plan, wants_gradients=False)
+    return _cpu.encoder_layers(x, starts, table, plans=(plan,), wants_gradients=False)
 
 
 def by_operators(

@@ -46,22 +46,30 @@ def only(name: str, least: int = 0) -> Iterator[list[str]]:
         evidence.forget()
 
 
+class Rows(list[int]):
+    """The rows of each layer, and the number of layers of each call."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+
 @contextlib.contextmanager
-def native_layers() -> Iterator[list[int]]:
-    """Within the block encoder layers of any size are one native call; the rows of each call."""
-    called: list[int] = []
-    native = cpu.encoder_layer
+def native_layers() -> Iterator[Rows]:
+    """Within the block encoder layers of any size are computed natively."""
+    called = Rows()
+    native = cpu.encoder_layers
 
     def counted(x: Tensor, *args: Any, **named: Any) -> Tensor | None:
         y: Tensor | None = native(x, *args, **named)
         if y is not None:
-            called.append(y[..., 0].numel())
+            called.layers.append(len(named["plans"]))
+            called.extend(y[..., 0].numel() for _ in named["plans"])
         return y
 
     rule = Gemm("torch", "torch", "torch", layer_up_to=2**62)
     try:
         with (
-            mock.patch.object(cpu, "encoder_layer", counted),
+            mock.patch.object(cpu, "encoder_layers", counted),
             mock.patch.object(cpu, "rule", return_value=rule),
         ):
             evidence.forget()

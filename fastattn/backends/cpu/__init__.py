@@ -47,7 +47,7 @@ sinusoidal_encoding = encoding_on(_cpu.sinusoidal_encoding)
 varlen_attention = _cpu.varlen_attention
 varlen_attention_backward = _cpu.varlen_attention_backward
 # Without options.
-encoder_layer, self_attention = _cpu.encoder_layer, _cpu.self_attention
+encoder_layers, self_attention = _cpu.encoder_layers, _cpu.self_attention
 EncoderPlan, Facts = _cpu.EncoderPlan, _cpu.Facts
 are_plain, signature = _cpu.are_plain, _cpu.signature
 

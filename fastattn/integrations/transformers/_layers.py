@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput
 
 from fastattn import compat
 from fastattn.eager import runs_eagerly
@@ -42,8 +48,8 @@ class FusedLayer(nn.Module):
         if q_starts is not k_starts or not _is_ours(part_of(self, self.NAMES.attention)):
             return None
         if q_starts is None:
-            return served(self, self.NAMES, x)
-        y = served(self, self.NAMES, x[0], q_starts) if len(x) == 1 else None
+            return served((self,), self.NAMES, x)
+        y = served((self,), self.NAMES, x[0], q_starts) if len(x) == 1 else None
         return None if y is None else y[None]
 
 
@@ -121,16 +127,31 @@ class _Whisper(FusedLayer):
 
 
 class UnpaddedEncoder(nn.Module):
-    """The forward of a stack of layers on the rows that are no padding; 0 elsewhere."""
+    """The forward of a stack of layers on the rows that are no padding; 0 elsewhere.
+
+    All layers are one native call, where they can be: between kernels that read megabytes of
+    weights Python runs from cold caches, and a layer's own call takes 50 µs.
+    """
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
     ) -> Any:
         stock: Any = super()
-        padding = self._padding(hidden_states, attention_mask, others, more)
-        if padding is None:
-            return stock.forward(hidden_states, attention_mask, *others, **more)
-        rows, starts, back = joined(hidden_states, padding)
+        x, mask = hidden_states, attention_mask
+        if not self._may_join(x, others, more):
+            return stock.forward(x, mask, *others, **more)
+        layers: Any = self._native_layers()
+        kind: Any = type(self)
+        if mask is None:
+            y = served(layers, layers[0].NAMES, x) if layers else None
+            return stock.forward(x, mask, *others, **more) if y is None else _result(kind)(y)
+        padding = _padding_of_boolean(mask, x)
+        is_native = bool(layers) and is_served(layers, layers[0].NAMES, x)
+        if padding is None or not (is_native or self._may_pack()):
+            return stock.forward(x, mask, *others, **more)
+        rows, starts, back = joined(x, padding)
+        if is_native:
+            return _result(kind)(back(served(layers, layers[0].NAMES, rows, starts)))
         packed: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         longest = int(starts.diff().max())
         packed |= {"max_length_q": longest, "max_length_k": longest}
@@ -138,27 +159,60 @@ class UnpaddedEncoder(nn.Module):
         output.last_hidden_state = back(output.last_hidden_state[0])
         return output
 
-    def _padding(
-        self, x: Tensor, mask: Any, others: tuple[Any, ...], more: dict[str, Any]
-    ) -> Tensor | None:
-        """[B, L], True at padding, if the mask is that and nothing else reads the positions."""
-        if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 4 or x.dim() != 3:
-            return None
-        if mask.shape[1] != 1 or (mask.shape[2] != 1 and mask.stride(2) != 0):
-            return None  # a mask of pairs
-        if (mask.shape[0], mask.shape[3]) != x.shape[:2] or not _is_plain(others, more):
-            return None
-        if self.training or more.keys() & {"cu_seq_lens_q"} or not compat.nothing_intercepts():
-            return None
-        attentions = [m for m in self.modules() if {"config", "scaling"} <= vars(m).keys()]
-        if not attentions or not all(map(_is_ours, attentions)) or not runs_eagerly(x, mask):
-            return None
-        if anything_is_recorded():
-            return None
+    def _may_join(self, x: Tensor, others: tuple[Any, ...], more: dict[str, Any]) -> bool:
+        """Whether nothing but the layers needs to know which rows are of which sequence."""
+        if x.dim() != 3 or self.training or not _is_plain(others, more):
+            return False
+        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
+            return False
+        given = more.get("cu_seq_lens_q")
+        return given is None and compat.nothing_intercepts() and not anything_is_recorded()
+
+    def _native_layers(self) -> Sequence[nn.Module]:
+        """The layers, if a native call may compute them all; else none."""
+        layers: Any = tuple(compat.children_of(part_of(self, "layer")).values())
+        kind: Any = type(self)
+        if _result(kind) is None or compat.are_watched(layers, does_nothing):
+            return ()
+        kinds: set[Any] = set(map(type, layers))
+        if not all(map(_runs_ours, kinds)):
+            return ()
+        attentions = [part_of(layer, layer.NAMES.attention) for layer in layers]
+        return layers if all(map(_is_ours, attentions)) else ()
+
+    def _may_pack(self) -> bool:
+        """Whether the attention of all layers is ours, and no hook reads the positions."""
         inside = [module for module in self.modules() if module is not self]
-        if compat.are_watched(inside, does_nothing):
-            return None
-        return mask[:, 0, 0, :].logical_not()
+        attentions = [m for m in inside if {"config", "scaling"} <= vars(m).keys()]
+        if not attentions or not all(map(_is_ours, attentions)):
+            return False
+        return not compat.are_watched(inside, does_nothing)
+
+
+def _padding_of_boolean(mask: Any, x: Tensor) -> Tensor | None:
+    """[B, L], True at padding, if a mask [B, 1, 1 or L, L] hides keys from all queries alike."""
+    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 4:
+        return None
+    if mask.shape[1] != 1 or (mask.shape[2] != 1 and mask.stride(2) != 0):
+        return None  # a mask of pairs
+    if (mask.shape[0], mask.shape[3]) != x.shape[:2] or not runs_eagerly(x, mask):
+        return None
+    return mask[:, 0, 0, :].logical_not()
+
+
+@functools.cache
+def _runs_ours(layer: Any) -> bool:
+    """Whether this class has the native forward, which transformers wraps."""
+    return inspect.unwrap(layer.forward) is FusedLayer.forward
+
+
+@functools.cache
+def _result(encoder: type) -> Any:
+    """What the forward of a stack of layers returns, a class with ``last_hidden_state``."""
+    stock: Any = next(kind for kind in encoder.__mro__[1:] if kind is not UnpaddedEncoder)
+    names = re.findall(r"\w+", str(stock.forward.__annotations__.get("return")))
+    kinds = [getattr(sys.modules[stock.__module__], name, None) for name in names]
+    return next((x for x in kinds if isinstance(x, type) and issubclass(x, ModelOutput)), None)
 
 
 _MPNET = _Bert.NAMES._replace(
@@ -199,7 +253,7 @@ class MPNetStack(nn.Module):
             return None
         if type(embedding) is not nn.Embedding or self.training:
             return None
-        if not all(is_served(layer, _MPNET, x) for layer in layers):
+        if not is_served(layers, _MPNET, x):
             return None
         none = x.new_zeros(x.shape[:2], dtype=torch.bool)
         padding = none if mask is None else _padding_of_additive(mask, x)
@@ -210,9 +264,7 @@ class MPNetStack(nn.Module):
         distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
         buckets: Any = self.relative_position_bucket
         table = embedding.weight[buckets(distances)].t().float().contiguous()
-        for layer in layers:
-            rows = served(layer, _MPNET, rows, starts, table)
-        return back(rows)
+        return back(served(layers, _MPNET, rows, starts, table))
 
 
 def _padding_of_additive(mask: Any, x: Tensor) -> Tensor | None:
