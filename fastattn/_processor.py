@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +49,8 @@ class Processor(NamedTuple):
         """Whether a row for ``on`` is for this processor."""
         if on == self.key:
             return True
-        has = {self.device, self.vendor, *self.features}
+        family = re.search(r"family \d+", self.name)
+        has = {self.device, self.vendor, *self.features, family and family[0].replace(" ", "_")}
         return "," not in on and all(
             word[1:] not in has if word.startswith("-") else word in has for word in on.split()
         )

@@ -31,9 +31,9 @@ pytestmark = [
 
 
 def operands(
-    n: int, k: int, dtype: torch.dtype, layout: str, of_weight: str
+    n: int, k: int, dtype: torch.dtype, layout: str, of_weight: str, rows: int = 40
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x [40, K], weight [N, K] and, for an odd N, a bias, in memory full of NaN."""
+    """x [rows, K], weight [N, K] and, for an odd N, a bias, in memory full of NaN."""
     generator = torch.Generator().manual_seed(n + k)
 
     def draw(rows: int, columns: int, how: str) -> Tensor:
@@ -41,7 +41,7 @@ def operands(
         return place(values, how)[0, 0]
 
     bias = draw(1, n, "unaligned")[0] if n % 2 else None
-    return draw(40, k, layout), draw(n, k, of_weight), bias
+    return draw(rows, k, layout), draw(n, k, of_weight), bias
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,6 +70,26 @@ def test_few_rows_are_right_and_have_the_bits_of_many(
         assert_within_bound(many, want["y"], noise["y"], f"{n}x{k}")
         for (m, count), y in few.items():
             assert torch.equal(y, many[5 : 5 + m]), f"{m}x{n}x{k} on {count} threads"
+
+
+# [N, K]: rows a page of memory apart in each dtype; an x of 128 rows that leaves L2.
+@pytest.mark.parametrize(("n", "k"), [(27, 2048), (25, 1024), (38, 1700)])
+def test_some_rows_have_the_bits_of_many(
+    n: int, k: int, target: Target, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    x, weight, bias = operands(n, k, dtype, "contiguous", "contiguous", rows=150)
+    with target.active(), fresh_memory_is_nan():
+        many = _cpu.linear(x, weight, bias)
+        some = {}
+        for count in (1, 2):
+            threads(count)
+            some |= {(m, count): _cpu.linear(x[5 : 5 + m], weight, bias) for m in (31, 47, 128)}
+    wide = [None if t is None else t.double() for t in (x, weight, bias)]
+    want = {"y": exact(x, weight, bias)}
+    noise = Noise(lambda: {"y": F.linear(*wide)}, want, dtype)
+    assert_within_bound(many, want["y"], noise["y"], f"{n}x{k}")
+    for (m, count), y in some.items():
+        assert torch.equal(y, many[5 : 5 + m]), f"{m} rows on {count} threads"
 
 
 def test_a_row_that_is_not_finite_changes_no_other(target: Target, dtype: torch.dtype) -> None:

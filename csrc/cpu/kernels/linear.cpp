@@ -185,7 +185,7 @@ bool few_rows(const LinearParams& p) {
   if constexpr (kVariants)
     with_stored<P>(p.dtype, [&](auto stored) __attribute__((always_inline)) {
       typedef decltype(stored) S;
-      if constexpr (kSame<P, Single> && kLanes<float> == 8) run(InPlace<P, S>(p));
+      if constexpr (kSame<P, Single> && kLanes<float> >= 8) run(InPlace<P, S>(p));
       if (!done) run(FewRows<P, S>(p));
     });
   return done;

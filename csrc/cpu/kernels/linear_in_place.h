@@ -1,11 +1,11 @@
-// A linear layer of some rows where a vector has eight lanes and there are 16 registers (AVX2).
+// A linear layer of some rows with AVX2 or AVX-512.
 //
 // As in the tiled kernel, rows of x are transposed once, with the rows across the lanes, and an
-// element of the weight is broadcast. But six rows of the weight are multiplied from beginning to
-// end before the next six begin: prefetchers follow six streams, no row is copied (16 bits are
+// element of the weight is broadcast. But a few rows of the weight are multiplied from beginning to
+// end before the next begin: prefetchers follow a few streams, no row is copied (16 bits are
 // widened, block by block), and all panels of x use a block while it is in L1. Bound by reading the
-// weight with 8 rows, and by the arithmetic from 32 rows on. The blocks of the reduction are those
-// of the other kernels, so the bits of a row are the same.
+// weight with 8 rows, and by the arithmetic from 32 rows on. The reduction has the blocks of the
+// other kernels, so the bits of a row are the same.
 #pragma once
 #include "../threads.h"
 #include "activation.h"
@@ -24,19 +24,23 @@ class InPlace {
   typedef typename P::Acc T;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t L = kPanelLanes<P>;  // rows of x in a panel; the last may be one vector
-  static constexpr int64_t kGroup = 6;          // rows of the weight
-  static constexpr int64_t kColumns = 96;       // of y that are transposed at a time
+  static constexpr int64_t kGroup = kRegisters == 32 ? 12 : 6;  // rows of the weight
+  static constexpr int64_t kColumns = 96;  // of y that are transposed at a time
   static constexpr int64_t kLine = 64 / sizeof(S);
   static constexpr int64_t kAhead = 16 * kLine;  // elements
   // Above, the tiled kernel repacks less of x for each thread, and its panels stay in L3.
   static constexpr int64_t kMostRows = 128, kMostElements = 1 << 20;
+  static constexpr int64_t kMostInCache = 3 << 16;  // elements of x
 
  public:
   explicit InPlace(const LinearParams& params) : p(params) {}
 
-  // With fewer rows than lanes, FewRows does less arithmetic.
+  // With fewer rows than the lanes of a panel, FewRows does less arithmetic; panels of one vector of
+  // eight lanes are fast enough.
+  static constexpr int64_t kFewestRows = W == 8 ? W : L - 2;
+
   static bool serves(const LinearParams& p) {
-    return W <= p.M && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
+    return kFewestRows <= p.M && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
   }
 
   void run() {
@@ -76,11 +80,18 @@ class InPlace {
     Buffers buf;
     const int64_t lanes = round_up(p.M, int64_t(W));
     buf.x = a.take<T>(lanes * p.K);
-    buf.w = a.take<T>(kSame<S, T> ? 0 : kGroup * kReducedWords);
+    buf.w = a.take<T>(is_staged() ? kGroup * kReducedWords : 0);
     buf.y = a.take<T>(lanes * kColumns);
     buf.ones = a.take<T>(L);
     buf.bytes = a.used();
     return buf;
+  }
+
+  // Whether a block is copied: to be widened, or because several panels read rows that are whole pages
+  // apart, for which L1 has eight places.
+  bool is_staged() const {
+    constexpr int64_t kPage = 4096 / sizeof(S);
+    return !kSame<S, T> || (kGroup > 8 && p.M > L && p.w_stride % kPage == 0);
   }
 
   // The panel of x that begins with row m.
@@ -89,8 +100,12 @@ class InPlace {
 
   // Columns [n0, n1) of y.
   void columns(const Buffers& buf, int64_t n0, int64_t n1) const {
-    for (int64_t n = n0; n < n1; n += kGroup)
-      for (int64_t k = 0; k < p.K; k += kReducedWords) block(buf, n, min_of(n1, n + kGroup), k, n0);
+    // If x leaves L2 while a group is multiplied, each part of it serves all groups at once.
+    const int64_t step = p.M * p.K <= kMostInCache ? kGroup : n1 - n0;
+    for (int64_t first = n0; first < n1; first += step)
+      for (int64_t k = 0; k < p.K; k += kReducedWords)
+        for (int64_t n = first; n < min_of(n1, first + step); n += kGroup)
+          block(buf, n, min_of(n1, n + kGroup), k, n0);
     for (int64_t m = 0; m < p.M; m += L) {
       T* const y = buf.y + m * kColumns;
       activate(p.activation, y, lanes_at(m) * (n1 - n0));
@@ -112,11 +127,11 @@ class InPlace {
   void block(const Buffers& buf, int64_t n, int64_t end, int64_t k, int64_t n0) const {
     const S* const stored = static_cast<const S*>(p.w) + n * p.w_stride + k;
     Block b{stored, nullptr, p.w_stride, min_of(p.K - k, kReducedWords), p.K - k, k == 0};
-    if constexpr (kSame<S, T>) {
-      b.w = stored;
-    } else {
+    if (is_staged()) {
       b.w = buf.w, b.ldw = b.count;
       stage_rows<T>(stored, p.w_stride, int64_t(1), end - n, b.count, buf.w, b.count);
+    } else if constexpr (kSame<S, T>) {
+      b.w = stored;
     }
     for (int64_t m = 0; m < p.M; m += L) {
       const int64_t lanes = lanes_at(m);
