@@ -209,6 +209,8 @@ def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> T
     """
     if mask is None:
         return None
-    mask = mask[:, kv_offset : kv_offset + k_len].bool()
-    mask = torch.nn.functional.pad(mask, (0, k_len - mask.shape[1]))
+    if kv_offset or mask.shape[1] != k_len:
+        mask = mask[:, kv_offset : kv_offset + k_len]
+        mask = torch.nn.functional.pad(mask, (0, k_len - mask.shape[1]))
+    mask = mask if mask.dtype == torch.bool else mask.bool()
     return None if bool(mask[:, :reached].all()) else mask
