@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -438,3 +439,24 @@ def test_native_self_attention_leaves_other_tensors_to_the_general_path(
     assert native.self_attention(**tensors, **others) is None
     if name == "w_in" and tensors[name].requires_grad:
         assert native.self_attention(**tensors, **others | {"recorded": False}) is not None
+
+
+def flags_of_memory(x: Tensor) -> str:
+    """What Linux notes of the mapping that the middle of the tensor lies in."""
+    address, inside = x.data_ptr() + x.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(end, 16) for end in mapping.groups())
+            inside = first <= address < last
+        elif inside and line.startswith("VmFlags:"):
+            return line
+    raise AssertionError("the tensor is in no mapping")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system is not Linux")
+def test_a_large_result_asks_for_huge_pages() -> None:
+    """Of 32 MB or more: smaller ones may be in the heap."""
+    for heads, is_large in ((8, True), (1, False)):
+        x = torch.randn(64, heads, 256, 64)
+        y = fastattn.scaled_dot_product_attention(x, x, x)
+        assert (" hg" in flags_of_memory(y)) == is_large
