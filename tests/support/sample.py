@@ -85,9 +85,13 @@ def sample(
         keep: names of cases that stay in all rows, because a mutant survives the others.
     """
     numbers: dict[Hashable, int] = {}
+    known: dict[tuple[str, int], set[tuple[str, str]]] = {}  # many rows have the same case
     found = []
     for row in rows:
-        values = sorted(_values(row))
+        for name, value in row.items():
+            if (name, id(value)) not in known:
+                known[name, id(value)] = _values(name, value)
+        values = sorted(set().union(*(known[name, id(value)] for name, value in row.items())))
         groups = [group for n in range(strength) for group in combinations(values, n + 1)]
         groups.append(tuple(str(row[name]) for name in ("dtype", *WHO) if name in row))
         found.append({numbers.setdefault(group, len(numbers)) for group in groups})
@@ -109,15 +113,10 @@ def sample(
     return kept
 
 
-def _values(row: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Each parameter with its value; of a case, each field that is not the default."""
-    values = set()
-    for name, value in row.items():
-        if is_dataclass(value) and any(field.default is not MISSING for field in fields(value)):
-            for field in fields(value):
-                given = getattr(value, field.name)
-                if field.name != "name" and given != field.default:
-                    values.add((f"{name}.{field.name}", str(given)))
-        elif name != "seed":  # which numbers the rows
-            values.add((name, str(value)))
-    return values
+def _values(name: str, value: Any) -> set[tuple[str, str]]:
+    """The parameter with its value; of a case, each field that is not the default."""
+    if is_dataclass(value) and any(field.default is not MISSING for field in fields(value)):
+        given = {x.name: (getattr(value, x.name), x.default) for x in fields(value)}
+        changed = {x: own for x, (own, default) in given.items() if own != default}
+        return {(f"{name}.{x}", str(own)) for x, own in changed.items() if x != "name"}
+    return set() if name == "seed" else {(name, str(value))}  # a seed numbers the rows
