@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import extended
 import pytest
 import torch
 from case_table import refuses
@@ -18,7 +17,6 @@ from torch import Tensor
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
 from fastattn.testing import Target
-from fastattn.testing.calls import Call
 
 
 def step(xi: Tensor, stored: Tensor, beta: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
@@ -33,26 +31,6 @@ def test_one_step_by_hand(engine: Target) -> None:
     assert hopfield_retrieve(state, stored, beta=1.0, update_steps_max=0).item() == 0.75
     out = hopfield_retrieve(state, stored, beta=1.0, update_steps_max=1, update_steps_eps=0.0)
     torch.testing.assert_close(out.item(), 1 / (1 + math.exp(-0.75)))
-
-
-@pytest.mark.parametrize("queries", [1, 3, 7, 40])
-@pytest.mark.parametrize("shared", [False, True])
-def test_follows_the_equations(
-    engine: Target, queries: int, shared: bool, normal: Callable[..., Tensor]
-) -> None:
-    lead, options = 1 if shared else 3, {"update_steps_max": 3, "update_steps_eps": 0.0}
-    shapes = {"stored": (lead, 2, 9, 5), "projection": (lead, 2, 9, 5), "state": (3, 2, queries, 5)}
-    drawn = {name: normal(*shape) for name, shape in shapes.items()}
-    grad = normal(3, 2, queries, 5)
-    tensors = {name: drawn[name] for name in ("state", "stored", "projection")}
-    tensors |= {"beta": 0.7, "attn_mask": None}
-    options |= {"grad": "unroll"}
-    call = Call("hopfield_retrieve", tensors, options, {"out": grad})
-    got, want = call.results(), extended.exact(call)
-    torch.testing.assert_close(got["out"], want["out"], rtol=1e-12, atol=1e-13)
-    assert got.keys() == want.keys()
-    for name, x in got.items():
-        torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
 
 
 def test_without_steps_it_is_attention(engine: Target, normal: Callable[..., Tensor]) -> None:
