@@ -66,6 +66,7 @@ DOCUMENTS = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])  # of queries, a
 TOKENS = torch.tensor([[[1, 2, 0], [3, 0, 0], [0, 0, 0]], [[4, 4, 1], [2, 3, 1], [1, 0, 0]]])
 PADDED = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]).bool()
 SLOPES = torch.tensor([0.5, 0.25]).double()
+LOWER = lower(2, 4)
 
 
 def packed(rows: int = 5) -> dict[str, Any]:
@@ -254,14 +255,14 @@ HOPFIELD: dict[str, Callable[[], Case]] = {
         "projection beta",
         *(rand(1, 2, 2, 3), rand(1, 2, 4, 3), rand(1, 2, 4, 2), rand(2)),
         update_steps_max=2,
-        attn_mask=lower(2, 4),
+        attn_mask=LOWER,
     ),
     "bias": lambda: hopfield(
         *("attn_mask", rand(1, 2, 3), rand(1, 4, 3), rand(2, 4)), beta=0.5, update_steps_max=2
     ),
     "energy": lambda: (
         lambda state, stored, beta: fastattn.hopfield_energy(
-            state, stored, beta=beta.exp(), attn_mask=lower(2, 4)
+            state, stored, beta=beta.exp(), attn_mask=LOWER
         ),
         (rand(1, 2, 2, 3), rand(1, 2, 4, 3), rand(2)),
     ),
