@@ -92,6 +92,13 @@ ATTENTION: dict[str, Callable[[], Case]] = {
     "lse-window-softcap": lambda: of(sdpa, qkv(), window=(1, 1), softcap=1.5, return_lse=True),
     "alibi": lambda: of(sdpa, qkv(), alibi_slopes=SLOPES),
     "unbatched": lambda: of(sdpa, (rand(3, 4), rand(4, 4), rand(4, 5))),
+    "3d": lambda: of(sdpa, (rand(2, 3, 4), rand(2, 4, 4), rand(2, 4, 5))),
+    "5d": lambda: of(sdpa, (*(rand(1, *x.shape) for x in qkv()), rand(2, 1, 3, 4))),
+    "broadcast": lambda: of(sdpa, (rand(2, 2, 3, 4), rand(1, 1, 4, 4), rand(1, 2, 4, 5))),
+    "transposed": lambda: (
+        lambda x: sdpa(*[x.transpose(1, 2)] * 3),
+        (rand(2, 3, 2, 4),),
+    ),
     "no-keys": lambda: of(sdpa, qkv(keys=0)),
     "no-queries": lambda: of(sdpa, (rand(2, 2, 0, 4), *qkv()[1:])),
     "no-batch": lambda: of(sdpa, (rand(0, 2, 3, 4), rand(0, 2, 4, 4), rand(0, 2, 4, 5))),
