@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.testing.calls import Call
-from fastattn.testing.cases import STRIDED, Case, Draw, NamedCase, drawn
+from fastattn.testing.cases import LAYOUTS, STRIDED, Case, Draw, NamedCase, drawn
 from fastattn.testing.inputs import make_inputs, poison
 from fastattn.testing.judge import Proof
 
@@ -194,15 +194,19 @@ class EncodeCase(NamedCase):
 
     sizes: tuple[int, int, int, int, int, int | None] = (3, 4, 5, 11, 8, None)
     encoding: str = "position"  # "own": a tensor of factors
+    layout: str = "contiguous"  # of the gradient, and of the tensors unless it expands them
 
 
 _ENCODE_SIZES = (
     *((3, 4, 5, 11, 8, None), (2, 3, 1, 7, 1, 2), (2, 5, 7, 13, 20, None), (1, 6, 4, 9, 33, 3)),
     *((4, 7, 12, 30, 50, 4), (2, 3, 6, 17, 64, None), (2, 3, 5, 8, 67, 2), (1, 2, 9, 5, 300, None)),
 )
+_ENCODINGS = ("position", "centered", "bow", "own")
 ENCODE_CASES = tuple(
-    EncodeCase(f"{'x'.join(map(str, filter(None, sizes)))}-{encoding}", sizes, encoding)
-    for sizes, encoding in product(_ENCODE_SIZES, ("position", "centered", "bow", "own"))
+    EncodeCase(f"{'x'.join(map(str, filter(None, sizes)))}-{encoding}", sizes, encoding, layout)
+    for (sizes, encoding), layout in zip(
+        product(_ENCODE_SIZES, _ENCODINGS), cycle(LAYOUTS), strict=False
+    )
 )
 
 
@@ -227,10 +231,12 @@ def draw_sentences(
 def _make_encoding(case: EncodeCase, dtype: torch.dtype) -> Call:
     draw = Draw(case, dtype)
     tokens, weight, temporal = draw_sentences(case.sizes, dtype, draw.generator)
+    layout = case.layout if case.layout in STRIDED else "contiguous"
     own = case.encoding == "own"
     options = {"encoding": draw.normal(case.sizes[2], case.sizes[4]) if own else case.encoding}
-    grads = {"out": draw.normal(case.sizes[0], *temporal.shape).to(dtype)}
-    tensors: dict[str, Any] = {"tokens": tokens, "weight": weight, "temporal": temporal}
+    grads = {"out": draw.placed(draw.normal(case.sizes[0], *temporal.shape), case.layout)}
+    tensors: dict[str, Any] = {"tokens": draw.placed(tokens, layout, tokens.dtype)}
+    tensors |= {"weight": draw.placed(weight, layout), "temporal": draw.placed(temporal, layout)}
     return Call("encode_memory", tensors, options, grads)
 
 

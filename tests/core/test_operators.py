@@ -26,6 +26,9 @@ UNDRAWN = [name for name in CASES if not any(word in name for word in DRAWING)]
 # Compiling takes time: cases that the compiler sees as different calls.
 COMPILED = (
     *("sdpa-biases", "sdpa-t5", "sdpa-window2d", "varlen-biases", "attention-stats"),
+    *("sdpa-causal", "sdpa-grouped", "sdpa-bool-mask", "sdpa-bias-of-an-example", "sdpa-weights"),
+    *("sdpa-lse-window-softcap", "sdpa-unbatched", "sdpa-3d", "sdpa-5d", "sdpa-broadcast"),
+    *("sdpa-transposed", "sdpa-plain"),
     *("additive", "additive-everything", "additive-bool-mask", "additive-padding"),
     *("encode-memory", "encode-memory-tables", "encode-memory-all-words", "merge-states"),
     *("hops-of-many-queries", "hops-expanded", "luong-general", "luong-predictive"),
@@ -186,6 +189,8 @@ def test_compiles_without_a_graph_break(backend: str, name: str, dynamic: bool) 
         for found in (got, want)
     ]
     assert_close(*gradients)
+    with torch.no_grad():
+        assert_close(tupled(compiled(*inputs)), want)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

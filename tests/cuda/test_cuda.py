@@ -157,33 +157,6 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
     assert not faults, "\n".join(faults)
 
 
-# -- memory ---------------------------------------------------------------------------------------
-
-# Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
-_FENCED = """
-import emulator
-from fastattn.dispatch import reasons_of
-from fastattn.testing import make_inputs
-from attention_cases import ATTENTION_CASES
-adapter = emulator.load()
-dtypes = (torch.bfloat16, torch.float32)
-cases = [c for c in ATTENTION_CASES if not c.slow]
-for n, case in enumerate(cases[:: int(sys.argv[1])]):
-    inputs = make_inputs(case, dtypes[n % 2])
-    print(case.name, flush=True)
-    op, args = "scaled_dot_product_attention", inputs.args
-    if not reasons_of(adapter, op, args, inputs.options):
-        inputs.results(adapter)
-"""
-
-
-@pytest.mark.complete
-@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
-def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
-    run_fenced(_FENCED, every)
-
-
 # -- the same bits --------------------------------------------------------------------------------
 
 SAME = Case("same", heads=4, kv_heads=2, q_len=150, k_len=170, head_dim=64, causal="bottom_right",
@@ -340,7 +313,8 @@ def test_an_entry_of_minus_infinity_hides_its_pairs(
     assert found[0][:, :, 10:].isfinite().all()
 
 
-# The host does not read positions. In a process of its own, as above.
+# The host does not read positions. Every tensor ends where a page begins that may not be read, so
+# this runs in a process of its own.
 _WILD = """
 import emulator
 from fastattn.testing import Case, make_inputs

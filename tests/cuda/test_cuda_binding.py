@@ -12,104 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import PROOFS
+from emulated import Emulated
 from torch import Tensor
 
 from fastattn import compat, library
-from fastattn.backends.primitives import (
-    AdditiveBackwardOptions,
-    AppendOptions,
-    AttentionBackwardOptions,
-    DecodeOptions,
-    EncodeMemoryBackwardOptions,
-    EncodeMemoryOptions,
-    HopfieldBackwardOptions,
-    MemoryHopBackwardOptions,
-    NoOptions,
-    SinusoidalOptions,
-    VarlenOptions,
-)
+from fastattn.backends.primitives import AttentionBackwardOptions
 
-Call = Callable[[ModuleType], Any]
+# Those with kernels: the windows of Luong's attention have none.
+OPERATORS = [name for name in PROOFS if name != "luong_attention"]
+each_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
-def attention(adapter: ModuleType) -> Any:
-    query, key, value = torch.randn(3, 2, 4, 9, 8)
-    mask = torch.randn(1, 1, 9, 9)
-    options = AttentionBackwardOptions(scale=0.4, weights=1, needs_mask_grad=True)
-    tensors = (query, key, value, mask, None, None)
-    out, lse, weights = adapter.scaled_dot_product_attention(*tensors, options=options)
-    grads = (torch.randn_like(out), None, torch.randn_like(weights))
-    return adapter.scaled_dot_product_attention_backward(
-        *grads, *tensors, out, lse, options=options
-    )
-
-
-def varlen(adapter: ModuleType) -> Any:
-    query, key, value = torch.randn(3, 9, 4, 8)
-    starts = torch.tensor([0, 4, 9])
-    options = VarlenOptions(scale=0.4)
-    tensors = (query, key, value, starts, starts, None, None)
-    out, lse = adapter.varlen_attention(*tensors, options=options)
-    return adapter.varlen_attention_backward(out, None, *tensors, out, lse, options=options)
-
-
-def decode(adapter: ModuleType) -> Any:
-    caches = torch.zeros(2, 2, 4, 16, 8)
-    lengths = torch.tensor([3, 5])
-    adapter.append_to_cache(*caches, *torch.randn(2, 2, 4, 1, 8), lengths, options=AppendOptions())
-    query = torch.randn(2, 8, 1, 8)
-    return adapter.decode_attention(query, *caches, lengths + 1, options=DecodeOptions(scale=0.4))
-
-
-def additive(adapter: ModuleType) -> Any:
-    query, key, value = torch.randn(3, 2, 5, 8)
-    options = AdditiveBackwardOptions(weights=True)
-    tensors = (query, key, value, torch.randn(8), torch.randn(8), None, None)
-    out, weights = adapter.additive_attention(*tensors, options=options)
-    return adapter.additive_attention_backward(out, weights, *tensors, options=options)
-
-
-def memory_hops(adapter: ModuleType) -> Any:
-    options = MemoryHopBackwardOptions(hops=2, needed=7)
-    tensors = (*torch.randn(1, 2, 8), *torch.randn(2, 2, 9, 8), None, None, None)
-    out, trace, stats, _ = adapter.memory_hop_attention(*tensors, options=options)
-    return adapter.memory_hop_attention_backward(out, None, *tensors, trace, stats, options=options)
-
-
-def hopfield(adapter: ModuleType) -> Any:
-    options = HopfieldBackwardOptions(scale=0.4, steps_max=2, needed=3)
-    tensors = (*torch.randn(1, 2, 3, 8), *torch.randn(1, 2, 9, 8), None, None, None)
-    xi, taken, ends = adapter.hopfield_retrieve(*tensors, options=options)
-    return adapter.hopfield_retrieve_backward(xi, *tensors, taken, ends, options=options)
-
-
-def encode_memory(adapter: ModuleType) -> Any:
-    tokens, factors = torch.randint(5, (1, 2, 3, 4)), torch.randn(4, 8)
-    memories = adapter.encode_memory(
-        tokens, torch.randn(1, 2, 5, 8), factors, torch.randn(1, 2, 3, 8),
-        options=EncodeMemoryOptions(),
-    )  # fmt: skip
-    options = EncodeMemoryBackwardOptions(rows=5, temporal=True)
-    return adapter.encode_memory_backward(memories, tokens, factors, options=options)
-
-
-def merge_states(adapter: ModuleType) -> Any:
-    (out_a, out_b), (lse_a, lse_b) = torch.randn(2, 2, 4, 7, 8), torch.randn(2, 2, 4, 7)
-    states = (out_a, lse_a, out_b, lse_b)
-    out, lse = adapter.merge_states(*states, options=NoOptions())
-    return adapter.merge_states_backward(out, lse, *states, options=NoOptions())
-
-
-def sinusoidal(adapter: ModuleType) -> Any:
-    positions = torch.arange(5)
-    return adapter.sinusoidal_encoding(torch.randn(2, 5, 8), positions, options=SinusoidalOptions())
-
-
-CALLS: list[Call] = [
-    *(attention, varlen, decode, additive, memory_hops, hopfield, encode_memory, merge_states),
-    sinusoidal,
-]
-each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def call(adapter: ModuleType, operator: str) -> dict[str, Tensor]:
+    """The results of an operator and its gradients, in one of its cases."""
+    cases, target = PROOFS[operator].cases, Emulated(adapter)
+    names = ("results-1-out-lse-weights-mask", "plain")
+    case = next((x for x in cases if x.name in names), cases[0])
+    with target.active() as backend:
+        return target.results(backend, PROOFS[operator].make(case, torch.float32))
 
 
 def runs_at(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch, device: int, stream: int) -> None:
@@ -138,29 +59,29 @@ def test_native_functions_take_the_first_tensors_of_their_operators(adapter: Mod
     assert compared > 12
 
 
-@each_call
+@each_operator
 def test_every_kernel_is_launched_on_the_stream_of_the_call(
-    call: Call, adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
+    operator: str, adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter._cuda.take_launches()
     adapter._cuda.take_streams()
     runs_at(adapter, monkeypatch, device=0, stream=0x5EED)
-    call(adapter)
+    call(adapter, operator)
     assert adapter._cuda.take_streams() == {0x5EED}
     assert len(adapter._cuda.take_launches()) >= 1
 
 
-@each_call
+@each_operator
 def test_tensors_of_another_device_are_refused(
-    call: Call, adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
+    operator: str, adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs_at(adapter, monkeypatch, device=1, stream=0)
     adapter._cuda.take_launches()
     with pytest.raises(TypeError, match="must be a tensor in the memory of GPU 1, of at most 5"):
-        call(adapter)
+        call(adapter, operator)
     assert not adapter._cuda.take_launches()
     monkeypatch.undo()
-    call(adapter)  # the next call is on its own device again
+    call(adapter, operator)  # the next call is on its own device again
 
 
 def test_a_call_makes_the_device_of_its_tensor_current(
@@ -205,15 +126,11 @@ def way(request: pytest.FixtureRequest, adapter: ModuleType) -> Iterator[None]:
     adapter._cuda.use_torch(torch, compat.exchange_interface, "cpu")
 
 
-@each_call
-def test_tensors_are_read_in_either_way(call: Call, way: None, adapter: ModuleType) -> None:
-    torch.manual_seed(0)
-    got = call(adapter)
+@each_operator
+def test_tensors_are_read_in_either_way(operator: str, way: None, adapter: ModuleType) -> None:
+    got = call(adapter, operator)
     adapter._cuda.use_torch(torch, compat.exchange_interface, "cpu")
-    torch.manual_seed(0)
-    want = call(adapter)
-    for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
-        assert (x is None and y is None) or torch.equal(x, y)
+    torch.testing.assert_close(got, call(adapter, operator), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ do, in all dtypes. As in test_cuda.py each runs with random stalls of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +16,7 @@ import pytest
 import torch
 from attention_cases import PROOFS
 from emulated import Emulated
+from fenced import EMULATED, run_cases
 from torch import Tensor
 
 import fastattn
@@ -158,57 +160,34 @@ def test_every_case(adapter: ModuleType, name: str, dtype: torch.dtype) -> None:
     assert not faults, "\n".join(faults)
 
 
-def _calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
-    """Name -> a call of the library and the tensors that it is differentiated by."""
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(dtype).requires_grad_()
-
-    def lse(*shape: int) -> Tensor:
-        return normal(*shape).detach().float().requires_grad_()
-
-    tokens = torch.randint(0, 9, (3, 4, 5), generator=draw)
-    return {
-        "sinusoidal_encoding": (fastattn.sinusoidal_encoding, [normal(2, 5, 24)]),
-        "additive_attention": (
-            fastattn.additive_attention,
-            [normal(1, 70, 9), normal(1, 5, 9), normal(1, 5, 8), normal(9)],
-        ),
-        "memory_hop_attention": (
-            lambda u, m, h: fastattn.memory_hop_attention(u, m, hops=2, hop_proj=h),
-            [normal(3, 16), normal(3, 3, 530, 16), normal(16, 16)],
-        ),
-        "merge_states": (
-            lambda *states: fastattn.merge_states(*states)[0],
-            [normal(2, 9, 24), lse(2, 9), normal(2, 9, 24), lse(2, 9)],
-        ),
-        "encode_memory": (lambda weight: fastattn.encode_memory(tokens, weight), [normal(9, 16)]),
-        "hopfield_retrieve": (fastattn.hopfield_retrieve, [normal(2, 1, 3, 8), normal(2, 1, 6, 8)]),
-    }
-
-
-@pytest.mark.parametrize("name", _calls(torch.float32))
+@pytest.mark.parametrize("name", TABLES)
 def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, name: str) -> None:
-    call, leaves = _calls(torch.bfloat16)[name]
-    first: list[Tensor] = []
+    table = TABLES[name]
+    cases = [case for case in table.cases if not table.long(case)]
+    made = [table.check.make(case, torch.bfloat16) for case in cases]
+    largest = max(made, key=lambda x: sum(y.numel() for y in x.watched().values() if y is not None))
+    first: dict[str, Tensor] = {}
     for seed in (0, 1, 2):
-        with Emulated(adapter, seed).active(), fastattn.use_backend("cuda"):
-            out = call(*leaves)
-            found = [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        target: Any = Emulated(adapter, seed)
+        with target.active() as backend:
+            found = target.results(backend, largest)
         first = first or found
-        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+        torch.testing.assert_close(found, first, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", _calls(torch.float64))
+@pytest.mark.complete
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("every", [79, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_past_the_end_is_read(adapter: ModuleType, every: int) -> None:
+    operators = (*(table.operator for table in TABLES.values()), "scaled_dot_product_attention")
+    run_cases(EMULATED, "quick", dict.fromkeys(operators, every))
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_float64_is_declined_with_a_reason(adapter: ModuleType, name: str) -> None:
-    call, leaves = _calls(torch.float64)[name]
-    with (
-        Emulated(adapter).active(),
-        fastattn.use_backend("cuda"),
-        pytest.raises(RuntimeError, match=r"the dtype torch\.float64 is not one of float32"),
-    ):
-        call(*leaves)
+    target: Any = Emulated(adapter)
+    verdict = TABLES[name].check(TABLES[name].cases[0], torch.float64, target)
+    assert "the dtype torch.float64 is not one of float32" in "; ".join(verdict.declined)
 
 
 def test_a_memory_that_is_too_wide_is_declined_with_a_reason(adapter: ModuleType) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import rank_group
 import torch
-from distributed_faults import SECONDS
+from distributed_faults import SECONDS, check_messages, check_others
 
 import fastattn
 
@@ -75,13 +75,9 @@ FAULTS = {
 
 @pytest.mark.complete
 def test_ranks_that_disagree(tmp_path: Path) -> None:
-    (messages,) = rank_group.run(tmp_path, [("distributed_faults:disagree", 3)])
-    for rank, found in enumerate(messages):
-        for name, want in DIFFERENT.items():
-            assert want in found[name], f"{name} on rank {rank}: {found[name]}"
-        for name, want in WRONG.items():
-            assert want in found[f"all: {name}"], f"{name} on rank {rank}: {found[f'all: {name}']}"
-        assert found["afterwards"] == "no error"
+    (group,) = rank_group.run(tmp_path, [("distributed_faults:disagree", 3)])
+    check_messages(group, DIFFERENT, WRONG)
+    for rank, found in enumerate(group):
         own = "ValueError: fastattn.distributed.attention: softcap must be None or positive"
         others = "RuntimeError: fastattn.distributed.attention: rank 1 raised " + own
         assert found["own error"].startswith(own if rank == 1 else others)
@@ -98,22 +94,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_fails_ends_the_others(name: str, faults: dict[str, list[Any]]) -> None:
     ranks, step = FAULTS[name]
-    stalls = name.startswith("stall")
-    assert (faults[name][1] is None) == (not stalls)
-    for rank in range(ranks):
-        if rank == 1:
-            continue
-        message, seconds = faults[name][rank]
-        start = (
-            f"RuntimeError: fastattn.distributed.attention: rank {rank} got no answer from rank "
-        )
-        assert message.startswith(start), message
-        assert step in message
-        assert "None" not in message.removeprefix(start)[:4]
-        assert seconds < 2 * SECONDS
-    # A neighbour of rank 1 names it; the next one may name the neighbour, which has ended, too.
-    told = [faults[name][rank][0] for rank in range(ranks) if rank != 1]
-    assert any("from rank 1 in" in message for message in told)
+    check_others(faults[name], ranks, step, name.startswith("stall"))
 
 
 def test_without_a_group() -> None:

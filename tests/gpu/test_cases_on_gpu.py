@@ -11,38 +11,19 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import ATTENTION_CASES, PROOFS
-from gpu_device import DEVICE, skip_without_gpu
+from gpu_device import judge, skip_without_gpu
 from large_scores import large_scores
 
-from fastattn import dispatch
-from fastattn.testing import Case, OnGpu, Proof, check
+from fastattn.testing import Case, Proof, check
 from fastattn.tune import MEASURED
 
 skip_without_gpu()
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
-@pytest.fixture(params=["cuda", "triton"])
-def target(request: pytest.FixtureRequest) -> OnGpu:
-    backend = dispatch.load(request.param)
-    if isinstance(backend, str):
-        pytest.skip(f"{request.param}: {backend}")
-    return OnGpu(request.param, device=DEVICE)
-
-
-def _judge(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
-    if dtype not in case.dtypes:
-        pytest.skip("not a case of this dtype")
-    verdict = proof(case, dtype, target)
-    if verdict.declined:
-        pytest.skip("; ".join(verdict.declined))
-    assert verdict.ok, "\n".join(verdict.faults)
-
-
-@dtypes
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(
     ("proof", "case"),
     [
@@ -51,20 +32,19 @@ def _judge(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
         for case in PROOFS[op].cases
     ],
 )
-def test_case(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
-    _judge(proof, case, dtype, target)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_case(backend: str, proof: Proof, case: Any, dtype: torch.dtype) -> None:
+    judge(proof, case, dtype, backend)
 
 
 @pytest.mark.parametrize(("case", "dtype"), large_scores(*DTYPES))
 def test_large_scores(case: Case, dtype: torch.dtype) -> None:
     """Right where products are summed in one order, forward and backward: `cuda` promises it."""
-    if isinstance(reason := dispatch.load("cuda"), str):
-        pytest.skip(f"cuda: {reason}")
-    _judge(check, case, dtype, OnGpu("cuda", device=DEVICE))
+    judge(check, case, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
 def test_attention_by_pytorch(case: Case, dtype: torch.dtype) -> None:
-    case = replace(case, grads=("out",))  # with a gradient of lse, another backend runs
-    _judge(check, case, dtype, OnGpu("torch", device=DEVICE))
+    # With a gradient of lse, another backend runs.
+    judge(check, replace(case, grads=("out",)), dtype, "torch")

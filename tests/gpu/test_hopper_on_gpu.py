@@ -5,31 +5,23 @@ those for sm_80, which run where the others are not allowed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import ATTENTION_CASES, DECODE_CASES, VARLEN_CASES
-from gpu_device import DEVICE
+from attention_cases import PROOFS
+from gpu_device import judge
 
 import fastattn
 from fastattn import dispatch
-from fastattn.testing import OnGpu, check
-from fastattn.testing.decode import check_decode
-from fastattn.testing.packed import check_varlen
+from fastattn.testing import Proof
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("there is no GPU of compute capability 9.0 here", allow_module_level=True)
 if isinstance(reason := dispatch.load("cuda"), str):
     pytest.skip(f"cuda: {reason}", allow_module_level=True)
 pytestmark = pytest.mark.gpu
-
-PROOFS: list[tuple[Callable[..., Any], Any]] = [
-    *((check, case) for case in ATTENTION_CASES),
-    *((check_varlen, case) for case in VARLEN_CASES),
-    *((check_decode, case) for case in DECODE_CASES),
-]
 
 
 @pytest.fixture
@@ -63,13 +55,15 @@ def test_the_others_run_where_those_are_not_allowed(without_hopper: None) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize(("judge", "case"), PROOFS, ids=[case.name for _, case in PROOFS])
+@pytest.mark.parametrize(
+    ("proof", "case"),
+    [
+        pytest.param(PROOFS[op], case, id=f"{op}-{case.name}")
+        for op in ("scaled_dot_product_attention", "varlen_attention", "decode_attention")
+        for case in PROOFS[op].cases
+    ],
+)
 def test_the_others_are_right_there_too(
-    judge: Callable[..., Any], case: Any, dtype: torch.dtype, without_hopper: None
+    proof: Proof, case: Any, dtype: torch.dtype, without_hopper: None
 ) -> None:
-    if dtype not in case.dtypes:
-        pytest.skip("not a case of this dtype")
-    verdict = judge(case, dtype, OnGpu("cuda", device=DEVICE))
-    if verdict.declined:
-        pytest.skip("; ".join(verdict.declined))
-    assert verdict.ok, "\n".join(verdict.faults)
+    judge(proof, case, dtype, "cuda")

@@ -1,5 +1,4 @@
-"""The native linear layer, and the self-attention that is one native call: right, and only where
-it may be."""
+"""The self-attention that is one native call: right, and only where it may be."""
 
 from __future__ import annotations
 
@@ -7,65 +6,21 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from within_bound import assert_right, assert_within_bound
+from within_bound import assert_right
 
 import fastattn
-from fastattn import _cpu, dispatch
+from fastattn import dispatch
 from fastattn.nn import _small
-from fastattn.testing import Noise
-from fastattn.testing.cases import place
 from fastattn.testing.targets import Target, targets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 pytestmark = pytest.mark.skipif(not targets(), reason="no native core")
-
-
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> np.ndarray:
-    """In extended precision, for float64."""
-    wide = [t.double().numpy().astype(np.longdouble) for t in (x, weight)]
-    y = wide[0] @ wide[1].T
-    return y if bias is None else y + bias.double().numpy()
-
-
-# -- the linear layer -----------------------------------------------------------------------------
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("target", targets(), ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "unaligned", "transposed", "sliced"])
-def test_linear(layout: str, target: Target, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for m, n, k in (
-        (1, 1, 1),
-        (3, 5, 2),
-        (17, 13, 31),
-        (33, 100, 64),
-        (65, 97, 515),
-        (300, 12, 33),
-    ):
-
-        def draw(*shape: int, how: str = layout) -> Tensor:
-            values = torch.randn(1, 1, *shape, generator=generator).to(dtype)
-            return place(values, how)[0, 0]
-
-        x = draw(m, k)
-        weight = draw(n, k, how=layout)
-        bias = draw(1, n, how="contiguous")[0] if n % 2 else None
-        with target.active():
-            y = _cpu.linear(x, weight, bias)
-        name = f"{m}x{n}x{k}"
-        want = {name: torch.from_numpy(exact_linear(x, weight, bias).astype(np.float64))}
-        wide = [None if t is None else t.double() for t in (x, weight, bias)]
-        moved = Noise(lambda w=wide, name=name: {name: F.linear(*w)}, want, dtype)
-        assert_within_bound(y, want[name], moved[name], name)
 
 
 # -- self-attention in one call -------------------------------------------------------------------

@@ -6,27 +6,10 @@ import sys
 
 import pytest
 from child_process import run_python
-from fenced import run_fenced
+from fenced import CPU, run_cases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fences need mprotect")
 
-# Its arguments: which cases, and for each operator how many pairs of a case and a dtype to step by.
-# Each target begins with another pair.
-SCRIPT = """
-from fastattn.testing import targets
-from attention_cases import PROOFS
-for argument in sys.argv[2:]:
-    operator, every = argument.split("=")
-    proof = PROOFS[operator]
-    cases = [case for case in proof.cases if sys.argv[1] == "complete" or not case.slow]
-    for k, target in enumerate(targets(emulated=True)):
-        with target.active() as backend:
-            for n, case in enumerate(cases):
-                for m, dtype in enumerate(case.dtypes):
-                    if (n + m + k) % int(every) == 0 and target.has_own_kernel(operator, dtype):
-                        print(operator, case.name, dtype, target, flush=True)
-                        proof.make(case, dtype).results(backend)
-"""
 STEPS = {
     "scaled_dot_product_attention": 24,
     "varlen_attention": 4,
@@ -35,6 +18,7 @@ STEPS = {
     "merge_states": 1,
     "additive_attention": 1,
     "memory_hop_attention": 1,
+    "encode_memory": 1,
     "hopfield_retrieve": 1,
     "luong_attention": 1,
     "sinusoidal_encoding": 1,
@@ -43,14 +27,13 @@ STEPS = {
 
 @pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.complete)])
 def test_nothing_is_read_past_the_end(share: int, native: object) -> None:
-    steps = {operator: every * share for operator, every in STEPS.items()}
-    run_fenced(SCRIPT, "quick", *(f"{operator}={every}" for operator, every in steps.items()))
+    run_cases(CPU, "quick", {operator: every * share for operator, every in STEPS.items()})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", STEPS)
 def test_nothing_is_read_past_the_end_in_any_case(operator: str, native: object) -> None:
-    run_fenced(SCRIPT, "complete", f"{operator}=1")
+    run_cases(CPU, "complete", {operator: 1})
 
 
 def test_a_fence_stops_a_read_past_the_end() -> None:

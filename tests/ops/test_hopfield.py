@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import extended
 import pytest
 import torch
-from case_table import refuses
+from case_table import refuses, within_the_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,7 +17,10 @@ from torch import Tensor
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
 from fastattn.testing import Target
-from fastattn.testing.calls import Call
+
+pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+
+test_case = within_the_bound("hopfield_retrieve")
 
 
 def step(xi: Tensor, stored: Tensor, beta: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
@@ -33,26 +35,6 @@ def test_one_step_by_hand(engine: Target) -> None:
     assert hopfield_retrieve(state, stored, beta=1.0, update_steps_max=0).item() == 0.75
     out = hopfield_retrieve(state, stored, beta=1.0, update_steps_max=1, update_steps_eps=0.0)
     torch.testing.assert_close(out.item(), 1 / (1 + math.exp(-0.75)))
-
-
-@pytest.mark.parametrize("queries", [1, 3, 7, 40])
-@pytest.mark.parametrize("shared", [False, True])
-def test_follows_the_equations(
-    engine: Target, queries: int, shared: bool, normal: Callable[..., Tensor]
-) -> None:
-    lead, options = 1 if shared else 3, {"update_steps_max": 3, "update_steps_eps": 0.0}
-    shapes = {"stored": (lead, 2, 9, 5), "projection": (lead, 2, 9, 5), "state": (3, 2, queries, 5)}
-    drawn = {name: normal(*shape) for name, shape in shapes.items()}
-    grad = normal(3, 2, queries, 5)
-    tensors = {name: drawn[name] for name in ("state", "stored", "projection")}
-    tensors |= {"beta": 0.7, "attn_mask": None}
-    options |= {"grad": "unroll"}
-    call = Call("hopfield_retrieve", tensors, options, {"out": grad})
-    got, want = call.results(), extended.exact(call)
-    torch.testing.assert_close(got["out"], want["out"], rtol=1e-12, atol=1e-13)
-    assert got.keys() == want.keys()
-    for name, x in got.items():
-        torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
 
 
 def test_without_steps_it_is_attention(engine: Target, normal: Callable[..., Tensor]) -> None:
@@ -430,3 +412,35 @@ BAD = [
 
 
 test_errors = refuses(hopfield_retrieve, BAD, "hopfield_retrieve: ")
+
+
+@pytest.fixture
+def inputs(normal: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """State and stored patterns."""
+    return normal(2, 2, 3, 4), 0.6 * normal(2, 2, 5, 4)
+
+
+def test_compiles_with_patterns_for_all(backend: str, inputs: tuple[Tensor, Tensor]) -> None:
+    torch._dynamo.reset()
+
+    def f(state: Tensor, stored: Tensor) -> Tensor:
+        out, steps = hopfield_retrieve(state, stored, beta=0.5, stop="head", need_steps=True)
+        return out * steps[..., None] + hopfield_energy(out, stored)[..., None]
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    one = inputs[1][:1]
+    torch.testing.assert_close(compiled(inputs[0], one), f(inputs[0], one))
+
+
+def test_what_is_saved_does_not_grow_with_the_steps() -> None:
+    """Beyond the few steps whose states are kept."""
+    state, stored = torch.randn(1, 1, 4, 3, requires_grad=True), torch.randn(1, 1, 50, 3)
+    sizes = []
+    for steps in (5, 40):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
+            fastattn.hopfield_retrieve(
+                state, stored, beta=0.1, update_steps_max=steps, update_steps_eps=0.0
+            )
+        sizes.append(sum(x.numel() for x in saved))
+    assert sizes[0] == sizes[1]

@@ -21,6 +21,8 @@ import fastattn
 from fastattn import compat, dispatch
 from fastattn.evidence import Processor
 from fastattn.nn.functional import linear
+from fastattn.testing.cases import place
+from fastattn.testing.targets import Target, targets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 EVERY = [(dtype, name) for dtype in DTYPES for name in gemms.gemms_of(dtype)]
@@ -33,17 +35,9 @@ def use() -> Iterator[Callable[..., list[str]]]:
         yield lambda name, least=0: stack.enter_context(only(name, least))
 
 
-# Memory layouts, each made from a contiguous [2M, 2K]: all are [M, K].
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x[: len(x) // 2, : x.shape[1] // 2].contiguous(),
-    "columns": lambda x: x[: len(x) // 2, x.shape[1] // 2 :],
-    "every other": lambda x: x[::2, ::2],
-    "transposed": lambda x: x[: len(x) // 2, : x.shape[1] // 2].t().contiguous().t(),
-    "flipped": lambda x: x[: len(x) // 2, : x.shape[1] // 2].flip(0),
-    "one row": lambda x: x[:1, : x.shape[1] // 2].expand(len(x) // 2, -1),
-    "one number": lambda x: x[:1, :1].expand(len(x) // 2, x.shape[1] // 2),
-    "odd address": lambda x: x.flatten()[1 : 1 + x.numel() // 4].view(len(x) // 2, -1),
-}
+# Of `fastattn.testing.cases`; poison lies around them.
+LAYOUTS = ["contiguous", "unaligned", "transposed", "every_second", "sliced"]
+LAYOUTS += ["expanded_rows", "expanded_all"]
 
 
 def gradients(y: Tensor, cotangent: Tensor, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -79,12 +73,39 @@ def test_any_layout(
     called = use(gemm)
 
     def draw(rows: int, columns: int, name: str) -> Tensor:
-        x = torch.randn(2 * rows, 2 * columns, generator=generator).to(dtype)
-        return LAYOUTS[layout if name == of else "contiguous"](x)
+        x = torch.randn(rows, columns, generator=generator).to(dtype)
+        return place(x, layout if name == of else "contiguous")
 
     bias = torch.randn(n, generator=generator).to(dtype)
     compare(draw(m, k, "x"), draw(n, k, "weight"), bias, draw(m, n, "gradient"))
     assert called == ([gemm] * 3 if gemm != "torch" else [])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target", targets(), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:5])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 1, 1), (3, 5, 2), (17, 13, 31), (33, 100, 64), (65, 97, 515), (300, 12, 33)],
+)
+def test_any_size_on_every_instruction_set(
+    m: int,
+    n: int,
+    k: int,
+    layout: str,
+    target: Target,
+    dtype: torch.dtype,
+    use: Callable[[str], list[str]],
+    generator: torch.Generator,
+) -> None:
+    use("ours")
+    x, weight, bias = (
+        place(torch.randn(size, generator=generator).to(dtype), how)
+        for size, how in (((m, k), layout), ((n, k), layout), ((n,), "contiguous"))
+    )
+    with target.active():
+        compare(x, weight, bias if n % 2 else None, torch.randn(m, n, generator=generator))
 
 
 @pytest.mark.parametrize(("dtype", "gemm"), EVERY, ids=str)

@@ -165,20 +165,3 @@ def test_modes_and_backends_are_asked_by_every_call(op: Planned, mode: str, plan
     assert first == (mode not in ("autocast", "reference"))
     for name, x in before.items():
         assert torch.equal(x, call[name])
-
-
-@pytest.mark.parametrize("op", [op for op in OPERATORS if op.smooth()], ids=str)
-def test_derivatives(op: Planned, plans: Plans) -> None:
-    """By finite differences, twice."""
-    for smooth in op.smooth():
-        call = op.cast(smooth, torch.float64, {*op.wants[0].split()})
-        leaves = {n: x for n, x in call.items() if isinstance(x, Tensor) and x.requires_grad}
-
-        def run(*tensors: Tensor) -> Any:
-            return op.function(**call | dict(zip(leaves, tensors, strict=True)))  # noqa: B023
-
-        plans._plans.clear()
-        run(*leaves.values())
-        assert count(plans) == 1
-        assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=True)
-        assert torch.autograd.gradgradcheck(run, tuple(leaves.values()), fast_mode=True)

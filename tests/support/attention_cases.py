@@ -516,6 +516,10 @@ OTHERS: dict[str, list[Any]] = {
         HopCase("relu", rows=17, width=15, in_memory="BKN", hop_proj="", activation="relu"),
         HopCase("sigmoid", rows=17, width=31, activation="sigmoid", weights=True),
         HopCase("per-hop", rows=64, width=16, hops=3, in_memory="BKN", out_memory="BKN"),
+        *(
+            HopCase(f"shape-{dims}", queries=3, mask=dims, bias=dims, weights=True)
+            for dims in ("1N", "1QN", "B1N", "B1KN", "1QK1")
+        ),
     ],
     "merge_states": [MergeCase("empty", empty=("a",), poison=True)],
     "sinusoidal_encoding": [SinusoidalCase("negative", offset=-7, scale=8.0, padding_idx=-3)],

@@ -66,6 +66,7 @@ DOCUMENTS = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])  # of queries, a
 TOKENS = torch.tensor([[[1, 2, 0], [3, 0, 0], [0, 0, 0]], [[4, 4, 1], [2, 3, 1], [1, 0, 0]]])
 PADDED = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]).bool()
 SLOPES = torch.tensor([0.5, 0.25]).double()
+LOWER = lower(2, 4)
 
 
 def packed(rows: int = 5) -> dict[str, Any]:
@@ -91,6 +92,13 @@ ATTENTION: dict[str, Callable[[], Case]] = {
     "lse-window-softcap": lambda: of(sdpa, qkv(), window=(1, 1), softcap=1.5, return_lse=True),
     "alibi": lambda: of(sdpa, qkv(), alibi_slopes=SLOPES),
     "unbatched": lambda: of(sdpa, (rand(3, 4), rand(4, 4), rand(4, 5))),
+    "3d": lambda: of(sdpa, (rand(2, 3, 4), rand(2, 4, 4), rand(2, 4, 5))),
+    "5d": lambda: of(sdpa, (*(rand(1, *x.shape) for x in qkv()), rand(2, 1, 3, 4))),
+    "broadcast": lambda: of(sdpa, (rand(2, 2, 3, 4), rand(1, 1, 4, 4), rand(1, 2, 4, 5))),
+    "transposed": lambda: (
+        lambda x: sdpa(*[x.transpose(1, 2)] * 3),
+        (rand(2, 3, 2, 4),),
+    ),
     "no-keys": lambda: of(sdpa, qkv(keys=0)),
     "no-queries": lambda: of(sdpa, (rand(2, 2, 0, 4), *qkv()[1:])),
     "no-batch": lambda: of(sdpa, (rand(0, 2, 3, 4), rand(0, 2, 4, 4), rand(0, 2, 4, 5))),
@@ -254,14 +262,14 @@ HOPFIELD: dict[str, Callable[[], Case]] = {
         "projection beta",
         *(rand(1, 2, 2, 3), rand(1, 2, 4, 3), rand(1, 2, 4, 2), rand(2)),
         update_steps_max=2,
-        attn_mask=lower(2, 4),
+        attn_mask=LOWER,
     ),
     "bias": lambda: hopfield(
         *("attn_mask", rand(1, 2, 3), rand(1, 4, 3), rand(2, 4)), beta=0.5, update_steps_max=2
     ),
     "energy": lambda: (
         lambda state, stored, beta: fastattn.hopfield_energy(
-            state, stored, beta=beta.exp(), attn_mask=lower(2, 4)
+            state, stored, beta=beta.exp(), attn_mask=LOWER
         ),
         (rand(1, 2, 2, 3), rand(1, 2, 4, 3), rand(2)),
     ),

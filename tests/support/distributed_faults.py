@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -98,13 +98,30 @@ WRONG: dict[str, Callable[[], Any]] = {
 }
 
 
-def disagree() -> dict[str, str]:
-    """The messages of all calls on this rank; afterwards the group still works."""
+def messages(
+    different: Mapping[str, Callable[[bool], Any]], wrong: Mapping[str, Callable[[], Any]]
+) -> dict[str, str]:
+    """The messages of all calls on this rank."""
     odd = dist.get_rank() == 1
-    found = {name: message_of(lambda call=call: call(odd)) for name, call in DIFFERENT.items()}
-    found |= {f"all: {name}": message_of(call) for name, call in WRONG.items()}
-    found["afterwards"] = message_of(lambda: attention(*tensors()))
-    return found
+    found = {name: message_of(lambda call=call: call(odd)) for name, call in different.items()}
+    return found | {f"all: {name}": message_of(call) for name, call in wrong.items()}
+
+
+def disagree() -> dict[str, str]:
+    """Afterwards the group still works."""
+    found = messages(DIFFERENT, WRONG)
+    return found | {"afterwards": message_of(lambda: attention(*tensors()))}
+
+
+def check_messages(
+    group: list[dict[str, str]], different: Mapping[str, str], wrong: Mapping[str, str]
+) -> None:
+    """Each message on each rank holds these words."""
+    wanted = {**different, **{f"all: {name}": want for name, want in wrong.items()}}
+    for rank, found in enumerate(group):
+        for name, want in wanted.items():
+            assert want in found[name], f"{name} on rank {rank}: {found[name]}"
+        assert found["afterwards"] == "no error"
 
 
 def at_step(step: str, act: Callable[[], None]) -> None:
@@ -119,18 +136,37 @@ def at_step(step: str, act: Callable[[], None]) -> None:
     Peers.exchange = watched  # type: ignore[method-assign]
 
 
-def _fail(step: str, act: Callable[[], None], method: str, heads: int = 4) -> tuple[str, float]:
+def failing(
+    ready: Callable[[], Any], step: str, act: Callable[[], None], call: Callable[[], Any]
+) -> tuple[str, float]:
     """The message of this rank, and its seconds, where rank 1 fails at a step."""
-    attention(*tensors())  # all ranks are there
+    ready()  # all ranks are there
     if dist.get_rank() == 1:
         at_step(step, act)
     begin = time.monotonic()
 
-    def call() -> None:
-        query, key, value = (x.requires_grad_() for x in tensors(heads=heads))
-        attention(query, key, value, method=method).sum().backward()
+    def differentiated() -> None:
+        out: Tensor = call()
+        if out.requires_grad:
+            out.sum().backward()
 
-    return message_of(call), time.monotonic() - begin
+    return message_of(differentiated), time.monotonic() - begin
+
+
+def check_others(
+    found: list[Any], ranks: int, step: str, stalls: bool, op: str = "attention"
+) -> None:
+    """All but rank 1, which has ended or still waits, raised errors that say which step."""
+    assert (found[1] is None) == (not stalls)
+    told = [(rank, *found[rank]) for rank in range(ranks) if rank != 1]
+    for rank, message, seconds in told:
+        start = f"RuntimeError: fastattn.distributed.{op}: rank {rank} got no answer from rank "
+        assert message.startswith(start), message
+        assert step in message
+        assert "None" not in message.removeprefix(start)[:4]
+        assert seconds < 2 * SECONDS
+    # A neighbour of rank 1 names it; the next one may name the neighbour, which has ended, too.
+    assert any("from rank 1 in" in message for _, message, _ in told)
 
 
 def die() -> None:
@@ -141,9 +177,16 @@ def stall() -> None:
     time.sleep(1.5 * SECONDS)
 
 
-die_in_comparison = partial(_fail, "the comparison of the arguments", die, "ring")
-die_in_ring = partial(_fail, "step 2 of 3 of the forward ring", die, "ring")
-die_in_backward = partial(_fail, "step 1 of 3 of the backward ring", die, "ring")
-die_in_gathering = partial(_fail, "gathering the keys", die, "allgather")
-die_in_heads = partial(_fail, "the exchange of heads", die, "ulysses", heads=6)
-stall_in_ring = partial(_fail, "step 1 of 2 of the forward ring", stall, "ring")
+def attend(method: str, heads: int = 4) -> Tensor:
+    out: Tensor = attention(*(x.requires_grad_() for x in tensors(heads=heads)), method=method)
+    return out
+
+
+fail = partial(failing, lambda: attention(*tensors()))
+ring = partial(attend, "ring")
+die_in_comparison = partial(fail, "the comparison of the arguments", die, ring)
+die_in_ring = partial(fail, "step 2 of 3 of the forward ring", die, ring)
+die_in_backward = partial(fail, "step 1 of 3 of the backward ring", die, ring)
+die_in_gathering = partial(fail, "gathering the keys", die, partial(attend, "allgather"))
+die_in_heads = partial(fail, "the exchange of heads", die, partial(attend, "ulysses", 6))
+stall_in_ring = partial(fail, "step 1 of 2 of the forward ring", stall, ring)

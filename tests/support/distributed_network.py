@@ -69,4 +69,6 @@ def unplugged() -> tuple[str, float]:
     take_down = functools.partial(
         subprocess.run, ["ip", "link", "set", "eth0", "down"], check=True, env=os.environ
     )
-    return distributed_faults._fail("step 2 of 3 of the forward ring", take_down, "ring")
+    return distributed_faults.fail(
+        "step 2 of 3 of the forward ring", take_down, distributed_faults.ring
+    )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from distributed_faults import at_step, die, message_of, stall
-from torch import Tensor
+from distributed_faults import die, failing, message_of, messages, stall
 
 from fastattn import masks
 from fastattn.distributed import Layout, decode_attention, hopfield_retrieve, memory_hop_attention
@@ -69,36 +66,16 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 def disagree() -> dict[str, str]:
-    """The messages of all calls on this rank; afterwards the group still works."""
-    odd = dist.get_rank() == 1
-    found = {name: message_of(lambda call=call: call(odd)) for name, call in DIFFERENT.items()}
-    found |= {f"all: {name}": message_of(call) for name, call in WRONG.items()}
-    found["afterwards"] = message_of(hop)
-    found["without check"] = message_of(lambda: hop(check=False))
-    return found
+    found = messages(DIFFERENT, WRONG) | {"afterwards": message_of(hop)}
+    return found | {"without check": message_of(lambda: hop(check=False))}
 
 
-def _fail(step: str, act: Callable[[], None], call: Callable[[], Any]) -> tuple[str, float]:
-    """The message of this rank, and its seconds, where rank 1 fails at a step."""
-    hop()  # all ranks are there
-    if dist.get_rank() == 1:
-        at_step(step, act)
-    begin = time.monotonic()
-
-    def differentiated() -> None:
-        out: Tensor = call()
-        if out.requires_grad:
-            out.sum().backward()
-
-    return message_of(differentiated), time.monotonic() - begin
-
-
-die_in_hop = partial(_fail, "hop 2 of 3", die, partial(hop, hops=3))
-die_in_derivative = partial(
-    _fail, "the gradient of the query of hop 2 of 3", die, partial(hop, hops=3)
-)
+fail = partial(failing, hop)
+three_hops = partial(hop, hops=3)
+die_in_hop = partial(fail, "hop 2 of 3", die, three_hops)
+die_in_derivative = partial(fail, "the gradient of the query of hop 2 of 3", die, three_hops)
 die_in_retrieval = partial(
-    _fail, "step 2 of the retrieval", die, partial(retrieve, update_steps_max=3)
+    fail, "step 2 of the retrieval", die, partial(retrieve, update_steps_max=3)
 )
-die_in_decoding = partial(_fail, "the merge of the keys of all ranks", die, decode)
-stall_in_hop = partial(_fail, "hop 2 of 3", stall, partial(hop, hops=3))
+die_in_decoding = partial(fail, "the merge of the keys of all ranks", die, decode)
+stall_in_hop = partial(fail, "hop 2 of 3", stall, three_hops)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Mapping
 from unittest import mock
 
 import torch
@@ -24,6 +25,37 @@ def run_fenced(script: str, *arguments: object) -> None:
     child = run_python("-c", whole, *map(str, arguments), PYTHONFAULTHANDLER="1")
     last = child.stdout.strip().splitlines()[-1:]
     assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
+
+
+CPU = "from fastattn.testing import targets\nrun_on = targets(emulated=True)\n"
+EMULATED = "import emulator, emulated\nrun_on = [emulated.Emulated(emulator.load())]\n"
+# Its arguments: which cases, and for each operator how many pairs of a case and a dtype to step by.
+# Each target begins with another pair.
+_CASES = """
+from fastattn.dispatch import reasons_of
+from attention_cases import PROOFS
+for argument in sys.argv[2:]:
+    operator, every = argument.split("=")
+    proof = PROOFS[operator]
+    cases = [case for case in proof.cases if sys.argv[1] == "complete" or not case.slow]
+    for k, target in enumerate(run_on):
+        with target.active() as backend:
+            for n, case in enumerate(cases):
+                for m, dtype in enumerate(case.dtypes):
+                    if (n + m + k) % int(every) == 0 and target.has_own_kernel(operator, dtype):
+                        print(operator, case.name, dtype, target, flush=True)
+                        inputs = proof.make(case, dtype)
+                        given = inputs.primitive()
+                        if given is None or not reasons_of(backend, operator, *given):
+                            target.results(backend, inputs)
+"""
+
+
+def run_cases(targets: str, which: str, steps: Mapping[str, int]) -> None:
+    """Run the cases of operators on targets, the complete tables or those that are not slow."""
+    run_fenced(
+        targets + _CASES, which, *(f"{operator}={every}" for operator, every in steps.items())
+    )
 
 
 def everywhere() -> None:

@@ -332,7 +332,6 @@ ADDITIVE = Planned(
             for sizes in ((2, 6, 9, 20), (3, 7, 10, 12), (4, 30, 200, 64))
         ]
     ],
-    smooth=lambda: [additive(queries=3), additive(queries=3) | {"bias": None}],
 )
 
 
@@ -399,7 +398,6 @@ LOCAL = Planned(
         "D": [0],
     },
     sizes=lambda: [[local(*n, 5) for n in ((2, 6, 9, 20), (3, 7, 10, 12), (4, 30, 200, 64))]],
-    smooth=lambda: [local(1, 9, 30, 20, 3) | {"positions": INNER, "D": 3}],
 )
 
 OPERATORS = [SDPA, VARLEN, DECODE, ADDITIVE, LOCAL, *OPERATORS_OF_MEMORY]

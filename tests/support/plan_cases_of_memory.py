@@ -121,15 +121,6 @@ HOPFIELD = Planned(
         ]
         for stop in ("query", "head")
     ],
-    smooth=lambda: [
-        {
-            name: x[:1, :1, ..., :3] if isinstance(x, Tensor) else x
-            for name, x in patterns(queries=queries, projected=projected).items()
-        }
-        | {"beta": 0.5, "update_steps_max": 2, "update_steps_eps": 0.0}
-        for queries in (2, 6)
-        for projected in (False, True)
-    ],
 )
 
 
@@ -378,7 +369,6 @@ SINUSOIDAL = Planned(
         ]
         for rows in (3, 3000)
     ],
-    smooth=lambda: [sequences(2, 3, 6) | {"scale": 3.0}],
 )
 
 OPERATORS_OF_MEMORY = [HOPFIELD, MEMORY_HOPS, ENCODE_MEMORY, SINUSOIDAL]

@@ -106,7 +106,6 @@ class Planned:
     # Wrong values of each argument, or how a valid one becomes wrong.
     wrong: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     sizes: Callable[[], list[list[Call]]] = list  # lists of calls of one plan
-    smooth: Callable[[], list[Call]] = list  # of functions to differentiate
 
     def __str__(self) -> str:
         return self.function.__module__.rpartition(".")[2]
