@@ -26,12 +26,13 @@ TABLE = ATTENTION_CASES
 
 def _param(case: Case, dtype: torch.dtype, target: Target) -> object:
     name = f"{case.name}-{str(dtype).removeprefix('torch.')}-{target}"
-    fastest = target.is_current() and dtype == torch.bfloat16
+    fastest = target in CURRENT and dtype == torch.bfloat16
     takes_long = case.q_len * case.k_len > 2**20 and not fastest
     return pytest.param(case, dtype, target, id=name, marks=[pytest.mark.complete] * takes_long)
 
 
 EMULATED = [target for target in targets(emulated=True) if target not in targets()]
+CURRENT = [target for target in targets(emulated=True) if target.is_current()]
 TILES = [target for target in EMULATED if target.isa == "amx_bf16_emulated"]
 # The emulated tiles go through the table in the dtype of their instructions, unless real ones do.
 OF_TILES = None if "amx_bf16" in [target.isa for target in targets()] else torch.bfloat16
@@ -43,7 +44,7 @@ WORK = [
     for m, dtype in enumerate(case.dtypes)
     for k, target in enumerate([*targets(), *EMULATED])
     if not case.slow and target.has_own_kernel(OP, dtype)
-    if target.is_current() or (n + k) % len(case.dtypes) == m or target in TILES
+    if target in CURRENT or (n + k) % len(case.dtypes) == m or target in TILES
     if target not in TILES or dtype is OF_TILES or n % 24 == 0
     if target not in EMULATED or target in TILES or n % 3 == 0
 ]
