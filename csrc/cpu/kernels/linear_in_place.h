@@ -35,12 +35,10 @@ class InPlace {
  public:
   explicit InPlace(const LinearParams& params) : p(params) {}
 
-  // With fewer rows than the lanes of a panel, FewRows does less arithmetic; panels of one vector of
-  // eight lanes are fast enough.
-  static constexpr int64_t kFewestRows = W == 8 ? W : L - 2;
-
+  // FewRows does less arithmetic where lanes of a panel would be empty; of eight lanes few are.
   static bool serves(const LinearParams& p) {
-    return kFewestRows <= p.M && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
+    const bool is_full = p.M >= (W == 8 ? W : L - 2) || p.M == W;
+    return is_full && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
   }
 
   void run() {
