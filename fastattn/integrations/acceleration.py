@@ -34,6 +34,7 @@ from fastattn.nn.mha import MultiheadAttention
 __all__ = ["Part", "Report", "accelerate", "restore"]
 
 _NAME = "fastattn"  # in the registries of transformers and diffusers
+_EXPERTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own, for any weights
 
 # Attributes by which a module turns off its own use of PyTorch's function, in timm, x-transformers,
 # open_clip, Whisper and others.
@@ -98,6 +99,7 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
     - models of transformers: by ``attn_implementation="fastattn"``, as after
       :func:`fastattn.integrations.transformers.register`; T5 and Swin also pass their tables, as by
       :func:`fastattn.integrations.transformers.compact_relative_bias`.
+    - mixtures of experts of transformers: by ``experts_implementation="fastattn"``;
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
@@ -195,6 +197,8 @@ class _Changes:
                 except (ImportError, KeyError, ValueError) as error:
                     refused[library] = f"{type(error).__name__}: {error}"
         if "transformers" in sys.modules and "transformers" not in refused:
+            if linear:
+                self._experts(model)
             # Its import loads parts of transformers.
             layers = importlib.import_module("fastattn.integrations.transformers._layers")
             replaced = replace(model, layers.layer_class)
@@ -239,6 +243,19 @@ class _Changes:
             module.set_attn_implementation(_NAME)
             with contextlib.suppress(ValueError):  # it has no such bias
                 self._settings.append(transformers.compact_relative_bias(module).undo)
+
+    def _experts(self, model: nn.Module) -> None:
+        """Mixtures of experts, whose weights are in no linear layer."""
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            weight = getattr(module, "down_proj", None)
+            if not hasattr(module, "is_transposed") or not isinstance(weight, torch.Tensor):
+                continue
+            replaced = getattr(config, "_experts_implementation", _NAME) in _EXPERTS
+            if replaced and weight.is_floating_point() and weight.itemsize > 1:
+                self._register("transformers", transformers.register)
+                self._remember(config, "_experts_implementation_internal")
+                config._experts_implementation_internal = _NAME
 
     def _diffusers(self, model: nn.Module) -> None:
         for module in model.modules():

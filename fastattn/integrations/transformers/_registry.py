@@ -25,6 +25,8 @@ def register(override: str | None = None) -> Registration:
     transformers' registry on fused kernels, forward and backward. This includes models for which
     PyTorch's own function is not offered: with a softcap (Gemma 2), attention sinks (GPT-OSS), a
     relative position bias (T5) or attention weights (``output_attentions=True`` in a call).
+    ``model.set_experts_implementation("fastattn")`` multiplies the experts of a mixture by the
+    linear layers that are the fastest here.
 
     Args:
         override: None, or ``"sdpa"``: also serve that name, for code that accepts no other, such as
@@ -84,12 +86,12 @@ def context_parallel(
 
 
 class _Registries:
-    """transformers' two registries: our functions for each name, and the previous ones."""
+    """transformers' registries: our functions for each name, and the previous ones."""
 
-    def __init__(self, attention_forward: Any, attention_mask: Any) -> None:
+    def __init__(self, attention_forward: Any, attention_mask: Any, *others: Any) -> None:
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
-        self._served = ((attention, attention_forward), (masks, attention_mask))
+        self._served = ((attention, attention_forward), (masks, attention_mask), *others)
         self._registrations: dict[str, int] = {}
         self._before: dict[str, list[Any]] = {}
 
@@ -123,6 +125,9 @@ def _entries(interface: Any) -> dict[str, Any]:
 def _registries() -> _Registries:
     check_version("transformers", OLDEST, BELOW)
     from fastattn.integrations.transformers._attention import attention_forward
+    from fastattn.integrations.transformers._experts import experts_forward, experts_interface
     from fastattn.integrations.transformers._masks import attention_mask
 
-    return _Registries(attention_forward, attention_mask)
+    experts = experts_interface()
+    others = () if experts is None else ((experts, experts_forward),)
+    return _Registries(attention_forward, attention_mask, *others)

@@ -1,0 +1,71 @@
+"""Mixtures of experts of transformers: each expert's rows through linear layers by evidence."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.eager import runs_eagerly
+from fastattn.nn.functional import linear
+
+__all__ = ["experts_forward", "experts_interface"]
+
+
+def experts_interface() -> Any:
+    """transformers' registry of functions for experts; None in versions without one."""
+    try:
+        moe = importlib.import_module("transformers.integrations.moe")
+    except ImportError:
+        return None
+    return getattr(moe, "ExpertsInterface", None)
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The experts of a layer on the tokens that a router gave them.
+
+        y_t = Σ_k w_tk down_e(gate(up_e(x_t))),   e = top_k_index[t, k]
+
+    The rows of an expert are brought together, so each of its products is one linear layer, whose
+    GEMM is the fastest for the dtype, the size and the processor.
+
+    Args:
+        hidden_states, top_k_index, top_k_weights: x [T, E]; [T, K], an index of ``num_experts`` is
+            no expert; w [T, K].
+    """
+    if not (hidden_states.is_cpu and runs_eagerly(hidden_states, top_k_index, top_k_weights)):
+        moe = importlib.import_module("transformers.integrations.moe")
+        y: Tensor = moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return y
+    top = top_k_index.shape[-1]
+    experts, order = top_k_index.reshape(-1).sort(stable=True)
+    counts = experts.bincount(minlength=self.num_experts)[: self.num_experts].tolist()
+    rows = hidden_states[order // top].split([*counts, len(experts) - sum(counts)])
+    first, second = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+    found = []
+    for x, up, down in zip(rows, _layers(self, first), _layers(self, second), strict=False):
+        if len(x):
+            h = linear(x, *up)
+            found.append(linear(self._apply_gate(h) if self.has_gate else self.act_fn(h), *down))
+    found.append(rows[-1].new_zeros(len(rows[-1]), hidden_states.shape[1]))  # of no expert
+    each = torch.cat(found)
+    if getattr(self, "has_post_expert_norm", False):
+        each = self.post_expert_norm(each)
+    each = each * top_k_weights.reshape(-1)[order, None]
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return each[back].view(-1, top, each.shape[1]).sum(1).to(hidden_states.dtype)
+
+
+def _layers(experts: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias of each expert. `unbind` has one gradient for all."""
+    weights = getattr(experts, name).unbind(0)
+    biases = (
+        getattr(experts, f"{name}_bias").unbind(0) if experts.has_bias else [None] * len(weights)
+    )
+    if experts.is_transposed:
+        weights = [w.t() for w in weights]
+    return list(zip(weights, biases, strict=True))
