@@ -39,6 +39,7 @@ class Graph:
         self.nodes = [_Node(None, (), (), _QUERIES | _KEYS, False)] * 2
         self._known: dict[_Node, int] = {}
         self.gathers: dict[int, Gather] = {}
+        self._kept: dict[tuple[int, int], list[int]] = {}
 
     def add(self, op: Op, *args: int, numbers: tuple[int, ...] = (), level: int = -1) -> int:
         """A node; one that does not differ between keys is computed less often."""
@@ -64,6 +65,10 @@ class Graph:
 
     def const(self, number: float) -> int:
         return self.add(Op.CONST, numbers=struct.unpack("<ii", struct.pack("<d", number)))
+
+    def number_of(self, n: int) -> float:
+        number: float = struct.unpack("<d", struct.pack("<ii", *self.nodes[n].numbers))[0]
+        return number
 
     def integer(self, number: int) -> int:
         return self.add(Op.INT, numbers=(number,))
@@ -95,6 +100,13 @@ class Graph:
             )
         assert len(header) == HEADER
         return [*header, *steps.levels, *(n for part in sections for step in part for n in step)]
+
+    def forward_words(self, value: int, heads: int) -> list[int]:
+        """The same without a gradient of a tensor, kept: later nodes change nothing."""
+        if (value, heads) not in self._kept:
+            wanted = [False] * (1 + len(self.gathers))
+            self._kept[value, heads] = self.words(value, 1, heads, wanted)
+        return self._kept[value, heads]
 
     def _owned(self, batch: int, heads: int, gathers: Iterable[int]) -> Flag:
         """Whether entries of the batch, or heads, never gather the same element."""

@@ -393,6 +393,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "floor": lambda x: x.add_node(Op.FLOOR) if x.kind == "f" else x,
     "ceil": lambda x: -(-x).floor(),
     "exp2": lambda x: (x * 0.6931471805599453).exp(),
+    "log1p": lambda x: (1 + x).log(),
     "log2": lambda x: x.log() * 1.4426950408889634,
     "rsqrt": lambda x: 1 / x.sqrt(),
     "reciprocal": lambda x: 1 / x,

@@ -20,6 +20,7 @@ from fastattn.eager import nothing_watches
 from fastattn.masks import values_of
 from fastattn.ops import sdpa
 from fastattn.ops._score_compile import Graph
+from fastattn.ops._score_known import known
 from fastattn.ops._score_trace import Tracer
 
 __all__ = ["flex_attention"]
@@ -116,11 +117,11 @@ def flex_attention(
             raise NotImplementedError(f"{_OP}: max_scores of return_aux must be False, got True")
         wants_lse = return_aux.lse
     checks.check_flag(_OP, "return_lse", return_lse)
-    options = (block_mask, scale, enable_gqa, wants_lse)
+    options = (block_mask, scale, enable_gqa)
     if score_mod is None:
-        results = _without_function(query, key, value, *options)
+        results = _as_option(query, key, value, *options, return_lse=wants_lse)
     else:
-        results = _attend(query, key, value, score_mod, *options)
+        results = _attend(query, key, value, score_mod, *options, wants_lse)
     if return_aux is None:
         return results
     out, lse = results if wants_lse else (results, None)
@@ -143,6 +144,9 @@ def _attend(
     given = (query, key, value)
     traced = _Traced(score_mod, given)
     data = traced.data()
+    if (known := traced.options(query, key, data)) is not None:
+        options = (block_mask, scale, enable_gqa)
+        return _as_option(query, key, value, *options, return_lse=wants_lse, **known)
     signature, plan = plans.find((*given, data), block_mask is None, scale, enable_gqa)
     if plan is not None:
         biases = (*traced.operands(query, data), _mask_program(block_mask, query, key))
@@ -171,12 +175,13 @@ def _mask_program(block_mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
     return None if block_mask is None else masks.program(_OP, block_mask, query, key.shape[2], 0)
 
 
-def _without_function(
-    query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any, wants_lse: Any
+def _as_option(
+    query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any, **options: Any
 ) -> Any:
+    """The results where there is no function, or where it is an option of attention."""
     *tensors, scale = _checked(query, key, value, block_mask, scale, enable_gqa)
-    options = {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask}
-    return sdpa.scaled_dot_product_attention(*tensors, **options, return_lse=wants_lse)
+    options |= {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask}
+    return sdpa.scaled_dot_product_attention(*tensors, **options)
 
 
 def _checked(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any) -> Any:
@@ -220,6 +225,7 @@ class _Trace:
         self.integers = [place.get(id(x), -1) for x in tracer.integers]
         self.holds = tracer.kept and -1 not in (*self.floating, *self.integers)
         self.programs: dict[Any, Tensor] = {}
+        self.known = known(self.graph, value)
 
     def program(
         self, batch: int, heads: int, wanted: tuple[bool, ...], integers: int, device: Any
@@ -275,6 +281,12 @@ class _Traced:
         flat = [x.reshape(-1).to(self.dtype) for x in self.floating]
         return None if not flat else flat[0] if len(flat) == 1 else torch.cat(flat)
 
+    def options(self, query: Any, key: Any, data: Tensor | None) -> dict[str, Any] | None:
+        """The options of attention that the function is; None if it is interpreted."""
+        if self.trace.known is None or query.dim() != 4 or not isinstance(key, Tensor):
+            return None
+        return self.trace.known.options(query, key.shape[-2], self.floating, data)
+
     def operands(self, query: Tensor, data: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The program and its data."""
         plain = nothing_watches()  # else a tensor may not tell whether it requires a gradient
@@ -321,11 +333,17 @@ def prepare(
     kernel_options: Any = None,
     *,
     return_aux: Any = None,
-) -> tuple[Any, tuple[Any, ...]]:
-    """The operator and its arguments."""
+) -> tuple[Any, tuple[Any, ...], list[str]]:
+    """The operator, its arguments, and notes for ``explain``."""
     checked = _checked(query, key, value, block_mask, scale, enable_gqa)
-    if score_mod is None:
-        *tensors, scale = checked
-        found = sdpa.prepare(*tensors, scale=scale, enable_gqa=enable_gqa, mask=block_mask)
-        return found[0], found[1]
-    return attention, _call(checked, _Traced(score_mod, checked), block_mask)
+    notes = ["kernel_options are ignored: they tune PyTorch's kernels for GPUs"]
+    notes = [] if kernel_options is None else notes
+    traced = None if score_mod is None else _Traced(score_mod, checked)
+    found = None if traced is None else traced.options(checked[0], checked[1], traced.data())
+    if traced is not None and found is None:
+        return attention, _call(checked, traced, block_mask), notes
+    if traced is not None and traced.trace.known is not None:
+        notes.append(traced.trace.known.reason())
+    *tensors, scale = checked
+    options = {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask} | (found or {})
+    return *sdpa.prepare(*tensors, **options)[:2], notes

@@ -41,6 +41,15 @@ def alibi(slopes: Tensor) -> Mod:
     return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
 
 
+@case(table=(HEADS,))
+def far(table: Tensor) -> Mod:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        d = (k - q).abs().to(s.dtype)
+        return 2.0 * (s * 0.5).tanh() - d * d * 1e-3 + torch.log1p(d) * torch.sigmoid(table[h])
+
+    return mod
+
+
 @case()
 def softcap() -> Mod:
     return lambda s, b, h, q, k: 3.0 * torch.tanh(s / 3.0)
@@ -54,6 +63,11 @@ def distances(table: Tensor) -> Mod:
 @case(bias=(HEADS, Q_LEN, K_LEN))
 def learned(bias: Tensor) -> Mod:
     return lambda s, b, h, q, k: s + bias[h, q, k]
+
+
+@case(table=(HEADS, Q_LEN + K_LEN - 1), bias=(HEADS, Q_LEN, K_LEN))
+def gathers(table: Tensor, bias: Tensor) -> Mod:
+    return lambda s, b, h, q, k: 2 * s + table[h, q - k + (K_LEN - 1)] * bias[h, q, k]
 
 
 @case(by_key=(K_LEN,), by_query=(BATCH, Q_LEN))
@@ -377,10 +391,19 @@ def test_results_are_those_of_pytorchs_signature() -> None:
         assert flex_attention(*x, mod).dtype == torch.bfloat16
 
 
-def test_explain_names_the_backends_without_it() -> None:
-    found = explain(flex_attention, *operands(6, 6, 6), lambda s, b, h, q, k: s + q)
-    assert found.op == "flex_attention"
-    assert found.runs == "cpu"
+@pytest.mark.parametrize("name", CASES)
+def test_explain_says_what_a_function_is(name: str) -> None:
+    make, captured = CASES[name]
+    query, key, value, *others = tensors_of(captured, torch.float32).values()
+    options = {"enable_gqa": True, "kernel_options": {"BLOCK_M": 64}}
+    found = explain(flex_attention, query, key, value, make(*others), **options)
+    kind = {"alibi": "ALiBi", "softcap": "a softcap", "distances": "a table of distances",
+            "far": "a softcap and a table of distances", "learned": "a bias"}.get(name)  # fmt: skip
+    assert found.op == ("scaled_dot_product_attention" if kind else "flex_attention")
+    ignored, *known = found.notes
+    assert ignored.startswith("kernel_options are ignored")
+    assert known == [f"score_mod is {kind}, an option of {found.op}"] * bool(kind)
+    assert known == [] or known[0] in str(found)
 
 
 def test_compiled_code_runs_it_uncompiled() -> None:
