@@ -21,6 +21,23 @@ flags          see ``Flag``
 integers       the number of captured integers
 =============  ======================================================================
 
+The operations, on registers a, b and c unless numbers are named:
+
+==============  ====================================================================
+CONST, INT      the double with the words a and b; the integer a
+BATCH ... KEY   the indices of the pair
+GATHER          element b + a of the data, for a register a clamped to c elements
+GATHER_INT      the same of the captured integers
+INDEX           c a, for a register a clamped to b elements; below 0 it counts from the end
+ADD ... FLOOR   of floating numbers; LT, LE, EQ give booleans
+IADD ... IEQ    of integers; IDIV is rounded down, and 0 for a divisor of 0; IABS too
+AND ... NOT     of the bits
+SELECT          b where a, else c
+TO_FLOAT        of an integer; TO_INT rounds towards 0
+REDUCE          the sum of a over what `to` does not differ between
+SCATTER         the gradient of GATHER: adds the register `to` to element a
+==============  ====================================================================
+
 Captured floating tensors are another tensor, one after the other. ``csrc/score_program.h`` reads
 the program, ``fastattn/ops/_score_compile.py`` writes it.
 """
@@ -42,50 +59,10 @@ class Flag(IntFlag):
     OWN_HEAD = 8  # no two heads do
 
 
-class Op(IntEnum):
-    CONST = 0  # the double with the words a and b
-    INT = 1  # a
-    BATCH = 2  # the indices of the pair
-    HEAD = 3
-    QUERY = 4
-    KEY = 5
-    GATHER = 6  # data[b + a] for a register a, clamped to c elements
-    GATHER_INT = 7  # the same of the captured integers
-    INDEX = (
-        8  # c times the register a, which counts from the end if negative, clamped to b elements
-    )
-    ADD = 9
-    SUB = 10
-    MUL = 11
-    DIV = 12
-    NEG = 13
-    ABS = 14
-    MIN = 15
-    MAX = 16
-    EXP = 17
-    LOG = 18
-    TANH = 19
-    SIGMOID = 20
-    SQRT = 21
-    FLOOR = 22
-    LT = 23
-    LE = 24
-    EQ = 25
-    IADD = 26
-    ISUB = 27
-    IMUL = 28
-    IDIV = 29  # rounded down; 0 for a divisor of 0
-    IMOD = 30
-    ILT = 31
-    ILE = 32
-    IEQ = 33
-    AND = 34
-    OR = 35
-    XOR = 36
-    NOT = 37
-    SELECT = 38  # b where a, else c
-    TO_FLOAT = 39
-    TO_INT = 40  # rounded towards 0
-    REDUCE = 41  # the sum of a over what `to` does not differ between
-    SCATTER = 42  # the gradient of GATHER: adds the register `to` to element a
-    IABS = 43
+Op = IntEnum(
+    "Op",
+    "CONST INT BATCH HEAD QUERY KEY GATHER GATHER_INT INDEX ADD SUB MUL DIV NEG ABS MIN MAX EXP "
+    "LOG TANH SIGMOID SQRT FLOOR LT LE EQ IADD ISUB IMUL IDIV IMOD ILT ILE IEQ AND OR XOR NOT "
+    "SELECT TO_FLOAT TO_INT REDUCE SCATTER IABS",
+    start=0,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -340,8 +341,7 @@ def _power(x: Any, exponent: Any) -> Any:
     return 1 / product if exponent < 0 else product
 
 
-def _converted(x: Any, dtype: Any = None, *_: Any, **others: Any) -> Any:
-    dtype = others.get("dtype", dtype)
+def _converted(x: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
     dtype = getattr(dtype, "dtype", dtype)
     if not isinstance(dtype, torch.dtype):  # a device
         return x
@@ -357,9 +357,6 @@ def _filled(value: Any) -> Any:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": _arithmetic(Op.ADD, Op.IADD),
-    "sub": _arithmetic(Op.SUB, Op.ISUB),
-    "mul": _arithmetic(Op.MUL, Op.IMUL),
     "truediv": _divided,
     "floordiv": lambda x, other: _divided(x, other, rounding_mode="floor"),
     "mod": _remainder,
@@ -367,34 +364,21 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "rpow": lambda x, base: (x.to_kind("f") * math.log(base)).exp(),
     "neg": lambda x: x.add_node(Op.NEG) if x.kind == "f" else 0 - x,
     "abs": lambda x: x.add_node(Op.ABS if x.kind == "f" else Op.IABS),
-    "eq": _compared(Op.EQ, Op.IEQ),
     "ne": _compared(Op.EQ, Op.IEQ, negates=True),
-    "lt": _compared(Op.LT, Op.ILT),
-    "le": _compared(Op.LE, Op.ILE),
     "gt": _compared(Op.LT, Op.ILT, swaps=True),
     "ge": _compared(Op.LE, Op.ILE, swaps=True),
-    "and": _bits(Op.AND, False),
-    "or": _bits(Op.OR, False),
-    "xor": _bits(Op.XOR, False),
     "invert": lambda x: x.add_node(Op.NOT),
-    "logical_and": _bits(Op.AND, True),
-    "logical_or": _bits(Op.OR, True),
-    "logical_xor": _bits(Op.XOR, True),
     "logical_not": lambda x: x.to_kind("b").add_node(Op.NOT),
     "where": _where,
+    "masked_fill": lambda x, condition, value: _where(condition, value, x),
     "min": _extreme(Op.MIN),
     "max": _extreme(Op.MAX),
     "clamp": _clamped,
-    "exp": _unary(Op.EXP),
-    "log": _unary(Op.LOG),
-    "tanh": _unary(Op.TANH),
-    "sigmoid": _unary(Op.SIGMOID),
-    "sqrt": _unary(Op.SQRT),
     "floor": lambda x: x.add_node(Op.FLOOR) if x.kind == "f" else x,
     "ceil": lambda x: -(-x).floor(),
-    "exp2": lambda x: (x * 0.6931471805599453).exp(),
+    "exp2": lambda x: (x * math.log(2)).exp(),
     "log1p": lambda x: (1 + x).log(),
-    "log2": lambda x: x.log() * 1.4426950408889634,
+    "log2": lambda x: x.log() * (1 / math.log(2)),
     "rsqrt": lambda x: 1 / x.sqrt(),
     "reciprocal": lambda x: 1 / x,
     "square": lambda x: x * x,
@@ -402,37 +386,28 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "silu": lambda x, inplace=False: x * x.sigmoid(),
     "to": _converted,
     "clone": lambda x: x,
-    "masked_fill": lambda x, condition, value: _where(condition, value, x),
     "full_like": _filled(None),
     "zeros_like": _filled(0),
     "ones_like": _filled(1),
 }
-for _alias, _of in {
-    "truediv": "div divide true_divide",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "neg": "negative",
-    "abs": "absolute",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "min": "minimum",
-    "max": "maximum",
-    "clamp": "clip",
-    "mul": "multiply",
-    "sub": "subtract",
-    "to": "type type_as",
-    "eq": "equal_to",
-    "zeros_like": "new_zeros",
-    "ones_like": "new_ones",
-    "full_like": "new_full",
-}.items():
-    _OPERATIONS |= dict.fromkeys(_of.split(), _OPERATIONS[_alias])
+for _name in "add sub mul".split():
+    _OPERATIONS[_name] = _arithmetic(Op[_name.upper()], Op["I" + _name.upper()])
+for _name in "eq lt le".split():
+    _OPERATIONS[_name] = _compared(Op[_name.upper()], Op["I" + _name.upper()])
+for _name in "exp log tanh sigmoid sqrt".split():
+    _OPERATIONS[_name] = _unary(Op[_name.upper()])
+for _name in "and or xor".split():
+    _OPERATIONS[_name] = _bits(Op[_name.upper()], False)
+    _OPERATIONS[f"logical_{_name}"] = _bits(Op[_name.upper()], True)
+for _pair in (
+    "div=truediv divide=truediv true_divide=truediv floor_divide=floordiv remainder=mod "
+    "multiply=mul subtract=sub negative=neg absolute=abs minimum=min maximum=max clip=clamp "
+    "bitwise_and=and bitwise_or=or bitwise_xor=xor bitwise_not=invert type=to type_as=to "
+    "new_zeros=zeros_like new_ones=ones_like new_full=full_like"
+).split():
+    _alias, _, _of = _pair.partition("=")
+    _OPERATIONS[_alias] = _OPERATIONS[_of]
 for _name in "add sub mul truediv floordiv mod and or xor".split():
     _OPERATIONS[f"r{_name}"] = _reversed(_name)
-for _name, _dtype in {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16,
-    "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64, "bool": torch.bool,
-}.items():  # fmt: skip
-    _OPERATIONS[_name] = lambda x, dtype=_dtype: _converted(x, dtype)
+for _name in "float double half bfloat16 int long bool".split():
+    _OPERATIONS[_name] = functools.partial(_converted, dtype=getattr(torch, _name))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -193,13 +196,48 @@ def judged(
     exact = definition()
     noise = Noise(definition, exact, dtype)
     off = [str(d) for d in deviations(found, exact, noise, dict.fromkeys(found, dtype)) if not d.ok]
-    assert not off
+    assert not off, off
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_function_on_stored_scores(name: str, dtype: torch.dtype, engine: Any) -> None:
     judged(*CASES[name], dtype)
+
+
+def written(r: random.Random, depth: int, kind: str = "s") -> str:
+    """A random expression of the numbers of a pair and of captured tensors."""
+    if depth == 0 and kind == "i":
+        return r.choice(("b", "h", "q", "k", "(q - k)", "(q * 0 + 3)"))
+    if depth == 0:
+        gathered = f"d[{written(r, 1, 'i')} % 7]"
+        return r.choice(("s", "s", "a[h]", "c[q, k]", gathered, "e[b, h, k]"))
+    x, y = (written(r, depth - 1, kind) for _ in range(2))
+    shared = f"({x} + {y})", f"({x} - {y})", f"abs({x})", f"torch.maximum({x} + 0 * {y}, {y})"
+    m, n = written(r, depth - 1, "i"), written(r, 0, "i")
+    if kind == "i":
+        return r.choice((*shared, f"({x} * 2)", f"({x} // 3)", f"({x} % ({n} * 0 + 5))"))
+    test = f"({m} {r.choice(('<', '<=', '>', '!='))} {n}) {r.choice('&|^')} ({x} < {y})"
+    of_one = (f"torch.{name}({x})" for name in ("tanh", "sigmoid", "relu"))
+    bounded = f"torch.exp(torch.tanh({x}))", f"torch.log(2 + torch.tanh({x}))", f"-({x})"
+    others = f"({x} * {y})", f"({x} / (2 + abs({y})))", f"torch.where({test}, {x}, {y})"
+    return r.choice((*shared, *of_one, *bounded, *others, f"({x}).clamp(-1, 0.7)"))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**20))
+def test_random_programs(native: ModuleType, seed: int) -> None:
+    r = random.Random(torch.manual_seed(seed).initial_seed())
+    text = f"s * 0.5 + 2 * torch.tanh({written(r, r.choice((1, 2, 3)))})"
+    if r.random() < 0.3:
+        text = f"torch.where((q - k) % 3 != 2, {text}, -math.inf)"
+    captured = {"a": (HEADS,), "c": (Q_LEN, K_LEN), "d": (7,), "e": (BATCH, HEADS, K_LEN)}
+
+    def make(**tensors: Tensor) -> Mod:
+        mod: Mod = eval(f"lambda s, b, h, q, k: {text}", {**globals(), **tensors})
+        return mod
+
+    judged(make, captured, r.choice((torch.float32, torch.bfloat16)))
 
 
 @pytest.mark.parametrize("name", ["two_terms", "documents"])
@@ -431,7 +469,7 @@ def test_a_program_that_points_outside_is_refused(native: ModuleType) -> None:
     table, ids = torch.randn(6), torch.arange(6)
     x = operands(6, 6, 6)
     prepare: Any = flex.prepare
-    _, call = prepare(*x, lambda s, b, h, q, k: s + table[ids[k] % 3] * torch.exp(s))
+    _, call, _ = prepare(*x, lambda s, b, h, q, k: s + table[ids[k] % 3] * torch.exp(s))
     program, data = call[3:5]
     generator, refused = torch.Generator().manual_seed(5), 0
     for _ in range(2000):

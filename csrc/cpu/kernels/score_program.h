@@ -502,9 +502,17 @@ class ScoreMachine {
         store(gradient + r * L + n * W, counted(value, r, n));
       }
     const int64_t lanes = lanes_of(value) != 1 ? L : 1;
-    for (int64_t l = 0; l < lanes; ++l)
-      for (int64_t r = 0; r < rows; ++r)
-        to[element[r * L + l]] += static_cast<double>(gradient[r * L + l]);
+    // Consecutive keys of one element are summed first: shorter chains of additions.
+    for (int64_t l = 0; l < lanes; ++l) {
+      double sum = 0;
+      for (int64_t r = 0; r < rows; ++r) {
+        const auto own = element[r * L + l];
+        sum += static_cast<double>(gradient[r * L + l]);
+        if (r + 1 < rows && element[(r + 1) * L + l] == own) continue;
+        to[own] += sum;
+        sum = 0;
+      }
+    }
   }
 };
 

@@ -63,13 +63,9 @@ def flex_attention_backward(
     """Return the gradients of query, key, value and score_data, differentiable again."""
     function = functools.partial(flex_attention, options=options)
     tensors = (query, key, value, score_program, score_data, mask_program)
-    wanted = (0, 1, 2, 4) if _flags(score_program) & Flag.SCATTERS else (0, 1, 2)
+    wanted = (0, 1, 2, 4) if int(score_program[9]) & Flag.SCATTERS else (0, 1, 2)
     found = gradients(function, tensors, wanted, (grad_out, grad_lse))
     return *found[:3], found[4]
-
-
-def _flags(program: Tensor) -> int:
-    return int(program[9])
 
 
 def modified_scores(program: Tensor, data: Tensor | None, score: Tensor) -> Tensor:
@@ -107,8 +103,8 @@ def modified_scores(program: Tensor, data: Tensor | None, score: Tensor) -> Tens
         elif op == Op.TO_FLOAT:
             found[to] = found[a].to(score.dtype)
         else:
-            function, arity = _FUNCTIONS[Op(op)]
-            found[to] = function(*(found[n] for n in (a, b)[:arity]))
+            unary = op in _UNARY
+            found[to] = _UNARY[op](found[a]) if unary else _BINARY[op](found[a], found[b])
     return torch.broadcast_to(found[value], score.shape)
 
 
@@ -116,33 +112,16 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, 0, a.div(torch.where(b == 0, 1, b), rounding_mode="floor"))
 
 
-def _remainder(a: Tensor, b: Tensor) -> Tensor:
-    return a - _divided(a, b) * b
-
-
-_FUNCTIONS: dict[Op, tuple[Callable[..., Tensor], int]] = {
-    **dict.fromkeys((Op.ADD, Op.IADD), (torch.add, 2)),
-    **dict.fromkeys((Op.SUB, Op.ISUB), (torch.sub, 2)),
-    **dict.fromkeys((Op.MUL, Op.IMUL), (torch.mul, 2)),
-    **dict.fromkeys((Op.LT, Op.ILT), (torch.lt, 2)),
-    **dict.fromkeys((Op.LE, Op.ILE), (torch.le, 2)),
-    **dict.fromkeys((Op.EQ, Op.IEQ), (torch.eq, 2)),
-    Op.DIV: (torch.div, 2),
-    Op.NEG: (torch.neg, 1),
-    **dict.fromkeys((Op.ABS, Op.IABS), (torch.abs, 1)),
-    Op.MIN: (torch.minimum, 2),
-    Op.MAX: (torch.maximum, 2),
-    Op.EXP: (torch.exp, 1),
-    Op.LOG: (torch.log, 1),
-    Op.TANH: (torch.tanh, 1),
-    Op.SIGMOID: (torch.sigmoid, 1),
-    Op.SQRT: (torch.sqrt, 1),
-    Op.FLOOR: (torch.floor, 1),
-    Op.IDIV: (_divided, 2),
-    Op.IMOD: (_remainder, 2),
-    Op.AND: (torch.bitwise_and, 2),
-    Op.OR: (torch.bitwise_or, 2),
-    Op.XOR: (torch.bitwise_xor, 2),
-    Op.NOT: (torch.bitwise_not, 1),
-    Op.TO_INT: (lambda x: x.to(torch.int64), 1),
-}
+_UNARY: dict[int, Callable[..., Tensor]] = {
+    **{Op[name.upper()]: getattr(torch, name)
+       for name in "abs exp log tanh sigmoid sqrt floor".split()},
+    Op.NEG: torch.neg, Op.IABS: torch.abs, Op.NOT: torch.bitwise_not,
+    Op.TO_INT: lambda x: x.to(torch.int64),
+}  # fmt: skip
+_BINARY: dict[int, Callable[..., Tensor]] = {
+    **{Op[kind + name.upper()]: getattr(torch, name)
+       for name in "add sub mul lt le eq".split() for kind in ("", "I")},
+    Op.DIV: torch.div, Op.MIN: torch.minimum, Op.MAX: torch.maximum,
+    Op.IDIV: _divided, Op.IMOD: lambda a, b: a - _divided(a, b) * b,
+    Op.AND: torch.bitwise_and, Op.OR: torch.bitwise_or, Op.XOR: torch.bitwise_xor,
+}  # fmt: skip
