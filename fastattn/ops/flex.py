@@ -106,7 +106,7 @@ def flex_attention(
         >>> flex_attention(query, key, value, alibi).shape
         torch.Size([1, 2, 10, 64])
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         return _untraced(*given, return_aux=return_aux)
     wants_lse = return_lse

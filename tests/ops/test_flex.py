@@ -63,6 +63,11 @@ def distances(table: Tensor) -> Mod:
     return lambda s, b, h, q, k: s + table[h, q - k + (K_LEN - 1)]
 
 
+@case(table=(HEADS, Q_LEN + K_LEN + 2))
+def shifted(table: Tensor) -> Mod:
+    return lambda s, b, h, q, k: s + table[h, q + 2 * b - k + K_LEN]
+
+
 @case(bias=(HEADS, Q_LEN, K_LEN))
 def learned(bias: Tensor) -> Mod:
     return lambda s, b, h, q, k: s + bias[h, q, k]
@@ -435,8 +440,9 @@ def test_explain_says_what_a_function_is(name: str) -> None:
     query, key, value, *others = tensors_of(captured, torch.float32).values()
     options = {"enable_gqa": True, "kernel_options": {"BLOCK_M": 64}}
     found = explain(flex_attention, query, key, value, make(*others), **options)
-    kind = {"alibi": "ALiBi", "softcap": "a softcap", "distances": "a table of distances",
-            "far": "a softcap and a table of distances", "learned": "a bias"}.get(name)  # fmt: skip
+    table = "a table of distances"
+    kind = {"alibi": table, "softcap": "a softcap", "distances": table, "learned": "a bias",
+            "far": f"a softcap and {table}"}.get(name)  # fmt: skip
     assert found.op == ("scaled_dot_product_attention" if kind else "flex_attention")
     ignored, *known = found.notes
     assert ignored.startswith("kernel_options are ignored")
