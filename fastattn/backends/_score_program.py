@@ -46,9 +46,10 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-__all__ = ["FIELDS", "HEADER", "Flag", "Op"]
+__all__ = ["FIELDS", "FLAGS", "HEADER", "INTEGERS", "Flag", "Op"]
 
 HEADER = 11
+FLAGS, INTEGERS = 9, 10  # their words
 FIELDS = 5
 
 

@@ -14,6 +14,7 @@ from fastattn import checks, masks
 from fastattn._untraced import untraced
 from fastattn.autograd.flex import attention
 from fastattn.autograd.sdpa import default_scale
+from fastattn.backends._score_program import INTEGERS
 from fastattn.backends.primitives import FlexOptions
 from fastattn.call import Plans
 from fastattn.eager import nothing_watches
@@ -149,30 +150,27 @@ def _attend(
         return _as_option(query, key, value, *options, return_lse=wants_lse, **known)
     signature, plan = plans.find((*given, data), block_mask is None, scale, enable_gqa)
     if plan is not None:
-        biases = (*traced.operands(query, data), _mask_program(block_mask, query, key))
-        tensors = (*given, *biases)
-        if not wants_lse:
-            return plan.first(tensors)
-        out, lse = plan.all(tensors)
+        tensors = _operands(given, traced, block_mask)
+        results = plan.all(tensors) if wants_lse else plan.first(tensors)
     else:
-        call = _call(_checked(*given, block_mask, scale, enable_gqa), traced, block_mask)
+        *tensors, scale = _checked(*given, block_mask, scale, enable_gqa)
+        call = (*_operands(tensors, traced, block_mask), FlexOptions(scale))
         if all(x is y for x, y in zip(call, given, strict=False)):
             plans.keep(signature, attention, call, (*given, None, None, None), (*given, data))
-        out, lse = attention(*call)
-        if not wants_lse:
-            return out
+        results = attention(*call) if wants_lse else attention(*call)[0]
+    if not wants_lse:
+        return results
+    out, lse = results
     return out, lse if query.dtype is torch.float64 else lse.float()
 
 
-def _call(checked: Any, traced: _Traced, block_mask: Any) -> tuple[Any, ...]:
-    """The arguments of the primitive."""
-    query, key, value, scale = checked
-    biases = (*traced.operands(query, traced.data()), _mask_program(block_mask, query, key))
-    return query, key, value, *biases, FlexOptions(scale)
-
-
-def _mask_program(block_mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
-    return None if block_mask is None else masks.program(_OP, block_mask, query, key.shape[2], 0)
+def _operands(given: Sequence[Any], traced: _Traced, block_mask: Any) -> tuple[Any, ...]:
+    """The tensors of the primitive."""
+    query, key, _ = given
+    mask = None
+    if block_mask is not None:
+        mask = masks.program(_OP, block_mask, query, key.shape[2], 0)
+    return *given, *traced.operands(query, traced.data()), mask
 
 
 def _as_option(
@@ -235,7 +233,7 @@ class _Trace:
         found = self.programs.get(key)
         if found is None:
             words = self.graph.words(self.value, max(batch, 1), heads, wanted)
-            words[10] = integers
+            words[INTEGERS] = integers
             with torch.inference_mode(False):  # autograd must be able to save it
                 found = torch.tensor(words, dtype=torch.int32, device=device)
             if nothing_watches():  # a traced tensor must not stay
@@ -341,7 +339,8 @@ def prepare(
     traced = None if score_mod is None else _Traced(score_mod, checked)
     found = None if traced is None else traced.options(checked[0], checked[1], traced.data())
     if traced is not None and found is None:
-        return attention, _call(checked, traced, block_mask), notes
+        call = (*_operands(checked[:3], traced, block_mask), FlexOptions(checked[3]))
+        return attention, call, notes
     if traced is not None and traced.trace.known is not None:
         notes.append(traced.trace.known.reason())
     *tensors, scale = checked

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends._score_program import FIELDS, HEADER, Flag, Op
+from fastattn.backends._score_program import FIELDS, FLAGS, HEADER, Flag, Op
 from fastattn.backends.primitives import AttentionOptions, FlexOptions
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
@@ -63,7 +63,7 @@ def flex_attention_backward(
     """Return the gradients of query, key, value and score_data, differentiable again."""
     function = functools.partial(flex_attention, options=options)
     tensors = (query, key, value, score_program, score_data, mask_program)
-    wanted = (0, 1, 2, 4) if int(score_program[9]) & Flag.SCATTERS else (0, 1, 2)
+    wanted = (0, 1, 2, 4) if int(score_program[FLAGS]) & Flag.SCATTERS else (0, 1, 2)
     found = gradients(function, tensors, wanted, (grad_out, grad_lse))
     return *found[:3], found[4]
 
