@@ -51,6 +51,8 @@ struct MaskStep {
   const uint32_t* bits;        // of blocks: [n, block_k, block_q / 32 rounded up], 1 = visible
 };
 
+struct ScoreProgram;  // score_program.h
+
 struct AttentionOptions {
   double scale = 1;
   int64_t offset = 0;         // the diagonal: query i is at position i + offset on the key axis
@@ -93,7 +95,8 @@ struct AttentionParams : AttentionOptions {
   const int32_t* positions;      // [Lk], null = 0, 1, 2, ...
   const MaskStep* mask_program;  // [mask_steps], null = none
   int mask_steps;
-  uint64_t seed;    // of dropout: the Philox key
+  const ScoreProgram* score_program;  // modifies scale q.k, null = none
+  uint64_t seed;                      // of dropout: the Philox key
   Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
   // backward only
@@ -127,6 +130,7 @@ struct Sequence : AttentionParams {
   int64_t mask_query;    // the index of its first query,
   int64_t mask_key;      // and of its first key, in the data of a mask program
   int64_t lse_stride;    // of lse and grad_lse, between heads
+  double* score_sums;    // of this task: the gradient of the data of a score program
   const int32_t* pages;  // [ceil(Lk / page_size)], null = none: key j is row j % page_size of the
   int64_t page_size;     // batch entry pages[j / page_size] of k and v
 };

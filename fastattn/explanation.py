@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Explanation:
     reasons: dict[str, list[str]]  # in the order of preference; empty: could run
     runs: str | None  # None: a forced backend cannot
     because: str = ""  # why the order is this one
+    notes: tuple[str, ...] = ()  # of the public function
 
     @property
     def passed_over(self) -> str:
@@ -45,6 +46,7 @@ class Explanation:
             lines.append("  nothing runs: the call raises")
         if self.because:
             lines.append(f"  order      {self.because}")
+        lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -68,8 +70,9 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     if module is None or not hasattr(module, "prepare"):
         raise ValueError(f"explain: op must be a function of fastattn.ops or its name, got {op!r}")
     inspect.signature(getattr(module, name)).bind(*args, **kwargs)  # refuses unknown arguments
-    operator, arguments = module.prepare(*args, **kwargs)[:2]
-    return explain_primitive(operator, arguments)
+    operator, arguments, *rest = module.prepare(*args, **kwargs)
+    notes = tuple(rest[0]) if rest and isinstance(rest[0], list) else ()
+    return replace(explain_primitive(operator, arguments), notes=notes)
 
 
 def explain_primitive(operator: Any, args: Sequence[Any]) -> Explanation:

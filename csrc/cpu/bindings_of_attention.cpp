@@ -3,6 +3,7 @@
 #include "bind_append.cpp"
 #include "bind_decode.cpp"
 #include "bind_encoder.cpp"
+#include "bind_flex.cpp"
 #include "bind_linear.cpp"
 #include "bind_sdpa.cpp"
 #include "bind_varlen.cpp"
@@ -15,6 +16,8 @@ void define_attention(py::module_& m) {
   define<&attention_backward>(m, "scaled_dot_product_attention_backward");
   define<&decode_attention>(m, "decode_attention");
   define<&encoder_layers>(m, "encoder_layers", "plans, wants_gradients");
+  define<&flex_attention>(m, "flex_attention", "options, only_first=False");
+  define<&flex_attention_backward>(m, "flex_attention_backward");
   define<&linear>(m, "linear", "");
   define<&self_attention>(m, "self_attention", "num_heads, batch_first, causal, recorded");
   define<&varlen_attention>(m, "varlen_attention");

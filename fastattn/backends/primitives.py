@@ -27,6 +27,7 @@ __all__ = [
     "DecodeOptions",
     "EncodeMemoryBackwardOptions",
     "EncodeMemoryOptions",
+    "FlexOptions",
     "HopfieldBackwardOptions",
     "HopfieldOptions",
     "LinearBackwardOptions",
@@ -93,6 +94,13 @@ class AttentionBackwardOptions(AttentionOptions):
     # out and lse are those of all keys, and the keys of this call are some of them. The call has no
     # sinks and no gradient of weights.
     partial: bool = False
+
+
+@dataclass(frozen=True)
+class FlexOptions(Record):
+    """Options of attention with a modified score."""
+
+    scale: Derived
 
 
 @dataclass(frozen=True)
@@ -287,6 +295,7 @@ EVERYWHERE = served(
     append_to_cache="",
     decode_attention="scale window_left window_right softcap",
     encode_memory="padding_idx rows temporal",
+    flex_attention="scale",
     hopfield_retrieve="scale steps_max eps together crowded grad needed",
     memory_hop_attention="hops activation normalize scale weights needed",
     merge_states="",

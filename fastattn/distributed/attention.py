@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, masks
+from fastattn._untraced import untraced
 from fastattn.distributed._agree import gather
 from fastattn.distributed._allgather import gathered_attention
 from fastattn.distributed._call import Call, checked
-from fastattn.distributed._compiled import untraced
 from fastattn.distributed._dtensor import local_parts
 from fastattn.distributed._peers import OP, Peers, process_group
 from fastattn.distributed._replicated import agreed

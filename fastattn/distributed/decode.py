@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, masks
+from fastattn._untraced import untraced
 from fastattn.autograd.decode import append, decode
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
-from fastattn.distributed._compiled import untraced
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import agreed, described, merged_states

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn._seed import draw_seed
+from fastattn._untraced import untraced
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.distributed._agree import gather
-from fastattn.distributed._compiled import untraced
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
 from fastattn.distributed._patterns import retrieved
 from fastattn.distributed._peers import Peers, process_group

@@ -37,6 +37,7 @@ from fastattn.masks._mask import part_is_visible as part_is_visible
 from fastattn.masks._mask import part_of_cache_program as part_of_cache_program
 from fastattn.masks._mask import part_program as part_program
 from fastattn.masks._mask import program as program
+from fastattn.masks._observed import values_of as values_of
 from fastattn.masks._positions import causal, chunked, document, prefix_lm, sliding_window
 
 __all__ = [

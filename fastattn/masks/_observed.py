@@ -70,6 +70,14 @@ def observe(block_mask: Any) -> Observation | None:
     return Observation(values)
 
 
+def values_of(function: Any) -> list[Any] | None:
+    """All values that a function reads; None if one cannot be observed."""
+    try:
+        return list(_values(function, set()))
+    except _Unobservable:
+        return None
+
+
 def _copy(x: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         copy: Tensor = compat.run_outside(torch.clone, x)

@@ -4,6 +4,7 @@ from fastattn.ops.additive import additive_attention
 from fastattn.ops.attention_stats import attention_stats
 from fastattn.ops.decode import decode_attention
 from fastattn.ops.encode_memory import encode_memory
+from fastattn.ops.flex import flex_attention
 from fastattn.ops.hard import hard_attention
 from fastattn.ops.hopfield import hopfield_retrieve
 from fastattn.ops.hopfield_energy import hopfield_energy
@@ -20,6 +21,7 @@ __all__ = [
     "attention_stats",
     "decode_attention",
     "encode_memory",
+    "flex_attention",
     "hard_attention",
     "hopfield_energy",
     "hopfield_retrieve",

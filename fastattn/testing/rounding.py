@@ -249,7 +249,7 @@ _EXACT = frozenset(
         " index gather index_select embedding scatter slice_scatter select_scatter slice_backward"
         " select_backward value_selecting_reduction_backward"
         # selections
-        " where masked_fill masked_fill_ neg abs sign amax amin aminmax max min maximum minimum"
+        " where masked_fill masked_fill_ neg abs sign sgn amax amin aminmax max min maximum minimum"
         " clamp clamp_ clamp_min clamp_max relu threshold_backward nan_to_num sort argsort argmax"
         " topk nonzero native_dropout native_dropout_backward"
         # new tensors

@@ -113,6 +113,10 @@ PAGES: dict[str, Callable[..., dict[str, Any]]] = {
         "tokens": torch.randint(0, 9, (2, 5, 4)),
         **given("weight tables rows", (9, 8), (4, 9, 8), (4, 5, 8)),
     },
+    "flex_attention": lambda: {
+        "mask": fastattn.masks.causal(),
+        **given("factor bias q k v", (3,), (8,), *3 * ((2, 3, 8, 4),)),
+    },
     "hard_attention": lambda: given("q k v", (2, 3, 8), (2, 5, 8), (2, 5, 8)),
     "hopfield": hopfield,
     "index": encoder,

@@ -16,9 +16,10 @@ NAMES = {
     "fastattn": """
         FallbackWarning MultiheadAttention __version__ accelerate additive_attention
         attention_stats bias capture decode_attention distributed encode_memory explain
-        hard_attention hopfield_energy hopfield_retrieve luong_attention masks memory_hop_attention
-        merge_states nn plot replace_mha restore restore_mha scaled_dot_product_attention
-        sinusoidal_encoding sinusoidal_table trace use_backend varlen_attention""",
+        flex_attention hard_attention hopfield_energy hopfield_retrieve luong_attention masks
+        memory_hop_attention merge_states nn plot replace_mha restore restore_mha
+        scaled_dot_product_attention sinusoidal_encoding sinusoidal_table trace use_backend
+        varlen_attention""",
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
         HopfieldPooling KeyValueMemory LearnedPositionalEncoding Linear LuongAttention MemN2N

@@ -65,7 +65,7 @@ CALLS: dict[str, Callable[[], None]] = {
         *("varlen-biases", "varlen-causal-alibi", "varlen-dropout", "additive-everything"),
         *("additive-dropout", "encode-memory", "encode-memory-tables", "hops-of-many-queries"),
         *("hops-stack-masked", "hopfield-unroll", "hopfield-projected", "hopfield-bias"),
-        "merge-states",
+        *("merge-states", "flex"),
     )
 }
 CALLS |= {

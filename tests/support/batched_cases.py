@@ -123,6 +123,14 @@ ATTENTION: dict[str, Callable[[], Case]] = {
 }
 
 
+def flex(q: Tensor, k: Tensor, v: Tensor, table: Tensor, factor: Tensor) -> Any:
+    def mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.tanh(score * factor) + table[h, i - j + 3] * DOCUMENTS[1][j]
+
+    mask = masks.document(*DOCUMENTS) | masks.causal()
+    return fastattn.flex_attention(q, k, v, mod, mask, return_lse=True)
+
+
 def stats_of(q: Tensor, k: Tensor) -> Any:
     stats = fastattn.attention_stats(q, k, top_k=2, rows=(0, 2))
     return stats.entropy, stats.column_sums, stats.rows
@@ -291,6 +299,7 @@ SINUSOIDS: dict[str, Callable[[], Case]] = {
 }
 
 OPERATORS: dict[str, Callable[[], Case]] = {
+    "flex": lambda: (flex, (*qkv(), rand(2, 6), rand())),
     **{f"sdpa-{name}": make for name, make in ATTENTION.items()},
     **FORMS,
     **{f"hops-{name}": make for name, make in HOPS.items()},

@@ -49,6 +49,7 @@ bool has_few_queries(const Sequence& p) {
 template <class P>
 bool is_decoded(const Sequence& p) {
   if (p.pages != nullptr) return true;
+  if (p.score_program != nullptr) return false;
   const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
   return rows <= kMostDecodedRows && has_few_queries<P>(p) && p.dropout_p == 0 &&
          p.k.stride[3] == 1 && p.v.stride[3] == 1 && p.D <= kWidestCached && p.Dv <= kWidestCached;

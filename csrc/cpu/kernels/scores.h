@@ -70,11 +70,14 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   // fp64 too: no wider type can carry a maximum between the two units without rounding. Without a
   // scale of moderate size, a natural score divided by it, or the exponent, leaves the range of T.
   const bool moderate = p.scale >= 0x1p-64 && p.scale <= 0x1p64;
-  rule.natural = additive || p.softcap > 0 || p.alibi != nullptr || !moderate || kSame<T, double>;
-  rule.excludes = has_bias(p) || p.window_left >= 0 || p.window_right >= 0 || p.k_begin > 0;
-  rule.scale = static_cast<T>(p.scale);
+  const bool modified = p.score_program != nullptr;  // then S is scaled already, and may be -inf
+  rule.natural =
+      additive || p.softcap > 0 || p.alibi != nullptr || !moderate || modified || kSame<T, double>;
+  rule.excludes =
+      has_bias(p) || p.window_left >= 0 || p.window_right >= 0 || p.k_begin > 0 || modified;
+  rule.scale = modified ? T(1) : static_cast<T>(p.scale);
   rule.softcap = static_cast<T>(p.softcap);
-  rule.cap_unit = static_cast<T>(p.scale / p.softcap * kTanhUnit<double>);
+  rule.cap_unit = static_cast<T>((modified ? 1 : p.scale) / p.softcap * kTanhUnit<double>);
   rule.unit = rule.natural ? T(1) : rule.scale;
   rule.exponent = rule.unit * kLog2E<T>;
   return rule;

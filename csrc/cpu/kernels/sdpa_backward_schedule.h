@@ -1,6 +1,7 @@
 // The schedule of the backward pass: what is prepared for every query, and which thread runs which
 // unit.
 #pragma once
+#include "../../score_program.h"
 #include "../threads.h"
 #include "sdpa_gradients.h"
 #include "sdpa_weights.h"
@@ -184,7 +185,8 @@ class Backward {
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
     const auto run_task = [&](int64_t t, int64_t m) __attribute__((noinline)) {
       const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
-      const Sequence s = sequences_.at(n);
+      Sequence s = sequences_.at(n);
+      s.score_sums = score_sums(s, own);
       const Unit unit(s);
       if (splits(s))
         one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
@@ -226,8 +228,13 @@ class Backward {
   // sets of key heads are independent; the members of a set take turns.
   struct Owners {
     int64_t count, members;
-    bool own_batch, own_head;
+    bool own_batch, own_head, in_order;
+    // -1: there is none.
     int64_t head(const Sequence& s, int64_t owner, int64_t member) const {
+      if (in_order) {
+        const int64_t n = owner * members + member;
+        return n < s.B * s.Hkv ? n : -1;
+      }
       if (own_batch && own_head) return owner;
       if (own_batch) return owner * s.Hkv + member;
       if (own_head) return member * s.Hkv + owner;
@@ -236,17 +243,36 @@ class Backward {
   };
   static Owners owners(const Sequence& s) {
     const bool wanted = s.grad_mask.data != nullptr;
+    const int64_t heads = s.B * s.Hkv;
+    if (has_score_sums(s)) {
+      const ScoreProgram& program = *s.score_program;
+      if (program.buffers > 1)
+        return {program.buffers, (heads + program.buffers - 1) / program.buffers, false, false,
+                true};
+      const int64_t count = (program.own_batch ? s.B : 1) * (program.own_head ? s.Hkv : 1);
+      return {count, heads / count, program.own_batch, program.own_head, false};
+    }
     const bool own_batch = !wanted || s.B == 1 || s.grad_mask.stride[0] != 0;
     const bool own_head = !wanted || s.Hkv == 1 || s.grad_mask.stride[1] != 0;
     const int64_t count = (own_batch ? s.B : 1) * (own_head ? s.Hkv : 1);
-    return {count, s.B * s.Hkv / count, own_batch, own_head};
+    return {count, heads / count, own_batch, own_head, false};
+  }
+
+  static bool has_score_sums(const Sequence& s) {
+    return s.score_program != nullptr && s.score_program->buffers > 0;
+  }
+  // Each owner has a buffer of its own, unless no two of them add to the same element.
+  static double* score_sums(const Sequence& s, int64_t owner) {
+    if (!has_score_sums(s)) return nullptr;
+    const ScoreProgram& program = *s.score_program;
+    return program.sums + (program.buffers > 1 ? owner * program.size : 0);
   }
 
   // An owner larger than one thread's share of the work is split. Chunks are independent unless the
   // mask has no key axis.
   bool splits(const Sequence& s) const {
     const bool own_keys = s.grad_mask.data == nullptr || s.grad_mask.stride[3] != 0;
-    return own_keys && s.threads > 1 && Unit(s).chunks() > 1 &&
+    return own_keys && !has_score_sums(s) && s.threads > 1 && Unit(s).chunks() > 1 &&
            static_cast<double>(s.Lq) * s.Lk * 4 * s.threads > work_;
   }
 
@@ -309,6 +335,7 @@ class Backward {
     const Owners all = owners(s);
     for (int64_t m = 0; m < all.members; ++m) {
       const int64_t head = all.head(s, owner, m);
+      if (head < 0) break;
       for (int64_t c = 0; c < unit.chunks(); ++c) {
         unit.run(buf, head, c, prepared, c == 0 ? total : part);
         if (c > 0) add(total, part, head_size);

@@ -6,6 +6,7 @@
 // the picture in docs/cpu-kernels.md.
 #include "blocks.h"
 #include "mask.h"
+#include "score_program.h"
 #include "sdpa_rows.h"
 #include "sdpa_schedule.h"
 #include "sdpa_weights.h"
@@ -94,6 +95,7 @@ class Forward {
     T* w;            // [Bk][lanes] weights, where words are pairs
     T* mean;         // [panels][Bk][lanes] sum of the weights over the heads
     T* alpha;        // [lanes] the factors of a panel's outputs so far
+    T* registers;    // of a score program
     size_t bytes;
   };
 
@@ -114,6 +116,7 @@ class Forward {
     buf.w = a.take<T>(weights != Weights::none && P::kPerWord == 2 ? Bk * kLanesOfPanel : 0);
     buf.mean = a.take<T>(weights == Weights::averaged ? Bk * Bq : 0);
     buf.alpha = a.take<T>(kLanesOfPanel);
+    buf.registers = a.take<T>(ScoreMachine<T, kPanelVectors>::size(p));
     buf.bytes = a.used();
     return buf;
   }
@@ -169,7 +172,8 @@ class Forward {
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
     // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
-    const bool excludes = has_bias(p) || block.begin < all.begin || block.end > all.end;
+    const bool excludes =
+        has_bias(p) || p.score_program != nullptr || block.begin < all.begin || block.end > all.end;
     const bool leaky = excludes && !all_finite(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv);
     // Values in words of two keys need an even first key in a panel.
     const Word* vs =
@@ -226,6 +230,8 @@ class Forward {
     Vec<T> top[NV];
     score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top);
     const Range all = visible_to_all(p, i0, i1);
+    if (p.score_program != nullptr)
+      ScoreMachine<T, NV>(p, buf.registers, b, h, i0, i1).modify(S, nk, r.begin, nullptr);
     if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);

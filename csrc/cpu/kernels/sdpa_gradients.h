@@ -4,6 +4,7 @@
 #pragma once
 #include "blocks.h"
 #include "mask.h"
+#include "score_program.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -127,6 +128,8 @@ class ScoreGradients {
     uint32_t* keep;   // [keys][lanes]
     T* ones;          // [lanes]
     T* relative;      // sums of the gradient of a relative bias, set by the caller
+    T* raw;           // [keys][lanes], of a score program
+    T* registers;     // the same
   };
   Buffers allocate(Arena& a, int64_t keys) const {
     Buffers f{};
@@ -134,6 +137,8 @@ class ScoreGradients {
     f.grad_w = a.take<T>(p.grad_weights.data != nullptr ? keys * L : 0);
     f.keep = a.take<uint32_t>(p.dropout_p > 0 ? keys * L : 0);
     f.ones = a.take<T>(L);
+    f.raw = a.take<T>(p.score_program != nullptr && p.score_program->derives ? keys * L : 0);
+    f.registers = a.take<T>(ScoreMachine<T, NV>::size(p));
     return f;
   }
 
@@ -145,6 +150,11 @@ class ScoreGradients {
     const int64_t nk = r.end - r.begin;
     const Range all = visible_to_all(p, i0, i1);
     Vec<T> top[NV];
+    const ScoreProgram* const program = p.score_program;
+    const bool derives = program != nullptr && program->derives;
+    if (program != nullptr)
+      ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
+          .modify(f.s, nk, r.begin, derives ? f.raw : nullptr);
     if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
                         rule.softcap > 0 ? f.cap : nullptr, top);
@@ -167,6 +177,9 @@ class ScoreGradients {
         store(f.ds + x, select<T>(d == T(0), d, d * load(f.cap + x)));
       }
     }
+    if (derives)
+      ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
+          .differentiate(f.raw, f.ds, nk, r.begin, p.score_sums);
   }
 
  private:

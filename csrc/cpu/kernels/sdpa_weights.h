@@ -5,6 +5,7 @@
 #include "../threads.h"
 #include "blocks.h"
 #include "mask.h"
+#include "score_program.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -45,6 +46,7 @@ class WeightsPass {
     uint32_t* keep;    // [Bk][lanes]
     Word* k;           // [Bk][words of D]
     Word* temp;        // [lanes][words of D]
+    T* registers;      // of a score program
     size_t bytes;
   };
 
@@ -60,6 +62,7 @@ class WeightsPass {
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * kLanesOfPanel : 0);
     buf.k = a.take<Word>(Bk * words<P>(p.D));
     buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
+    buf.registers = a.take<T>(ScoreMachine<T, kPanelVectors>::size(p));
     buf.bytes = a.used();
     return buf;
   }
@@ -157,6 +160,8 @@ class WeightsPass {
     }
     score_products<P, NV>(j1 - j0, ks, words<P>(p.D), Q, words<P>(p.D), longest_chain<T>(p), buf.s,
                           top);
+    if (p.score_program != nullptr)
+      ScoreMachine<T, NV>(p, buf.registers, b, h, i0, i1).modify(buf.s, j1 - j0, j0, nullptr);
     if (rule.natural || rule.excludes)
       apply_rule<T, NV>(p, rule, buf.s, j1 - j0, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);

@@ -32,6 +32,8 @@ append_to_cache = _cpu.append_to_cache
 decode_attention = _cpu.decode_attention
 encode_memory = _cpu.encode_memory
 encode_memory_backward = _cpu.encode_memory_backward
+flex_attention = _cpu.flex_attention
+flex_attention_backward = _cpu.flex_attention_backward
 hopfield_retrieve = _cpu.hopfield_retrieve
 # -1: the host reads how many steps were taken, because there is no device to wait for.
 hopfield_retrieve_backward = backward_of_steps(_cpu.hopfield_steps, _cpu.hopfield_backward, -1)

@@ -24,6 +24,7 @@ from fastattn.backends.reference._dropout import dropout_keep, philox4x32
 from fastattn.backends.reference.additive import additive_attention, additive_attention_backward
 from fastattn.backends.reference.decode import append_to_cache, decode_attention, quantise
 from fastattn.backends.reference.encode_memory import encode_memory, encode_memory_backward
+from fastattn.backends.reference.flex import flex_attention, flex_attention_backward
 from fastattn.backends.reference.hopfield import (
     hopfield_retrieve,
     hopfield_retrieve_backward,
@@ -54,6 +55,8 @@ __all__ = [
     "dropout_keep",
     "encode_memory",
     "encode_memory_backward",
+    "flex_attention",
+    "flex_attention_backward",
     "hop_states",
     "hopfield_retrieve",
     "hopfield_retrieve_backward",

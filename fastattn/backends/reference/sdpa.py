@@ -28,6 +28,7 @@ Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), see
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -143,11 +144,13 @@ def attend(
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
     mask_program: Tensor | None = None,
+    modify: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
-    If sequences differ in length, ``distance`` is d_ij of every pair, ``keep`` says which pairs
-    dropout keeps, and ALiBi has one slope per row, [B, Hq, Lq].
+    ``modify`` is a function of the scaled scores, and may exclude pairs by -inf. If sequences
+    differ in length, ``distance`` is d_ij of every pair, ``keep`` says which pairs dropout keeps,
+    and ALiBi has one slope per row, [B, Hq, Lq].
     """
     batch, q_heads, q_len, _ = query.shape
     k_len = key.shape[-2]
@@ -163,15 +166,16 @@ def attend(
     if mask_program is not None:
         pairs = visible_by_program(mask_program, batch, q_len, k_len)
         visible = pairs if visible is None else visible & pairs
-    guarded = (
-        visible is not None
-    )  # without exclusions, plain products are correct, even with NaN and inf
+    # Without exclusions, plain products are correct, even with NaN and inf.
+    guarded = visible is not None or modify is not None
 
     with without_autocast(query.device.type):
         s = dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
         if visible is not None:
             s = torch.where(visible, s, 0.0)  # keep NaN out of later derivatives
         s = s * options.scale
+        if modify is not None:
+            s = modify(s)
         if options.softcap > 0:
             s = options.softcap * torch.tanh(s / options.softcap)
         if attn_mask is not None and attn_mask.dtype != torch.bool:

@@ -1,4 +1,4 @@
-"""Calls that ``torch.compile`` does not trace: what they do depends on messages."""
+"""Calls that ``torch.compile`` does not trace: what they do depends on messages, or on code."""
 
 from __future__ import annotations
 

@@ -1,0 +1,521 @@
+// Interprets a score program on a tile of scores S[key][lane], and its derivative.
+//
+// A register holds a panel of queries, [lanes], or one for each of a few keys, [keys][lanes], if its
+// number differs between keys. So the choice of an operation is paid once for all pairs of these
+// keys, and what does not depend on the key is computed once a tile.
+#pragma once
+#include "../../score_program.h"
+#include "scores.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// ---- Functions of any number ----------------------------------------------------------------------
+
+FASTATTN_INLINE VecF converted(VecI x) { return __builtin_convertvector(x, VecF); }
+FASTATTN_INLINE VecD converted(VecL x) { return __builtin_convertvector(x, VecD); }
+FASTATTN_INLINE VecI converted(VecF x) { return __builtin_convertvector(x, VecI); }
+FASTATTN_INLINE VecL converted(VecD x) { return __builtin_convertvector(x, VecL); }
+
+template <class T>
+struct IntOf;
+template <>
+struct IntOf<float> {
+  typedef int32_t type;
+  typedef VecU Unsigned;
+};
+template <>
+struct IntOf<double> {
+  typedef int64_t type;
+  typedef uint64_t Unsigned __attribute__((vector_size(kVectorBytes), may_alias));
+};
+
+template <class T>
+struct FloatFormat;
+template <>
+struct FloatFormat<float> {
+  static constexpr int kFraction = 23, kBias = 127;
+  // ln 2 in two parts; the product of the first with an exponent is exact.
+  static constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;
+  static constexpr float kLeast = -104, kMost = 89, kShift = 12582912.0f;  // 1.5 * 2^23
+  static constexpr int32_t kRootHalf = 0x3f3504f3;                         // sqrt(1/2)
+};
+template <>
+struct FloatFormat<double> {
+  static constexpr int kFraction = 52, kBias = 1023;
+  static constexpr double kHigh = 0x1.62e42fee00000p-1, kLow = 0x1.a39ef35793c76p-33;
+  static constexpr double kLeast = -746, kMost = 710, kShift = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr int64_t kRootHalf = 0x3fe6a09e667f3bcd;
+};
+
+// e^x = 2^n 2^f. 2^n is two factors, because n may be beyond the exponents of either.
+template <class T>
+FASTATTN_INLINE Vec<T> exp_of(Vec<T> x) {
+  typedef FloatFormat<T> F;
+  x = max_of(splat<T>(F::kLeast), x);
+  x = select<T>(x > F::kMost, splat<T>(F::kMost), x);
+  const Vec<T> shifted = x * kLog2E<T> + F::kShift, n = shifted - F::kShift;
+  const Vec<T> f = ((x - n * F::kHigh) - n * F::kLow) * kLog2E<T>;
+  const Mask<T> whole = (Mask<T>)shifted - (Mask<T>)splat<T>(F::kShift), half = whole >> 1;
+  const auto power = [](Mask<T> e) __attribute__((always_inline)) {
+    return (Vec<T>)((e + F::kBias) << F::kFraction);
+  };
+  return exp2_fraction<false>(f) * power(half) * power(whole - half);
+}
+
+// log x = n log 2 + log m,  sqrt(1/2) <= m < sqrt(2)
+template <class T>
+FASTATTN_INLINE Vec<T> log_of_any(Vec<T> x) {
+  typedef FloatFormat<T> F;
+  constexpr T kScale = static_cast<T>(int64_t{1} << F::kFraction);
+  const T least = kSame<T, float> ? static_cast<T>(0x1p-126) : static_cast<T>(0x1p-1022);
+  const Mask<T> small = x < least;  // subnormal
+  const Vec<T> y = select<T>(small, x * kScale, x);
+  const Mask<T> n = ((Mask<T>)y - F::kRootHalf) >> F::kFraction;
+  const Vec<T> m = (Vec<T>)((Mask<T>)y - (n << F::kFraction));
+  const Vec<T> e = converted(n) - select<T>(small, splat<T>(F::kFraction), Vec<T>{});
+  Vec<T> r = e * F::kHigh + (e * F::kLow + log1p_of(m - T(1)));
+  r = select<T>(x == kInf<T>, x, r);
+  r = select<T>(x == T(0), splat<T>(-kInf<T>), r);
+  return select<T>(x >= T(0), r, splat<T>(static_cast<T>(__builtin_nan(""))));
+}
+
+template <class T>
+FASTATTN_INLINE Vec<T> floor_of(Vec<T> x) {
+  constexpr T kShift = FloatFormat<T>::kShift,
+              kWhole = kShift / 3;  // 2^22: no fraction from here on
+  const Vec<T> near = (x + kShift) - kShift;
+  const Vec<T> down = near - select<T>(near > x, splat<T>(T(1)), Vec<T>{});
+  return select<T>((x < kWhole) & (x > -kWhole), down, x);
+}
+
+template <class T>
+FASTATTN_INLINE Vec<T> sqrt_of(Vec<T> x) {
+#if defined(__AVX512BW__) && !FASTATTN_EMULATED_AVX512
+  if constexpr (kSame<T, float>) return (Vec<T>)_mm512_sqrt_ps((__m512)x);
+  if constexpr (kSame<T, double>) return (Vec<T>)_mm512_sqrt_pd((__m512d)x);
+#elif defined(__AVX2__) && !FASTATTN_EMULATED_AVX512
+  if constexpr (kSame<T, float>) return (Vec<T>)_mm256_sqrt_ps((__m256)x);
+  if constexpr (kSame<T, double>) return (Vec<T>)_mm256_sqrt_pd((__m256d)x);
+#endif
+  FASTATTN_UNROLL for (int l = 0; l < kLanes<T>; ++l) x[l] =
+      static_cast<T>(__builtin_sqrt(static_cast<double>(x[l])));
+  return x;
+}
+
+// Rounded towards 0, and clamped to int32 also in double; 0 for NaN.
+template <class T>
+FASTATTN_INLINE Mask<T> truncated(Vec<T> x) {
+  constexpr T kMost = kSame<T, float> ? T(2147483520.0) : T(2147483647.0);
+  x = select<T>(x == x, x, Vec<T>{});
+  x = select<T>(x > kMost, splat<T>(kMost), x);
+  return converted(select<T>(x < T(-2147483648.0), splat<T>(T(-2147483648.0)), x));
+}
+
+// a / b rounded down, lane by lane; 0 for b = 0.
+template <class T>
+FASTATTN_INLINE Mask<T> quotients(Mask<T> a, Mask<T> b, int lanes) {
+  Mask<T> q{};
+  for (int l = 0; l < lanes; ++l) {
+    const int64_t x = a[l], y = b[l];
+    if (y == 0) continue;
+    if (y == -1) {  // the quotient of the least integer has no representation
+      q[l] = static_cast<typename IntOf<T>::type>(uint64_t{0} - static_cast<uint64_t>(x));
+      continue;
+    }
+    const int64_t whole = x / y;
+    q[l] = static_cast<typename IntOf<T>::type>(whole - (x % y != 0 && (x < 0) != (y < 0)));
+  }
+  return q;
+}
+
+// ---- The interpreter ------------------------------------------------------------------------------
+
+template <class T, int kVectors>
+class ScoreMachine {
+  static constexpr int W = kLanes<T>;
+  static constexpr int NV = kVectors;
+  static constexpr int64_t L = kVectors * W;
+  typedef Mask<T> Int;
+  typedef typename IntOf<T>::Unsigned Unsigned;  // whose sums wrap
+
+ public:
+  // Elements of the registers.
+  static int64_t size(const AttentionParams& p) {
+    return p.score_program == nullptr ? 0 : p.score_program->panels * L;
+  }
+
+  ScoreMachine(const Sequence& params, T* registers, int64_t b, int64_t h, int64_t i0, int64_t i1)
+      : p(params),
+        program(*params.score_program),
+        registers_(registers),
+        entry_((params.index + b) % program.batch),
+        head_(h),
+        i0_(i0),
+        i1_(i1) {}
+
+  // S = program(scale S) for keys j0...; `raw`, if not null, gets scale S.
+  __attribute__((noinline)) void modify(T* S, int64_t rows, int64_t j0, T* raw) {
+    const T scale = static_cast<T>(p.scale);
+    for (int64_t x = 0; x < rows * L; x += W) {
+      const Vec<T> s = load(S + x) * scale;
+      store(S + x, s);
+      if (raw != nullptr) store(raw + x, s);
+    }
+    begin(S, S, rows, j0);
+    run(program.value_before);
+    groups(S, S, rows, j0, program.value_each, program.value, S);
+  }
+
+  // dS: the gradient of the modified scores -> of the raw ones. That of data is added to `sums`.
+  __attribute__((noinline)) void differentiate(T* raw, T* dS, int64_t rows, int64_t j0,
+                                               double* sums) {
+    sums_ = sums;
+    begin(raw, dS, rows, j0);
+    run(program.before);
+    groups(raw, dS, rows, j0, program.each, program.gradient, dS);
+    begin(raw, dS, rows, j0);
+    run(program.after);
+  }
+
+ private:
+  const Sequence& p;
+  const ScoreProgram& program;
+  T* const registers_;
+  const int64_t entry_, head_, i0_, i1_;
+  T *score_ = nullptr, *seed_ = nullptr;
+  int64_t rows_ = 0, j_ = 0;
+  double* sums_ = nullptr;
+
+  struct Register {
+    T* at;
+    int64_t step;  // from key to key
+    int32_t level;
+    FASTATTN_INLINE T* vector(int64_t r, int n) const { return at + r * step + n * W; }
+    FASTATTN_INLINE Vec<T> value(int64_t r, int n) const { return load(vector(r, n)); }
+    FASTATTN_INLINE Int bits(int64_t r, int n) const { return (Int)value(r, n); }
+  };
+
+  FASTATTN_INLINE Register at(int32_t n) const {
+    const int32_t level = program.levels[n];
+    T* const first = n == 0 ? score_ : n == 1 ? seed_ : registers_ + program.at[n] * L;
+    return {first, (level & kVariesByKey) != 0 ? L : 0, level};
+  }
+
+  // The first keys of a tile.
+  void begin(T* score, T* seed, int64_t rows, int64_t j0) {
+    score_ = score, seed_ = seed, j_ = j0;
+    rows_ = min_of(kScoreRows, rows);
+  }
+
+  void groups(T* score, T* seed, int64_t rows, int64_t j0, const ScoreSteps& steps, int32_t result,
+              T* to) {
+    for (int64_t r = 0; r < rows; r += kScoreRows) {
+      begin(score + r * L, seed + r * L, rows - r, j0 + r);
+      run(steps);
+      T* const own = to + r * L;
+      const Register from = at(result);
+      if (from.at == own) continue;
+      const bool selects = to == seed && seed != score;  // an excluded pair keeps its gradient 0
+      for (int64_t k = 0; k < rows_; ++k) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+          const Vec<T> x = from.value(k, n);
+          T* const s = own + k * L + n * W;
+          store(s, selects ? select<T>(load(s) == T(0), Vec<T>{}, x) : x);
+        }
+    }
+  }
+
+  // to = f(key, vector) for the keys and vectors of a register.
+  template <class F>
+  FASTATTN_INLINE void each(const Register& to, F f) const {
+    const int64_t rows = to.step != 0 ? rows_ : 1;
+    if ((to.level & kVariesByQuery) == 0) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const Vec<T> x = (Vec<T>)f(r, 0);
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(to.vector(r, n), x);
+      }
+      return;
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(to.vector(r, n), (Vec<T>)f(r, n));
+  }
+
+  template <class F>
+  FASTATTN_INLINE void floats(const ScoreStep& s, F f) const {
+    const Register a = at(s.a), b = at(s.b);
+    each(at(s.to), [&](int64_t r, int n)
+                       __attribute__((always_inline)) { return f(a.value(r, n), b.value(r, n)); });
+  }
+  template <class F>
+  FASTATTN_INLINE void integers(const ScoreStep& s, F f) const {
+    const Register a = at(s.a), b = at(s.b);
+    each(at(s.to), [&](int64_t r, int n)
+                       __attribute__((always_inline)) { return f(a.bits(r, n), b.bits(r, n)); });
+  }
+  template <class F>
+  FASTATTN_INLINE void unary(const ScoreStep& s, F f) const {
+    const Register a = at(s.a);
+    each(at(s.to),
+         [&](int64_t r, int n) __attribute__((always_inline)) { return f(a.value(r, n)); });
+  }
+  FASTATTN_INLINE void fill(int32_t to, Vec<T> x) const {
+    each(at(to), [&](int64_t, int) __attribute__((always_inline)) { return x; });
+  }
+  FASTATTN_INLINE static Vec<T> integer(int64_t x) {
+    return (Vec<T>)(Int{} + static_cast<typename IntOf<T>::type>(x));
+  }
+
+#define FASTATTN_BINARY(kind, expression) \
+  return kind(s, [](auto a, auto b) __attribute__((always_inline)) { return expression; })
+#define FASTATTN_UNARY(expression) \
+  return unary(s, [](Vec<T> a) __attribute__((always_inline)) { return expression; })
+
+  void run(const ScoreSteps& steps) const {
+    for (int32_t n = 0; n < steps.count; ++n) run(steps.first[n]);
+  }
+
+  void run(const ScoreStep& s) const {
+    switch (static_cast<ScoreOp>(s.op)) {
+      case ScoreOp::constant: {
+        const uint64_t low = static_cast<uint32_t>(s.a), high = static_cast<uint32_t>(s.b);
+        const uint64_t bits = high << 32 | low;
+        double x;
+        __builtin_memcpy(&x, &bits, sizeof x);
+        return fill(s.to, splat<T>(static_cast<T>(x)));
+      }
+      case ScoreOp::integer:
+        return fill(s.to, integer(s.a));
+      case ScoreOp::batch:
+        return fill(s.to, integer(entry_));
+      case ScoreOp::head:
+        return fill(s.to, integer(head_));
+      case ScoreOp::query: {
+        Int lane{};
+        FASTATTN_UNROLL for (int l = 0; l < W; ++l) lane[l] = l;
+        return each(at(s.to), [&](int64_t, int n) __attribute__((always_inline)) {
+          return (Int)integer(i0_ + n * W) + lane;
+        });
+      }
+      case ScoreOp::key:
+        return each(at(s.to),
+                    [&](int64_t r, int) __attribute__((always_inline)) { return integer(j_ + r); });
+      case ScoreOp::gather:
+        return gather(s, static_cast<const T*>(program.data), [](T x) { return x; });
+      case ScoreOp::gather_integer:
+        return gather(s, program.integers, [](int32_t x) {
+          const auto wide = static_cast<typename IntOf<T>::type>(x);
+          T bits;
+          __builtin_memcpy(&bits, &wide, sizeof bits);
+          return bits;
+        });
+      case ScoreOp::index: {
+        const Register a = at(s.a);
+        const Int size = (Int)integer(s.b), stride = (Int)integer(s.c);
+        return each(at(s.to), [&](int64_t r, int n) __attribute__((always_inline)) {
+          Int x = a.bits(r, n);
+          x = x < 0 ? x + size : x;
+          x = x < 0 ? Int{} : x;
+          return (x < size ? x : size - 1) * stride;
+        });
+      }
+      case ScoreOp::add:
+        FASTATTN_BINARY(floats, a + b);
+      case ScoreOp::subtract:
+        FASTATTN_BINARY(floats, a - b);
+      case ScoreOp::multiply:
+        FASTATTN_BINARY(floats, a * b);
+      case ScoreOp::divide:
+        FASTATTN_BINARY(floats, a / b);
+      case ScoreOp::negate:
+        FASTATTN_UNARY(-a);
+      case ScoreOp::absolute:
+        FASTATTN_UNARY(select<T>(a < T(0), -a, a + T(0)));
+      case ScoreOp::minimum:  // NaN in either is the result
+        FASTATTN_BINARY(floats, select<T>((a < b) | (a != a), a, b));
+      case ScoreOp::maximum:
+        FASTATTN_BINARY(floats, select<T>((a > b) | (a != a), a, b));
+      case ScoreOp::exponential:
+        FASTATTN_UNARY(exp_of<T>(a));
+      case ScoreOp::logarithm:
+        FASTATTN_UNARY(log_of_any<T>(a));
+      case ScoreOp::tanh:
+        FASTATTN_UNARY(tanh_of<T>(a));
+      case ScoreOp::sigmoid:
+        FASTATTN_UNARY(T(1) / (T(1) + exp_of<T>(-a)));
+      case ScoreOp::square_root:
+        FASTATTN_UNARY(sqrt_of<T>(a));
+      case ScoreOp::floor:
+        FASTATTN_UNARY(floor_of<T>(a));
+      case ScoreOp::less:
+        FASTATTN_BINARY(floats, a < b);
+      case ScoreOp::less_equal:
+        FASTATTN_BINARY(floats, a <= b);
+      case ScoreOp::equal:
+        FASTATTN_BINARY(floats, a == b);
+      case ScoreOp::add_integers:
+        FASTATTN_BINARY(integers, (Unsigned)a + (Unsigned)b);
+      case ScoreOp::subtract_integers:
+        FASTATTN_BINARY(integers, (Unsigned)a - (Unsigned)b);
+      case ScoreOp::multiply_integers:
+        FASTATTN_BINARY(integers, (Unsigned)a * (Unsigned)b);
+      case ScoreOp::divide_integers:
+        return quotient(s, [](Int, Int, Int q) { return q; });
+      case ScoreOp::remainder:
+        return quotient(
+            s, [](Int a, Int b, Int q) { return (Int)((Unsigned)a - (Unsigned)q * (Unsigned)b); });
+      case ScoreOp::less_integers:
+        FASTATTN_BINARY(integers, a < b);
+      case ScoreOp::less_equal_integers:
+        FASTATTN_BINARY(integers, a <= b);
+      case ScoreOp::equal_integers:
+        FASTATTN_BINARY(integers, a == b);
+      case ScoreOp::both:
+        FASTATTN_BINARY(integers, a & b);
+      case ScoreOp::either:
+        FASTATTN_BINARY(integers, a | b);
+      case ScoreOp::one_of:
+        FASTATTN_BINARY(integers, a ^ b);
+      case ScoreOp::invert:
+        FASTATTN_UNARY(~(Int)a);
+      case ScoreOp::select: {
+        const Register a = at(s.a), b = at(s.b), c = at(s.c);
+        return each(at(s.to), [&](int64_t r, int n) __attribute__((always_inline)) {
+          return select<T>(a.bits(r, n) != 0, b.value(r, n), c.value(r, n));
+        });
+      }
+      case ScoreOp::to_float:
+        FASTATTN_UNARY(converted((Int)a));
+      case ScoreOp::to_integer:
+        FASTATTN_UNARY(truncated<T>(a));
+      case ScoreOp::reduce:
+        return reduce(s);
+      case ScoreOp::scatter:
+        return scatter(s);
+      case ScoreOp::absolute_integers:
+        return unary(s, [](Vec<T> a) __attribute__((always_inline)) {
+          const Int x = (Int)a;
+          return x < 0 ? (Int)((Unsigned)Int{} - (Unsigned)x) : x;
+        });
+    }
+  }
+#undef FASTATTN_BINARY
+#undef FASTATTN_UNARY
+
+  // Lanes whose numbers differ: all, or one that is then copied.
+  static FASTATTN_INLINE int lanes_of(const Register& x) {
+    return (x.level & kVariesByQuery) != 0 ? W : 1;
+  }
+
+  // An index of one of `count` elements.
+  static FASTATTN_INLINE Int within(Int x, Int last) {
+    x = x < 0 ? Int{} : x;
+    return x < last ? x : last;
+  }
+
+  // Lane by lane, because the elements of the same query are often next to each other.
+  template <class S, class F>
+  FASTATTN_INLINE void gather(const ScoreStep& s, const S* data, F convert) const {
+    const Register index = at(s.a), to = at(s.to);
+    const S* const from = data + s.b;
+    const Int last = (Int)integer(s.c - 1);
+    if (lanes_of(index) == 1)
+      return each(to, [&](int64_t r, int n) __attribute__((always_inline)) {
+        return splat<T>(convert(from[within(index.bits(r, n), last)[0]]));
+      });
+    const int64_t rows = to.step != 0 ? rows_ : 1;
+    typename IntOf<T>::type element[kScoreRows * L];
+    Int lane{}, apart{};
+    FASTATTN_UNROLL for (int l = 0; l < W; ++l) lane[l] = l;
+    for (int64_t r = 0; r < rows; ++r) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const Int x = within(index.bits(r, n), last);
+        apart |= x - lane - x[0];
+        store(reinterpret_cast<T*>(element + r * L + n * W), (Vec<T>)x);
+      }
+    if constexpr (kSame<S, T>) {
+      bool together = true;
+      FASTATTN_UNROLL for (int l = 0; l < W; ++l) together &= apart[l] == 0;
+      if (together)  // a bias of the distance
+        return each(to, [&](int64_t r, int n) __attribute__((always_inline)) {
+          return load(from + element[r * L + n * W]);
+        });
+    }
+    for (int64_t l = 0; l < L; ++l)
+      for (int64_t r = 0; r < rows; ++r) to.vector(r, 0)[l] = convert(from[element[r * L + l]]);
+  }
+
+  template <class F>
+  FASTATTN_INLINE void quotient(const ScoreStep& s, F f) const {
+    const Register a = at(s.a), b = at(s.b), to = at(s.to);
+    const int lanes = lanes_of(to);
+    each(to, [&](int64_t r, int n) __attribute__((always_inline)) {
+      const Int x = a.bits(r, n), y = b.bits(r, n), found = f(x, y, quotients<T>(x, y, lanes));
+      return lanes == 1 ? integer(found[0]) : (Vec<T>)found;
+    });
+  }
+
+  // What counts in a sum: not the pairs without a gradient, whose derivative may be NaN, nor the lanes
+  // past the last query.
+  FASTATTN_INLINE Vec<T> counted(const Register& x, int64_t r, int n) const {
+    if (x.level == 3)
+      return select<T>(load(seed_ + r * L + n * W) == T(0), Vec<T>{}, x.value(r, n));
+    if ((x.level & kVariesByQuery) == 0) return x.value(r, n);
+    const int count = static_cast<int>(max_of<int64_t>(0, min_of<int64_t>(W, i1_ - i0_ - n * W)));
+    return select<T>(first_lanes<T>(count), x.value(r, n), Vec<T>{});
+  }
+
+  // to += the sum of a over the queries or keys between which `to` does not differ; for a group of
+  // keys it begins again.
+  FASTATTN_INLINE void reduce(const ScoreStep& s) const {
+    const Register a = at(s.a), to = at(s.to);
+    const bool queries = (a.level & ~to.level & kVariesByQuery) != 0;
+    const int64_t rows = a.step != 0 ? rows_ : 1;
+    Vec<T> sum[NV] = {};
+    const auto over_queries = [&]() __attribute__((always_inline)) {
+      T total = T(0);
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) total += sum_lanes<T>(sum[n]);
+      return splat<T>(total);
+    };
+    for (int64_t r = 0; r < rows; ++r) {
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) sum[n] += counted(a, r, n);
+      if (to.step == 0) continue;
+      const Vec<T> total = over_queries();
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(to.vector(r, n), total), sum[n] = Vec<T>{};
+    }
+    if (to.step != 0) return;
+    const Vec<T> total = queries ? over_queries() : Vec<T>{};
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
+        store(to.vector(0, n), to.value(0, n) + (queries ? total : sum[n]));
+  }
+
+  FASTATTN_INLINE void scatter(const ScoreStep& s) const {
+    if (sums_ == nullptr) return;
+    const Register value = at(s.to), index = at(s.a);
+    double* const to = sums_ + s.b;
+    const Int last = (Int)integer(s.c - 1);
+    const int64_t rows = value.step != 0 ? rows_ : 1;
+    typename IntOf<T>::type element[kScoreRows * L];
+    T gradient[kScoreRows * L];
+    for (int64_t r = 0; r < rows; ++r) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const Int x = within(index.bits(r, n), last);
+        store(reinterpret_cast<T*>(element + r * L + n * W), (Vec<T>)x);
+        store(gradient + r * L + n * W, counted(value, r, n));
+      }
+    const int64_t lanes = lanes_of(value) != 1 ? L : 1;
+    // Consecutive keys of one element are summed first: shorter chains of additions.
+    for (int64_t l = 0; l < lanes; ++l) {
+      double sum = 0;
+      for (int64_t r = 0; r < rows; ++r) {
+        const auto own = element[r * L + l];
+        sum += static_cast<double>(gradient[r * L + l]);
+        if (r + 1 < rows && element[(r + 1) * L + l] == own) continue;
+        to[own] += sum;
+        sum = 0;
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

@@ -1,0 +1,275 @@
+"""Score programs: the graph of a traced function, its derivative, and its steps over registers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fastattn.backends._score_program import FIELDS, HEADER, Flag, Op
+
+__all__ = ["SCORE", "Gather", "Graph"]
+
+SCORE, _SEED = 0, 1  # nodes, and their registers: the score, the gradient of the result
+_QUERIES, _KEYS = 1, 2  # bits of a level
+_LEVELS = {Op.QUERY: _QUERIES, Op.KEY: _KEYS}
+_MOST_REGISTERS, _MOST_STEPS = 128, 1024  # kMostRegisters, kMostSteps in csrc/score_program.h
+
+
+class _Node(NamedTuple):
+    op: Op | None  # None: one of the two above
+    args: tuple[int, ...]
+    numbers: tuple[int, ...]  # that are part of the step
+    level: int
+    late: bool  # of a sum over the tile, so known at its end
+
+
+class Gather(NamedTuple):
+    """An element of a captured floating tensor."""
+
+    captured: int  # its number among those
+    dims: tuple[int, ...]  # the node of each dimension
+    sizes: tuple[int, ...]
+
+
+class Graph:
+    """The nodes of a program, each once, arguments first."""
+
+    def __init__(self) -> None:
+        self.nodes = [_Node(None, (), (), _QUERIES | _KEYS, False)] * 2
+        self._known: dict[_Node, int] = {}
+        self.gathers: dict[int, Gather] = {}
+        self._kept: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, op: Op, *args: int, numbers: tuple[int, ...] = (), level: int = -1) -> int:
+        """A node; one that does not differ between keys is computed less often."""
+        if op is Op.DIV and self._hoists(*args):
+            op, args = Op.MUL, (args[0], self.add(Op.DIV, self.const(1.0), args[1]))
+        elif op is Op.IADD and self._hoists(*args) and self.nodes[args[0]].op is Op.ISUB:
+            first, second = self.nodes[args[0]].args
+            op, args = Op.ISUB, (self.add(Op.IADD, first, args[1]), second)
+        if level < 0:
+            level = _LEVELS.get(op, 0)
+            for n in args:
+                level |= self.nodes[n].level
+        sums = op is Op.REDUCE and level & _KEYS == 0
+        node = _Node(op, args, numbers, level, sums or any(self.nodes[n].late for n in args))
+        if node not in self._known:
+            self._known[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self._known[node]
+
+    def _hoists(self, a: int, b: int) -> bool:
+        """Whether b is the same for all pairs, and a is not for all keys."""
+        return self.nodes[a].level & _KEYS > 0 and self.nodes[b].level == 0
+
+    def const(self, number: float) -> int:
+        return self.add(Op.CONST, numbers=struct.unpack("<ii", struct.pack("<d", number)))
+
+    def number_of(self, n: int) -> float:
+        number: float = struct.unpack("<d", struct.pack("<ii", *self.nodes[n].numbers))[0]
+        return number
+
+    def integer(self, number: int) -> int:
+        return self.add(Op.INT, numbers=(number,))
+
+    def words(self, value: int, batch: int, heads: int, wanted: Sequence[bool]) -> list[int]:
+        """The program without captured integers; ``wanted``: which tensors have a gradient."""
+        gradient, scatters = self._derivative(value, wanted)
+        flags = Flag(0)
+        if gradient != _SEED or scatters:
+            flags |= Flag.DERIVES
+        if scatters:
+            flags |= Flag.SCATTERS | self._owned(batch, heads, [n for n, _ in scatters])
+        steps = _Steps(self.nodes)
+        of_value, forward = steps.sections(value)
+        of_gradient, backward = steps.sections(gradient, scatters) if flags else (_SEED, [[]] * 3)
+        sections = [*forward[:2], *backward]
+        header = [
+            batch,
+            len(steps.levels),
+            *map(len, sections),
+            of_value,
+            of_gradient,
+            int(flags),
+            0,
+        ]
+        if len(steps.levels) > _MOST_REGISTERS or max(map(len, sections)) > _MOST_STEPS:
+            raise NotImplementedError(
+                f"flex_attention: score_mod has too many operations: {len(self.nodes)}"
+            )
+        assert len(header) == HEADER
+        return [*header, *steps.levels, *(n for part in sections for step in part for n in step)]
+
+    def forward_words(self, value: int, heads: int) -> list[int]:
+        """The same without a gradient of a tensor, kept: later nodes change nothing."""
+        if (value, heads) not in self._kept:
+            wanted = [False] * (1 + len(self.gathers))
+            self._kept[value, heads] = self.words(value, 1, heads, wanted)
+        return self._kept[value, heads]
+
+    def _owned(self, batch: int, heads: int, gathers: Iterable[int]) -> Flag:
+        """Whether entries of the batch, or heads, never gather the same element."""
+        flags = Flag(0)
+        for op, size, flag in (
+            (Op.BATCH, batch, Flag.OWN_BATCH),
+            (Op.HEAD, heads, Flag.OWN_HEAD),
+        ):
+            places: dict[int, set[int]] = {}  # the dimensions that the index selects alone
+            for gather in (self.gathers[n] for n in gathers):
+                own = {
+                    dim
+                    for dim, (n, most) in enumerate(zip(gather.dims, gather.sizes, strict=True))
+                    if self.nodes[n].op is op and most >= size
+                }
+                places[gather.captured] = places.get(gather.captured, own) & own
+            if all(places.values()):
+                flags |= flag
+        return flags
+
+    def _derivative(self, value: int, wanted: Sequence[bool]) -> tuple[int, list[tuple[int, int]]]:
+        """The gradient of the score, and (gather, its gradient) of the wanted tensors.
+
+        Reverse differentiation. Where a node is the same for queries or keys, its gradient is a sum
+        over them.
+        """
+        differentiable = {SCORE}
+        for n, node in enumerate(self.nodes):
+            gather = self.gathers.get(n)
+            if (gather and wanted[gather.captured]) or not differentiable.isdisjoint(node.args):
+                differentiable.add(n)
+        differentiable -= {n for n in differentiable if self.nodes[n].op in _FLAT}
+        parts: dict[int, list[int]] = {value: [_SEED]}
+        gradient, scatters = self.const(0.0), []
+        for n in range(value, -1, -1):
+            if n not in parts or n not in differentiable:
+                continue
+            total = self._total(parts[n], self.nodes[n].level)
+            if n == SCORE:
+                gradient = total
+            elif n in self.gathers:
+                scatters.append((n, total))
+            else:
+                for arg, part in self._pulled(n, total):
+                    if arg in differentiable:
+                        parts.setdefault(arg, []).append(part)
+        return gradient, scatters
+
+    def _total(self, parts: list[int], level: int) -> int:
+        by_level: dict[int, int] = {}
+        for n in parts:
+            own = self.nodes[n].level
+            by_level[own] = self.add(Op.ADD, by_level[own], n) if own in by_level else n
+        sums = [
+            n if own == level else self.add(Op.REDUCE, n, level=level)
+            for own, n in by_level.items()
+        ]
+        total = sums[0]
+        for n in sums[1:]:
+            total = self.add(Op.ADD, total, n)
+        return total
+
+    def _pulled(self, n: int, g: int) -> list[tuple[int, int]]:
+        """The arguments of a node, and what its gradient ``g`` adds to theirs."""
+        add, node = self.add, self.nodes[n]
+        op, (a, b, c) = node.op, (*node.args, 0, 0, 0)[:3]
+        zero, one = self.const(0.0), self.const(1.0)
+        if op is Op.ADD:
+            return [(a, g), (b, g)]
+        if op is Op.SUB:
+            return [(a, g), (b, add(Op.NEG, g))]
+        if op is Op.MUL:
+            return [(a, add(Op.MUL, g, b)), (b, add(Op.MUL, g, a))]
+        if op is Op.DIV:
+            of_a = add(Op.DIV, g, b)
+            return [(a, of_a), (b, add(Op.NEG, add(Op.MUL, of_a, n)))]
+        if op is Op.NEG:
+            return [(a, add(Op.NEG, g))]
+        if op is Op.ABS:
+            positive = add(Op.SELECT, add(Op.LT, zero, a), g, zero)
+            return [(a, add(Op.SELECT, add(Op.LT, a, zero), add(Op.NEG, g), positive))]
+        if op in (Op.MIN, Op.MAX):  # equal arguments share it
+            less, same = add(Op.LT, a, b), add(Op.EQ, a, b)
+            first, second = (g, zero) if op is Op.MIN else (zero, g)
+            half = add(Op.MUL, g, self.const(0.5))
+            return [
+                (x, add(Op.SELECT, same, half, add(Op.SELECT, less, *shares)))
+                for x, shares in ((a, (first, second)), (b, (second, first)))
+            ]
+        if op is Op.SELECT:
+            return [(b, add(Op.SELECT, a, g, zero)), (c, add(Op.SELECT, a, zero, g))]
+        if op is Op.EXP:
+            return [(a, add(Op.MUL, g, n))]
+        if op is Op.LOG:
+            return [(a, add(Op.DIV, g, a))]
+        if op is Op.TANH:
+            return [(a, add(Op.MUL, g, add(Op.SUB, one, add(Op.MUL, n, n))))]
+        if op is Op.SIGMOID:
+            return [(a, add(Op.MUL, g, add(Op.MUL, n, add(Op.SUB, one, n))))]
+        assert op is Op.SQRT
+        return [(a, add(Op.DIV, g, add(Op.MUL, self.const(2.0), n)))]
+
+
+# Operations whose derivative is 0.
+_FLAT = {Op.LT, Op.LE, Op.EQ, Op.FLOOR, Op.TO_INT}
+
+
+class _Steps:
+    """Assigns registers. One that differs between keys is free again after its last use."""
+
+    def __init__(self, nodes: Sequence[_Node]) -> None:
+        self._nodes = nodes
+        self.levels = [_QUERIES | _KEYS] * 2
+
+    def sections(
+        self, result: int, scatters: Sequence[tuple[int, int]] = ()
+    ) -> tuple[int, list[list[tuple[int, ...]]]]:
+        """The register of the result, and the steps before, in and after the groups of keys."""
+        nodes, parts = self._nodes, self._parts(result, scatters)
+        last = {x: at for at, (_, n, args, _) in enumerate(parts[1]) for x in (n, *args)}
+        registers, free = {SCORE: SCORE, _SEED: _SEED}, dict[int, list[int]]()
+        steps: list[list[tuple[int, ...]]] = [[], [], []]
+        for part, found in zip(parts, steps, strict=True):
+            for at, (op, n, args, numbers) in enumerate(part):
+                operands = [registers[arg] for arg in args]
+                for arg in dict.fromkeys(args):
+                    each = part is parts[1] and nodes[arg].level & _KEYS and arg > _SEED
+                    if each and last[arg] == at and arg != result:
+                        free.setdefault(nodes[arg].level, []).append(registers[arg])
+                if n not in registers:
+                    registers[n] = self._register(nodes[n].level, free)
+                if op is Op.REDUCE and not nodes[n].level & _KEYS:  # sums begin with 0
+                    steps[0].append((Op.CONST, registers[n], 0, 0, 0))
+                found.append((op, registers[n], *operands, *numbers, 0, 0, 0)[:FIELDS])
+        return registers[result], steps
+
+    def _register(self, level: int, free: dict[int, list[int]]) -> int:
+        if level & _KEYS and free.get(level):
+            return free[level].pop()
+        self.levels.append(level)
+        return len(self.levels) - 1
+
+    def _parts(self, result: int, scatters: Sequence[tuple[int, int]]) -> list[list[_Item]]:
+        nodes, before, each, after = self._nodes, list[_Item](), list[_Item](), list[_Item]()
+        needed, left = set[int](), [result]
+        for gather, gradient in scatters:
+            left += [gradient, *nodes[gather].args]
+        while left:
+            n = left.pop()
+            if n not in needed:
+                needed.add(n)
+                left += nodes[n].args
+        for n in sorted(needed):
+            op, args, numbers, level, late = nodes[n]
+            if op is None:
+                continue
+            for_keys = level & _KEYS or (op is Op.REDUCE and nodes[args[0]].level & _KEYS)
+            part = each if for_keys else after if late else before
+            part.append((op, n, args, numbers))
+        for gather, gradient in scatters:
+            part = each if nodes[gather].level & _KEYS else after
+            part.append((Op.SCATTER, gradient, nodes[gather].args, nodes[gather].numbers))
+        return [before, each, after]
+
+
+_Item = tuple[Op, int, tuple[int, ...], tuple[int, ...]]

@@ -1,0 +1,348 @@
+"""Attention with scores that a function modifies: the specification and the fast path."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import checks, masks
+from fastattn._untraced import untraced
+from fastattn.autograd.flex import attention
+from fastattn.autograd.sdpa import default_scale
+from fastattn.backends._score_program import INTEGERS
+from fastattn.backends.primitives import FlexOptions
+from fastattn.call import Plans
+from fastattn.eager import nothing_watches
+from fastattn.masks import values_of
+from fastattn.ops import sdpa
+from fastattn.ops._score_compile import Graph
+from fastattn.ops._score_known import known
+from fastattn.ops._score_trace import Tracer
+
+__all__ = ["flex_attention"]
+
+_OP = "flex_attention"
+_MOST = 256  # traces, and programs of each
+plans = Plans(rows=3)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    r"""Attention whose scores are modified by a function, without storing the matrix of scores.
+
+    For query i and key j of query head h in entry b of the batch:
+
+    .. math:: s_{ij} = score\_mod(scale \cdot query_i \cdot key_j, b, h, i, j), \quad
+        out_i = \sum_j softmax_j(s_{ij}) \, value_j
+
+    over the pairs that ``block_mask`` leaves. (Dong et al. 2024, https://arxiv.org/abs/2412.05496.)
+    Arguments and results are those of ``torch.nn.attention.flex_attention.flex_attention``. No
+    compiler is needed: the function is called once to record its operations, and the CPU's kernels
+    interpret them, and their derivative, on tiles of scores.
+
+    ``score_mod(score, b, h, q_idx, kv_idx)`` gets tensors without dimensions and returns one. It
+    may use arithmetic, comparisons, ``torch.where``, minima, maxima, ``clamp``, ``abs``, ``tanh``,
+    ``sigmoid``, ``exp``, ``log``, ``sqrt``, ``floor``, integer arithmetic of the indices (as int32;
+    a division by 0 gives 0), and elements of captured tensors of any shape: ``bias[h, q_idx -
+    kv_idx]``. A negative index counts from the end; others are clamped to the tensor, where
+    PyTorch raises or reads outside. All is computed in float32 (float64 for float64). A score of
+    -inf excludes its pair. The function is recorded again when its code, a number or a shape that
+    it captures has changed; captured tensors are read in each call, and receive gradients.
+
+    Args:
+        query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides.
+        key: [B, Hkv, Lk, D], of query's dtype and device.
+        value: [B, Hkv, Lk, Dv], of query's dtype and device.
+        score_mod: None, or the function above.
+        block_mask: None, a ``BlockMask`` of ``torch.nn.attention.flex_attention``, or a mask of
+            :mod:`fastattn.masks`. ``score_mod`` has no effect on the pairs that it excludes.
+        scale: None is ``1 / sqrt(D)``.
+        enable_gqa: allow Hkv < Hq: query head h uses head ``h // (Hq // Hkv)`` of key and value.
+        return_lse: also return the log-sum-exp of the scores.
+        kernel_options: ignored: they tune PyTorch's kernels for GPUs.
+        return_aux: None, or an ``AuxRequest`` of ``torch.nn.attention.flex_attention``.
+
+    Returns:
+        ``out`` [B, Hq, Lq, Dv] in query's dtype. With ``return_lse``, a tuple with ``lse``
+        [B, Hq, Lq] in float32 (float64 for float64). With ``return_aux``, a tuple with an
+        ``AuxOutput``. A fully masked row has ``out = 0``, ``lse = -inf``, and passes no gradient.
+        All are differentiable, any number of times: derivatives beyond the first, forward mode, and
+        GPUs use the reference backend, which stores the scores.
+
+    ``torch.compile`` breaks its graph here. Under autocast, query, key and value are cast as
+    PyTorch casts them.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a result of ``score_mod`` that is no tensor
+            without dimensions.
+        NotImplementedError: ``score_mod`` uses another operation, which the error names with its
+            line; ``max_scores`` in ``return_aux``, as in PyTorch on the CPU.
+        ValueError: shapes that do not match, heads that do not match without ``enable_gqa``, or
+            ``return_lse`` with ``return_aux``.
+        RuntimeError: dtypes or devices that do not match, or a mask of other lengths.
+
+    Examples:
+        >>> import torch
+        >>> from fastattn import flex_attention
+        >>> query, key, value = torch.ones(3, 1, 2, 10, 64)
+        >>> slopes = torch.tensor([0.5, 0.25])
+        >>> def alibi(score, b, h, q_idx, kv_idx):
+        ...     return score - slopes[h] * (q_idx - kv_idx).abs()
+        >>> flex_attention(query, key, value, alibi).shape
+        torch.Size([1, 2, 10, 64])
+    """
+    if torch.compiler.is_dynamo_compiling():
+        given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return _untraced(*given, return_aux=return_aux)
+    wants_lse = return_lse
+    if return_aux is not None:
+        if return_lse:
+            raise ValueError(f"{_OP}: return_lse must be False with return_aux, got True")
+        if return_aux.max_scores:
+            raise NotImplementedError(f"{_OP}: max_scores of return_aux must be False, got True")
+        wants_lse = return_aux.lse
+    checks.check_flag(_OP, "return_lse", return_lse)
+    options = (block_mask, scale, enable_gqa)
+    if score_mod is None:
+        results = _as_option(query, key, value, *options, return_lse=wants_lse)
+    else:
+        results = _attend(query, key, value, score_mod, *options, wants_lse)
+    if return_aux is None:
+        return results
+    out, lse = results if wants_lse else (results, None)
+    return out, importlib.import_module(type(return_aux).__module__).AuxOutput(lse=lse)
+
+
+_untraced = untraced(flex_attention)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any],
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    wants_lse: bool,
+) -> Any:
+    given = (query, key, value)
+    traced = _Traced(score_mod, given)
+    data = traced.data()
+    if (known := traced.options(query, key, data)) is not None:
+        options = (block_mask, scale, enable_gqa)
+        return _as_option(query, key, value, *options, return_lse=wants_lse, **known)
+    signature, plan = plans.find((*given, data), block_mask is None, scale, enable_gqa)
+    if plan is not None:
+        tensors = _operands(given, traced, block_mask)
+        results = plan.all(tensors) if wants_lse else plan.first(tensors)
+    else:
+        *tensors, scale = _checked(*given, block_mask, scale, enable_gqa)
+        call = (*_operands(tensors, traced, block_mask), FlexOptions(scale))
+        if all(x is y for x, y in zip(call, given, strict=False)):
+            plans.keep(signature, attention, call, (*given, None, None, None), (*given, data))
+        results = attention(*call) if wants_lse else attention(*call)[0]
+    if not wants_lse:
+        return results
+    out, lse = results
+    return out, lse if query.dtype is torch.float64 else lse.float()
+
+
+def _operands(given: Sequence[Any], traced: _Traced, block_mask: Any) -> tuple[Any, ...]:
+    """The tensors of the primitive."""
+    query, key, _ = given
+    mask = None
+    if block_mask is not None:
+        mask = masks.program(_OP, block_mask, query, key.shape[2], 0)
+    return *given, *traced.operands(query, traced.data()), mask
+
+
+def _as_option(
+    query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any, **options: Any
+) -> Any:
+    """The results where there is no function, or where it is an option of attention."""
+    *tensors, scale = _checked(query, key, value, block_mask, scale, enable_gqa)
+    options |= {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask}
+    return sdpa.scaled_dot_product_attention(*tensors, **options)
+
+
+def _checked(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any) -> Any:
+    """The tensors, as autocast casts them, and the scale."""
+    for place, (name, x) in enumerate((("query", query), ("key", key), ("value", value)), 1):
+        checks.check_strided(_OP, name, x, place)
+        checks.check_tensor(_OP, name, x, "[B, H, L, D]", 4, query.device)
+    checks.check_flag(_OP, "enable_gqa", enable_gqa)
+    query, key, value = checks.autocast(query, key, value)
+    checks.check_dtypes(_OP, query, key, value)
+    checks.check_widths(_OP, query, key)
+    checks.check_heads(_OP, query, key, value, 1)
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"{_OP}: query and key must have the same number of heads without enable_gqa=True, got "
+            f"{query.shape[1]} and {key.shape[1]}"
+        )
+    if key.shape[0] == value.shape[0] == 1 and block_mask is not None:
+        key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
+    if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[2] != value.shape[2]:
+        raise ValueError(
+            f"{_OP}: query, key and value must have the same batch, and key and value the same "
+            f"length, got shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if scale is not None:
+        scale = checks.check_real(_OP, "scale", scale)
+    return query, key, value, default_scale(query.shape[3]) if scale is None else scale
+
+
+# --- traces ----------------------------------------------------------------------------------
+
+
+class _Trace:
+    """A graph, and which of the tensors that a function captures it reads."""
+
+    def __init__(self, tracer: Tracer, value: int, captured: Sequence[Tensor]) -> None:
+        self.graph: Graph = tracer.graph
+        self.value = value
+        place = {id(x): n for n, x in enumerate(captured)}
+        self.floating = [place.get(id(x), -1) for x in tracer.floating]
+        self.integers = [place.get(id(x), -1) for x in tracer.integers]
+        self.holds = tracer.kept and -1 not in (*self.floating, *self.integers)
+        self.programs: dict[Any, Tensor] = {}
+        self.known = known(self.graph, value)
+
+    def program(
+        self, batch: int, heads: int, wanted: tuple[bool, ...], integers: int, device: Any
+    ) -> Tensor:
+        """The program without captured integers."""
+        key = batch, heads, wanted
+        found = self.programs.get(key)
+        if found is None:
+            words = self.graph.words(self.value, max(batch, 1), heads, wanted)
+            words[INTEGERS] = integers
+            with torch.inference_mode(False):  # autograd must be able to save it
+                found = torch.tensor(words, dtype=torch.int32, device=device)
+            if nothing_watches():  # a traced tensor must not stay
+                _keep(self.programs, key, found)
+        return found
+
+
+_traces: dict[Any, _Trace] = {}
+_lock = threading.Lock()
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    with _lock:
+        while len(known) >= _MOST:
+            del known[next(iter(known))]
+        known[key] = value
+
+
+class _Traced:
+    """A function for one call: its trace, and the tensors that it captures now."""
+
+    def __init__(self, score_mod: Any, tensors: Sequence[Any]) -> None:
+        if not callable(score_mod):
+            raise checks.wrong_type(_OP, "score_mod", score_mod, "a function")
+        query = tensors[0]
+        checks.check_strided(_OP, "query", query, 1)
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        key, captured = _key(score_mod, self.dtype, query.device)
+        trace = None if key is None else _traces.get(key)
+        if trace is not None:
+            self.floating = [captured[n] for n in trace.floating]
+            self.integers = [captured[n] for n in trace.integers]
+        else:
+            tracer = Tracer(self.dtype, query.device)
+            trace = _Trace(tracer, tracer.trace(score_mod), captured)
+            self.floating, self.integers = tracer.floating, tracer.integers
+            if key is not None and trace.holds:
+                _keep(_traces, key, trace)
+        self.trace = trace
+
+    def data(self) -> Tensor | None:
+        """The captured floating tensors, one after the other."""
+        flat = [x.reshape(-1).to(self.dtype) for x in self.floating]
+        return None if not flat else flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def options(self, query: Any, key: Any, data: Tensor | None) -> dict[str, Any] | None:
+        """The options of attention that the function is; None if it is interpreted."""
+        if self.trace.known is None or query.dim() != 4 or not isinstance(key, Tensor):
+            return None
+        return self.trace.known.options(query, key.shape[-2], self.floating, data)
+
+    def operands(self, query: Tensor, data: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The program and its data."""
+        plain = nothing_watches()  # else a tensor may not tell whether it requires a gradient
+        grad = torch.is_grad_enabled()
+        wanted = tuple(grad and (x.requires_grad or not plain) for x in self.floating)
+        sizes = sum(x.numel() for x in self.integers)
+        batch, heads = query.shape[:2]
+        program = self.trace.program(batch, heads, wanted, sizes, query.device)
+        if self.integers:
+            least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+            flat = [x.reshape(-1).to(torch.int64).clamp(least, most) for x in self.integers]
+            program = torch.cat([program, *(x.to(torch.int32) for x in flat)])
+        if data is not None and not any(wanted):
+            data = data.detach()
+        return program, data
+
+
+def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """What a trace depends on, None if that is not known, and the captured tensors."""
+    values, captured, places = values_of(score_mod), list[Tensor](), dict[int, int]()
+    if values is None or not nothing_watches():
+        return None, captured
+    key: list[Any] = [dtype, device]
+    for x in values:
+        if isinstance(x, Tensor):
+            if id(x) not in places:
+                places[id(x)] = len(captured)
+                captured.append(x)
+            key.append((places[id(x)], x.dtype, x.shape, x.device))
+        else:
+            key.append((type(x), x))
+    return tuple(key), captured
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> tuple[Any, tuple[Any, ...], list[str]]:
+    """The operator, its arguments, and notes for ``explain``."""
+    checked = _checked(query, key, value, block_mask, scale, enable_gqa)
+    notes = ["kernel_options are ignored: they tune PyTorch's kernels for GPUs"]
+    notes = [] if kernel_options is None else notes
+    traced = None if score_mod is None else _Traced(score_mod, checked)
+    found = None if traced is None else traced.options(checked[0], checked[1], traced.data())
+    if traced is not None and found is None:
+        call = (*_operands(checked[:3], traced, block_mask), FlexOptions(checked[3]))
+        return attention, call, notes
+    if traced is not None and traced.trace.known is not None:
+        notes.append(traced.trace.known.reason())
+    *tensors, scale = checked
+    options = {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask} | (found or {})
+    return *sdpa.prepare(*tensors, **options)[:2], notes

@@ -1,0 +1,450 @@
+"""flex_attention: programs against the same function on stored scores, and its contract."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given as given_by
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from fastattn import explain, masks
+from fastattn.backends.primitives import FlexOptions
+from fastattn.ops import flex
+from fastattn.ops._score_trace import Tracer
+from fastattn.testing.judge import deviations
+from fastattn.testing.rounding import Noise
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+flex_attention: Any = flex.flex_attention
+BATCH, HEADS, KV_HEADS, Q_LEN, K_LEN, WIDTH = 2, 4, 2, 45, 70, 16
+Mod = Callable[[Any, Any, Any, Any, Any], Any]
+_TABLE = (HEADS, Q_LEN + K_LEN - 1)
+# Functions of captured tensors, and the shapes or values of these.
+CASES: dict[str, tuple[Callable[..., Mod], dict[str, Any]]] = {
+    "constant": (lambda: lambda s, b, h, q, k: torch.zeros_like(s), {}),
+    "softcap": (lambda: lambda s, b, h, q, k: 3.0 * torch.tanh(s / 3.0), {}),
+    "alibi": (lambda a: lambda s, b, h, q, k: s - a[h] * (q - k).abs(), {"a": (HEADS,)}),
+    "distances": (lambda a: lambda s, b, h, q, k: s + a[h, q - k + (K_LEN - 1)], {"a": _TABLE}),
+    "shifted": (
+        lambda a: lambda s, b, h, q, k: s + a[h, q + 2 * b - k + K_LEN],
+        {"a": (HEADS, Q_LEN + K_LEN + 2)},
+    ),
+    "learned": (lambda a: lambda s, b, h, q, k: s + a[h, q, k], {"a": (HEADS, Q_LEN, K_LEN)}),
+    "gathers": (
+        lambda a, c: lambda s, b, h, q, k: 2 * s + a[h, q - k + (K_LEN - 1)] * c[h, q, k],
+        {"a": _TABLE, "c": (HEADS, Q_LEN, K_LEN)},
+    ),
+    "two_terms": (
+        lambda a, c: lambda s, b, h, q, k: s * torch.sigmoid(c[b, q]) + a[k].exp(),
+        {"a": (K_LEN,), "c": (BATCH, Q_LEN)},
+    ),
+    "shared": (
+        lambda a, c: lambda s, b, h, q, k: s * a.abs() + c[(q * k + h) % 5] + c[-1] * c[h // 2],
+        {"a": (), "c": (5,)},
+    ),
+    "documents": (
+        lambda a, c: (
+            lambda s, b, h, q, k: torch.where(
+                (a[q] == a[k]) | (c[k] & (k < 20)), s, torch.full_like(s, -math.inf)
+            )
+        ),
+        {"a": torch.arange(K_LEN) // 9, "c": torch.arange(K_LEN) % 3 > 0},
+    ),
+}
+
+
+def case(**captured: Any) -> Callable[[Callable[..., Mod]], Callable[..., Mod]]:
+    def add(make: Callable[..., Mod]) -> Callable[..., Mod]:
+        CASES[make.__name__] = make, captured
+        return make
+
+    return add
+
+
+@case(table=(HEADS,))
+def far(table: Tensor) -> Mod:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        d = (k - q).abs().to(s.dtype)
+        return 2.0 * (s * 0.5).tanh() - d * d * 1e-3 + torch.log1p(d) * torch.sigmoid(table[h])
+
+    return mod
+
+
+@case()
+def window_2d() -> Mod:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        y, x = (q // 8 - k // 8).abs(), (q % 8 - k % 8).abs()
+        return torch.where(torch.logical_and(y <= 2, x <= 3), s, float("-inf"))
+
+    return mod
+
+
+@case(bias=(HEADS,))
+def functions(bias: Tensor) -> Mod:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        far = torch.log(1 + (q - k).abs().to(s.dtype))
+        bent = torch.maximum(s, bias[h]) - torch.minimum(s * 0.5, far)
+        root = torch.sqrt(1 + s * s) - torch.abs(s - 0.1)
+        third = (q / 3).floor() / (2 + s.exp())
+        return bent + root.clamp(-1, 1.5) + torch.relu(s) ** 2 * 0.1 - third
+
+    return mod
+
+
+@case(bias=(3, 5))
+def out_of_order(bias: Tensor) -> Mod:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        inner = torch.where((q + k) % 2 == 0, bias[q % 3, k % 5], bias[k % 3, h])
+        return inner * s + (b * 2 - h).to(s.dtype) * 0.25 + (~(q > k)).float()
+
+    return mod
+
+
+def tensors_of(captured: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    wide = torch.promote_types(dtype, torch.float32)
+    sizes = ((HEADS, Q_LEN), (KV_HEADS, K_LEN), (KV_HEADS, K_LEN))
+    made = {name: torch.randn(BATCH, *size, WIDTH).to(dtype)
+            for name, size in zip(("query", "key", "value"), sizes, strict=True)}  # fmt: skip
+    return made | {
+        name: x if isinstance(x, Tensor) else torch.randn(x, dtype=torch.float64).to(wide)
+        for name, x in captured.items()
+    }
+
+
+def results(
+    attend: Callable[..., Any], make: Any, tensors: dict[str, Tensor], grads: Any
+) -> dict[str, Tensor]:
+    """out, lse, and the gradients of all floating tensors."""
+    leaves = {n: x.detach().requires_grad_(x.is_floating_point()) for n, x in tensors.items()}
+    operands = [leaves.pop(n) for n in ("query", "key", "value")]
+    out, lse = attend(*operands, make(**leaves))
+    wanted = dict(zip(("query", "key", "value"), operands, strict=True)) | leaves
+    wanted = {n: x for n, x in wanted.items() if x.requires_grad}
+    pairs = [(x, g.to(x.dtype)) for x, g in zip((out, lse), grads, strict=True) if x.requires_grad]
+    outs, given = ([pair[n] for pair in pairs] for n in (0, 1))
+    options: Any = {"allow_unused": True, "materialize_grads": True}
+    found = torch.autograd.grad(outs, [*wanted.values()], given, **options)
+    named = {f"grad_{n}": g for n, g in zip(wanted, found, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach()} | named
+
+
+def equation(
+    visible: Tensor | None, query: Tensor, key: Tensor, value: Tensor, mod: Mod
+) -> tuple[Tensor, Tensor]:
+    """The function on all scores, which are stored."""
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+    s = query @ key.mT * WIDTH**-0.5
+    index = [torch.arange(n).view([-1 if m == d else 1 for m in range(4)])
+             for d, n in enumerate(s.shape)]  # fmt: skip
+    s = mod(s, *index).expand(s.shape)
+    if visible is not None:
+        s = torch.where(visible, s, -math.inf)
+    lse = torch.where((s == -math.inf).all(-1), -math.inf, torch.logsumexp(s, -1))
+    w = torch.where(s == -math.inf, 0.0, torch.exp(s - lse[..., None].nan_to_num(0, 0, 0)))
+    return w @ value, lse
+
+
+def judged(
+    make: Any, captured: Any, dtype: torch.dtype, visible: Any = None, **options: Any
+) -> None:
+    tensors = tensors_of(captured, dtype)
+    grads = torch.randn(BATCH, HEADS, Q_LEN, WIDTH).to(dtype), torch.rand(BATCH, HEADS, Q_LEN)
+    attend = functools.partial(flex_attention, enable_gqa=True, return_lse=True, **options)
+    found = results(attend, make, tensors, grads)
+    doubles = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
+    by_equation = functools.partial(equation, visible)
+    definition = functools.partial(results, by_equation, make, doubles, grads)
+    exact = definition()
+    noise = Noise(definition, exact, dtype)
+    off = [str(d) for d in deviations(found, exact, noise, dict.fromkeys(found, dtype)) if not d.ok]
+    assert not off, off
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_function_on_stored_scores(name: str, dtype: torch.dtype, engine: Any) -> None:
+    judged(*CASES[name], dtype)
+
+
+def written(r: random.Random, depth: int, kind: str = "s") -> str:
+    """A random expression of the numbers of a pair and of captured tensors."""
+    if depth == 0 and kind == "i":
+        return r.choice(("b", "h", "q", "k", "(q - k)", "(q * 0 + 3)"))
+    if depth == 0:
+        gathered = f"d[{written(r, 1, 'i')} % 7]"
+        return r.choice(("s", "s", "a[h]", "c[q, k]", gathered, "e[b, h, k]"))
+    x, y = (written(r, depth - 1, kind) for _ in range(2))
+    shared = f"({x} + {y})", f"({x} - {y})", f"abs({x})", f"torch.maximum({x} + 0 * {y}, {y})"
+    m, n = written(r, depth - 1, "i"), written(r, 0, "i")
+    if kind == "i":
+        return r.choice((*shared, f"({x} * 2)", f"({x} // 3)", f"({x} % ({n} * 0 + 5))"))
+    test = f"({m} {r.choice(('<', '<=', '>', '!='))} {n}) {r.choice('&|^')} ({x} < {y})"
+    of_one = (f"torch.{name}({x})" for name in ("tanh", "sigmoid", "relu"))
+    bounded = f"torch.exp(torch.tanh({x}))", f"torch.log(2 + torch.tanh({x}))", f"-({x})"
+    others = f"({x} * {y})", f"({x} / (2 + abs({y})))", f"torch.where({test}, {x}, {y})"
+    return r.choice((*shared, *of_one, *bounded, *others, f"({x}).clamp(-1, 0.7)"))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given_by(seed=st.integers(0, 2**20))
+def test_random_programs(native: ModuleType, seed: int) -> None:
+    r = random.Random(torch.manual_seed(seed).initial_seed())
+    text = f"s * 0.5 + 2 * torch.tanh({written(r, r.choice((1, 2, 3)))})"
+    if r.random() < 0.3:
+        text = f"torch.where((q - k) % 3 != 2, {text}, -math.inf)"
+    captured = {"a": (HEADS,), "c": (Q_LEN, K_LEN), "d": (7,), "e": (BATCH, HEADS, K_LEN)}
+
+    def make(**tensors: Tensor) -> Mod:
+        mod: Mod = eval(f"lambda s, b, h, q, k: {text}", {**globals(), **tensors})
+        return mod
+
+    judged(make, captured, r.choice((torch.float32, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("name", ["two_terms", "documents"])
+def test_a_block_mask_selects_after_the_function(name: str, engine: Any) -> None:
+    seen = torch.arange(Q_LEN)[:, None] * 2 >= torch.arange(K_LEN)
+    blocks = create_block_mask(lambda b, h, q, k: q * 2 >= k, None, None, Q_LEN, K_LEN, "cpu")
+    judged(*CASES[name], torch.float32, seen, block_mask=blocks)
+    own = masks.causal() | masks.sliding_window(2, 1)
+    distance = torch.arange(Q_LEN)[:, None] - torch.arange(K_LEN)
+    judged(*CASES[name], torch.float32, (distance >= -1), block_mask=own)
+
+
+def operands(*sizes: int) -> list[Tensor]:
+    return [torch.randn(1, 2, n, 8) for n in sizes]
+
+
+def test_no_bit_depends_on_the_threads(native: ModuleType, same_for_any_threads: Any) -> None:
+    x = [torch.randn(3, 4, 300, 16) for _ in range(4)]
+    table, bias, each = torch.randn(9), torch.randn(300), torch.randn(4, 300)
+
+    def run() -> Any:
+        leaves = [t.detach().requires_grad_() for t in (*x[:3], table, bias, each)]
+
+        def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s * leaves[3][(q + k) % 9] + leaves[4][k] * leaves[5][h, q]
+
+        out = flex_attention(*leaves[:3], mod)
+        grads = torch.autograd.grad(out, leaves, x[3])
+        with torch.no_grad():
+            one = flex_attention(*(t[1:2] for t in leaves[:3]), mod)
+        assert torch.equal(one, out[1:2])  # a row does not depend on the batch
+        return out, *grads
+
+    same_for_any_threads(run)
+
+
+def test_a_pair_without_weight_passes_no_nan(engine: Any) -> None:
+    query, key, value = operands(20, 30)[:1] + operands(30, 30)
+    key[:, :, 9], value[:, :, 9] = math.nan, math.inf
+    bias = torch.zeros(30)
+    bias[9] = math.nan
+    leaves = [x.requires_grad_() for x in (query, key, value, bias)]
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where((k == 9) | (q == 3), -math.inf, s + bias[k])
+
+    out, lse = flex_attention(*leaves[:3], mod, return_lse=True)
+    assert (out[:, :, 3] == 0).all()
+    assert (lse[:, :, 3] == -math.inf).all()
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, *grads[:3]))
+
+
+def test_indices_outside_are_clamped_and_negative_ones_count_from_the_end(engine: Any) -> None:
+    query, key, value = operands(5, 7, 7)
+    table = torch.randn(4, requires_grad=True)
+    wide = lambda s, b, h, q, k: s + table[k - 3]  # noqa: E731
+    out = flex_attention(query, key, value, wide)
+    index = torch.tensor([1, 2, 3, 0, 1, 2, 3])
+    want = flex_attention(query, key, value, lambda s, b, h, q, k: s + table[index[k]])
+    torch.testing.assert_close(out, want)
+    out = flex_attention(query, key, value, lambda s, b, h, q, k: s + table[k * 1000 - 1000])
+    index = torch.tensor([0, 0, 3, 3, 3, 3, 3])
+    want = flex_attention(query, key, value, lambda s, b, h, q, k: s + table[index[k]])
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), table)[0] for x in (out, want)))
+
+
+# -- what a trace depends on ----------------------------------------------------------------------
+
+
+def test_a_function_is_traced_again_when_what_it_reads_changes(monkeypatch: Any) -> None:
+    query, key, value = operands(6, 6, 6)
+    factor, bias, traced = 2.0, torch.randn(6), []
+    trace = Tracer.trace
+
+    def counted(self: Any, mod: Any) -> int:
+        traced.append(mod)
+        return trace(self, mod)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * factor + bias[k % bias.shape[0]]
+
+    def check(times: int) -> None:
+        out = flex_attention(query, key, value, mod)
+        s = query @ key.mT * 8**-0.5 * factor + bias[torch.arange(6) % len(bias)]
+        torch.testing.assert_close(out, s.softmax(-1) @ value)
+        assert len(traced) == times
+
+    monkeypatch.setattr(Tracer, "trace", counted)
+    check(1)
+    bias += 1  # values of tensors are read in each call
+    check(1)
+    bias = torch.randn(6)
+    check(1)
+    factor = 3.0
+    check(2)
+    bias = torch.randn(4)
+    check(3)
+    factor, bias = 2.0, torch.randn(6)
+    check(3)
+
+
+def test_computed_and_constant_tensors_are_read_in_each_call() -> None:
+    query, key, value = operands(6, 6, 6)
+    weight = torch.randn(6, requires_grad=True)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * torch.tensor(2.0) + weight.exp()[k]
+
+    for _ in range(2):
+        out = flex_attention(query, key, value, mod)
+        s = query @ key.mT * 8**-0.5 * 2 + weight.exp()
+        want = s.softmax(-1) @ value
+        torch.testing.assert_close(out, want)
+        pair = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (out, want)]
+        torch.testing.assert_close(*pair)
+        with torch.no_grad():
+            weight *= 2
+
+
+# -- the contract ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mod", "message"),
+    [
+        (lambda s, b, h, q, k: torch.sin(s), r"sin\(\) in .*test_flex\.py:\d+, which has no"),
+        (
+            lambda s, b, h, q, k: s if q > k else s + 1,
+            r"bool\(\) in .*test_flex.* use torch\.where",
+        ),
+        (lambda s, b, h, q, k: math.exp(s), r"float\(\) in .*test_flex"),
+        (lambda s, b, h, q, k: s**k, ".* the exponent must be a whole number"),
+        (lambda s, b, h, q, k: s + torch.ones(6)[s], ".*which must be integers"),
+        (lambda s, b, h, q, k: s + torch.ones(6, 6)[q], "Partial in .*, which is no number"),
+        (lambda s, b, h, q, k: s + torch.ones(0)[q], r"a captured tensor of torch\.float32"),
+        (lambda s, b, h, q, k: s + 2**40 * q, ".*does not fit int32"),
+    ],
+)
+def test_what_has_no_kernel_is_an_error_with_its_line(mod: Mod, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"flex_attention: score_mod uses {message}"):
+        flex_attention(*operands(6, 6, 6), mod)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "must return a tensor without dim", {"score_mod": lambda *_: None}),
+        (TypeError, "argument 'score_mod' must be a function", {"score_mod": 3}),
+        (ValueError, "same number of heads", {"key": torch.ones(1, 1, 6, 8)}),
+        (ValueError, "same batch", {"value": torch.ones(1, 2, 7, 8)}),
+        (ValueError, "same last dimension", {"query": torch.ones(1, 2, 6, 9)}),
+        (ValueError, r"must be \[B, H, L, D\]", {"query": torch.ones(2, 6, 8)}),
+        (RuntimeError, "same dtype", {"query": torch.ones(1, 2, 6, 8).double()}),
+        (RuntimeError, "must be of 6 queries", {"block_mask": masks.from_function(
+            lambda b, h, q, k: q > k, None, None, 5, 6)}),
+    ],
+)  # fmt: skip
+def test_errors(error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    given = dict(zip(("query", "key", "value"), operands(6, 6, 6), strict=True)) | options
+    given.setdefault("score_mod", lambda s, b, h, q, k: s)
+    with pytest.raises(error, match=message):
+        flex_attention(**given)
+
+
+def test_results_are_those_of_pytorchs_signature() -> None:
+    aux = pytest.importorskip("torch.nn.attention.flex_attention")
+    x, mod = operands(6, 6, 6), (lambda s, b, h, q, k: s * 2)
+    out, lse = flex_attention(*x, mod, None, None, False, True, {"BLOCK_M": 64})
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(flex_attention(*x), flex_attention(*x, lambda s, b, h, q, k: s))
+    if hasattr(aux, "AuxRequest"):
+        result, found = flex_attention(*x, mod, return_aux=aux.AuxRequest(lse=True))
+        assert torch.equal(result, out)
+        assert torch.equal(found.lse, lse)
+        with pytest.raises(NotImplementedError, match="max_scores"):
+            flex_attention(*x, mod, return_aux=aux.AuxRequest(max_scores=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex_attention(*x, mod).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_explain_says_what_a_function_is(name: str) -> None:
+    make, captured = CASES[name]
+    query, key, value, *others = tensors_of(captured, torch.float32).values()
+    options = {"enable_gqa": True, "kernel_options": {"BLOCK_M": 64}}
+    found = explain(flex_attention, query, key, value, make(*others), **options)
+    table = "a table of distances"
+    kind = {"alibi": table, "softcap": "a softcap", "distances": table, "learned": "a bias",
+            "far": f"a softcap and {table}"}.get(name)  # fmt: skip
+    assert found.op == ("scaled_dot_product_attention" if kind else "flex_attention")
+    assert found.notes[0].startswith("kernel_options are ignored")
+    assert found.notes[1:] == (f"score_mod is {kind}, an option of {found.op}",) * bool(kind)
+    assert all(note in str(found) for note in found.notes)
+
+
+def test_compiled_code_runs_it_uncompiled() -> None:
+    x, bias = operands(6, 6, 6), torch.randn(6, requires_grad=True)
+
+    def attend(*x: Tensor) -> Tensor:
+        return flex_attention(x[0] * 2, *x[1:], lambda s, b, h, q, k: s + bias[k]).sin()
+
+    out = torch.compile(attend, backend="eager")(*x)
+    assert torch.equal(out, attend(*x))
+    (grad,) = torch.autograd.grad(out.sum(), bias)
+    assert grad.isfinite().all()
+
+
+def test_the_examples_of_vmap_are_not_batch_entries() -> None:
+    query, key, value = torch.randn(3, 4, 2, 2, 9, 8)
+    bias = torch.randn(2)
+    mod = lambda s, b, h, q, k: s * bias[b]  # noqa: E731
+    out = torch.vmap(lambda *x: flex_attention(*x, mod))(query, key, value)
+    for n in range(4):
+        torch.testing.assert_close(out[n], flex_attention(query[n], key[n], value[n], mod))
+
+
+def test_a_program_that_points_outside_is_refused(native: ModuleType) -> None:
+    table, ids = torch.randn(6), torch.arange(6)
+    x: Any = operands(6, 6, 6)
+    _, call, _ = flex.prepare(*x, lambda s, b, h, q, k: s + table[ids[k] % 3] * torch.exp(s))
+    program, data = call[3:5]
+    generator, refused = torch.Generator().manual_seed(5), 0
+    for _ in range(2000):
+        wrong = program.clone()
+        at = torch.randint(len(wrong) - 6, (2,), generator=generator)
+        wrong[at] = torch.randint(-3, 60, (2,), generator=generator, dtype=torch.int32)
+        try:
+            native.flex_attention(*x, wrong, data, options=FlexOptions(1.0))
+        except ValueError as error:
+            refused += "score_program is not valid" in str(error)
+    assert refused > 300
+    for wrong in (program[:-1], program[:5], torch.cat([program, program[:1]])):
+        with pytest.raises(ValueError, match="score_program is not valid"):
+            native.flex_attention(*x, wrong, data, options=FlexOptions(1.0))
+    with pytest.raises(ValueError, match="score_program is not valid: an element"):
+        native.flex_attention(*x, program, data[:-1], options=FlexOptions(1.0))
