@@ -43,7 +43,9 @@ _BY_NAME: dict[str, _Allowed] = {
         "rotary_positions tokens taken sinusoidal_encoding.positions".split(),
         _just(torch.int64),
     ),
-    **dict.fromkeys(("block_table", "mask_program", "positions"), _just(torch.int32)),
+    **dict.fromkeys(
+        ("block_table", "mask_program", "positions", "distance_buckets"), _just(torch.int32)
+    ),
     **dict.fromkeys(("mask", "memory_mask", "padding"), _just(torch.bool)),
     **dict.fromkeys(("key_scales", "value_scales"), _just(torch.float32)),
     "lse": _just(torch.float64),

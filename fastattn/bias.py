@@ -1,7 +1,8 @@
 """Relative position biases: what ``relative_bias`` of attention takes besides a table of distances.
 
-Each is a small learned table and how to read it. Kernels read the table itself: no bias of all
-pairs [Hq, Lq, Lk] is ever stored.
+Each is a small learned table and how to read it, or, for :class:`Disentangled`, two, whose rows are
+multiplied by queries and keys. Kernels read the tables: no bias of all pairs [Hq, Lq, Lk] is ever
+stored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["T5", "Window2d"]
+__all__ = ["T5", "Disentangled", "Window2d"]
 
 
 class T5(NamedTuple):
@@ -38,3 +39,30 @@ class Window2d(NamedTuple):
 
     table: Tensor  # [(2 h - 1) (2 w - 1), Hq]
     window: tuple[int, int]  # (h, w)
+
+
+class Disentangled(NamedTuple):
+    r"""Terms of the scores that depend on the distance and on the content of a pair.
+
+    For query i and key j, with d = i + offset - j as for ``alibi_slopes``:
+
+    .. math:: s_{ij} = scale \cdot ((q_i + u) \cdot k_j + (q_i + v) \cdot R_{b(d)}
+              + P_{b(-d)} \cdot k_j)
+
+    in place of :math:`scale \cdot q_i \cdot k_j`; what is left out is 0. The tables have 2 K + 1
+    rows. Without ``max_distance``, each distance has its own row, up to K: b(d) = d + K, clipped to
+    the table. With it, distances up to K / 2 do; the rows of greater distances grow
+    logarithmically, and ``max_distance - 1`` is in row K - 1 of a side:
+    ``ceil(log(|d| / m) / log((max_distance - 1) / m) * (m - 1)) + m``, with m = K // 2.
+
+    DeBERTa has R and P (disentangled attention, He et al. 2021, https://arxiv.org/abs/2006.03654;
+    the logarithmic map is that of https://arxiv.org/abs/2111.09543). Transformer-XL has R, u and v
+    (Dai et al. 2019, https://arxiv.org/abs/1901.02860), and so have Conformers. Shaw et al. 2018,
+    https://arxiv.org/abs/1803.02155, have R.
+    """
+
+    query_table: Tensor | None = None  # R [2 K + 1, Hq|Hkv, D], of query's dtype or float32
+    key_table: Tensor | None = None  # P, as R
+    content_bias: Tensor | None = None  # u [Hq, D], of query's dtype or float32
+    position_bias: Tensor | None = None  # v [Hq, D]; only with R
+    max_distance: int | None = None

@@ -20,6 +20,7 @@ from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
+from fastattn.integrations.transformers._relative import RelativeAttention, relative_class
 from fastattn.nn._encoder_layer import Names, why_not
 from fastattn.nn._replacement import (
     LINEAR,
@@ -98,6 +99,7 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
     - models of transformers: by ``attn_implementation="fastattn"``, as after
       :func:`fastattn.integrations.transformers.register`; T5 and Swin also pass their tables, as by
       :func:`fastattn.integrations.transformers.compact_relative_bias`.
+    - DeBERTa v2 and v3: by :class:`fastattn.bias.Disentangled`, by a change of class.
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
@@ -199,6 +201,7 @@ class _Changes:
             layers = importlib.import_module("fastattn.integrations.transformers._layers")
             replaced = replace(model, layers.layer_class)
             replaced += replace(model, layers.encoder_class) if unpad else ()
+            replaced += replace(model, relative_class)
             self._replaced += [weakref.ref(modules[name]) for name in replaced]
         return refused
 
@@ -350,6 +353,7 @@ _FUNCTIONAL = "multi_head_attention_forward"
 _TRANSFORMERS = "transformers' registry"
 _DIFFUSERS = "diffusers' registry"
 _FLEX = "flex_attention"
+_RELATIVE = "relative attention"
 _STEPS = "a product and a softmax"
 _NOTHING = "nothing known"
 _UNCERTAIN = (_STEPS, _NOTHING)
@@ -368,6 +372,8 @@ def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
     is_mha = isinstance(module, nn.MultiheadAttention)
     if is_mha and _runs_our_forward(module):
         return _MHA
+    if isinstance(module, RelativeAttention):
+        return _RELATIVE
     names = calls_of(module, known)
     for name, call in _BY_NAME.items():
         if name in names:
@@ -415,6 +421,9 @@ def _verdict(
             why_not = f"activate serves the CPU only, the module is on {device}"
         else:
             changes.activate()
+    elif call == _RELATIVE:
+        device = _example(module, named[""]).device
+        why_not = "" if device.type == "cpu" else f"its kernels are for the CPU, not {device}"
     elif call == _FLEX:
         why_not = "PyTorch generates its kernel"
     elif call == _STEPS:

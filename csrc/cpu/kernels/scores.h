@@ -62,6 +62,11 @@ FASTATTN_INLINE bool has_bias(const AttentionParams& p) {
   return p.mask.data != nullptr || p.relative_bias != nullptr || p.mask_program != nullptr;
 }
 
+// Whether the products have terms of relative attention (content_terms.h).
+FASTATTN_INLINE bool has_content_terms(const AttentionParams& p) {
+  return p.query_table.data != nullptr || p.key_table.data != nullptr;
+}
+
 template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;

@@ -5,6 +5,7 @@
 // consists of vertical operations, and its result already has the layout of the second product. See
 // the picture in docs/cpu-kernels.md.
 #include "blocks.h"
+#include "content_terms.h"
 #include "mask.h"
 #include "sdpa_rows.h"
 #include "sdpa_schedule.h"
@@ -36,6 +37,7 @@ class Forward {
                ? min_of(query_block<P>(params.D, params.Dv), averaged_queries())
                : query_block<P>(params.D, params.Dv)),
         key_mask(is_key_mask(params)),
+        terms(params, Bk),
         bytes(allocate(nullptr).bytes) {}
 
   // If all keys of a row fit in one block, its probabilities are still stored, and its sum is
@@ -66,6 +68,7 @@ class Forward {
   const Weights weights;  // which weights to write
   const int64_t Bk, Bq;
   const bool key_mask;
+  const ContentTerms<P> terms;
   const size_t bytes;
 
   // Queries per task that averages weights: as many as keep their weights in L2 over all heads, and
@@ -94,6 +97,7 @@ class Forward {
     T* w;            // [Bk][lanes] weights, where words are pairs
     T* mean;         // [panels][Bk][lanes] sum of the weights over the heads
     T* alpha;        // [lanes] the factors of a panel's outputs so far
+    typename ContentTerms<P>::Buffers terms;
     size_t bytes;
   };
 
@@ -114,6 +118,7 @@ class Forward {
     buf.w = a.take<T>(weights != Weights::none && P::kPerWord == 2 ? Bk * kLanesOfPanel : 0);
     buf.mean = a.take<T>(weights == Weights::averaged ? Bk * Bq : 0);
     buf.alpha = a.take<T>(kLanesOfPanel);
+    buf.terms = terms.allocate(a);
     buf.bytes = a.used();
     return buf;
   }
@@ -167,6 +172,7 @@ class Forward {
     const Source k_rows = k + block.begin * p.k.stride[2];
     const Source v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
+    terms.open(buf.terms, b, h, block, ks);
     // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
     const bool excludes = has_bias(p) || block.begin < all.begin || block.end > all.end;
@@ -225,6 +231,7 @@ class Forward {
     // S = K Q^T
     Vec<T> top[NV];
     score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top);
+    if (has_content_terms(p)) terms.template add<NV>(buf.terms, i0, i1, r, S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,

@@ -4,6 +4,7 @@
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
+#include "content_terms.h"
 #include "mask.h"
 #include "tile.h"
 
@@ -30,7 +31,8 @@ class WeightsPass {
         dropout(make_dropout(params)),
         Bk(key_block<P>(params.D, params.Dv)),
         averaged(params.weights == Weights::averaged),
-        own_sums(own_sums) {}
+        own_sums(own_sums),
+        terms(params, Bk) {}
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;
@@ -45,6 +47,7 @@ class WeightsPass {
     uint32_t* keep;    // [Bk][lanes]
     Word* k;           // [Bk][words of D]
     Word* temp;        // [lanes][words of D]
+    typename ContentTerms<P>::Buffers terms;
     size_t bytes;
   };
 
@@ -60,6 +63,7 @@ class WeightsPass {
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * kLanesOfPanel : 0);
     buf.k = a.take<Word>(Bk * words<P>(p.D));
     buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
+    buf.terms = terms.allocate(a);
     buf.bytes = a.used();
     return buf;
   }
@@ -139,6 +143,7 @@ class WeightsPass {
   const DropoutRule dropout;
   const int64_t Bk;
   const bool averaged, own_sums;
+  const ContentTerms<P> terms;
 
   // Writes the scores of a tile to buf.s and finds their maximum over the keys.
   template <int NV>
@@ -157,6 +162,10 @@ class WeightsPass {
     }
     score_products<P, NV>(j1 - j0, ks, words<P>(p.D), Q, words<P>(p.D), longest_chain<T>(p), buf.s,
                           top);
+    if (has_content_terms(p)) {
+      terms.open(buf.terms, b, h, {j0, j1}, ks);
+      terms.template add<NV>(buf.terms, i0, i1, {j0, j1}, buf.s, top);
+    }
     if (rule.natural || rule.excludes)
       apply_rule<T, NV>(p, rule, buf.s, j1 - j0, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);
