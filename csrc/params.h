@@ -93,6 +93,10 @@ struct AttentionParams : AttentionOptions {
   const int32_t* positions;      // [Lk], null = 0, 1, 2, ...
   const MaskStep* mask_program;  // [mask_steps], null = none
   int mask_steps;
+  // The bias of an image, null = none: key j is token (j / width, j % width).
+  Tensor4 row_bias;     // [B, Hq, Lq, height] acc
+  Tensor4 column_bias;  // [B, Hq, Lq, width] acc
+  int64_t image_height, image_width;
   // Terms of the products, before their scale: a_i . R[b(d)] + P[b(-d)] . k_j with d = i + offset - j.
   Tensor4 position_query;           // a: [B, Hq, Lq, D], null without R
   Tensor4 query_table;              // R: [B, Hq, buckets, D], null = no such term
@@ -115,9 +119,11 @@ struct AttentionParams : AttentionOptions {
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
   bool partial;   // out and lse are those of more keys; without sinks and grad_weights
   bool float8;    // of quantised caches (k_scales): e4m3, not int8
-  double* grad_sinks;           // [B, Hq] contiguous, zeroed by the caller; null = not wanted
-  void* grad_relative_bias;     // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
-  Tensor4 grad_position_query;  // [B, Hq, Lq, D]
+  double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
+  void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
+  void *grad_row_bias, *grad_column_bias;   // as row_bias and column_bias, contiguous; null = not
+                                            // wanted
+  Tensor4 grad_position_query;              // [B, Hq, Lq, D]
   void *grad_query_table, *grad_key_table;  // [B, Hq, buckets, D] acc, contiguous
 
   // of a cache only

@@ -50,8 +50,9 @@ _BY_NAME: dict[str, _Allowed] = {
     **dict.fromkeys(("key_scales", "value_scales"), _just(torch.float32)),
     "lse": _just(torch.float64),
     **dict.fromkeys(
-        "alibi_slopes sinks relative_bias factors trace stats ends local_attention.positions "
-        "local_attention.factor local_attention.weights local_attention.grad_weights".split(),
+        "alibi_slopes sinks relative_bias row_bias column_bias factors trace stats ends "
+        "local_attention.positions local_attention.factor local_attention.weights "
+        "local_attention.grad_weights".split(),
         _wide,
     ),
     **dict.fromkeys("memory_bias rotary_cos rotary_sin hopfield_retrieve.bias".split(), _added),

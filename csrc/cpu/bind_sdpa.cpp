@@ -67,6 +67,27 @@ void read_content_terms(AttentionParams& p, const Tensors& x) {
   }
 }
 
+// The bias of an image whose tokens are the keys.
+template <class Tensors>
+void read_image_bias(AttentionParams& p, const Tensors& x) {
+  expect(x.row_bias.is_none() == x.column_bias.is_none(),
+         "row_bias and column_bias must be given together");
+  if (x.row_bias.is_none()) return;
+  const auto read = [&](const char* name, py::handle from, Tensor4& to) {
+    const TensorView view = view_of(name, from);
+    expect(view.rank == 4, std::string(name) + " must have four dimensions");
+    expect_sizes(name, view, accumulator(p.dtype), {p.B, p.Hq, p.Lq, view.size[3]});
+    to = operand_of(view);
+    return view.size[3];
+  };
+  p.image_height = read("row_bias", x.row_bias, p.row_bias);
+  p.image_width = read("column_bias", x.column_bias, p.column_bias);
+  expect(p.image_height * p.image_width == p.Lk, [&] {
+    return "row_bias and column_bias must be of " + std::to_string(p.Lk) + " keys, got " +
+           std::to_string(p.image_height) + " x " + std::to_string(p.image_width);
+  });
+}
+
 // The record of options, read once: what was read is kept in the record.
 struct Options : AttentionOptions {
   bool needs_mask_grad = false, partial = false;  // of the backward pass
@@ -109,6 +130,7 @@ struct Call : AttentionParams {
     reduced = reduces(*this);
     read_dense_biases(*this, from, &table);
     read_content_terms(*this, from);
+    read_image_bias(*this, from);
     seed = read_seed(from.seed);
     check_positions(*this);
     read_mask_program(from.mask_program, *this, steps);
@@ -135,7 +157,8 @@ py::object attention(const AttentionTensors& x, py::handle options, bool only_fi
 }
 
 // The gradients, new: of query, key and value, and of attn_mask (where the options ask for it), sinks,
-// relative_bias, position_query, query_table and key_table, or None without them.
+// relative_bias, position_query, query_table, key_table, row_bias and column_bias, or None without
+// them.
 py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) {
   Call p(options, x);
   const Options& asked = Options::of(options, &p.options);
@@ -145,7 +168,7 @@ py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) 
   read_grad_weights(p, x.grad_weights);
 
   const bool nothing = p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // the kernels write nothing then
-  py::tuple made = new_row_gradients(p, x, dense, nothing, 6);
+  py::tuple made = new_row_gradients(p, x, dense, nothing, 8);
   py::object of_mask, of_table, of_queries, of_keys;
   if (asked.needs_mask_grad && !x.attn_mask.is_none())
     of_mask = new_grad_mask(p, x.attn_mask, new_zeros, accumulator(p.dtype), DType::f64);
@@ -157,12 +180,16 @@ py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) 
     of_table =
         new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.relative_bias_size}, &p.grad_relative_bias);
   const Sizes table{p.B, p.Hq, p.buckets, p.D};
-  if (p.query_table.data != nullptr) {
+  if (!x.query_table.is_none()) {
     made[6] = new_rows(x.position_query, p.D, dense, &p.grad_position_query, nothing);
     of_queries = new_zeros(accumulator(p.dtype), table, &p.grad_query_table);
   }
-  if (p.key_table.data != nullptr)
-    of_keys = new_zeros(accumulator(p.dtype), table, &p.grad_key_table);
+  if (!x.key_table.is_none()) of_keys = new_zeros(accumulator(p.dtype), table, &p.grad_key_table);
+  if (!x.row_bias.is_none()) {
+    made[9] = new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.Lq, p.image_height}, &p.grad_row_bias);
+    made[10] =
+        new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.Lq, p.image_width}, &p.grad_column_bias);
+  }
   without_gil([&] { kernels(p.dtype).attention_backward(p); });
   if (of_queries) made[7] = gradient_of(x.query_table, of_queries);
   if (of_keys) made[8] = gradient_of(x.key_table, of_keys);

@@ -18,8 +18,8 @@ from fastattn.library import Operator
 
 __all__ = ["NO_TERMS", "attention", "attention_backward", "default_scale"]
 
-# In place of position_query, query_table, key_table and distance_buckets.
-NO_TERMS = (None, None, None, None)
+# In place of position_query, query_table, key_table, distance_buckets, row_bias and column_bias.
+NO_TERMS = (None,) * 6
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ attention = Operator(
     "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
     "Tensor? alibi_slopes, Tensor? seed, Tensor? sinks, Tensor? relative_bias, "
     "Tensor? positions, Tensor? mask_program, Tensor? position_query, Tensor? query_table, "
-    "Tensor? key_table, Tensor? distance_buckets)",
+    "Tensor? key_table, Tensor? distance_buckets, Tensor? row_bias, Tensor? column_bias)",
     options=AttentionOptions,
     results="out lse weights",
     fake=_fake,
@@ -92,8 +92,9 @@ attention = Operator(
         # Not the weights: O(L) memory.
         reads="query key value attn_mask alibi_slopes seed out lse "
         "sinks relative_bias positions mask_program position_query query_table key_table "
-        "distance_buckets",
-        gives="query key value attn_mask sinks relative_bias position_query query_table key_table",
+        "distance_buckets row_bias column_bias",
+        gives="query key value attn_mask sinks relative_bias position_query query_table key_table "
+        "row_bias column_bias",
         in_order="query key value position_query",
         options=AttentionBackwardOptions,
         operator=_Backward,
@@ -102,7 +103,8 @@ attention = Operator(
     shapes="query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; "
     "attn_mask: B|1 Hq|1 Lq|1 Lk|1; alibi_slopes: B|1 Hq; sinks: B|1 Hq; "
     "relative_bias: B|1 Hq *; positions: Lk; position_query: B Hq Lq D; "
-    "query_table: B|1 Hq N D; key_table: B|1 Hq N D; distance_buckets: *; Hq % Hkv; "
+    "query_table: B|1 Hq N D; key_table: B|1 Hq N D; distance_buckets: *; "
+    "row_bias: B Hq Lq *; column_bias: B Hq Lq *; Hq % Hkv; "
     "out: B Hq Lq Dv; lse: B Hq Lq; weights: B Hq Lq Lk / B Lq Lk",
     opaque=("alibi_slopes",),
     checked_by=("cpu",),

@@ -1,4 +1,4 @@
-"""Validates the terms of relative attention, and lays them out as the primitive's tensors."""
+"""Validates biases that depend on the query, and lays them out as the primitive's tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.bias import Disentangled
+from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.ops._relative_bias import largest
 
-__all__ = ["Terms", "distance_buckets", "fold_terms"]
+__all__ = ["Terms", "distance_buckets", "fold_image", "fold_terms"]
 
 
 class Terms(NamedTuple):
@@ -20,7 +20,9 @@ class Terms(NamedTuple):
     position_query: Tensor | None  # [B, Hq, Lq, D]
     query_table: Tensor | None  # [1, Hq, buckets, D]
     key_table: Tensor | None
-    distance_buckets: Tensor  # [2 M + 1] int32
+    distance_buckets: Tensor | None  # [2 M + 1] int32
+    row_bias: Tensor | None = None  # [B, Hq, Lq, h]
+    column_bias: Tensor | None = None  # [B, Hq, Lq, w]
 
 
 def fold_terms(
@@ -60,6 +62,24 @@ def fold_terms(
     rows = None if of_queries is None else rows
     terms = Terms(rows, of_queries, of_keys, distance_buckets(distances, farthest, limit))
     return query if u is None else query + u, terms
+
+
+def fold_image(op: str, bias: Decomposed2d, query: Tensor, k_len: int) -> Terms:
+    """The operands of the bias of an image."""
+    rows, columns = (
+        checks.wide(op, f"{name} of relative_bias", x, query, wrong_dtype=RuntimeError)
+        for name, x in zip(("rows", "columns"), bias, strict=True)
+    )
+    for name, x in (("rows", rows), ("columns", columns)):
+        if x.dim() != 4 or x.shape[:3] != query.shape[:3]:
+            expected = ", ".join(map(str, query.shape[:3]))
+            raise _wrong_shape(op, name, f"({expected}, n)", x)
+    if rows.shape[3] * columns.shape[3] != k_len:
+        raise RuntimeError(
+            f"{op}: rows and columns of relative_bias must be of {k_len} keys, got "
+            f"{rows.shape[3]} x {columns.shape[3]}"
+        )
+    return Terms(None, None, None, None, rows, columns)
 
 
 def distance_buckets(distances: Tensor, farthest: int, max_distance: int | None) -> Tensor:

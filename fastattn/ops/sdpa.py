@@ -12,12 +12,12 @@ from fastattn import checks, compat, masks
 from fastattn._seed import draw_seed
 from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.bias import T5, Disentangled, Window2d
+from fastattn.bias import T5, Decomposed2d, Disentangled, Window2d
 from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
-from fastattn.ops._disentangled import fold_terms
+from fastattn.ops._disentangled import fold_image, fold_terms
 from fastattn.ops._relative_bias import fold_relative_bias, split_bias
 
 __all__ = ["scaled_dot_product_attention"]
@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    relative_bias: Tensor | T5 | Disentangled | Window2d | None = None,
+    relative_bias: Tensor | T5 | Decomposed2d | Disentangled | Window2d | None = None,
     mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
@@ -112,8 +112,8 @@ def scaled_dot_product_attention(
             or of query's dtype. Its middle is d = 0, and L >= max(Lq + offset, Lk - offset), so
             that it has all distances. Or :class:`fastattn.bias.T5` or
             :class:`fastattn.bias.Window2d`, which read their tables in other ways, or
-            :class:`fastattn.bias.Disentangled`, whose terms depend on the content, too. The bias
-            of all pairs is never stored.
+            :class:`fastattn.bias.Disentangled` and :class:`fastattn.bias.Decomposed2d`, which
+            depend on the content, too. The bias of all pairs is never stored.
         mask: None, a mask of :mod:`fastattn.masks`, or a ``BlockMask`` of
             ``torch.nn.attention.flex_attention``: which pairs take part, without a tensor of all
             pairs. Blocks without a visible pair are skipped. Together with any other argument:
@@ -177,8 +177,8 @@ def scaled_dot_product_attention(
         *(causal_alignment, return_lse, need_weights, average_weights),
     )
     signature = None
-    # The tables of a Disentangled are not in the signature.
-    if generator is None and type(relative_bias) is not Disentangled:
+    # The tensors of these biases are not in the signature.
+    if generator is None and type(relative_bias) not in (Disentangled, Decomposed2d):
         signature, plan = plans.find(tensors, *kind, mask is None, *options)
         if plan is not None:
             biases = (relative_bias, mask)
@@ -216,7 +216,7 @@ def planned(
     attn_mask: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
-    relative_bias: Tensor | T5 | Disentangled | Window2d | None = None,
+    relative_bias: Tensor | T5 | Decomposed2d | Disentangled | Window2d | None = None,
     mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     return_lse: bool = False,
@@ -300,6 +300,8 @@ def _prepare(
     terms: Sequence[Tensor | None] = NO_TERMS
     if type(given.relative_bias) is Disentangled:
         query, terms = fold_terms(_NAME, given.relative_bias, query, key, offset)
+    elif type(given.relative_bias) is Decomposed2d:
+        terms = fold_image(_NAME, given.relative_bias, query, key.shape[2])
     elif given.relative_bias is not None:
         relative_bias, positions = fold_relative_bias(
             _NAME, given.relative_bias, query, key.shape[2], offset
@@ -308,9 +310,8 @@ def _prepare(
         mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
-        terms = [
-            x if x is None or x.dim() == 1 else torch.nn.functional.pad(x, (0, 1)) for x in terms
-        ]
+        padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in terms[:3])
+        terms = (*padded, *terms[3:])
         scores["scale"] = 1.0
     of_call: Any = offset
     if causal_alignment == "bottom_right" and compat.records_trace():

@@ -179,6 +179,7 @@ class Case(AttentionCase):
     relative_bias: str | None = None  # a table; h: one per head; bh: per sequence and head
     terms: str | None = None  # of relative attention: query | key | both (tables)
     buckets: str = "clipped"  # of their distances, see inputs.BUCKETS
+    image: int | None = None  # keys are an image of this width; the bias of its rows and columns
     positions: str | None = None  # of the relative bias, see inputs.POSITIONS; None: 0, 1, 2, ...
     dropout_p: float = 0.0
     first: tuple[int, int, int] = (0, 0, 0)  # query, key and head of dropout's draws

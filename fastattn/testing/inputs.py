@@ -90,6 +90,10 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
             made["query_table"] = placed(normal(1, h, rows, d), case.layouts[0])
         if case.terms != "query":
             made["key_table"] = placed(normal(b, h, rows, d), case.layouts[0])
+    if case.image is not None:
+        sizes = {"row_bias": case.k_len // case.image, "column_bias": case.image}
+        for name, size in sizes.items():
+            made[name] = placed(normal(b, h, case.q_len, size), case.layouts[0], draw.wide)
     if case.program is not None:
         mask = PROGRAMS[case.program](case, draw.generator)
         program = masks.program("testing", mask, query, case.k_len, options.offset)

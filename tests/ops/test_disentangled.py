@@ -14,7 +14,7 @@ import fastattn
 from fastattn import scaled_dot_product_attention, use_backend
 from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.bias import Disentangled
+from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.ops._disentangled import distance_buckets
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -174,7 +174,7 @@ def test_operands_that_do_not_fit_are_not_read() -> None:
     def call(*terms: Any) -> Any:
         return attention(query, key, key, *[None] * 7, *terms, AttentionOptions(scale=1.0))
 
-    call(query, table, table, buckets)
+    call(query, table, table, buckets, None, None)
     for terms, message in (
         ((None, table, None, buckets), "must be given together"),
         ((query, table, None, None), "distance_buckets must be given"),
@@ -187,4 +187,74 @@ def test_operands_that_do_not_fit_are_not_read() -> None:
         ((query[:, :, :5], table, None, buckets), "position_query"),
     ):
         with pytest.raises(ValueError, match=message):
-            call(*terms)
+            call(*terms, None, None)
+    rows = torch.ones(1, 2, 6, 3)
+    call(None, None, None, None, rows, rows)
+    for given, message in (
+        ((rows, None), "row_bias and column_bias must be given together"),
+        ((rows, rows[..., :2]), "must be of 9 keys, got 3 x 2"),
+        ((rows[:, :, :5], rows), "row_bias"),
+        ((rows[0], rows), "row_bias must have four dimensions"),
+        ((rows, rows.double()), "column_bias .*float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(None, None, None, None, *given)
+
+
+# -- the bias of an image -------------------------------------------------------------------------
+
+
+def image(height: int = 5, width: int = 7, **like: Any) -> dict[str, Tensor]:
+    x = leaves(height * width, height * width, **like)
+    like = {"dtype": x["query"].dtype, "requires_grad": True}
+    tables = {n: torch.randn(2 * k - 1, 8, **like) for n, k in (("h", height), ("w", width))}
+    return {name: x[name] for name in ("query", "key", "value")} | tables
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_bias_of_an_image_is_that_of_all_pairs(backend: str) -> None:
+    x, results = image(), []
+    y, z = torch.arange(35) // 7, torch.arange(35) % 7
+    vectors = x["h"][y[:, None] - y + 4], x["w"][z[:, None] - z + 6]
+    pairs = sum(torch.einsum("bhid,ijd->bhij", x["query"], table) for table in vectors)
+    with use_backend(backend):
+        bias = Decomposed2d.of_tables(x["query"], x["h"], x["w"])
+        for out, lse in (attend(x, bias), attend(x, None, pairs)):
+            loss = out.square().sum() + lse.sin().sum()
+            grads = torch.autograd.grad(loss, list(x.values()), retain_graph=True)
+            results.append((out, lse, *grads))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want)
+
+
+def test_bits_of_an_image_do_not_depend_on_threads(threads: Any) -> None:
+    x, found = image(30, 40, dtype=torch.float32), []
+    for count in (1, 2):
+        threads(count)
+        out, _ = attend(x, Decomposed2d.of_tables(x["query"], x["h"], x["w"]))
+        found.append((out, *torch.autograd.grad(out.square().sum(), list(x.values()))))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "error", "message"),
+    [
+        ((2, 4, 35, 5), (2, 4, 35, 6), RuntimeError, "must be of 35 keys, got 5 x 6"),
+        (
+            (2, 4, 34, 5),
+            (2, 4, 35, 7),
+            RuntimeError,
+            r"rows .*shape \(2, 4, 35, n\), got \(2, 4, 34",
+        ),
+        ((2, 4, 35, 5), (2, 2, 35, 7), RuntimeError, r"columns .*shape \(2, 4, 35, n\)"),
+        ((2, 4, 35, 5), None, TypeError, "'columns of relative_bias' must be Tensor"),
+    ],
+)
+def test_errors_of_images(rows: Any, columns: Any, error: type[Exception], message: str) -> None:
+    x = image()
+    given = (None if shape is None else torch.ones(shape).double() for shape in (rows, columns))
+    bias: Any = Decomposed2d(*given)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        attend(x, bias)
+    with pytest.raises(ValueError, match="for 35 queries of an h x w image, got 9 and 9"):
+        Decomposed2d.of_tables(x["query"], x["h"], x["h"])

@@ -171,7 +171,7 @@ def test_compiled_once_for_any_length() -> None:
 @pytest.mark.parametrize(
     ("bias", "error", "message"),
     [
-        ([0.0], TypeError, "'relative_bias' must be Tensor, T5, Disentangled or Window2d, not l"),
+        ([0.0], TypeError, "'relative_bias' must be Tensor, T5, Decomposed2d, D.* not list"),
         (torch.zeros(3, 17), RuntimeError, r"relative_bias must have shape \(4, n\).*\(3, 17\)"),
         (torch.zeros(4, 16), RuntimeError, "n odd and at least 17 for 6 queries and 9 keys"),
         (torch.zeros(4, 15), RuntimeError, "n odd and at least 17 for 6 queries and 9 keys"),

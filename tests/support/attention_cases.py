@@ -247,6 +247,21 @@ def _content_terms() -> Iterator[Case]:
     yield replace(everything, name="terms-everything", terms="both", sinks="h", buckets="log")
 
 
+def _images() -> Iterator[Case]:
+    base = Case("image", heads=4, kv_heads=2, k_len=63, image=7, grads=SCALED)
+    yield base
+    for q_len, k_len, width in ((1, 1, 1), (0, 6, 3), (1, 40, 8), (65, 16, 16), (65, 16, 1),
+                                (70, 600, 20), (5, 1156, 34), (40, 1200, 100)):  # fmt: skip
+        case = replace(base, q_len=q_len, k_len=k_len, image=width)
+        yield replace(case, name=f"image-{q_len}x{k_len}-{width}")
+    yield replace(base, name="image-mask", mask="float_inf", mask_grad=True, weights=1, q_len=70)
+    yield replace(base, name="image-padding", mask="padding", mask_dims="bk", poison=True)
+    yield replace(base, name="image-softcap", softcap=2.0, sinks="h", relative_bias="h", weights=2)
+    yield replace(base, name="image-terms", terms="both", dropout_p=0.2, program="not_window")
+    for name in ("transposed", "every_second"):
+        yield replace(base, name=f"image-{name}", layouts=(name,) * 3, q_len=50)
+
+
 def _programs() -> Iterator[Case]:
     """Masks of fastattn.masks, with each other option."""
     names = ("causal", "not_causal", "window", "not_window", "prefix", "chunks", "documents",
@@ -555,6 +570,7 @@ _MORE = {
         *(
             _relative_biases(),
             _content_terms(),
+            _images(),
             _programs(),
             _layouts(),
             _results(),

@@ -73,8 +73,8 @@ class BackwardUnit {
   bool sums_delta() const { return whole; }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
-  // Of a query head: dQ, [panels][D][lanes], then the sums of the gradients of its relative bias and
-  // of its terms of content.
+  // Of a query head: dQ, [panels][D][lanes], then the sums of the gradients of its relative bias, of
+  // the bias of an image, and of its terms of content.
   int64_t dq_size() const { return own_size() + terms.sums_size(queries); }
 
   struct Buffers {
@@ -143,6 +143,7 @@ class BackwardUnit {
         if (block.begin >= block.end) continue;
         if (key_mask && all_excluded(f.keys + block.begin, block.end - block.begin)) continue;
         f.gradients.relative = dq + g * dq_size() + queries * p.D;
+        f.gradients.image = dq + g * dq_size() + own_size() - image_sums(p, queries);
         f.terms.sums = dq + g * dq_size() + own_size();
         block_of_keys(f, b, h, hk, block, keys.begin, dq + g * dq_size());
       }
@@ -160,6 +161,7 @@ class BackwardUnit {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     write_query_gradients<P, kVectors>(p, b, h, dq, p.D);
     write_relative_gradient(p, b, h, dq + queries * p.D);
+    write_image_gradient<T, NV>(p, b, h, dq + own_size() - image_sums(p, queries));
     terms.write(dq + own_size(), b, h);
   }
 
@@ -171,7 +173,9 @@ class BackwardUnit {
   const ScoreGradients<P, kVectors> gradients;
   const ContentTerms<P> terms;
 
-  int64_t own_size() const { return queries * p.D + relative_sums<T>(p, L); }
+  int64_t own_size() const {
+    return queries * p.D + relative_sums<T>(p, L) + image_sums(p, queries);
+  }
 
   // Packs all data of one query head that does not depend on the keys.
   void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {

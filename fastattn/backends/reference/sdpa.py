@@ -8,6 +8,7 @@ i and key j of one head, with d_ij = i + offset - j:
     s_ij = s_ij + mask_ij                      if the mask is floating
     s_ij = s_ij + table_(M + d'_ij)            of a relative bias of 2 M + 1 distances, with
                                                d'_ij = position_(i + offset) - position_j
+    s_ij = s_ij + rows_iy + columns_ix         of an image, key j = (y, x) = (j // w, j % w)
     s_ij = s_ij - slope * |d_ij|               ALiBi, https://arxiv.org/abs/2108.12409
     s_ij = -inf                                unless -window_right <= d_ij <= window_left,
                                                mask_ij is neither False nor -inf, the relative
@@ -71,6 +72,8 @@ def scaled_dot_product_attention(
     query_table: Tensor | None = None,  # [B|1, Hq, buckets, D]
     key_table: Tensor | None = None,  # [B|1, Hq, buckets, D]
     distance_buckets: Tensor | None = None,  # [2 M + 1] int32, of d = -M, ..., M
+    row_bias: Tensor | None = None,  # [B, Hq, Lq, h]: of an image of h x w keys
+    column_bias: Tensor | None = None,  # [B, Hq, Lq, w]
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +96,7 @@ def scaled_dot_product_attention(
         positions=positions,
         mask_program=mask_program,
         terms=(position_query, query_table, key_table, distance_buckets),
+        of_image=(row_bias, column_bias),
     )
     applied = requested_weights(applied, options.weights).to(query.dtype)
     return out.to(query.dtype), lse.double(), applied
@@ -118,26 +122,30 @@ def scaled_dot_product_attention_backward(
     query_table: Tensor | None = None,
     key_table: Tensor | None = None,
     distance_buckets: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    column_bias: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
 
-    The others are those of sinks, relative_bias, position_query and both tables. All are the
+    The others are those of sinks, relative_bias, position_query, both tables, row_bias and
+    column_bias. All are the
     vector-Jacobian product of the forward by ``torch.func.vjp``, so they are differentiable again
     in all arguments. ``out`` and ``lse`` are recomputed, not read.
     """
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program,
-              position_query, query_table, key_table, distance_buckets)  # fmt: skip
+    terms = position_query, query_table, key_table, distance_buckets, row_bias, column_bias
+    of_scores = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    biases = (*of_scores, *terms)
     if options.partial:
         forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
         given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
         return partial_gradients(forward, backward, given, tensors, out, lse, options)
     function = functools.partial(scaled_dot_product_attention, options=options)
-    wanted = (0, 1, 2, *([3] if options.needs_mask_grad else []), 6, 7, 10, 11, 12)
+    wanted = (0, 1, 2, *([3] if options.needs_mask_grad else []), 6, 7, 10, 11, 12, 14, 15)
     given = (grad_out, grad_lse, grad_weights)
     found = gradients(function, (query, key, value, *biases), wanted, given)
-    return *found[:4], *found[6:8], *found[10:13]
+    return *found[:4], *found[6:8], *found[10:13], *found[14:]
 
 
 def attend(
@@ -156,6 +164,7 @@ def attend(
     positions: Tensor | None = None,
     mask_program: Tensor | None = None,
     terms: tuple[Tensor | None, ...] = (),
+    of_image: tuple[Tensor | None, ...] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
@@ -172,6 +181,11 @@ def attend(
     bias = None
     if relative_bias is not None:
         bias = _biases_of_pairs(relative_bias.to(compute), positions, distance, options.offset)
+    rows, columns = of_image
+    if rows is not None and columns is not None:
+        image = (rows[..., None] + columns[..., None, :]).flatten(3).to(compute)
+        bias = image if bias is None else bias + image
+    if bias is not None:
         visible = bias != -INF if visible is None else visible & (bias != -INF)
     if mask_program is not None:
         pairs = visible_by_program(mask_program, batch, q_len, k_len)

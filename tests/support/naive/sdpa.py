@@ -27,6 +27,8 @@ def scaled_dot_product_attention(
     query_table: Tensor | None = None,
     key_table: Tensor | None = None,
     distance_buckets: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    column_bias: Tensor | None = None,
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,6 +53,12 @@ def scaled_dot_product_attention(
     s, seen = masked(s, attn_mask)
     if relative_bias is not None:
         bias = array(relative_bias)[:, :, _indices(relative_bias, positions, shape, options)]
+        s, seen = s + bias, seen & (bias != -np.inf)
+    if row_bias is not None and column_bias is not None:
+        keys = np.arange(shape[3])
+        height, width = row_bias.shape[3], column_bias.shape[3]
+        bias = array(row_bias)[..., keys // width] + array(column_bias)[..., keys % width]
+        assert height * width == shape[3]
         s, seen = s + bias, seen & (bias != -np.inf)
     if options.window_left >= 0:
         seen &= distance <= options.window_left
