@@ -20,7 +20,6 @@ from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
-from fastattn.integrations.transformers._relative import RelativeAttention, relative_class
 from fastattn.nn._encoder_layer import Names, why_not
 from fastattn.nn._replacement import (
     LINEAR,
@@ -99,7 +98,9 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
     - models of transformers: by ``attn_implementation="fastattn"``, as after
       :func:`fastattn.integrations.transformers.register`; T5 and Swin also pass their tables, as by
       :func:`fastattn.integrations.transformers.compact_relative_bias`.
-    - DeBERTa v2 and v3: by :class:`fastattn.bias.Disentangled`, by a change of class.
+    - DeBERTa v2 and v3, Wav2Vec2-Conformer and Parakeet: by :class:`fastattn.bias.Disentangled`;
+      image encoders of SAM and SAM-HQ: by :class:`fastattn.bias.Decomposed2d`. Their classes
+      change.
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
@@ -201,7 +202,8 @@ class _Changes:
             layers = importlib.import_module("fastattn.integrations.transformers._layers")
             replaced = replace(model, layers.layer_class)
             replaced += replace(model, layers.encoder_class) if unpad else ()
-            replaced += replace(model, relative_class)
+            relative = importlib.import_module("fastattn.integrations.transformers._relative")
+            replaced += replace(model, relative.relative_class)
             self._replaced += [weakref.ref(modules[name]) for name in replaced]
         return refused
 
@@ -372,7 +374,7 @@ def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
     is_mha = isinstance(module, nn.MultiheadAttention)
     if is_mha and _runs_our_forward(module):
         return _MHA
-    if isinstance(module, RelativeAttention):
+    if hasattr(type(module), "RELATIVE"):  # a class of integrations/transformers/_relative.py
         return _RELATIVE
     names = calls_of(module, known)
     for name, call in _BY_NAME.items():
