@@ -34,9 +34,9 @@ def fold_terms(
         _table(op, name, getattr(bias, name), query, key.shape[1])
         for name in ("query_table", "key_table")
     )
-    sizes = {table.shape[2] for table in (of_queries, of_keys) if table is not None}
-    if len(sizes) != 1:
-        given = "without a table" if not sizes else f"got {' and '.join(map(str, sorted(sizes)))}"
+    sizes = [table.shape[2] for table in (of_queries, of_keys) if table is not None]
+    if not sizes or sizes[0] != sizes[-1]:
+        given = f"got {sizes[0]} and {sizes[1]}" if sizes else "without a table"
         raise RuntimeError(
             f"{op}: relative_bias needs query_table or key_table, of as many rows, {given}"
         )
@@ -46,7 +46,7 @@ def fold_terms(
     )
     if v is not None and of_queries is None:
         raise RuntimeError(f"{op}: position_bias of relative_bias needs query_table")
-    farthest = (sizes.pop() - 1) // 2
+    farthest = sizes[0] // 2
     limit = bias.max_distance
     if limit is not None:
         if not isinstance(limit, int) or limit <= farthest // 2 + 1 or farthest < 2:

@@ -147,7 +147,7 @@ def test_no_backend_takes_the_terms_for_another_bias() -> None:
     ("bias", "error", "message"),
     [
         (lambda x: Disentangled(), RuntimeError, "query_table or key_table.*without a table"),
-        (lambda x: Disentangled(x["R"], x["P"][:15]), RuntimeError, "got 15 and 17"),
+        (lambda x: Disentangled(x["R"], x["P"][:15]), RuntimeError, "got 17 and 15"),
         (lambda x: Disentangled(x["R"][:16]), RuntimeError, r"query_t.*n odd, got \(16, 2, 8\)"),
         (lambda x: Disentangled(x["R"][:, :1]), RuntimeError, r"\(n, 4 or 2, 8\).*\(17, 1, 8\)"),
         (lambda x: Disentangled(key_table=x["P"][..., :7]), RuntimeError, "key_table .*shape"),
