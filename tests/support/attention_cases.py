@@ -238,6 +238,7 @@ def _content_terms() -> Iterator[Case]:
     yield replace(base, name="terms-weights-long", weights=1, q_len=40, k_len=1100)
     yield replace(base, name="terms-dropout", dropout_p=0.2, weights=1, program="documents_b")
     yield replace(base, name="terms-poison", mask="padding", mask_dims="bk", poison=True)
+    yield replace(base, name="terms-poison-keys", program="groups", poison=True)
     yield replace(base, name="terms-poison-queries", mask="bool_rows", poison_queries=True)
     yield replace(base, name="terms-partial", partial=True)
     for name in ("transposed", "every_second", "blhd", "expanded_heads"):
