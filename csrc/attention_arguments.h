@@ -14,12 +14,14 @@ namespace fastattn {
 struct AttentionTensors {
   // [B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]; the others may be None
   FASTATTN_TENSORS(query, key, value, attn_mask, alibi_slopes, seed, sinks, relative_bias,
-                   positions, mask_program)
+                   positions, mask_program, position_query, query_table, key_table,
+                   distance_buckets, row_bias, column_bias)
 };
 
 struct AttentionGradTensors {
   FASTATTN_TENSORS(grad_out, grad_lse, grad_weights, query, key, value, attn_mask, alibi_slopes,
-                   seed, out, lse, sinks, relative_bias, positions, mask_program)
+                   seed, out, lse, sinks, relative_bias, positions, mask_program, position_query,
+                   query_table, key_table, distance_buckets, row_bias, column_bias)
 };
 
 // The same of packed sequences: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv], and their starts [B + 1].

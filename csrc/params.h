@@ -96,8 +96,19 @@ struct AttentionParams : AttentionOptions {
   const MaskStep* mask_program;  // [mask_steps], null = none
   int mask_steps;
   const ScoreProgram* score_program;  // modifies scale q.k, null = none
-  uint64_t seed;                      // of dropout: the Philox key
-  Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
+  // The bias of an image, null = none: key j is token (j / width, j % width).
+  Tensor4 row_bias;     // [B, Hq, Lq, height] acc
+  Tensor4 column_bias;  // [B, Hq, Lq, width] acc
+  int64_t image_height, image_width;
+  // Terms of the products, before their scale: a_i . R[b(d)] + P[b(-d)] . k_j with d = i + offset - j.
+  Tensor4 position_query;           // a: [B, Hq, Lq, D], null without R
+  Tensor4 query_table;              // R: [B, Hq, buckets, D], null = no such term
+  Tensor4 key_table;                // P: the same
+  const int32_t* distance_buckets;  // b: [2 farthest + 1], from d = -farthest on
+  int64_t farthest, buckets;
+  int64_t bucket_step;  // by how much b changes at most from one distance to the next
+  uint64_t seed;        // of dropout: the Philox key
+  Tensor4 applied;      // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
   // backward only
   Tensor4 grad_out;        // [B, Hq, Lq, Dv], null = zero
@@ -113,6 +124,10 @@ struct AttentionParams : AttentionOptions {
   bool float8;    // of quantised caches (k_scales): e4m3, not int8
   double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
   void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
+  void *grad_row_bias, *grad_column_bias;   // as row_bias and column_bias, contiguous; null = not
+                                            // wanted
+  Tensor4 grad_position_query;              // [B, Hq, Lq, D]
+  void *grad_query_table, *grad_key_table;  // [B, Hq, buckets, D] acc, contiguous
 
   // of a cache only
   int64_t k_begin;  // keys before it are not visible

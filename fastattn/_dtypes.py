@@ -43,12 +43,15 @@ _BY_NAME: dict[str, _Allowed] = {
         "rotary_positions tokens taken sinusoidal_encoding.positions".split(),
         _just(torch.int64),
     ),
-    **dict.fromkeys("block_table mask_program positions score_program".split(), _just(torch.int32)),
+    **dict.fromkeys(
+        "block_table mask_program positions score_program distance_buckets".split(),
+        _just(torch.int32),
+    ),
     **dict.fromkeys(("mask", "memory_mask", "padding"), _just(torch.bool)),
     **dict.fromkeys(("key_scales", "value_scales"), _just(torch.float32)),
     "lse": _just(torch.float64),
     **dict.fromkeys(
-        "alibi_slopes sinks relative_bias score_data factors trace stats ends "
+        "alibi_slopes sinks relative_bias row_bias column_bias score_data factors trace stats ends "
         "local_attention.positions local_attention.factor local_attention.weights "
         "local_attention.grad_weights".split(),
         _wide,

@@ -1,16 +1,18 @@
 """Relative position biases: what ``relative_bias`` of attention takes besides a table of distances.
 
-Each is a small learned table and how to read it. Kernels read the table itself: no bias of all
-pairs [Hq, Lq, Lk] is ever stored.
+Each is a small learned table and how to read it, or, for :class:`Disentangled`, two, whose rows are
+multiplied by queries and keys. Kernels read the tables: no bias of all pairs [Hq, Lq, Lk] is ever
+stored.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["T5", "Window2d"]
+__all__ = ["T5", "Decomposed2d", "Disentangled", "Window2d"]
 
 
 class T5(NamedTuple):
@@ -38,3 +40,72 @@ class Window2d(NamedTuple):
 
     table: Tensor  # [(2 h - 1) (2 w - 1), Hq]
     window: tuple[int, int]  # (h, w)
+
+
+class Disentangled(NamedTuple):
+    r"""Terms of the scores that depend on the distance and on the content of a pair.
+
+    For query i and key j, with d = i + offset - j as for ``alibi_slopes``:
+
+    .. math:: s_{ij} = scale \cdot ((q_i + u) \cdot k_j + (q_i + v) \cdot R_{b(d)}
+              + P_{b(-d)} \cdot k_j)
+
+    in place of :math:`scale \cdot q_i \cdot k_j`; what is left out is 0. The tables have 2 K + 1
+    rows. Without ``max_distance``, each distance has its own row, up to K: b(d) = d + K, clipped to
+    the table. With it, distances up to K / 2 do; the rows of greater distances grow
+    logarithmically, and ``max_distance - 1`` is in row K - 1 of a side:
+    ``ceil(log(|d| / m) / log((max_distance - 1) / m) * (m - 1)) + m``, with m = K // 2.
+
+    DeBERTa has R and P (disentangled attention, He et al. 2021, https://arxiv.org/abs/2006.03654;
+    the logarithmic map is that of https://arxiv.org/abs/2111.09543). Transformer-XL has R, u and v
+    (Dai et al. 2019, https://arxiv.org/abs/1901.02860), and so have Conformers. Shaw et al. 2018,
+    https://arxiv.org/abs/1803.02155, have R.
+    """
+
+    query_table: Tensor | None = None  # R [2 K + 1, Hq|Hkv, D], of query's dtype or float32
+    key_table: Tensor | None = None  # P, as R
+    content_bias: Tensor | None = None  # u [Hq, D], of query's dtype or float32
+    position_bias: Tensor | None = None  # v [Hq, D]; only with R
+    max_distance: int | None = None
+
+
+class Decomposed2d(NamedTuple):
+    """The bias of SAM and MViTv2: for each query a number of each row and column of the keys.
+
+    The keys are the tokens of an h x w image, row by row. The bias of query i and the key at (y, x)
+    is ``rows[i, y] + columns[i, x]``. Both may depend on the query, see :meth:`of_tables`. Li et
+    al. 2022, https://arxiv.org/abs/2112.01526; Kirillov et al. 2023, https://arxiv.org/abs/2304.02643
+    """
+
+    rows: Tensor  # [B, Hq, Lq, h], float32 or of query's dtype
+    columns: Tensor  # [B, Hq, Lq, w]
+
+    @staticmethod
+    def of_tables(query: Tensor, of_rows: Tensor, of_columns: Tensor) -> Decomposed2d:
+        """The products of the queries of an h x w image with the vectors of their distances.
+
+        ``rows[i, y'] = query[i] . of_rows[y - y' + h - 1]`` for query i at (y, x), and the same of
+        columns. query: [B, Hq, h w, D], of_rows: [2 h - 1, D], of_columns: [2 w - 1, D].
+        """
+        height, width = (table.shape[0] // 2 + 1 for table in (of_rows, of_columns))
+        if (height * width, of_rows.shape[0] % 2, of_columns.shape[0] % 2) != (
+            query.shape[2],
+            1,
+            1,
+        ):
+            raise ValueError(
+                "Decomposed2d.of_tables: of_rows and of_columns must have 2 h - 1 and 2 w - 1 rows "
+                f"for {query.shape[2]} queries of an h x w image, got {of_rows.shape[0]} and "
+                f"{of_columns.shape[0]}"
+            )
+        image = query.unflatten(2, (height, width))  # [B, Hq, h, w, D]
+        down, across = (_vectors(table) for table in (of_rows, of_columns))
+        rows = image @ down.mT  # [h, D, h], a product for each row
+        columns = (image.transpose(2, 3) @ across.mT).transpose(2, 3)
+        return Decomposed2d(rows.flatten(2, 3), columns.flatten(2, 3))
+
+
+def _vectors(table: Tensor) -> Tensor:
+    """[n, n, D] from [2 n - 1, D]: that of place i and place j is row i - j + n - 1."""
+    places = torch.arange(table.shape[0] // 2 + 1, device=table.device)
+    return table[places[:, None] - places + table.shape[0] // 2]

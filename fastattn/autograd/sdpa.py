@@ -11,12 +11,15 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative
-from fastattn._flops import flops_of_pairs, visible_pairs
+from fastattn._flops import attention_flops, visible_pairs
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.library import Operator
 
-__all__ = ["attention", "attention_backward", "default_scale"]
+__all__ = ["NO_TERMS", "attention", "attention_backward", "default_scale"]
+
+# In place of position_query, query_table, key_table, distance_buckets, row_bias and column_bias.
+NO_TERMS = (None,) * 6
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,6 +39,19 @@ def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     offset = _last_at_last(query, key) if options.offset is None else options.offset
     window = (offset, options.window_left, options.window_right)
     return batch * heads * visible_pairs(q_len, key.shape[2], *window)
+
+
+def _flops(
+    _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
+) -> int:
+    """Of attention; a table adds 2 D for the score of a pair, and twice that in the backward."""
+    pairs, width = _pairs(query, key, *rest), query.shape[-1]
+    tables = sum(rest[attention.names.index(name) - 3] is not None for name in _TABLES)
+    of_tables = pairs * tables * (6 if backward else 2) * width
+    return of_tables + attention_flops(pairs, width, value.shape[-1], backward)
+
+
+_TABLES = ("query_table", "key_table")
 
 
 def default_scale(width: int) -> float:
@@ -66,7 +82,8 @@ class _Backward(Operator):
 attention = Operator(
     "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
     "Tensor? alibi_slopes, Tensor? seed, Tensor? sinks, Tensor? relative_bias, "
-    "Tensor? positions, Tensor? mask_program)",
+    "Tensor? positions, Tensor? mask_program, Tensor? position_query, Tensor? query_table, "
+    "Tensor? key_table, Tensor? distance_buckets, Tensor? row_bias, Tensor? column_bias)",
     options=AttentionOptions,
     results="out lse weights",
     fake=_fake,
@@ -74,16 +91,20 @@ attention = Operator(
         grads="out lse weights",
         # Not the weights: O(L) memory.
         reads="query key value attn_mask alibi_slopes seed out lse "
-        "sinks relative_bias positions mask_program",
-        gives="query key value attn_mask sinks relative_bias",
-        in_order="query key value",
+        "sinks relative_bias positions mask_program position_query query_table key_table "
+        "distance_buckets row_bias column_bias",
+        gives="query key value attn_mask sinks relative_bias position_query query_table key_table "
+        "row_bias column_bias",
+        in_order="query key value position_query",
         options=AttentionBackwardOptions,
         operator=_Backward,
     ),
-    flops=flops_of_pairs(_pairs),
+    flops=_flops,
     shapes="query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; "
     "attn_mask: B|1 Hq|1 Lq|1 Lk|1; alibi_slopes: B|1 Hq; sinks: B|1 Hq; "
-    "relative_bias: B|1 Hq *; positions: Lk; Hq % Hkv; "
+    "relative_bias: B|1 Hq *; positions: Lk; position_query: B Hq Lq D; "
+    "query_table: B|1 Hq N D; key_table: B|1 Hq N D; distance_buckets: *; "
+    "row_bias: B Hq Lq *; column_bias: B Hq Lq *; Hq % Hkv; "
     "out: B Hq Lq Dv; lse: B Hq Lq; weights: B Hq Lq Lk / B Lq Lk",
     opaque=("alibi_slopes",),
     checked_by=("cpu",),

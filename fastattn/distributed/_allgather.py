@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd.sdpa import attention
+from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.distributed._call import Call
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._schedule import Schedule
@@ -43,7 +43,8 @@ def _arguments(
 ) -> tuple[Any, ...]:
     mask = call.own_mask(run.rows, slice(first, first + k_len))
     program = call.program(run, first, k_len)
-    biases = (mask, call.alibi_slopes, call.seed, call.sinks, None, None, program)
+    of_call = (mask, call.alibi_slopes, call.seed, call.sinks, None, None, program)
+    biases = (*of_call, *NO_TERMS)
     options = call.options_at(run.position, first)
     return call.query[:, :, run.rows], key, value, *biases, options
 

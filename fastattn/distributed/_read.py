@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattn.autograd.memory_hops import hop_attention
-from fastattn.autograd.sdpa import attention
+from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._replicated import enter, merged, total
@@ -75,7 +75,7 @@ class Reader:
         step, u = self._entered(u)
         keys, values = (x.expand(len(u), -1, -1, -1) for x in (keys, values))
         options = replace(options, weights=1 if self._weights else 0)
-        biases = (mask, None, seed, *[None] * 4)
+        biases = (mask, None, seed, *[None] * 4, *NO_TERMS)
         part, lse_of_part, p = attention(u, keys, values, *biases, options)
         out, lse = merged(self._peers, step, part, lse_of_part)
         if not self._weights:

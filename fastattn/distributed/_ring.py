@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastattn.autograd.merge_states import merge_states
-from fastattn.autograd.sdpa import attention, attention_backward
+from fastattn.autograd.sdpa import NO_TERMS, attention, attention_backward
 from fastattn.backends.primitives import AttentionBackwardOptions, extended
 from fastattn.distributed._call import Call, part_of
 from fastattn.distributed._peers import OP, Exchange, Peers
@@ -238,7 +238,7 @@ def _arguments(
         most = max(abs(piece.last_distance), abs(piece.first_distance))
         table = -slopes.to(call.query.dtype)[..., None] * _distances(most, slopes)
         slopes = None
-    biases = (mask, slopes, call.seed, None, table, None, program)
+    biases = (mask, slopes, call.seed, None, table, None, program, *NO_TERMS)
     return *tensors, *biases, call.options_at(piece.queries.position, piece.keys.position)
 
 

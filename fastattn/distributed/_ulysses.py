@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattn import masks
-from fastattn.autograd.sdpa import attention
+from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.distributed._call import Call
 from fastattn.distributed._peers import OP, Peers
 from fastattn.distributed.layout import Layout
@@ -49,7 +49,7 @@ def head_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
         sizes = (batch, batch, *lengths, query.device, query.shape[1], 0)
         part = masks.PartCall(OP, *sizes, 0, own.start, lengths, heads)
         program = masks.part_program(call.mask, part)
-    biases = (mask, slopes, call.seed, sinks, None, None, program)
+    biases = (mask, slopes, call.seed, sinks, None, None, program, *NO_TERMS)
     options = call.options if call.seed is None else replace(call.options, first_head=own.start)
     out, lse, _ = attention(query, key, value, *biases, options)
     back = _Transposition(peers, (call.queries, call.queries))

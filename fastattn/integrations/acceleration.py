@@ -100,6 +100,9 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
       :func:`fastattn.integrations.transformers.register`; T5 and Swin also pass their tables, as by
       :func:`fastattn.integrations.transformers.compact_relative_bias`.
     - mixtures of experts of transformers: by ``experts_implementation="fastattn"``;
+    - DeBERTa v2 and v3, Wav2Vec2-Conformer and Parakeet: by :class:`fastattn.bias.Disentangled`;
+      image encoders of SAM and SAM-HQ: by :class:`fastattn.bias.Decomposed2d`. Their classes
+      change.
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
@@ -203,6 +206,8 @@ class _Changes:
             layers = importlib.import_module("fastattn.integrations.transformers._layers")
             replaced = replace(model, layers.layer_class)
             replaced += replace(model, layers.encoder_class) if unpad else ()
+            relative = importlib.import_module("fastattn.integrations.transformers._relative")
+            replaced += replace(model, relative.relative_class)
             self._replaced += [weakref.ref(modules[name]) for name in replaced]
         return refused
 
@@ -367,6 +372,7 @@ _FUNCTIONAL = "multi_head_attention_forward"
 _TRANSFORMERS = "transformers' registry"
 _DIFFUSERS = "diffusers' registry"
 _FLEX = "flex_attention"
+_RELATIVE = "relative attention"
 _STEPS = "a product and a softmax"
 _NOTHING = "nothing known"
 _UNCERTAIN = (_STEPS, _NOTHING)
@@ -385,6 +391,8 @@ def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
     is_mha = isinstance(module, nn.MultiheadAttention)
     if is_mha and _runs_our_forward(module):
         return _MHA
+    if hasattr(type(module), "RELATIVE"):  # a class of integrations/transformers/_relative.py
+        return _RELATIVE
     names = calls_of(module, known)
     for name, call in _BY_NAME.items():
         if name in names:
@@ -432,6 +440,9 @@ def _verdict(
             why_not = f"activate serves the CPU only, the module is on {device}"
         else:
             changes.activate()
+    elif call == _RELATIVE:
+        device = _example(module, named[""]).device
+        why_not = "" if device.type == "cpu" else f"its kernels are for the CPU, not {device}"
     elif call == _FLEX:
         why_not = "PyTorch generates its kernel"
     elif call == _STEPS:

@@ -25,7 +25,9 @@ def fold_relative_bias(
         table, positions = _window_2d(op, bias, query, k_len, offset)
         return table[None], positions
     if not isinstance(bias, (Tensor, T5)):
-        raise checks.wrong_type(op, "relative_bias", bias, "Tensor, T5 or Window2d")
+        raise checks.wrong_type(
+            op, "relative_bias", bias, "Tensor, T5, Decomposed2d, Disentangled or Window2d"
+        )
     # The maximum of |i + offset - j| over all pairs.
     most = largest(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
     lengths = f"{query.shape[2]} queries and {k_len} keys with offset {offset}"

@@ -13,7 +13,7 @@ from fastattn._gradient import in_one_node
 from fastattn._seed import draw_seed
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
-from fastattn.autograd.sdpa import attention
+from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.call import Plan, Plans, only_viewed, plan_of, with_arguments_of
 from fastattn.checks import shape_of
@@ -170,7 +170,7 @@ def _planned(
     one = not (need_steps or need_weights) and type(reading) is Plan  # whose kernel is known
     if one and steps.requires_grad and torch.is_grad_enabled():
         seed = draw_seed(state.device) if reading.options.dropout_p else None
-        others = (stored, value, mask, None, seed, None, None, None, None)
+        others = (stored, value, mask, None, seed, None, None, None, None, *NO_TERMS)
         return lowered(_in_one_node(*others, *groups, options, reading.options), rank)
     if need_steps:
         xi, taken, _ = steps.all(groups, options)

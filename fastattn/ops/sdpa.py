@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor
 
 from fastattn import checks, compat, masks
 from fastattn._seed import draw_seed
-from fastattn.autograd.sdpa import attention
+from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.bias import T5, Window2d
+from fastattn.bias import T5, Decomposed2d, Disentangled, Window2d
 from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
+from fastattn.ops._disentangled import fold_image, fold_terms
 from fastattn.ops._relative_bias import fold_relative_bias, split_bias
 
 __all__ = ["scaled_dot_product_attention"]
@@ -38,7 +40,7 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    relative_bias: Tensor | T5 | Window2d | None = None,
+    relative_bias: Tensor | T5 | Decomposed2d | Disentangled | Window2d | None = None,
     mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
@@ -53,7 +55,8 @@ def scaled_dot_product_attention(
     (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.) In full, for query i and key j of one
     head, with ``d = i + offset - j``:
 
-    1. ``s = scale * dot(query[i], key[j])``
+    1. ``s = scale * dot(query[i], key[j])``, with more terms if ``relative_bias`` is
+       :class:`~fastattn.bias.Disentangled`
     2. ``s = softcap * tanh(s / softcap)`` if ``softcap`` (https://arxiv.org/abs/2408.00118)
     3. ``s = s + attn_mask[i, j]`` if the mask is floating; ``s = s + relative_bias[h, L - 1 + d]``,
        for query head h, if ``relative_bias``
@@ -108,8 +111,9 @@ def scaled_dot_product_attention(
         relative_bias: a learned bias of distances, differentiable: a table [Hq, 2 L - 1], float32
             or of query's dtype. Its middle is d = 0, and L >= max(Lq + offset, Lk - offset), so
             that it has all distances. Or :class:`fastattn.bias.T5` or
-            :class:`fastattn.bias.Window2d`, which read their tables in other ways. The bias of all
-            pairs is never stored.
+            :class:`fastattn.bias.Window2d`, which read their tables in other ways, or
+            :class:`fastattn.bias.Disentangled` and :class:`fastattn.bias.Decomposed2d`, which
+            depend on the content, too. The bias of all pairs is never stored.
         mask: None, a mask of :mod:`fastattn.masks`, or a ``BlockMask`` of
             ``torch.nn.attention.flex_attention``: which pairs take part, without a tensor of all
             pairs. Blocks without a visible pair are skipped. Together with any other argument:
@@ -173,7 +177,8 @@ def scaled_dot_product_attention(
         *(causal_alignment, return_lse, need_weights, average_weights),
     )
     signature = None
-    if generator is None:
+    # The tensors of these biases are not in the signature.
+    if generator is None and type(relative_bias) not in (Disentangled, Decomposed2d):
         signature, plan = plans.find(tensors, *kind, mask is None, *options)
         if plan is not None:
             biases = (relative_bias, mask)
@@ -211,7 +216,7 @@ def planned(
     attn_mask: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
-    relative_bias: Tensor | T5 | Window2d | None = None,
+    relative_bias: Tensor | T5 | Decomposed2d | Disentangled | Window2d | None = None,
     mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     return_lse: bool = False,
@@ -231,7 +236,8 @@ def planned(
         program = masks.program(_NAME, mask, query, key.shape[2], options.offset)
     if options.dropout_p:
         seed = draw_seed(query.device)
-    tensors = (query, key, value, attn_mask, slopes, seed, sinks, table, positions, program)
+    biases = (attn_mask, slopes, seed, sinks, table, positions, program)
+    tensors = (query, key, value, *biases, *NO_TERMS)
     if not return_lse and not need_weights:
         return plan.first(tensors, options)
     out, lse, weights = plan.all(tensors, options)
@@ -291,7 +297,12 @@ def _prepare(
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
     relative_bias = positions = mask_program = None
-    if given.relative_bias is not None:
+    terms: Sequence[Tensor | None] = NO_TERMS
+    if type(given.relative_bias) is Disentangled:
+        query, terms = fold_terms(_NAME, given.relative_bias, query, key, offset)
+    elif type(given.relative_bias) is Decomposed2d:
+        terms = fold_image(_NAME, given.relative_bias, query, key.shape[2])
+    elif given.relative_bias is not None:
         relative_bias, positions = fold_relative_bias(
             _NAME, given.relative_bias, query, key.shape[2], offset
         )
@@ -299,6 +310,8 @@ def _prepare(
         mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
+        padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in terms[:3])
+        terms = (*padded, *terms[3:])
         scores["scale"] = 1.0
     of_call: Any = offset
     if causal_alignment == "bottom_right" and compat.records_trace():
@@ -310,7 +323,7 @@ def _prepare(
         weights=(2 if given.average_weights else 1) if given.need_weights else 0,
     )
     biases = (attn_mask, slopes, None, sinks, relative_bias, positions, mask_program)
-    return attention, (query, key, value, *biases, options), folding
+    return attention, (query, key, value, *biases, *terms, options), folding
 
 
 prepare = with_arguments_of(

@@ -177,6 +177,9 @@ class Case(AttentionCase):
     scale: float | None = None  # None: 1 / sqrt(head_dim)
     sinks: str | None = None  # h: one per head; bh: per sequence and head
     relative_bias: str | None = None  # a table; h: one per head; bh: per sequence and head
+    terms: str | None = None  # of relative attention: query | key | both (tables)
+    buckets: str = "clipped"  # of their distances, see inputs.BUCKETS
+    image: int | None = None  # keys are an image of this width; the bias of its rows and columns
     positions: str | None = None  # of the relative bias, see inputs.POSITIONS; None: 0, 1, 2, ...
     dropout_p: float = 0.0
     first: tuple[int, int, int] = (0, 0, 0)  # query, key and head of dropout's draws
@@ -284,6 +287,7 @@ _OPTIONS: dict[str, Sequence[Any]] = {
     "alibi": ["h", "bh"],
     "sinks": ["h", "bh"],
     "relative_bias positions": [("h", None), ("bh", None), ("h", "grid"), ("bh", "any")],
+    "terms buckets": [("both", "log"), ("query", "every"), ("key", "clipped"), ("both", "any")],
     "program": [
         *("chunks", "not_window", "prefix", "chunks", "documents", "documents_b", "groups"),
         *("not_window", "function", "function", "function", "documents_b", "many"),

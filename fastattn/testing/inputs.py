@@ -80,6 +80,20 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
             most = int(positions.max() - positions.min())
         table = normal(b if case.relative_bias == "bh" else 1, h, 2 * most + 1)
         made["relative_bias"] = placed(table, dtype=draw.wide)
+    if case.terms is not None:
+        most = max(case.q_len - 1 + options.offset, case.k_len - 1 - options.offset, 0) + 2
+        buckets = BUCKETS[case.buckets](torch.arange(-most, most + 1), draw.generator).int()
+        rows = int(buckets.max()) + 2
+        made["distance_buckets"] = placed(buckets, dtype=torch.int32)
+        if case.terms != "key":
+            made["position_query"] = placed(normal(b, h, case.q_len, d), case.layouts[1])
+            made["query_table"] = placed(normal(1, h, rows, d), case.layouts[0])
+        if case.terms != "query":
+            made["key_table"] = placed(normal(b, h, rows, d), case.layouts[0])
+    if case.image is not None:
+        sizes = {"row_bias": case.k_len // case.image, "column_bias": case.image}
+        for name, size in sizes.items():
+            made[name] = placed(normal(b, h, case.q_len, size), case.layouts[0], draw.wide)
     if case.program is not None:
         mask = PROGRAMS[case.program](case, draw.generator)
         program = masks.program("testing", mask, query, case.k_len, options.offset)
@@ -116,6 +130,9 @@ def _poisoned(case: Case, inputs: Operands) -> Operands:
     if case.poison_queries:
         parts += [("query", case.layouts[0], ~pairs.any(3))]
         parts += [("grad_out", case.grad_layout, ~pairs.any(3))] * ("out" in case.grads)
+        parts += [("position_query", case.layouts[1], ~pairs.any(3))] * (
+            case.terms in ("query", "both")
+        )
     clean = {name: getattr(inputs, name) for name, _, _ in parts}
     placed = {name: place(poison(clean[name], where), layout) for name, layout, where in parts}
     return replace(inputs.changed(**placed), clean=clean)
@@ -162,6 +179,14 @@ def poison(x: Tensor, where: Tensor) -> Tensor:
 POSITIONS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "grid": lambda n, draw: (torch.arange(n) // 7 * 13 + torch.arange(n) % 7).int(),
     "any": lambda n, draw: torch.randint(-n, n, (n,), generator=draw).int(),
+}
+
+# Buckets of distances d [n].
+BUCKETS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "every": lambda d, draw: d - d[0],
+    "clipped": lambda d, draw: d.clamp(-5, 5) + 5,
+    "log": lambda d, draw: d.sign() * (4 * (d.abs() + 1.0).log()).long() + 40,
+    "any": lambda d, draw: torch.randint(0, 50, d.shape, generator=draw),
 }
 
 # Masks. Each is made from a shape [B|1, H|1, Lq|1, Lk|1], a generator and a floating dtype.

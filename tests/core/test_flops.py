@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import _flops, compat, library, masks
+from fastattn.bias import Disentangled
 from fastattn.integrations.torch import activate
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -70,6 +71,15 @@ def test_attention_counts_visible_pairs(
     tensors = torch.randn(B, H, LQ, D), torch.randn(B, 2, LK, D), torch.randn(B, 2, LK, DV)
     got = passes(sdpa(window=window, causal_alignment=alignment), *tensors)
     assert got == [pairs * (2 * D + 2 * DV), pairs * (6 * D + 4 * DV)]
+
+
+def test_tables_of_relative_attention_count(backend: str) -> None:
+    tensors = torch.randn(B, H, LQ, D), torch.randn(B, 2, LK, D), torch.randn(B, 2, LK, DV)
+    table, pairs = torch.randn(5, H, D), B * H * LQ * LK
+    for tables, count in (((table,), 1), ((table, table), 2)):
+        got = passes(sdpa(relative_bias=Disentangled(*tables)), *tensors)
+        forward, backward = 2 * D * (1 + count) + 2 * DV, 6 * D * (1 + count) + 4 * DV
+        assert got == [pairs * forward, pairs * backward]
 
 
 def test_a_backward_counts_whose_forward_ran_before() -> None:

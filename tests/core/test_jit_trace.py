@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import fastattn
 from fastattn import masks
-from fastattn.bias import T5, Window2d
+from fastattn.bias import T5, Disentangled, Window2d
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
@@ -49,6 +49,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": normal(4).abs()},
     "relative bias": {"relative_bias": normal(4, 39)},
     "T5": {"relative_bias": T5(normal(32, 4), True, 128)},
+    "disentangled": {"relative_bias": Disentangled(normal(9, 2, 8), normal(9, 4, 8), normal(4, 8))},
     "softcap and sinks": {"softcap": 2.0, "sinks": normal(4)},
     "weights": {"need_weights": True, "return_lse": True},
 }
@@ -61,12 +62,11 @@ def test_attention(options: str, alignment: str, choice: str) -> None:
         more = {"causal_alignment": alignment, "enable_gqa": True}
         return fastattn.scaled_dot_product_attention(*x, **ATTENTION[options], **more)
 
-    assert_follows_sizes(
-        call, qkv(4, 4), qkv(1, 9), qkv(6, 3), qkv(5, 5, batch=3), qkv(7, 9, width=6)
-    )
+    others = () if options == "disentangled" else (qkv(7, 9, width=6),)
+    assert_follows_sizes(call, qkv(4, 4), qkv(1, 9), qkv(6, 3), qkv(5, 5, batch=3), *others)
 
 
-@pytest.mark.parametrize("options", ["causal", "T5"])
+@pytest.mark.parametrize("options", ["causal", "T5", "disentangled"])
 def test_gradients_of_a_graph(options: str, backend: str) -> None:
     def call(*x: Tensor) -> Any:
         more = {"causal_alignment": "bottom_right", "enable_gqa": True}

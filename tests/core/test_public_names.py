@@ -28,7 +28,7 @@ NAMES = {
         TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         WindowRelativeBias insert_empty_memories""",
     "fastattn.nn.functional": "linear",
-    "fastattn.bias": "T5 Window2d",
+    "fastattn.bias": "Decomposed2d Disentangled T5 Window2d",
     "fastattn.distributed": """
         Layout Plan Share attention decode_attention hopfield_retrieve memory_hop_attention plan""",
     "fastattn.flash_attn": """

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import explain, masks, scaled_dot_product_attention, use_backend
-from fastattn.autograd.sdpa import attention
+from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.masks._blocks import _IndexWithTensors
@@ -333,7 +333,7 @@ def test_a_program_that_is_not_valid_is_refused() -> None:
 
     def call(given: Tensor) -> Any:
         options = AttentionOptions(scale=1.0)
-        return attention(query, key, value, *[None] * 6, given, options)
+        return attention(query, key, value, *[None] * 6, given, *NO_TERMS, options)
 
     call(program)
     refused = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fastattn import scaled_dot_product_attention, use_backend
-from fastattn.autograd.sdpa import attention
+from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
 from fastattn.ops._relative_bias import t5_buckets
@@ -171,7 +171,7 @@ def test_compiled_once_for_any_length() -> None:
 @pytest.mark.parametrize(
     ("bias", "error", "message"),
     [
-        ([0.0], TypeError, "argument 'relative_bias' must be Tensor, T5 or Window2d, not list"),
+        ([0.0], TypeError, "'relative_bias' must be Tensor, T5, Decomposed2d, D.* not list"),
         (torch.zeros(3, 17), RuntimeError, r"relative_bias must have shape \(4, n\).*\(3, 17\)"),
         (torch.zeros(4, 16), RuntimeError, "n odd and at least 17 for 6 queries and 9 keys"),
         (torch.zeros(4, 15), RuntimeError, "n odd and at least 17 for 6 queries and 9 keys"),
@@ -214,7 +214,7 @@ def test_a_table_that_is_too_small_is_not_read(table: Any, positions: Any, messa
 
     def call(bias: Tensor, positions: Tensor | None) -> Any:
         options = AttentionOptions(scale=1.0)
-        return attention(query, key, value, *[None] * 4, bias, positions, None, options)
+        return attention(query, key, value, *[None] * 4, bias, positions, None, *NO_TERMS, options)
 
     with pytest.raises(ValueError, match=message):
         call(bias, where)

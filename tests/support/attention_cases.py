@@ -218,6 +218,51 @@ def _relative_biases() -> Iterator[Case]:
     yield replace(everything, name="relative-everything", relative_bias="h", sinks="h")
 
 
+def _content_terms() -> Iterator[Case]:
+    base = Case("terms", heads=4, kv_heads=2, terms="both", grads=SCALED)
+    for terms in ("query", "key", "both"):
+        for buckets in ("every", "clipped", "log", "any"):
+            case = replace(base, terms=terms, buckets=buckets)
+            yield replace(case, name=f"terms-{terms}-{buckets}")
+            long = replace(case, heads=2, kv_heads=1, q_len=300, k_len=290, batch=1)
+            yield replace(long, name=f"terms-{terms}-{buckets}-long", causal="upper_left")
+    for q_len, k_len in ((1, 1), (3, 0), (0, 3), (1, 40), (40, 1), (65, 16), (17, 600), (5, 1100)):
+        case = replace(base, q_len=q_len, k_len=k_len, buckets="log")
+        yield replace(case, name=f"terms-{q_len}x{k_len}")
+        yield replace(case, name=f"terms-{q_len}x{k_len}-causal", causal="bottom_right")
+    masked = replace(base, mask="float_inf", mask_grad=True, weights=1)
+    yield replace(masked, name="terms-mask-float_inf")
+    yield replace(base, name="terms-relative", relative_bias="h", window=(20, 9))
+    yield replace(base, name="terms-softcap", softcap=2.0, weights=1, sinks="h")
+    yield replace(base, name="terms-averaged", weights=2, grads=("out", "weights"), k_len=130)
+    yield replace(base, name="terms-weights-long", weights=1, q_len=40, k_len=1100)
+    yield replace(base, name="terms-dropout", dropout_p=0.2, weights=1, program="documents_b")
+    yield replace(base, name="terms-poison", mask="padding", mask_dims="bk", poison=True)
+    yield replace(base, name="terms-poison-keys", program="groups", poison=True)
+    yield replace(base, name="terms-poison-queries", mask="bool_rows", poison_queries=True)
+    yield replace(base, name="terms-partial", partial=True)
+    for name in ("transposed", "every_second", "blhd", "expanded_heads"):
+        case = replace(base, layouts=(name,) * 3, head_dim=23, value_dim=40)
+        yield replace(case, name=f"terms-{name}")
+    everything = next(case for case in _options() if case.name == "everything")
+    yield replace(everything, name="terms-everything", terms="both", sinks="h", buckets="log")
+
+
+def _images() -> Iterator[Case]:
+    base = Case("image", heads=4, kv_heads=2, k_len=63, image=7, grads=SCALED)
+    yield base
+    for q_len, k_len, width in ((1, 1, 1), (0, 6, 3), (1, 40, 8), (65, 16, 16), (65, 16, 1),
+                                (70, 600, 20), (5, 1156, 34), (40, 1200, 100)):  # fmt: skip
+        case = replace(base, q_len=q_len, k_len=k_len, image=width)
+        yield replace(case, name=f"image-{q_len}x{k_len}-{width}")
+    yield replace(base, name="image-mask", mask="float_inf", mask_grad=True, weights=1, q_len=70)
+    yield replace(base, name="image-padding", mask="padding", mask_dims="bk", poison=True)
+    yield replace(base, name="image-softcap", softcap=2.0, sinks="h", relative_bias="h", weights=2)
+    yield replace(base, name="image-terms", terms="both", dropout_p=0.2, program="not_window")
+    for name in ("transposed", "every_second"):
+        yield replace(base, name=f"image-{name}", layouts=(name,) * 3, q_len=50)
+
+
 def _programs() -> Iterator[Case]:
     """Masks of fastattn.masks, with each other option."""
     names = ("causal", "not_causal", "window", "not_window", "prefix", "chunks", "documents",
@@ -527,7 +572,16 @@ OTHERS: dict[str, list[Any]] = {
 _MORE = {
     "scaled_dot_product_attention": [
         *(_head_dims(), _lengths(), _heads(), _masks(), _windows(), _options(), _sinks()),
-        *(_relative_biases(), _programs(), _layouts(), _results(), _long(), _parts()),
+        *(
+            _relative_biases(),
+            _content_terms(),
+            _images(),
+            _programs(),
+            _layouts(),
+            _results(),
+            _long(),
+            _parts(),
+        ),
         cases.mixed("more", 120),
     ],
     "varlen_attention": [_packed(), packed.mixed("more", 30)],

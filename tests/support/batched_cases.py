@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import flash_attn, masks
-from fastattn.bias import T5, Window2d
+from fastattn.bias import T5, Decomposed2d, Disentangled, Window2d
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]  # a function, and its differentiable inputs
 sdpa, packed_sdpa = fastattn.scaled_dot_product_attention, fastattn.varlen_attention
@@ -117,6 +117,14 @@ ATTENTION: dict[str, Callable[[], Case]] = {
     "window2d": lambda: (
         lambda x, table: sdpa(x, x, x, relative_bias=Window2d(table, (2, 2))),
         (rand(2, 2, 4, 4), rand(9, 2)),
+    ),
+    "disentangled": lambda: (
+        lambda q, k, v, *terms: sdpa(q, k, v, relative_bias=Disentangled(*terms)),
+        (*qkv(), rand(5, 2, 4), rand(5, 2, 4), rand(2, 4), rand(2, 4)),
+    ),
+    "decomposed2d": lambda: (
+        lambda q, k, v, *sides: sdpa(q, k, v, relative_bias=Decomposed2d(*sides)),
+        (*qkv(), rand(2, 2, 3, 2), rand(2, 2, 3, 2)),
     ),
     "dropout": lambda: drawn(sdpa, qkv(), dropout_p=0.5, need_weights=True),
     "dropout-bias": lambda: drawn(sdpa, (*qkv(), rand(3, 4)), "attn_mask", dropout_p=0.5),

@@ -52,7 +52,8 @@ bool is_decoded(const Sequence& p) {
   if (p.score_program != nullptr) return false;
   const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
   return rows <= kMostDecodedRows && has_few_queries<P>(p) && p.dropout_p == 0 &&
-         p.k.stride[3] == 1 && p.v.stride[3] == 1 && p.D <= kWidestCached && p.Dv <= kWidestCached;
+         !has_content_terms(p) && p.k.stride[3] == 1 && p.v.stride[3] == 1 &&
+         p.D <= kWidestCached && p.Dv <= kWidestCached;
 }
 
 // The elements of queries and outputs where keys and values have elements of this type.

@@ -1,5 +1,6 @@
 // Reading masks. Three shapes matter: none, one row for all queries (padding), and a full matrix.
 #pragma once
+#include "image_bias.h"
 #include "mask_program.h"
 #include "pack.h"
 #include "relative_bias.h"
@@ -79,7 +80,7 @@ FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
 
 // Whether the bias differs from query to query, so that a block needs a tile of it.
 FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
-  return p.mask_program != nullptr || p.relative_bias != nullptr ||
+  return p.mask_program != nullptr || p.relative_bias != nullptr || has_image_bias(p) ||
          (p.mask.data != nullptr && !is_key_mask(p));
 }
 
@@ -90,7 +91,8 @@ template <class T>
 FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                int64_t j0, int64_t j1, int64_t lanes, T* tile,
                                Range* clear = nullptr) {
-  const bool masked = p.mask.data != nullptr, adds = masked || p.relative_bias != nullptr;
+  const bool masked = p.mask.data != nullptr, by_distance = p.relative_bias != nullptr,
+             adds = masked || by_distance || has_image_bias(p);
   const MaskProgram program(p, b, h);
   Range whole{j0, j1};
   if (p.mask_program != nullptr) {
@@ -103,7 +105,9 @@ FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t 
   const Range edges[] = {{j0, whole.begin}, {whole.end, j1}};
   const auto row = [&](int64_t j) { return tile + (j - j0) * lanes; };
   if (masked) pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
-  if (p.relative_bias != nullptr) pack_relative_bias(p, b, h, i0, i1, j0, j1, lanes, masked, tile);
+  if (by_distance) pack_relative_bias(p, b, h, i0, i1, j0, j1, lanes, masked, tile);
+  if (has_image_bias(p))
+    pack_image_bias(p, b, h, i0, i1, j0, j1, lanes, masked || by_distance, tile);
   if (!adds) {
     if (clear != nullptr) *clear = whole;
     const auto zero = [&](Range keys) {
@@ -123,12 +127,13 @@ FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t 
 template <class T>
 FASTATTN_INLINE void read_bias_row(const Sequence& p, int64_t b, int64_t h, int64_t i, int64_t j0,
                                    int64_t j1, T* bias) {
-  const bool masked = p.mask.data != nullptr;
+  const bool masked = p.mask.data != nullptr, by_distance = p.relative_bias != nullptr;
   if (masked)
     read_mask_row(p, b, h, i, j0, j1, bias);
-  else if (p.relative_bias == nullptr)
+  else if (!by_distance && !has_image_bias(p))
     __builtin_memset(bias, 0, static_cast<size_t>(j1 - j0) * sizeof(T));
-  if (p.relative_bias != nullptr) read_relative_bias_row(p, b, h, i, j0, j1, masked, bias);
+  if (by_distance) read_relative_bias_row(p, b, h, i, j0, j1, masked, bias);
+  if (has_image_bias(p)) read_image_bias_row(p, b, h, i, j0, j1, masked || by_distance, bias);
   if (p.mask_program == nullptr) return;
   const MaskProgram program(p, b, h);
   if (program.seen(i, i + 1, {j0, j1}) == Seen::all) return;

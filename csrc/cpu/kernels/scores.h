@@ -59,14 +59,20 @@ struct ScoreRule {
 
 // Whether a value is read for every key or pair, to be added to its score or to exclude it.
 FASTATTN_INLINE bool has_bias(const AttentionParams& p) {
-  return p.mask.data != nullptr || p.relative_bias != nullptr || p.mask_program != nullptr;
+  return p.mask.data != nullptr || p.relative_bias != nullptr || p.mask_program != nullptr ||
+         p.row_bias.data != nullptr;
+}
+
+// Whether the products have terms of relative attention (content_terms.h).
+FASTATTN_INLINE bool has_content_terms(const AttentionParams& p) {
+  return p.query_table.data != nullptr || p.key_table.data != nullptr;
 }
 
 template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
-  const bool additive =
-      (p.mask.data != nullptr && p.mask_dtype != DType::boolean) || p.relative_bias != nullptr;
+  const bool additive = (p.mask.data != nullptr && p.mask_dtype != DType::boolean) ||
+                        p.relative_bias != nullptr || p.row_bias.data != nullptr;
   // fp64 too: no wider type can carry a maximum between the two units without rounding. Without a
   // scale of moderate size, a natural score divided by it, or the exponent, leaves the range of T.
   const bool moderate = p.scale >= 0x1p-64 && p.scale <= 0x1p64;

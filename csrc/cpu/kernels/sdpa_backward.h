@@ -2,6 +2,7 @@
 // head group.
 #pragma once
 #include "blocks.h"
+#include "content_terms.h"
 #include "mask.h"
 #include "sdpa_gradients.h"
 #include "tile.h"
@@ -50,9 +51,10 @@ class BackwardUnit {
       : p(params),
         rule(make_rule<T>(params)),
         // If one block holds all keys, each row is normalised, and its delta summed, exactly as in
-        // plain PyTorch.
-        Bk(params.Lk <= kWholeKeys ? whole_key_block<P>(params.Lk)
-                                   : key_block<P>(params.D, params.Dv)),
+        // plain PyTorch. Products with a table for keys are shared by fewer queries the longer it is.
+        Bk(params.Lk <= kWholeKeys && params.key_table.data == nullptr
+               ? whole_key_block<P>(params.Lk)
+               : key_block<P>(params.D, params.Dv)),
         // At most eight chunks of at least 256 keys: enough to share among threads, few enough that
         // the partial dQs stay O(Lq D).
         chunk(round_up(max_of<int64_t>(256, (params.Lk + 7) / 8), Bk)),
@@ -63,15 +65,17 @@ class BackwardUnit {
         dvp(round_up(params.Dv, W)),
         key_mask(is_key_mask(params)),
         whole(params.Lk <= Bk && !params.partial),
-        gradients(params, whole) {}
+        gradients(params, whole),
+        terms(params, Bk) {}
 
   // All keys of the rows fit in one block. delta is then summed where it is used, from the same products that
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
   bool sums_delta() const { return whole; }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
-  // Of a query head: dQ, [panels][D][lanes], then the sums of the gradient of its relative bias.
-  int64_t dq_size() const { return queries * p.D + relative_sums<T>(p, L); }
+  // Of a query head: dQ, [panels][D][lanes], then the sums of the gradients of its relative bias, of
+  // the bias of an image, and of its terms of content.
+  int64_t dq_size() const { return own_size() + terms.sums_size(queries); }
 
   struct Buffers {
     Word *q,
@@ -90,6 +94,7 @@ class BackwardUnit {
     T *dk, *dv;              // [chunk][dp | dvp]
     Word* temp;              // [lanes][words]
     typename ScoreGradients<P, kVectors>::Buffers gradients;
+    typename ContentTerms<P>::Buffers terms;
     size_t bytes;
   };
 
@@ -112,6 +117,7 @@ class BackwardUnit {
     f.temp = a.take<Word>(L * max_of(dw, dvw));
     f.gradients = gradients.allocate(a, Bk);
     f.gradients.s = f.s, f.gradients.ds = f.ds;
+    f.terms = terms.allocate(a, true);
     f.bytes = a.used();
     return f;
   }
@@ -137,6 +143,8 @@ class BackwardUnit {
         if (block.begin >= block.end) continue;
         if (key_mask && all_excluded(f.keys + block.begin, block.end - block.begin)) continue;
         f.gradients.relative = dq + g * dq_size() + queries * p.D;
+        f.gradients.image = dq + g * dq_size() + own_size() - image_sums(p, queries);
+        f.terms.sums = dq + g * dq_size() + own_size();
         block_of_keys(f, b, h, hk, block, keys.begin, dq + g * dq_size());
       }
       if (c == 0 && p.grad_sinks != nullptr)
@@ -153,6 +161,8 @@ class BackwardUnit {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     write_query_gradients<P, kVectors>(p, b, h, dq, p.D);
     write_relative_gradient(p, b, h, dq + queries * p.D);
+    write_image_gradient<T, NV>(p, b, h, dq + own_size() - image_sums(p, queries));
+    terms.write(dq + own_size(), b, h);
   }
 
  private:
@@ -161,6 +171,11 @@ class BackwardUnit {
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
   const ScoreGradients<P, kVectors> gradients;
+  const ContentTerms<P> terms;
+
+  int64_t own_size() const {
+    return queries * p.D + relative_sums<T>(p, L) + image_sums(p, queries);
+  }
 
   // Packs all data of one query head that does not depend on the keys.
   void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {
@@ -244,6 +259,8 @@ class BackwardUnit {
         P::kPerWord == 1 ? ks : stage_reduced<P>(k, sk[2], sk[3], nk, p.D, f.k_reduced);
     T* dk = f.dk + (block.begin - chunk_begin) * dp;
     T* dv = f.dv + (block.begin - chunk_begin) * dvp;
+    f.terms.dk = dk;
+    terms.open(f.terms, b, h, block, ks);
 
     const Range seeing = seeing_any(p, block.begin, block.end);
     for (int64_t i = seeing.begin / L * L; i < seeing.end; i += L) {
@@ -282,6 +299,7 @@ class BackwardUnit {
               store(sum, load(sum) + x);
             });
     }
+    terms.close(f.terms);
   }
 
   // The tiles of W and dS of queries [i0, i1) and keys r, in every layout that the products need.
@@ -298,9 +316,11 @@ class BackwardUnit {
     }
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);
-    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top);      // S = K Q^T
+    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top);  // S = K Q^T
+    if (has_content_terms(p)) terms.template add<NV>(f.terms, i0, i1, r, f.s, top);
     score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
     gradients.run(f.gradients, b, h, i0, i1, r, bias, {f.rows.at(i0), f.center + i0, f.delta + i0});
+    if (has_content_terms(p)) terms.template add_gradients<NV>(f.terms, i0, i1, r, f.ds);
     pair_up(f, nk);
     return true;
   }

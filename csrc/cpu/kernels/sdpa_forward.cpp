@@ -5,6 +5,7 @@
 // consists of vertical operations, and its result already has the layout of the second product. See
 // the picture in docs/cpu-kernels.md.
 #include "blocks.h"
+#include "content_terms.h"
 #include "mask.h"
 #include "score_program.h"
 #include "sdpa_rows.h"
@@ -37,6 +38,7 @@ class Forward {
                ? min_of(query_block<P>(params.D, params.Dv), averaged_queries())
                : query_block<P>(params.D, params.Dv)),
         key_mask(is_key_mask(params)),
+        terms(params, Bk),
         bytes(allocate(nullptr).bytes) {}
 
   // If all keys of a row fit in one block, its probabilities are still stored, and its sum is
@@ -67,6 +69,7 @@ class Forward {
   const Weights weights;  // which weights to write
   const int64_t Bk, Bq;
   const bool key_mask;
+  const ContentTerms<P> terms;
   const size_t bytes;
 
   // Queries per task that averages weights: as many as keep their weights in L2 over all heads, and
@@ -96,6 +99,7 @@ class Forward {
     T* mean;         // [panels][Bk][lanes] sum of the weights over the heads
     T* alpha;        // [lanes] the factors of a panel's outputs so far
     T* registers;    // of a score program
+    typename ContentTerms<P>::Buffers terms;
     size_t bytes;
   };
 
@@ -117,6 +121,7 @@ class Forward {
     buf.mean = a.take<T>(weights == Weights::averaged ? Bk * Bq : 0);
     buf.alpha = a.take<T>(kLanesOfPanel);
     buf.registers = a.take<T>(ScoreMachine<T, kPanelVectors>::size(p));
+    buf.terms = terms.allocate(a);
     buf.bytes = a.used();
     return buf;
   }
@@ -170,6 +175,7 @@ class Forward {
     const Source k_rows = k + block.begin * p.k.stride[2];
     const Source v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
+    terms.open(buf.terms, b, h, block, ks);
     // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
     const bool excludes =
@@ -229,6 +235,7 @@ class Forward {
     // S = K Q^T
     Vec<T> top[NV];
     score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top);
+    if (has_content_terms(p)) terms.template add<NV>(buf.terms, i0, i1, r, S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (p.score_program != nullptr)
       ScoreMachine<T, NV>(p, buf.registers, b, h, i0, i1).modify(S, nk, r.begin, nullptr);

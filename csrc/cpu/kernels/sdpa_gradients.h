@@ -130,6 +130,7 @@ class ScoreGradients {
     T* relative;      // sums of the gradient of a relative bias, set by the caller
     T* raw;           // [keys][lanes], of a score program
     T* registers;     // the same
+    T* image;         // the same of the bias of an image
   };
   Buffers allocate(Arena& a, int64_t keys) const {
     Buffers f{};
@@ -171,6 +172,7 @@ class ScoreGradients {
     if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
     if (p.grad_relative_bias != nullptr)
       add_relative_gradient<T, NV>(p, i0, i1, r.begin, r.end, f.ds, f.relative);
+    if (p.grad_row_bias != nullptr) add_image_gradient<T, NV>(p, i0, r.begin, r.end, f.ds, f.image);
     if (rule.softcap > 0) {  // backward of softcap; an excluded pair keeps its 0
       for (int64_t x = 0; x < nk * L; x += W) {
         const Vec<T> d = load(f.ds + x);

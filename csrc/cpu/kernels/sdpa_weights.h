@@ -4,6 +4,7 @@
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
+#include "content_terms.h"
 #include "mask.h"
 #include "score_program.h"
 #include "tile.h"
@@ -31,7 +32,8 @@ class WeightsPass {
         dropout(make_dropout(params)),
         Bk(key_block<P>(params.D, params.Dv)),
         averaged(params.weights == Weights::averaged),
-        own_sums(own_sums) {}
+        own_sums(own_sums),
+        terms(params, Bk) {}
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;
@@ -47,6 +49,7 @@ class WeightsPass {
     Word* k;           // [Bk][words of D]
     Word* temp;        // [lanes][words of D]
     T* registers;      // of a score program
+    typename ContentTerms<P>::Buffers terms;
     size_t bytes;
   };
 
@@ -63,6 +66,7 @@ class WeightsPass {
     buf.k = a.take<Word>(Bk * words<P>(p.D));
     buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
     buf.registers = a.take<T>(ScoreMachine<T, kPanelVectors>::size(p));
+    buf.terms = terms.allocate(a);
     buf.bytes = a.used();
     return buf;
   }
@@ -142,6 +146,7 @@ class WeightsPass {
   const DropoutRule dropout;
   const int64_t Bk;
   const bool averaged, own_sums;
+  const ContentTerms<P> terms;
 
   // Writes the scores of a tile to buf.s and finds their maximum over the keys.
   template <int NV>
@@ -160,6 +165,10 @@ class WeightsPass {
     }
     score_products<P, NV>(j1 - j0, ks, words<P>(p.D), Q, words<P>(p.D), longest_chain<T>(p), buf.s,
                           top);
+    if (has_content_terms(p)) {
+      terms.open(buf.terms, b, h, {j0, j1}, ks);
+      terms.template add<NV>(buf.terms, i0, i1, {j0, j1}, buf.s, top);
+    }
     if (p.score_program != nullptr)
       ScoreMachine<T, NV>(p, buf.registers, b, h, i0, i1).modify(buf.s, j1 - j0, j0, nullptr);
     if (rule.natural || rule.excludes)

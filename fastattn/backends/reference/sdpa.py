@@ -3,11 +3,12 @@
 ``scaled_dot_product_attention`` (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), for query
 i and key j of one head, with d_ij = i + offset - j:
 
-    s_ij = scale * q_i . k_j
+    s_ij = scale * (q_i . k_j + a_i . R_b(d) + P_b(-d) . k_j)
     s_ij = softcap * tanh(s_ij / softcap)      if softcap > 0
     s_ij = s_ij + mask_ij                      if the mask is floating
     s_ij = s_ij + table_(M + d'_ij)            of a relative bias of 2 M + 1 distances, with
                                                d'_ij = position_(i + offset) - position_j
+    s_ij = s_ij + rows_iy + columns_ix         of an image, key j = (y, x) = (j // w, j % w)
     s_ij = s_ij - slope * |d_ij|               ALiBi, https://arxiv.org/abs/2108.12409
     s_ij = -inf                                unless -window_right <= d_ij <= window_left,
                                                mask_ij is neither False nor -inf, the relative
@@ -18,8 +19,10 @@ i and key j of one head, with d_ij = i + offset - j:
     w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
     o_i  = sum_j w_ij v_j
 
-The sink is a logit of the query head: a key whose value is 0, which every query can see, and to
-which nothing above applies. A window of -1 is unlimited on that side. kept_ij is 0 or 1, drawn by
+The terms with a position query a_i and rows R_b and P_b of two tables are there only if these are
+given; d is d_ij, and b the bucket of a distance. The sink is a logit of the query head: a key whose
+value is 0, which every query can see, and to which nothing above applies. A window of -1 is
+unlimited on that side. kept_ij is 0 or 1, drawn by
 Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), see
 :func:`dropout_keep`; T = 0 keeps nothing. There i, j and the head count from ``first_query``,
 ``first_key`` and ``first_head``.
@@ -66,6 +69,12 @@ def scaled_dot_product_attention(
     relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
     positions: Tensor | None = None,  # [Lk] int32, None: 0, 1, 2, ...
     mask_program: Tensor | None = None,  # [size] int32, see backends/_mask_program.py
+    position_query: Tensor | None = None,  # [B, Hq, Lq, D], with query_table
+    query_table: Tensor | None = None,  # [B|1, Hq, buckets, D]
+    key_table: Tensor | None = None,  # [B|1, Hq, buckets, D]
+    distance_buckets: Tensor | None = None,  # [2 M + 1] int32, of d = -M, ..., M
+    row_bias: Tensor | None = None,  # [B, Hq, Lq, h]: of an image of h x w keys
+    column_bias: Tensor | None = None,  # [B, Hq, Lq, w]
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,6 +96,8 @@ def scaled_dot_product_attention(
         relative_bias=relative_bias,
         positions=positions,
         mask_program=mask_program,
+        terms=(position_query, query_table, key_table, distance_buckets),
+        of_image=(row_bias, column_bias),
     )
     applied = requested_weights(applied, options.weights).to(query.dtype)
     return out.to(query.dtype), lse.double(), applied
@@ -108,25 +119,34 @@ def scaled_dot_product_attention_backward(
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
     mask_program: Tensor | None = None,
+    position_query: Tensor | None = None,
+    query_table: Tensor | None = None,
+    key_table: Tensor | None = None,
+    distance_buckets: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    column_bias: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
 
-    Those of the sinks and of the relative bias are the last, in their own shapes. All are the
+    The others are those of sinks, relative_bias, position_query, both tables, row_bias and
+    column_bias. All are the
     vector-Jacobian product of the forward by ``torch.func.vjp``, so they are differentiable again
     in all arguments. ``out`` and ``lse`` are recomputed, not read.
     """
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    terms = position_query, query_table, key_table, distance_buckets, row_bias, column_bias
+    of_scores = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    biases = (*of_scores, *terms)
     if options.partial:
         forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
         given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
         return partial_gradients(forward, backward, given, tensors, out, lse, options)
     function = functools.partial(scaled_dot_product_attention, options=options)
-    wanted = (0, 1, 2, 3, 6, 7) if options.needs_mask_grad else (0, 1, 2, 6, 7)
+    wanted = (0, 1, 2, *([3] if options.needs_mask_grad else []), 6, 7, 10, 11, 12, 14, 15)
     given = (grad_out, grad_lse, grad_weights)
     found = gradients(function, (query, key, value, *biases), wanted, given)
-    return *found[:4], found[6], found[7]
+    return *found[:4], *found[6:8], *found[10:13], *found[14:]
 
 
 def attend(
@@ -145,6 +165,8 @@ def attend(
     positions: Tensor | None = None,
     mask_program: Tensor | None = None,
     modify: Callable[[Tensor], Tensor] | None = None,
+    terms: tuple[Tensor | None, ...] = (),
+    of_image: tuple[Tensor | None, ...] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
@@ -162,6 +184,11 @@ def attend(
     bias = None
     if relative_bias is not None:
         bias = _biases_of_pairs(relative_bias.to(compute), positions, distance, options.offset)
+    rows, columns = of_image
+    if rows is not None and columns is not None:
+        image = (rows[..., None] + columns[..., None, :]).flatten(3).to(compute)
+        bias = image if bias is None else bias + image
+    if bias is not None:
         visible = bias != -INF if visible is None else visible & (bias != -INF)
     if mask_program is not None:
         pairs = visible_by_program(mask_program, batch, q_len, k_len)
@@ -171,6 +198,8 @@ def attend(
 
     with without_autocast(query.device.type):
         s = dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
+        if any(term is not None for term in terms):
+            s = s + _content_terms(q, k, *terms, distance=distance, guarded=guarded)
         if visible is not None:
             s = torch.where(visible, s, 0.0)  # keep NaN out of later derivatives
         s = s * options.scale
@@ -203,6 +232,33 @@ def attend(
         # A fully masked row is already 0. Its gradient, even inf, must stop here.
         out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
         return out, lse, w
+
+
+def _content_terms(
+    query: Tensor,
+    key: Tensor,
+    position_query: Tensor | None,
+    query_table: Tensor | None,
+    key_table: Tensor | None,
+    distance_buckets: Tensor | None,
+    *,
+    distance: Tensor,  # [Lq, Lk]
+    guarded: bool,
+) -> Tensor:
+    """a_i . R[b(d_ij)] + P[b(-d_ij)] . k_j, [B, Hq, Lq, Lk]."""
+    assert distance_buckets is not None
+    middle, pairs = distance_buckets.shape[0] // 2, (*query.shape[:3], key.shape[2])
+    total = query.new_zeros(())
+    if query_table is not None:
+        assert position_query is not None
+        rows, table = position_query.to(query.dtype), query_table.to(query.dtype)
+        products = dot_products(rows, table.expand(pairs[0], -1, -1, -1), guarded)
+        total = total + products.gather(3, distance_buckets[middle + distance].long().expand(pairs))
+    if key_table is not None:
+        table = key_table.to(query.dtype).expand(pairs[0], -1, -1, -1)
+        products = dot_products(table, key, guarded)  # [B, Hq, buckets, Lk]
+        total = total + products.gather(2, distance_buckets[middle - distance].long().expand(pairs))
+    return total
 
 
 def _biases_of_pairs(

@@ -23,6 +23,12 @@ def scaled_dot_product_attention(
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
     mask_program: Tensor | None = None,
+    position_query: Tensor | None = None,
+    query_table: Tensor | None = None,
+    key_table: Tensor | None = None,
+    distance_buckets: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    column_bias: Tensor | None = None,
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,12 +39,26 @@ def scaled_dot_product_attention(
     shape = (*q.shape[:3], k.shape[2])
     distance = np.arange(shape[2])[:, None] + options.offset - np.arange(shape[3])
 
-    s = (q @ transposed(k)) * np.longdouble(options.scale)
+    s = q @ transposed(k)
+    for sign, rows, table in ((1, position_query, query_table), (-1, key, key_table)):
+        if table is not None:
+            own = array(rows).repeat(shape[1] // rows.shape[1], axis=1)
+            bucket = distance_buckets.numpy()[distance_buckets.shape[0] // 2 + sign * distance]
+            for i, j in np.ndindex(*bucket.shape):
+                row = own[:, :, i if sign > 0 else j]
+                s[:, :, i, j] += (row * array(table)[:, :, bucket[i, j]]).sum(-1)
+    s = s * np.longdouble(options.scale)
     if options.softcap > 0:
         s = np.tanh(s / np.longdouble(options.softcap)) * np.longdouble(options.softcap)
     s, seen = masked(s, attn_mask)
     if relative_bias is not None:
         bias = array(relative_bias)[:, :, _indices(relative_bias, positions, shape, options)]
+        s, seen = s + bias, seen & (bias != -np.inf)
+    if row_bias is not None and column_bias is not None:
+        keys = np.arange(shape[3])
+        height, width = row_bias.shape[3], column_bias.shape[3]
+        bias = array(row_bias)[..., keys // width] + array(column_bias)[..., keys % width]
+        assert height * width == shape[3]
         s, seen = s + bias, seen & (bias != -np.inf)
     if options.window_left >= 0:
         seen &= distance <= options.window_left

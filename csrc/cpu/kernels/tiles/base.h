@@ -17,8 +17,9 @@ inline bool on_tiles(const AttentionParams& p) {
   // Of a few queries the sums on vectors are of short chains, and more exact (tile.h).
   const bool few = p.dtype == DType::f32 && p.Lq <= 4;
   if (p.score_program != nullptr) return false;
-  return multiplies_on_tiles(p.dtype, Tiles::kEmulated) && !few && p.Hkv > 0 && p.D > 0 &&
-         p.Dv > 0 && pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D);
+  return multiplies_on_tiles(p.dtype, Tiles::kEmulated) && !few && !has_content_terms(p) &&
+         p.row_bias.data == nullptr && p.Hkv > 0 && p.D > 0 && p.Dv > 0 &&
+         pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D);
 }
 
 // The forward pass of a few queries is decoding, which is bound by memory.

@@ -1,0 +1,218 @@
+"""Attention of transformers' models whose bias depends on the content, without a matrix of pairs.
+
+Each class has the forward of one class of transformers, which it falls back to. It is put in front
+of that class by :func:`fastattn.accelerate`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.bias import Decomposed2d, Disentangled
+from fastattn.integrations.transformers._recording import weights_are_recorded
+from fastattn.ops.sdpa import scaled_dot_product_attention
+
+__all__ = ["relative_class"]
+
+
+class _DebertaV2(nn.Module):
+    """Disentangled attention: the tables are projections of one table of embeddings."""
+
+    RELATIVE = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        output_attentions: bool = False,
+        query_states: Any = None,
+        relative_pos: Any = None,
+        rel_embeddings: Any = None,
+    ) -> Any:
+        rows = hidden_states if query_states is None else query_states
+        if relative_pos is not None or rows.shape != hidden_states.shape or not rows.is_cpu:
+            stock: Any = super()
+            others = (output_attentions, query_states, relative_pos, rel_embeddings)
+            return stock.forward(hidden_states, attention_mask, *others)
+        me: Any = self
+        kinds = {"c2p", "p2c"} & set(me.pos_att_type)
+        query = self._heads(me.query_proj(rows)).transpose(1, 2)
+        key = self._heads(me.key_proj(hidden_states)).transpose(1, 2)
+        value = self._heads(me.value_proj(hidden_states)).transpose(1, 2)
+        results = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attention_mask.bool(),
+            me.dropout.p if self.training else 0.0,
+            scale=((1 + len(kinds)) * query.shape[3]) ** -0.5,
+            relative_bias=self._terms(rel_embeddings, kinds) if kinds else None,
+            need_weights=output_attentions,
+        )
+        out, weights = results if output_attentions else (results, None)
+        return out.transpose(1, 2).flatten(2), weights
+
+    def _terms(self, embeddings: Tensor, kinds: set[str]) -> Disentangled | None:
+        """The embedding of distance d is in row b(d) + span of 2 span: the last one twice here.
+
+        Stock reads both tables at b(i - j); ours reads that of keys at b(j - i).
+        """
+        me: Any = self
+        if not me.relative_attention:
+            return None
+        rows = me.pos_dropout(embeddings)[: 2 * me.pos_ebd_size]
+        rows = torch.cat([rows, rows[-1:]])
+        shared = me.share_att_key
+        of_queries = of_keys = None
+        if "c2p" in kinds:
+            of_queries = self._heads((me.key_proj if shared else me.pos_key_proj)(rows))
+        if "p2c" in kinds:
+            of_keys = self._heads((me.query_proj if shared else me.pos_query_proj)(rows)).flip(0)
+        limit = me.max_relative_positions if me.position_buckets > 0 else None
+        return Disentangled(of_queries, of_keys, max_distance=limit)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Any = self.num_attention_heads
+        return x.unflatten(-1, (heads, -1))
+
+
+class _DebertaV2Encoder(nn.Module):
+    """Passes on which keys are padding, and leaves the distances of all pairs to the layers.
+
+    A layer that falls back to stock makes them itself.
+    """
+
+    def get_attention_mask(self, attention_mask: Tensor) -> Tensor:
+        if attention_mask.dim() == 2:
+            return attention_mask[:, None, None]
+        stock: Any = super()
+        mask: Tensor = stock.get_attention_mask(attention_mask)
+        return mask
+
+    def get_rel_pos(
+        self, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None
+    ) -> Any:
+        return relative_pos
+
+
+class _Wav2Vec2Conformer(nn.Module):
+    """Terms of Transformer-XL, where the positions are relative."""
+
+    RELATIVE = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        relative_position_embeddings: Any = None,
+        **more: Any,
+    ) -> Any:
+        me: Any = self
+        relative = me.position_embeddings_type == "relative"
+        if not relative or not _serves(self, hidden_states, attention_mask, more):
+            stock: Any = super()
+            others = (attention_mask, relative_position_embeddings)
+            return stock.forward(hidden_states, *others, **more)
+        rows = [_heads(f(hidden_states), me) for f in (me.linear_q, me.linear_k, me.linear_v)]
+        table = _heads(me.linear_pos(relative_position_embeddings[0]), me)
+        terms = Disentangled(table.flip(0), None, me.pos_bias_u, me.pos_bias_v)
+        out = _attend(self, rows, attention_mask, me.dropout.p, terms)
+        return me.linear_out(out), None
+
+
+class _Parakeet(nn.Module):
+    """The same, with shared heads of keys."""
+
+    RELATIVE = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any = None,
+        **more: Any,
+    ) -> Any:
+        me: Any = self
+        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, more):
+            stock: Any = super()
+            return stock.forward(hidden_states, position_embeddings, attention_mask, **more)
+        rows = [f(hidden_states).unflatten(-1, (-1, me.head_dim)) for f in
+                (me.q_proj, me.k_proj, me.v_proj)]  # fmt: skip
+        table = me.relative_k_proj(position_embeddings[0]).unflatten(-1, (-1, me.head_dim))
+        terms = Disentangled(table.flip(0), None, me.bias_u, me.bias_v)
+        out = _attend(self, rows, attention_mask, me.attention_dropout, terms)
+        return me.o_proj(out), None
+
+
+class _Sam(nn.Module):
+    """Attention of an image or of its windows, with numbers for the rows and columns of keys."""
+
+    RELATIVE = True
+
+    def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
+        me: Any = self
+        batch, height, width, _ = hidden_states.shape
+        fits = not me.use_rel_pos or (
+            (me.rel_pos_h.shape[0], me.rel_pos_w.shape[0]) == (2 * height - 1, 2 * width - 1)
+        )  # else stock interpolates the tables
+        drops = me.training and me.dropout > 0
+        recorded = output_attentions or weights_are_recorded(self)
+        if not fits or drops or recorded or not hidden_states.is_cpu:
+            stock: Any = super()
+            return stock.forward(hidden_states, output_attentions)
+        rows = me.qkv(hidden_states).view(batch, height * width, 3, me.num_attention_heads, -1)
+        query, key, value = rows.permute(2, 0, 3, 1, 4).unbind(0)
+        bias = None
+        if me.use_rel_pos:
+            bias = Decomposed2d.of_tables(query, me.rel_pos_h, me.rel_pos_w)
+        out = scaled_dot_product_attention(query, key, value, scale=me.scale, relative_bias=bias)
+        return me.proj(out.transpose(1, 2).reshape(batch, height, width, -1)), None
+
+
+def _serves(layer: nn.Module, x: Tensor, mask: Any, more: dict[str, Any]) -> bool:
+    """Whether the weights of this call are not wanted, and its mask is one of pairs."""
+    wanted = more.get("output_attentions") or weights_are_recorded(layer)
+    return x.is_cpu and x.dim() == 3 and not wanted and (mask is None or type(mask) is Tensor)
+
+
+def _heads(x: Tensor, layer: Any) -> Tensor:
+    return x.unflatten(-1, (layer.num_heads, -1))
+
+
+def _attend(
+    layer: Any, rows: list[Tensor], mask: Tensor | None, dropout: float, terms: Disentangled
+) -> Tensor:
+    """[B, L, Hq D], of rows [B, L, H, D]."""
+    query, key, value = (x.transpose(1, 2) for x in rows)
+    out: Tensor = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        dropout if layer.training else 0.0,
+        scale=layer.scaling,
+        enable_gqa=True,
+        relative_bias=terms,
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+_CLASSES: dict[str, type] = {
+    "deberta_v2.DisentangledSelfAttention": _DebertaV2,
+    "deberta_v2.DebertaV2Encoder": _DebertaV2Encoder,
+    "parakeet.ParakeetEncoderAttention": _Parakeet,
+    **dict.fromkeys(("sam.SamVisionAttention", "sam.SamVisionSdpaAttention"), _Sam),
+    **dict.fromkeys(("sam_hq.SamHQVisionAttention", "sam_hq.SamHQVisionSdpaAttention"), _Sam),
+    "wav2vec2_conformer.Wav2Vec2ConformerSelfAttention": _Wav2Vec2Conformer,
+}
+
+
+def relative_class(module: nn.Module) -> type | None:
+    """The class for a module of transformers, None if there is none."""
+    folders = type(module).__module__.split(".")
+    if folders[:2] != ["transformers", "models"] or len(folders) < 4:
+        return None
+    return _CLASSES.get(f"{folders[2]}.{type(module).__name__}")

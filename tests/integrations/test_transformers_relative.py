@@ -1,0 +1,175 @@
+"""Models of transformers whose attention has a bias of content, beside stock."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fastattn
+
+transformers = pytest.importorskip("transformers")
+_relative = pytest.importorskip("fastattn.integrations.transformers._relative")
+pytestmark = pytest.mark.usefixtures("seeded")
+
+IDS = torch.randint(5, 90, (3, 70))
+KEPT = torch.arange(70) < torch.tensor([70, 33, 5])[:, None]
+TEXT = {"input_ids": IDS, "attention_mask": KEPT.long()}
+
+
+def deberta(**more: Any) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    terms = {"relative_attention": True, "position_buckets": 8, "max_position_embeddings": 40,
+             "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm", "share_att_key": True,
+             "num_hidden_layers": 3, "type_vocab_size": 0,
+             "position_biased_input": False}  # fmt: skip
+    model = transformers.DebertaV2Model(
+        transformers.DebertaV2Config(vocab_size=99, **{**sizes, **terms, **more})
+    )
+    return with_weights(model)
+
+
+def with_weights(model: nn.Module) -> nn.Module:
+    """With larger weights than those of a new model, whose attention is nearly a mean."""
+    for x in model.parameters():
+        nn.init.normal_(x, std=0.2)
+    return model.eval()
+
+
+def conformer(**more: Any) -> nn.Module:
+    from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
+        Wav2Vec2ConformerEncoder,
+    )
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = transformers.Wav2Vec2ConformerConfig(
+        num_hidden_layers=2, layerdrop=0.0, conv_depthwise_kernel_size=3, **sizes, **more
+    )
+    return with_weights(Wav2Vec2ConformerEncoder(config))
+
+
+def parakeet() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = transformers.ParakeetEncoderConfig(
+        num_hidden_layers=2, num_mel_bins=16, subsampling_conv_channels=8, layerdrop=0.0, **sizes
+    )
+    return with_weights(transformers.ParakeetEncoder(config))
+
+
+def sam(name: str = "Sam", **more: Any) -> nn.Module:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "mlp_dim": 48}
+    image = {"image_size": 64, "patch_size": 8, "window_size": 3, "global_attn_indexes": [1]}
+    config = getattr(transformers, f"{name}VisionConfig")(output_channels=8, **sizes, **image)
+    kind = getattr(transformers, f"{name}VisionModel")
+    return with_weights(kind._from_config(config, **more))
+
+
+SOUND = {"hidden_states": torch.randn(3, 70, 32), "attention_mask": KEPT.long()}
+FRAMES = torch.arange(300) < torch.tensor([300, 120, 33])[:, None]
+SPECTRUM = {"input_features": torch.randn(3, 300, 16), "attention_mask": FRAMES.long()}
+IMAGE = {"pixel_values": torch.randn(2, 3, 64, 64)}
+OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "conformer": (conformer, SOUND),
+    "conformer-unpadded": (conformer, {"hidden_states": SOUND["hidden_states"]}),
+    "conformer-rotary": (lambda: conformer(position_embeddings_type="rotary"), SOUND),
+    "parakeet": (parakeet, SPECTRUM),
+    "parakeet-unpadded": (parakeet, {"input_features": SPECTRUM["input_features"]}),
+    "sam": (sam, IMAGE),
+    "sam-eager": (lambda: sam(attn_implementation="eager"), IMAGE),
+    "sam-hq": (lambda: sam("SamHQ"), IMAGE),
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "v3": deberta,
+    "v2-xlarge": lambda: deberta(conv_kernel_size=3, share_att_key=False),
+    "linear": lambda: deberta(position_buckets=-1, max_relative_positions=12),
+    "c2p": lambda: deberta(pos_att_type=["c2p"]),
+    "p2c": lambda: deberta(pos_att_type=["p2c"], share_att_key=False),
+    "none": lambda: deberta(pos_att_type=[]),
+    "absolute": lambda: deberta(relative_attention=False),
+}
+
+
+def results(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """The output without padding, and the gradients of all parameters."""
+    out = model(**inputs).last_hidden_state
+    if "attention_mask" in inputs:
+        kept = inputs["attention_mask"].sum(1) * out.shape[1] // inputs["attention_mask"].shape[1]
+        out = out[torch.arange(out.shape[1]) < kept[:, None]]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    grads = torch.autograd.grad((out * weights).sum(), parameters, allow_unused=True)
+    return [out, *(x for x in grads if x is not None)]
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+def test_outputs_and_gradients_are_those_of_stock(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, inputs = OTHERS[name] if name in OTHERS else (MODELS[name], TEXT)
+    model = make()
+    stock = copy.deepcopy(model)
+    report = fastattn.accelerate(model, linear=False)
+    assert {part.backend for part in report.parts} == {"cpu"}
+    calls: list[Any] = []
+
+    def attend(*args: Any, **options: Any) -> Any:
+        calls.append(options["relative_bias"])
+        return fastattn.scaled_dot_product_attention(*args, **options)
+
+    monkeypatch.setattr(_relative, "scaled_dot_product_attention", attend)
+    found = results(model, inputs)
+    layers = len(model.encoder.layer) if name in MODELS else 3 if "sam" in name else 2
+    assert len(calls) == (0 if name == "conformer-rotary" else layers)
+    want = results(stock, inputs)
+    for x, y in zip(found, want, strict=True):
+        assert_close(x, y, rtol=1e-3, atol=1e-3 * y.detach().abs().max().item() + 1e-5)
+    if "conformer" not in name:  # its parametrized convolution cannot be pickled
+        assert_close(results(pickle.loads(pickle.dumps(model)), inputs)[0], found[0])
+    fastattn.restore(model)
+    assert_close(results(model, inputs), want, rtol=0, atol=0)
+    assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
+
+
+def test_no_matrix_of_pairs_is_stored() -> None:
+    """Neither of scores nor of distances, while stock has both."""
+    sizes = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            sizes.add(max((x.numel() for x in (result,) if isinstance(x, Tensor)), default=0))
+            return result
+
+    model, text = deberta(), {"input_ids": torch.randint(5, 90, (1, 600))}
+    fastattn.accelerate(model)
+    with Watch(), torch.no_grad():
+        model(**text)
+    assert max(sizes) < 600 * 600
+
+
+def test_weights_and_dropout_and_other_arguments() -> None:
+    model = deberta(attention_probs_dropout_prob=0.5)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    found, want = (m(**TEXT, output_attentions=True).attentions for m in (model, stock))
+    for x, y in zip(found, want, strict=True):
+        assert_close(x[0], y[0], rtol=1e-3, atol=1e-5)
+    # A matrix of visible pairs, which hides no key from all.
+    pairs = (torch.rand(3, 70, 70) < 0.7) | torch.eye(70, dtype=torch.bool)
+    inputs = {"input_ids": IDS, "attention_mask": pairs.long()}
+    with torch.no_grad():
+        emb = stock.embeddings(IDS)
+        outs = [m.encoder(emb, inputs["attention_mask"]).last_hidden_state for m in (model, stock)]
+    assert_close(*outs, rtol=1e-3, atol=1e-3)
+    model.train()
+    out = model(**TEXT).last_hidden_state
+    assert not torch.equal(out, model(**TEXT).last_hidden_state)
+    assert out.isfinite().all()
