@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-import fastattn
 from fastattn import scaled_dot_product_attention, use_backend
 from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionOptions
@@ -136,11 +135,12 @@ def test_compiled_once_for_any_length() -> None:
         assert_close(call(part), attend(part, Disentangled(x["R"], x["P"], max_distance=20))[0])
 
 
-def test_no_backend_takes_the_terms_for_another_bias() -> None:
+def test_a_backend_without_the_terms_declines() -> None:
     x = leaves(9, 9, dtype=torch.float32, requires_grad=False)
-    said = str(fastattn.explain(scaled_dot_product_attention, x["query"], x["key"], x["value"],
-                                enable_gqa=True, relative_bias=Disentangled(x["R"])))  # fmt: skip
-    assert "cpu" in said
+    with use_backend("torch"), pytest.raises(RuntimeError, match="has no query_table"):
+        attend(x, Disentangled(x["R"]))
+    with use_backend("torch"), pytest.raises(RuntimeError, match="has no row_bias"):
+        attend(x, Decomposed2d(*torch.ones(2, 2, 4, 9, 3)))
 
 
 @pytest.mark.parametrize(
