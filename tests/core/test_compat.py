@@ -40,6 +40,7 @@ def _own_names() -> frozenset[str]:
     does: the standard library, transformers, diffusers, sentence-transformers."""
     found = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_ActionsContainer"}
     found |= {"_global_mapping", "_supports_sdpa", "_supports_flex_attn", "_attn_implementation"}
+    found |= {"_experts_implementation_internal", "_apply_gate"}
     # Of diffusers, of sentence-transformers, and of the enumerations of the standard library.
     found |= {"_AttentionBackendRegistry", "_active_backend", "_attention_backend"}
     found |= {"_infer_flatten_position_offset", "_should_flatten_inputs"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import ATTENTION_CASES
+from attention_cases import GPU_CASES
 from emulated import Emulated
 from fenced import run_fenced
 from large_scores import large_scores
@@ -29,7 +29,7 @@ from fastattn import compat, dispatch, info
 from fastattn.testing import Case, Deviation, Verdict, check
 from fastattn.testing.inputs import PROGRAMS, make_inputs
 
-TABLE = ATTENTION_CASES
+TABLE = GPU_CASES
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE = 64  # rows and keys of a tile, computed whole whatever part of it there is
 

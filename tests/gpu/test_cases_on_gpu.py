@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import ATTENTION_CASES, PROOFS
+from attention_cases import GPU_CASES, PROOFS
 from gpu_device import judge, skip_without_gpu
 from large_scores import large_scores
 
@@ -44,7 +44,7 @@ def test_large_scores(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_attention_by_pytorch(case: Case, dtype: torch.dtype) -> None:
     # With a gradient of lse, another backend runs.
     judge(check, replace(case, grads=("out",)), dtype, "torch")

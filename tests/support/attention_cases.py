@@ -572,26 +572,20 @@ OTHERS: dict[str, list[Any]] = {
 _MORE = {
     "scaled_dot_product_attention": [
         *(_head_dims(), _lengths(), _heads(), _masks(), _windows(), _options(), _sinks()),
-        *(
-            _relative_biases(),
-            _content_terms(),
-            _images(),
-            _programs(),
-            _layouts(),
-            _results(),
-            _long(),
-            _parts(),
-        ),
+        *(_relative_biases(), _programs(), _layouts(), _results(), _long(), _parts()),
         cases.mixed("more", 120),
     ],
     "varlen_attention": [_packed(), packed.mixed("more", 30)],
     "decode_attention": [_decoding(), decode.mixed("more", 100)],
     **{op: [cases] for op, cases in OTHERS.items()},
 }
+# Last: the place of a case chooses its dtype and instruction set. No kernel of a GPU has them.
+_LAST = {"scaled_dot_product_attention": (*_content_terms(), *_images())}
 PROOFS = {
-    op: replace(proof, cases=(*chain(*_MORE.get(op, ())), *proof.cases))
+    op: replace(proof, cases=(*chain(*_MORE.get(op, ())), *proof.cases, *_LAST.get(op, ())))
     for op, proof in testing.PROOFS.items()
 }
 ATTENTION_CASES: Any = PROOFS["scaled_dot_product_attention"].cases
+GPU_CASES: Any = ATTENTION_CASES[: -len(_LAST["scaled_dot_product_attention"])]
 DECODE_CASES: Any = PROOFS["decode_attention"].cases
 VARLEN_CASES: Any = PROOFS["varlen_attention"].cases

@@ -31,7 +31,12 @@ def _tiles(case: Any) -> int:
 # The cases that Triton's kernels can run, where these are not all. `varlen_attention` has a slow
 # one, which the interpreter cannot.
 FITS: dict[str, Callable[[Any], bool]] = {
-    ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512 and not any(case.first),
+    ATTENTION: lambda case: (
+        max(case.head_dim, case.value_dim or 0) <= 512
+        and not any(case.first)
+        and case.terms is None
+        and case.image is None
+    ),
     ADDITIVE: lambda case: case.value_dim <= 512,
     "append_to_cache": lambda case: not (case.rotary or case.quantised),
     "decode_attention": lambda case: (

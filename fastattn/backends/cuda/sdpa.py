@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -24,6 +25,7 @@ _attention_backward = launched(_cuda.scaled_dot_product_attention_backward)
 _varlen_backward = launched(_cuda.varlen_attention_backward)
 
 
+@functools.wraps(_attention_backward)  # so the dispatcher knows the tensors that it takes
 def scaled_dot_product_attention_backward(
     *tensors: Tensor | None, options: AttentionBackwardOptions
 ) -> tuple[Tensor | None, ...]:
