@@ -22,6 +22,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
 check test test-complete test-full test-slow test-isas test-arm test-arm-torch test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
+# The processes of the tests share their bytecode, whatever the environment says.
+check test test-complete test-slow: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` builds them.
 # Without one they are tested under an emulator (docs/testing.md), which needs no build of them.
@@ -233,7 +235,7 @@ $(VENV)/.stamp-docs: .ci/requirements/docs.txt | $(VENV)/.stamp-venv
 	$(PIP) install --quiet --require-hashes --target $(VENV)/docs --requirement $<
 	touch $@
 
-build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
+build: $(VENV)/.stamp-native $(VENV)/.stamp-emulator ## make the environment, the native core and the emulator of CUDA; again where csrc changed
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -251,6 +253,11 @@ $(VENV)/.stamp-packages: $(METADATA) | $(VENV)/.stamp-venv
 
 $(VENV)/.stamp-native: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
 	FASTATTN_CPU_EMULATED=1 $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# What the tests of the CUDA kernels run on; without g++ they say why they cannot.
+$(VENV)/.stamp-emulator: $(NATIVE_SOURCES) $(shell find tests/emulator -name '*.h' -o -name '*.cpp') | $(VENV)/.stamp-native
+	-cd tests/emulator && $(abspath $(BIN))/python -c 'import emulator; emulator.build()'
 	touch $@
 
 # To measure on this machine, its own instruction set is enough, and all that four minutes allow.
@@ -305,4 +312,4 @@ format: $(VENV)/.stamp-dev ## mend what can be mended automatically
 
 clean: ## remove everything that was built, but not the environment
 	rm -rf build dist site *.egg-info bench-results fastattn/_build.json fastattn/*.so
-	rm -f $(VENV)/.stamp-native $(VENV)/.stamp-native-here
+	rm -f $(VENV)/.stamp-native $(VENV)/.stamp-native-here $(VENV)/.stamp-emulator

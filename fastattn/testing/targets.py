@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -115,11 +116,15 @@ def targets(*, emulated: bool = False) -> list[Target]:
 
     ``emulated``: also the stand-ins for instruction sets that this processor may lack.
     """
+    return [Target("cpu", isa) for isa in _isas(emulated)]
+
+
+@functools.cache
+def _isas(emulated: bool) -> tuple[str, ...]:
     if importlib.util.find_spec("fastattn._cpu") is None:
-        return []
+        return ()
     info = importlib.import_module("fastattn._cpu").build_info()
-    isas = [*(info["emulated"] if emulated else ()), *info["supported"]]
-    return [Target("cpu", isa) for isa in isas]
+    return (*(info["emulated"] if emulated else ()), *info["supported"])
 
 
 @contextlib.contextmanager
