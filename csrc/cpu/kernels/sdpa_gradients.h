@@ -110,7 +110,8 @@ FASTATTN_INLINE void write_query_gradients(const AttentionParams& p, int64_t b, 
                          out + i * st[2], st[2]);
 }
 
-template <class P, int kVectors = kPanelVectors>
+// On tiles no call has a score program.
+template <class P, int kVectors = kPanelVectors, bool kPrograms = true>
 class ScoreGradients {
   typedef typename P::Acc T;
   static constexpr int W = kLanes<T>;
@@ -139,7 +140,7 @@ class ScoreGradients {
     f.keep = a.take<uint32_t>(p.dropout_p > 0 ? keys * L : 0);
     f.ones = a.take<T>(L);
     f.raw = a.take<T>(p.score_program != nullptr && p.score_program->derives ? keys * L : 0);
-    f.registers = a.take<T>(ScoreMachine<T, NV>::size(p));
+    if constexpr (kPrograms) f.registers = a.take<T>(ScoreMachine<T, NV>::size(p));
     return f;
   }
 
@@ -153,9 +154,10 @@ class ScoreGradients {
     Vec<T> top[NV];
     const ScoreProgram* const program = p.score_program;
     const bool derives = program != nullptr && program->derives;
-    if (program != nullptr)
-      ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
-          .modify(f.s, nk, r.begin, derives ? f.raw : nullptr);
+    if constexpr (kPrograms)
+      if (program != nullptr)
+        ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
+            .modify(f.s, nk, r.begin, derives ? f.raw : nullptr);
     if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
                         rule.softcap > 0 ? f.cap : nullptr, top);
@@ -179,9 +181,10 @@ class ScoreGradients {
         store(f.ds + x, select<T>(d == T(0), d, d * load(f.cap + x)));
       }
     }
-    if (derives)
-      ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
-          .differentiate(f.raw, f.ds, nk, r.begin, p.score_sums);
+    if constexpr (kPrograms)
+      if (derives)
+        ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
+            .differentiate(f.raw, f.ds, nk, r.begin, p.score_sums);
   }
 
  private:

@@ -78,7 +78,7 @@ class TileGradients {
     T* keys;               // [Lk], the row of a key mask
     Element *w_left, *ds_left;  // [kRows][2][kColumns][part] left tiles: keys, over queries
     Element* ds_right;          // [kColumns][2][kRows][part] right tiles: queries, over keys
-    typename ScoreGradients<P>::Buffers scores;
+    typename ScoreGradients<P, kPanelVectors, false>::Buffers scores;
   };
 
   // For panels of this many queries.
@@ -218,7 +218,7 @@ class TileGradients {
   const Sequence& p;
   const ScoreRule<T> rule;
   const bool key_mask, plain;
-  const ScoreGradients<P> gradients;
+  const ScoreGradients<P, kPanelVectors, false> gradients;
 
   // The largest weight, that of a kept pair alone, is stored below 2^15.
   static T scale_of_weights(const Sequence& p) {
