@@ -221,8 +221,6 @@ class EncoderPlan {
     layer_.activation = static_cast<MlpActivation>(activation);
   }
 
-  bool holds() const { return facts_.hold(); }
-
   // The layer for x [rows, E] or [B, L, E], or nothing: the facts do not hold, a tensor is not plain
   // memory of one dtype, one requires a gradient that is wanted, or x is too large.
   bool read(py::handle x, bool wants_gradients, TensorView* of_x, EncoderLayer* t) const {
@@ -329,7 +327,6 @@ void define_encoder_plan(py::module_& m) {
   py::class_<EncoderPlan>(m, "EncoderPlan")
       .def(py::init<const Facts&, const py::tuple&, int64_t, bool, bool, double, double, int,
                     const std::array<std::array<int64_t, 2>, 3>&>())
-      .def("holds", &EncoderPlan::holds)
       .def("serves", [](const EncoderPlan& plan, py::handle x, bool wants_gradients) {
         EncoderLayer t;
         TensorView view;
