@@ -6,7 +6,7 @@
 GLiNER (Zaratiana et al. 2024, https://arxiv.org/abs/2311.08526) encodes the names of the types and
 the text as one sequence, by DeBERTa v3. A span of words is of a type if the product of their two
 vectors is large: the score of span (i, j) and type t is ``sigmoid(ffn([h_i, h_j]) . ffn(p_t))``.
-Here all weights are random, so the entities mean nothing; time and memory are those of a trained
+Here all weights are random, so the entities mean nothing; time and memory are as for a trained
 model. Stock DeBERTa stores four matrices of pairs a head and layer, ``fastattn.accelerate`` none.
 """
 

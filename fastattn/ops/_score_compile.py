@@ -170,7 +170,7 @@ class Graph:
         return total
 
     def _pulled(self, n: int, g: int) -> list[tuple[int, int]]:
-        """The arguments of a node, and what its gradient ``g`` adds to theirs."""
+        """The arguments of a node, and what its gradient ``g`` adds to each one's."""
         add, node = self.add, self.nodes[n]
         op, (a, b, c) = node.op, (*node.args, 0, 0, 0)[:3]
         zero, one = self.const(0.0), self.const(1.0)

@@ -52,7 +52,7 @@ def flex_attention(
         out_i = \sum_j softmax_j(s_{ij}) \, value_j
 
     over the pairs that ``block_mask`` leaves. (Dong et al. 2024, https://arxiv.org/abs/2412.05496.)
-    Arguments and results are those of ``torch.nn.attention.flex_attention.flex_attention``. No
+    Arguments and results are as in ``torch.nn.attention.flex_attention.flex_attention``. No
     compiler is needed: the function is called once to record its operations, and the CPU's kernels
     interpret them, and their derivative, on tiles of scores.
 

@@ -36,7 +36,7 @@ def deberta(**more: Any) -> nn.Module:
 
 
 def with_weights(model: nn.Module) -> nn.Module:
-    """With larger weights than those of a new model, whose attention is nearly a mean."""
+    """With larger weights than a new model has, whose attention is nearly a mean."""
     for x in model.parameters():
         nn.init.normal_(x, std=0.2)
     return model.eval()

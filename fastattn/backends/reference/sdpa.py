@@ -130,7 +130,7 @@ def scaled_dot_product_attention_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
 
-    The others are those of sinks, relative_bias, position_query, both tables, row_bias and
+    The others are the gradients of sinks, relative_bias, position_query, both tables, row_bias and
     column_bias. All are the
     vector-Jacobian product of the forward by ``torch.func.vjp``, so they are differentiable again
     in all arguments. ``out`` and ``lse`` are recomputed, not read.
