@@ -19,8 +19,6 @@ from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 if TYPE_CHECKING:
     from fastattn.library import Operator
 
-__all__ = ["Derivative", "fold_batches", "is_placeholder"]
-
 
 @dataclass(frozen=True)
 class Derivative:

@@ -16,8 +16,6 @@ from fastattn.eager import nothing_watches
 if TYPE_CHECKING:
     from fastattn.library import Operator
 
-__all__ = ["Gradient", "in_one_node"]
-
 
 class _Context(NamedTuple):
     """What :meth:`Gradient.derive` reads of the call of a plan."""

@@ -21,15 +21,6 @@ from torch import Tensor
 
 from fastattn.compat import is_first_vmap, with_vmap_level, without_vmap_level
 
-__all__ = [
-    "fold",
-    "one_by_one",
-    "rule_for_any_size",
-    "size_of_batch",
-    "through_torch_vmap",
-    "unfold",
-]
-
 if TYPE_CHECKING:
     from fastattn.library import Operator
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from fastattn._version import __version__
 
-__all__ = ["backend", "build_record", "is_stale", "native_module", "version_of"]
-
 
 def backend(name: str) -> dict[str, Any]:
     """{"built": bool, "reason": why it is not built, or None}, and the build record."""

@@ -22,8 +22,6 @@ from fastattn import compat, dispatch, evidence
 from fastattn.compat import nothing_intercepts as may_plan
 from fastattn.library import Operator
 
-__all__ = ["Plan", "Plans", "only_viewed", "plan_of", "with_arguments_of"]
-
 _MOST = 4096  # plans of one function; a model has far fewer signatures
 _MOST_VALUES = 64  # of an option that a plan sets in each call
 

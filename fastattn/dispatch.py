@@ -28,8 +28,6 @@ from fastattn import builds, evidence
 from fastattn._warning import warn
 from fastattn.backends._precision import without_autocast
 
-__all__ = ["FallbackWarning", "choose", "use_backend"]
-
 # Our backends for each device. Evidence chooses their order, with "torch" among them.
 ON_GPU = ("cuda", "triton")
 PRIORITY = {"cpu": ("cpu", "reference"), "cuda": (*ON_GPU, "reference")}

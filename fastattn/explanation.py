@@ -12,8 +12,6 @@ import torch
 
 from fastattn import dispatch, evidence
 
-__all__ = ["Explanation", "explain", "explain_primitive", "explanation", "instruction_set"]
-
 
 @dataclass(frozen=True)
 class Explanation:

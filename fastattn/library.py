@@ -54,8 +54,6 @@ from fastattn.batching import rule_for_any_size, through_torch_vmap
 from fastattn.compat import any_requires_grad, transforms_active
 from fastattn.eager import runs_eagerly, was_freed
 
-__all__ = ["Operator", "operators", "watchers"]
-
 _library = torch.library.Library("fastattn", "DEF")
 operators: dict[Any, Operator] = {}  # key: the entry of `torch.ops.fastattn`
 # A mode of the dispatcher does not see a call that an obstacle sends to the reference, because that

@@ -11,8 +11,6 @@ from fastattn._flops import additive_flops, flops_of_pairs, visible_pairs
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 from fastattn.library import Operator
 
-__all__ = ["additive"]
-
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, queries, _ = query.shape

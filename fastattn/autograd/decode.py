@@ -16,8 +16,6 @@ from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
-__all__ = ["append", "decode"]
-
 
 def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (

@@ -11,8 +11,6 @@ from fastattn._derivative import Derivative
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 from fastattn.library import Operator
 
-__all__ = ["encode"]
-
 
 def _fake(tokens: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     models, batch, slots, _ = tokens.shape

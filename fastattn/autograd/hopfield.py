@@ -13,8 +13,6 @@ from fastattn._flops import attention_flops, values
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 from fastattn.library import Operator
 
-__all__ = ["hopfield_states"]
-
 
 def _fake(state: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *lead, width = state.shape

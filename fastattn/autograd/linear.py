@@ -11,8 +11,6 @@ from fastattn._flops import product_flops
 from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 from fastattn.library import Operator
 
-__all__ = ["linear"]
-
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))

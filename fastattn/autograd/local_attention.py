@@ -12,8 +12,6 @@ from fastattn._flops import flops_of_pairs
 from fastattn.backends.primitives import LocalOptions
 from fastattn.library import Operator
 
-__all__ = ["local_attention"]
-
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lead, window = query.shape[:2], rest[-1].rows(key.shape[1])

@@ -15,8 +15,6 @@ from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
-__all__ = ["hop_attention", "of_four_dimensions", "share"]
-
 
 def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lead, hops, weights = query.shape[:-1], rest[-1].hops, rest[-1].weights

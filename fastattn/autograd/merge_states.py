@@ -11,8 +11,6 @@ from fastattn._derivative import Derivative
 from fastattn.backends.primitives import NoOptions
 from fastattn.library import Operator
 
-__all__ = ["merge_states"]
-
 
 def _fake(out_a: Tensor, lse_a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out_a), torch.empty_like(lse_a)

@@ -16,8 +16,6 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.library import Operator
 
-__all__ = ["NO_TERMS", "attention", "attention_backward", "default_scale"]
-
 # In place of position_query, query_table, key_table, distance_buckets, row_bias and column_bias.
 NO_TERMS = (None,) * 6
 

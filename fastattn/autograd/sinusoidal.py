@@ -11,8 +11,6 @@ from torch import Tensor
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.library import Operator
 
-__all__ = ["encode_positions"]
-
 
 def _vmap(
     info: Any, in_dims: Sequence[int | None], x: Tensor, positions: Tensor | None, *options: Any

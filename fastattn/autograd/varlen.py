@@ -15,8 +15,6 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.library import Operator
 
-__all__ = ["packed_attention"]
-
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     rows, heads, _ = query.shape

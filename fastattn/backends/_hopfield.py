@@ -12,15 +12,6 @@ from torch import Tensor
 
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-__all__ = [
-    "Found",
-    "Gradients",
-    "Patterns",
-    "Steps",
-    "backward_of_steps",
-    "backward_on",
-]
-
 Found = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Self = TypeVar("_Self", bound="Patterns")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["nan_where_lost"]
-
 
 def nan_where_lost(
     positions: Tensor,  # [B, Lq]

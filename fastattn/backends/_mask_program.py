@@ -34,8 +34,6 @@ from torch import Tensor
 
 from fastattn.compat import records_trace
 
-__all__ = ["LEAVES", "PADDING", "Kind", "Leaf", "encode", "padded"]
-
 PADDING = 64
 LEAVES = 32  # most leaves of a program
 FIELDS = 7

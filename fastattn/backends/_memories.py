@@ -6,8 +6,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-__all__ = ["one_memory", "with_rows"]
-
 _Memory = TypeVar("_Memory", Tensor, "Tensor | None")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions
 
-__all__ = ["gradients_of_part", "partial_gradients"]
-
 
 def gradients_of_part(
     grad_out: Tensor | None,  # [..., Dv]

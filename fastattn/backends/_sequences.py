@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["places"]
-
 
 def places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sequence of every row (B after the last sequence), its index there, and the lengths.

@@ -12,8 +12,6 @@ from torch import Tensor
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import sinusoids
 
-__all__ = ["encoding_on"]
-
 
 @functools.lru_cache(maxsize=256)
 def _columns(

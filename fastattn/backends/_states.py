@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["of_any_rank", "sizes"]
-
 
 def of_any_rank(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """``merge_states`` or its derivative on this kernel, whose last tensors are the states."""

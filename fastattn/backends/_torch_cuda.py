@@ -14,9 +14,6 @@ from torch import Tensor
 
 from fastattn import compat
 
-__all__ = ["backward", "forward", "why_not"]
-
-
 _forward, _backward = compat.flash_cuda, compat.flash_cuda_backward
 
 

@@ -16,40 +16,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
-__all__ = [
-    "EVERYWHERE",
-    "QUANTISED",
-    "AdditiveBackwardOptions",
-    "AdditiveOptions",
-    "AppendOptions",
-    "AttentionBackwardOptions",
-    "AttentionOptions",
-    "DecodeOptions",
-    "EncodeMemoryBackwardOptions",
-    "EncodeMemoryOptions",
-    "FlexOptions",
-    "HopfieldBackwardOptions",
-    "HopfieldOptions",
-    "LinearBackwardOptions",
-    "LinearOptions",
-    "LocalOptions",
-    "MemoryHopBackwardOptions",
-    "MemoryHopOptions",
-    "NoOptions",
-    "SinusoidalOptions",
-    "VarlenOptions",
-    "Weights",
-    "extended",
-    "largest_scale",
-    "same_memory",
-    "schema",
-    "served",
-    "shared",
-    "unserved",
-    "values_of",
-    "with_default",
-]
-
 Made = TypeVar("Made")
 
 # The weights to return: none, one matrix a head, their mean over the heads.

@@ -33,12 +33,6 @@ from fastattn.backends.primitives import (
     unserved,
 )
 
-__all__ = [
-    "scaled_dot_product_attention",
-    "scaled_dot_product_attention_backward",
-    "why_not",
-]
-
 # `why_not` declines most values of these options, each with its own reason.
 _SERVED = EVERYWHERE["scaled_dot_product_attention"] - {"partial"}
 _FLASH = 1  # of torch.nn.attention.SDPBackend

@@ -21,8 +21,6 @@ from fastattn.distributed._ulysses import head_attention
 from fastattn.distributed.layout import Layout, Run
 from fastattn.distributed.plan import cheapest
 
-__all__ = ["attention"]
-
 _METHODS = {"ring": ring_attention, "allgather": gathered_attention, "ulysses": head_attention}
 
 

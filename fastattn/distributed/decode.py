@@ -21,8 +21,6 @@ from fastattn.distributed._replicated import agreed, described, merged_states
 from fastattn.distributed.layout import Layout
 from fastattn.ops import decode as one_process
 
-__all__ = ["decode_attention"]
-
 _OP = "fastattn.distributed.decode_attention"
 
 

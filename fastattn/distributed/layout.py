@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fastattn.checks import wrong_type
 
-__all__ = ["Layout", "Run"]
-
 
 class Run(NamedTuple):
     """Consecutive rows of a rank that hold consecutive positions."""

@@ -23,8 +23,6 @@ from fastattn.distributed._replicated import agreed, described, enter
 from fastattn.ops import hopfield, memory_hops
 from fastattn.ops.hopfield import lowered
 
-__all__ = ["hopfield_retrieve", "memory_hop_attention"]
-
 _HOPS = "fastattn.distributed.memory_hop_attention"
 _RETRIEVE = "fastattn.distributed.hopfield_retrieve"
 

@@ -16,8 +16,6 @@ from fastattn.distributed._pairs import VisiblePairs
 from fastattn.distributed._ulysses import heads_divide
 from fastattn.distributed.layout import Layout
 
-__all__ = ["Plan", "Share", "cheapest", "plan"]
-
 _OP = "fastattn.distributed.plan"
 
 

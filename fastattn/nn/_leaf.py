@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_symbolic", "leaf"]
-
 
 def is_symbolic(x: object) -> bool:
     return isinstance(x, torch.fx.Proxy)

@@ -14,8 +14,6 @@ from fastattn.checks import check_dense
 from fastattn.nn._sizes import check_dropout, check_optional_sizes, check_sizes
 from fastattn.ops import additive_attention
 
-__all__ = ["AdditiveAttention", "BahdanauAttention"]
-
 
 class BahdanauAttention(nn.Module):
     r"""The attention of Bahdanau et al. 2015 (https://arxiv.org/abs/1409.0473), with projections.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from fastattn.nn._association import Association
 from fastattn.nn._sizes import check_dropout, check_optional_sizes, check_sizes
 
-__all__ = ["Hopfield", "HopfieldLayer", "HopfieldPooling"]
-
 _Input = Tensor | tuple[Tensor, ...]
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from fastattn.ops.linear import linear, products_are_scalar
 
-__all__ = ["Linear", "PatchEmbedding"]
-
 
 class Linear(nn.Linear):
     """``torch.nn.Linear`` on :func:`fastattn.nn.functional.linear`.

@@ -13,8 +13,6 @@ from fastattn.nn._sizes import check_dropout, check_optional_sizes, check_sizes
 from fastattn.ops import additive_attention
 from fastattn.ops.luong import METHODS, WINDOWS, luong_attention
 
-__all__ = ["GlobalAttention", "LuongAttention"]
-
 
 class LuongAttention(nn.Module):
     r"""The attention of Luong et al. 2015 (https://arxiv.org/abs/1508.04025), with its weights.

@@ -12,8 +12,6 @@ from fastattn import checks
 from fastattn.ops import encode_memory, memory_hop_attention
 from fastattn.ops.encode_memory import ENCODINGS
 
-__all__ = ["MemN2N", "insert_empty_memories"]
-
 TYINGS = ("adjacent", "layerwise")
 
 

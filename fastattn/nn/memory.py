@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from fastattn.nn._sizes import check_optional_sizes, check_sizes
 from fastattn.ops import scaled_dot_product_attention
 
-__all__ = ["KeyValueMemory"]
-
 
 class KeyValueMemory(nn.Module):
     r"""Slots of keys and values: append rows, overwrite the most similar slot, read by attention.

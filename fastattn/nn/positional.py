@@ -12,8 +12,6 @@ from fastattn.checks import check_dense
 from fastattn.nn._sizes import check_sizes
 from fastattn.ops.sinusoidal import check_options, locate, sinusoidal_encoding
 
-__all__ = ["LearnedPositionalEncoding", "SinusoidalPositionalEncoding"]
-
 
 class _PositionalEncoding(nn.Module):
     """The common part: the order of the dimensions, the scale, and dropout."""

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from fastattn.bias import T5, Window2d
 
-__all__ = ["RelativeBias", "T5RelativeBias", "WindowRelativeBias"]
-
 
 def _check_size(name: str, size: int, least: int) -> None:
     if not isinstance(size, int) or size < least:

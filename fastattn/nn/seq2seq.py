@@ -25,8 +25,6 @@ from fastattn.nn.transformer import (
     TransformerEncoderLayer,
 )
 
-__all__ = ["Transformer"]
-
 
 class Transformer(nn.Transformer, ContextParallel):
     r"""The Transformer of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762).

@@ -16,13 +16,6 @@ from fastattn.nn._encoder_layer import FusedEncoder, FusedEncoderLayer
 from fastattn.nn._leaf import is_symbolic, leaf
 from fastattn.nn._replacement import replace_linear, replace_mha
 
-__all__ = [
-    "TransformerDecoder",
-    "TransformerDecoderLayer",
-    "TransformerEncoder",
-    "TransformerEncoderLayer",
-]
-
 
 class TransformerEncoderLayer(FusedEncoderLayer, nn.TransformerEncoderLayer, ContextParallel):
     """``torch.nn.TransformerEncoderLayer`` on fused attention.

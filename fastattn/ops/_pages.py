@@ -11,8 +11,6 @@ from fastattn import checks
 from fastattn.eager import runs_eagerly
 from fastattn.ops.varlen import check_starts
 
-__all__ = ["gather_pages"]
-
 _OP = "flash_attn_varlen_func"
 
 

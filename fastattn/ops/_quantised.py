@@ -12,8 +12,6 @@ from fastattn import checks
 from fastattn.backends.primitives import QUANTISED, same_memory
 from fastattn.eager import runs_eagerly
 
-__all__ = ["check_memory", "check_rotated", "check_scales", "outside"]
-
 _OP = "decode_attention"
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from fastattn import checks, compat
 from fastattn.bias import T5, Window2d
 
-__all__ = ["fold_distances", "fold_relative_bias", "largest", "split_bias", "t5_buckets"]
-
 
 def fold_relative_bias(
     op: str, bias: Any, query: Tensor, k_len: int, offset: int

@@ -10,8 +10,6 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.eager import runs_eagerly
 
-__all__ = ["check_rotary"]
-
 _OP = "decode_attention"
 
 

@@ -10,8 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from fastattn.compat import is_first_vmap, transforms_active
 
-__all__ = ["used_rows"]
-
 
 def used_rows(
     tokens: Tensor, weight: Tensor, padding_idx: int | None

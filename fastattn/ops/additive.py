@@ -16,8 +16,6 @@ from fastattn.call import Plans
 from fastattn.checks import shape_of
 from fastattn.library import Operator
 
-__all__ = ["additive_attention"]
-
 _NAME = "additive_attention"
 plans = Plans()
 

@@ -15,8 +15,6 @@ from fastattn.call import with_arguments_of
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 
-__all__ = ["AttentionStats", "attention_stats"]
-
 _OP = "attention_stats"
 # The number of queries whose weights are in memory at once. It is a constant, so the order of the
 # sums over queries does not depend on the batch.

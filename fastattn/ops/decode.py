@@ -20,8 +20,6 @@ from fastattn.ops._quantised import check_memory, check_rotated, check_scales, o
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias
 from fastattn.ops._rotary import check_rotary
 
-__all__ = ["decode_attention"]
-
 _OP = "decode_attention"
 plans = Plans(rows=3)
 _NOT_ROTATED = AppendOptions()

@@ -16,8 +16,6 @@ from fastattn.eager import nothing_watches
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
 
-__all__ = ["encode_memory", "encoding_factors"]
-
 plans = Plans()
 _INTEGERS = (torch.int64, torch.int32)
 ENCODINGS = ("position", "centered", "bow")

@@ -11,8 +11,6 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
-__all__ = ["hard_attention"]
-
 _NAME = "hard_attention"
 _ESTIMATORS = ("reinforce", "straight_through", "gumbel")
 

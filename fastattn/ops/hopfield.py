@@ -21,8 +21,6 @@ from fastattn.compat import any_requires_grad
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 
-__all__ = ["hopfield_retrieve"]
-
 _NAME = "hopfield_retrieve"
 plans = Plans(rows=3)
 _STOPS = ("query", "head")

@@ -9,8 +9,6 @@ from fastattn import checks
 from fastattn.ops.hopfield import check_beta, check_patterns, lifted, lifted_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
-__all__ = ["hopfield_energy"]
-
 _NAME = "hopfield_energy"
 _SMALL = 1 / 32  # float32 has enough digits for the default beta of up to 1024 columns
 

@@ -15,8 +15,6 @@ from fastattn.backends.primitives import LinearOptions
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator, watchers
 
-__all__ = ["linear", "products_are_scalar"]
-
 _OPTIONS, _OURS = LinearOptions(), LinearOptions(gemm="ours")
 _TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _IN_16_BITS = (torch.bfloat16, torch.float16)

@@ -15,8 +15,6 @@ from fastattn.call import Plans
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
-__all__ = ["luong_attention"]
-
 _NAME = "luong_attention"
 plans = Plans()
 METHODS = ("dot", "general", "concat")

@@ -15,8 +15,6 @@ from fastattn.call import Plans, with_arguments_of
 from fastattn.checks import shape_of
 from fastattn.library import Operator
 
-__all__ = ["memory_hop_attention"]
-
 _NAME = "memory_hop_attention"
 plans = Plans()
 _ACTIVATIONS = ("none", "relu", "tanh", "sigmoid")

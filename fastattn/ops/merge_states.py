@@ -13,8 +13,6 @@ from fastattn.backends.primitives import NoOptions
 from fastattn.checks import name_of
 from fastattn.library import Operator
 
-__all__ = ["merge_states"]
-
 _NAME = "merge_states"
 
 

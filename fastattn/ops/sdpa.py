@@ -20,8 +20,6 @@ from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops._disentangled import fold_image, fold_terms
 from fastattn.ops._relative_bias import fold_relative_bias, split_bias
 
-__all__ = ["scaled_dot_product_attention"]
-
 _NAME = "scaled_dot_product_attention"
 plans = Plans(rows=3)
 

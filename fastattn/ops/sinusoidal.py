@@ -16,8 +16,6 @@ from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.library import Operator
 from fastattn.sinusoids import LAYOUTS
 
-__all__ = ["sinusoidal_encoding", "sinusoidal_table"]
-
 plans = Plans()
 # Up to so many elements, writing them twice takes less time than a function of autograd in Python.
 _FEW_ELEMENTS = 32768

@@ -180,7 +180,6 @@ def test_every_gpu_of_a_machine_has_its_own_record(own: Path) -> None:
 class Kernels(ModuleType):
     """Merges states by the reference."""
 
-    __all__ = ("merge_states",)
     merge_states = staticmethod(reference.merge_states)
 
     def why_not(self, *args: Any) -> list[str]:

@@ -137,8 +137,6 @@ def test_medians_of_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Backend(ModuleType):
-    __all__ = (OP,)
-
     def __init__(self, wrong: float = 0.0, error: Exception | None = None) -> None:
         super().__init__("backend")
         self.wrong, self.error = wrong, error

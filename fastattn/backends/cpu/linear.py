@@ -28,8 +28,6 @@ from fastattn import _cpu, compat, evidence
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 
-__all__ = ["faster_than_torch", "gemm_of", "gemms_of", "linear", "linear_backward", "rule"]
-
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
 _IN_16_BITS = {
     torch.bfloat16: compat.onednn_has_bfloat16,

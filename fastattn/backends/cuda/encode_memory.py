@@ -15,8 +15,6 @@ from fastattn import _cuda
 from fastattn.backends.cuda.operands import launched
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions
 
-__all__ = ["encode_memory_backward"]
-
 _encode_memory_backward = launched(_cuda.encode_memory_backward)
 
 

@@ -12,8 +12,6 @@ from fastattn import _cuda
 from fastattn.backends.cuda.operands import INFO
 from fastattn.backends.primitives import MemoryHopOptions
 
-__all__ = ["REASONS"]
-
 _MAX_LENGTH = 2**30  # kMaxLength in csrc/cuda/params.h
 _MAX_WIDTH: int = INFO["widths"][-1]
 _MAX_HOP_WIDTH: int = _cuda.max_hop_width

@@ -14,12 +14,6 @@ from fastattn.backends._partial import partial_gradients
 from fastattn.backends.cuda.operands import launched
 from fastattn.backends.primitives import AttentionBackwardOptions, VarlenOptions
 
-__all__ = [
-    "scaled_dot_product_attention",
-    "scaled_dot_product_attention_backward",
-    "varlen_attention_backward",
-]
-
 scaled_dot_product_attention = launched(_cuda.scaled_dot_product_attention)
 _attention_backward = launched(_cuda.scaled_dot_product_attention_backward)
 _varlen_backward = launched(_cuda.varlen_attention_backward)

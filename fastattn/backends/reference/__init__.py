@@ -46,39 +46,6 @@ from fastattn.backends.reference.sdpa import (
 from fastattn.backends.reference.sinusoidal import sinusoidal_encoding
 from fastattn.backends.reference.varlen import varlen_attention, varlen_attention_backward
 
-__all__ = [
-    "additive_attention",
-    "additive_attention_backward",
-    "append_to_cache",
-    "attend",
-    "decode_attention",
-    "dropout_keep",
-    "encode_memory",
-    "encode_memory_backward",
-    "flex_attention",
-    "flex_attention_backward",
-    "hop_states",
-    "hopfield_retrieve",
-    "hopfield_retrieve_backward",
-    "hopfield_states",
-    "linear",
-    "linear_backward",
-    "local_attention",
-    "local_attention_backward",
-    "memory_hop_attention",
-    "memory_hop_attention_backward",
-    "merge_states",
-    "merge_states_backward",
-    "philox4x32",
-    "quantise",
-    "scaled_dot_product_attention",
-    "scaled_dot_product_attention_backward",
-    "sinusoidal_encoding",
-    "varlen_attention",
-    "varlen_attention_backward",
-    "why_not",
-]
-
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why this backend cannot run ``op``: there are none."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from fastattn.backends._mask_program import FIELDS, PADDING, Kind
 
-__all__ = ["visible_by_program"]
-
 
 def visible_by_program(
     program: Tensor, batch: int, q_len: int, k_len: int, packed_keys: Tensor | None = None

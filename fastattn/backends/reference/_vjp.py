@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["gradients"]
-
 
 def gradients(
     forward: Callable[..., Sequence[Tensor]],

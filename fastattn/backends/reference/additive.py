@@ -20,8 +20,6 @@ from fastattn.backends.reference._masked import (
 )
 from fastattn.backends.reference._vjp import gradients
 
-__all__ = ["additive_attention", "additive_attention_backward"]
-
 
 def additive_attention(
     query: Tensor,  # [B, Tq, A]

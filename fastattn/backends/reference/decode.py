@@ -20,8 +20,6 @@ from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
 from fastattn.eager import runs_eagerly
 
-__all__ = ["append_to_cache", "decode_attention", "elements", "quantise", "rotate"]
-
 
 def decode_attention(
     query: Tensor,  # [B, Hq, Lq, D]

@@ -9,8 +9,6 @@ from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemo
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.eager import runs_eagerly
 
-__all__ = ["encode_memory", "encode_memory_backward"]
-
 
 def encode_memory(
     tokens: Tensor,  # [R, B, N, J] int64

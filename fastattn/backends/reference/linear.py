@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 
-__all__ = ["linear", "linear_backward"]
-
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, options: LinearOptions

@@ -13,8 +13,6 @@ from fastattn.backends.primitives import LocalOptions
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference._vjp import gradients
 
-__all__ = ["local_attention", "local_attention_backward"]
-
 
 def local_attention(
     query: Tensor,  # [B, Lq, D]

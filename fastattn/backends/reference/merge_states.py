@@ -10,8 +10,6 @@ from torch import Tensor
 from fastattn.backends.primitives import NoOptions
 from fastattn.backends.reference._masked import INF
 
-__all__ = ["merge_states", "merge_states_backward"]
-
 
 def merge_states(
     out_a: Tensor,  # [..., L, Dv]

@@ -54,8 +54,6 @@ from fastattn.backends.reference._masked import (
 )
 from fastattn.backends.reference._vjp import gradients
 
-__all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
-
 
 def scaled_dot_product_attention(
     query: Tensor,  # [B, Hq, Lq, D]

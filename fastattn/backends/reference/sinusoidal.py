@@ -9,8 +9,6 @@ from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.sinusoids import encode_positions
 
-__all__ = ["sinusoidal_encoding"]
-
 
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]

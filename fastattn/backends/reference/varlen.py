@@ -20,8 +20,6 @@ from fastattn.backends.reference._masked import INF
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
 
-__all__ = ["varlen_attention", "varlen_attention_backward"]
-
 
 def varlen_attention(
     query: Tensor,  # [Tq, Hq, D]

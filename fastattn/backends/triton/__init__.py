@@ -34,28 +34,6 @@ from fastattn.backends.triton.sdpa import (
 from fastattn.backends.triton.sinusoidal import sinusoidal_encoding
 from fastattn.backends.triton.varlen import varlen_attention, varlen_attention_backward
 
-__all__ = [
-    "INTERPRETED",
-    "additive_attention",
-    "additive_attention_backward",
-    "append_to_cache",
-    "decode_attention",
-    "encode_memory",
-    "encode_memory_backward",
-    "hopfield_retrieve",
-    "hopfield_retrieve_backward",
-    "memory_hop_attention",
-    "memory_hop_attention_backward",
-    "merge_states",
-    "merge_states_backward",
-    "scaled_dot_product_attention",
-    "scaled_dot_product_attention_backward",
-    "sinusoidal_encoding",
-    "varlen_attention",
-    "varlen_attention_backward",
-    "why_not",
-]
-
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _OLDEST = (8, 0)
 _WIDEST = 512

@@ -21,19 +21,6 @@ from fastattn.backends.triton._sdpa_backward_biases import attention_backward_ta
 from fastattn.backends.triton._sdpa_forward import attention_forward
 from fastattn.backends.triton._table import Launch
 
-__all__ = [
-    "Attention",
-    "Cotangents",
-    "attend",
-    "differentiate",
-    "differentiate_table",
-    "options_of",
-    "pairs",
-    "positive_scale",
-    "statistics",
-    "widths_of",
-]
-
 _UNLIMITED = 2**30  # larger than any distance of two positions, and an int32
 _PARTS = 64  # packed sequences share so many gradients of a table, so their number costs no memory
 

@@ -17,18 +17,6 @@ from fastattn.backends._precision import allows_tf32
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._table import Launch, choose
 
-__all__ = [
-    "INTERPRETED",
-    "Recording",
-    "block_of",
-    "launch",
-    "operand",
-    "options_of",
-    "plan",
-    "precision",
-    "recording",
-]
-
 # Triton reads the variable once, when a kernel is defined.
 INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0") == "1"
 

@@ -24,8 +24,6 @@ from fastattn.backends.primitives import (
     extended,
 )
 
-__all__ = ["fastest", "search"]
-
 _FASTER = 0.98  # required ratio of times; a smaller gain is noise
 _Call = Callable[[], Any]
 

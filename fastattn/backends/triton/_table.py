@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["ARCHITECTURES", "Launch", "choose", "table_of", "trying"]
-
 
 class Launch(NamedTuple):
     BM: int  # queries

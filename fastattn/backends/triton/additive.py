@@ -24,8 +24,6 @@ from fastattn.backends.triton._attend import options_of
 from fastattn.backends.triton._core import Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
 
-__all__ = ["additive_attention", "additive_attention_backward"]
-
 
 def additive_attention(
     query: Tensor,  # [B, Tq, A]

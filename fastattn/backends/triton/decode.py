@@ -18,8 +18,6 @@ from fastattn.backends.triton._decode_kernels import (
 from fastattn.backends.triton._launch import block_of, launch, operand, plan
 from fastattn.backends.triton._table import Launch
 
-__all__ = ["append_to_cache", "decode_attention"]
-
 # A chunk is enough work for a program, and small enough that one long sequence fills a GPU. More
 # than WAYS programs per head are not needed to fill it; where sequences are shorter than the cache,
 # most of them would do nothing.

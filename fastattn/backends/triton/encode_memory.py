@@ -16,8 +16,6 @@ from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
 
-__all__ = ["encode_memory", "encode_memory_backward"]
-
 _TILE = Launch(16, 64, 4, 1)  # sentences, or words at a time, and columns; memory bound
 
 

@@ -30,8 +30,6 @@ from fastattn.backends.triton.memory_hops import (
     run_forward,
 )
 
-__all__ = ["TOGETHER", "hopfield_retrieve", "hopfield_retrieve_backward"]
-
 TOGETHER = 16  # the most queries that can stop together: those of one tile
 _ULPS = 4
 ROUND = 256  # steps per call of a search without a limit, which may never converge

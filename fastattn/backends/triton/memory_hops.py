@@ -19,8 +19,6 @@ from fastattn.backends.triton._memory_hops_kernels import (
     hops_forward,
 )
 
-__all__ = ["memory_hop_attention", "memory_hop_attention_backward"]
-
 
 def memory_hop_attention(
     query: Tensor,  # [B, D] or [B, Q, D]

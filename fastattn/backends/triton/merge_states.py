@@ -19,8 +19,6 @@ from fastattn.backends.triton._core import INF, Operand
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
 
-__all__ = ["merge_states", "merge_states_backward"]
-
 _TILE = Launch(16, 64, 4, 1)  # rows, columns at a time
 
 

@@ -26,8 +26,6 @@ from fastattn.backends.triton._launch import launch, operand, plan
 from fastattn.backends.triton._sdpa_backward_biases import attention_backward_mask
 from fastattn.backends.triton._sdpa_forward import attention_weights
 
-__all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
-
 
 def scaled_dot_product_attention(
     query: Tensor,  # [B, Hq, Lq, D]

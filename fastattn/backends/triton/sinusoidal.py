@@ -17,8 +17,6 @@ from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
 from fastattn.sinusoids import sinusoids
 
-__all__ = ["sinusoidal_encoding"]
-
 _TILE = Launch(16, 64, 4, 1)  # rows, columns; memory bound: any width of at least one cache line
 
 QUARTER = tl.constexpr(2**62)

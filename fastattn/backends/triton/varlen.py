@@ -17,8 +17,6 @@ from fastattn.backends.triton._attend import (
 )
 from fastattn.backends.triton._core import Options
 
-__all__ = ["varlen_attention", "varlen_attention_backward"]
-
 
 def varlen_attention(
     query: Tensor,  # [Tq, Hq, D]

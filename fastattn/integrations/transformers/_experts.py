@@ -11,8 +11,6 @@ from torch import Tensor
 from fastattn.eager import runs_eagerly
 from fastattn.nn.functional import linear
 
-__all__ = ["experts_forward", "experts_interface"]
-
 
 def experts_interface() -> Any:
     """transformers' registry of functions for experts; None in versions without one."""
