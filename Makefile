@@ -84,7 +84,7 @@ test-slow: build $(VENV)/.stamp-test ## random search, every launch compiled, pa
 # universalmutator without the packages that only its other modes need.
 mutants: build $(VENV)/.stamp-test ## change random lines of kernels: do the cases catch it? An hour; ARGS="--language cuda --minutes 5"
 	$(PIP) install --quiet --no-deps universalmutator==1.14.1
-	$(BIN)/python tests/mutate.py $(ARGS)
+	$(BIN)/python tools/mutate.py $(ARGS)
 
 # All other tests run on one instruction set, except those that go through all of them.
 test-isas: build $(VENV)/.stamp-test ## every case on every instruction set of this machine, and all tests but the slow ones

@@ -56,7 +56,7 @@ def _is_for_the_slow_run(n: int, case: Case) -> bool:
 # keeps its bound in 16 bits.
 BEYOND = pytest.mark.xfail(reason="a limit of float32: Limits in docs/gpu-kernels.md")
 
-# Between them these meet every part of the kernels: tests/mutate.py judges by them.
+# Between them these meet every part of the kernels: tools/mutate.py judges by them.
 NAMES = """head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask-padding-poison
 mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causal mask-steep
 window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layout-transposed

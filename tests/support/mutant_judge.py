@@ -1,4 +1,4 @@
-"""Runs the cases of a changed kernel until one fails: the process that tests/mutate.py starts.
+"""Runs the cases of a changed kernel until one fails: the process that tools/mutate.py starts.
 
     python mutant_judge.py LANGUAGE UNIT FOLDER SECONDS
 
