@@ -5,17 +5,15 @@ Angles are 64-bit fractions of a turn, so products wrap correctly; see ``fastatt
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends._sinusoidal import encoding_on
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
-from fastattn.sinusoids import sinusoids
 
 _TILE = Launch(16, 64, 4, 1)  # rows, columns; memory bound: any width of at least one cache line
 
@@ -89,55 +87,38 @@ def encode_rows(
     tl.store(out.p + i_b * out.b + i_h * out.h + o_out, y, mask=m_x)
 
 
-@functools.lru_cache(maxsize=64)
-def _table(
-    width: int, layout: str, max_timescale: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Frequencies and phases on the device."""
-    table = sinusoids(width, layout, max_timescale)
-    frequency, phase = (
-        torch.frombuffer(column, dtype=torch.int64)[:width].to(device, copy=True)
-        for column in (table.frequency, table.phase)
-    )
-    return frequency, phase
-
-
-def sinusoidal_encoding(
-    x: Tensor,  # [..., L, D]
-    positions: Tensor | None,  # [..., L] int64, broadcasts to x
+def _encode(
+    x: Tensor,  # [(B, (H,)) L, D]
+    positions: Tensor | None,  # broadcasts to [(B, (H,)) L]
     *,
     options: SinusoidalOptions,
+    columns: tuple[Tensor, ...],
+    offset: int | None,
+    out: Tensor | None,
 ) -> Tensor:
-    """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
-    out = target = torch.empty_like(x)
-    if x.numel() == 0:
-        return out
+    out = torch.empty_like(x) if out is None else out
     if positions is not None:
         positions = positions.expand(x.shape[:-1])
-    if x.ndim > 4:  # the kernel's rank; leading dimensions that cannot be merged are copied
-        x, target = x.flatten(0, -4), out.flatten(0, -4)
-        positions = None if positions is None else positions.flatten(0, -3)
     missing = (None,) * (4 - x.ndim)
-    frequency, phase = _table(x.shape[-1], options.layout, options.max_timescale, x.device)
-    lifted, lifted_out = x[missing], target[missing]
-    batch, heads, rows, width = lifted.shape
+    batch, heads, rows, width = x[missing].shape
     launch(
         encode_rows,
         _TILE,
         _TILE.tiles(rows, width) * batch * heads,
         x.device,
-        x=operand(lifted),
-        out=operand(lifted_out),
+        x=operand(x[missing]),
+        out=operand(out[missing]),
         positions=None if positions is None else operand(positions[missing].unsqueeze(-1)),
-        p_frequency=frequency,
-        p_phase=phase,
+        p_frequency=columns[0],
+        p_phase=columns[1],
         heads=heads,
         rows=rows,
         width=width,
-        offset=options.offset,
+        offset=options.offset if offset is None else offset,
         scale=options.scale,
         padding=options.padding_idx,
     )
-    if target.data_ptr() != out.data_ptr():
-        out.copy_(target.view(out.shape))
     return out
+
+
+sinusoidal_encoding = encoding_on(_encode)
