@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import extended
+from fastattn.backends.primitives import extended, is_wanted
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 
 if TYPE_CHECKING:
@@ -54,12 +54,7 @@ class Derivative:
 
     def wants(self, options: Any, n: int) -> bool:
         """Whether gradient n is computed at all; the other ones are empty."""
-        name = self.gives.split()[n]
-        if hasattr(options, "needed"):
-            return n == 0 or bool(options.needed >> n & 1)
-        if name == "attn_mask":
-            return bool(options.needs_mask_grad)
-        return bool(getattr(options, name, True))
+        return is_wanted(options, n, self.gives.split()[n])
 
     def operator_of(self, operator: Operator) -> Operator:
         """The backward operator."""

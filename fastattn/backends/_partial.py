@@ -6,7 +6,8 @@ is that of the merge, and then that of these keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions
+
+Gradients = Callable[..., tuple[Tensor | None, ...]]
 
 
 def gradients_of_part(
@@ -37,21 +40,29 @@ def gradients_of_part(
     return grad_out, share * grad_lse
 
 
-def partial_gradients(
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    given: Sequence[Tensor | None],  # the gradients of out, lse and weights
-    tensors: Sequence[Tensor | None],  # of the forward: query, key, value, ...
-    out: Tensor,  # [B, Hq, Lq, Dv] of all keys
-    lse: Tensor,  # [B, Hq, Lq] of all keys
-    options: AttentionBackwardOptions,
-) -> Any:
-    """What ``backward`` returns, for kernels that take rows of their own keys alone."""
-    grad_out, grad_lse, grad_weights = given
-    assert grad_weights is None
-    options = replace(options, partial=False, weights=0)
-    part, lse_of_part, _ = forward(*tensors, options=options)
-    # A whole lse of inf is that of other keys, so w is 0.
-    passed = gradients_of_part(grad_out, grad_lse, part, lse_of_part, out, lse)
-    seen = (*tensors[:6], part, lse_of_part, *tensors[6:])
-    return backward(*passed, None, *seen, options=options)
+def backward_of_part(forward: Callable[..., Any]) -> Callable[[Gradients], Gradients]:
+    """Let a backward function of attention, whose kernels take rows of their own keys, serve
+    ``partial`` too."""
+
+    def of_part(backward: Gradients) -> Gradients:
+        @functools.wraps(backward)  # so the dispatcher knows the tensors that it takes
+        def differentiate(
+            *tensors: Tensor | None, options: AttentionBackwardOptions
+        ) -> tuple[Tensor | None, ...]:
+            if not options.partial:
+                return backward(*tensors, options=options)
+            (grad_out, grad_lse, grad_weights), (out, lse) = tensors[:3], tensors[9:11]
+            assert out is not None
+            assert lse is not None
+            assert grad_weights is None
+            options = replace(options, partial=False, weights=0)
+            of_call, biases = tensors[3:9], tensors[11:]
+            part, lse_of_part, _ = forward(*of_call, *biases, options=options)
+            # A whole lse of inf is that of other keys, so w is 0.
+            passed = gradients_of_part(grad_out, grad_lse, part, lse_of_part, out, lse)
+            seen = (*of_call, part, lse_of_part, *biases)
+            return backward(*passed, None, *seen, options=options)
+
+        return differentiate
+
+    return of_part

@@ -289,6 +289,13 @@ def with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any],
     )
 
 
+def is_wanted(options: Any, n: int, name: str) -> bool:
+    """Whether a backward pass computes gradient n, that of the tensor ``name``."""
+    if hasattr(options, "needed"):
+        return n == 0 or bool(options.needed >> n & 1)
+    return bool(getattr(options, "needs_mask_grad" if name == "attn_mask" else name, True))
+
+
 def shared(record: type[Made], options: Any) -> Made:
     """The options that a record of another primitive has, too; its other ones have their defaults.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._partial import partial_gradients
+from fastattn.backends._partial import backward_of_part
 from fastattn.backends.cuda.operands import launched
 from fastattn.backends.primitives import AttentionBackwardOptions, VarlenOptions
 
@@ -19,18 +19,14 @@ _attention_backward = launched(_cuda.scaled_dot_product_attention_backward)
 _varlen_backward = launched(_cuda.varlen_attention_backward)
 
 
-@functools.wraps(_attention_backward)  # so the dispatcher knows the tensors that it takes
+@backward_of_part(scaled_dot_product_attention)
+@functools.wraps(_attention_backward)
 def scaled_dot_product_attention_backward(
     *tensors: Tensor | None, options: AttentionBackwardOptions
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
-    given, of_call, (out, lse), biases = tensors[:3], tensors[3:9], tensors[9:11], tensors[11:]
-    assert out is not None
+    lse, biases = tensors[10], tensors[11:]
     assert lse is not None
-    if options.partial:
-        forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
-        call = (*of_call, *biases)
-        return partial_gradients(forward, backward, given, call, out, lse, options)
     *grads, stats, of_table = _attention_backward(*tensors, options=options)
     return *grads, _grad_of_sinks(biases, lse, stats), of_table
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastattn.backends.primitives import is_wanted
 
 
 def gradients(
@@ -37,3 +41,36 @@ def gradients(
     for n, gradient in zip(places, found, strict=True):
         result[n] = gradient
     return tuple(result)
+
+
+def backward_of(
+    forward: Callable[..., Any], *, results: str, takes: str, gives: str
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward function of a definition, by names: the gradients of the tensors ``gives``.
+
+    It ``takes`` the gradients of ``results``, ``grad_<result>``, each of which may be None, and the
+    tensors of ``forward``. What ``forward`` returned is among them for the kernels; here it is
+    computed again. A gradient is None if its tensor is, or if the options do not want it.
+    """
+    names = takes.split()
+    of_forward = [p.name for p in _parameters(forward) if p.kind is not p.KEYWORD_ONLY]
+    places = {n: of_forward.index(name) for n, name in enumerate(gives.split())}
+
+    def backward(*tensors: Tensor | None, options: Any) -> tuple[Tensor | None, ...]:
+        named = dict(zip(names, tensors))  # noqa: B905  (optional ones at the end may be left out)
+        found = gradients(
+            functools.partial(forward, options=options),
+            [named.get(name) for name in of_forward],
+            [at for n, at in places.items() if is_wanted(options, n, of_forward[at])],
+            [named.get(f"grad_{name}") for name in results.split()],
+        )
+        return tuple(found[at] for at in places.values())
+
+    taken = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    options = [p for p in _parameters(forward) if p.kind is p.KEYWORD_ONLY]
+    backward.__signature__ = inspect.Signature([*taken, *options])  # type: ignore[attr-defined]
+    return backward
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    return inspect.signature(function).parameters.values()

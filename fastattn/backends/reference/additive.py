@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from fastattn.backends._precision import without_autocast
-from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
+from fastattn.backends.primitives import AdditiveOptions
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.backends.reference._masked import (
     INF,
@@ -18,7 +16,7 @@ from fastattn.backends.reference._masked import (
     visible_pairs,
     weighted_sum,
 )
-from fastattn.backends.reference._vjp import gradients
+from fastattn.backends.reference._vjp import backward_of
 
 
 def additive_attention(
@@ -40,45 +38,6 @@ def additive_attention(
         w_i  = softmax over j of e_ij + mask_ij, without excluded pairs; then dropout of head 0
         o_i  = sum_j w_ij value_j
     """
-    out, applied = attend_additively(query, key, value, v, bias, attn_mask, seed, options)
-    applied = applied if options.weights else applied.new_empty(0)
-    return out.to(query.dtype), applied.to(query.dtype)
-
-
-def additive_attention_backward(
-    grad_out: Tensor | None,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    attn_mask: Tensor | None,
-    seed: Tensor | None,
-    *,
-    options: AdditiveBackwardOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of query, key, value, v, bias and the mask, in its own shape.
-
-    They are the vector-Jacobian product of the forward, so they are differentiable again.
-    """
-    forward = functools.partial(additive_attention, options=options)
-    arguments = (query, key, value, v, bias, attn_mask, seed)
-    wanted = range(6 if options.needs_mask_grad else 5)
-    return gradients(forward, arguments, wanted, (grad_out, grad_weights))[:6]
-
-
-def attend_additively(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    attn_mask: Tensor | None,
-    seed: Tensor | None,
-    options: AdditiveOptions,
-) -> tuple[Tensor, Tensor]:
-    """Return ``(out, w)`` in the dtype of the computation."""
     (batch, q_len, _), k_len = query.shape, key.shape[1]
     compute = compute_dtype(query.dtype)
     distance = distances(q_len, k_len, 0, query.device)
@@ -101,7 +60,18 @@ def attend_additively(
             keep = dropout_keep((batch, 1, q_len, k_len), options.dropout_p, seed)[:, 0]
             w = torch.where(keep, w * kept_scale(options.dropout_p), 0.0)
         if visible is None:
-            return w @ value.to(compute), w
-        out = weighted_sum(w[:, None], value.to(compute)[:, None], (e != -INF)[:, None])[:, 0]
-        # A fully masked row passes no gradient, even if the incoming one is inf.
-        return torch.where(lse[..., None] == -INF, 0.0, out), w
+            out = w @ value.to(compute)
+        else:
+            out = weighted_sum(w[:, None], value.to(compute)[:, None], (e != -INF)[:, None])[:, 0]
+            # A fully masked row passes no gradient, even if the incoming one is inf.
+            out = torch.where(lse[..., None] == -INF, 0.0, out)
+    applied = w if options.weights else w.new_empty(0)
+    return out.to(query.dtype), applied.to(query.dtype)
+
+
+additive_attention_backward = backward_of(
+    additive_attention,
+    results="out weights",
+    takes="grad_out grad_weights query key value v bias attn_mask seed",
+    gives="query key value v bias attn_mask",
+)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from fastattn.backends._lost import nan_where_lost
 from fastattn.backends._precision import without_autocast
 from fastattn.backends.primitives import LocalOptions
 from fastattn.backends.reference._masked import compute_dtype
-from fastattn.backends.reference._vjp import gradients
+from fastattn.backends.reference._vjp import backward_of
 
 
 def local_attention(
@@ -71,21 +69,9 @@ def local_attention(
     return out.to(query.dtype), weights + of_weights
 
 
-def local_attention_backward(
-    grad_out: Tensor | None,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    padding: Tensor | None,
-    factor: Tensor | None,
-    weights: Tensor | None,
-    *,
-    options: LocalOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and positions; ``weights`` are recomputed."""
-    forward = functools.partial(local_attention, options=options)
-    arguments = (query, key, value, positions, padding, factor)
-    found: tuple[Tensor, ...] = gradients(forward, arguments, range(4), (grad_out, grad_weights))
-    return found[0], found[1], found[2], found[3]
+local_attention_backward = backward_of(
+    local_attention,
+    results="out weights",
+    takes="grad_out grad_weights query key value positions padding factor weights",
+    gives="query key value positions",
+)

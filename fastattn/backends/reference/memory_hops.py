@@ -16,20 +16,15 @@ if it holds NaN or inf, and a fully masked query has o = 0, p = 0.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import (
-    AttentionOptions,
-    MemoryHopBackwardOptions,
-    MemoryHopOptions,
-)
+from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
 from fastattn.backends.reference._masked import INF, compute_dtype, dot_products, finite
-from fastattn.backends.reference._vjp import gradients
+from fastattn.backends.reference._vjp import backward_of
 from fastattn.backends.reference.sdpa import attend
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -112,30 +107,13 @@ def hop_states(
     return first[0], first[1], first[2]
 
 
-def memory_hop_attention_backward(
-    grad_out: Tensor | None,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    hop_proj: Tensor | None,
-    memory_mask: Tensor | None,
-    memory_bias: Tensor | None,
-    trace: Tensor,
-    stats: Tensor,
-    *,
-    options: MemoryHopBackwardOptions,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of query, the memories, hop_proj and the bias, in their own shapes.
-
-    Bit n of ``needed`` requests gradient n; the others may be None. ``trace`` and ``stats``
-    are recomputed, not read.
-    """
-    forward = functools.partial(memory_hop_attention, options=options)
-    arguments = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
-    wanted = [n for bit, n in enumerate((0, 1, 2, 3, 5)) if n == 0 or options.needed >> bit & 1]
-    found = gradients(forward, arguments, wanted, (grad_out, None, None, grad_weights))
-    return *found[:4], found[5]
+memory_hop_attention_backward = backward_of(
+    memory_hop_attention,
+    results="out trace stats weights",
+    takes="grad_out grad_weights query in_memory out_memory hop_proj memory_mask memory_bias "
+    "trace stats",
+    gives="query in_memory out_memory hop_proj memory_bias",
+)
 
 
 def _memory_of_hop(memory: Tensor, hop: int) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import NoOptions
 from fastattn.backends.reference._masked import INF
+from fastattn.backends.reference._vjp import backward_of
 
 
 def merge_states(
@@ -45,25 +44,9 @@ def merge_states(
     return (a + b).to(out_a.dtype), lse.to(lse_a.dtype)
 
 
-def merge_states_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    *,
-    options: NoOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of out_a, lse_a, out_b and lse_b."""
-    leaves = (out_a, lse_a, out_b, lse_b)
-    given = [(n, grad) for n, grad in enumerate((grad_out, grad_lse)) if grad is not None]
-    if not given:
-        return tuple(torch.zeros_like(leaf) for leaf in leaves)  # type: ignore[return-value]
-
-    def forward(*leaves: Tensor) -> Any:
-        results = merge_states(*leaves, options=options)
-        return tuple(results[n] for n, _ in given)
-
-    grads: Any = torch.func.vjp(forward, *leaves)[1](tuple(grad for _, grad in given))
-    return tuple(grads)
+merge_states_backward = backward_of(
+    merge_states,
+    results="out lse",
+    takes="grad_out grad_lse out_a lse_a out_b lse_b",
+    gives="out_a lse_a out_b lse_b",
+)

@@ -30,16 +30,15 @@ Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), see
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.backends._partial import partial_gradients
+from fastattn.backends._partial import backward_of_part
 from fastattn.backends._precision import without_autocast
-from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.backends.reference._masked import (
@@ -52,7 +51,7 @@ from fastattn.backends.reference._masked import (
     visible_pairs,
     weighted_sum,
 )
-from fastattn.backends.reference._vjp import gradients
+from fastattn.backends.reference._vjp import backward_of
 
 
 def scaled_dot_product_attention(
@@ -101,50 +100,17 @@ def scaled_dot_product_attention(
     return out.to(query.dtype), lse.double(), applied
 
 
-def scaled_dot_product_attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    positions: Tensor | None = None,
-    mask_program: Tensor | None = None,
-    position_query: Tensor | None = None,
-    query_table: Tensor | None = None,
-    key_table: Tensor | None = None,
-    distance_buckets: Tensor | None = None,
-    row_bias: Tensor | None = None,
-    column_bias: Tensor | None = None,
-    *,
-    options: AttentionBackwardOptions,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
-
-    The others are the gradients of sinks, relative_bias, position_query, both tables, row_bias and
-    column_bias. All are the
-    vector-Jacobian product of the forward by ``torch.func.vjp``, so they are differentiable again
-    in all arguments. ``out`` and ``lse`` are recomputed, not read.
-    """
-    terms = position_query, query_table, key_table, distance_buckets, row_bias, column_bias
-    of_scores = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
-    biases = (*of_scores, *terms)
-    if options.partial:
-        forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
-        given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
-        return partial_gradients(forward, backward, given, tensors, out, lse, options)
-    function = functools.partial(scaled_dot_product_attention, options=options)
-    wanted = (0, 1, 2, *([3] if options.needs_mask_grad else []), 6, 7, 10, 11, 12, 14, 15)
-    given = (grad_out, grad_lse, grad_weights)
-    found = gradients(function, (query, key, value, *biases), wanted, given)
-    return *found[:4], *found[6:8], *found[10:13], *found[14:]
+scaled_dot_product_attention_backward = backward_of_part(scaled_dot_product_attention)(
+    backward_of(
+        scaled_dot_product_attention,
+        results="out lse weights",
+        takes="grad_out grad_lse grad_weights query key value attn_mask alibi_slopes seed out lse "
+        "sinks relative_bias positions mask_program position_query query_table key_table "
+        "distance_buckets row_bias column_bias",
+        gives="query key value attn_mask sinks relative_bias position_query query_table key_table "
+        "row_bias column_bias",
+    )
+)
 
 
 def attend(

@@ -7,8 +7,6 @@ these positions too, with the index of the sequence as the batch.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from fastattn.backends.primitives import AttentionOptions, VarlenOptions, shared
 from fastattn.backends.reference._dropout import WORD, keep_threshold, philox4x32
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.backends.reference._masked import INF
-from fastattn.backends.reference._vjp import gradients
+from fastattn.backends.reference._vjp import backward_of
 from fastattn.backends.reference.sdpa import attend
 
 
@@ -86,33 +84,13 @@ def varlen_attention(
     return out[0].transpose(0, 1).to(query.dtype), lse
 
 
-def varlen_attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    mask_program: Tensor | None = None,
-    *,
-    options: VarlenOptions,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value, sinks and relative bias, or None.
-
-    They are the vector-Jacobian product of the forward.
-    """
-    forward = functools.partial(varlen_attention, options=options)
-    others = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks, relative_bias, mask_program)
-    given = (grad_out, grad_lse)
-    found = gradients(forward, (query, key, value, *others), (0, 1, 2, 7, 8), given)
-    return *found[:3], *found[7:9]
+varlen_attention_backward = backward_of(
+    varlen_attention,
+    results="out lse",
+    takes="grad_out grad_lse query key value cu_seqlens_q cu_seqlens_k alibi_slopes seed out lse "
+    "sinks relative_bias mask_program",
+    gives="query key value sinks relative_bias",
+)
 
 
 def _keep(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tensor:

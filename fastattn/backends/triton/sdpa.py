@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import summed_to
-from fastattn.backends._partial import partial_gradients
+from fastattn.backends._partial import backward_of_part
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.triton._attend import (
     Attention,
@@ -76,6 +76,7 @@ def scaled_dot_product_attention(
     return out, lse, applied[:, 0] if averaged else applied
 
 
+@backward_of_part(scaled_dot_product_attention)
 def scaled_dot_product_attention_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -97,10 +98,6 @@ def scaled_dot_product_attention_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
-    if options.partial:
-        forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
-        cotangents, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
-        return partial_gradients(forward, backward, cotangents, tensors, out, lse, options)
     batch, heads = query.shape[:2]
     given = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and options.weights == 2:
