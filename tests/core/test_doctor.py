@@ -310,8 +310,8 @@ def test_flushed_subnormals_are_seen() -> None:
 @pytest.mark.complete
 def test_it_sees_what_a_module_of_the_program_changes(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import torch\ntorch.set_num_threads(1000)\n")
-    done = run_python("-m", "fastattn", "doctor", "--import", "program", cwd=tmp_path, timeout=120)
-    assert done.returncode == 1, done.stderr
+    command = ("-m", "fastattn", "doctor", "--import", "program")
+    done = run_python(*command, cwd=tmp_path, timeout=120, status=1)
     assert "problem: torch runs 1000 threads" in done.stdout
 
 

@@ -84,7 +84,6 @@ _LATER = """
 
 def _lines_of(script: str, *arguments: str) -> list[str]:
     done = run_python("-c", script, *arguments)
-    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 

@@ -38,7 +38,6 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.mark.complete
 def test_it_needs_no_numpy() -> None:
     done = run_python("-W", "ignore", "-c", WITHOUT_NUMPY, *ONE)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "all 4 checks passed" in done.stdout
 
 

@@ -46,6 +46,7 @@ end = x.data_ptr() + x.numel() * 4
 print(ctypes.string_at(end - 1, 1) is not None, flush=True)
 print(ctypes.string_at(end, 1))
 """,
+        status=None,
     )
     assert child.stdout == "True\n"
     assert child.returncode != 0  # killed by a signal, which a sanitizer may catch

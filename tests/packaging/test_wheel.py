@@ -46,8 +46,7 @@ OTHERS = {name: python for name in NAMES if (python := interpreter(name))}
 @pytest.fixture(scope="session")
 def tools() -> Path:
     """The tools of `make wheel`, in the versions that it pins."""
-    done = run(["make", "build/wheels/.stamp-tools", f"PYTHON={sys.executable}"], ROOT)
-    assert done.returncode == 0, done.stderr
+    run(["make", "build/wheels/.stamp-tools", f"PYTHON={sys.executable}"], ROOT)
     return ROOT / "build/wheels/tools"
 
 
@@ -59,8 +58,7 @@ def make_wheel(source: Path, tools: Path, *variables: str, **environment: str) -
     os.utime(source / ".ci/requirements/wheel.txt", (0, 0))
     (folder / ".stamp-tools").touch()
     settings = {"SOURCE_DATE_EPOCH": "1700000000", "FASTATTN_CPU_ISAS": "native"}
-    done = run(["make", "wheel", *variables], source, timeout=1800, **settings, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(["make", "wheel", *variables], source, timeout=1800, **settings, **environment)
     return sorted((source / "dist").iterdir(), key=lambda path: path.suffix == ".whl")
 
 
@@ -111,17 +109,15 @@ def test_a_wheel_installs_and_runs_without_a_compiler(wheels: list[Path], elsewh
     python = elsewhere / "bin/python"
     wheel = wheel_for(PYTHON, wheels)
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel]
-    done = run(install, elsewhere)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(install, elsewhere)
     bare = {"PATH": "/nowhere", "FASTATTN_CACHE_DIR": "/nonexistent"}
-    verified = run([elsewhere / "bin/fastattn", "verify", "--quick"], elsewhere, **bare)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
-    examined = run([elsewhere / "bin/fastattn", "doctor", "--json"], elsewhere, **bare)
+    run([elsewhere / "bin/fastattn", "verify", "--quick"], elsewhere, **bare)
+    doctor = [elsewhere / "bin/fastattn", "doctor", "--json"]
+    examined = run(doctor, elsewhere, fails=None, **bare)
     found = json.loads(examined.stdout)
     assert found["native_core"] is found["fresh_build"] is None, examined.stdout
     bench = [elsewhere / "bin/fastattn", "bench", "run", "--shapes", "sdpa B=1,H=2,L=64,D=32"]
-    measured = run([*bench, "--time-budget", "5", "--out", "results"], elsewhere, **bare)
-    assert measured.returncode == 0, measured.stdout + measured.stderr
+    run([*bench, "--time-budget", "5", "--out", "results"], elsewhere, **bare)
     assert (elsewhere / "results/results.json").exists()
     script = "import fastattn._cpu as c; print(c.__file__)"
     where = run([python, "-c", script], elsewhere, **bare)
@@ -140,18 +136,15 @@ def promised_torch() -> list[str]:
 def test_a_wheel_runs_with_this_torch(version: str, wheels: list[Path], tmp_path: Path) -> None:
     """Into an environment that has nothing, by pip, with gigabytes where it finds no CPU build."""
     environment = tmp_path / "environment"
-    made = run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
-    assert made.returncode == 0, made.stderr
+    run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
     pages = os.environ.get("TORCH_WHEELS", "https://download.pytorch.org/whl/cpu/torch/")
     install = [sys.executable, "-m", "pip", "--python", environment / "bin/python", "install"]
     links = [f"--find-links={page}" for page in pages.split()]
     wanted = [f"torch=={version}", wheel_for(PYTHON, wheels)]
-    done = run([*install, *links, *wanted], tmp_path, timeout=3600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run([*install, *links, *wanted], tmp_path, timeout=3600)
     bare = {"PATH": "/nowhere", "FASTATTN_CACHE_DIR": "/nonexistent"}
     for command in (["verify", "--quick"], ["info"]):
         shown = run([environment / "bin/fastattn", *command], tmp_path, **bare)
-        assert shown.returncode == 0, shown.stdout + shown.stderr
     assert re.search(rf"^torch +{re.escape(version)}", shown.stdout, re.MULTILINE), shown.stdout
 
 
@@ -163,8 +156,7 @@ def test_the_wheel_of_another_python_loads_in_it(wheels: list[Path], tmp_path: P
     # The loader finds libgomp where torch is not: in the system.
     script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cpu', sys.argv[1]);"
     script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['isa'])"
-    used = run([OTHERS[other], "-c", script, library], tmp_path)
-    assert used.returncode == 0, used.stderr
+    run([OTHERS[other], "-c", script, library], tmp_path)
 
 
 def test_the_kernels_are_compiled_once_for_all_pythons(wheels: list[Path]) -> None:
@@ -195,8 +187,7 @@ def test_the_cuda_kernels_are_a_wheel_of_their_own(
     """A file stands in for the library."""
     line = "Cuda compilation tools, release 13.0, V13.0.48"
     command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "without"]
-    done = run(command, small_source, FASTATTN_NATIVE="0")
-    assert done.returncode == 0, done.stderr
+    run(command, small_source, FASTATTN_NATIVE="0")
     (without,) = (small_source / "without").iterdir()
     (small_source / "raw").mkdir()
     with (
@@ -211,8 +202,7 @@ def test_the_cuda_kernels_are_a_wheel_of_their_own(
                 data = json.dumps(record).encode()
             after.writestr(item, data)
         after.writestr(f"fastattn/_cuda{EXT_SUFFIX}", "kernels")
-    done = run([tools / "bin/python", ROOT / ".ci/split_wheel.py", "raw"], small_source)
-    assert done.returncode == 0, done.stderr
+    run([tools / "bin/python", ROOT / ".ci/split_wheel.py", "raw"], small_source)
     base, cuda = sorted((small_source / "raw").iterdir())
     assert cuda.name == base.name.replace("fastattn-", "fastattn_cuda-")
     names = zipfile.ZipFile(cuda).namelist()
@@ -225,7 +215,6 @@ def test_the_cuda_kernels_are_a_wheel_of_their_own(
     def pip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pip", "--python", elsewhere / "bin/python"]
         done = run([*command, *arguments], elsewhere)
-        assert done.returncode == 0, done.stdout + done.stderr
         return done
 
     script = "import fastattn, fastattn.builds as b; print(b.backend('cuda')['reason'])"
@@ -257,7 +246,6 @@ def test_a_release_has_these_wheels(tools: Path) -> None:
     # It only lists them. Building them takes a container engine: not run here.
     command = [tools / "bin/cibuildwheel", "--platform", "linux", "--print-build-identifiers"]
     done = run([*command, ROOT], ROOT)
-    assert done.returncode == 0, done.stderr
     pythons = ("cp310", "cp311", "cp312", "cp313", "cp314", "cp314t")
     assert set(done.stdout.split()) == {
         f"{python}-manylinux_{arch}" for python in pythons for arch in ("x86_64", "aarch64")

@@ -11,10 +11,17 @@ from pathlib import Path
 
 
 def run_python(
-    *arguments: str, cwd: Path | None = None, timeout: float | None = None, **environment: str
+    *arguments: str,
+    cwd: Path | None = None,
+    timeout: float | None = None,
+    status: int | None = 0,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run it with the path of this process and what ``environment`` adds to the environment."""
-    return subprocess.run(
+    """Run it with the path of this process and what ``environment`` adds to the environment.
+
+    It must end with this status; None: with any.
+    """
+    done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
@@ -23,6 +30,8 @@ def run_python(
         cwd=cwd,
         timeout=timeout,
     )
+    assert status in (None, done.returncode), done.stdout[-4000:] + done.stderr[-3000:]
+    return done
 
 
 def in_fork(work: Callable[[], bool], timeout: float = 60) -> None:

@@ -22,7 +22,7 @@ _BEFORE = "import sys, torch, fenced\nfenced.everywhere()\n"
 def run_fenced(script: str, *arguments: object) -> None:
     """Run ``script`` with ``sys.argv[1:]``; it prints what it is about to do."""
     whole = f"{_BEFORE}{script}\nprint('done')"
-    child = run_python("-c", whole, *map(str, arguments), PYTHONFAULTHANDLER="1")
+    child = run_python("-c", whole, *map(str, arguments), PYTHONFAULTHANDLER="1", status=None)
     last = child.stdout.strip().splitlines()[-1:]
     assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
 

@@ -59,13 +59,17 @@ def run(
     cwd: Path,
     unset: tuple[str, ...] = (),
     timeout: float = 600,
+    fails: bool | None = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; the environment is this process's, without what steers a build."""
+    """Run to the end, without an error unless it ``fails`` (None: it may).
+
+    The environment is this process's, without what steers a build.
+    """
     steering = ("FASTATTN_REQUIRE_NATIVE", "FASTATTN_NATIVE", "FASTATTN_SANITIZE", "PYTHONPATH")
     steering += ("MAKEFLAGS", "MAKELEVEL", "ARGS")
     kept = {k: v for k, v in os.environ.items() if k not in (*steering, *unset)}
-    return subprocess.run(
+    done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
         env={"FASTATTN_CUDA": "0", **kept, **environment},
@@ -74,6 +78,8 @@ def run(
         timeout=timeout,
         check=False,
     )
+    assert fails in (None, done.returncode != 0), done.stdout + done.stderr
+    return done
 
 
 def source_files() -> list[str]:
@@ -101,6 +107,4 @@ def copy_source(folder: Path) -> Path:
 
 
 def symbols(*arguments: str | Path) -> list[str]:
-    done = run(["nm", "-C", *arguments], ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run(["nm", "-C", *arguments], ROOT).stdout.splitlines()

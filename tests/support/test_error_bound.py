@@ -197,7 +197,6 @@ print(json.dumps(found))
 
 def _noise_with(**settings: str) -> dict[str, float]:
     done = run_python("-c", _SCRIPT, **settings)
-    assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
