@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import EVERYWHERE, AttentionOptions, HopfieldOptions, unserved
+from fastattn.backends.primitives import EVERYWHERE, HopfieldOptions, unserved
 from fastattn.backends.triton._launch import INTERPRETED
 from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
 from fastattn.backends.triton.decode import append_to_cache, decode_attention
@@ -70,7 +70,7 @@ def _why_not_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions | None = None,
+    options: Any,
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None,
@@ -85,39 +85,23 @@ def _why_not_attend(
     width = max(query.shape[3], value.shape[3])
     if width > _WIDEST:
         reasons.append(f"a head dimension of {width} is above {_WIDEST}")
-    offset = 0 if options is None else abs(options.offset)
+    offset = abs(getattr(options, "offset", 0))
     distance = 0 if relative_bias is None else relative_bias.shape[2] // 2
     if max(query.shape[2], key.shape[2], offset, distance) > _FARTHEST:
         reasons.append(f"a length, an offset or a distance is above {_FARTHEST}")
     return reasons
 
 
-def _why_not_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    **_: Any,
-) -> list[str]:
+def _why_not_packed(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> list[str]:
     # Not [None], which fails for `explain` if PyTorch was built without this kind of device.
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return _why_not_attend(
-        query, key, value, alibi_slopes=alibi_slopes, relative_bias=relative_bias
-    )
+    call = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return _why_not_attend(*call, **others)
 
 
 def _why_not_cache(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    **_: Any,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, **others: Any
 ) -> list[str]:
-    return _why_not_attend(
-        query, key_cache, value_cache, alibi_slopes=alibi_slopes, relative_bias=relative_bias
-    )
+    return _why_not_attend(query, key_cache, value_cache, **others)
 
 
 def _why_not_hops(query: Tensor, **_: Any) -> list[str]:
