@@ -173,7 +173,7 @@ test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promis
 # On a machine with a GPU, with its own PyTorch: needs neither an environment nor a network. STEPS="cuda-bfloat16 tune"
 # runs some of the steps; OUT=DIR is the folder of results.
 gpu-day: ## on a GPU: right, free of races, fast? In steps of less than ten minutes; run again, it continues
-	PYTHON=$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu/day.sh $(STEPS)
+	PYTHON=$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/gpu_day.sh $(STEPS)
 
 # A wheel for every Python that is found, built from what the sdist contains. What pyenv puts on PATH runs
 # only the versions that it has selected, so the others are looked up. A wheel runs on glibc 2.28:

@@ -348,7 +348,6 @@ def local(
     return call | {"window": "local-p", "D": 4}
 
 
-INNER = torch.tensor([[0.3, 4.6, 29.2, 7.7, 12.1, 15.4, 3.3, 20.8, 25.6]])
 HIDDEN = torch.arange(60).view(2, 30) % 7 == 3
 LOCAL = Planned(
     function=fastattn.luong_attention,

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The first hour on a GPU: correctness first, then races, then speed.
 #
-#   tests/gpu/day.sh [STEP...]     all steps, or those named; a step that has passed is skipped
+#   tools/gpu_day.sh [STEP...]     all steps, or those named; a step that has passed is skipped
 #
 # PYTHON (python3) needs torch, triton, numpy and pytest; the build also needs nvcc, setuptools, pybind11
 # and ninja. OUT (build/gpu-day) gets a log and, once passed, a marker for each step, the results of the
 # benchmarks, and what `fastattn tune` records for this GPU. LIMIT (540) ends a step after so many
 # seconds, for machines that end every command after ten minutes; run the script again to continue.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu-day}
