@@ -358,7 +358,7 @@ import fastattn
 assert before == (torch.nn.functional.scaled_dot_product_attention,
                   torch.nn.MultiheadAttention.forward)
 loaded = {m for m in sys.modules if m.startswith("fastattn.backends.")}
-used = ("_alloc", "_hopfield", "_lost", "_mask_program", "_memories", "_partial", "_precision",
+used = ("_alloc", "_hopfield", "_lost", "_mask_program", "_partial", "_precision",
         "_score_program", "_sequences", "primitives")
 loaded -= {f"fastattn.backends.{name}" for name in used}
 assert not loaded, loaded

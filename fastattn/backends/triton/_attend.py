@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output, summed_to
-from fastattn.backends._memories import with_rows
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
 from fastattn.backends.triton._core import Operand, Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
@@ -23,6 +22,18 @@ from fastattn.backends.triton._table import Launch
 
 _UNLIMITED = 2**30  # larger than any distance of two positions, and an int32
 _PARTS = 64  # packed sequences share so many gradients of a table, so their number costs no memory
+
+
+class Biases(NamedTuple):
+    """The tensors of a call that change its scores, as in ``docs/design.md``."""
+
+    attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    seed: Tensor | None = None
+    sinks: Tensor | None = None
+    relative_bias: Tensor | None = None
+    positions: Tensor | None = None
+    mask_program: Tensor | None = None
 
 
 class Attention(NamedTuple):
@@ -128,11 +139,17 @@ def differentiate(
     out: Tensor,
     lse: Tensor,
     given: Cotangents,
-    *,
-    exact: bool,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Return the gradients of query, key, value, sinks, and arguments for the biases' kernels."""
+    sign: int,  # of the scale
+    biases: Biases,
+    needs_mask_grad: bool = False,
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """Return the gradients of query, key, value, sinks and the relative bias, and the arguments for
+    the kernel of the mask's."""
+    sinks, relative_bias = biases.sinks, biases.relative_bias
+    # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
+    # appear in them.
+    biased = needs_mask_grad or relative_bias is not None
+    exact = biased or call.query.dtype == torch.float32
     tensors = call.query, call.key, call.value
     grad_query, grad_key, grad_value = (empty_output(x, x.shape[-1]) for x in tensors)
     if call.options.heads == 0:  # no program runs
@@ -161,10 +178,13 @@ def differentiate(
     if shares is not None and sinks is not None:
         heads = shares.sum(-1, dtype=torch.float64)  # [B, Hq], [Hq] for packed sequences
         grad_sinks = heads.view(-1, sinks.shape[1]).sum_to_size(sinks.shape).to(sinks.dtype)
-    return grad_query, grad_key, grad_value, grad_sinks, common
+    if sign != 1:
+        grad_query.mul_(sign)
+    grad_table = None if relative_bias is None else _table_gradient(call, relative_bias, common)
+    return (grad_query, grad_key, grad_value, grad_sinks, grad_table), common
 
 
-def differentiate_table(call: Attention, relative_bias: Tensor, common: dict[str, Any]) -> Tensor:
+def _table_gradient(call: Attention, relative_bias: Tensor, common: dict[str, Any]) -> Tensor:
     """The gradient of the table [B|1, Hq, 2 M + 1], given the arguments of ``differentiate``."""
     heads, entries = call.options.heads, relative_bias.shape[2]
     parts, planned = call.batch, call.plan("backward_mask")
@@ -187,21 +207,15 @@ def differentiate_table(call: Attention, relative_bias: Tensor, common: dict[str
 
 def options_of(
     sizes: tuple[int, int, int, int],  # Hq, Hkv, Lq, Lk
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
+    biases: Biases,
     options: AttentionOptions | VarlenOptions | DecodeOptions,
-    *,
     scale: float,
     offset: int | None,  # None: the last query is at the last key
     dropout_p: float = 0.0,
-    sinks: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    positions: Tensor | None = None,
-    mask_program: Tensor | None = None,
 ) -> Options:
     """The options in the form of the kernels; ``scale`` is positive, see :func:`positive_scale`."""
     heads, kv_heads, q_len, k_len = sizes
+    attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program = biases
     left, right, softcap = options.window_left, options.window_right, options.softcap
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask = None if attn_mask is None else pairs(attn_mask)
@@ -211,7 +225,7 @@ def options_of(
     added = None if boolean else mask
     table = None
     if relative_bias is not None:
-        table = operand(with_rows(relative_bias).unsqueeze(2))
+        table = operand(_with_rows(relative_bias).unsqueeze(2))
     biased = any(x is not None for x in (added, alibi, table))
     threshold = round((1.0 - dropout_p) * 65536) if dropout_p > 0 else None
     return Options(
@@ -268,6 +282,15 @@ def positive_scale(
         return query, scale, 1
     sign = -1 if scale < 0 else 0
     return query * sign, -scale if scale < 0 else 1.0, sign
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Return x with contiguous rows. A copy of a broadcast batch has one entry."""
+    if x.stride(-1) == 1 or x.shape[-1] <= 1:
+        return x
+    if x.stride(0) == 0 and x.shape[0] > 1:
+        return x[:1].contiguous().expand(x.shape)
+    return x.contiguous()
 
 
 def _rows(x: Tensor) -> Operand:

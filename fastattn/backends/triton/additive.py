@@ -20,7 +20,7 @@ from fastattn.backends.triton._additive_kernels import (
     additive_forward,
     additive_scores,
 )
-from fastattn.backends.triton._attend import options_of
+from fastattn.backends.triton._attend import Biases, options_of
 from fastattn.backends.triton._core import Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
 
@@ -179,10 +179,8 @@ def _options(
     seed: Tensor | None,
     options: AdditiveOptions,
 ) -> Options:
-    mask = None if attn_mask is None else attn_mask.unsqueeze(1)
+    biases = Biases(None if attn_mask is None else attn_mask.unsqueeze(1), seed=seed)
     sizes = (1, 1, query.shape[1], key.shape[1])
     window = AttentionOptions(scale=1.0, window_right=0 if options.causal else -1)
-    found = options_of(
-        sizes, mask, None, seed, window, scale=1.0, offset=0, dropout_p=options.dropout_p
-    )
+    found = options_of(sizes, biases, window, 1.0, 0, options.dropout_p)
     return found._replace(rescored=1)  # scores in the unit of the definition

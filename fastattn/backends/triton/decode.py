@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
-from fastattn.backends.triton._attend import options_of, positive_scale, widths_of
+from fastattn.backends.triton._attend import Biases, options_of, positive_scale, widths_of
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._decode_kernels import (
     Cache,
@@ -49,18 +49,8 @@ def decode_attention(
     query, scale, _ = positive_scale(query, options)
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
     sizes = (heads, kv_heads, q_len, cache.capacity)
-    o = options_of(
-        sizes,
-        None,
-        alibi_slopes,
-        None,
-        options,
-        scale=scale,
-        offset=None,
-        sinks=sinks,
-        relative_bias=relative_bias,
-        mask_program=mask_program,
-    )
+    biases = Biases(None, alibi_slopes, None, sinks, relative_bias, None, mask_program)
+    o = options_of(sizes, biases, options, scale, None)
     widths = widths_of(query, value_cache)
     rows = o.group * q_len
     kernel = "decode" if rows <= 16 else "decode_rows"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import summed_to
-from fastattn.backends._memories import one_memory
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
@@ -32,7 +31,7 @@ def memory_hop_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
     *lead, _ = query.shape
-    shared = one_memory(in_memory) and (out_memory is None or one_memory(out_memory))
+    shared = all(x is None or _is_one(x) for x in (in_memory, out_memory))
     tensors = (query, in_memory, out_memory, memory_mask, memory_bias)
     o = options_of(*tensors, options, shared=shared)
     applied = query.new_empty((*lead, o.hops, o.rows) if options.weights else 0)
@@ -225,6 +224,11 @@ def run_backward(
             SUMMED=memory.shape[0] == 1 and groups != 1,
         )
     return grad_query, (memories[0], memories[1]), grads, scores
+
+
+def _is_one(memory: Tensor) -> bool:
+    """Whether the whole batch shares one memory."""
+    return memory.shape[0] == 1 or memory.stride(0) == 0
 
 
 def _groups(query: Tensor, o: Hops) -> int:

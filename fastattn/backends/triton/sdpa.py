@@ -12,10 +12,10 @@ from fastattn.backends._partial import backward_of_part
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.triton._attend import (
     Attention,
+    Biases,
     Cotangents,
     attend,
     differentiate,
-    differentiate_table,
     options_of,
     positive_scale,
     statistics,
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
     query, scale, _ = positive_scale(query, options)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    biases = Biases(attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     o = _options(query, key, biases, options, scale)
     call = Attention(query, key, value, o, batch)
     out, lse = attend(call)
@@ -97,29 +97,20 @@ def scaled_dot_product_attention_backward(
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    biases = Biases(attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     batch, heads = query.shape[:2]
     given = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and options.weights == 2:
         given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
     query, scale, sign = positive_scale(query, options)
     o = _options(query, key, biases, options, scale)
-    # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
-    # appear in them.
-    biased = options.needs_mask_grad or relative_bias is not None
-    exact = biased or query.dtype == torch.float32
     call = Attention(query, key, value, o, batch)
-    *grads, grad_sinks, common = differentiate(call, out, lse, given, exact=exact, sinks=sinks)
-    grad_query, grad_key, grad_value = grads
-    if sign != 1:
-        grad_query.mul_(sign)
-    grad_mask = grad_table = None
+    grads, common = differentiate(call, out, lse, given, sign, biases, options.needs_mask_grad)
+    grad_mask = None
     if options.needs_mask_grad:
         assert attn_mask is not None
         grad_mask = _mask_gradient(call, attn_mask, common)
-    if relative_bias is not None:
-        grad_table = differentiate_table(call, relative_bias, common)
-    return grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table
+    return *grads[:3], grad_mask, *grads[3:]
 
 
 def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -> Tensor:
@@ -157,23 +148,10 @@ def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -
 def _options(
     query: Tensor,
     key: Tensor,
-    biases: tuple[Tensor | None, ...],
+    biases: Biases,
     options: AttentionOptions,
     scale: float,
 ) -> Options:
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
-    attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program = biases
-    return options_of(
-        (heads, kv_heads, q_len, k_len),
-        attn_mask,
-        alibi_slopes,
-        seed,
-        options,
-        scale=scale,
-        offset=options.offset,
-        dropout_p=options.dropout_p,
-        sinks=sinks,
-        relative_bias=relative_bias,
-        positions=positions,
-        mask_program=mask_program,
-    )
+    sizes = (heads, kv_heads, q_len, k_len)
+    return options_of(sizes, biases, options, scale, options.offset, options.dropout_p)

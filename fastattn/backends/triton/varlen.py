@@ -8,10 +8,10 @@ from torch import Tensor
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.backends.triton._attend import (
     Attention,
+    Biases,
     Cotangents,
     attend,
     differentiate,
-    differentiate_table,
     options_of,
     positive_scale,
 )
@@ -34,7 +34,7 @@ def varlen_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     query, scale, _ = positive_scale(query, options)
-    biases = (alibi_slopes, seed, sinks, relative_bias, mask_program)
+    biases = Biases(None, alibi_slopes, seed, sinks, relative_bias, None, mask_program)
     o = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
     return attend(Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1))
 
@@ -59,20 +59,11 @@ def varlen_attention_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, sinks and relative bias, or None."""
     query, scale, sign = positive_scale(query, options)
-    biases = (alibi_slopes, seed, sinks, relative_bias, mask_program)
+    biases = Biases(None, alibi_slopes, seed, sinks, relative_bias, None, mask_program)
     o = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
     call = Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1)
     given = Cotangents(grad_out, grad_lse)
-    # The gradient of the table is a sum of that of lse: the rounding of out must not be in it.
-    exact = relative_bias is not None or query.dtype == torch.float32
-    *grads, grad_sinks, common = differentiate(call, out, lse, given, exact=exact, sinks=sinks)
-    grad_query, grad_key, grad_value = grads
-    if sign != 1:
-        grad_query.mul_(sign)
-    grad_table = None
-    if relative_bias is not None:
-        grad_table = differentiate_table(call, relative_bias, common)
-    return grad_query, grad_key, grad_value, grad_sinks, grad_table
+    return differentiate(call, out, lse, given, sign, biases)[0]
 
 
 def _options(
@@ -80,25 +71,13 @@ def _options(
     key: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    biases: tuple[Tensor | None, ...],
+    biases: Biases,
     options: VarlenOptions,
     scale: float,
 ) -> Options:
     (rows, heads), (keys, kv_heads) = query.shape[:2], key.shape[:2]
-    alibi_slopes, seed, sinks, relative_bias, mask_program = biases
-    return options_of(
-        (heads, kv_heads, rows, keys),
-        None,
-        alibi_slopes,
-        seed,
-        options,
-        scale=scale,
-        offset=None if options.bottom_right else 0,
-        dropout_p=options.dropout_p,
-        sinks=sinks,
-        relative_bias=relative_bias,
-        mask_program=mask_program,
-    )._replace(
+    sizes, offset = (heads, kv_heads, rows, keys), None if options.bottom_right else 0
+    return options_of(sizes, biases, options, scale, offset, options.dropout_p)._replace(
         p_q_starts=cu_seqlens_q.to(torch.int64).contiguous(),
         p_k_starts=cu_seqlens_k.to(torch.int64).contiguous(),
         batch=cu_seqlens_q.shape[0] - 1,
