@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.compat import nothing_watches
-
-__all__ = ["LOW", "has_plain_memory", "nothing_watches", "runs_eagerly", "was_freed"]
+from fastattn.compat import nothing_watches as nothing_watches
 
 # A tensor whose storage was freed, as FSDP does, has the address 0, or, if it is a view, its offset
 # in bytes. So addresses below this one are looked at twice (`was_freed`).
@@ -48,3 +46,11 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_plain_on_cpu(*tensors: Tensor | None) -> bool:
+    """Whether these are ordinary CPU tensors, and no tracer, transform, compiler or mode is active.
+
+    Only then may a branch depend on their values.
+    """
+    return runs_eagerly(*tensors) and all(t is None or t.is_cpu for t in tensors)

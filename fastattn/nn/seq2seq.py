@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.checks import check_dense
+from fastattn.eager import is_plain_on_cpu
 from fastattn.nn._cache import DecoderCache
 from fastattn.nn._context import ContextParallel, unsupported
-from fastattn.nn._eager import is_plain
 from fastattn.nn._leaf import is_symbolic, leaf
 from fastattn.nn._sizes import check_integers
 from fastattn.nn.positional import SinusoidalPositionalEncoding
@@ -326,7 +326,7 @@ class Transformer(nn.Transformer, ContextParallel):
 
 def _if_any(padding: Tensor) -> Tensor | None:
     """Return None if the mask hides nothing and its values can be read."""
-    return None if is_plain(padding) and not padding.any() else padding
+    return None if is_plain_on_cpu(padding) and not padding.any() else padding
 
 
 def _sizes(vocab_size: Any, padding_idx: int) -> tuple[int, int]:
