@@ -61,9 +61,9 @@ def run(
     timeout: float = 600,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; the environment is this process's, without what steers a build."""
+    """Run to the end; the environment is this process's, without what steers a build or Triton."""
     steering = ("FASTATTN_REQUIRE_NATIVE", "FASTATTN_NATIVE", "FASTATTN_SANITIZE", "PYTHONPATH")
-    steering += ("MAKEFLAGS", "MAKELEVEL", "ARGS")
+    steering += ("MAKEFLAGS", "MAKELEVEL", "ARGS", "TRITON_INTERPRET")
     kept = {k: v for k, v in os.environ.items() if k not in (*steering, *unset)}
     return subprocess.run(
         [str(word) for word in command],
