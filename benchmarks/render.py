@@ -4,9 +4,9 @@
     python benchmarks/render.py --check       exits with 1 if a text is out of date
     python benchmarks/render.py --page FILE   writes a page of all results, as `make docs` does
 
-Results are in results/PROCESSOR/, and each table has a column per processor, or, of the budgets of
-small calls, there is a table for each. The block of README.md comes from dropin.json, models.json,
-and, for its picture and table, of dropin.json and figures.json the one that more processors have.
+Results are in results/PROCESSOR/, and each table has a column per processor, or, where that is too
+wide, there is a table for each. The block of README.md comes from models.json and, for its picture
+and table, of dropin.json and figures.json the one that more processors have.
 A page in docs has a table where it has the markers
 
     <!-- RESULT: begin -->              <!-- RESULT: end -->
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import tables
-from tables import Row, ours_compared, side_by_side
+from tables import Row, side_by_side
 
 from fastattn.bench import results, summary
 from fastattn.bench.machine import processor_slug
@@ -40,6 +40,7 @@ IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 ACROSS = "processors"  # the picture of README.md
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+GAIN = "<!-- gain: begin -->", "<!-- gain: end -->"
 
 FIGURES, PEERS, MODELS, BREAKDOWN = "figures", "peers", "models", "breakdown"
 RANKS = "distributed"  # by benchmarks/distributed.py
@@ -73,19 +74,6 @@ def ranges(rows: Sequence[Row], bold: str = "") -> str:
         if ratios:
             parts.append(f"in {dtype} {bold}{min(ratios):.2f} to {max(ratios):.2f} times{bold}")
     return " and ".join(parts)
-
-
-def claim(processor: str, result: Result) -> str:
-    """The main result, in one sentence with its conditions."""
-    modules = [row for row in ours_compared(summary.summarise(result)) if row["op"] == "mha"]
-    quiet = [row for row in modules if row["comparable"]]
-    disturbed = f" ({len(quiet)} of {len(modules)} cells; in the others the machine was busy)"
-    return (
-        f"On {machine_of(processor, result)}: in place of `nn.MultiheadAttention` of torch "
-        f"{result.environment['torch'].split('+')[0]}, on the shapes of BERT, ViT and a padded "
-        "batch, forward and forward + backward, the drop-in is "
-        f"{ranges(quiet, bold='**')} as fast{disturbed if quiet != modules else ''}."
-    )
 
 
 def gain_of_models(processor: str, result: Result) -> str:
@@ -125,13 +113,9 @@ def first_speeds(shown: dict[str, Result]) -> dict[str, tables.Speeds]:
     return {processor: tables.first_speeds(result) for processor, result in shown.items()}
 
 
-def readme_block(
-    main: dict[str, Result],
-    figures: dict[str, Result] | None = None,
-    models: dict[str, Result] | None = None,
-) -> str:
-    """The sentences, picture and table of README.md, from the results by processor."""
-    name, shown = on_most_processors(main, figures or {})
+def readme_block(main: dict[str, Result], figures: dict[str, Result]) -> str:
+    """The picture and table of README.md, from the results by processor."""
+    name, shown = on_most_processors(main, figures)
     picture = (
         "<picture>\n"
         f'  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{ACROSS}-dark.png">\n'
@@ -139,31 +123,22 @@ def readme_block(
         f'src="docs/images/{ACROSS}-light.png">\n'
         "</picture>"
     )
-    commands = [f"`fastattn bench run --preset {MAIN}` (first sentence)"]
-    if name != MAIN:
-        command = f"`fastattn bench run --shapes @benchmarks/{name}.txt`"
-        commands.append(f"{command} (picture and table)")
-    if models:
-        commands.append("`fastattn bench model all`")
-    conditions = [
-        f"{processor}: {_threads(result.settings['threads'])}, fastattn "
-        f"{result.environment['fastattn']} ({result.environment['isa']}), "
-        f"torch {result.environment['torch']}"
-        for processor, result in shown.items()
-    ]
+    command = f"--preset {MAIN}" if name == MAIN else f"--shapes @benchmarks/{name}.txt"
     source = (
-        f"{'; '.join(conditions)}. Medians of interleaved rounds, warm caches; × is the median "
-        "ratio to torch within a round; – was not measured, or the machine was busy. Every answer "
-        f"was compared with float64 before it was timed. Commands: {', '.join(commands)}. Every "
-        "number with its interval and its raw samples: "
-        "[benchmarks](benchmarks/README.md); the method: "
-        "[docs/benchmarks.md](docs/benchmarks.md)."
+        f"{on_threads(shown)}; medians of interleaved rounds, every answer compared with float64 "
+        "before it was timed; – was not measured, or the machine was busy. Commands: "
+        f"`fastattn bench model all`, `fastattn bench run {command}`. All figures: "
+        "[docs/performance.md](docs/performance.md); the raw samples: "
+        "[benchmarks](benchmarks/README.md); the method: [docs/benchmarks.md](docs/benchmarks.md)."
     )
-    parts = [gain_of_models(processor, result) for processor, result in (models or {}).items()]
-    parts += [claim(processor, result) for processor, result in main.items()]
-    speeds = first_speeds(shown)
-    table = side_by_side({name: tables.first_table(of) for name, of in speeds.items()})
-    return "\n\n".join([*parts, picture, table, source])
+    return "\n\n".join([picture, tables.first_table(first_speeds(shown)), source])
+
+
+def on_threads(shown: dict[str, Result]) -> str:
+    """The conditions that the results share."""
+    threads = {_threads(result.settings["threads"]) for result in shown.values()}
+    versions = {result.environment["torch"] for result in shown.values()}
+    return f"{', '.join(sorted(threads))}, torch {', '.join(sorted(versions))}"
 
 
 def versions_of_peers(found: dict[str, Result]) -> str:
@@ -182,10 +157,7 @@ def block_of(name: str, found: dict[str, Result], op: str | None = None) -> str:
     """The table of a result, or of its rows of one operator, and its conditions."""
     made = {processor: TABLES[name](rows_of(result, op)) for processor, result in found.items()}
     versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
-    table = side_by_side(made)
-    if name == BREAKDOWN and len(made) > 1:  # it has too many columns
-        table = "\n\n".join(f"{name}:\n\n{side_by_side({name: of})}" for name, of in made.items())
-    return f"{table}\n\n{versions}{all_conditions(found)}"
+    return f"{side_by_side(made)}\n\n{versions}{all_conditions(found)}"
 
 
 def rows_of(result: Result, op: str | None) -> Result:
@@ -336,11 +308,9 @@ def main() -> int:
                 print(f"{processor}/{name}.json has {beyond} rows beyond the peak: measure again")
                 return 1
     readme = ROOT / "README.md"
-    texts = {
-        readme: replaced(
-            readme.read_text(), readme_block(main_results, named(FIGURES), named(MODELS))
-        ),
-    }
+    text = replaced(readme.read_text(), readme_block(main_results, named(FIGURES)))
+    gains = [gain_of_models(processor, result) for processor, result in named(MODELS).items()]
+    texts = {readme: replaced(text, "\n\n".join(gains), *GAIN)}
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         if MARKER.search(text):

@@ -9,6 +9,7 @@ from fastattn.bench import breakdown, summary
 from fastattn.bench.results import Result
 
 COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
+WIDEST = 8  # columns of a table
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 Row = dict[str, Any]
@@ -29,12 +30,14 @@ class Table(NamedTuple):
 
 
 def side_by_side(tables: dict[str, Table]) -> str:
-    """One table; with several processors, each value has one column per processor."""
+    """One table with a column for each value and processor, or, if it is too wide, several."""
     if len(tables) == 1:
         (table,) = tables.values()
         lines = [[*words, *values] for words, values in table.lines.items()]
         return markdown_table([*table.words, *table.values], lines, words=len(table.words))
     values = list(dict.fromkeys(v for table in tables.values() for v in table.values))
+    if len(next(iter(tables.values())).words) + len(values) * len(tables) > WIDEST:
+        return "\n\n".join(f"`{name}`:\n\n{side_by_side({'': of})}" for name, of in tables.items())
     header = [f"{value}<br>{name}" for value in values for name in tables]
     keys = dict.fromkeys(key for table in tables.values() for key in table.lines)
     found = {
@@ -78,13 +81,18 @@ def first_speeds(result: Result) -> Speeds:
     return found
 
 
-def first_table(speeds: Speeds) -> Table:
-    """One line per cell and pass, one column per dtype."""
-    lines = {
-        line: [f"{of[dtype]:.2f}×" if dtype in of else "–" for dtype in DTYPES]
-        for line, of in speeds.items()
-    }
-    return Table(["times as fast as torch", "pass"], list(DTYPES), lines)
+def first_table(speeds: dict[str, Speeds]) -> str:
+    """One line per cell and pass, one column per processor."""
+
+    def text(of: dict[str, float]) -> str:
+        return " / ".join(f"{of[dtype]:.2f}" if dtype in of else "–" for dtype in DTYPES)
+
+    lines = [
+        [", ".join(line), *(text(of.get(line, {})) for of in speeds.values())]
+        for line in dict.fromkeys(line for of in speeds.values() for line in of)
+    ]
+    title = f"times as fast as torch, {' / '.join(DTYPES)}"
+    return markdown_table([title, *(f"`{name}`" for name in speeds)], lines)
 
 
 def full_table(rows: Sequence[Row]) -> str:
@@ -139,22 +147,21 @@ def stock_and_ours(result: Result) -> dict[tuple[str, str, str], tuple[Row, Row]
 
 
 def models_table(result: Result) -> Table:
-    """For whole models: rates, the speed-up with its interval, its limit, and memory."""
-    values = ["a second, torch", "fastattn", "times as fast", "by attention, at most"]
-    values += ["attention, torch", "MB, torch", "fastattn"]
+    """For whole models: rates, the speed-up with its interval, attention's share, and memory."""
+    values = ["a second, torch", "fastattn", "times as fast", "attention, torch"]
+    values += ["MB, torch", "MB, fastattn"]
     lines = {}
     for (label, passes, dtype), (stock, ours) in stock_and_ours(result).items():
         interval = f"× [{ours['speedup_low']:.2f}, {ours['speedup_high']:.2f}]"
         both = (stock, ours)
         rates = [f"{summary.milliseconds(row['items_per_second'])} {row['item']}" for row in both]
-        lines[label, PASSES[passes], dtype] = [
+        lines[label, f"{PASSES[passes]}, {dtype}"] = [
             *(rates[0], rates[1] + mark(ours)),
             speedup_text(ours).replace("×", interval),
-            f"{stock['speedup_limit']:.2f}×",
             f"{100 * stock['attention_share']:.1f} %",  # a fused layer has none of its own
             *(f"{row['peak_mb']:.0f}" for row in both),
         ]
-    return Table(["model", "pass", "dtype"], values, lines)
+    return Table(["model", "pass"], values, lines)
 
 
 def figures_table(result: Result) -> Table:
@@ -240,32 +247,27 @@ def serving_table(result: Result) -> Table:
     """Time, rates and memory, and the speed-up over PyTorch: in one call, in a loop, compiled."""
     rows = summary.summarise(result)
 
-    def key(row: Row) -> tuple[str, str, str]:
-        return _name_of(row), PASSES[row["pass"]], row["dtype"]
-
-    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(key(row), {})[row["provider"]] = row
+        line = _name_of(row), f"{PASSES[row['pass']]}, {row['dtype']}"
+        found.setdefault(line, {})[row["provider"]] = row
     ran = {row["provider"] for row in rows if row["ms"]}
     others = {name: words for name, words in _OTHERS.items() if name in ran}
     flex = ["torch-flex"] * ("torch-flex" in ran)
-    values = ["ms", "times as fast as torch", *others.values()]
-    values += ["of the peak", "GB/s", "of the bandwidth", "MB", "MB, torch"]
-    values += [f"MB, {name}" for name in flex]
+    values = ["ms", "times as fast as torch", *others.values(), "of the peak, of the bandwidth"]
+    values += [f"MB, {' / '.join(['fastattn', 'torch', *flex])}"]
     lines = {}
     for name, of in found.items():
         ours = of["fastattn"]
-        bandwidth = ours["percent_of_bandwidth"]
+        shares = (ours["percent_of_peak"], ours["percent_of_bandwidth"])
         lines[name] = [
             f"{ours['ms']:.3g}{mark(ours)}",
             speedup_text(ours),
             *(_times_as_fast(ours, of.get(other)) for other in others),
-            *(f"{ours['percent_of_peak']:.0f} %", f"{ours['gbs']:.1f}"),
-            "–" if bandwidth is None else f"{bandwidth:.0f} %",
-            *(_megabytes(row) for row in (ours, of["torch"])),
-            *(_megabytes(of[other]) for other in flex),
+            ", ".join("–" if share is None else f"{share:.0f} %" for share in shares),
+            " / ".join(_megabytes(of[each]) for each in ("fastattn", "torch", *flex)),
         ]
-    return Table(["cell", "pass", "dtype"], values, lines)
+    return Table(["cell", "pass"], values, lines)
 
 
 def server_table(result: Result) -> Table:
@@ -282,12 +284,11 @@ def server_table(result: Result) -> Table:
             _tokens(theirs.get(_step_of(row))),
             speedup_text(row),
             "–" if bf16 is None else f"{bf16['ms'] / row['ms']:.2f}×",
-            f"{row['gbs']:.1f}",
-            "–" if bandwidth is None else f"{bandwidth:.0f} %",
+            f"{row['gbs']:.1f}" + ("" if bandwidth is None else f", {bandwidth:.0f} %"),
         ]
         lines[_step_of(row)] = texts
-    values = ["tokens a second", "torch", "times as fast as torch", "as a bf16 cache", "GB/s"]
-    return Table(["step", "cell", "cache"], [*values, "of the bandwidth"], lines)
+    values = ["tokens a second", "torch", "times as fast as torch", "as a bf16 cache"]
+    return Table(["step", "cell", "cache"], [*values, "GB/s, of the bandwidth"], lines)
 
 
 def _step_of(row: Row) -> tuple[str, str, str]:
@@ -314,21 +315,27 @@ def _name_of(row: Row) -> str:
     return f"{row['label']}<br>{shape}" if row["label"] else shape
 
 
+# The columns of a breakdown, each the sum of items.
+_ITEMS = {
+    "checks": ("checks",),
+    "autograd": ("Function.apply", "engine"),
+    "tensors": ("adapter", "allocation", "arguments", "threads"),
+    **{name: (name,) for name in ("kernel", "call", "floor")},
+}
+
+
 def breakdown_table(result: Result) -> Table:
     """Microseconds of the items of each call, which add up to it, beside the same in PyTorch."""
-    names = breakdown.COLUMNS
-    ratios = {"times as fast as torch": "call", "at most": "floor"} if "torch" in names else {}
     lines = {}
     for found in result.cells:
         cell, times = found.cell, breakdown.microseconds(found)
-        shape = f"`{cell.op} {cell.shape}`"
-        label = f"{cell.label}<br>{shape}" if cell.label else shape
-        texts = [f"{times[name]:.1f}" if name in times else "–" for name in names]
-        for of in ratios.values():
-            has_both = "torch" in times and (of != "floor" or cell.passes != "fwd")
-            texts.append(f"{times['torch'] / times[of]:.2f}×" if has_both else "–")
-        lines[label, PASSES[cell.passes]] = texts
-    return Table(["cell", "pass"], [*names, *ratios], lines)
+        shape = f"`{cell.op} {cell.shape}`, {PASSES[cell.passes]}"
+        texts = [f"{sum(times.get(name, 0.0) for name in names):.1f}" for names in _ITEMS.values()]
+        has_torch = "torch" in times
+        ratio = f", {times['torch'] / times['call']:.2f}×" if has_torch else ""
+        texts.append(f"{times['torch']:.1f}{ratio}" if has_torch else "–")
+        lines[f"{cell.label}<br>{shape}" if cell.label else shape,] = texts
+    return Table(["cell"], [*_ITEMS, "torch"], lines)
 
 
 def ranks_table(rows: Sequence[Row]) -> Table:

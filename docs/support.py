@@ -25,7 +25,8 @@ from torch import Tensor
 import fastattn
 from fastattn import bias, compat, dispatch, masks
 from fastattn.backends.primitives import AppendOptions
-from fastattn.bench.recording import Calls
+from fastattn.bench.ops._modes import Intercepting
+from fastattn.library import operators
 
 DTYPES = {
     "fp32": torch.float32,
@@ -294,14 +295,18 @@ def reasons(call: Call, dtype: torch.dtype, backends: dict[str, Any]) -> dict[st
     """What each backend has against the kernel calls of a public call."""
     found: list[Any] = []
 
-    def note_append(function: Any, args: Any, kwargs: Any) -> None:
-        if function is torch.ops.fastattn.append_to_cache.default:
+    def note(function: Any, args: Any, kwargs: Any) -> Any:
+        operator = operators.get(function)
+        if operator is not None:
+            found.append((operator.name, *operator.split(args)))
+        elif function is torch.ops.fastattn.append_to_cache.default:
             *tensors, interleaved = args
             found.append(("append_to_cache", tensors, AppendOptions(interleaved)))
+        return function(*args, **kwargs)
 
     with (
         compat.through_the_dispatcher(),
-        Calls(lambda *one: found.append(one), note_append),
+        Intercepting(note),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

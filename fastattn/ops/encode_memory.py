@@ -46,7 +46,7 @@ def encode_memory(
     J is the width of ``tokens``, including padding, so it is the same for every sentence: pad all
     batches of a model to the same width (Sukhbaatar et al. 2015, End-To-End Memory Networks,
     https://arxiv.org/abs/1503.08895, section 4.1). ``"centered"`` is about twice ``"position"``,
-    with a mean of 1; many implementations compute it instead, see docs/encode_memory.md.
+    with a mean of 1; many implementations compute it instead, see docs/memory_hops.md.
     The embeddings [B, N, J, D] are never stored.
 
     Args:

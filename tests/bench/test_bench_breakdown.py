@@ -84,7 +84,7 @@ def test_the_command_writes_a_result_that_is_rendered(
     assert "sdpa B=1,H=2,L=4,D=8 fp32 fwd+bwd" in capsys.readouterr().out
     result = results.load(path)
     assert not any(row["impossible"] for row in summary.summarise(result))
-    assert "Function.apply" in load_render().results_page({"here": {"breakdown": result}})
+    assert "autograd" in load_render().results_page({"here": {"breakdown": result}})
     assert main([*command, "--rounds", "0"]) == commands.USAGE
     assert main([*command, "--plot", "picture.xyz"]) == commands.USAGE
     named = "picture.xyz: the name must end with .png, .svg, .pdf"

@@ -64,10 +64,10 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end, without an error unless it ``fails`` (None: it may).
 
-    The environment is this process's, without what steers a build.
+    The environment is this process's, without what steers a build or Triton.
     """
     steering = ("FASTATTN_REQUIRE_NATIVE", "FASTATTN_NATIVE", "FASTATTN_SANITIZE", "PYTHONPATH")
-    steering += ("MAKEFLAGS", "MAKELEVEL", "ARGS")
+    steering += ("MAKEFLAGS", "MAKELEVEL", "ARGS", "TRITON_INTERPRET")
     kept = {k: v for k, v in os.environ.items() if k not in (*steering, *unset)}
     done = subprocess.run(
         [str(word) for word in command],
