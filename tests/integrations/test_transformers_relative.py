@@ -88,6 +88,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "v3": deberta,
     "v2-xlarge": lambda: deberta(conv_kernel_size=3, share_att_key=False),
     "linear": lambda: deberta(position_buckets=-1, max_relative_positions=12),
+    "v3-some-rows": lambda: deberta(position_buckets=64, max_position_embeddings=512),
+    "v3-few-rows": lambda: deberta(position_buckets=256, max_position_embeddings=512),
+    "linear-few-rows": lambda: deberta(position_buckets=-1, max_relative_positions=99),
     "c2p": lambda: deberta(pos_att_type=["c2p"]),
     "p2c": lambda: deberta(pos_att_type=["p2c"], share_att_key=False),
     "none": lambda: deberta(pos_att_type=[]),
@@ -134,6 +137,45 @@ def test_outputs_and_gradients_are_those_of_stock(
     fastattn.restore(model)
     assert_close(results(model, inputs), want, rtol=0, atol=0)
     assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
+
+
+def test_tables_are_kept_until_a_value_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deberta(position_buckets=64, num_hidden_layers=1)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model, linear=False)
+    rows: list[int] = []
+    key = model.encoder.layer[0].attention.self.key_proj
+
+    def runs(text: Tensor = IDS) -> int:
+        """How often a table was computed."""
+        rows.clear()
+        outs = [m(input_ids=text).last_hidden_state for m in (model, stock)]
+        assert_close(*outs, rtol=1e-3, atol=1e-4)
+        return sum(n == 2 * 64 + 1 for n in rows)
+
+    counted = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, *w: (rows.append(x.shape[-2]), counted(x, *w))[1]
+    )
+    with torch.no_grad():
+        assert [runs(), runs(), runs(IDS[:, :9])] == [2, 0, 0]
+        for change in (
+            lambda m: m.encoder.layer[0].attention.self.key_proj.weight.data[0].neg_(),
+            lambda m: m.encoder.layer[0].attention.self.query_proj.bias.add_(1),
+            lambda m: m.encoder.rel_embeddings.weight.data.mul_(2),
+            lambda m: m.encoder.LayerNorm.bias.data.add_(1),
+        ):
+            change(model), change(stock)
+            assert [runs(), runs()] == [2, 0]
+        hook = key.register_forward_hook(lambda *_: None)
+        assert [runs(), runs()] == [2, 2]
+        hook.remove()
+    with torch.inference_mode():
+        assert [runs(), runs()] == [0, 0]
+    assert model(input_ids=IDS).last_hidden_state.requires_grad
+    assert len(_relative._kept) == 1
+    fastattn.restore(model)
+    assert not len(_relative._kept)
 
 
 def test_no_matrix_of_pairs_is_stored() -> None:

@@ -51,7 +51,7 @@ varlen_attention_backward = _cpu.varlen_attention_backward
 # Without options.
 encoder_layers, self_attention = _cpu.encoder_layers, _cpu.self_attention
 EncoderPlan, Facts = _cpu.EncoderPlan, _cpu.Facts
-are_plain, signature = _cpu.are_plain, _cpu.signature
+are_plain, fingerprint, signature = _cpu.are_plain, _cpu.fingerprint, _cpu.signature
 
 _OTHERS = (torch.int64, torch.int32, *QUANTISED)
 _NAMES = "float32, float64, bfloat16, float16"
