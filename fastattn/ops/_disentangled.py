@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.bias import Decomposed2d, Disentangled
+from fastattn.eager import runs_eagerly
 from fastattn.ops._relative_bias import largest
 
 __all__ = ["Terms", "distance_buckets", "fold_image", "fold_terms"]
@@ -57,10 +59,10 @@ def fold_terms(
             )
         checks.check_int64(f"{op}: max_distance of relative_bias", limit)
     most = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
-    distances = torch.arange(-most, most + 1, device=query.device)
     rows: Tensor | None = query if v is None else query + v
     rows = None if of_queries is None else rows
-    terms = Terms(rows, of_queries, of_keys, distance_buckets(distances, farthest, limit))
+    of = _buckets_kept if query.is_cpu and runs_eagerly(query) else _buckets
+    terms = Terms(rows, of_queries, of_keys, of(most, farthest, limit, query.device))
     return query if u is None else query + u, terms
 
 
@@ -92,6 +94,18 @@ def distance_buckets(distances: Tensor, farthest: int, max_distance: int | None)
         shared = torch.ceil(ratio * (middle - 1)).long() + middle
         distances = torch.where(distances.abs() > middle, distances.sign() * shared, distances)
     return (distances.clamp(-farthest, farthest) + farthest).to(torch.int32)
+
+
+def _buckets(most: Any, farthest: int, max_distance: int | None, device: torch.device) -> Tensor:
+    """[2 ``most`` + 1], of the distances up to ``most``."""
+    distances = torch.arange(-most, most + 1, device=device)
+    return distance_buckets(distances, farthest, max_distance)
+
+
+@functools.lru_cache(maxsize=8)  # a logarithmic map takes longer than a small kernel
+def _buckets_kept(*of: Any) -> Tensor:
+    with torch.inference_mode(False):  # a later call may save it for its backward
+        return _buckets(*of)
 
 
 def _table(op: str, name: str, table: Any, query: Tensor, kv_heads: int) -> Tensor | None:

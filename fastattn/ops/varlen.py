@@ -113,21 +113,21 @@ def varlen_attention(
         >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
         torch.Size([12, 2, 64])
     """
-    table, kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, table)
+    tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     longest = (max_seqlen_q, max_seqlen_k)
     flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
     signature, biases = None, (relative_bias, mask)
     if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
-        signature, plan = plans.find(tensors, *kind, mask is None, *flags)
+        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
         if plan is not None:
             # The complete path names a wrong value.
             with contextlib.suppress(ValueError):
-                return _planned(plan, *tensors[:7], *biases, longest, return_lse)
-    operator, call = _prepare(*tensors[:7], *biases, *longest, *flags, generator)
+                return _planned(plan, *tensors, *biases, longest, return_lse)
+    operator, call = _prepare(*tensors, *biases, *longest, *flags, generator)
     if call[0] is query and call[1] is key and call[2] is value:
         in_order = (*tensors[:3], None, None, alibi_slopes, None, sinks)
-        plans.keep(signature, operator, call, in_order, tensors)
+        plans.keep(signature, operator, call, in_order, (*tensors, *tables))
     out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out
