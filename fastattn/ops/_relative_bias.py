@@ -63,7 +63,10 @@ def fold_distances(
         return _t5(op, bias, query, most)[None]
     if not isinstance(bias, Tensor):
         raise checks.wrong_type(
-            op, "relative_bias", bias, "Tensor or T5 (Window2d needs equal lengths)"
+            op,
+            "relative_bias",
+            bias,
+            "Tensor or T5 (Window2d needs equal lengths), or Disentangled for packed sequences",
         )
     table = checks.wide(op, "relative_bias", bias, query, wrong_dtype=RuntimeError)
     heads, needed = query.shape[1], 1 if lengths is None else 2 * most + 1

@@ -18,7 +18,7 @@ from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops._disentangled import fold_image, fold_terms
-from fastattn.ops._relative_bias import fold_relative_bias, split_bias
+from fastattn.ops._relative_bias import fold_relative_bias, largest, split_bias
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -333,7 +333,8 @@ def _fold_bias(
     """The query, to which a bias of content may be added, and the operands: a table of distances,
     positions, and the terms of content."""
     if type(bias) is Disentangled:
-        query, terms = fold_terms(_NAME, bias, query, key, offset)
+        most = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
+        query, terms = fold_terms(_NAME, bias, query, key, most)
         return query, (None, None, *terms)
     if type(bias) is Decomposed2d:
         return query, (None, None, *fold_image(_NAME, bias, query, key.shape[2]))

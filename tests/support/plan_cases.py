@@ -149,6 +149,7 @@ VARLEN = Planned(
         "slopes-of-entries": {"alibi_slopes": torch.stack([SLOPES, SLOPES.square(), SLOPES.sin()])},
         "relative-bias": {"relative_bias": normal(4, 25).requires_grad_()},
         "t5": {"relative_bias": T5(normal(8, 4))},
+        "terms": {"relative_bias": Disentangled(*TERMS, max_distance=6), **BOTTOM_RIGHT},
         "mask": {"mask": masks.sliding_window(3, 1)},
         "dropout": {"dropout_p": 0.3},
     },

@@ -34,6 +34,10 @@ def varlen_attention(
     sinks: Tensor | None = None,  # [1, Hq]
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     mask_program: Tensor | None = None,  # [size] int32, of packed sequences
+    position_query: Tensor | None = None,  # [Tq, Hq, D], with query_table
+    query_table: Tensor | None = None,  # [1, Hq, buckets, D]
+    key_table: Tensor | None = None,  # [1, Hq, buckets, D]
+    distance_buckets: Tensor | None = None,  # [2 M + 1] int32, of d = -M, ..., M
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -70,7 +74,12 @@ def varlen_attention(
         heads = torch.arange(query.shape[1], device=query.device)[:, None, None]
         counters = (q_local[:, None], k_local, heads, q_sequence[:, None])
         keep = _keep(counters, options.dropout_p, seed)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    q, k, v, a = (
+        None if x is None else x.transpose(0, 1)[None] for x in (query, key, value, position_query)
+    )
+    assert q is not None
+    assert k is not None
+    assert v is not None
     out, lse, _ = attend(
         q,
         k,
@@ -83,6 +92,7 @@ def varlen_attention(
         keep=keep,
         sinks=of_rows(sinks),
         relative_bias=relative_bias,
+        terms=(a, query_table, key_table, distance_buckets),
     )
     lse = torch.where(q_sequence < batch, lse[0].double(), -INF)
     return out[0].transpose(0, 1).to(query.dtype), lse
@@ -103,18 +113,20 @@ def varlen_attention_backward(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     mask_program: Tensor | None = None,
-    *,
+    *terms: Tensor | None,
     options: VarlenOptions,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value, sinks and relative bias, or None.
+    """Return the gradients of query, key, value, sinks, relative bias, position query and both
+    tables, or None.
 
     They are the vector-Jacobian product of the forward.
     """
     forward = functools.partial(varlen_attention, options=options)
     others = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks, relative_bias, mask_program)
+    tensors = (query, key, value, *others, *terms)
     given = (grad_out, grad_lse)
-    found = gradients(forward, (query, key, value, *others), (0, 1, 2, 7, 8), given)
-    return *found[:3], *found[7:9]
+    found = gradients(forward, tensors, (0, 1, 2, 7, 8, 10, 11, 12), given)
+    return *found[:3], *found[7:9], *found[10:13]
 
 
 def _keep(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tensor:
