@@ -17,10 +17,11 @@ from fastattn import compat, dispatch
 from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._recording import weights_are_recorded
-from fastattn.nn._encoder_layer import does_nothing
+from fastattn.nn._encoder_layer import does_nothing, joined
 from fastattn.nn.linear import Linear
 from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
+from fastattn.ops.varlen import varlen_attention
 
 __all__ = ["relative_class"]
 
@@ -79,17 +80,25 @@ class _DebertaV2(nn.Module):
             return stock.forward(hidden_states, attention_mask, *others)
         me: Any = self
         kinds = {"c2p", "p2c"} & set(me.pos_att_type)
-        query = self._heads(me.query_proj(rows)).transpose(1, 2)
-        key = self._heads(me.key_proj(hidden_states)).transpose(1, 2)
-        value = self._heads(me.value_proj(hidden_states)).transpose(1, 2)
+        query = self._heads(me.query_proj(rows))  # [B, L, H, D]
+        key = self._heads(me.key_proj(hidden_states))
+        value = self._heads(me.value_proj(hidden_states))
+        scale = ((1 + len(kinds)) * query.shape[3]) ** -0.5
+        starts = attention_mask if attention_mask.dim() == 1 else None
+        longest = rows.shape[1] if starts is None else int(starts.diff().max())
+        terms = self._terms(rel_embeddings, kinds, longest) if kinds else None
+        if starts is not None:  # sequences without padding, see _UnpaddedDebertaV2Encoder
+            packed = (query[0], key[0], value[0], starts, starts)
+            out = varlen_attention(*packed, scale=scale, relative_bias=terms)
+            return out.flatten(1)[None], None
         results = scaled_dot_product_attention(
-            query,
-            key,
-            value,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attention_mask.bool(),
             me.dropout.p if self.training else 0.0,
-            scale=((1 + len(kinds)) * query.shape[3]) ** -0.5,
-            relative_bias=self._terms(rel_embeddings, kinds, rows.shape[1]) if kinds else None,
+            scale=scale,
+            relative_bias=terms,
             need_weights=output_attentions,
         )
         out, weights = results if output_attentions else (results, None)
@@ -146,6 +155,8 @@ class _DebertaV2Encoder(nn.Module):
     """
 
     def get_attention_mask(self, attention_mask: Tensor) -> Tensor:
+        if attention_mask.dim() == 1:
+            return attention_mask
         if attention_mask.dim() == 2:
             return attention_mask[:, None, None]
         stock: Any = super()
@@ -156,6 +167,46 @@ class _DebertaV2Encoder(nn.Module):
         self, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None
     ) -> Any:
         return relative_pos
+
+
+def _has_gaps(padding: Tensor) -> bool:
+    """Whether padding [B, L] is between tokens of a sequence, whose distances it is a part of."""
+    begins = padding[:, :-1] > padding[:, 1:]
+    return bool((begins.sum(1) + padding[:, 0].logical_not() > 1).any())
+
+
+class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
+    """The same on the rows that are no padding; 0 elsewhere.
+
+    In place of a mask, the layers get where each sequence begins.
+    """
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any, *others: Any, **more: Any) -> Any:
+        stock: Any = super()
+        x, mask = hidden_states, attention_mask
+        plain = not others and not more.get("output_attentions") and more.get("return_dict", True)
+        plain = plain and more.get("query_states") is None and more.get("relative_pos") is None
+        padding = mask == 0 if plain and self._may_join(x, mask) else None
+        if padding is None or not padding.any() or _has_gaps(padding):
+            return stock.forward(x, mask, *others, **more)
+        rows, starts, back = joined(x, padding)
+        output = stock.forward(rows[None], starts, **more)
+        output.last_hidden_state = back(output.last_hidden_state[0])
+        if output.hidden_states is not None:
+            output.hidden_states = tuple(back(y[0]) for y in output.hidden_states)
+        return output
+
+    def _may_join(self, x: Tensor, mask: Any) -> bool:
+        """Whether nothing but attention needs to know which rows are of which sequence."""
+        me: Any = self
+        if self.training or me.conv is not None or type(mask) is not Tensor or x.dim() != 3:
+            return False
+        if mask.shape != x.shape[:2] or not x.is_cpu or not runs_eagerly(x, mask):
+            return False
+        if not all(isinstance(layer.attention.self, _DebertaV2) for layer in me.layer):
+            return False
+        inside = [module for module in self.modules() if module is not self]
+        return compat.nothing_intercepts() and not compat.are_watched(inside, does_nothing)
 
 
 class _Wav2Vec2Conformer(nn.Module):
@@ -270,9 +321,10 @@ _CLASSES: dict[str, type] = {
 }
 
 
-def relative_class(module: nn.Module) -> type | None:
+def relative_class(module: nn.Module, unpad: bool = True) -> type | None:
     """The class for a module of transformers, None if there is none."""
     folders = type(module).__module__.split(".")
     if folders[:2] != ["transformers", "models"] or len(folders) < 4:
         return None
-    return _CLASSES.get(f"{folders[2]}.{type(module).__name__}")
+    found = _CLASSES.get(f"{folders[2]}.{type(module).__name__}")
+    return _UnpaddedDebertaV2Encoder if unpad and found is _DebertaV2Encoder else found
