@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastattn import compat, dispatch
 from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.eager import runs_eagerly
+from fastattn.integrations.transformers._layers import has_gaps
 from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.nn._encoder_layer import does_nothing, joined
 from fastattn.nn.linear import Linear
@@ -169,12 +170,6 @@ class _DebertaV2Encoder(nn.Module):
         return relative_pos
 
 
-def _has_gaps(padding: Tensor) -> bool:
-    """Whether padding [B, L] is between tokens of a sequence, whose distances it is a part of."""
-    begins = padding[:, :-1] > padding[:, 1:]
-    return bool((begins.sum(1) + padding[:, 0].logical_not() > 1).any())
-
-
 class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
     """The same on the rows that are no padding; 0 elsewhere.
 
@@ -187,7 +182,7 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
         plain = not others and not more.get("output_attentions") and more.get("return_dict", True)
         plain = plain and more.get("query_states") is None and more.get("relative_pos") is None
         padding = mask == 0 if plain and self._may_join(x, mask) else None
-        if padding is None or not padding.any() or _has_gaps(padding):
+        if padding is None or not padding.any() or has_gaps(padding):
             return stock.forward(x, mask, *others, **more)
         rows, starts, back = joined(x, padding)
         output = stock.forward(rows[None], starts, **more)
