@@ -22,8 +22,8 @@ NAMES = {
         varlen_attention""",
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention DisentangledBias GlobalAttention HeadNetwork Hopfield
-        HopfieldLayer HopfieldPooling KeyValueMemory LearnedPositionalEncoding Linear LuongAttention MemN2N
-        MultiheadAttention RelativeBias SinusoidalPositionalEncoding
+        HopfieldLayer HopfieldPooling KeyValueMemory LearnedPositionalEncoding Linear LuongAttention
+        MemN2N MultiheadAttention RelativeBias SinusoidalPositionalEncoding
         T5RelativeBias Transformer
         TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         WindowRelativeBias insert_empty_memories""",
