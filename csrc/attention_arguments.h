@@ -27,12 +27,14 @@ struct AttentionGradTensors {
 // The same of packed sequences: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv], and their starts [B + 1].
 struct PackedTensors {
   FASTATTN_TENSORS(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks,
-                   relative_bias, mask_program)
+                   relative_bias, mask_program, position_query, query_table, key_table,
+                   distance_buckets)
 };
 
 struct PackedGradTensors {
   FASTATTN_TENSORS(grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
-                   seed, out, lse, sinks, relative_bias, mask_program)
+                   seed, out, lse, sinks, relative_bias, mask_program, position_query, query_table,
+                   key_table, distance_buckets)
 };
 
 // How the tensors of attention are stored, as [B, H, L, D].

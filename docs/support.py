@@ -109,6 +109,11 @@ def _dense() -> Iterator[tuple[str, Call]]:
     yield "an additive mask", call(lambda dtype: {"attn_mask": torch.zeros(L, L, dtype=dtype)})
     learned = torch.zeros(L, L, requires_grad=True)
     yield "a learned mask", call(lambda dtype: {"attn_mask": learned.to(dtype)})
+    yield "terms of distance and content", call(_terms)
+    sides = (L // 4, 4)  # keys are an image of 4 columns
+    yield "a bias of an image", call(
+        lambda dtype: {"relative_bias": bias.Decomposed2d(*(torch.ones(B, H, L, n) for n in sides))}
+    )
     yield "dropout", call(lambda dtype: {"dropout_p": 0.1})
     yield "the weights returned", call(lambda dtype: {"need_weights": True})
     yield "lse returned", call(lambda dtype: {"return_lse": True})
@@ -130,7 +135,13 @@ def _packed() -> Iterator[tuple[str, Call]]:
 
     for name in _options(torch.float32):
         yield name, call(lambda dtype, name=name: _options(dtype)[name])
+    yield "terms of distance and content", call(_terms)
     yield "dropout", call(lambda dtype: {"dropout_p": 0.1})
+
+
+def _terms(dtype: torch.dtype) -> dict[str, Any]:
+    table = torch.ones(9, H, D, dtype=dtype, requires_grad=True)
+    return {"relative_bias": bias.Disentangled(table, table)}
 
 
 def _for_all_rows(options: dict[str, Any]) -> dict[str, Any]:

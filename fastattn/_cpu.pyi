@@ -26,6 +26,9 @@ Facts: Callable[..., Any]
 # Whether all are plain memory of the CPU, as fastattn.eager.runs_eagerly() demands, or None.
 def are_plain(*tensors: Tensor | None) -> bool: ...
 
+# 64 bits that change with any bit of a dense tensor; None for another one.
+def fingerprint(x: Tensor, /) -> int | None: ...
+
 # The signature of a call (fastattn/call.py); None: it has none.
 def signature(tensors: tuple[Any, ...], rows: int, options: tuple[Any, ...], /) -> bytes | None: ...
 

@@ -96,15 +96,24 @@ def product_flops(count: int, backward: bool = False) -> int:
 
 
 def flops_of_pairs(
-    pairs: Callable[..., int], formula: Callable[..., int] = attention_flops
+    pairs: Callable[..., int],
+    formula: Callable[..., int] = attention_flops,
+    operator: Callable[[], Any] | None = None,
 ) -> Callable[..., int]:
-    """The operations of an operator of query, key and value, from the number of ``pairs``."""
+    """The operations of an operator of query, key and value, from the number of ``pairs``.
+
+    A table of an ``operator`` with terms of content adds 2 D for a pair, and thrice that in the
+    backward.
+    """
 
     def flops(
         _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
     ) -> int:
-        count = pairs(query, key, *rest)
-        return formula(count, query.shape[-1], value.shape[-1], backward=backward)
+        count, width = pairs(query, key, *rest), query.shape[-1]
+        places = [operator().place_of(f"{of}_table") for of in ("query", "key")] if operator else ()
+        tables = sum(rest[place - 3] is not None for place in places)
+        of_tables = count * tables * (6 if backward else 2) * width
+        return of_tables + formula(count, width, value.shape[-1], backward=backward)
 
     return flops
 

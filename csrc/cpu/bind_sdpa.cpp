@@ -24,49 +24,6 @@ void check_positions(const AttentionParams& p) {
                    int64_t{*queries.second} - *keys.first);
 }
 
-// The terms of relative attention: kernels read a bucket for each distance, a row for each bucket.
-template <class Tensors>
-void read_content_terms(AttentionParams& p, const Tensors& x) {
-  const auto read = [&](const char* name, py::handle from, Tensor4& to) {
-    if (from.is_none()) return;
-    const TensorView view = view_of(name, from);
-    expect(view.rank == 4 && view.size[2] > 0,
-           std::string(name) + " must have four dimensions and at least one bucket");
-    expect(p.buckets == 0 || view.size[2] == p.buckets, [&] {
-      return "key_table must have " + std::to_string(p.buckets) + " buckets, as query_table, got " +
-             std::to_string(view.size[2]);
-    });
-    p.buckets = view.size[2];
-    expect_broadcast(name, view, {p.B, p.Hq, p.buckets, p.D}, to.stride);
-    expect_dtype(name, view, {p.dtype});
-    to.data = view.data;
-  };
-  read("query_table", x.query_table, p.query_table);
-  read("key_table", x.key_table, p.key_table);
-  expect(x.position_query.is_none() == x.query_table.is_none(),
-         "position_query and query_table must be given together");
-  p.position_query = read_rows_if_given("position_query", x.position_query, dense, p.dtype,
-                                        {p.B, p.Hq, p.Lq, p.D});
-  if (p.buckets == 0) return;
-  expect(!x.distance_buckets.is_none(), "distance_buckets must be given with a table");
-  int64_t count = 0;
-  const int32_t* const b = read_words("distance_buckets", x.distance_buckets, &count);
-  p.farthest = count / 2, p.distance_buckets = b;
-  const int64_t needed =
-      p.Lq > 0 && p.Lk > 0 ? std::max(p.Lk - 1 - p.offset, p.offset + p.Lq - 1) : 0;
-  expect(count % 2 == 1 && p.farthest >= needed, [&] {
-    return "distance_buckets must have an odd number of elements, at least " +
-           std::to_string(2 * needed + 1) + ", got " + std::to_string(count);
-  });
-  for (int64_t n = 0; n < count; ++n) {
-    expect(0 <= b[n] && b[n] < p.buckets, [&] {
-      return "the elements of distance_buckets must be at least 0 and less than " +
-             std::to_string(p.buckets) + ", got " + std::to_string(b[n]);
-    });
-    if (n > 0) p.bucket_step = std::max<int64_t>(p.bucket_step, std::abs(b[n] - b[n - 1]));
-  }
-}
-
 // The bias of an image whose tokens are the keys.
 template <class Tensors>
 void read_image_bias(AttentionParams& p, const Tensors& x) {
@@ -129,7 +86,7 @@ struct Call : AttentionParams {
     threads = fastattn::threads();
     reduced = reduces(*this);
     read_dense_biases(*this, from, &table);
-    read_content_terms(*this, from);
+    read_content_terms(*this, from, dense, std::max(Lk - 1 - offset, offset + Lq - 1));
     read_image_bias(*this, from);
     seed = read_seed(from.seed);
     check_positions(*this);
@@ -169,7 +126,7 @@ py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) 
 
   const bool nothing = p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // the kernels write nothing then
   py::tuple made = new_row_gradients(p, x, dense, nothing, 8);
-  py::object of_mask, of_table, of_queries, of_keys;
+  py::object of_mask, of_table;
   if (asked.needs_mask_grad && !x.attn_mask.is_none())
     of_mask = new_grad_mask(p, x.attn_mask, new_zeros, accumulator(p.dtype), DType::f64);
   if (p.sinks != nullptr) {
@@ -179,20 +136,14 @@ py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) 
   if (!x.relative_bias.is_none())
     of_table =
         new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.relative_bias_size}, &p.grad_relative_bias);
-  const Sizes table{p.B, p.Hq, p.buckets, p.D};
-  if (!x.query_table.is_none()) {
-    made[6] = new_rows(x.position_query, p.D, dense, &p.grad_position_query, nothing);
-    of_queries = new_zeros(accumulator(p.dtype), table, &p.grad_query_table);
-  }
-  if (!x.key_table.is_none()) of_keys = new_zeros(accumulator(p.dtype), table, &p.grad_key_table);
+  const TermGradients terms(p, x, dense, nothing);
   if (!x.row_bias.is_none()) {
     made[9] = new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.Lq, p.image_height}, &p.grad_row_bias);
     made[10] =
         new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.Lq, p.image_width}, &p.grad_column_bias);
   }
   without_gil([&] { kernels(p.dtype).attention_backward(p); });
-  if (of_queries) made[7] = gradient_of(x.query_table, of_queries);
-  if (of_keys) made[8] = gradient_of(x.key_table, of_keys);
+  terms.place(made, 6, x);
   if (of_mask) made[3] = gradient_of(x.attn_mask, of_mask);
   if (p.sinks != nullptr) {
     if (p.Lk == 0 && p.grad_lse != nullptr)

@@ -55,6 +55,11 @@ struct PackedCall : SequencesParams {
     read_starts("cu_seqlens_k", from.cu_seqlens_k, p.Lk, starts[1]);
     expect(starts[0].size() == starts[1].size(),
            "cu_seqlens_q and cu_seqlens_k must have the same length");
+    int64_t longest = 1;
+    for (const auto& side : starts)
+      for (size_t b = 0; b + 1 < side.size(); ++b)
+        longest = std::max(longest, side[b + 1] - side[b]);
+    read_content_terms(p, from, packed, longest - 1);  // all sequences share the tables
     p.B = static_cast<int64_t>(starts[0].size()) - 1;
     q_starts = starts[0].data(), k_starts = starts[1].data();
     lse_stride = p.Lq;
@@ -156,7 +161,8 @@ py::object summed_tables(const PackedCall& t, const std::vector<T>& parts, DType
 template <class T>
 py::tuple derive(PackedCall& t, const PackedGradTensors& x) {
   AttentionParams& p = t.attention;
-  py::tuple made = new_row_gradients(p, x, packed, has_gaps(t), 2);
+  py::tuple made = new_row_gradients(p, x, packed, has_gaps(t), 5);
+  const TermGradients terms(p, x, packed, has_gaps(t));
   if (p.sinks != nullptr) {
     t.sink_gradients.resize(static_cast<size_t>(p.B * p.Hq));
     p.grad_sinks = t.sink_gradients.data();
@@ -171,11 +177,13 @@ py::tuple derive(PackedCall& t, const PackedGradTensors& x) {
     if (p.grad_lse != nullptr) add_sequences_without_keys(t);
     made[3] = summed_sink_gradients(t.sink_gradients, p.B, x.sinks);
   }
+  terms.place(made, 5, x);
   if (p.relative_bias != nullptr) made[4] = summed_tables(t, tables, accumulator(p.dtype));
   return made;
 }
 
-// The gradients, new: of query, key, value, and of sinks and relative_bias, or None without them.
+// The gradients, new: of query, key, value, and of sinks, relative_bias, position_query, query_table
+// and key_table, or None without them.
 py::tuple varlen_attention_backward(const PackedGradTensors& x, py::handle options) {
   PackedCall t(options, x);
   AttentionParams& p = t.attention;

@@ -19,6 +19,7 @@ void define_others(py::module_& m) {
   define<&are_plain>(m, "are_plain", "");
   define<&encode_memory>(m, "encode_memory");
   define<&encode_memory_backward>(m, "encode_memory_backward");
+  define<&fingerprint>(m, "fingerprint", "");
   define<&hopfield_backward>(m, "hopfield_backward", "options, needed");
   define<&hopfield_retrieve>(m, "hopfield_retrieve", "options, keeps=False");
   define<&hopfield_steps>(m, "hopfield_steps", "options, most");

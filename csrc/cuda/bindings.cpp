@@ -33,8 +33,8 @@ void define_all(py::module_& m) {
   define_on_stream<&retrieve>(m, "hopfield_retrieve");
   define_on_stream<&step_gradients>(m, "hopfield_backward", kAll, "options, place, needed");
   define_on_stream<&take_steps>(m, "hopfield_steps", kAll, "options, place, most");
-  define_on_stream<&varlen_attention>(m, "varlen_attention");
-  define_on_stream<&varlen_gradients>(m, "varlen_attention_backward");
+  define_on_stream<&varlen_attention>(m, "varlen_attention", 10);
+  define_on_stream<&varlen_gradients>(m, "varlen_attention_backward", 14);
   m.attr("max_hop_width") = kMaxHopWidth;
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative
-from fastattn._flops import attention_flops, visible_pairs
+from fastattn._flops import flops_of_pairs, visible_pairs
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.library import Operator
@@ -39,19 +39,6 @@ def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     return batch * heads * visible_pairs(q_len, key.shape[2], *window)
 
 
-def _flops(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
-) -> int:
-    """Of attention; a table adds 2 D for the score of a pair, and twice that in the backward."""
-    pairs, width = _pairs(query, key, *rest), query.shape[-1]
-    tables = sum(rest[attention.names.index(name) - 3] is not None for name in _TABLES)
-    of_tables = pairs * tables * (6 if backward else 2) * width
-    return of_tables + attention_flops(pairs, width, value.shape[-1], backward)
-
-
-_TABLES = ("query_table", "key_table")
-
-
 def default_scale(width: int) -> float:
     return 1.0 / math.sqrt(width)
 
@@ -77,7 +64,7 @@ class _Backward(Operator):
         return super()._run(backend, (*tensors[:3], *named.values()), options)
 
 
-attention = Operator(
+attention: Operator = Operator(
     "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
     "Tensor? alibi_slopes, Tensor? seed, Tensor? sinks, Tensor? relative_bias, "
     "Tensor? positions, Tensor? mask_program, Tensor? position_query, Tensor? query_table, "
@@ -97,7 +84,7 @@ attention = Operator(
         options=AttentionBackwardOptions,
         operator=_Backward,
     ),
-    flops=_flops,
+    flops=flops_of_pairs(_pairs, operator=lambda: attention),
     shapes="query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; "
     "attn_mask: B|1 Hq|1 Lq|1 Lk|1; alibi_slopes: B|1 Hq; sinks: B|1 Hq; "
     "relative_bias: B|1 Hq *; positions: Lk; position_query: B Hq Lq D; "

@@ -47,26 +47,28 @@ class _Backward(Operator):
         return found
 
 
-packed_attention = Operator(
+packed_attention: Operator = Operator(
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
     "Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? seed, Tensor? sinks, "
-    "Tensor? relative_bias, Tensor? mask_program)",
+    "Tensor? relative_bias, Tensor? mask_program, Tensor? position_query, Tensor? query_table, "
+    "Tensor? key_table, Tensor? distance_buckets)",
     options=VarlenOptions,
     results="out lse",
     fake=_fake,
     derivative=Derivative(
         grads="out lse",
         reads="query key value cu_seqlens_q cu_seqlens_k alibi_slopes seed out lse "
-        "sinks relative_bias mask_program",
-        gives="query key value sinks relative_bias",
-        in_order="query key value",
+        "sinks relative_bias mask_program position_query query_table key_table distance_buckets",
+        gives="query key value sinks relative_bias position_query query_table key_table",
+        in_order="query key value position_query",
         options=VarlenOptions,
         operator=_Backward,
     ),
     folds=False,  # draws are indexed by each example's own sequences
-    flops=flops_of_pairs(_pairs),
+    flops=flops_of_pairs(_pairs, operator=lambda: packed_attention),
     shapes="query: Tq Hq D; key: Tk Hkv D; value: Tk Hkv Dv; cu_seqlens_q: S; cu_seqlens_k: S; "
     "alibi_slopes: S-1|1 Hq; sinks: 1 Hq; relative_bias: 1 Hq *; Hq % Hkv; "
+    "position_query: Tq Hq D; query_table: 1 Hq N D; key_table: 1 Hq N D; distance_buckets: *; "
     "out: Tq Hq Dv; lse: Hq Tq",
     opaque=("alibi_slopes",),
     checked_by=("cpu",),

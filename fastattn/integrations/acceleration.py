@@ -207,7 +207,7 @@ class _Changes:
             replaced = replace(model, layers.layer_class)
             replaced += replace(model, layers.encoder_class) if unpad else ()
             relative = importlib.import_module("fastattn.integrations.transformers._relative")
-            replaced += replace(model, relative.relative_class)
+            replaced += replace(model, lambda module: relative.relative_class(module, unpad))
             self._replaced += [weakref.ref(modules[name]) for name in replaced]
         return refused
 

@@ -9,7 +9,12 @@ from fastattn.nn.memn2n import MemN2N, insert_empty_memories
 from fastattn.nn.memory import KeyValueMemory
 from fastattn.nn.mha import MultiheadAttention
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
-from fastattn.nn.relative_bias import RelativeBias, T5RelativeBias, WindowRelativeBias
+from fastattn.nn.relative_bias import (
+    DisentangledBias,
+    RelativeBias,
+    T5RelativeBias,
+    WindowRelativeBias,
+)
 from fastattn.nn.seq2seq import Transformer
 from fastattn.nn.transformer import (
     TransformerDecoder,
@@ -21,6 +26,7 @@ from fastattn.nn.transformer import (
 __all__ = [
     "AdditiveAttention",
     "BahdanauAttention",
+    "DisentangledBias",
     "GlobalAttention",
     "HeadNetwork",
     "Hopfield",

@@ -112,6 +112,8 @@ def restore(module: nn.Module) -> bool:
     hook = module.__dict__.pop(_REPLACED)
     if hook is not None:
         hook.remove()
+    if hasattr(module, "forget"):  # what our class keeps for it
+        module.forget()  # type: ignore[operator]
     module.__class__ = _stock_class(type(module))
     return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastattn.bias import T5, Window2d
+from fastattn.bias import T5, Disentangled, Window2d
 
 
 def _check_size(name: str, size: int, least: int) -> None:
@@ -134,3 +134,68 @@ class WindowRelativeBias(_Table):
 
     def extra_repr(self) -> str:
         return f"window={self.window}"
+
+
+class DisentangledBias(nn.Module):
+    """The tables of terms that depend on distance and content, :class:`fastattn.bias.Disentangled`.
+
+    ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
+    Tables and biases are initialised as the tables of the other modules.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        farthest: K; greater distances share the last row, or, with ``max_distance``, those above
+            K / 2 share rows.
+        max_distance: None, or where the logarithmic rows end.
+        of_keys: whether there is a table P for keys, as in DeBERTa.
+        added: whether there are the biases u and v, as in Transformer-XL.
+        device, dtype: of the parameters.
+
+    Attributes:
+        query_table: R [2 K + 1, H, D].
+        key_table: P, as R, or None.
+        content_bias, position_bias: u and v [H, D], or None.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        farthest: int,
+        max_distance: int | None = None,
+        of_keys: bool = True,
+        added: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("num_heads", num_heads), ("head_dim", head_dim)):
+            _check_size(name, size, 1)
+        _check_size("farthest", farthest, 0 if max_distance is None else 2)
+        if max_distance is not None:
+            _check_size("max_distance", max_distance, farthest // 2 + 2)
+        self.max_distance = max_distance
+        table, bias = (2 * farthest + 1, num_heads, head_dim), (num_heads, head_dim)
+        shapes: dict[str, tuple[int, ...] | None] = {
+            "query_table": table,
+            "key_table": table if of_keys else None,
+            "content_bias": bias if added else None,
+            "position_bias": bias if added else None,
+        }
+        for name, shape in shapes.items():
+            made = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, None if made is None else nn.Parameter(made))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters from a normal distribution of standard deviation 0.02."""
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter, std=0.02)
+
+    def forward(self) -> Disentangled:
+        tensors = (self.query_table, self.key_table, self.content_bias, self.position_bias)
+        return Disentangled(*tensors, self.max_distance)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return f"max_distance={self.max_distance}"

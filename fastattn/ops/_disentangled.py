@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -9,15 +10,15 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.bias import Decomposed2d, Disentangled
-from fastattn.ops._relative_bias import largest
+from fastattn.eager import runs_eagerly
 
 __all__ = ["Terms", "distance_buckets", "fold_image", "fold_terms"]
 
 
 class Terms(NamedTuple):
-    """The tensors of the primitive, in its order."""
+    """The tensors of the primitive, in its order; packed sequences have the first four."""
 
-    position_query: Tensor | None  # [B, Hq, Lq, D]
+    position_query: Tensor | None  # as query
     query_table: Tensor | None  # [1, Hq, buckets, D]
     key_table: Tensor | None
     distance_buckets: Tensor | None  # [2 M + 1] int32
@@ -26,9 +27,13 @@ class Terms(NamedTuple):
 
 
 def fold_terms(
-    op: str, bias: Disentangled, query: Tensor, key: Tensor, offset: int
+    op: str, bias: Disentangled, query: Tensor, key: Tensor, most: Any
 ) -> tuple[Tensor, Terms]:
-    """Return query + u, and the other operands. Autograd gives the gradients of u and v."""
+    """Return query + u, and the other operands, for distances up to ``most``.
+
+    Heads are the second dimension, also of packed sequences. Autograd gives the gradients of u and
+    v.
+    """
     heads = query.shape[1]
     of_queries, of_keys = (
         _table(op, name, getattr(bias, name), query, key.shape[1])
@@ -56,11 +61,10 @@ def fold_terms(
                 f"{2 * farthest + 1} rows"
             )
         checks.check_int64(f"{op}: max_distance of relative_bias", limit)
-    most = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
-    distances = torch.arange(-most, most + 1, device=query.device)
     rows: Tensor | None = query if v is None else query + v
     rows = None if of_queries is None else rows
-    terms = Terms(rows, of_queries, of_keys, distance_buckets(distances, farthest, limit))
+    of = _buckets_kept if query.is_cpu and runs_eagerly(query) else _buckets
+    terms = Terms(rows, of_queries, of_keys, of(most, farthest, limit, query.device))
     return query if u is None else query + u, terms
 
 
@@ -94,12 +98,24 @@ def distance_buckets(distances: Tensor, farthest: int, max_distance: int | None)
     return (distances.clamp(-farthest, farthest) + farthest).to(torch.int32)
 
 
+def _buckets(most: Any, farthest: int, max_distance: int | None, device: torch.device) -> Tensor:
+    """[2 ``most`` + 1], of the distances up to ``most``."""
+    distances = torch.arange(-most, most + 1, device=device)
+    return distance_buckets(distances, farthest, max_distance)
+
+
+@functools.lru_cache(maxsize=8)  # a logarithmic map takes longer than a small kernel
+def _buckets_kept(*of: Any) -> Tensor:
+    with torch.inference_mode(False):  # a later call may save it for its backward
+        return _buckets(*of)
+
+
 def _table(op: str, name: str, table: Any, query: Tensor, kv_heads: int) -> Tensor | None:
     """[2 K + 1, Hq|Hkv, D] as [1, Hq, 2 K + 1, D], in query's dtype."""
     if table is None:
         return None
     table = _checked(op, name, table, query)
-    heads, width, shape = query.shape[1], query.shape[3], table.shape
+    heads, width, shape = query.shape[1], query.shape[-1], table.shape
     fits = len(shape) == 3 and shape[0] % 2 == 1 and shape[1] in (heads, kv_heads)
     if not fits or shape[2] != width:
         raise _wrong_shape(op, name, f"(n, {heads} or {kv_heads}, {width}), with n odd", table)
@@ -109,13 +125,13 @@ def _table(op: str, name: str, table: Any, query: Tensor, kv_heads: int) -> Tens
 
 
 def _added(op: str, name: str, bias: Any, query: Tensor, heads: int) -> Tensor | None:
-    """[Hq, D] as [Hq, 1, D], in query's dtype."""
+    """[Hq, D] as [Hq, 1, D], or as it is for packed rows [T, Hq, D], in query's dtype."""
     if bias is None:
         return None
     bias = _checked(op, name, bias, query)
-    if tuple(bias.shape) != (heads, query.shape[3]):
-        raise _wrong_shape(op, name, f"({heads}, {query.shape[3]})", bias)
-    return bias[:, None]
+    if tuple(bias.shape) != (heads, query.shape[-1]):
+        raise _wrong_shape(op, name, f"({heads}, {query.shape[-1]})", bias)
+    return bias[:, None] if query.dim() == 4 else bias
 
 
 def _checked(op: str, name: str, x: Any, query: Tensor) -> Tensor:

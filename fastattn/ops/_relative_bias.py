@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat
-from fastattn.bias import T5, Window2d
+from fastattn.bias import T5, Decomposed2d, Disentangled, Window2d
 
 
 def fold_relative_bias(
@@ -32,11 +32,14 @@ def fold_relative_bias(
     return fold_distances(op, bias, query, most, lengths), None
 
 
-def split_bias(bias: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The table of a relative bias, and its kind with what else it consists of."""
-    if type(bias) in (T5, Window2d):
-        return bias.table, (type(bias).__name__, *bias[1:])
-    return bias, ("table",)
+def split_bias(bias: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The tensors of a relative bias, and its kind with what else it consists of."""
+    kind = type(bias)
+    if kind in (T5, Window2d):
+        return (bias.table,), (kind.__name__, *bias[1:])
+    if kind in (Disentangled, Decomposed2d):
+        return bias[:4], (kind.__name__, *bias[4:])
+    return (bias,), ("table",)
 
 
 def largest(*sizes: Any) -> Any:
@@ -58,7 +61,10 @@ def fold_distances(
         return _t5(op, bias, query, most)[None]
     if not isinstance(bias, Tensor):
         raise checks.wrong_type(
-            op, "relative_bias", bias, "Tensor or T5 (Window2d needs equal lengths)"
+            op,
+            "relative_bias",
+            bias,
+            "Tensor or T5 (Window2d needs equal lengths), or Disentangled for packed sequences",
         )
     table = checks.wide(op, "relative_bias", bias, query, wrong_dtype=RuntimeError)
     heads, needed = query.shape[1], 1 if lengths is None else 2 * most + 1

@@ -147,25 +147,25 @@ def decode_attention(
         >>> keys[0, 0, 2:5, 0]
         tensor([0., 1., 0.])
     """
-    table, bias_kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
+    tables, bias_kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (
         *(query, key_cache, value_cache, cache_seqlens, key, value),
         *(block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks),
-        *(key_scales, value_scales, rotary_cos, rotary_sin, rotary_positions, table),
+        *(key_scales, value_scales, rotary_cos, rotary_sin, rotary_positions),
     )
-    kind, signed = None, tensors
+    kind, signed = None, (*tensors, *tables)
     if type(cache_seqlens) is int:  # it changes from call to call: checked each time
-        kind, signed = "int", (*tensors[:3], None, *tensors[4:])
+        kind, signed = "int", (*signed[:3], None, *signed[4:])
     flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
     signature, plan = plans.find(signed, kind, mask is None, *flags, *bias_kind)
     if plan is not None:
         # The complete path names a wrong value.
         with contextlib.suppress(ValueError):
             others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
-            return _planned(plan, *tensors[:-1], *others)
-    operator, args, append = _prepare(*tensors[:-1], relative_bias, mask, *flags)
+            return _planned(plan, *tensors, *others)
+    operator, args, append = _prepare(*tensors, relative_bias, mask, *flags)
     if signature is not None:
-        _keep(signature, tensors, args, append)
+        _keep(signature, (*tensors, *tables), args, append)
     if append is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")

@@ -18,7 +18,7 @@ from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops._disentangled import fold_image, fold_terms
-from fastattn.ops._relative_bias import fold_relative_bias, split_bias
+from fastattn.ops._relative_bias import fold_relative_bias, largest, split_bias
 
 _NAME = "scaled_dot_product_attention"
 plans = Plans(rows=3)
@@ -168,23 +168,22 @@ def scaled_dot_product_attention(
         >>> out.abs().max(), lse[0, 0, 0]
         (tensor(0.), tensor(-inf))
     """
-    table, kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
-    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, table)
+    tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
+    tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
     options = (
         *(dropout_p, is_causal, scale, enable_gqa, window, softcap),
         *(causal_alignment, return_lse, need_weights, average_weights),
     )
     signature = None
-    # The tensors of these biases are not in the signature.
-    if generator is None and type(relative_bias) not in (Disentangled, Decomposed2d):
-        signature, plan = plans.find(tensors, *kind, mask is None, *options)
+    if generator is None:
+        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options)
         if plan is not None:
             biases = (relative_bias, mask)
-            return planned(plan, *tensors[:6], *biases, causal_alignment, return_lse, need_weights)
+            return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
     operator, call, folding = _prepare(
-        arguments.Arguments(*tensors[:6], relative_bias, mask, *options, generator)
+        arguments.Arguments(*tensors, relative_bias, mask, *options, generator)
     )
-    keep(signature, tensors, operator, call)
+    keep(signature, (*tensors, *tables), operator, call)
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
     out = folding.restore(out)
@@ -201,9 +200,14 @@ def scaled_dot_product_attention(
 def keep(
     signature: bytes | None, given: tuple[Any, ...], operator: Operator, call: tuple[Any, ...]
 ) -> None:
-    """Keep the plan of a call, unless its dimensions were folded or its heads repeated."""
-    if signature is not None and all(x is y for x, y in zip(call, given[:3], strict=False)):
-        plans.keep(signature, operator, call, (*given[:5], None, given[5]), given)
+    """Keep the plan of a call, unless its dimensions were folded or its heads repeated.
+
+    The query may be another one: with ``content_bias`` added.
+    """
+    if signature is None or call[0].shape != given[0].shape:
+        return
+    if call[1] is given[1] and call[2] is given[2]:
+        plans.keep(signature, operator, call, (None, *given[1:5], None, given[5]), given)
 
 
 def planned(
@@ -222,20 +226,20 @@ def planned(
 ) -> Any:
     """The results of a call by its plan."""
     options = plan.options
-    table = positions = program = seed = None
+    program = seed = None
+    of_bias: Sequence[Tensor | None] = _NO_BIAS
     if causal_alignment == "bottom_right":
         options = plan.with_option("offset", key.shape[2] - query.shape[2])
     if attn_mask is not None and attn_mask.requires_grad:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if relative_bias is not None:
-        of_call = (query, key.shape[2], options.offset)
-        table, positions = fold_relative_bias(_NAME, relative_bias, *of_call)
+        query, of_bias = _fold_bias(relative_bias, query, key, options.offset)
     if mask is not None:
         program = masks.program(_NAME, mask, query, key.shape[2], options.offset)
     if options.dropout_p:
         seed = draw_seed(query.device)
-    biases = (attn_mask, slopes, seed, sinks, table, positions, program)
-    tensors = (query, key, value, *biases, *NO_TERMS)
+    biases = (attn_mask, slopes, seed, sinks, *of_bias[:2], program, *of_bias[2:])
+    tensors = (query, key, value, *biases)
     if not return_lse and not need_weights:
         return plan.first(tensors, options)
     out, lse, weights = plan.all(tensors, options)
@@ -294,22 +298,16 @@ def _prepare(
         )
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
-    relative_bias = positions = mask_program = None
-    terms: Sequence[Tensor | None] = NO_TERMS
-    if type(given.relative_bias) is Disentangled:
-        query, terms = fold_terms(_NAME, given.relative_bias, query, key, offset)
-    elif type(given.relative_bias) is Decomposed2d:
-        terms = fold_image(_NAME, given.relative_bias, query, key.shape[2])
-    elif given.relative_bias is not None:
-        relative_bias, positions = fold_relative_bias(
-            _NAME, given.relative_bias, query, key.shape[2], offset
-        )
+    mask_program = None
+    of_bias: Sequence[Tensor | None] = _NO_BIAS
+    if given.relative_bias is not None:
+        query, of_bias = _fold_bias(given.relative_bias, query, key, offset)
     if given.mask is not None:
         mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
-        padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in terms[:3])
-        terms = (*padded, *terms[3:])
+        padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in of_bias[2:5])
+        of_bias = (*of_bias[:2], *padded, *of_bias[5:])
         scores["scale"] = 1.0
     of_call: Any = offset
     if causal_alignment == "bottom_right" and compat.records_trace():
@@ -320,8 +318,25 @@ def _prepare(
         dropout_p=dropout_p,
         weights=(2 if given.average_weights else 1) if given.need_weights else 0,
     )
-    biases = (attn_mask, slopes, None, sinks, relative_bias, positions, mask_program)
-    return attention, (query, key, value, *biases, *terms, options), folding
+    biases = (attn_mask, slopes, None, sinks, *of_bias[:2], mask_program, *of_bias[2:])
+    return attention, (query, key, value, *biases, options), folding
+
+
+_NO_BIAS = (None, None, *NO_TERMS)
+
+
+def _fold_bias(
+    bias: Any, query: Tensor, key: Tensor, offset: int
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """The query, to which a bias of content may be added, and the operands: a table of distances,
+    positions, and the terms of content."""
+    if type(bias) is Disentangled:
+        most = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
+        query, terms = fold_terms(_NAME, bias, query, key, most)
+        return query, (None, None, *terms)
+    if type(bias) is Decomposed2d:
+        return query, (None, None, *fold_image(_NAME, bias, query, key.shape[2]))
+    return query, (*fold_relative_bias(_NAME, bias, query, key.shape[2], offset), *NO_TERMS)
 
 
 prepare = with_arguments_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,16 +14,18 @@ from fastattn import checks, compat, masks
 from fastattn._seed import draw_seed
 from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
-from fastattn.bias import T5
+from fastattn.bias import T5, Disentangled
 from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
+from fastattn.ops._disentangled import fold_terms
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias
 
 __all__ = ["varlen_attention"]
 
 _OP = "varlen_attention"
 plans = Plans(rows=3)
+_NO_TERMS: Sequence[Tensor | None] = (None,) * 4
 _LENGTHS = {int, type(None)}  # their values are checked in each call
 
 
@@ -42,7 +45,7 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    relative_bias: Tensor | T5 | None = None,
+    relative_bias: Tensor | T5 | Disentangled | None = None,
     mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
@@ -69,16 +72,16 @@ def varlen_attention(
             gradient 0.
         cu_seqlens_k: [B + 1], the same for keys and values.
         max_seqlen_q: if given, it must not be less than the longest sequence. Only compiled code
-            needs it, and only with ``bias.T5``: the table of distances is made for sequences of
-            this length, else for one of all rows.
+            needs it, and only with a record of ``bias``: its map of distances is made for
+            sequences of this length, else for one of all rows.
         max_seqlen_k: likewise.
         dropout_p, is_causal, scale, window, softcap, generator: as in
             :func:`scaled_dot_product_attention`; positions count within a sequence.
         alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable, but only by the reference.
         sinks: [Hq], as in :func:`scaled_dot_product_attention`, for every sequence.
         relative_bias: a table of distances [Hq, 2 L - 1], where L is at least the length of the
-            longest sequence, or :class:`fastattn.bias.T5`, as in
-            :func:`scaled_dot_product_attention`, for every sequence. Differentiable.
+            longest sequence, :class:`fastattn.bias.T5` or :class:`fastattn.bias.Disentangled`,
+            as in :func:`scaled_dot_product_attention`, for every sequence. Differentiable.
         mask: None, or a mask of :mod:`fastattn.masks`, for every sequence: ``causal``,
             ``sliding_window``, ``chunked`` and ``prefix_lm`` count positions within a sequence,
             with one prefix for all or lengths [B]. ``document`` takes the numbers of all rows,
@@ -113,21 +116,21 @@ def varlen_attention(
         >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
         torch.Size([12, 2, 64])
     """
-    table, kind = (None, ()) if relative_bias is None else split_bias(relative_bias)
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, table)
+    tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     longest = (max_seqlen_q, max_seqlen_k)
     flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
     signature, biases = None, (relative_bias, mask)
     if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
-        signature, plan = plans.find(tensors, *kind, mask is None, *flags)
+        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
         if plan is not None:
             # The complete path names a wrong value.
             with contextlib.suppress(ValueError):
-                return _planned(plan, *tensors[:7], *biases, longest, return_lse)
-    operator, call = _prepare(*tensors[:7], *biases, *longest, *flags, generator)
-    if call[0] is query and call[1] is key and call[2] is value:
-        in_order = (*tensors[:3], None, None, alibi_slopes, None, sinks)
-        plans.keep(signature, operator, call, in_order, tensors)
+                return _planned(plan, *tensors, *biases, longest, return_lse)
+    operator, call = _prepare(*tensors, *biases, *longest, *flags, generator)
+    if call[1] is key and call[2] is value:  # the query may have content_bias added
+        in_order = (None, *tensors[1:3], None, None, alibi_slopes, None, sinks)
+        plans.keep(signature, operator, call, in_order, (*tensors, *tables))
     out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out
@@ -143,13 +146,14 @@ def _planned(
     k_starts: Tensor,
     slopes: Tensor | None,
     sinks: Tensor | None,
-    relative_bias: Tensor | T5 | None,
+    relative_bias: Tensor | T5 | Disentangled | None,
     mask: masks.Mask | None,
     longest: tuple[int | None, int | None],
     return_lse: bool,
 ) -> Any:
     """The results of a call by its plan."""
     table = program = None
+    terms: Sequence[Tensor | None] = _NO_TERMS
     if longest != (None, None):
         for of, starts, most in (("q", q_starts, longest[0]), ("k", k_starts, longest[1])):
             if most is not None:
@@ -158,12 +162,13 @@ def _planned(
     if relative_bias is not None or mask is not None:
         both = q_starts, k_starts = q_starts.to(torch.int64), k_starts.to(torch.int64)
         if relative_bias is not None:
-            table = _fold_relative_bias(relative_bias, query, key, both, longest)
+            query, table, terms = _fold_bias(relative_bias, query, key, both, longest)
         if mask is not None:
             last = plan.options.bottom_right
             program = masks.packed_program(_OP, mask, query, key, both, last)
     seed = draw_seed(query.device) if plan.options.dropout_p else None
-    tensors = (query, key, value, q_starts, k_starts, slopes, seed, sinks, table, program)
+    biases = (slopes, seed, sinks, table, program, *terms)
+    tensors = (query, key, value, q_starts, k_starts, *biases)
     if not return_lse:
         return plan.first(tensors)
     out, lse = plan.all(tensors)
@@ -231,40 +236,45 @@ def _prepare(
     if sinks is not None:
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
     starts, bottom_right = (q_starts, k_starts), causal_alignment == "bottom_right"
+    table, terms = None, _NO_TERMS
     if relative_bias is not None:
         given = (max_seqlen_q, max_seqlen_k)
-        relative_bias = _fold_relative_bias(relative_bias, query, key, starts, given)
+        query, table, terms = _fold_bias(relative_bias, query, key, starts, given)
     mask_program = None
     if mask is not None:
         mask_program = masks.packed_program(_OP, mask, query, key, starts, bottom_right)
     options = VarlenOptions(**scores, bottom_right=bottom_right, dropout_p=dropout_p)
-    biases = (alibi_slopes, None, sinks, relative_bias, mask_program)
+    biases = (alibi_slopes, None, sinks, table, mask_program, *terms)
     return packed_attention, (query, key, value, *starts, *biases, options)
 
 
 prepare = with_arguments_of(varlen_attention, _prepare)
 
 
-def _fold_relative_bias(
+def _fold_bias(
     bias: Any,
     query: Tensor,
     key: Tensor,
     starts: tuple[Tensor, Tensor],
     longest: tuple[int | None, int | None],
-) -> Tensor:
-    """The table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+    """The query, to which a bias of content may be added, the table of distances [1, Hq, 2 M + 1],
+    and the terms of content, for the longest sequence."""
+    of: str | None = None
     if all(x.is_cpu and runs_eagerly(x) for x in starts):
         most = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
         of = f"a sequence of {most} rows"
-        return fold_distances(_OP, bias, query, max(most - 1, 0), of)
-    rows = (query.shape[0], key.shape[0])
-    if compat.records_trace():  # which would keep the number of rows of its own call
-        bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]
+        most = max(most - 1, 0)
     else:
-        bounds = [
-            n if most is None else min(n, most) for n, most in zip(rows, longest, strict=True)
-        ]
-    return fold_distances(_OP, bias, query, largest(*bounds, 1) - 1)
+        rows = (query.shape[0], key.shape[0])
+        bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]
+        if not compat.records_trace():  # which would keep the number of rows of its own call
+            bounds = [min(n, most) for n, most in zip(rows, bounds, strict=True)]
+        most = largest(*bounds, 1) - 1
+    if type(bias) is Disentangled:
+        query, terms = fold_terms(_OP, bias, query, key, most)
+        return query, None, terms[:4]
+    return query, fold_distances(_OP, bias, query, most, of), _NO_TERMS
 
 
 def check_starts(

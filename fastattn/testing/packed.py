@@ -20,9 +20,11 @@ from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.testing.calls import Operands, Results
 from fastattn.testing.cases import SCALED, AttentionCase, Draw, drawn, place
-from fastattn.testing.inputs import attention_operands
+from fastattn.testing.inputs import BUCKETS, attention_operands
 from fastattn.testing.judge import Proof
 
+# What all sequences share, and what has a row for each query.
+_SHARED, _ROWS = ("sinks", "relative_bias", "query_table", "key_table"), ("position_query",)
 _Alone = tuple[slice, slice, Operands]  # the rows of queries and keys, and the call of attention
 
 
@@ -48,12 +50,12 @@ class Sequences(Operands):
             "lse": torch.full(shape if in_cache else shape[::-1], -torch.inf).double(),
         }
         if any(grad is not None for grad in self.grads.values()):
-            for name in ("query", "key", "value", "sinks", "relative_bias"):
-                if (x := self.tensors[name]) is not None:
+            for name in ("query", "key", "value", *_ROWS, *_SHARED):
+                if (x := self.tensors.get(name)) is not None:
                     results[f"grad_{name}"] = torch.zeros_like(x, dtype=torch.float64)
         for q, k, alone in self.alone:
             for name, result in run(alone).items():
-                if name in ("grad_sinks", "grad_relative_bias"):
+                if name.removeprefix("grad_") in _SHARED:
                     results[name] += result.double()
                 elif in_cache:
                     results[name][q] = result.double()
@@ -89,6 +91,7 @@ def _packed(inputs: Operands) -> Iterator[_Alone]:
 
         own = {"query": last(inputs.query, q), "key": last(inputs.key, k)}
         own |= {"value": last(inputs.value, k), "grad_out": last(inputs.grads["out"], q)}
+        own["position_query"] = last(inputs.position_query, q)
         if (grad_lse := inputs.grads["lse"]) is not None:
             own["grad_lse"] = last(grad_lse.mT[..., None], q)[..., 0]
         offset = (m - n) * at_end
@@ -129,7 +132,7 @@ def _call(inputs: Operands, b: int, options: AttentionOptions, **own: Any) -> Op
     """The call of sequence b, with what all sequences share."""
     slopes = inputs.alibi_slopes
     own["alibi_slopes"] = None if slopes is None else slopes[b % slopes.shape[0]][None]
-    names = ("seed", "sinks", "relative_bias")
+    names = ("seed", *_SHARED, "distance_buckets")
     return attention_operands(options, **own, **{n: inputs.tensors.get(n) for n in names})
 
 
@@ -143,6 +146,7 @@ class VarlenCase(AttentionCase):
     bottom_right: bool = False
     sinks: bool = False
     relative_bias: bool = False  # a table of distances
+    terms: str | None = None  # of relative attention: query | key | both (tables)
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("blhd", "blhd", "blhd")  # of [1, H, T, D]
     grads: tuple[str, ...] = SCALED
@@ -187,6 +191,7 @@ _OPTIONS: dict[str, Sequence[Any]] = {
     "alibi": ["h", "bh"],
     "sinks": [True, True],
     "relative_bias": [True, True, True],
+    "terms": ["query", "key", "both"],
     "program": [*PROGRAMS, "many"],
     "dropout_p": [0.2, 0.5, 1.0],
     "layouts": [(layout,) * 3 for layout in _LAYOUTS],
@@ -228,7 +233,18 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
     if "lse" in case.grads:
         grads["lse"] = draw.normal(case.heads, sum(of_queries)).abs().to(draw.wide).double()
     tensors |= biases(case, draw, max((*q_lengths, *k_lengths, 1)))
-    tensors["mask_program"] = None
+    terms = ("position_query", "query_table", "key_table", "distance_buckets")
+    tensors |= dict.fromkeys(("mask_program", *terms))
+    if case.terms is not None:
+        most = max((*q_lengths, *k_lengths, 1)) + 1
+        buckets = BUCKETS["log"](torch.arange(-most, most + 1), draw.generator).int()
+        tensors["distance_buckets"] = place(buckets)
+        rows = int(buckets.max()) + 2
+        if case.terms != "key":
+            tensors["position_query"] = packed(*of_queries, case.heads, case.head_dim, 1)
+            tensors["query_table"] = draw.placed(draw.normal(1, case.heads, rows, case.head_dim))
+        if case.terms != "query":
+            tensors["key_table"] = draw.placed(draw.normal(1, case.heads, rows, case.head_dim))
     if case.program is not None:
         mask = _mask(case, (q_lengths, k_lengths), draw.generator)
         operands = (query, key, (starts[0], starts[1]), case.bottom_right)

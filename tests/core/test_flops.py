@@ -80,6 +80,9 @@ def test_tables_of_relative_attention_count(backend: str) -> None:
         got = passes(sdpa(relative_bias=Disentangled(*tables)), *tensors)
         forward, backward = 2 * D * (1 + count) + 2 * DV, 6 * D * (1 + count) + 4 * DV
         assert got == [pairs * forward, pairs * backward]
+        x = torch.randn(3, 9, H, D).unbind(0)
+        got = passes(varlen(torch.tensor([0, 3, 9]), relative_bias=Disentangled(*tables)), *x)
+        assert got == [H * 45 * 2 * D * (2 + count), H * 45 * D * (10 + 6 * count)]
 
 
 def test_a_backward_counts_whose_forward_ran_before() -> None:

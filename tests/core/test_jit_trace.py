@@ -78,7 +78,9 @@ def test_gradients_of_a_graph(options: str, backend: str) -> None:
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("options", ["plain", "causal", "window", "relative bias", "T5"])
+@pytest.mark.parametrize(
+    "options", ["plain", "causal", "window", "relative bias", "T5", "disentangled"]
+)
 def test_packed_sequences(options: str, backend: str) -> None:
     def call(q: Tensor, k: Tensor, starts: Tensor, others: Tensor) -> Any:
         more = {"causal_alignment": "bottom_right"}

@@ -21,9 +21,9 @@ NAMES = {
         scaled_dot_product_attention sinusoidal_encoding sinusoidal_table trace use_backend
         varlen_attention""",
     "fastattn.nn": """
-        AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
-        HopfieldPooling KeyValueMemory LearnedPositionalEncoding Linear LuongAttention MemN2N
-        MultiheadAttention RelativeBias SinusoidalPositionalEncoding
+        AdditiveAttention BahdanauAttention DisentangledBias GlobalAttention HeadNetwork Hopfield
+        HopfieldLayer HopfieldPooling KeyValueMemory LearnedPositionalEncoding Linear LuongAttention
+        MemN2N MultiheadAttention RelativeBias SinusoidalPositionalEncoding
         T5RelativeBias Transformer
         TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         WindowRelativeBias insert_empty_memories""",

@@ -14,6 +14,7 @@ from tile_attention import EMULATED, assert_close, attention, grows, in_double, 
 
 import fastattn
 from fastattn import dispatch, evidence
+from fastattn.bias import Disentangled
 from fastattn.testing import Target, targets
 from fastattn.testing.packed import VarlenCase, make_varlen
 
@@ -180,6 +181,9 @@ def test_explain_says_which_part_runs_beside_the_tiles(chosen_tiles: str) -> Non
     packed, starts = torch.ones(40, 1, 8).bfloat16(), torch.tensor([0, 30, 40], dtype=torch.int32)
     told = fastattn.explain("varlen_attention", packed, packed, packed, starts, starts).because
     assert told.endswith("on tiles; small sequences on vectors")
+    terms = {"relative_bias": Disentangled(torch.ones(3, 1, 8))}
+    told = fastattn.explain("varlen_attention", *[packed] * 3, *[starts] * 2, **terms).because
+    assert told.endswith("on vectors: a bias that depends on the content has no kernel on tiles")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 import fastattn
 from fastattn import masks
+from fastattn.bias import Decomposed2d, Disentangled
 
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -126,6 +127,18 @@ CALLS: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
         ),
         (*heads(5, 7), torch.randn(5, 7)),
     ),
+    "disentangled": (
+        lambda q, k, v, *terms: fastattn.scaled_dot_product_attention(
+            q, k, v, relative_bias=Disentangled(*terms, 20), causal_alignment="bottom_right"
+        ),
+        (*heads(5, 7), *torch.randn(2, 9, 4, 8), *torch.randn(2, 4, 8)),
+    ),
+    "decomposed2d": (
+        lambda q, k, v, *sides: fastattn.scaled_dot_product_attention(
+            q, k, v, relative_bias=Decomposed2d(*sides)
+        ),
+        (*heads(5, 6), torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 2)),
+    ),
     "additive": (
         lambda q, k, v: fastattn.additive_attention(q, k, k, v),
         (torch.randn(2, 5, 8), torch.randn(2, 7, 8), torch.randn(8)),
@@ -143,6 +156,12 @@ CALLS: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "varlen": (
         lambda q, k, starts: fastattn.varlen_attention(q, k, k, starts, starts),
         (torch.randn(7, 2, 8), torch.randn(7, 2, 8), torch.tensor([0, 3, 7])),
+    ),
+    "varlen-disentangled": (
+        lambda q, k, starts, *terms: fastattn.varlen_attention(
+            q, k, k, starts, starts, relative_bias=Disentangled(*terms)
+        ),
+        (*torch.randn(2, 7, 2, 8), torch.tensor([0, 3, 7]), *torch.randn(2, 9, 2, 8)),
     ),
     "decode": (lambda q, k, v: fastattn.decode_attention(q, k, v, 5), heads(1, 9)),
     "sinusoidal": (fastattn.sinusoidal_encoding, (torch.randn(2, 5, 8),)),

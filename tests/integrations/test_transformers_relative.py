@@ -88,6 +88,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "v3": deberta,
     "v2-xlarge": lambda: deberta(conv_kernel_size=3, share_att_key=False),
     "linear": lambda: deberta(position_buckets=-1, max_relative_positions=12),
+    "v3-some-rows": lambda: deberta(position_buckets=64, max_position_embeddings=512),
+    "v3-few-rows": lambda: deberta(position_buckets=256, max_position_embeddings=512),
+    "linear-few-rows": lambda: deberta(position_buckets=-1, max_relative_positions=99),
     "c2p": lambda: deberta(pos_att_type=["c2p"]),
     "p2c": lambda: deberta(pos_att_type=["p2c"], share_att_key=False),
     "none": lambda: deberta(pos_att_type=[]),
@@ -118,14 +121,18 @@ def test_outputs_and_gradients_are_those_of_stock(
     assert {part.backend for part in report.parts} == {"cpu"}
     calls: list[Any] = []
 
-    def attend(*args: Any, **options: Any) -> Any:
-        calls.append(options["relative_bias"])
-        return fastattn.scaled_dot_product_attention(*args, **options)
+    for function in (fastattn.scaled_dot_product_attention, fastattn.varlen_attention):
 
-    monkeypatch.setattr(_relative, "scaled_dot_product_attention", attend)
+        def attend(*args: Any, function: Any = function, **options: Any) -> Any:
+            calls.append(function)
+            return function(*args, **options)
+
+        monkeypatch.setattr(_relative, function.__name__, attend)
     found = results(model, inputs)
     layers = len(model.encoder.layer) if name in MODELS else 3 if "sam" in name else 2
-    assert len(calls) == (0 if name == "conformer-rotary" else layers)
+    packs = name in MODELS and name != "v2-xlarge"  # which has a convolution over the tokens
+    function = fastattn.varlen_attention if packs else fastattn.scaled_dot_product_attention
+    assert calls == ([] if name == "conformer-rotary" else layers * [function])
     want = results(stock, inputs)
     for x, y in zip(found, want, strict=True):
         assert_close(x, y, rtol=1e-3, atol=1e-3 * y.detach().abs().max().item() + 1e-5)
@@ -134,6 +141,45 @@ def test_outputs_and_gradients_are_those_of_stock(
     fastattn.restore(model)
     assert_close(results(model, inputs), want, rtol=0, atol=0)
     assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
+
+
+def test_tables_are_kept_until_a_value_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deberta(position_buckets=64, num_hidden_layers=1)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model, linear=False)
+    rows: list[int] = []
+    key = model.encoder.layer[0].attention.self.key_proj
+
+    def runs(text: Tensor = IDS) -> int:
+        """How often a table was computed."""
+        rows.clear()
+        outs = [m(input_ids=text).last_hidden_state for m in (model, stock)]
+        assert_close(*outs, rtol=1e-3, atol=1e-4)
+        return sum(n == 2 * 64 + 1 for n in rows)
+
+    counted = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, *w: (rows.append(x.shape[-2]), counted(x, *w))[1]
+    )
+    with torch.no_grad():
+        assert [runs(), runs(), runs(IDS[:, :9])] == [2, 0, 0]
+        for change in (
+            lambda m: m.encoder.layer[0].attention.self.key_proj.weight.data[0].neg_(),
+            lambda m: m.encoder.layer[0].attention.self.query_proj.bias.add_(1),
+            lambda m: m.encoder.rel_embeddings.weight.data.mul_(2),
+            lambda m: m.encoder.LayerNorm.bias.data.add_(1),
+        ):
+            change(model), change(stock)
+            assert [runs(), runs()] == [2, 0]
+        hook = key.register_forward_hook(lambda *_: None)
+        assert [runs(), runs()] == [2, 2]
+        hook.remove()
+    with torch.inference_mode():
+        assert [runs(), runs()] == [0, 0]
+    assert model(input_ids=IDS).last_hidden_state.requires_grad
+    assert len(_relative._kept) == 1
+    fastattn.restore(model)
+    assert not len(_relative._kept)
 
 
 def test_no_matrix_of_pairs_is_stored() -> None:
@@ -153,6 +199,41 @@ def test_no_matrix_of_pairs_is_stored() -> None:
     with Watch(), torch.no_grad():
         model(**text)
     assert max(sizes) < 600 * 600
+
+
+@torch.no_grad()
+def test_padding_is_not_computed() -> None:
+    model = deberta()
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    rows: list[int] = []
+    # Its first tensor has the rows of a call; such a hook on a layer would want all of them.
+    dense = model.encoder.layer[1].intermediate.dense
+    counted, packed = torch.nn.functional.linear, 70 + 33 + 5
+    gaps = KEPT.long() * (torch.arange(70) != 3)  # tokens are where they were
+    kinds = [(KEPT.long(), packed), (KEPT.long().flip(1), packed), (gaps, 3 * 70)]
+    for mask, count in kinds:
+        for options in ({}, {"output_hidden_states": True}, {"output_attentions": True}):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    fastattn.nn.linear,
+                    "linear",
+                    lambda x, weight, bias: (
+                        weight is dense.weight and rows.append(x.shape[:-1].numel()),
+                        counted(x, weight, bias),
+                    )[1],
+                )
+                got = model(IDS, mask, **options)
+            want, kept = stock(IDS, mask, **options), mask.bool()
+            assert rows.pop() == (3 * 70 if "output_attentions" in options else count)
+            states = [(x.last_hidden_state, *(x.hidden_states or ())) for x in (got, want)]
+            for x, y in zip(*states, strict=True):
+                assert_close(x[kept], y[kept], rtol=1e-3, atol=1e-3)
+            if count == packed and "output_attentions" not in options:
+                assert not got.last_hidden_state[~kept].any()
+    fastattn.restore(model)
+    fastattn.accelerate(model, unpad=False)
+    assert model(**TEXT).last_hidden_state[1, 40:].any()
 
 
 def test_weights_and_dropout_and_other_arguments() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastattn import nn
+from fastattn import nn, scaled_dot_product_attention, use_backend
 from fastattn.ops._relative_bias import t5_buckets
 
 BIASES: dict[str, Callable[[], Any]] = {
@@ -56,6 +56,26 @@ def test_attention(name: str, training: bool, normal: Callable[..., Tensor]) -> 
                 if training:
                     found = torch.autograd.grad(got[0].square().sum(), bias.weight)
                     assert_close(found, torch.autograd.grad(want[0].square().sum(), bias.weight))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_distance": 9}, {"of_keys": False, "added": True}])
+def test_terms_of_content(options: dict[str, Any], normal: Callable[..., Tensor]) -> None:
+    bias = nn.DisentangledBias(2, 4, 6, **options, dtype=torch.float64)
+    for parameter in bias.parameters():
+        torch.nn.init.normal_(parameter)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, relative_bias=bias)
+    rows = [normal(n, 8) for n in (9, 1, 14)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    outs = [module(row[None], row[None], row[None])[0][0] for row in rows]
+    assert_close(module(jagged, jagged, jagged)[0].values(), torch.cat(outs))
+    of_rows = torch.nn.functional.linear(rows[0], module.in_proj_weight, module.in_proj_bias)
+    query, key, value = of_rows.unflatten(1, (3, 2, 4)).permute(1, 2, 0, 3)[:, None]
+    with use_backend("reference"):
+        want = scaled_dot_product_attention(query, key, value, relative_bias=bias())
+    assert_close(outs[0], module.out_proj(want[0].transpose(0, 1).flatten(1)))
+    got = torch.autograd.grad(torch.cat(outs).sin().sum(), list(bias.parameters()))
+    assert all(x.abs().max() > 0 for x in got)
+    assert repr(bias) == f"DisentangledBias(max_distance={options.get('max_distance')})"
 
 
 def test_layers_share_a_bias() -> None:
@@ -117,6 +137,8 @@ def test_jagged(name: str, need_weights: bool, normal: Callable[..., Tensor]) ->
             lambda: nn.T5RelativeBias(2, max_distance=-5),
             "max_distance must be an int",
         ),
+        (lambda: nn.DisentangledBias(2, 4, 1, 9), "farthest must be an int of at least 2, got 1"),
+        (lambda: nn.DisentangledBias(2, 4, 6, 4), "max_distance must be an int of at least 5"),
         (lambda: nn.WindowRelativeBias(2, 4), r"window must be \(height, width\), got 4"),
         (
             lambda: nn.WindowRelativeBias(2, (4, 0)),

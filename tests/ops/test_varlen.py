@@ -108,7 +108,7 @@ def test_the_kernel_checks_what_compiled_code_gives_it() -> None:
         ends = torch.tensor(bad)
         with pytest.raises(ValueError, match=match):
             torch.ops.fastattn.varlen_attention(
-                x, x, x, ends, ends, *[None] * 5, 1.0, False, -1, -1, 0.0, 0.0, "cpu"
+                x, x, x, ends, ends, *[None] * 9, 1.0, False, -1, -1, 0.0, 0.0, "cpu"
             )
 
 

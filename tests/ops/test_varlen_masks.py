@@ -167,8 +167,8 @@ def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
 
     def call(table: Tensor | None, given: Tensor) -> Any:
         return torch.ops.fastattn.varlen_attention(
-            query, key, value, Q_ENDS, K_ENDS, None, None, None, table, given, 1.0, False, -1, -1,
-            0.0, 0.0, "cpu",
+            query, key, value, Q_ENDS, K_ENDS, None, None, None, table, given, *[None] * 4, 1.0,
+            False, -1, -1, 0.0, 0.0, "cpu",
         )  # fmt: skip
 
     call(torch.zeros(1, 4, 11), program)

@@ -160,6 +160,12 @@ FORMS: dict[str, Callable[[], Case]] = {
     "varlen-causal-alibi": lambda: of(
         packed_sdpa, rows(), is_causal=True, alibi_slopes=SLOPES, **packed()
     ),
+    "varlen-disentangled": lambda: (
+        lambda q, k, v, *terms: packed_sdpa(
+            q, k, v, **packed(), relative_bias=Disentangled(*terms, 5)
+        ),
+        (*rows(), rand(7, 2, 4), rand(7, 2, 4), rand(2, 4), rand(2, 4)),
+    ),
     "varlen-dropout": lambda: drawn(packed_sdpa, rows(), dropout_p=0.5, **packed()),
     "flash-attention": lambda: of(
         *(flash_attn.flash_attn_func, (rand(2, 3, 2, 4), rand(2, 4, 2, 4), rand(2, 4, 2, 4))),

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import fastattn
 from fastattn import masks
-from fastattn.bias import T5
+from fastattn.bias import T5, Decomposed2d, Disentangled
 
 SLOPES, SINKS = torch.linspace(0.1, 0.9, 4), torch.linspace(-1.0, 1.5, 4)
 LEARNED_SINKS = torch.linspace(1.5, -1.0, 8)[::2].requires_grad_()  # with gaps
 DOCUMENTS = torch.arange(12).view(2, 6) // 5, torch.arange(18).view(2, 9) // 7
+TERMS = [normal(9, 4, 8), normal(9, 4, 8), normal(4, 8), normal(4, 8)]
 BOTTOM_RIGHT = {"is_causal": True, "causal_alignment": "bottom_right"}
 
 
@@ -68,6 +69,9 @@ SDPA = Planned(
         },
         "relative-bias": {"relative_bias": normal(4, 21).requires_grad_()},
         "t5": {"relative_bias": T5(normal(8, 4), False, 6), **BOTTOM_RIGHT},
+        "terms": {"relative_bias": Disentangled(*TERMS, max_distance=6), **BOTTOM_RIGHT},
+        "term-of-keys": {"relative_bias": Disentangled(None, *TERMS[1:3]), "dropout_p": 0.3},
+        "image": {"relative_bias": Decomposed2d(normal(2, 4, 6, 3), normal(2, 4, 6, 3))},
         "lse": {"return_lse": True},
         "weights": {"need_weights": True},
         "everything": {"return_lse": True, "need_weights": True, "average_weights": True},
@@ -81,6 +85,7 @@ SDPA = Planned(
         "type-of-scale": {"scale": 1},
         "mask-of-one-row": {"attn_mask": torch.ones(1, 9, dtype=torch.bool)},
         "dtype-of-mask": {"attn_mask": torch.ones(6, 9)},
+        "learned-table": {"relative_bias": Disentangled(TERMS[0].clone().requires_grad_())},
         "gqa": {"enable_gqa": True},
         "alignment": {"causal_alignment": "bottom_right"},
     },
@@ -95,6 +100,13 @@ SDPA = Planned(
         "sinks": [torch.ones(3)],
         "causal_alignment": ["lower"],
         "average_weights": [True],
+        "relative_bias": [
+            Disentangled(TERMS[0][:8]),
+            Disentangled(TERMS[0][:, :3]),
+            Disentangled(TERMS[0], TERMS[1][:7]),
+            Disentangled(TERMS[0], max_distance=3),
+            Decomposed2d(torch.ones(2, 4, 6, 3), torch.ones(2, 4, 6, 2)),
+        ],
     },
     sizes=lambda: [
         # Unless sizes that may differ are equal by chance, such as batch and heads.
@@ -137,6 +149,7 @@ VARLEN = Planned(
         "slopes-of-entries": {"alibi_slopes": torch.stack([SLOPES, SLOPES.square(), SLOPES.sin()])},
         "relative-bias": {"relative_bias": normal(4, 25).requires_grad_()},
         "t5": {"relative_bias": T5(normal(8, 4))},
+        "terms": {"relative_bias": Disentangled(*TERMS, max_distance=6), **BOTTOM_RIGHT},
         "mask": {"mask": masks.sliding_window(3, 1)},
         "dropout": {"dropout_p": 0.3},
     },

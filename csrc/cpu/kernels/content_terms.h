@@ -56,7 +56,6 @@ class ContentTerms {
   typedef typename ArithmeticOf<T>::type Wide;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kPanel = kPanelLanes<P>;
-  static constexpr int64_t kQueries = 8 * kPanel;                 // that share a band and C
   static constexpr int64_t kChain = kSame<T, double> ? 64 : 256;  // see longest_chain
 
   // The columns of pairs whose distances follow one another. `same` and `next` count how many of
@@ -87,15 +86,16 @@ class ContentTerms {
   };
 
  public:
-  // `keys`: the most of a block.
-  ContentTerms(const Sequence& params, int64_t keys)
+  // `keys`: the most of a block; `sharing`: how many queries share a band and C, whole panels.
+  ContentTerms(const Sequence& params, int64_t keys, int64_t sharing)
       : p(params),
         of_queries(params.query_table.data != nullptr),
         of_keys(params.key_table.data != nullptr),
         keys(keys),
+        sharing(sharing),
         dw(words<P>(params.D)),
         dp(round_up(params.D, W)),
-        columns(widest(kQueries)),
+        columns(widest(sharing)),
         columns_of_tile(widest(kPanel)) {}
 
   struct Buffers {
@@ -118,7 +118,7 @@ class ContentTerms {
     Buffers f{};
     if (!has_content_terms(p)) return f;
     const auto entries = [&](bool any) {
-      const int64_t count = any ? keys + kQueries : 0;
+      const int64_t count = any ? keys + sharing : 0;
       return Entries{a.take<int32_t>(count), a.take<int32_t>(count), a.take<int32_t>(count), {}};
     };
     f.temp = a.take<Word>(kPanel * dw), f.panel = a.take<Word>(of_keys ? kPanel * dw : 0);
@@ -267,7 +267,7 @@ class ContentTerms {
  private:
   const Sequence& p;
   const bool of_queries, of_keys;
-  const int64_t keys, dw, dp, columns, columns_of_tile;
+  const int64_t keys, sharing, dw, dp, columns, columns_of_tile;
 
   int64_t tables_size() const { return (of_queries + of_keys) * p.buckets * dp; }
 
@@ -287,8 +287,8 @@ class ContentTerms {
   static int64_t of_pair(const Buffers& f, int64_t i, int64_t j) {
     return i - f.q0 + f.block.end - 1 - j;
   }
-  static int64_t of_pair_in_a(const Buffers& f, int64_t i, int64_t j) {
-    return f.q0 + kQueries - 1 - i + j - f.block.begin;
+  int64_t of_pair_in_a(const Buffers& f, int64_t i, int64_t j) const {
+    return f.q0 + sharing - 1 - i + j - f.block.begin;
   }
 
   // Entry e is that of b(top - e), and b(low) or b(high) beyond these.
@@ -312,12 +312,12 @@ class ContentTerms {
   __attribute__((noinline)) void find_bands(Buffers& f, int64_t i0, int64_t i1) const {
     if (f.grads != nullptr) close(f);
     f.q0 = i0;
-    f.q1 = max_of(i1, min_of(i0 + kQueries, seeing_any(p, f.block.begin, f.block.end).end));
-    const int64_t nk = f.block.end - f.block.begin, count = nk + kQueries - 1;
+    f.q1 = max_of(i1, min_of(i0 + sharing, seeing_any(p, f.block.begin, f.block.end).end));
+    const int64_t nk = f.block.end - f.block.begin, count = nk + sharing - 1;
     const int64_t low = f.q0 + p.offset - (f.block.end - 1),
                   high = f.q1 - 1 + p.offset - f.block.begin;
     if (of_queries) {
-      find(f.of_query, f.q0 + kQueries - 1 + p.offset - f.block.begin, low, high, count);
+      find(f.of_query, f.q0 + sharing - 1 + p.offset - f.block.begin, low, high, count);
       const int64_t nc = f.of_query.band.end - f.of_query.band.begin;
       for (int64_t c = 0; c < nc; c += kPanel)
         pack_columns(f, p.query_table, f.of_query.band, c, f.packed + c, columns);

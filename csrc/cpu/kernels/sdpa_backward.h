@@ -54,7 +54,8 @@ class BackwardUnit {
         // plain PyTorch. Products with a table for keys are shared by fewer queries the longer it is.
         Bk(params.Lk <= kWholeKeys && params.key_table.data == nullptr
                ? whole_key_block<P>(params.Lk)
-               : key_block<P>(params.D, params.Dv)),
+               : key_block<P>(params.D, params.Dv) /
+                     (params.key_table.data == nullptr ? 1 : P::kPerWord)),
         // At most eight chunks of at least 256 keys: enough to share among threads, few enough that
         // the partial dQs stay O(Lq D).
         chunk(round_up(max_of<int64_t>(256, (params.Lk + 7) / 8), Bk)),
@@ -66,7 +67,7 @@ class BackwardUnit {
         key_mask(is_key_mask(params)),
         whole(params.Lk <= Bk && !params.partial),
         gradients(params, whole),
-        terms(params, Bk) {}
+        terms(params, Bk, 16 * kPanelLanes<P>) {}
 
   // All keys of the rows fit in one block. delta is then summed where it is used, from the same products that
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.

@@ -38,7 +38,7 @@ class Forward {
                ? min_of(query_block<P>(params.D, params.Dv), averaged_queries())
                : query_block<P>(params.D, params.Dv)),
         key_mask(is_key_mask(params)),
-        terms(params, Bk),
+        terms(params, Bk, Bq),
         bytes(allocate(nullptr).bytes) {}
 
   // If all keys of a row fit in one block, its probabilities are still stored, and its sum is

@@ -33,7 +33,7 @@ class WeightsPass {
         Bk(key_block<P>(params.D, params.Dv)),
         averaged(params.weights == Weights::averaged),
         own_sums(own_sums),
-        terms(params, Bk) {}
+        terms(params, Bk, kQueries) {}
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;

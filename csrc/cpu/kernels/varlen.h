@@ -36,6 +36,10 @@ class Sequences {
     const int64_t q_at = q_packed ? t.q_starts[b] : b;
     move(s.q, dim, q_at), move(s.out, dim, q_at);
     move(s.grad_out, dim, q_at), move(s.grad_q, dim, q_at);
+    move(s.position_query, dim, q_at), move(s.grad_position_query, dim, q_at);
+    const int64_t table = b * all_.Hq * all_.buckets * all_.D;
+    s.grad_query_table = moved(s.grad_query_table, table);
+    s.grad_key_table = moved(s.grad_key_table, table);
     const int64_t lse_at = q_packed ? q_at : b * all_.Hq * t.lse_stride;
     s.lse += lse_at;
     if (s.grad_lse != nullptr) s.grad_lse += lse_at;

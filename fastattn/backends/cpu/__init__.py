@@ -51,7 +51,7 @@ varlen_attention_backward = _cpu.varlen_attention_backward
 # Without options.
 encoder_layers, self_attention = _cpu.encoder_layers, _cpu.self_attention
 EncoderPlan, Facts = _cpu.EncoderPlan, _cpu.Facts
-are_plain, signature = _cpu.are_plain, _cpu.signature
+are_plain, fingerprint, signature = _cpu.are_plain, _cpu.fingerprint, _cpu.signature
 
 _OTHERS = (torch.int64, torch.int32, *QUANTISED)
 _NAMES = "float32, float64, bfloat16, float16"
@@ -81,6 +81,8 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -
         return "the tiles are for bfloat16, float16 and float32"
     if not _cpu.on_tiles(DTYPES[query.dtype]):
         return "the processor has no AMX with fp16"
+    if any(tensors.get(x) is not None for x in ("distance_buckets", "row_bias")):
+        return "a bias that depends on the content has no kernel on tiles"
     if op == "decode_attention":
         return _why_not_decoded_on_tiles(query, tensors)
     if op == "varlen_attention":

@@ -31,6 +31,7 @@ def scaled_dot_product_attention_backward(
     return *grads, _grad_of_sinks(biases, lse, stats), of_table
 
 
+@functools.wraps(_varlen_backward)
 def varlen_attention_backward(
     *tensors: Tensor | None, options: VarlenOptions
 ) -> tuple[Tensor | None, ...]:

@@ -30,6 +30,10 @@ def varlen_attention(
     sinks: Tensor | None = None,  # [1, Hq]
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     mask_program: Tensor | None = None,  # [size] int32, of packed sequences
+    position_query: Tensor | None = None,  # [Tq, Hq, D], with query_table
+    query_table: Tensor | None = None,  # [1, Hq, buckets, D]
+    key_table: Tensor | None = None,  # [1, Hq, buckets, D]
+    distance_buckets: Tensor | None = None,  # [2 M + 1] int32, of d = -M, ..., M
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -66,7 +70,12 @@ def varlen_attention(
         heads = torch.arange(query.shape[1], device=query.device)[:, None, None]
         counters = (q_local[:, None], k_local, heads, q_sequence[:, None])
         keep = _keep(counters, options.dropout_p, seed)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    q, k, v, a = (
+        None if x is None else x.transpose(0, 1)[None] for x in (query, key, value, position_query)
+    )
+    assert q is not None
+    assert k is not None
+    assert v is not None
     out, lse, _ = attend(
         q,
         k,
@@ -79,6 +88,7 @@ def varlen_attention(
         keep=keep,
         sinks=of_rows(sinks),
         relative_bias=relative_bias,
+        terms=(a, query_table, key_table, distance_buckets),
     )
     lse = torch.where(q_sequence < batch, lse[0].double(), -INF)
     return out[0].transpose(0, 1).to(query.dtype), lse
@@ -88,8 +98,8 @@ varlen_attention_backward = backward_of(
     varlen_attention,
     results="out lse",
     takes="grad_out grad_lse query key value cu_seqlens_q cu_seqlens_k alibi_slopes seed out lse "
-    "sinks relative_bias mask_program",
-    gives="query key value sinks relative_bias",
+    "sinks relative_bias mask_program position_query query_table key_table distance_buckets",
+    gives="query key value sinks relative_bias position_query query_table key_table",
 )
 
 

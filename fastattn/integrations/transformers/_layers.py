@@ -19,7 +19,7 @@ from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._recording import anything_is_recorded, weights_are_recorded
 from fastattn.nn._encoder_layer import Names, does_nothing, is_served, joined, part_of, served
 
-__all__ = ["encoder_class", "layer_class"]
+__all__ = ["encoder_class", "has_gaps", "layer_class"]
 
 _NAME = "fastattn"  # in transformers' registry
 # Arguments on which the result of a layer does not depend.
@@ -257,7 +257,7 @@ class MPNetStack(nn.Module):
             return None
         none = x.new_zeros(x.shape[:2], dtype=torch.bool)
         padding = none if mask is None else _padding_of_additive(mask, x)
-        if padding is None:
+        if padding is None or has_gaps(padding):
             return None
         rows, starts, back = joined(x, padding)
         longest = max(1, int(starts.diff().max()))  # 1 also where all is padding
@@ -265,6 +265,12 @@ class MPNetStack(nn.Module):
         buckets: Any = self.relative_position_bucket
         table = embedding.weight[buckets(distances)].t().float().contiguous()
         return back(served(layers, _MPNET, rows, starts, table))
+
+
+def has_gaps(padding: Tensor) -> bool:
+    """Whether padding [B, L] is between tokens of a sequence, whose distances it is a part of."""
+    begins = padding[:, :-1] > padding[:, 1:]
+    return bool((begins.sum(1) + padding[:, 0].logical_not() > 1).any())
 
 
 def _padding_of_additive(mask: Any, x: Tensor) -> Tensor | None:

@@ -6,22 +6,64 @@ of that class by :func:`fastattn.accelerate`.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastattn import compat, dispatch
 from fastattn.bias import Decomposed2d, Disentangled
+from fastattn.eager import runs_eagerly
+from fastattn.integrations.transformers._layers import has_gaps
 from fastattn.integrations.transformers._recording import weights_are_recorded
+from fastattn.nn._encoder_layer import does_nothing, joined
+from fastattn.nn.linear import Linear
+from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
+from fastattn.ops.varlen import varlen_attention
 
 __all__ = ["relative_class"]
 
 
+# Tables of layers, and the facts that they depend on.
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Any]]] = weakref.WeakKeyDictionary()
+
+
+def _facts(rows: Tensor, layers: list[Any]) -> Any:
+    """What the outputs of linear layers on ``rows`` depend on; None if they may not be kept.
+
+    It has the bits of all values, which is 5 ms for the layers of DeBERTa-base.
+    """
+    if torch.is_grad_enabled() or not runs_eagerly(rows) or not compat.nothing_intercepts():
+        return None
+    native: Any = dispatch.load("cpu")
+    if isinstance(native, str) or compat.are_watched(layers, does_nothing):
+        return None
+    if any(type(x).forward not in (nn.Linear.forward, Linear.forward) for x in layers):
+        return None
+    tensors = [rows, *(x.weight for x in layers), *(x.bias for x in layers)]
+    prints = [native.fingerprint(x) for x in tensors if x is not None]
+    return None if None in prints else (dispatch.forced.get(), rows.shape, prints)
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_of(distance: int, span: int, limit: int | None) -> int:
+    return int(distance_buckets(torch.tensor(distance), span, limit))
+
+
 class _DebertaV2(nn.Module):
-    """Disentangled attention: the tables are projections of one table of embeddings."""
+    """Disentangled attention: the tables are projections of one table of embeddings.
+
+    Without gradients they are kept until a value that they depend on changes.
+    """
 
     RELATIVE = True
+
+    def forget(self) -> None:
+        """Called when the class changes back."""
+        _kept.pop(self, None)
 
     def forward(
         self,
@@ -39,40 +81,68 @@ class _DebertaV2(nn.Module):
             return stock.forward(hidden_states, attention_mask, *others)
         me: Any = self
         kinds = {"c2p", "p2c"} & set(me.pos_att_type)
-        query = self._heads(me.query_proj(rows)).transpose(1, 2)
-        key = self._heads(me.key_proj(hidden_states)).transpose(1, 2)
-        value = self._heads(me.value_proj(hidden_states)).transpose(1, 2)
+        query = self._heads(me.query_proj(rows))  # [B, L, H, D]
+        key = self._heads(me.key_proj(hidden_states))
+        value = self._heads(me.value_proj(hidden_states))
+        scale = ((1 + len(kinds)) * query.shape[3]) ** -0.5
+        starts = attention_mask if attention_mask.dim() == 1 else None
+        longest = rows.shape[1] if starts is None else int(starts.diff().max())
+        terms = self._terms(rel_embeddings, kinds, longest) if kinds else None
+        if starts is not None:  # sequences without padding, see _UnpaddedDebertaV2Encoder
+            packed = (query[0], key[0], value[0], starts, starts)
+            out = varlen_attention(*packed, scale=scale, relative_bias=terms)
+            return out.flatten(1)[None], None
         results = scaled_dot_product_attention(
-            query,
-            key,
-            value,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attention_mask.bool(),
             me.dropout.p if self.training else 0.0,
-            scale=((1 + len(kinds)) * query.shape[3]) ** -0.5,
-            relative_bias=self._terms(rel_embeddings, kinds) if kinds else None,
+            scale=scale,
+            relative_bias=terms,
             need_weights=output_attentions,
         )
         out, weights = results if output_attentions else (results, None)
         return out.transpose(1, 2).flatten(2), weights
 
-    def _terms(self, embeddings: Tensor, kinds: set[str]) -> Disentangled | None:
-        """The embedding of distance d is in row b(d) + span of 2 span: the last one twice here.
+    def _terms(self, embeddings: Tensor, kinds: set[str], length: int) -> Disentangled | None:
+        """The embedding of distance d is in row b(d) + span of 2 span, whose last row is also that
+        of b(d) = span.
 
         Stock reads both tables at b(i - j); ours reads that of keys at b(j - i).
         """
         me: Any = self
         if not me.relative_attention:
             return None
-        rows = me.pos_dropout(embeddings)[: 2 * me.pos_ebd_size]
-        rows = torch.cat([rows, rows[-1:]])
-        shared = me.share_att_key
-        of_queries = of_keys = None
+        shared, span = me.share_att_key, me.pos_ebd_size
+        layers: list[Any] = [None, None]
         if "c2p" in kinds:
-            of_queries = self._heads((me.key_proj if shared else me.pos_key_proj)(rows))
+            layers[0] = me.key_proj if shared else me.pos_key_proj
         if "p2c" in kinds:
-            of_keys = self._heads((me.query_proj if shared else me.pos_query_proj)(rows)).flip(0)
+            layers[1] = me.query_proj if shared else me.pos_query_proj
         limit = me.max_relative_positions if me.position_buckets > 0 else None
-        return Disentangled(of_queries, of_keys, max_distance=limit)
+        rows = me.pos_dropout(embeddings)[: 2 * span]
+        facts = _facts(rows, [x for x in layers if x is not None])
+        if facts is not None and self in _kept and _kept[self][0] == facts:
+            of_queries, of_keys = _kept[self][1]
+            return Disentangled(of_queries, of_keys, max_distance=limit)
+        rows = torch.cat([rows, rows[-1:]])
+        # What is kept is for all distances; else the rows of other lengths are left out.
+        reach = span
+        if facts is None and runs_eagerly(rows):
+            reach = _row_of(length - 1, span, limit) - span
+        rows = rows[span - reach : span + reach + 1]
+        tables = [None if layer is None else self._heads(layer(rows)) for layer in layers]
+        if tables[1] is not None:
+            tables[1] = tables[1].flip(0)
+        if facts is not None:
+            _kept[self] = facts, tables
+        elif limit is None or reach <= span // 2:
+            limit = None  # each distance has a row of its own
+        elif reach < span:
+            left_out = (0, 0, 0, 0, span - reach, span - reach)
+            tables = [x if x is None else nn.functional.pad(x, left_out) for x in tables]
+        return Disentangled(tables[0], tables[1], max_distance=limit)
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Any = self.num_attention_heads
@@ -86,6 +156,8 @@ class _DebertaV2Encoder(nn.Module):
     """
 
     def get_attention_mask(self, attention_mask: Tensor) -> Tensor:
+        if attention_mask.dim() == 1:
+            return attention_mask
         if attention_mask.dim() == 2:
             return attention_mask[:, None, None]
         stock: Any = super()
@@ -96,6 +168,40 @@ class _DebertaV2Encoder(nn.Module):
         self, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None
     ) -> Any:
         return relative_pos
+
+
+class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
+    """The same on the rows that are no padding; 0 elsewhere.
+
+    In place of a mask, the layers get where each sequence begins.
+    """
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any, *others: Any, **more: Any) -> Any:
+        stock: Any = super()
+        x, mask = hidden_states, attention_mask
+        plain = not others and not more.get("output_attentions") and more.get("return_dict", True)
+        plain = plain and more.get("query_states") is None and more.get("relative_pos") is None
+        padding = mask == 0 if plain and self._may_join(x, mask) else None
+        if padding is None or not padding.any() or has_gaps(padding):
+            return stock.forward(x, mask, *others, **more)
+        rows, starts, back = joined(x, padding)
+        output = stock.forward(rows[None], starts, **more)
+        output.last_hidden_state = back(output.last_hidden_state[0])
+        if output.hidden_states is not None:
+            output.hidden_states = tuple(back(y[0]) for y in output.hidden_states)
+        return output
+
+    def _may_join(self, x: Tensor, mask: Any) -> bool:
+        """Whether nothing but attention needs to know which rows are of which sequence."""
+        me: Any = self
+        if self.training or me.conv is not None or type(mask) is not Tensor or x.dim() != 3:
+            return False
+        if mask.shape != x.shape[:2] or not x.is_cpu or not runs_eagerly(x, mask):
+            return False
+        if not all(isinstance(layer.attention.self, _DebertaV2) for layer in me.layer):
+            return False
+        inside = [module for module in self.modules() if module is not self]
+        return compat.nothing_intercepts() and not compat.are_watched(inside, does_nothing)
 
 
 class _Wav2Vec2Conformer(nn.Module):
@@ -210,9 +316,10 @@ _CLASSES: dict[str, type] = {
 }
 
 
-def relative_class(module: nn.Module) -> type | None:
+def relative_class(module: nn.Module, unpad: bool = True) -> type | None:
     """The class for a module of transformers, None if there is none."""
     folders = type(module).__module__.split(".")
     if folders[:2] != ["transformers", "models"] or len(folders) < 4:
         return None
-    return _CLASSES.get(f"{folders[2]}.{type(module).__name__}")
+    found = _CLASSES.get(f"{folders[2]}.{type(module).__name__}")
+    return _UnpaddedDebertaV2Encoder if unpad and found is _DebertaV2Encoder else found
