@@ -11,29 +11,17 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// C[rows][vectors] += A B over K words, columns across lanes, with as many vectors at a time as the
-// registers hold.
+// C[rows][vectors] += A B over K words, columns across lanes.
 template <class P>
 FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_t lda,
                                  const typename P::Word* B, int64_t ldb, int64_t K,
                                  typename P::Acc* C, int64_t ldc, int64_t vectors) {
   typedef typename P::Acc T;
-  constexpr int W = kLanes<T>;
-  int64_t v = 0;
-  const auto block = [&](auto width) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(width)::value;
-    constexpr int kRows = 6;
-    for (; v + kVectors <= vectors; v += kVectors)
-      tile_rows<P, kRows, kVectors, false>(
-          rows, A, lda, B + v * W, ldb, K, [](int64_t, int) { return Vec<T>{}; },
-          [&](int64_t r, int n, Vec<T> x) __attribute__((always_inline)) {
-            T* c = C + r * ldc + (v + n) * W;
-            store(c, load(c) + x);
-          });
-  };
-  if constexpr (kRegisters == 32) block(Width<4>());
-  block(Width<2>());
-  block(Width<1>());
+  product_rows<P, false>(rows, A, lda, B, ldb, K, vectors,
+                         [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                           T* c = C + r * ldc + v * kLanes<T>;
+                           store(c, load(c) + x);
+                         });
 }
 
 // A panel of queries is kVectors vectors wide.

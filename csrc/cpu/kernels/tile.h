@@ -74,6 +74,28 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   });
 }
 
+// C = A B with rows of B across the lanes, `vectors` vectors of each, as many at a time as the registers
+// hold. A is read by broadcast, as in tile(); finish(r, v, x) gets vector v of row r.
+template <class P, bool kColumns, class Finish>
+FASTATTN_INLINE void product_rows(int64_t rows, const typename P::Word* A, int64_t lda,
+                                  const typename P::Word* B, int64_t ldb, int64_t K,
+                                  int64_t vectors, Finish finish) {
+  typedef Vec<typename P::Acc> V;
+  constexpr int kRows = 6;
+  int64_t v = 0;
+  const auto block = [&](auto width) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(width)::value;
+    for (; v + kVectors <= vectors; v += kVectors)
+      tile_rows<P, kRows, kVectors, kColumns>(
+          rows, A, lda, B + v * kLanes<typename P::Acc>, ldb, K,
+          [](int64_t, int) { return V{}; },
+          [&](int64_t r, int n, V x) __attribute__((always_inline)) { finish(r, v + n, x); });
+  };
+  if constexpr (kRegisters == 32) block(Width<4>());
+  block(Width<2>());
+  block(Width<1>());
+}
+
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch uses a
 // matrix-vector product with short chains, whose error ours must match; there, reading keys takes
 // the time. Doubles favour accuracy. Without FMA, products are rounded before they are added, and a
