@@ -53,6 +53,7 @@ class Forward {
   // come first, to balance the end. One task computes the mean of the weights over the heads.
   void run(int64_t t) const {
     Buffers buf = allocate(thread_scratch(bytes));
+    if (p.Lk <= Bk && p.Lq <= Bq && t + 1 < tasks()) read_ahead(buf, t + 1);
     const bool causal = p.window_right >= 0;
     const int64_t group = causal ? t % groups() : t / blocks();
     const int64_t q0 = (causal ? blocks() - 1 - t / groups() : t % blocks()) * Bq;
@@ -100,6 +101,7 @@ class Forward {
     T* alpha;        // [lanes] the factors of a panel's outputs so far
     T* registers;    // of a score program
     typename ContentTerms<P>::Buffers terms;
+    RowsAhead next;  // of the next head
     size_t bytes;
   };
 
@@ -124,6 +126,21 @@ class Forward {
     buf.terms = terms.allocate(a);
     buf.bytes = a.used();
     return buf;
+  }
+
+  void read_ahead(Buffers& buf, int64_t head) const {
+    const int64_t b = head / p.Hq, h = head % p.Hq, hk = h / (p.Hq / p.Hkv);
+    buf.next.add(P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1],
+                 p.q.stride, p.Lq, p.D);
+    buf.next.add(P::elements(p.k.data, p.dtype) + b * p.k.stride[0] + hk * p.k.stride[1],
+                 p.k.stride, p.Lk, p.D);
+    buf.next.add(P::elements(p.v.data, p.dtype) + b * p.v.stride[0] + hk * p.v.stride[1],
+                 p.v.stride, p.Lk, p.Dv);
+    const int64_t K = words<P>(p.D), chain = longest_chain<T>(p);
+    const int vectors = p.Lq <= kFew * W ? kFew : kPanelVectors;
+    const int64_t rows = K <= chain ? P::kScoreRows : P::kScoreRows / vectors;
+    buf.next.share((p.Lq + kLanesOfPanel - 1) / kLanesOfPanel * ((p.Lk + rows - 1) / rows) *
+                   ((K + chain - 1) / chain));
   }
 
   // One block of queries of one head against all keys visible to it. Out of line, because every
@@ -250,7 +267,8 @@ class Forward {
 
     // S = K Q^T
     Vec<T> top[NV];
-    score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top);
+    score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top,
+                          [&] { buf.next.read_some(); });
     if (has_content_terms(p)) terms.template add<NV>(buf.terms, i0, i1, r, S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (p.score_program != nullptr)

@@ -115,11 +115,12 @@ FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
 // S[row][lane] = sum_k A[row * lda + k] * panel[k][lane], and the maximum over the rows.
 //
 // Chains longer than `chain` are split and their parts added, so that the error does not grow with
-// the head dim.
-template <class P, int kVectors>
+// the head dim. meanwhile() is called before each tile of a part.
+template <class P, int kVectors, class Meanwhile>
 FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
                                     const typename P::Word* panel, int64_t K, int64_t chain,
-                                    typename P::Acc* S, Vec<typename P::Acc>* top) {
+                                    typename P::Acc* S, Vec<typename P::Acc>* top,
+                                    Meanwhile meanwhile) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
   constexpr int64_t lanes = kVectors * W;
@@ -130,13 +131,20 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
     top[n] = max_of(top[n], s);
   };
   if (K <= chain)
-    return tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, lda, panel, lanes, K, zero, keep);
+    return each_tile<P::kScoreRows>(
+        rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
+          meanwhile();
+          tile<P, decltype(width)::value, kVectors, false>(
+              A + r0 * lda, lda, panel, lanes, K, zero,
+              [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { keep(r0 + r, n, s); });
+        });
   // Twice the registers of a tile: the sum of a part, and that of the parts before.
   constexpr int kRows = P::kScoreRows / kVectors;
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
     Vec<T> sum[kTile][kVectors];
     const auto part = [&](int64_t k, auto finish) __attribute__((always_inline)) {
+      meanwhile();
       tile<P, kTile, kVectors, false>(A + r0 * lda + k, lda, panel + k * lanes, lanes,
                                       min_of(K - k, chain), zero, finish);
     };
@@ -146,6 +154,12 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
     FASTATTN_UNROLL for (int r = 0; r < kTile; ++r)
         FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) keep(r0 + r, n, sum[r][n]);
   });
+}
+template <class P, int kVectors>
+FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
+                                    const typename P::Word* panel, int64_t K, int64_t chain,
+                                    typename P::Acc* S, Vec<typename P::Acc>* top) {
+  score_products<P, kVectors>(rows, A, lda, panel, K, chain, S, top, [] {});
 }
 
 }  // namespace
