@@ -53,6 +53,7 @@ class BackwardUnit {
         dvp(round_up(params.Dv, W)),
         key_mask(is_key_mask(params)),
         whole(params.Lk <= Bk && !params.partial),
+        dq_in_rows(whole && params.D % W == 0),
         gradients(params, whole),
         terms(params, Bk) {}
 
@@ -61,7 +62,7 @@ class BackwardUnit {
   bool sums_delta() const { return whole; }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
-  // Of a query head: dQ, [panels][D][lanes], then the sums of the gradients of its relative bias, of
+  // Of a query head: dQ, [panels][D][lanes] or [queries][D], then the sums of the gradients of its relative bias, of
   // the bias of an image, and of its terms of content.
   int64_t dq_size() const { return own_size() + terms.sums_size(queries); }
 
@@ -83,6 +84,7 @@ class BackwardUnit {
     Word* temp;              // [lanes][words]
     typename ScoreGradients<P, kVectors>::Buffers gradients;
     typename ContentTerms<P>::Buffers terms;
+    RowsAhead next;  // of the next head
     size_t bytes;
   };
 
@@ -114,6 +116,9 @@ class BackwardUnit {
   // group][dq_size].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
+    f.next = RowsAhead();
+    if (whole && group == 1 && head + 1 < p.B * p.Hkv && p.grad_mask.data == nullptr)
+      read_ahead(f, head + 1);
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
     __builtin_memset(f.dk, 0, static_cast<size_t>((keys.end - keys.begin) * dp) * sizeof(T));
     __builtin_memset(f.dv, 0, static_cast<size_t>((keys.end - keys.begin) * dvp) * sizeof(T));
@@ -147,17 +152,32 @@ class BackwardUnit {
   // from their sums.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
-    write_query_gradients<P, kVectors>(p, b, h, dq, p.D);
+    if (dq_in_rows)
+      write_rows(dq, p.D, p.D, static_cast<T>(p.scale), p.grad_q, b, h, {0, p.Lq});
+    else
+      write_query_gradients<P, kVectors>(p, b, h, dq, p.D);
     write_relative_gradient(p, b, h, dq + queries * p.D);
     write_image_gradient<T, NV>(p, b, h, dq + own_size() - image_sums(p, queries));
     terms.write(dq + own_size(), b, h);
   }
 
  private:
+  void read_ahead(Buffers& f, int64_t head) const {
+    const auto add = [&](const Tensor4& x, int64_t rows, int64_t columns) {
+      f.next.add(P::elements(x.data, p.dtype) + head / p.Hkv * x.stride[0] +
+                     head % p.Hkv * x.stride[1],
+                 x.stride, rows, columns);
+    };
+    add(p.out, p.Lq, p.Dv), add(p.grad_out, p.Lq, p.Dv), add(p.q, p.Lq, p.D);
+    add(p.k, p.Lk, p.D), add(p.v, p.Lk, p.Dv);
+    f.next.share(2 * queries / L * score_calls<P, NV>(p.Lk, dw, longest_chain<T>(p)));
+  }
+
   const Sequence& p;
   const ScoreRule<T> rule;
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
+  const bool dq_in_rows;  // one block of keys adds to dQ, so it has the layout of its result
   const ScoreGradients<P, kVectors> gradients;
   const ContentTerms<P> terms;
 
@@ -270,7 +290,7 @@ class BackwardUnit {
                      dv + shift * dvp, dvp, dvp / W);
       add_product<P>(nk_seen, dS, ld, f.q_rows + i / P::kPerWord * dp, dp, reduced, dk + shift * dp,
                      dp, dp / W);
-      // dQ^T += K^T dS^T
+      // dQ += dS K, or dQ^T += K^T dS^T
       T* dq_panel = dq + i * p.D;
       if (leaky) {
         add_nonzero(f.ds, nk_seen, k + shift * sk[2], dq_panel);
@@ -278,7 +298,14 @@ class BackwardUnit {
       }
       const int64_t pairs = words<P>(nk_seen), chain = 4 * longest_chain<T>(p);
       const Word* keys = kr + shift / P::kPerWord * p.D;
-      for (int64_t j = 0; j < pairs; j += chain)
+      for (int64_t j = 0; j < pairs && dq_in_rows; j += chain)
+        product_rows<P, true>(i1 - i, reinterpret_cast<const Word*>(f.ds) + j * L, L,
+                              keys + j * p.D, p.D, min_of(pairs - j, chain), p.D / W,
+                              [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                                T* sum = dq_panel + r * p.D + v * W;
+                                store(sum, load(sum) + x);
+                              });
+      for (int64_t j = 0; j < pairs && !dq_in_rows; j += chain)
         tile_rows<P, P::kOutputRows, NV, true>(
             p.D, keys + j * p.D, p.D, reinterpret_cast<const Word*>(f.ds) + j * L, L,
             min_of(pairs - j, chain), [](int64_t, int) { return Vec<T>{}; },
@@ -304,9 +331,11 @@ class BackwardUnit {
     }
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);
-    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top);  // S = K Q^T
+    const auto read_ahead = [&] { f.next.read_some(); };
+    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top, read_ahead);  // S = K Q^T
     if (has_content_terms(p)) terms.template add<NV>(f.terms, i0, i1, r, f.s, top);
-    score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
+    score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top,
+                          read_ahead);  // dP = V dO^T
     gradients.run(f.gradients, b, h, i0, i1, r, bias, {f.rows.at(i0), f.center + i0, f.delta + i0});
     if (has_content_terms(p)) terms.template add_gradients<NV>(f.terms, i0, i1, r, f.ds);
     pair_up(f, nk);
@@ -348,7 +377,8 @@ class BackwardUnit {
         }
         if (weight == T(0)) continue;
         for (int64_t d = 0; d < p.D; ++d)
-          dq[d * L + i] += weight * static_cast<T>(widen(k[j * p.k.stride[2] + d * p.k.stride[3]]));
+          dq[dq_in_rows ? i * p.D + d : d * L + i] +=
+              weight * static_cast<T>(widen(k[j * p.k.stride[2] + d * p.k.stride[3]]));
       }
     }
   }

@@ -136,11 +136,10 @@ class Forward {
                  p.k.stride, p.Lk, p.D);
     buf.next.add(P::elements(p.v.data, p.dtype) + b * p.v.stride[0] + hk * p.v.stride[1],
                  p.v.stride, p.Lk, p.Dv);
-    const int64_t K = words<P>(p.D), chain = longest_chain<T>(p);
-    const int vectors = p.Lq <= kFew * W ? kFew : kPanelVectors;
-    const int64_t rows = K <= chain ? P::kScoreRows : P::kScoreRows / vectors;
-    buf.next.share((p.Lq + kLanesOfPanel - 1) / kLanesOfPanel * ((p.Lk + rows - 1) / rows) *
-                   ((K + chain - 1) / chain));
+    const int64_t panels = (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel, K = words<P>(p.D);
+    buf.next.share(panels * (p.Lq <= kFew * W
+                                 ? score_calls<P, kFew>(p.Lk, K, longest_chain<T>(p))
+                                 : score_calls<P, kPanelVectors>(p.Lk, K, longest_chain<T>(p))));
   }
 
   // One block of queries of one head against all keys visible to it. Out of line, because every

@@ -112,6 +112,13 @@ FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
   return p.Lq <= 32 || kDouble || !kFused ? 16 : 256;
 }
 
+// How often score_products() calls meanwhile(), at least.
+template <class P, int kVectors>
+FASTATTN_INLINE int64_t score_calls(int64_t rows, int64_t K, int64_t chain) {
+  const int64_t kRows = K <= chain ? P::kScoreRows : P::kScoreRows / kVectors;
+  return (rows + kRows - 1) / kRows * ((K + chain - 1) / chain);
+}
+
 // S[row][lane] = sum_k A[row * lda + k] * panel[k][lane], and the maximum over the rows.
 //
 // Chains longer than `chain` are split and their parts added, so that the error does not grow with
