@@ -237,7 +237,7 @@ FASTATTN_INLINE const typename P::Word* stage_reduced(typename P::Source src, in
   }
 }
 
-// Rows of up to five tensors that the processor is to read into its L2 cache, a few lines at a time
+// Rows of up to eight tensors that the processor is to read into its L2 cache, a few lines at a time
 // between products: a burst of more than its L1 has buffers for would wait for memory.
 class RowsAhead {
  public:
@@ -253,11 +253,8 @@ class RowsAhead {
   FASTATTN_INLINE void add(Elements first, const int64_t* stride, int64_t rows, int64_t columns) {
     with_elements(first, [&](const auto* from) { add(from, stride, rows, columns); });
   }
-  // Has `calls` calls of read_some() read all; nothing is read if it would fill the cache.
-  FASTATTN_INLINE void share(int64_t calls) {
-    constexpr int64_t kMost = 2048;  // lines, 128 KiB
-    share_ = lines_ > kMost ? 0 : (lines_ + calls - 1) / calls;
-  }
+  // Has read_some() called this many times read all.
+  FASTATTN_INLINE void share(int64_t calls) { share_ = (lines_ + calls - 1) / calls; }
   FASTATTN_INLINE void read_some() {
     for (int64_t left = share_; left > 0;) {
       if (from_ >= end_ && !next_row()) return;
@@ -274,7 +271,7 @@ class RowsAhead {
     const char* row;
     int64_t stride, bytes, rows;
   };
-  Part part_[5];
+  Part part_[8];
   int count_ = 0, at_ = 0;
   int64_t lines_ = 0, share_ = 0;
   const char *from_ = nullptr, *end_ = nullptr;

@@ -54,12 +54,18 @@ class BackwardUnit {
         key_mask(is_key_mask(params)),
         whole(params.Lk <= Bk && !params.partial),
         dq_in_rows(whole && params.D % W == 0),
+        direct(dq_in_rows && params.Dv % W == 0 && params.Hq == params.Hkv && !rule.excludes &&
+               !rule.natural && params.score_program == nullptr && !has_content_terms(params)),
         gradients(params, whole),
         terms(params, Bk) {}
 
   // All keys of the rows fit in one block. delta is then summed where it is used, from the same products that
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
   bool sums_delta() const { return whole; }
+  // Whether the next task is the next head, read ahead.
+  bool heads_follow() const {
+    return whole && p.Hq == p.Hkv && p.grad_mask.data == nullptr && reads_ahead<P>(p);
+  }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   // Of a query head: dQ, [panels][D][lanes] or [queries][D], then the sums of the gradients of its relative bias, of
@@ -117,12 +123,13 @@ class BackwardUnit {
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
     f.next = RowsAhead();
-    if (whole && group == 1 && head + 1 < p.B * p.Hkv && p.grad_mask.data == nullptr)
-      read_ahead(f, head + 1);
+    if (heads_follow() && head + 1 < p.B * p.Hkv) read_ahead(f, head + 1);
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
-    __builtin_memset(f.dk, 0, static_cast<size_t>((keys.end - keys.begin) * dp) * sizeof(T));
-    __builtin_memset(f.dv, 0, static_cast<size_t>((keys.end - keys.begin) * dvp) * sizeof(T));
-    __builtin_memset(dq, 0, static_cast<size_t>(group * dq_size()) * sizeof(T));
+    if (!direct) {
+      __builtin_memset(f.dk, 0, static_cast<size_t>((keys.end - keys.begin) * dp) * sizeof(T));
+      __builtin_memset(f.dv, 0, static_cast<size_t>((keys.end - keys.begin) * dvp) * sizeof(T));
+      __builtin_memset(dq, 0, static_cast<size_t>(group * dq_size()) * sizeof(T));
+    }
     for (int64_t g = 0; g < group; ++g) {
       const int64_t h = hk * group + g;
       pack_queries(f, b, h, prepared);
@@ -144,6 +151,7 @@ class BackwardUnit {
         p.grad_sinks[(p.index + b) * p.Hq + h] =
             sink_gradient(p, rule, b, h, Range{0, p.Lq}, f.rows, f.delta, f.center);
     }
+    if (direct && stores_sums()) return;
     write_rows(f.dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
     write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
   }
@@ -152,6 +160,7 @@ class BackwardUnit {
   // from their sums.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
+    if (direct && stores_sums()) return;
     if (dq_in_rows)
       write_rows(dq, p.D, p.D, static_cast<T>(p.scale), p.grad_q, b, h, {0, p.Lq});
     else
@@ -170,6 +179,7 @@ class BackwardUnit {
     };
     add(p.out, p.Lq, p.Dv), add(p.grad_out, p.Lq, p.Dv), add(p.q, p.Lq, p.D);
     add(p.k, p.Lk, p.D), add(p.v, p.Lk, p.Dv);
+    add(p.grad_q, p.Lq, p.D), add(p.grad_k, p.Lk, p.D), add(p.grad_v, p.Lk, p.Dv);
     f.next.share(2 * queries / L * score_calls<P, NV>(p.Lk, dw, longest_chain<T>(p)));
   }
 
@@ -178,6 +188,9 @@ class BackwardUnit {
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
   const bool dq_in_rows;  // one block of keys adds to dQ, so it has the layout of its result
+  // Every panel of queries adds to all dK and dV, and nothing else does: the first begins the sums, and
+  // the last writes them.
+  const bool direct;
   const ScoreGradients<P, kVectors> gradients;
   const ContentTerms<P> terms;
 
@@ -286,19 +299,29 @@ class BackwardUnit {
       constexpr int64_t ld = L / P::kPerWord;
       const int64_t reduced = words<P>(i1 - i);
       // dV += W^T dO, dK += dS^T Q
-      add_product<P>(nk_seen, W_, ld, f.g_rows + i / P::kPerWord * dvp, dvp, reduced,
-                     dv + shift * dvp, dvp, dvp / W);
-      add_product<P>(nk_seen, dS, ld, f.q_rows + i / P::kPerWord * dp, dp, reduced, dk + shift * dp,
-                     dp, dp / W);
-      // dQ += dS K, or dQ^T += K^T dS^T
+      const Word *g_rows = f.g_rows + i / P::kPerWord * dvp, *q_rows = f.q_rows + i / P::kPerWord * dp;
       T* dq_panel = dq + i * p.D;
+      if (direct) {
+        const bool last = i1 == p.Lq;
+        add_or_write<false>(nk, W_, ld, g_rows, dvp, reduced, i > 0, last, T(1), dv, p.grad_v, b, hk);
+        add_or_write<false>(nk, dS, ld, q_rows, dp, reduced, i > 0, last, static_cast<T>(p.scale), dk,
+                            p.grad_k, b, hk);
+      } else {
+        add_product<P>(nk_seen, W_, ld, g_rows, dvp, reduced, dv + shift * dvp, dvp, dvp / W);
+        add_product<P>(nk_seen, dS, ld, q_rows, dp, reduced, dk + shift * dp, dp, dp / W);
+      }
+      // dQ += dS K, or dQ^T += K^T dS^T
       if (leaky) {
         add_nonzero(f.ds, nk_seen, k + shift * sk[2], dq_panel);
         continue;
       }
       const int64_t pairs = words<P>(nk_seen), chain = 4 * longest_chain<T>(p);
       const Word* keys = kr + shift / P::kPerWord * p.D;
-      for (int64_t j = 0; j < pairs && dq_in_rows; j += chain)
+      for (int64_t j = 0; j < pairs && direct; j += chain)
+        add_or_write<true>(i1 - i, reinterpret_cast<const Word*>(f.ds) + j * L, L, keys + j * p.D,
+                           p.D, min_of(pairs - j, chain), j > 0, j + chain >= pairs,
+                           static_cast<T>(p.scale), dq_panel, p.grad_q, b, h, i);
+      for (int64_t j = 0; j < pairs && dq_in_rows && !direct; j += chain)
         product_rows<P, true>(i1 - i, reinterpret_cast<const Word*>(f.ds) + j * L, L,
                               keys + j * p.D, p.D, min_of(pairs - j, chain), p.D / W,
                               [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
@@ -315,6 +338,32 @@ class BackwardUnit {
             });
     }
     terms.close(f.terms);
+  }
+
+  // Whether results have the type of their sums.
+  bool stores_sums() const {
+    return in_place<T>(P::elements(p.grad_q.data, p.dtype)) != nullptr;
+  }
+
+  // sums = A B, added to what they are if `adds`; the last writes them, times `factor`, to rows of the
+  // result from `row` on, unless these have another type.
+  template <bool kColumns>
+  FASTATTN_INLINE void add_or_write(int64_t rows, const Word* A, int64_t lda, const Word* B,
+                                    int64_t ldb, int64_t K, bool adds, bool last, T factor, T* sums,
+                                    const Tensor4& to, int64_t b, int64_t h,
+                                    int64_t row = 0) const {
+    const Source first =
+        P::elements(to.data, p.dtype) + b * to.stride[0] + h * to.stride[1] + row * to.stride[2];
+    T* const out = last ? const_cast<T*>(in_place<T>(first)) : nullptr;
+    product_rows<P, kColumns>(rows, A, lda, B, ldb, K, ldb / W,
+                              [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                                T* const sum = sums + r * ldb + v * W;
+                                if (adds) x = load(sum) + x;
+                                if (out != nullptr)
+                                  store(out + r * to.stride[2] + v * W, x * factor);
+                                else
+                                  store(sum, x);
+                              });
   }
 
   // The tiles of W and dS of queries [i0, i1) and keys r, in every layout that the products need.

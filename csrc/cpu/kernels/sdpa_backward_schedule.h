@@ -191,6 +191,9 @@ class Backward {
     const Tasks tasks(count, [&](int64_t n) { return plan(n).tasks; });
     const Tasks sums(count, [&](int64_t n) { return plan(n).sums; });
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
+    const bool follow = count == 1 && of_first.heads_follow();
+    const int64_t chunk =
+        follow ? max_of<int64_t>(1, min_of(kHeadsInOrder, tasks.total() / (team * 4))) : 1;
     const auto run_unit = [&](const Sequence& s, const Unit& unit, int64_t n, int64_t own, int64_t m) {
       if (splits(s))
         one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
@@ -217,7 +220,7 @@ class Backward {
     } else {
 #pragma omp parallel num_threads(team)
       for (int64_t m = 0; m < rounds; ++m) {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, chunk)
         for (int64_t t = 0; t < tasks.total(); ++t) run_task(t, m);
         if (sums.total() == 0) continue;
 #pragma omp for schedule(dynamic, 1)

@@ -48,12 +48,16 @@ class Forward {
   }
 
   int64_t tasks() const { return groups() * blocks(); }
+  int64_t neighbours() const {
+    if (heads_follow()) return kHeadsInOrder;
+    return p.window_right >= 0 ? 1 : tasks() / (p.B * p.Hq);
+  }
 
   // Task t. The blocks of a head share its keys in cache. Under a causal mask the longest blocks
   // come first, to balance the end. One task computes the mean of the weights over the heads.
   void run(int64_t t) const {
     Buffers buf = allocate(thread_scratch(bytes));
-    if (p.Lk <= Bk && p.Lq <= Bq && t + 1 < tasks()) read_ahead(buf, t + 1);
+    if (heads_follow() && t + 1 < tasks()) read_ahead(buf, t + 1);
     const bool causal = p.window_right >= 0;
     const int64_t group = causal ? t % groups() : t / blocks();
     const int64_t q0 = (causal ? blocks() - 1 - t / groups() : t % blocks()) * Bq;
@@ -82,6 +86,10 @@ class Forward {
     return max_of<int64_t>(1, min_of(kBytes / panel, share)) * kLanesOfPanel;
   }
   int64_t blocks() const { return (p.Lq + Bq - 1) / Bq; }
+  // Whether the next task is the next head, read ahead.
+  bool heads_follow() const {
+    return blocks() == 1 && weights != Weights::averaged && reads_ahead<P>(p);
+  }
   int64_t groups() const { return weights == Weights::averaged ? p.B : p.B * p.Hq; }
 
   struct Buffers {
@@ -483,6 +491,7 @@ namespace {
 struct NoForward {
   explicit NoForward(const Sequence&) {}
   int64_t tasks() const { return 0; }
+  int64_t neighbours() const { return 1; }
   void run(int64_t) const {}
 };
 }  // namespace
