@@ -254,7 +254,9 @@ class RowsAhead {
     with_elements(first, [&](const auto* from) { add(from, stride, rows, columns); });
   }
   // Has read_some() called this many times read all.
-  FASTATTN_INLINE void share(int64_t calls) { share_ = (lines_ + calls - 1) / calls; }
+  FASTATTN_INLINE void share(int64_t calls) {
+    share_ = calls == 0 ? 0 : (lines_ + calls - 1) / calls;
+  }
   FASTATTN_INLINE void read_some() {
     for (int64_t left = share_; left > 0;) {
       if (from_ >= end_ && !next_row()) return;

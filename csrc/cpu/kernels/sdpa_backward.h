@@ -173,9 +173,9 @@ class BackwardUnit {
  private:
   void read_ahead(Buffers& f, int64_t head) const {
     const auto add = [&](const Tensor4& x, int64_t rows, int64_t columns) {
-      f.next.add(P::elements(x.data, p.dtype) + head / p.Hkv * x.stride[0] +
-                     head % p.Hkv * x.stride[1],
-                 x.stride, rows, columns);
+      f.next.add(
+          P::elements(x.data, p.dtype) + head / p.Hkv * x.stride[0] + head % p.Hkv * x.stride[1],
+          x.stride, rows, columns);
     };
     add(p.out, p.Lq, p.Dv), add(p.grad_out, p.Lq, p.Dv), add(p.q, p.Lq, p.D);
     add(p.k, p.Lk, p.D), add(p.v, p.Lk, p.Dv);
@@ -299,13 +299,15 @@ class BackwardUnit {
       constexpr int64_t ld = L / P::kPerWord;
       const int64_t reduced = words<P>(i1 - i);
       // dV += W^T dO, dK += dS^T Q
-      const Word *g_rows = f.g_rows + i / P::kPerWord * dvp, *q_rows = f.q_rows + i / P::kPerWord * dp;
+      const Word *g_rows = f.g_rows + i / P::kPerWord * dvp,
+                 *q_rows = f.q_rows + i / P::kPerWord * dp;
       T* dq_panel = dq + i * p.D;
       if (direct) {
         const bool last = i1 == p.Lq;
-        add_or_write<false>(nk, W_, ld, g_rows, dvp, reduced, i > 0, last, T(1), dv, p.grad_v, b, hk);
-        add_or_write<false>(nk, dS, ld, q_rows, dp, reduced, i > 0, last, static_cast<T>(p.scale), dk,
-                            p.grad_k, b, hk);
+        add_or_write<false>(nk, W_, ld, g_rows, dvp, reduced, i > 0, last, T(1), dv, p.grad_v, b,
+                            hk);
+        add_or_write<false>(nk, dS, ld, q_rows, dp, reduced, i > 0, last, static_cast<T>(p.scale),
+                            dk, p.grad_k, b, hk);
       } else {
         add_product<P>(nk_seen, W_, ld, g_rows, dvp, reduced, dv + shift * dvp, dvp, dvp / W);
         add_product<P>(nk_seen, dS, ld, q_rows, dp, reduced, dk + shift * dp, dp, dp / W);
@@ -341,9 +343,7 @@ class BackwardUnit {
   }
 
   // Whether results have the type of their sums.
-  bool stores_sums() const {
-    return in_place<T>(P::elements(p.grad_q.data, p.dtype)) != nullptr;
-  }
+  bool stores_sums() const { return in_place<T>(P::elements(p.grad_q.data, p.dtype)) != nullptr; }
 
   // sums = A B, added to what they are if `adds`; the last writes them, times `factor`, to rows of the
   // result from `row` on, unless these have another type.

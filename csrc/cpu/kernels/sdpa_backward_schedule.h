@@ -194,7 +194,8 @@ class Backward {
     const bool follow = count == 1 && of_first.heads_follow();
     const int64_t chunk =
         follow ? max_of<int64_t>(1, min_of(kHeadsInOrder, tasks.total() / (team * 4))) : 1;
-    const auto run_unit = [&](const Sequence& s, const Unit& unit, int64_t n, int64_t own, int64_t m) {
+    const auto run_unit = [&](const Sequence& s, const Unit& unit, int64_t n, int64_t own,
+                              int64_t m) {
       if (splits(s))
         one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
       else

@@ -138,8 +138,8 @@ class Forward {
 
   void read_ahead(Buffers& buf, int64_t head) const {
     const int64_t b = head / p.Hq, h = head % p.Hq, hk = h / (p.Hq / p.Hkv);
-    buf.next.add(P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1],
-                 p.q.stride, p.Lq, p.D);
+    buf.next.add(P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride,
+                 p.Lq, p.D);
     buf.next.add(P::elements(p.k.data, p.dtype) + b * p.k.stride[0] + hk * p.k.stride[1],
                  p.k.stride, p.Lk, p.D);
     buf.next.add(P::elements(p.v.data, p.dtype) + b * p.v.stride[0] + hk * p.v.stride[1],
@@ -184,7 +184,8 @@ class Forward {
       if (key_mask && all_excluded(buf.keys + block.begin, block.end - block.begin)) continue;
       const Range left = visible_by_program(p, b, h, q0, q1, block);
       if (left.begin >= left.end) continue;
-      written = block_of_keys(buf, b, h, q0, q1, block, min_of(range.end - block.end, Bk), k, v, whole);
+      written =
+          block_of_keys(buf, b, h, q0, q1, block, min_of(range.end - block.end, Bk), k, v, whole);
       seen = true;
     }
     if (weights == Weights::per_head && !seen) hide(b, h, q0, q1, {0, p.Lk});
@@ -337,10 +338,10 @@ class Forward {
     T* const own = const_cast<T*>(in_place<T>(out));
     T* const to = own != nullptr ? own : buf.o;
     const int64_t ld = own != nullptr ? st[2] : p.Dv;
-    product_rows<P, true>(i1 - i0, reinterpret_cast<const Word*>(buf.s), lanes, vs, p.Dv, reduced,
-                          p.Dv / W, [&](int64_t r, int64_t n, Vec<T> x) __attribute__((always_inline)) {
-                            store(to + r * ld + n * W, x * buf.alpha[r]);
-                          });
+    product_rows<P, true>(
+        i1 - i0, reinterpret_cast<const Word*>(buf.s), lanes, vs, p.Dv, reduced, p.Dv / W,
+        [&](int64_t r, int64_t n, Vec<T> x)
+            __attribute__((always_inline)) { store(to + r * ld + n * W, x * buf.alpha[r]); });
     if (own != nullptr) return;
     with_elements(out, [&](auto* rows) __attribute__((always_inline)) {
       for (int64_t r = 0; r < i1 - i0; ++r)

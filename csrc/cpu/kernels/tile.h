@@ -87,8 +87,7 @@ FASTATTN_INLINE void product_rows(int64_t rows, const typename P::Word* A, int64
     constexpr int kVectors = decltype(width)::value;
     for (; v + kVectors <= vectors; v += kVectors)
       tile_rows<P, kRows, kVectors, kColumns>(
-          rows, A, lda, B + v * kLanes<typename P::Acc>, ldb, K,
-          [](int64_t, int) { return V{}; },
+          rows, A, lda, B + v * kLanes<typename P::Acc>, ldb, K, [](int64_t, int) { return V{}; },
           [&](int64_t r, int n, V x) __attribute__((always_inline)) { finish(r, v + n, x); });
   };
   if constexpr (kRegisters == 32) block(Width<4>());
