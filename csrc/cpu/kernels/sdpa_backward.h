@@ -381,9 +381,10 @@ class BackwardUnit {
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);
     const auto read_ahead = [&] { f.next.read_some(); };
-    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top, read_ahead);  // S = K Q^T
+    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top, i1 - i0,
+                          read_ahead);  // S = K Q^T
     if (has_content_terms(p)) terms.template add<NV>(f.terms, i0, i1, r, f.s, top);
-    score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top,
+    score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top, i1 - i0,
                           read_ahead);  // dP = V dO^T
     gradients.run(f.gradients, b, h, i0, i1, r, bias, {f.rows.at(i0), f.center + i0, f.delta + i0});
     if (has_content_terms(p)) terms.template add_gradients<NV>(f.terms, i0, i1, r, f.ds);

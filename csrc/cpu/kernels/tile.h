@@ -37,6 +37,23 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
       finish(r, n, acc[r][n]);
 }
 
+// The same for the first half of one vector, from zero; finish(r, x) gets it padded with zeros.
+template <class P, int kRows, class Finish>
+FASTATTN_INLINE void half_tile(const float* __restrict A, int64_t lda, const float* __restrict B,
+                               int64_t ldb, int64_t K, Finish finish) {
+  typedef typename CountTo<kLanes<float> / 2>::type Lanes;
+  HalfF acc[kRows] = {};
+  constexpr int kBases = (kRows + 2) / 3;
+  const float* base[kBases];
+  FASTATTN_UNROLL for (int g = 0; g < kBases; ++g) base[g] = A + 3 * g * lda;
+  _Pragma("GCC unroll 2") for (int64_t k = 0; k < K; ++k) {
+    const HalfF b = load_half(B + k * ldb);
+    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[r] =
+        P::multiply_add(splat_half(base[r / 3][(r % 3) * lda + k], Lanes()), b, acc[r]);
+  }
+  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) finish(r, padded_half(acc[r]));
+}
+
 // Calls f(Width<n>(), r0) for tiles of n rows from r0 on: full tiles, then eight, four and single rows.
 // Every row is the same chain of additions over k, so results do not depend on the tiling.
 //
@@ -121,9 +138,10 @@ FASTATTN_INLINE int64_t score_calls(int64_t rows, int64_t K, int64_t chain) {
 // S[row][lane] = sum_k A[row * lda + k] * panel[k][lane], and the maximum over the rows.
 //
 // Chains longer than `chain` are split and their parts added, so that the error does not grow with
-// the head dim. meanwhile() is called before each tile of a part.
-template <class P, int kVectors, class Meanwhile>
-FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
+// the head dim. meanwhile() is called before each tile of a part. kHalf: all queries are in the first
+// half of the panel.
+template <class P, int kVectors, bool kHalf, class Meanwhile>
+FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_t lda,
                                     const typename P::Word* panel, int64_t K, int64_t chain,
                                     typename P::Acc* S, Vec<typename P::Acc>* top,
                                     Meanwhile meanwhile) {
@@ -136,13 +154,24 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
     store(S + row * lanes + n * W, s);
     top[n] = max_of(top[n], s);
   };
+  // Parts of the products of a tile of rows.
+  const auto products = [&](auto width, int64_t r0, int64_t k, int64_t count, auto finish)
+                            __attribute__((always_inline)) {
+    constexpr int kTile = decltype(width)::value;
+    meanwhile();
+    if constexpr (kHalf)
+      half_tile<P, kTile>(A + r0 * lda + k, lda, panel + k * lanes, lanes, count,
+                          [&](int r, VecF s) __attribute__((always_inline)) { finish(r, 0, s); });
+    else
+      tile<P, kTile, kVectors, false>(A + r0 * lda + k, lda, panel + k * lanes, lanes, count, zero,
+                                      finish);
+  };
   if (K <= chain)
     return each_tile<P::kScoreRows>(
         rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
-          meanwhile();
-          tile<P, decltype(width)::value, kVectors, false>(
-              A + r0 * lda, lda, panel, lanes, K, zero,
-              [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { keep(r0 + r, n, s); });
+          products(width, r0, 0, K, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) {
+            keep(r0 + r, n, s);
+          });
         });
   // Twice the registers of a tile: the sum of a part, and that of the parts before.
   constexpr int kRows = P::kScoreRows / kVectors;
@@ -150,9 +179,7 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
     constexpr int kTile = decltype(width)::value;
     Vec<T> sum[kTile][kVectors];
     const auto part = [&](int64_t k, auto finish) __attribute__((always_inline)) {
-      meanwhile();
-      tile<P, kTile, kVectors, false>(A + r0 * lda + k, lda, panel + k * lanes, lanes,
-                                      min_of(K - k, chain), zero, finish);
+      products(width, r0, k, min_of(K - k, chain), finish);
     };
     part(0, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
     for (int64_t k = chain; k < K; k += chain)
@@ -161,11 +188,21 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
         FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) keep(r0 + r, n, sum[r][n]);
   });
 }
+template <class P, int kVectors, class Meanwhile>
+FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
+                                    const typename P::Word* panel, int64_t K, int64_t chain,
+                                    typename P::Acc* S, Vec<typename P::Acc>* top, int64_t queries,
+                                    Meanwhile meanwhile) {
+  if constexpr (P::kHalves && kVectors == 1)
+    if (queries <= kLanes<float> / 2)
+      return score_tiles<P, 1, true>(rows, A, lda, panel, K, chain, S, top, meanwhile);
+  score_tiles<P, kVectors, false>(rows, A, lda, panel, K, chain, S, top, meanwhile);
+}
 template <class P, int kVectors>
 FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
                                     const typename P::Word* panel, int64_t K, int64_t chain,
                                     typename P::Acc* S, Vec<typename P::Acc>* top) {
-  score_products<P, kVectors>(rows, A, lda, panel, K, chain, S, top, [] {});
+  score_tiles<P, kVectors, false>(rows, A, lda, panel, K, chain, S, top, [] {});
 }
 
 }  // namespace
