@@ -145,9 +145,7 @@ py::object attention(const AttentionTensors& x, py::handle options, bool only_fi
     lse = new_buffer(DType::f64, {p.B, p.Hq, p.Lq}, &p.lse);
   // Without heads the kernel writes nothing.
   const py::object weights = new_weights(p, p.Hq > 0 ? static_cast<Make>(new_result) : new_zeros);
-  without_gil([&] {
-    kernels(p.dtype).attention_forward(p);
-  });
+  without_gil([&] { kernels(p.dtype).attention_forward(p); });
   if (only_first) return out;
   return py::make_tuple(out, lse, weights);
 }

@@ -275,8 +275,8 @@ class Forward {
 
     // S = K Q^T
     Vec<T> top[NV];
-    score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top,
-                          i1 - i0, [&] { buf.next.read_some(); });
+    score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top, i1 - i0,
+                          [&] { buf.next.read_some(); });
     if (has_content_terms(p)) terms.template add<NV>(buf.terms, i0, i1, r, S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (p.score_program != nullptr)

@@ -57,8 +57,7 @@ class Schedule {
         states.total() == 0 ? 1 : static_cast<size_t>(states.total()) * sizeof(T)));
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
     // The first of many sequences has most work: if its heads are small, so are all.
-    const int64_t neighbours =
-        count > 1 && !reads_ahead<P>(first) ? 1 : of_first.neighbours;
+    const int64_t neighbours = count > 1 && !reads_ahead<P>(first) ? 1 : of_first.neighbours;
     const int64_t chunk = max_of<int64_t>(1, min_of(neighbours, tasks.total() / (team * 4)));
     const auto run_task = [&](int64_t t) __attribute__((noinline)) {
       if (count == 1 && !of_first.decoded) return whole.run(t);

@@ -142,9 +142,9 @@ FASTATTN_INLINE int64_t score_calls(int64_t rows, int64_t K, int64_t chain) {
 // half of the panel.
 template <class P, int kVectors, bool kHalf, class Meanwhile>
 FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_t lda,
-                                    const typename P::Word* panel, int64_t K, int64_t chain,
-                                    typename P::Acc* S, Vec<typename P::Acc>* top,
-                                    Meanwhile meanwhile) {
+                                 const typename P::Word* panel, int64_t K, int64_t chain,
+                                 typename P::Acc* S, Vec<typename P::Acc>* top,
+                                 Meanwhile meanwhile) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
   constexpr int64_t lanes = kVectors * W;
@@ -155,8 +155,8 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
     top[n] = max_of(top[n], s);
   };
   // Parts of the products of a tile of rows.
-  const auto products = [&](auto width, int64_t r0, int64_t k, int64_t count, auto finish)
-                            __attribute__((always_inline)) {
+  const auto products = [&](auto width, int64_t r0, int64_t k, int64_t count,
+                            auto finish) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
     meanwhile();
     if constexpr (kHalf)
