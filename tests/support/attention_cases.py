@@ -543,7 +543,7 @@ def _decoding_with_biases(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
 def _small_heads() -> Iterator[Case]:
     """Heads that a thread takes in order, around the tiles of scores and of outputs."""
     base = Case("small", batch=3, heads=6, kv_heads=6)
-    sizes = [(16, 16, 64, 64), (49, 49, 32, 32), (8, 24, 64, 64), (32, 33, 16, 48), (65, 95, 32, 16)]
+    sizes = ((16, 16, 64, 64), (49, 49, 32, 32), (8, 24, 64, 64), (32, 33, 16, 48))
     options: list[dict[str, Any]] = [
         {"layouts": ("blhd",) * 3, "grad_layout": "blhd"},
         {"kv_heads": 2, "layouts": ("packed",) * 3},
@@ -553,8 +553,8 @@ def _small_heads() -> Iterator[Case]:
         {"layouts": ("unaligned", "every_second", "expanded_heads"), "grads": ("out", "lse")},
         {"mask": "one_key", "grads": SCALED},
     ]
-    for n, (q_len, k_len, d, dv) in enumerate(sizes):
-        changes = dict(q_len=q_len, k_len=k_len, head_dim=d, value_dim=dv)
+    for n, (q_len, k_len, d, dv) in enumerate([*sizes, (65, 95, 32, 16)]):
+        changes = {"q_len": q_len, "k_len": k_len, "head_dim": d, "value_dim": dv}
         for m in (n % len(options), (n + 3) % len(options)):
             name = f"small-{q_len}x{k_len}-{m}"
             yield replace(base, name=name, **changes, **options[m])  # type: ignore[arg-type]
