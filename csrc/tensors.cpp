@@ -290,11 +290,11 @@ py::object converted_to(const py::object& tensor, DType dtype) {
 
 namespace {
 
-// Has Linux map a large new tensor by huge pages, as NumPy does. Its first pass is a kernel's writes, and
-// of 64 MB it would wait for 16,000 page faults. A smaller one may lie in the heap, which outlives it.
+// Has Linux map a large new tensor by huge pages, as NumPy does. A kernel is the first to write it, and
+// would wait for a page fault every 4 KB. From 4 MB on, the tensor has a whole huge page wherever it is.
 void ask_for_huge_pages(const TensorView& x) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 4096, kLeast = 32 << 20;
+  constexpr uintptr_t kPage = 4096, kLeast = 4 << 20;
   if (!on_cpu()) return;
   const int bits = kKinds[static_cast<int>(x.dtype)].bits;
   const auto begin = (reinterpret_cast<uintptr_t>(x.data) + kPage - 1) / kPage * kPage;

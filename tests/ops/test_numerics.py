@@ -71,6 +71,7 @@ WAYS = {
     "causal": Case("causal", q_len=300, k_len=300, head_dim=64, causal="upper_left"),
     "grouped": Case("grouped", heads=6, kv_heads=2, q_len=70, k_len=150, causal="bottom_right"),
     "decode": Case("decode", heads=4, kv_heads=2, q_len=1, k_len=3000, head_dim=64),
+    "small": Case("small", batch=9, heads=8, q_len=17, k_len=40, head_dim=32),
     "few": Case("few", q_len=3, k_len=1500, head_dim=64, causal="bottom_right"),
     "mask": Case("mask", mask="float_inf", mask_dims="bhqk", mask_grad=True, q_len=130, k_len=140),
     "bias": Case("bias", mask="float", mask_dims="k", mask_grad=True, q_len=130, k_len=290),

@@ -540,6 +540,26 @@ def _decoding_with_biases(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
     yield replace(both, name=f"{label}relative-no-sequences", lengths=())
 
 
+def _small_heads() -> Iterator[Case]:
+    """Heads that a thread takes in order, around the tiles of scores and of outputs."""
+    base = Case("small", batch=3, heads=6, kv_heads=6)
+    sizes = ((16, 16, 64, 64), (49, 49, 32, 32), (8, 24, 64, 64), (32, 33, 16, 48))
+    options: list[dict[str, Any]] = [
+        {"layouts": ("blhd",) * 3, "grad_layout": "blhd"},
+        {"kv_heads": 2, "layouts": ("packed",) * 3},
+        {"causal": "bottom_right", "weights": 1},
+        {"poison": True, "mask": "bool_rows", "mask_dims": "bhqk"},
+        {"mask": "padding", "mask_dims": "bk", "sinks": "h", "dropout_p": 0.2},
+        {"layouts": ("unaligned", "every_second", "expanded_heads"), "grads": ("out", "lse")},
+        {"mask": "one_key", "grads": SCALED},
+    ]
+    for n, (q_len, k_len, d, dv) in enumerate([*sizes, (65, 95, 32, 16)]):
+        changes = {"q_len": q_len, "k_len": k_len, "head_dim": d, "value_dim": dv}
+        for m in (n % len(options), (n + 3) % len(options)):
+            name = f"small-{q_len}x{k_len}-{m}"
+            yield replace(base, name=name, **changes, **options[m])  # type: ignore[arg-type]
+
+
 # Of other operators. Each once was the only case to find a bug put into the kernels.
 OTHERS: dict[str, list[Any]] = {
     "additive_attention": [
@@ -573,7 +593,7 @@ _MORE = {
     "scaled_dot_product_attention": [
         *(_head_dims(), _lengths(), _heads(), _masks(), _windows(), _options(), _sinks()),
         *(_relative_biases(), _programs(), _layouts(), _results(), _long(), _parts()),
-        cases.mixed("more", 120),
+        *(cases.mixed("more", 120), _small_heads()),
     ],
     "varlen_attention": [_packed(), packed.mixed("more", 30)],
     "decode_attention": [_decoding(), decode.mixed("more", 100)],

@@ -46,6 +46,16 @@ FASTATTN_INLINE int64_t whole_key_block(int64_t Lk) {
   return round_up(max_of<int64_t>(Lk, 1), 2 * P::kScoreRows);
 }
 
+// Whether heads are so small that a thread takes some in order and reads each while it computes the
+// one before. All operands of two fit in half of L2.
+template <class P>
+FASTATTN_INLINE bool reads_ahead(const AttentionParams& p) {
+  constexpr int64_t kBytes = 128 << 10;
+  return p.Lk <= key_block<P>(p.D, p.Dv) &&
+         (p.Lq + p.Lk) * (p.D + p.Dv) * bytes_of(p.dtype) <= kBytes;
+}
+constexpr int64_t kHeadsInOrder = 16;
+
 // A bump allocator over the thread's scratch. A first pass with a null base measures the size.
 class Arena {
  public:

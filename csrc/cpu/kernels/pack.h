@@ -237,6 +237,57 @@ FASTATTN_INLINE const typename P::Word* stage_reduced(typename P::Source src, in
   }
 }
 
+// Rows of up to eight tensors that the processor is to read into its L2 cache, a few lines at a time
+// between products: a burst of more than its L1 has buffers for would wait for memory.
+class RowsAhead {
+ public:
+  template <class S>
+  FASTATTN_INLINE void add(const S* first, const int64_t* stride, int64_t rows, int64_t columns) {
+    const int64_t size = static_cast<int64_t>(sizeof(S)), bytes = columns * size;
+    if (stride[3] != 1 || rows == 0 || columns == 0) return;
+    const bool dense = stride[2] == columns;
+    part_[count_++] = {reinterpret_cast<const char*>(first), stride[2] * size,
+                       dense ? rows * bytes : bytes, dense ? 1 : rows};
+    lines_ += rows * ((bytes + kLine - 1) / kLine);
+  }
+  FASTATTN_INLINE void add(Elements first, const int64_t* stride, int64_t rows, int64_t columns) {
+    with_elements(first, [&](const auto* from) { add(from, stride, rows, columns); });
+  }
+  // Has read_some() called this many times read all.
+  FASTATTN_INLINE void share(int64_t calls) {
+    share_ = calls == 0 ? 0 : (lines_ + calls - 1) / calls;
+  }
+  FASTATTN_INLINE void read_some() {
+    for (int64_t left = share_; left > 0;) {
+      if (from_ >= end_ && !next_row()) return;
+      const char *from = from_, *const to = min_of(end_, from + left * kLine);
+      left -= (to - from + kLine - 1) / kLine;
+      for (; from < to; from += kLine) __builtin_prefetch(from, 0, 2);
+      from_ = from;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  struct Part {
+    const char* row;
+    int64_t stride, bytes, rows;
+  };
+  Part part_[8];
+  int count_ = 0, at_ = 0;
+  int64_t lines_ = 0, share_ = 0;
+  const char *from_ = nullptr, *end_ = nullptr;
+
+  bool next_row() {
+    if (at_ == count_) return false;
+    Part& part = part_[at_];
+    from_ = part.row, end_ = from_ + part.bytes;
+    part.row += part.stride;
+    if (--part.rows == 0) ++at_;
+    return true;
+  }
+};
+
 // Has the processor read rows into its L2 cache, before their first use. Only where they are
 // contiguous: others are staged row by row, and the staging waits for each.
 template <class S>

@@ -33,6 +33,9 @@ struct Single {
   static constexpr int kScoreRows = kRegisters == 32 ? 12 : 6;
   static constexpr int kOutputRows = kRegisters == 32 ? 8 : 6;
   static FASTATTN_INLINE VecF multiply_add(VecF a, VecF b, VecF c) { return a * b + c; }
+  // Whether up to half a vector of queries are multiplied as half a vector.
+  static constexpr bool kHalves = kVectorBytes == 64;
+  static FASTATTN_INLINE HalfF multiply_add(HalfF a, HalfF b, HalfF c) { return a * b + c; }
 };
 
 // The same where the storage is known when the kernel is compiled.
@@ -53,6 +56,7 @@ struct Double {
   static constexpr int kPerWord = 1;
   static constexpr bool kHasVariants = false;
   static constexpr bool kCoarseExp = false;
+  static constexpr bool kHalves = false;
   static constexpr int kScoreRows = kRegisters == 32 ? 12 : 6;
   static constexpr int kOutputRows = kRegisters == 32 ? 8 : 6;
   static FASTATTN_INLINE VecD multiply_add(VecD a, VecD b, VecD c) { return a * b + c; }
@@ -81,6 +85,15 @@ struct PairBf16 {
     return (VecF)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #endif
   }
+
+#if FASTATTN_AVX512_BF16 && !FASTATTN_EMULATED_AVX512
+  static constexpr bool kHalves = true;
+  static FASTATTN_INLINE HalfF multiply_add(HalfF a, HalfF b, HalfF c) {
+    return (HalfF)_mm256_dpbf16_ps((__m256)c, (__m256bh)a, (__m256bh)b);
+  }
+#else
+  static constexpr bool kHalves = false;
+#endif
 
   // A pair of 1.0 in each lane.
   static FASTATTN_INLINE VecF ones() {

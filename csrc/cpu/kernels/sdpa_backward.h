@@ -11,29 +11,17 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// C[rows][vectors] += A B over K words, columns across lanes, with as many vectors at a time as the
-// registers hold.
+// C[rows][vectors] += A B over K words, columns across lanes.
 template <class P>
 FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_t lda,
                                  const typename P::Word* B, int64_t ldb, int64_t K,
                                  typename P::Acc* C, int64_t ldc, int64_t vectors) {
   typedef typename P::Acc T;
-  constexpr int W = kLanes<T>;
-  int64_t v = 0;
-  const auto block = [&](auto width) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(width)::value;
-    constexpr int kRows = 6;
-    for (; v + kVectors <= vectors; v += kVectors)
-      tile_rows<P, kRows, kVectors, false>(
-          rows, A, lda, B + v * W, ldb, K, [](int64_t, int) { return Vec<T>{}; },
-          [&](int64_t r, int n, Vec<T> x) __attribute__((always_inline)) {
-            T* c = C + r * ldc + (v + n) * W;
-            store(c, load(c) + x);
-          });
-  };
-  if constexpr (kRegisters == 32) block(Width<4>());
-  block(Width<2>());
-  block(Width<1>());
+  product_rows<P, false>(rows, A, lda, B, ldb, K, vectors,
+                         [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                           T* c = C + r * ldc + v * kLanes<T>;
+                           store(c, load(c) + x);
+                         });
 }
 
 // A panel of queries is kVectors vectors wide.
@@ -66,15 +54,22 @@ class BackwardUnit {
         dvp(round_up(params.Dv, W)),
         key_mask(is_key_mask(params)),
         whole(params.Lk <= Bk && !params.partial),
+        dq_in_rows(whole && params.D % W == 0),
+        direct(dq_in_rows && params.Dv % W == 0 && params.Hq == params.Hkv && !rule.excludes &&
+               !rule.natural && params.score_program == nullptr && !has_content_terms(params)),
         gradients(params, whole),
         terms(params, Bk, 16 * kPanelLanes<P>) {}
 
   // All keys of the rows fit in one block. delta is then summed where it is used, from the same products that
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
   bool sums_delta() const { return whole; }
+  // Whether the next task is the next head, read ahead.
+  bool heads_follow() const {
+    return whole && p.Hq == p.Hkv && p.grad_mask.data == nullptr && reads_ahead<P>(p);
+  }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
-  // Of a query head: dQ, [panels][D][lanes], then the sums of the gradients of its relative bias, of
+  // Of a query head: dQ, [panels][D][lanes] or [queries][D], then the sums of the gradients of its relative bias, of
   // the bias of an image, and of its terms of content.
   int64_t dq_size() const { return own_size() + terms.sums_size(queries); }
 
@@ -96,6 +91,7 @@ class BackwardUnit {
     Word* temp;              // [lanes][words]
     typename ScoreGradients<P, kVectors>::Buffers gradients;
     typename ContentTerms<P>::Buffers terms;
+    RowsAhead next;  // of the next head
     size_t bytes;
   };
 
@@ -127,10 +123,14 @@ class BackwardUnit {
   // group][dq_size].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
+    f.next = RowsAhead();
+    if (heads_follow() && head + 1 < p.B * p.Hkv) read_ahead(f, head + 1);
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
-    __builtin_memset(f.dk, 0, static_cast<size_t>((keys.end - keys.begin) * dp) * sizeof(T));
-    __builtin_memset(f.dv, 0, static_cast<size_t>((keys.end - keys.begin) * dvp) * sizeof(T));
-    __builtin_memset(dq, 0, static_cast<size_t>(group * dq_size()) * sizeof(T));
+    if (!direct) {
+      __builtin_memset(f.dk, 0, static_cast<size_t>((keys.end - keys.begin) * dp) * sizeof(T));
+      __builtin_memset(f.dv, 0, static_cast<size_t>((keys.end - keys.begin) * dvp) * sizeof(T));
+      __builtin_memset(dq, 0, static_cast<size_t>(group * dq_size()) * sizeof(T));
+    }
     for (int64_t g = 0; g < group; ++g) {
       const int64_t h = hk * group + g;
       pack_queries(f, b, h, prepared);
@@ -152,6 +152,7 @@ class BackwardUnit {
         p.grad_sinks[(p.index + b) * p.Hq + h] =
             sink_gradient(p, rule, b, h, Range{0, p.Lq}, f.rows, f.delta, f.center);
     }
+    if (direct && stores_sums()) return;
     write_rows(f.dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
     write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
   }
@@ -160,17 +161,37 @@ class BackwardUnit {
   // from their sums.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
-    write_query_gradients<P, kVectors>(p, b, h, dq, p.D);
+    if (direct && stores_sums()) return;
+    if (dq_in_rows)
+      write_rows(dq, p.D, p.D, static_cast<T>(p.scale), p.grad_q, b, h, {0, p.Lq});
+    else
+      write_query_gradients<P, kVectors>(p, b, h, dq, p.D);
     write_relative_gradient(p, b, h, dq + queries * p.D);
     write_image_gradient<T, NV>(p, b, h, dq + own_size() - image_sums(p, queries));
     terms.write(dq + own_size(), b, h);
   }
 
  private:
+  void read_ahead(Buffers& f, int64_t head) const {
+    const auto add = [&](const Tensor4& x, int64_t rows, int64_t columns) {
+      f.next.add(
+          P::elements(x.data, p.dtype) + head / p.Hkv * x.stride[0] + head % p.Hkv * x.stride[1],
+          x.stride, rows, columns);
+    };
+    add(p.out, p.Lq, p.Dv), add(p.grad_out, p.Lq, p.Dv), add(p.q, p.Lq, p.D);
+    add(p.k, p.Lk, p.D), add(p.v, p.Lk, p.Dv);
+    add(p.grad_q, p.Lq, p.D), add(p.grad_k, p.Lk, p.D), add(p.grad_v, p.Lk, p.Dv);
+    f.next.share(2 * queries / L * score_calls<P, NV>(p.Lk, dw, longest_chain<T>(p)));
+  }
+
   const Sequence& p;
   const ScoreRule<T> rule;
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
+  const bool dq_in_rows;  // one block of keys adds to dQ, so it has the layout of its result
+  // Every panel of queries adds to all dK and dV, and nothing else does: the first begins the sums, and
+  // the last writes them.
+  const bool direct;
   const ScoreGradients<P, kVectors> gradients;
   const ContentTerms<P> terms;
 
@@ -279,19 +300,38 @@ class BackwardUnit {
       constexpr int64_t ld = L / P::kPerWord;
       const int64_t reduced = words<P>(i1 - i);
       // dV += W^T dO, dK += dS^T Q
-      add_product<P>(nk_seen, W_, ld, f.g_rows + i / P::kPerWord * dvp, dvp, reduced,
-                     dv + shift * dvp, dvp, dvp / W);
-      add_product<P>(nk_seen, dS, ld, f.q_rows + i / P::kPerWord * dp, dp, reduced, dk + shift * dp,
-                     dp, dp / W);
-      // dQ^T += K^T dS^T
+      const Word *g_rows = f.g_rows + i / P::kPerWord * dvp,
+                 *q_rows = f.q_rows + i / P::kPerWord * dp;
       T* dq_panel = dq + i * p.D;
+      if (direct) {
+        const bool last = i1 == p.Lq;
+        add_or_write<false>(nk, W_, ld, g_rows, dvp, reduced, i > 0, last, T(1), dv, p.grad_v, b,
+                            hk);
+        add_or_write<false>(nk, dS, ld, q_rows, dp, reduced, i > 0, last, static_cast<T>(p.scale),
+                            dk, p.grad_k, b, hk);
+      } else {
+        add_product<P>(nk_seen, W_, ld, g_rows, dvp, reduced, dv + shift * dvp, dvp, dvp / W);
+        add_product<P>(nk_seen, dS, ld, q_rows, dp, reduced, dk + shift * dp, dp, dp / W);
+      }
+      // dQ += dS K, or dQ^T += K^T dS^T
       if (leaky) {
         add_nonzero(f.ds, nk_seen, k + shift * sk[2], dq_panel);
         continue;
       }
       const int64_t pairs = words<P>(nk_seen), chain = 4 * longest_chain<T>(p);
       const Word* keys = kr + shift / P::kPerWord * p.D;
-      for (int64_t j = 0; j < pairs; j += chain)
+      for (int64_t j = 0; j < pairs && direct; j += chain)
+        add_or_write<true>(i1 - i, reinterpret_cast<const Word*>(f.ds) + j * L, L, keys + j * p.D,
+                           p.D, min_of(pairs - j, chain), j > 0, j + chain >= pairs,
+                           static_cast<T>(p.scale), dq_panel, p.grad_q, b, h, i);
+      for (int64_t j = 0; j < pairs && dq_in_rows && !direct; j += chain)
+        product_rows<P, true>(i1 - i, reinterpret_cast<const Word*>(f.ds) + j * L, L,
+                              keys + j * p.D, p.D, min_of(pairs - j, chain), p.D / W,
+                              [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                                T* sum = dq_panel + r * p.D + v * W;
+                                store(sum, load(sum) + x);
+                              });
+      for (int64_t j = 0; j < pairs && !dq_in_rows; j += chain)
         tile_rows<P, P::kOutputRows, NV, true>(
             p.D, keys + j * p.D, p.D, reinterpret_cast<const Word*>(f.ds) + j * L, L,
             min_of(pairs - j, chain), [](int64_t, int) { return Vec<T>{}; },
@@ -301,6 +341,30 @@ class BackwardUnit {
             });
     }
     terms.close(f.terms);
+  }
+
+  // Whether results have the type of their sums.
+  bool stores_sums() const { return in_place<T>(P::elements(p.grad_q.data, p.dtype)) != nullptr; }
+
+  // sums = A B, added to what they are if `adds`; the last writes them, times `factor`, to rows of the
+  // result from `row` on, unless these have another type.
+  template <bool kColumns>
+  FASTATTN_INLINE void add_or_write(int64_t rows, const Word* A, int64_t lda, const Word* B,
+                                    int64_t ldb, int64_t K, bool adds, bool last, T factor, T* sums,
+                                    const Tensor4& to, int64_t b, int64_t h,
+                                    int64_t row = 0) const {
+    const Source first =
+        P::elements(to.data, p.dtype) + b * to.stride[0] + h * to.stride[1] + row * to.stride[2];
+    T* const out = last ? const_cast<T*>(in_place<T>(first)) : nullptr;
+    product_rows<P, kColumns>(rows, A, lda, B, ldb, K, ldb / W,
+                              [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                                T* const sum = sums + r * ldb + v * W;
+                                if (adds) x = load(sum) + x;
+                                if (out != nullptr)
+                                  store(out + r * to.stride[2] + v * W, x * factor);
+                                else
+                                  store(sum, x);
+                              });
   }
 
   // The tiles of W and dS of queries [i0, i1) and keys r, in every layout that the products need.
@@ -317,9 +381,12 @@ class BackwardUnit {
     }
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);
-    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top);  // S = K Q^T
+    const auto read_ahead = [&] { f.next.read_some(); };
+    score_products<P, NV>(nk, ks, dw, f.q + i0 * dw, dw, chain, f.s, top, i1 - i0,
+                          read_ahead);  // S = K Q^T
     if (has_content_terms(p)) terms.template add<NV>(f.terms, i0, i1, r, f.s, top);
-    score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
+    score_products<P, NV>(nk, vs, dvw, f.g + i0 * dvw, dvw, chain, f.ds, top, i1 - i0,
+                          read_ahead);  // dP = V dO^T
     gradients.run(f.gradients, b, h, i0, i1, r, bias, {f.rows.at(i0), f.center + i0, f.delta + i0});
     if (has_content_terms(p)) terms.template add_gradients<NV>(f.terms, i0, i1, r, f.ds);
     pair_up(f, nk);
@@ -361,7 +428,8 @@ class BackwardUnit {
         }
         if (weight == T(0)) continue;
         for (int64_t d = 0; d < p.D; ++d)
-          dq[d * L + i] += weight * static_cast<T>(widen(k[j * p.k.stride[2] + d * p.k.stride[3]]));
+          dq[dq_in_rows ? i * p.D + d : d * L + i] +=
+              weight * static_cast<T>(widen(k[j * p.k.stride[2] + d * p.k.stride[3]]));
       }
     }
   }

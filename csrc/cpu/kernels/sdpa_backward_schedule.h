@@ -35,10 +35,17 @@ class Prepare {
 
   int64_t tasks() const { return p.B * p.Hq * panels(); }
 
+  size_t bytes() const {
+    return tiles.allocate(nullptr).bytes +
+           static_cast<size_t>((2 * p.Dv + Bk) * kLanesOfPanel) * sizeof(T);
+  }
+
+  void head(int64_t b, int64_t h, char* base) const {
+    for (int64_t i = 0; i < panels(); ++i) run((b * p.Hq + h) * panels() + i, base);
+  }
+
   // Task t: a panel of queries of a head.
-  void run(int64_t t) const {
-    const size_t own = static_cast<size_t>((2 * p.Dv + Bk) * kLanesOfPanel) * sizeof(T);
-    char* base = static_cast<char*>(thread_scratch(tiles.allocate(nullptr).bytes + own));
+  void run(int64_t t, char* base) const {
     typename WeightsPass<P>::Buffers buf = tiles.allocate(base);
     T* o = reinterpret_cast<T*>(base + buf.bytes);  // [Dv][lanes]
     T* g = o + p.Dv * kLanesOfPanel;                // [Dv][lanes]
@@ -179,19 +186,27 @@ class Backward {
     T* const partial = reinterpret_cast<T*>(
         round_up(reinterpret_cast<int64_t>(allocated), kCacheLine));  // tiles store whole lines
     const Sequence first = sequences_.at(0);
+    const Unit of_first(first);
     const int64_t rounds = splits(first) ? owners(first).members : 1;
     const Tasks tasks(count, [&](int64_t n) { return plan(n).tasks; });
     const Tasks sums(count, [&](int64_t n) { return plan(n).sums; });
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-    const auto run_task = [&](int64_t t, int64_t m) __attribute__((noinline)) {
-      const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
-      Sequence s = sequences_.at(n);
-      s.score_sums = score_sums(s, own);
-      const Unit unit(s);
+    const bool follow = of_first.heads_follow();  // then those of all sequences do
+    const int64_t chunk =
+        follow ? max_of<int64_t>(1, min_of(kHeadsInOrder, tasks.total() / (team * 4))) : 1;
+    const auto run_unit = [&](const Sequence& s, const Unit& unit, int64_t n, int64_t own,
+                              int64_t m) {
       if (splits(s))
         one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
       else
         all_chunks(s, unit, own, prepared(rows, n));
+    };
+    const auto run_task = [&](int64_t t, int64_t m) __attribute__((noinline)) {
+      if (count == 1 && !has_score_sums(first)) return run_unit(first, of_first, 0, t, m);
+      const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
+      Sequence s = sequences_.at(n);
+      s.score_sums = score_sums(s, own);
+      run_unit(s, Unit(s), n, own, m);
     };
     const auto sum = [&](int64_t t, int64_t m) __attribute__((noinline)) {
       const int64_t n = sums.sequence_of(t);
@@ -206,7 +221,7 @@ class Backward {
     } else {
 #pragma omp parallel num_threads(team)
       for (int64_t m = 0; m < rounds; ++m) {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, chunk)
         for (int64_t t = 0; t < tasks.total(); ++t) run_task(t, m);
         if (sums.total() == 0) continue;
 #pragma omp for schedule(dynamic, 1)
@@ -294,20 +309,25 @@ class Backward {
     return {{at, at + all, at + 2 * all}, at + 3 * all, at + 4 * all};
   }
 
+  // What the chunks of a head share; a head in one piece is prepared just before.
   void prepare(const Tasks& rows) const {
     const auto of = [&](const Sequence& s, int64_t n) {
-      return Prepare<P>(s, prepared(rows, n), Unit(s).sums_delta(), Unit::forward_scores());
+      return preparation(s, Unit(s), prepared(rows, n));
     };
     const Tasks tasks(sequences_.count(), [&](int64_t n) {
       const Sequence s = sequences_.at(n);
-      return empty(s) ? 0 : of(s, n).tasks();
+      return empty(s) || !splits(s) ? 0 : of(s, n).tasks();
     });
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
     each_task(team, tasks.total(), 16, [&](int64_t t) {
       const int64_t n = tasks.sequence_of(t);
       const Sequence s = sequences_.at(n);
-      of(s, n).run(t - tasks.before(n));
+      const Prepare<P> rows_of = of(s, n);
+      rows_of.run(t - tasks.before(n), static_cast<char*>(thread_scratch(rows_of.bytes())));
     });
+  }
+  static Prepare<P> preparation(const Sequence& s, const Unit& unit, PreparedRows<T> to) {
+    return Prepare<P>(s, to, unit.sums_delta(), Unit::forward_scores());
   }
 
   static void one_chunk(const Sequence& s, const Unit& unit, int64_t t, int64_t m,
@@ -328,7 +348,9 @@ class Backward {
                          const PreparedRows<T>& prepared) {
     const int64_t group = s.Hq / s.Hkv, head_size = group * unit.dq_size();
     const size_t own = static_cast<size_t>(2 * head_size) * sizeof(T);
-    char* base = static_cast<char*>(thread_scratch(unit.allocate(nullptr).bytes + own));
+    const Prepare<P> prepare = preparation(s, unit, prepared);
+    const size_t unit_bytes = unit.allocate(nullptr).bytes;
+    char* base = static_cast<char*>(thread_scratch(unit_bytes + own + prepare.bytes()));
     typename Unit::Buffers buf = unit.allocate(base);
     T* total = reinterpret_cast<T*>(base + buf.bytes);
     T* part = total + head_size;
@@ -336,6 +358,8 @@ class Backward {
     for (int64_t m = 0; m < all.members; ++m) {
       const int64_t head = all.head(s, owner, m);
       if (head < 0) break;
+      for (int64_t g = 0; g < group; ++g)
+        prepare.head(head / s.Hkv, head % s.Hkv * group + g, base + unit_bytes + own);
       for (int64_t c = 0; c < unit.chunks(); ++c) {
         unit.run(buf, head, c, prepared, c == 0 ? total : part);
         if (c > 0) add(total, part, head_size);

@@ -48,11 +48,16 @@ class Forward {
   }
 
   int64_t tasks() const { return groups() * blocks(); }
+  int64_t neighbours() const {
+    if (heads_follow()) return kHeadsInOrder;
+    return p.window_right >= 0 ? 1 : tasks() / (p.B * p.Hq);
+  }
 
   // Task t. The blocks of a head share its keys in cache. Under a causal mask the longest blocks
   // come first, to balance the end. One task computes the mean of the weights over the heads.
   void run(int64_t t) const {
     Buffers buf = allocate(thread_scratch(bytes));
+    if (heads_follow() && t + 1 < tasks()) read_ahead(buf, t + 1);
     const bool causal = p.window_right >= 0;
     const int64_t group = causal ? t % groups() : t / blocks();
     const int64_t q0 = (causal ? blocks() - 1 - t / groups() : t % blocks()) * Bq;
@@ -81,6 +86,10 @@ class Forward {
     return max_of<int64_t>(1, min_of(kBytes / panel, share)) * kLanesOfPanel;
   }
   int64_t blocks() const { return (p.Lq + Bq - 1) / Bq; }
+  // Whether the next task is the next head, read ahead.
+  bool heads_follow() const {
+    return blocks() == 1 && weights != Weights::averaged && reads_ahead<P>(p);
+  }
   int64_t groups() const { return weights == Weights::averaged ? p.B : p.B * p.Hq; }
 
   struct Buffers {
@@ -100,6 +109,7 @@ class Forward {
     T* alpha;        // [lanes] the factors of a panel's outputs so far
     T* registers;    // of a score program
     typename ContentTerms<P>::Buffers terms;
+    RowsAhead next;  // of the next head
     size_t bytes;
   };
 
@@ -126,6 +136,20 @@ class Forward {
     return buf;
   }
 
+  void read_ahead(Buffers& buf, int64_t head) const {
+    const int64_t b = head / p.Hq, h = head % p.Hq, hk = h / (p.Hq / p.Hkv);
+    buf.next.add(P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride,
+                 p.Lq, p.D);
+    buf.next.add(P::elements(p.k.data, p.dtype) + b * p.k.stride[0] + hk * p.k.stride[1],
+                 p.k.stride, p.Lk, p.D);
+    buf.next.add(P::elements(p.v.data, p.dtype) + b * p.v.stride[0] + hk * p.v.stride[1],
+                 p.v.stride, p.Lk, p.Dv);
+    const int64_t panels = (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel, K = words<P>(p.D);
+    buf.next.share(panels * (p.Lq <= kFew * W
+                                 ? score_calls<P, kFew>(p.Lk, K, longest_chain<T>(p))
+                                 : score_calls<P, kPanelVectors>(p.Lk, K, longest_chain<T>(p))));
+  }
+
   // One block of queries of one head against all keys visible to it. Out of line, because every
   // schedule has it.
   __attribute__((noinline)) void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) const {
@@ -139,8 +163,7 @@ class Forward {
       pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes,
                     buf.q + (i - q0) * words<P>(p.D), lanes, buf.temp);
     }
-    const int64_t queries = (q1 - q0 + kLanesOfPanel - 1) / kLanesOfPanel * kLanesOfPanel;
-    __builtin_memset(buf.o, 0, static_cast<size_t>(queries * p.Dv) * sizeof(T));
+    const int64_t queries = round_up(q1 - q0, kLanesOfPanel);
     const FirstState<T> first = first_state<T>(p, rule, b, h);
     for (int64_t i = 0; i < queries; ++i) buf.m[i] = first.maximum, buf.l[i] = first.sum;
 
@@ -151,26 +174,37 @@ class Forward {
     }
     range = visible_by_program(p, b, h, q0, q1, range);
     range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones
-    bool seen = false;
+    // With all keys in one block, nothing is added to an output, so its rows are computed in their
+    // own layout.
+    const bool whole = range.end - range.begin / Bk * Bk <= Bk && p.Dv % W == 0;
+    if (!whole) clear(buf.o, queries);
+    bool seen = false, written = false;
     for (int64_t k0 = range.begin / Bk * Bk; k0 < range.end; k0 += Bk) {
       const Range block{max_of(k0, range.begin), min_of(range.end, k0 + Bk)};
       if (key_mask && all_excluded(buf.keys + block.begin, block.end - block.begin)) continue;
       const Range left = visible_by_program(p, b, h, q0, q1, block);
       if (left.begin >= left.end) continue;
-      block_of_keys(buf, b, h, q0, q1, block, min_of(range.end - block.end, Bk), k, v);
+      written =
+          block_of_keys(buf, b, h, q0, q1, block, min_of(range.end - block.end, Bk), k, v, whole);
       seen = true;
     }
     if (weights == Weights::per_head && !seen) hide(b, h, q0, q1, {0, p.Lk});
-    finish(buf, b, h, q0, q1);
+    if (whole && !seen) clear(buf.o, queries);
+    if (!written) finish(buf, b, h, q0, q1);
+  }
+
+  void clear(T* o, int64_t queries) const {
+    __builtin_memset(o, 0, static_cast<size_t>(queries * p.Dv) * sizeof(T));
   }
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;
   }
 
-  // `next` keys follow this block.
-  void block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
-                     int64_t next, const Source k, const Source v) const {
+  // `next` keys follow this block; `whole`: no other block is visible. Returns whether the outputs are
+  // written, which is so for a whole block without values to keep out.
+  bool block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
+                     int64_t next, const Source k, const Source v, bool whole) const {
     const int64_t nk = block.end - block.begin;
     const Source k_rows = k + block.begin * p.k.stride[2];
     const Source v_rows = v + block.begin * p.v.stride[2];
@@ -184,6 +218,8 @@ class Forward {
     // Values in words of two keys need an even first key in a panel.
     const Word* vs =
         leaky ? nullptr : stage_reduced<P>(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv, buf.v);
+    const bool direct = whole && !leaky;
+    if (whole && leaky) clear(buf.o, round_up(q1 - q0, kLanesOfPanel));
     const int64_t share = (next * kLanesOfPanel + q1 - q0 - 1) / (q1 - q0);
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
       const int64_t i1 = min_of(q1, i + kLanesOfPanel);
@@ -199,8 +235,12 @@ class Forward {
       const bool found =
           r.begin < r.end &&
           (i1 - i <= kFew * W
-               ? panel<kFew>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v)
-               : panel<kPanelVectors>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v));
+               ? panel<kFew>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v, direct)
+               : panel<kPanelVectors>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v, direct));
+      if (direct && !found) {
+        clear(buf.o, kLanesOfPanel);
+        finish(buf, b, h, i, i1, i - q0);
+      }
       if (weights == Weights::none) continue;
       if (!found) r = {0, 0};
       if (i1 - i <= kFew * W)
@@ -208,14 +248,15 @@ class Forward {
       else
         weigh<kPanelVectors>(buf, b, h, q0, i, i1, r);
     }
+    return direct;
   }
 
   // Queries [i0, i1) against keys [r.begin, r.end): scores, running softmax, O = alpha O + V^T P.
-  // Returns false if a mask excludes all pairs.
+  // Returns false if a mask excludes all pairs. `direct`: these are all keys, and O is written.
   template <int NV>
   __attribute__((noinline)) bool panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
                                        int64_t i1, Range r, int64_t block_begin, const Word* ks,
-                                       const Word* vs, const Source v) const {
+                                       const Word* vs, const Source v, bool direct) const {
     constexpr int64_t lanes = NV * W;
     const int64_t nk = r.end - r.begin, dw = words<P>(p.D), shift = r.begin - block_begin;
     T* S = buf.s;
@@ -234,7 +275,8 @@ class Forward {
 
     // S = K Q^T
     Vec<T> top[NV];
-    score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top);
+    score_products<P, NV>(nk, ks + shift * dw, dw, Q, dw, longest_chain<T>(p), S, top, i1 - i0,
+                          [&] { buf.next.read_some(); });
     if (has_content_terms(p)) terms.template add<NV>(buf.terms, i0, i1, r, S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (p.score_program != nullptr)
@@ -261,6 +303,12 @@ class Forward {
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
         store(l + n * W, load(buf.alpha + n * W) * load(l + n * W) + sum[n]);
 
+    if (direct) {
+      finish_sums(p, rule, dropout, b, h, i0, i1 - i0, lanes, m, l, buf.alpha);
+      write_outputs(buf, b, h, i0, i1, lanes, vs + shift / P::kPerWord * p.Dv, reduced);
+      return true;
+    }
+
     // O = alpha O + V^T P. The product is summed separately: shorter chains of additions, smaller
     // errors. alpha is read where it is used: 16 registers hold the sums of a tile and no more.
     if (vs != nullptr) {
@@ -280,6 +328,26 @@ class Forward {
                                     p.v.stride[3], p.Dv, O);
     }
     return true;
+  }
+
+  // O = P V / l with the columns of V across the lanes. alpha holds 1 / l.
+  FASTATTN_INLINE void write_outputs(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
+                                     int64_t lanes, const Word* vs, int64_t reduced) const {
+    const int64_t* st = p.out.stride;
+    const Source out = P::elements(p.out.data, p.dtype) + b * st[0] + h * st[1] + i0 * st[2];
+    T* const own = const_cast<T*>(in_place<T>(out));
+    T* const to = own != nullptr ? own : buf.o;
+    const int64_t ld = own != nullptr ? st[2] : p.Dv;
+    product_rows<P, true>(
+        i1 - i0, reinterpret_cast<const Word*>(buf.s), lanes, vs, p.Dv, reduced, p.Dv / W,
+        [&](int64_t r, int64_t n, Vec<T> x)
+            __attribute__((always_inline)) { store(to + r * ld + n * W, x * buf.alpha[r]); });
+    if (own != nullptr) return;
+    with_elements(out, [&](auto* rows) __attribute__((always_inline)) {
+      for (int64_t r = 0; r < i1 - i0; ++r)
+        for (int64_t d = 0; d < p.Dv; d += W)
+          store_as<T>(rows + r * st[2] + d, load(to + r * ld + d), W);
+    });
   }
 
   // W = P / l for a panel that has processed all its visible keys, [r.begin, r.end). Written to its
@@ -387,11 +455,12 @@ class Forward {
     }
   }
 
-  void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) const {
+  // `row`: of m and l, the place of query q0.
+  void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, int64_t row = 0) const {
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
       const int64_t at = i - q0, rows = min_of(kLanesOfPanel, q1 - i);
-      finish_rows<P>(p, rule, dropout, b, h, i, rows, lanes_for(rows), buf.m + at, buf.l + at,
-                     buf.o + at * p.Dv);
+      finish_rows<P>(p, rule, dropout, b, h, i, rows, lanes_for(rows), buf.m + row + at,
+                     buf.l + row + at, buf.o + at * p.Dv);
     }
   }
 };
@@ -423,6 +492,7 @@ namespace {
 struct NoForward {
   explicit NoForward(const Sequence&) {}
   int64_t tasks() const { return 0; }
+  int64_t neighbours() const { return 1; }
   void run(int64_t) const {}
 };
 }  // namespace

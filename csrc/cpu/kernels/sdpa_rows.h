@@ -37,13 +37,12 @@ void add_visible_only(const T* P, int64_t lanes, int64_t keys, Elements v, int64
   });
 }
 
-// out = O / l, lse = m + ln l for queries from i on; a fully masked row gives 0 and -inf. m and l
-// have all lanes; l is overwritten.
-template <class P, class T>
-FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
+// lse = m + ln l for queries from i on, and the factor of their outputs, 1 / l; a fully masked row
+// gives -inf and 0. m and l have all lanes.
+template <class T>
+FASTATTN_INLINE void finish_sums(const Sequence& p, const ScoreRule<T>& rule,
                                  const DropoutRule& dropout, int64_t b, int64_t h, int64_t i,
-                                 int64_t rows, int64_t lanes, const T* m, T* l, const T* O) {
-  const auto out = P::elements(p.out.data, p.dtype) + b * p.out.stride[0] + h * p.out.stride[1];
+                                 int64_t rows, int64_t lanes, const T* m, const T* l, T* factor) {
   if (p.lse != nullptr) {
     double* const lse = p.lse + (b * p.Hq + h) * p.lse_stride + i;
     constexpr int64_t kStep = kLanes<double>;
@@ -55,8 +54,17 @@ FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
   const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
   for (int64_t r = 0; r < lanes; r += kLanes<T>) {
     const Vec<T> sum = load(l + r);
-    store(l + r, select<T>(see_nothing<T>(load(m + r), sum), Vec<T>{}, kept / sum));
+    store(factor + r, select<T>(see_nothing<T>(load(m + r), sum), Vec<T>{}, kept / sum));
   }
+}
+
+// The same, and out = O / l; l is overwritten.
+template <class P, class T>
+FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
+                                 const DropoutRule& dropout, int64_t b, int64_t h, int64_t i,
+                                 int64_t rows, int64_t lanes, const T* m, T* l, const T* O) {
+  const auto out = P::elements(p.out.data, p.dtype) + b * p.out.stride[0] + h * p.out.stride[1];
+  finish_sums(p, rule, dropout, b, h, i, rows, lanes, m, l, l);
   unpack_transposed<T>(O, lanes, l, rows, p.Dv, out + i * p.out.stride[2], p.out.stride[2]);
 }
 

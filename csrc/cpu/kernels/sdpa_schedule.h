@@ -26,7 +26,8 @@ struct NoDecode {
 // the work is split into chunks of keys, which are merged after all tasks are done, so the bits are
 // the same.
 //
-// F is the kernel of the other sequences: constructed from one, it has tasks() and run(task).
+// F is the kernel of the other sequences: constructed from one, it has tasks(), run(task) and
+// neighbours(), how many consecutive tasks a thread should take.
 template <class P, class F, class D>
 class Schedule {
   typedef typename P::Acc T;
@@ -55,9 +56,9 @@ class Schedule {
     T* const partial = static_cast<T*>(__builtin_malloc(
         states.total() == 0 ? 1 : static_cast<size_t>(states.total()) * sizeof(T)));
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-    const bool causal = sequences_.all().window_right >= 0;
-    const int64_t blocks = count > 1 || causal ? 1 : of_first.neighbours;
-    const int64_t chunk = max_of<int64_t>(1, min_of(blocks, tasks.total() / (team * 4)));
+    // The first of many sequences has most work: if its heads are small, so are all.
+    const int64_t neighbours = count > 1 && !reads_ahead<P>(first) ? 1 : of_first.neighbours;
+    const int64_t chunk = max_of<int64_t>(1, min_of(neighbours, tasks.total() / (team * 4)));
     const auto run_task = [&](int64_t t) __attribute__((noinline)) {
       if (count == 1 && !of_first.decoded) return whole.run(t);
       const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
@@ -98,7 +99,7 @@ class Schedule {
   struct Plan {
     bool decoded;
     int64_t tasks, state, merges;
-    int64_t neighbours;  // consecutive tasks that read the same keys
+    int64_t neighbours;  // consecutive tasks that a thread should take
   };
 
   bool splits(const Sequence& s) const {
@@ -109,8 +110,8 @@ class Schedule {
     const int64_t heads = s.B * s.Hkv;
     if (s.Lq == 0) return {false, 0, 0, 0, 1};
     if (!D::serves(s)) {
-      const int64_t tasks = F(s).tasks();
-      return {false, tasks, 0, 0, tasks / (s.B * s.Hq)};
+      const F whole(s);
+      return {false, whole.tasks(), 0, 0, whole.neighbours()};
     }
     if (!splits(s)) return {true, heads, 0, 0, 1};
     const D decode(s);

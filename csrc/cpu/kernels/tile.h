@@ -37,6 +37,23 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
       finish(r, n, acc[r][n]);
 }
 
+// The same for the first half of one vector, from zero; finish(r, x) gets it padded with zeros.
+template <class P, int kRows, class Finish>
+FASTATTN_INLINE void half_tile(const float* __restrict A, int64_t lda, const float* __restrict B,
+                               int64_t ldb, int64_t K, Finish finish) {
+  typedef typename CountTo<kLanes<float> / 2>::type Lanes;
+  HalfF acc[kRows] = {};
+  constexpr int kBases = (kRows + 2) / 3;
+  const float* base[kBases];
+  FASTATTN_UNROLL for (int g = 0; g < kBases; ++g) base[g] = A + 3 * g * lda;
+  _Pragma("GCC unroll 2") for (int64_t k = 0; k < K; ++k) {
+    const HalfF b = load_half(B + k * ldb);
+    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[r] =
+        P::multiply_add(splat_half(base[r / 3][(r % 3) * lda + k], Lanes()), b, acc[r]);
+  }
+  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) finish(r, padded_half(acc[r]));
+}
+
 // Calls f(Width<n>(), r0) for tiles of n rows from r0 on: full tiles, then eight, four and single rows.
 // Every row is the same chain of additions over k, so results do not depend on the tiling.
 //
@@ -74,6 +91,27 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   });
 }
 
+// C = A B with rows of B across the lanes, `vectors` vectors of each, as many at a time as the registers
+// hold. A is read by broadcast, as in tile(); finish(r, v, x) gets vector v of row r.
+template <class P, bool kColumns, class Finish>
+FASTATTN_INLINE void product_rows(int64_t rows, const typename P::Word* A, int64_t lda,
+                                  const typename P::Word* B, int64_t ldb, int64_t K,
+                                  int64_t vectors, Finish finish) {
+  typedef Vec<typename P::Acc> V;
+  constexpr int kRows = 6;
+  int64_t v = 0;
+  const auto block = [&](auto width) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(width)::value;
+    for (; v + kVectors <= vectors; v += kVectors)
+      tile_rows<P, kRows, kVectors, kColumns>(
+          rows, A, lda, B + v * kLanes<typename P::Acc>, ldb, K, [](int64_t, int) { return V{}; },
+          [&](int64_t r, int n, V x) __attribute__((always_inline)) { finish(r, v + n, x); });
+  };
+  if constexpr (kRegisters == 32) block(Width<4>());
+  block(Width<2>());
+  block(Width<1>());
+}
+
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch uses a
 // matrix-vector product with short chains, whose error ours must match; there, reading keys takes
 // the time. Doubles favour accuracy. Without FMA, products are rounded before they are added, and a
@@ -90,14 +128,23 @@ FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
   return p.Lq <= 32 || kDouble || !kFused ? 16 : 256;
 }
 
+// How often score_products() calls meanwhile(), at least.
+template <class P, int kVectors>
+FASTATTN_INLINE int64_t score_calls(int64_t rows, int64_t K, int64_t chain) {
+  const int64_t kRows = K <= chain ? P::kScoreRows : P::kScoreRows / kVectors;
+  return (rows + kRows - 1) / kRows * ((K + chain - 1) / chain);
+}
+
 // S[row][lane] = sum_k A[row * lda + k] * panel[k][lane], and the maximum over the rows.
 //
 // Chains longer than `chain` are split and their parts added, so that the error does not grow with
-// the head dim.
-template <class P, int kVectors>
-FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
-                                    const typename P::Word* panel, int64_t K, int64_t chain,
-                                    typename P::Acc* S, Vec<typename P::Acc>* top) {
+// the head dim. meanwhile() is called before each tile of a part. kHalf: all queries are in the first
+// half of the panel.
+template <class P, int kVectors, bool kHalf, class Meanwhile>
+FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_t lda,
+                                 const typename P::Word* panel, int64_t K, int64_t chain,
+                                 typename P::Acc* S, Vec<typename P::Acc>* top,
+                                 Meanwhile meanwhile) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
   constexpr int64_t lanes = kVectors * W;
@@ -107,16 +154,32 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
     store(S + row * lanes + n * W, s);
     top[n] = max_of(top[n], s);
   };
+  // Parts of the products of a tile of rows.
+  const auto products = [&](auto width, int64_t r0, int64_t k, int64_t count,
+                            auto finish) __attribute__((always_inline)) {
+    constexpr int kTile = decltype(width)::value;
+    meanwhile();
+    if constexpr (kHalf)
+      half_tile<P, kTile>(A + r0 * lda + k, lda, panel + k * lanes, lanes, count,
+                          [&](int r, VecF s) __attribute__((always_inline)) { finish(r, 0, s); });
+    else
+      tile<P, kTile, kVectors, false>(A + r0 * lda + k, lda, panel + k * lanes, lanes, count, zero,
+                                      finish);
+  };
   if (K <= chain)
-    return tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, lda, panel, lanes, K, zero, keep);
+    return each_tile<P::kScoreRows>(
+        rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
+          products(width, r0, 0, K, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) {
+            keep(r0 + r, n, s);
+          });
+        });
   // Twice the registers of a tile: the sum of a part, and that of the parts before.
   constexpr int kRows = P::kScoreRows / kVectors;
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
     Vec<T> sum[kTile][kVectors];
     const auto part = [&](int64_t k, auto finish) __attribute__((always_inline)) {
-      tile<P, kTile, kVectors, false>(A + r0 * lda + k, lda, panel + k * lanes, lanes,
-                                      min_of(K - k, chain), zero, finish);
+      products(width, r0, k, min_of(K - k, chain), finish);
     };
     part(0, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
     for (int64_t k = chain; k < K; k += chain)
@@ -124,6 +187,22 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
     FASTATTN_UNROLL for (int r = 0; r < kTile; ++r)
         FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) keep(r0 + r, n, sum[r][n]);
   });
+}
+template <class P, int kVectors, class Meanwhile>
+FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
+                                    const typename P::Word* panel, int64_t K, int64_t chain,
+                                    typename P::Acc* S, Vec<typename P::Acc>* top, int64_t queries,
+                                    Meanwhile meanwhile) {
+  if constexpr (P::kHalves && kVectors == 1)
+    if (queries <= kLanes<float> / 2)
+      return score_tiles<P, 1, true>(rows, A, lda, panel, K, chain, S, top, meanwhile);
+  score_tiles<P, kVectors, false>(rows, A, lda, panel, K, chain, S, top, meanwhile);
+}
+template <class P, int kVectors>
+FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
+                                    const typename P::Word* panel, int64_t K, int64_t chain,
+                                    typename P::Acc* S, Vec<typename P::Acc>* top) {
+  score_tiles<P, kVectors, false>(rows, A, lda, panel, K, chain, S, top, [] {});
 }
 
 }  // namespace

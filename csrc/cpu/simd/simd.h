@@ -139,6 +139,27 @@ FASTATTN_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<Unaligned*>(p) = v;
 }
 
+// Half of a vector. One of AVX-512 has the lanes of AVX2, and many processors compute two at a time.
+typedef float HalfF __attribute__((vector_size(kVectorBytes / 2), may_alias));
+FASTATTN_INLINE HalfF load_half(const float* p) {
+  typedef float Unaligned __attribute__((vector_size(kVectorBytes / 2), aligned(1), may_alias));
+  return *reinterpret_cast<const Unaligned*>(p);
+}
+template <int... I>
+FASTATTN_INLINE HalfF splat_half(float x, Indices<I...>) {
+  return HalfF{((void)I, x)...};
+}
+// A half, then zeros.
+FASTATTN_INLINE VecF padded_half(HalfF x) {
+#if FASTATTN_AVX512 && !FASTATTN_EMULATED_AVX512
+  return (VecF)_mm512_zextps256_ps512((__m256)x);
+#else
+  VecF whole{};
+  __builtin_memcpy(&whole, &x, sizeof(x));
+  return whole;
+#endif
+}
+
 // All ones in the first n lanes.
 template <class T>
 FASTATTN_INLINE Mask<T> first_lanes(int n) {

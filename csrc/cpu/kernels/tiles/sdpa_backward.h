@@ -64,6 +64,7 @@ class TileBackwardUnit {
         excludes(make_rule<T>(params).excludes),
         gradients(params) {}
 
+  static constexpr bool heads_follow() { return false; }
   static constexpr bool sums_delta() { return false; }  // it is prepared from O
   // The products of the forward pass, in its order. Scores of 10^9 that are rounded otherwise differ by
   // hundreds, and a weight would be 2^hundreds.

@@ -30,6 +30,7 @@ class TileForward {
         bytes(products.allocate(nullptr, together()).bytes) {}
 
   int64_t tasks() const { return p.B * p.Hkv * chunks(); }
+  int64_t neighbours() const { return p.window_right >= 0 ? 1 : tasks() / (p.B * p.Hq); }
 
   // A task is a share of the panels of a key head. Under a causal mask the longest ones come first.
   void run(int64_t t) const {
