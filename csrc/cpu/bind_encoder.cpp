@@ -200,8 +200,7 @@ struct EncoderLayer {
 
 // Whether a tensor is plain memory, and needs no tape.
 bool read_plain(py::handle from, bool wants_gradients, TensorView* to) {
-  return read_exact(from, to) && !is_negated(from) &&
-         !(wants_gradients && requires_gradient(from));
+  return read_exact(from, to) && !is_negated(from) && !(wants_gradients && requires_gradient(from));
 }
 
 // What a layer is computed from: its parts, and the facts of Python that they depend on.
@@ -450,19 +449,21 @@ py::object encode_texts(const TextCall& c, py::handle texts, bool wants_gradient
       const int64_t id = ids.at(b, l);
       const bool is_counted = id != plan.padding_id;
       counted += is_counted;
-      if (mask.is_given() && !(mask.view.dtype == kInt64 ? mask.at(b, l) != 0 : mask.at<bool>(b, l)))
+      if (mask.is_given() &&
+          !(mask.view.dtype == kInt64 ? mask.at(b, l) != 0 : mask.at<bool>(b, l)))
         continue;
-      const int64_t position = positions.is_given()   ? positions.at(b, l)
-                               : plan.padding_id < 0  ? own(TextPlan::kOwnPositions, l)
-                               : plan.padding_id + (is_counted ? counted : 0);
+      const int64_t position = positions.is_given()  ? positions.at(b, l)
+                               : plan.padding_id < 0 ? own(TextPlan::kOwnPositions, l)
+                                                     : plan.padding_id + (is_counted ? counted : 0);
       const void* type = nullptr;
       if (of[TextPlan::kType].rank != 0)
-        type = look_up(TextPlan::kType, types.is_given() ? types.at(b, l)
-                                                         : own(TextPlan::kOwnTypes, position));
+        type = look_up(TextPlan::kType,
+                       types.is_given() ? types.at(b, l) : own(TextPlan::kOwnTypes, position));
       const void* const word = look_up(TextPlan::kWord, id);
       const void* const place = look_up(TextPlan::kPosition, position);
       if (!in_range) return none();  // the model's own forward has the error
-      terms.push_back(type == nullptr ? std::array{word, place, type} : std::array{word, type, place});
+      terms.push_back(type == nullptr ? std::array{word, place, type}
+                                      : std::array{word, type, place});
       places.push_back(b * L + l);
     }
     starts.push_back(static_cast<int64_t>(places.size()));
@@ -481,7 +482,8 @@ py::object encode_texts(const TextCall& c, py::handle texts, bool wants_gradient
   char* y = nullptr;
   const py::object result = new_result(of[0].dtype, {B, L, E}, &y);
   without_gil([&] {
-    const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(scratch + rows * E * element)]);
+    const std::unique_ptr<char[]> memory(
+        new char[static_cast<size_t>(scratch + rows * E * element)]);
     char* const x = is_padded ? memory.get() + scratch : y;
     NormParams p{};
     p.dtype = of[0].dtype, p.threads = encoder.layers[0].threads, p.rows = rows, p.E = E;
@@ -492,7 +494,8 @@ py::object encode_texts(const TextCall& c, py::handle texts, bool wants_gradient
     if (!is_padded) return;
     std::fill_n(y, B * L * E * element, char{0});
     for (int64_t r = 0; r < rows; ++r)
-      std::copy_n(x + r * E * element, E * element, y + places[static_cast<size_t>(r)] * E * element);
+      std::copy_n(x + r * E * element, E * element,
+                  y + places[static_cast<size_t>(r)] * E * element);
   });
   return result;
 }

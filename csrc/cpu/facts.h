@@ -20,8 +20,8 @@ class Facts {
       const auto owner = py::reinterpret_borrow<py::dict>(each);
       std::vector<Item> items;
       for (const auto& [key, value] : owner)
-        items.push_back({py::reinterpret_borrow<py::object>(key),
-                         py::reinterpret_borrow<py::object>(value)});
+        items.push_back(
+            {py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value)});
       dictionaries_.push_back({owner, items});
     }
     for (const py::handle each : kinds) {

@@ -69,9 +69,10 @@ def native_layers() -> Iterator[Rows]:
     def of_rows(x: Tensor, *args: Any, **named: Any) -> Tensor | None:
         return counted(layers(x, *args, **named), torch.ones(x.shape[:-1]), named["plans"])
 
-    def of_texts(ids: Tensor, mask: Any, *args: Any, **named: Any) -> Tensor | None:
-        rows = torch.ones(ids.shape) if mask is None else mask
-        return counted(texts(ids, mask, *args, **named), rows, named["texts"].plans)
+    def of_texts(ids: Any, mask: Any, *args: Any, **named: Any) -> Tensor | None:
+        y: Tensor | None = texts(ids, mask, *args, **named)
+        rows = torch.ones_like(ids) if mask is None and y is not None else mask
+        return counted(y, rows, named["texts"].plans)
 
     rule = Gemm("torch", "torch", "torch", layer_up_to=2**62)
     try:

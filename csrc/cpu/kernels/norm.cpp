@@ -45,8 +45,8 @@ class Norm {
 
   void row(int64_t r, float* s) const {
     const void* const* terms = p.terms == nullptr ? nullptr : p.terms + 3 * r;
-    const S* x = terms == nullptr ? static_cast<const S*>(p.x) + r * p.E
-                                  : static_cast<const S*>(terms[0]);
+    const S* x =
+        terms == nullptr ? static_cast<const S*>(p.x) + r * p.E : static_cast<const S*>(terms[0]);
     const S* factor = static_cast<const S*>(p.scale);
     const S* residual = static_cast<const S*>(p.residual);
     S* sum = static_cast<S*>(p.sum);

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
-import sys
 import weakref
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils.generic import ModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+)
 
 from fastattn import compat, dispatch, evidence
 from fastattn.eager import runs_eagerly
@@ -253,17 +254,13 @@ class TextModel(Native):
     WHAT = "a text encoder"
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        y = self._encoded(*given, **named) if len(given) < 3 else None
-        if y is None:
-            stock: Any = super()
-            return stock.__call__(*given, **named)
-        kind: Any = type(self)
-        result, pooler = _result(kind), compat.children_of(self).get("pooler")
-        if pooler is None:
-            return result(last_hidden_state=y)
-        return result(last_hidden_state=y, pooler_output=pooler(y))
+        output = self._native(*given, **named) if len(given) < 3 else None
+        if output is not None:
+            return output
+        stock: Any = super()
+        return stock.__call__(*given, **named)
 
-    def _encoded(
+    def _native(
         self,
         input_ids: Any = None,
         attention_mask: Any = None,
@@ -273,7 +270,7 @@ class TextModel(Native):
         cu_seq_lens_q: Any = None,
         cu_seq_lens_k: Any = None,
         **more: Any,
-    ) -> Tensor | None:
+    ) -> Any:
         if not compat.nothing_intercepts() or compat.is_any_watched() or anything_is_recorded():
             return None
         if cu_seq_lens_q is not cu_seq_lens_k or not _is_plain((), more):
@@ -282,11 +279,11 @@ class TextModel(Native):
             return None
         given = (input_ids, attention_mask, token_type_ids, position_ids, cu_seq_lens_q)
         kept = _texts.get(self)
-        y = None if kept is None else kept.run(given)
-        if y is None and (kept is None or not kept.all_hold()):
+        output = None if kept is None else kept.run(given)
+        if output is None and (kept is None or not kept.all_hold()):
             kept = _texts_of(self)
-            y = None if kept is None else kept.run(given)
-        return y
+            output = None if kept is None else kept.run(given)
+        return output
 
     def why_not_native(self) -> str:
         kept = _texts_of(self)
@@ -302,6 +299,8 @@ class _Texts(Plan):
         embeddings, stack = part_of(model, "embeddings"), part_of(model, _stack_of(model))
         inside = [*embeddings.modules(), stack, part_of(stack, "layer")]
         super().__init__(inside, [*compat.state_of(model), vars(model.config)])
+        self.pooler = compat.children_of(model).get("pooler")
+        self.result = _TEXTS[_name_of(type(model)).removesuffix("Model")]
         self.layers: list[Any] = [*part_of(stack, "layer")]
         self.plans = [planned(x, x.NAMES) for x in self.layers if isinstance(x, FusedLayer)]
         options = None
@@ -321,7 +320,8 @@ class _Texts(Plan):
             not children
             and not compat.are_watched((model, *inside, *self.layers), does_nothing)
             and {*compat.children_of(model)} <= {"embeddings", _stack_of(model), "pooler"}
-            and (_name_of(type(embeddings)), _name_of(type(stack))) == _TEXTS[_name_of(type(model))]
+            and _name_of(type(embeddings)) in _EMBEDDINGS
+            and _name_of(type(stack)) in _ENCODERS
             and all(x is None or (type(x) is nn.Embedding and x.max_norm is None) for x in tables)
             and type(norm) is nn.LayerNorm
             and len(norm.normalized_shape) == 1
@@ -342,13 +342,15 @@ class _Texts(Plan):
         padding_id = getattr(embeddings, "padding_idx", -1)
         return tensors, norm.eps, padding_id, isinstance(stack, UnpaddedEncoder), plans
 
-    def run(self, given: tuple[Any, ...]) -> Tensor | None:
-        """The last hidden states [B, L, E]; None if the model's own forward must run."""
+    def run(self, given: tuple[Any, ...]) -> Any:
+        """The output of the model; None if its own forward must run."""
         if self.native is None:
             return None
         run: Any = dispatch.load("cpu").encode_texts  # type: ignore[union-attr]
-        y: Tensor | None = run(*given, texts=self.native, wants_gradients=torch.is_grad_enabled())
-        return y
+        y = run(*given, texts=self.native, wants_gradients=torch.is_grad_enabled())
+        if y is None or self.pooler is None:
+            return None if y is None else self.result(last_hidden_state=y)
+        return self.result(last_hidden_state=y, pooler_output=self.pooler(y))
 
     def all_hold(self) -> bool:
         return self.holds() and all(x is not None and x.holds() for x in self.plans)
@@ -370,14 +372,6 @@ def _texts_of(model: nn.Module) -> _Texts | None:
 
 def _stack_of(model: nn.Module) -> str:
     return "transformer" if "transformer" in compat.children_of(model) else "encoder"
-
-
-@functools.cache
-def _result(model: Any) -> Any:
-    """What the forward of a model of texts returns, a class with ``last_hidden_state``."""
-    names = re.findall(r"\w+", str(model.forward.__annotations__.get("return")))
-    kinds = [getattr(sys.modules[model.__module__], name, None) for name in names]
-    return next((x for x in kinds if isinstance(x, type) and issubclass(x, ModelOutput)), None)
 
 
 def _padding_of_additive(mask: Any, x: Tensor) -> Tensor | None:
@@ -426,23 +420,18 @@ _LAYERS = {
     "whisper.WhisperEncoderLayer": _Whisper,
     "xlm_roberta.XLMRobertaLayer": _Bert,
 }
-# The embeddings and the stack of layers of a model of texts.
-_TEXTS = {
-    "bert.BertModel": ("bert.BertEmbeddings", "bert.BertEncoder"),
-    "camembert.CamembertModel": ("camembert.CamembertEmbeddings", "camembert.CamembertEncoder"),
-    "data2vec.Data2VecTextModel": (
-        "data2vec.Data2VecTextForTextEmbeddings",
-        "data2vec.Data2VecTextEncoder",
-    ),
-    "distilbert.DistilBertModel": ("distilbert.Embeddings", "distilbert.Transformer"),
-    "electra.ElectraModel": ("electra.ElectraEmbeddings", "electra.ElectraEncoder"),
-    "roberta.RobertaModel": ("roberta.RobertaEmbeddings", "roberta.RobertaEncoder"),
-    "xlm_roberta.XLMRobertaModel": (
-        "xlm_roberta.XLMRobertaEmbeddings",
-        "xlm_roberta.XLMRobertaEncoder",
-    ),
+# Models of texts by what their names begin with, and what they return.
+_TEXTS: dict[str, Any] = {
+    "bert.Bert": BaseModelOutputWithPoolingAndCrossAttentions,
+    "camembert.Camembert": BaseModelOutputWithPoolingAndCrossAttentions,
+    "data2vec.Data2VecText": BaseModelOutputWithPoolingAndCrossAttentions,
+    "distilbert.DistilBert": BaseModelOutput,
+    "electra.Electra": BaseModelOutputWithPastAndCrossAttentions,
+    "roberta.Roberta": BaseModelOutputWithPoolingAndCrossAttentions,
+    "xlm_roberta.XLMRoberta": BaseModelOutputWithPoolingAndCrossAttentions,
 }
-_ENCODERS = frozenset(stack for _, stack in _TEXTS.values())
+_EMBEDDINGS = {"distilbert.Embeddings", *(f"{name}Embeddings" for name in _TEXTS)}
+_ENCODERS = {"distilbert.Transformer", *(f"{name}Encoder" for name in _TEXTS)}
 
 
 def layer_class(module: nn.Module) -> type | None:
@@ -465,8 +454,7 @@ def encoder_class(module: nn.Module) -> type | None:
 
 def model_class(module: nn.Module) -> type | None:
     """The class for a model of texts with such a stack."""
-    kind: Any = type(module)
-    return TextModel if _name_of(kind) in _TEXTS and _result(kind) is not None else None
+    return TextModel if _name_of(type(module)).removesuffix("Model") in _TEXTS else None
 
 
 def _name_of(kind: type) -> str:
