@@ -42,7 +42,7 @@ class InPlace {
   // FewRows does less arithmetic where lanes of a panel would be empty; of eight lanes few are.
   static bool serves(const LinearParams& p) {
     const bool is_full = p.M >= (W == 8 ? W : L - 2) || (p.M >= W - 2 && p.M <= W) ||
-                         (p.M >= kLeast - 1 && p.M <= kLeast);
+                         (p.M >= kLeast - 1 && p.M <= kLeast && !is_aliased(p));
     return is_full && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
   }
 
@@ -91,12 +91,13 @@ class InPlace {
     return buf;
   }
 
-  // Whether a block is copied: to be widened, or because several panels read rows that are whole pages
-  // apart, for which L1 has eight places.
-  bool is_staged() const {
-    constexpr int64_t kPage = 4096 / sizeof(S);
-    return !kSame<S, T> || (kGroup > 8 && p.M > L && p.w_stride % kPage == 0);
+  // Whether rows of a group are whole pages apart, for which L1 has eight places.
+  static bool is_aliased(const LinearParams& p) {
+    return kGroup > 8 && p.w_stride % (4096 / int64_t(sizeof(S))) == 0;
   }
+
+  // Whether a block is copied: to be widened, or because several panels read it.
+  bool is_staged() const { return !kSame<S, T> || (p.M > L && is_aliased(p)); }
 
   // The panel of x that begins with row m.
   int64_t rows_at(int64_t m) const { return min_of(L, p.M - m); }
