@@ -309,12 +309,13 @@ struct NormParams {
 
   int64_t rows, E;  // rows dense, one after the other
 
-  const void* x;         // [rows, E]
-  const void* scale;     // [E], of x; null = 1
-  const void* residual;  // [rows, E], null = 0
-  void* sum;             // [rows, E], s; null = not wanted; may be x or residual
-  const void* gamma;     // [E], null = s is all that is wanted
-  const void* beta;      // [E], null = 0
+  const void* x;             // [rows, E]
+  const void* const* terms;  // [rows][3]: rows [E], whose sum is x; null = no more; null = x itself
+  const void* scale;         // [E], of x; null = 1
+  const void* residual;      // [rows, E], null = 0
+  void* sum;                 // [rows, E], s; null = not wanted; may be x or residual
+  const void* gamma;         // [E], null = s is all that is wanted
+  const void* beta;          // [E], null = 0
   double eps;
   bool rms;   // divide by the root of the mean square, without subtracting the mean
   void* out;  // [rows, E]; may be x or residual

@@ -267,12 +267,18 @@ Tensor4 operand_of(const TensorView& x) {
   return made;
 }
 
+bool is_negated(py::handle x) { return is_true(PyObject_CallMethodNoArgs(x.ptr(), found.is_neg)); }
+
+bool requires_gradient(py::handle x) {
+  return is_true(PyObject_GetAttr(x.ptr(), found.requires_grad));
+}
+
 int64_t number_of_call(DType dtype, std::initializer_list<py::handle> tensors) {
   bool wants = false;
   for (const py::handle x : tensors) {
     if (x.is_none()) continue;
-    if (is_true(PyObject_CallMethodNoArgs(x.ptr(), found.is_neg))) return 0;
-    wants = wants || is_true(PyObject_GetAttr(x.ptr(), found.requires_grad));
+    if (is_negated(x)) return 0;
+    wants = wants || requires_gradient(x);
   }
   return 2 * (static_cast<int64_t>(dtype) + 1) + wants;
 }

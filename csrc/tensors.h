@@ -68,8 +68,10 @@ bool read_exact(pybind11::handle from, TensorView* to);
 TensorView view_of(const char* name, pybind11::handle from);
 // Four dimensions: those that are missing at the front have stride 0.
 Tensor4 operand_of(const TensorView& view);
-// 0 if one of these tensors (or None) is a lazy negation, which DLPack does not tell; else a number of
-// the dtype, odd if one of them requires a gradient.
+bool is_negated(pybind11::handle tensor);  // lazily, which DLPack does not tell
+bool requires_gradient(pybind11::handle tensor);
+// 0 if one of these tensors (or None) is a lazy negation; else a number of the dtype, odd if one of them
+// requires a gradient.
 int64_t number_of_call(DType dtype, std::initializer_list<pybind11::handle> tensors);
 
 int threads();  // torch.get_num_threads()

@@ -18,9 +18,12 @@ hopfield_backward: Callable[..., Any]  # of the steps; by name also `needed`
 hopfield_steps: Callable[..., Any]  # as many as `taken` again, at most `most`; states, statistics
 self_attention: Callable[..., Any]  # of a small layer, or None; see csrc/cpu/bind_linear.cpp
 
-# A layer of an encoder on rows without padding, and its plan: csrc/cpu/bind_encoder.cpp, facts.h.
+# Layers of an encoder on rows without padding, embeddings and layers of texts, and their plans:
+# csrc/cpu/bind_encoder.cpp, facts.h.
 encoder_layers: Callable[..., Any]
+encode_texts: Callable[..., Any]
 EncoderPlan: Callable[..., Any]
+TextPlan: Callable[..., Any]
 Facts: Callable[..., Any]
 
 # Whether all are plain memory of the CPU, as fastattn.eager.runs_eagerly() demands, or None.

@@ -435,8 +435,9 @@ def hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
     return module._forward_pre_hooks, module._forward_hooks
 
 
-# Attributes of a module that change while `are_watched` does, besides the values of the hooks.
-WATCHED = ("forward", "_compiled_call_impl", "_forward_pre_hooks", "_forward_hooks")
+def state_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The dictionaries that change whenever `are_watched` or a part of the module does."""
+    return [vars(module), module._parameters, module._buffers, module._modules, *hooks_of(module)]
 
 
 def may_be_compiled(module: torch.nn.Module) -> bool:

@@ -198,6 +198,11 @@ struct EncoderLayer {
   }
 };
 
+// Whether a tensor is plain memory, and needs no tape.
+bool read_plain(py::handle from, bool wants_gradients, TensorView* to) {
+  return read_exact(from, to) && !is_negated(from) && !(wants_gradients && requires_gradient(from));
+}
+
 // What a layer is computed from: its parts, and the facts of Python that they depend on.
 class EncoderPlan {
  public:
@@ -221,15 +226,13 @@ class EncoderPlan {
     layer_.activation = static_cast<MlpActivation>(activation);
   }
 
-  // The layer for x [rows, E] or [B, L, E], or nothing: the facts do not hold, a tensor is not plain
-  // memory of one dtype, one requires a gradient that is wanted, or x is too large.
-  bool read(py::handle x, bool wants_gradients, TensorView* of_x, EncoderLayer* t) const {
+  // The layer for x [rows, E], or nothing: the facts do not hold, a tensor is not plain memory of this
+  // dtype, one requires a gradient that is wanted, or x is too large.
+  bool read(DType dtype, int64_t rows, int64_t E, bool wants_gradients, EncoderLayer* t) const {
     *t = layer_;
-    if (!read_plain(x, wants_gradients, of_x) || !facts_.hold()) return false;
-    if (of_x->rank != 2 && of_x->rank != 3) return false;
-    t->dtype = of_x->dtype, t->threads = threads();
-    const int place = t->dtype == DType::f32 ? 0 : t->dtype == DType::bf16 ? 1 : 2;
-    if (place == 2 && t->dtype != DType::f16) return false;
+    t->dtype = dtype, t->rows = rows, t->E = E;
+    const int place = dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2;
+    if ((place == 2 && dtype != DType::f16) || !facts_.hold()) return false;
     Part* const parts[kParts] = {&t->query,  &t->key,   &t->value, &t->out,    &t->first,
                                  &t->second, &t->norm1, &t->norm2, &t->scale1, &t->scale2};
     for (size_t n = 0; n < kParts; ++n) {
@@ -241,8 +244,6 @@ class EncoderPlan {
           return false;
       }
     }
-    t->E = of_x->size[of_x->rank - 1];
-    t->rows = of_x->rank == 2 ? of_x->size[0] : of_x->size[0] * of_x->size[1];
     t->F = t->first.weight.size[0];
     if (t->E == 0 || t->F == 0 || t->E != t->out.weight.size[0]) return false;
     const auto& [most_work, few] = sizes_[static_cast<size_t>(place)];
@@ -255,11 +256,42 @@ class EncoderPlan {
   py::object tensors_[kParts][2];  // a weight, a bias
   EncoderLayer layer_{};
   std::array<std::array<int64_t, 2>, 3> sizes_;
+};
 
-  static bool read_plain(py::handle from, bool wants_gradients, TensorView* to) {
-    if (!read_exact(from, to)) return false;
-    const int64_t number = number_of_call(to->dtype, {from});
-    return number != 0 && !(wants_gradients && number % 2 == 1);
+// Layers that run one after the other, on the same rows.
+struct Encoder {
+  std::vector<EncoderLayer> layers;
+
+  // `plans` is a tuple, not empty. Whether all can run on x [rows, E].
+  bool read(py::handle plans, DType dtype, int64_t rows, int64_t E, bool wants_gradients) {
+    const auto each = plans.cast<py::tuple>();
+    expect(each.size() > 0, "plans must not be empty");
+    layers.resize(each.size());
+    const int team = threads();
+    for (size_t n = 0; n < layers.size(); ++n) {
+      if (!each[n].cast<const EncoderPlan&>().read(dtype, rows, E, wants_gradients, &layers[n]))
+        return false;
+      layers[n].threads = team;
+    }
+    return true;
+  }
+
+  // The scratch of `run`; relative_bias as for `encoder_layers`.
+  int64_t prepare(const Sequences& sequences, const TensorView& relative_bias) {
+    int64_t scratch = 0;
+    for (EncoderLayer& each : layers) {
+      each.sequences = &sequences, each.bias = relative_bias;
+      each.check();
+      scratch = std::max(scratch, each.scratch());
+    }
+    return scratch;
+  }
+
+  void run(const void* x, char* memory, void* y) const {
+    for (const EncoderLayer& each : layers) {
+      each.run(x, memory, y);
+      x = y;
+    }
   }
 };
 
@@ -267,19 +299,27 @@ struct EncoderCall {
   FASTATTN_TENSORS(x, starts, relative_bias)
 };
 
+// The starts [B + 1] of sequences in rows that lie one after the other, in int32, or nothing.
+bool read_starts(py::handle from, int64_t rows, std::vector<int64_t>* to) {
+  TensorView view;
+  if (!read_exact(from, &view) || view.dtype != kInt32 || view.rank != 1 || view.size[0] == 0)
+    return false;
+  for (int64_t b = 0; b < view.size[0]; ++b)
+    to->push_back(static_cast<const int32_t*>(view.data)[b * view.stride[0]]);
+  return to->front() == 0 && to->back() == rows;  // no row without a sequence
+}
+
 // The layers, one after the other, on x [rows, E], the sequences one after the other: sequence b is rows
 // [starts[b], starts[b + 1]), starts [B + 1] in int32. On x [B, L, E] without starts each entry is
 // one, on x [rows, E] all rows. relative_bias: None, or [num_heads, distances] in float32, distance 0
 // in the middle. The result is new, or None where another forward must run. `plans` is a tuple.
 py::object encoder_layers(const EncoderCall& c, py::handle plans, bool wants_gradients) {
-  std::vector<EncoderLayer> layers(plans.cast<py::tuple>().size());
   TensorView x;
-  size_t place = 0;
-  for (const py::handle plan : plans.cast<py::tuple>())
-    if (!plan.cast<const EncoderPlan&>().read(c.x, wants_gradients, &x, &layers[place++]))
-      return none();
-  expect(!layers.empty(), "plans must not be empty");
-  const int64_t rows = layers[0].rows;
+  if (!read_plain(c.x, wants_gradients, &x) || (x.rank != 2 && x.rank != 3)) return none();
+  const int64_t length = x.size[x.rank - 2], count = x.rank == 2 ? 1 : x.size[0];
+  const int64_t rows = count * length;
+  Encoder encoder;
+  if (!encoder.read(plans, x.dtype, rows, x.size[x.rank - 1], wants_gradients)) return none();
   py::object kept;
   const void* from = x.data;
   if (!x.is_contiguous()) {
@@ -287,51 +327,189 @@ py::object encoder_layers(const EncoderCall& c, py::handle plans, bool wants_gra
     from = view_of("x", kept).data;
   }
   std::vector<int64_t> starts;
-  if (c.starts.is_none()) {
-    const int64_t length = x.size[x.rank - 2], count = x.rank == 2 ? 1 : x.size[0];
-    for (int64_t b = 0; b <= count; ++b) starts.push_back(b * length);
+  if (!c.starts.is_none()) {
+    if (!read_starts(c.starts, rows, &starts)) return none();
   } else {
-    TensorView view;
-    if (!read_exact(c.starts, &view) || view.dtype != kInt32 || view.rank != 1 || view.size[0] == 0)
-      return none();
-    for (int64_t b = 0; b < view.size[0]; ++b)
-      starts.push_back(static_cast<const int32_t*>(view.data)[b * view.stride[0]]);
-    if (starts[0] != 0 || starts.back() != rows) return none();  // rows of no sequence
+    for (int64_t b = 0; b <= count; ++b) starts.push_back(b * length);
   }
   const Sequences sequences(std::move(starts));
   TensorView bias{};
   if (!c.relative_bias.is_none()) bias = view_of("relative_bias", c.relative_bias);
-  int64_t scratch = 0;
-  for (EncoderLayer& each : layers) {
-    each.sequences = &sequences, each.bias = bias;
-    each.check();
-    scratch = std::max(scratch, each.scratch());
-  }
+  const int64_t scratch = encoder.prepare(sequences, bias);
   void* y = nullptr;
   const py::object result = new_result(x.dtype, x.sizes(), &y);
   if (rows == 0) return result;
   without_gil([&] {
     const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(scratch)]);
-    for (const EncoderLayer& each : layers) {
-      each.run(from, memory.get(), y);
-      from = y;
-    }
+    encoder.run(from, memory.get(), y);
   });
   return result;
 }
 
-void define_encoder_plan(py::module_& m) {
+// What a model of texts is computed from: its embeddings and the plans of its layers.
+//
+//   x[b, l] = norm(word[ids[b, l]] + type[types[b, l]] + position[positions[b, l]])
+class TextPlan {
+ public:
+  // tensors: word, position and type [n, E], gamma and beta [E], and what the model has for texts without
+  // positions and types: own_positions, own_types [1, n] in int64. type, beta and these may be None.
+  // padding_id: positions count the other ids, from padding_id + 1 on; negative: own_positions.
+  // unpad: whether padding is no row, and 0 in the result; else texts with padding are not served.
+  TextPlan(const Facts& facts, const py::tuple& tensors, double eps, int64_t padding_id, bool unpad,
+           const py::tuple& plans)
+      : facts(facts), eps(eps), padding_id(padding_id), unpad(unpad), plans(plans) {
+    expect(tensors.size() == kTensors, "tensors must be seven, or None");
+    for (size_t n = 0; n < kTensors; ++n) tensors_[n] = tensors[n];
+  }
+
+  // Those of the plan, without data where there is none; or nothing, as for a layer.
+  bool read(bool wants_gradients, TensorView* to) const {
+    for (size_t n = 0; n < kTensors; ++n) {
+      to[n] = {};
+      if (tensors_[n].is_none()) continue;
+      if (!read_plain(tensors_[n], wants_gradients, &to[n])) return false;
+      const int rank = n == kGamma || n == kBeta ? 1 : 2, last = rank - 1;
+      if (to[n].rank != rank || (to[n].stride[last] != 1 && to[n].size[last] != 1)) return false;
+      if (n >= kOwnPositions ? to[n].dtype != kInt64 || to[n].size[0] != 1
+                             : to[n].dtype != to[0].dtype || to[n].size[last] != to[0].size[1])
+        return false;
+    }
+    return to[kWord].rank == 2 && to[kPosition].rank == 2 && to[kGamma].rank == 1;
+  }
+
+  enum { kWord, kPosition, kType, kGamma, kBeta, kOwnPositions, kOwnTypes, kTensors };
+  const Facts facts;
+  const double eps;
+  const int64_t padding_id;
+  const bool unpad;
+  const py::tuple plans;
+
+ private:
+  py::object tensors_[kTensors];
+};
+
+struct TextCall {
+  FASTATTN_TENSORS(ids, mask, types, positions, starts)
+};
+
+// The indices of a call [B, L], or [1, L] for all texts.
+struct Indices {
+  TensorView view{};
+
+  bool read(py::handle from, int64_t B, int64_t L) {
+    if (from.is_none()) return true;
+    if (!read_exact(from, &view) || is_negated(from) || view.rank != 2) return false;
+    return (view.size[0] == B || view.size[0] == 1) && view.size[1] == L;
+  }
+  template <class T = int64_t>
+  T at(int64_t b, int64_t l) const {
+    return static_cast<const T*>(
+        view.data)[(view.size[0] == 1 ? 0 : b) * view.stride[0] + l * view.stride[1]];
+  }
+  bool is_given() const { return view.rank != 0; }
+};
+
+// The embeddings and the layers of texts: ids [B, L], mask [B, L] in int64 or bool, 0 at padding, types
+// and positions [1 or B, L], all but ids may be None. starts: of ids [1, L], the texts one after the
+// other. The result [B, L, E] is new, or None where another forward must run.
+py::object encode_texts(const TextCall& c, py::handle texts, bool wants_gradients) {
+  const TextPlan& plan = texts.cast<const TextPlan&>();
+  TensorView of[TextPlan::kTensors], shape;
+  if (!plan.facts.hold() || !plan.read(wants_gradients, of)) return none();
+  if (!read_exact(c.ids, &shape) || shape.rank != 2) return none();
+  const int64_t B = shape.size[0], L = shape.size[1], E = of[TextPlan::kWord].size[1];
+  Indices ids, mask, types, positions;
+  if (!ids.read(c.ids, B, L) || !mask.read(c.mask, B, L) || !types.read(c.types, B, L) ||
+      !positions.read(c.positions, B, L))
+    return none();
+  if (types.is_given() && of[TextPlan::kType].rank == 0) return none();
+  for (const Indices* each : {&ids, &types, &positions})
+    if (each->is_given() && each->view.dtype != kInt64) return none();
+  if (mask.is_given() && mask.view.dtype != kInt64 && mask.view.dtype != DType::boolean)
+    return none();
+
+  // The terms of each row, and its place in the result.
+  std::vector<std::array<const void*, 3>> terms;
+  std::vector<int64_t> places, starts{0};
+  const int64_t element = element_bytes(of[0].dtype);
+  bool in_range = true;
+  const auto look_up = [&](int table, int64_t index) -> const void* {
+    const TensorView& t = of[table];
+    in_range = in_range && index >= 0 && index < t.size[0];
+    return static_cast<const char*>(t.data) + index * t.stride[0] * element;
+  };
+  const auto own = [&](int buffer, int64_t index) -> int64_t {
+    const TensorView& t = of[buffer];
+    in_range = in_range && t.rank != 0 && index >= 0 && index < t.size[1];
+    return in_range ? static_cast<const int64_t*>(t.data)[index] : 0;
+  };
+  for (int64_t b = 0; b < B; ++b) {
+    int64_t counted = 0;
+    for (int64_t l = 0; l < L; ++l) {
+      const int64_t id = ids.at(b, l);
+      const bool is_counted = id != plan.padding_id;
+      counted += is_counted;
+      if (mask.is_given() &&
+          !(mask.view.dtype == kInt64 ? mask.at(b, l) != 0 : mask.at<bool>(b, l)))
+        continue;
+      const int64_t position = positions.is_given()  ? positions.at(b, l)
+                               : plan.padding_id < 0 ? own(TextPlan::kOwnPositions, l)
+                                                     : plan.padding_id + (is_counted ? counted : 0);
+      const void* type = nullptr;
+      if (of[TextPlan::kType].rank != 0)
+        type = look_up(TextPlan::kType,
+                       types.is_given() ? types.at(b, l) : own(TextPlan::kOwnTypes, position));
+      const void* const word = look_up(TextPlan::kWord, id);
+      const void* const place = look_up(TextPlan::kPosition, position);
+      if (!in_range) return none();  // the model's own forward has the error
+      terms.push_back(type == nullptr ? std::array{word, place, type}
+                                      : std::array{word, type, place});
+      places.push_back(b * L + l);
+    }
+    starts.push_back(static_cast<int64_t>(places.size()));
+  }
+  const auto rows = static_cast<int64_t>(places.size());
+  const bool is_padded = rows != B * L;
+  if (is_padded && !plan.unpad) return none();
+  if (!c.starts.is_none()) {
+    starts.clear();
+    if (is_padded || B != 1 || !read_starts(c.starts, rows, &starts)) return none();
+  }
+  Encoder encoder;
+  if (!encoder.read(plan.plans, of[0].dtype, rows, E, wants_gradients)) return none();
+  const Sequences sequences(std::move(starts));
+  const int64_t scratch = encoder.prepare(sequences, TensorView{});
+  char* y = nullptr;
+  const py::object result = new_result(of[0].dtype, {B, L, E}, &y);
+  without_gil([&] {
+    const std::unique_ptr<char[]> memory(
+        new char[static_cast<size_t>(scratch + rows * E * element)]);
+    char* const x = is_padded ? memory.get() + scratch : y;
+    NormParams p{};
+    p.dtype = of[0].dtype, p.threads = encoder.layers[0].threads, p.rows = rows, p.E = E;
+    p.terms = terms.empty() ? nullptr : terms[0].data();
+    p.gamma = of[TextPlan::kGamma].data, p.beta = of[TextPlan::kBeta].data;
+    p.eps = plan.eps, p.out = x;
+    if (rows > 0) kernels(p.dtype).norm(p), encoder.run(x, memory.get(), x);
+    if (!is_padded) return;
+    std::fill_n(y, B * L * E * element, char{0});
+    for (int64_t r = 0; r < rows; ++r)
+      std::copy_n(x + r * E * element, E * element,
+                  y + places[static_cast<size_t>(r)] * E * element);
+  });
+  return result;
+}
+
+void define_encoder_plans(py::module_& m) {
   py::class_<Facts>(m, "Facts")
-      .def(py::init<const py::list&, const py::list&, const py::list&>())
+      .def(py::init<const py::list&, const py::list&>())
       .def("hold", &Facts::hold);
   py::class_<EncoderPlan>(m, "EncoderPlan")
       .def(py::init<const Facts&, const py::tuple&, int64_t, bool, bool, double, double, int,
-                    const std::array<std::array<int64_t, 2>, 3>&>())
-      .def("serves", [](const EncoderPlan& plan, py::handle x, bool wants_gradients) {
-        EncoderLayer t;
-        TensorView view;
-        return plan.read(x, wants_gradients, &view, &t);
-      });
+                    const std::array<std::array<int64_t, 2>, 3>&>());
+  py::class_<TextPlan>(m, "TextPlan")
+      .def(py::init<const Facts&, const py::tuple&, double, int64_t, bool, const py::tuple&>())
+      .def_readonly("plans", &TextPlan::plans);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ void define_attention(py::module_& m) {
   define<&attention_backward>(m, "scaled_dot_product_attention_backward");
   define<&decode_attention>(m, "decode_attention");
   define<&encoder_layers>(m, "encoder_layers", "plans, wants_gradients");
+  define<&encode_texts>(m, "encode_texts", "texts, wants_gradients");
   define<&flex_attention>(m, "flex_attention", "options, only_first=False");
   define<&flex_attention_backward>(m, "flex_attention_backward");
   define<&linear>(m, "linear", "");
@@ -23,7 +24,7 @@ void define_attention(py::module_& m) {
   define<&varlen_attention>(m, "varlen_attention");
   define<&varlen_attention_backward>(m, "varlen_attention_backward");
   m.def("decodes_on_tiles", &heads_decode_on_tiles);
-  define_encoder_plan(m);
+  define_encoder_plans(m);
 }
 
 }  // namespace fastattn

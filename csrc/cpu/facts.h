@@ -1,5 +1,5 @@
-// Facts about objects of Python on which a plan depends, and whether they still hold. A layer of an
-// encoder has a hundred: Python would take longer to look at them than the layer to compute.
+// The state of modules of Python on which a plan depends, and whether it still is the same. A layer of
+// an encoder has hundreds of facts: Python would take longer to look at them than the layer to compute.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -11,61 +11,53 @@ namespace fastattn {
 
 class Facts {
  public:
-  // places: (dictionary, key, value), the value ... where there is no such key; kinds: objects whose
-  // classes stay the same; hooks: dictionaries whose values do.
-  Facts(const py::list& places, const py::list& kinds, const py::list& hooks) {
-    for (const py::handle each : places) {
-      const auto place = each.cast<py::tuple>();
-      expect(PyDict_Check(py::object(place[0]).ptr()), "places must be in dictionaries");
-      const bool absent = py::object(place[2]).ptr() == Py_Ellipsis;
-      places_.push_back({place[0], place[1], absent ? py::object() : py::object(place[2])});
+  // dictionaries: whose keys and values stay the same objects; kinds: objects whose classes do. Whole
+  // dictionaries, since their items lie one after the other: after a layer's weights were read, a
+  // look-up by key is several cache misses.
+  Facts(const py::list& dictionaries, const py::list& kinds) {
+    for (const py::handle each : dictionaries) {
+      expect(PyDict_Check(each.ptr()), "dictionaries must be dictionaries");
+      const auto owner = py::reinterpret_borrow<py::dict>(each);
+      std::vector<Item> items;
+      for (const auto& [key, value] : owner)
+        items.push_back(
+            {py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value)});
+      dictionaries_.push_back({owner, items});
     }
     for (const py::handle each : kinds) {
       const auto object = py::reinterpret_borrow<py::object>(each);
       kinds_.push_back({object, py::type::of(object)});
     }
-    for (const py::handle each : hooks) {
-      expect(PyDict_Check(each.ptr()), "hooks must be dictionaries");
-      const auto hook = py::reinterpret_borrow<py::dict>(each);
-      std::vector<py::object> values;
-      for (const auto& item : hook)
-        values.push_back(py::reinterpret_borrow<py::object>(item.second));
-      hooks_.push_back({hook, values});
-    }
   }
 
   bool hold() const {
-    for (const Place& each : places_)
-      if (PyDict_GetItemWithError(each.owner.ptr(), each.key.ptr()) != each.value.ptr())
-        return PyErr_Clear(), false;
     for (const Kind& each : kinds_)
       if (reinterpret_cast<PyObject*>(Py_TYPE(each.object.ptr())) != each.type.ptr()) return false;
-    for (const Hooks& each : hooks_) {
-      if (static_cast<size_t>(PyDict_Size(each.owner.ptr())) != each.values.size()) return false;
-      if (each.values.empty()) continue;
+    for (const Dictionary& each : dictionaries_) {
+      if (static_cast<size_t>(PyDict_Size(each.owner.ptr())) != each.items.size()) return false;
       Py_ssize_t at = 0;
       PyObject *key, *value;
-      for (const py::object& before : each.values)
-        if (!PyDict_Next(each.owner.ptr(), &at, &key, &value) || value != before.ptr())
+      for (const Item& before : each.items)
+        if (!PyDict_Next(each.owner.ptr(), &at, &key, &value) || key != before.key.ptr() ||
+            value != before.value.ptr())
           return false;
     }
     return true;
   }
 
  private:
-  struct Place {
-    py::object owner, key, value;
-  };
   struct Kind {
     py::object object, type;
   };
-  struct Hooks {
-    py::object owner;
-    std::vector<py::object> values;
+  struct Item {
+    py::object key, value;
   };
-  std::vector<Place> places_;
+  struct Dictionary {
+    py::object owner;
+    std::vector<Item> items;
+  };
   std::vector<Kind> kinds_;
-  std::vector<Hooks> hooks_;
+  std::vector<Dictionary> dictionaries_;
 };
 
 }  // namespace fastattn

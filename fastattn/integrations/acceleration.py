@@ -20,7 +20,7 @@ from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
-from fastattn.nn._encoder_layer import Names, why_not
+from fastattn.nn._encoder_layer import Native
 from fastattn.nn._replacement import (
     LINEAR,
     replace,
@@ -206,6 +206,7 @@ class _Changes:
             layers = importlib.import_module("fastattn.integrations.transformers._layers")
             replaced = replace(model, layers.layer_class)
             replaced += replace(model, layers.encoder_class) if unpad else ()
+            replaced += replace(model, layers.model_class)
             relative = importlib.import_module("fastattn.integrations.transformers._relative")
             replaced += replace(model, lambda module: relative.relative_class(module, unpad))
             self._replaced += [weakref.ref(modules[name]) for name in replaced]
@@ -340,12 +341,12 @@ def _encoder_layers(model: nn.Module) -> Iterator[Part]:
     """The layers of encoders, those alike together."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "NAMES", None), Names):
-            reason = why_not(module)
-            key = (type(module).__name__, "" if reason else "cpu", reason)
+        if isinstance(module, Native):
+            reason = module.why_not_native()
+            key = (type(module).__name__, module.WHAT, "" if reason else "cpu", reason)
             found.setdefault(key, []).append(name)
-    for (kind, backend, reason), names in found.items():
-        yield Part(tuple(names), kind, "an encoder layer", backend, reason)
+    for (kind, *rest), names in found.items():
+        yield Part(tuple(names), kind, *rest)
 
 
 def _gemms(weight: torch.Tensor) -> tuple[str, str]:

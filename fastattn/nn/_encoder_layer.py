@@ -13,9 +13,10 @@ weight, sends the call to the layer's own ``forward``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +33,14 @@ __all__ = [
     "FusedEncoder",
     "FusedEncoderLayer",
     "Names",
+    "Native",
+    "Plan",
     "does_nothing",
-    "is_served",
     "joined",
-    "known",
+    "may_be_served",
     "part_of",
+    "planned",
     "served",
-    "why_not",
 ]
 
 
@@ -94,38 +96,50 @@ def part_of(layer: nn.Module, path: str) -> Any:
     return found
 
 
-class _Layer:
-    """The native plan of a layer: its parts, and the facts that each call checks."""
+class Plan:
+    """What a native call needs of modules, and the facts that each call checks."""
+
+    native: Any = None  # None if the modules' own forwards must run
+
+    def __init__(self, inside: Iterable[nn.Module], state: Iterable[dict[str, Any]]) -> None:
+        native: Any = dispatch.load("cpu")
+        modules = [*inside]
+        of_modules = [x for module in modules for x in compat.state_of(module)]
+        self.facts = native.Facts([*of_modules, *state], modules)
+        self.holds: Callable[[], bool] = self.facts.hold
+
+
+class _Layer(Plan):
+    """The native plan of a layer."""
+
+    is_usual = False
 
     def __init__(self, layer: nn.Module, names: Names) -> None:
-        """Raise ``KeyError`` or ``AttributeError`` for another layer than ``names`` describes."""
-        self._places: list[tuple[dict[str, Any], str, Any]] = []  # a dictionary, a key, its value
         inside = [x for x in layer.modules() if x is not layer]
+        super().__init__(inside, compat.state_of(layer))  # its class is the caller's
+        options = None
+        with contextlib.suppress(AttributeError, KeyError):  # not what `names` describes
+            options = self._read(layer, names, inside)
+        if options is not None:
+            native: Any = dispatch.load("cpu")
+            self.native = native.EncoderPlan(self.facts, *options)
 
-        def module(path: str) -> Any:
-            found: Any = layer
-            for name in path.split("."):
-                found = self._at(compat.children_of(found), name)
-            return found
-
-        def pair(owner: Any, weight: str = "weight", bias: str = "bias") -> tuple[Any, Any]:
-            own = compat.parameters_of(owner)
-            return self._at(own, weight), self._at(own, bias)
-
-        linear = [None if path == "joint" else module(path) for path in names.linear.split()]
-        norms = [module(path) for path in names.norms.split()]
-        attention = module(names.attention)
-        function = module(names.activation) if names.activation else layer
-        activation = _activation(self._of(function, names.function))
-        pairs: list[Any] = [pair(x) for x in (*linear, *norms) if x is not None]
+    def _read(self, layer: nn.Module, names: Names, inside: list[nn.Module]) -> Any:
+        """What the native plan is made of; None if it can have none."""
+        linear = [None if x == "joint" else part_of(layer, x) for x in names.linear.split()]
+        norms = [part_of(layer, path) for path in names.norms.split()]
+        attention = part_of(layer, names.attention)
+        function = part_of(layer, names.activation) if names.activation else layer
+        activation = _activation(getattr(function, names.function, None))
+        pairs: list[Any] = [(x.weight, x.bias) for x in linear if x is not None]
+        pairs += [(x.weight, getattr(x, "bias", None)) for x in norms]
         joint = linear[0] is None
         if joint:
-            pairs[:0] = [pair(attention, "in_proj_weight", "in_proj_bias"), None, None]
-        scales = [module(path) for path in names.scales.split()]
-        pairs += [(pair(x, "lambda1", "lambda1")[0], None) for x in scales] or [None, None]
-        heads = self._of(attention, names.heads)
-        eps = [self._of(x, "eps") for x in norms]
-        norm_first = bool(self._of(layer, "norm_first", names.norm_first))
+            pairs[:0] = [(attention.in_proj_weight, attention.in_proj_bias), None, None]
+        scales = [part_of(layer, path) for path in names.scales.split()]
+        pairs += [(x.lambda1, None) for x in scales] or [None, None]
+        heads = getattr(attention, names.heads)
+        eps = [x.eps for x in norms]
         self.weight: Tensor = pairs[3][0]
         width = self.weight.shape[0]
         self.is_usual = (
@@ -140,54 +154,32 @@ class _Layer:
             and heads > 0
             and width % heads == 0
             and self.weight.shape == (width, width)
-            and not (joint and not self._is_usual_attention(attention))
+            and not (joint and not _is_usual_attention(attention, width))
         )
         drawing = [x for x in inside if "Drop" in type(x).__name__]  # Dropout, DropPath
         # Each by itself: one may be in training mode alone.
-        modes = [self._at(vars(x), "training") for x in (layer, attention, *drawing)]
-        self._is_training = any(modes)
-        for each in inside:
-            for name in compat.WATCHED:
-                self._at(vars(each), name, ...)
+        if not self.is_usual or any(x.training for x in (layer, attention, *drawing)):
+            return None
         # Of an RMSNorm without one: float32's, in 16 bits a version's choice.
         dtypes = _DTYPES[:1] if None in eps else _DTYPES
         eps = [torch.finfo(torch.float32).eps if x is None else x for x in eps]
+        norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
         sizes = [_most(x) if x in dtypes else (0, 0) for x in _DTYPES]
-        self._inside, self._options = inside, (tuple(pairs), *options, sizes)
+        return (tuple(pairs), *options, sizes)
 
-    def prepared(self) -> _Layer:
-        native: Any = dispatch.load("cpu")
-        hooks = [hooks for x in self._inside for hooks in compat.hooks_of(x)]
-        facts = native.Facts(self._places, self._inside, hooks)
-        self.holds: Callable[[], bool] = facts.hold
-        is_native = self.is_usual and not self._is_training
-        self.plan = native.EncoderPlan(facts, *self._options) if is_native else None
-        return self
 
-    def _at(self, owner: dict[str, Any], name: str, default: Any = None) -> Any:
-        self._places.append((owner, name, owner.get(name, ...)))
-        return owner.get(name, default)
-
-    def _of(self, module: Any, name: str, default: Any = None) -> Any:
-        """An attribute of a module, wherever it is."""
-        for owner in (vars(module), compat.parameters_of(module), compat.children_of(module)):
-            value = self._at(owner, name, ...)
-            if value is not ...:
-                return value
-        return getattr(type(module), name, default)
-
-    def _is_usual_attention(self, attention: Any) -> bool:
-        """Whether a ``MultiheadAttention`` has none of its options."""
-        given = {name: self._of(attention, name) for name in _OPTIONS_OF_ATTENTION}
-        usual: dict[str, Any] = {
-            "batch_first": True,
-            "_qkv_same_embed_dim": True,
-            "add_zero_attn": False,
-        }
-        usual["embed_dim"] = self.weight.shape[0]
-        is_usual = all(given[name] == usual.get(name) for name in given)
-        return is_usual and isinstance(attention, nn.MultiheadAttention)
+def _is_usual_attention(attention: Any, width: int) -> bool:
+    """Whether a ``MultiheadAttention`` has none of its options."""
+    usual = {
+        "batch_first": True,
+        "_qkv_same_embed_dim": True,
+        "add_zero_attn": False,
+        "embed_dim": width,
+    }
+    given = {name: getattr(attention, name, None) for name in _OPTIONS_OF_ATTENTION}
+    is_usual = all(given[name] == usual.get(name) for name in given)
+    return is_usual and isinstance(attention, nn.MultiheadAttention)
 
 
 _OPTIONS_OF_ATTENTION = (
@@ -197,21 +189,33 @@ _OPTIONS_OF_ATTENTION = (
 _known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
-def known(layer: nn.Module, names: Names) -> _Layer | None:
-    """What a layer has for a native call; None if its own forward must run."""
+def planned(layer: nn.Module, names: Names) -> _Layer | None:
+    """The plan of a layer; None if no layer can have one."""
     kept = _known.get(layer)
     if kept is None or not kept.holds():
         if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
             return None
-        try:
-            kept = _Layer(layer, names)
-        except (AttributeError, KeyError, ValueError):
-            return None
-        _known[layer] = kept.prepared()
-    return kept if kept.is_usual else None
+        kept = _known[layer] = _Layer(layer, names)
+    return kept
 
 
-class FusedEncoderLayer(nn.Module):
+class Native(nn.Module):
+    """A module whose call may be native."""
+
+    NAMES: Names
+    WHAT = "an encoder layer"
+
+    def native_layers(self) -> Collection[nn.Module]:
+        """The layers that ``NAMES`` describes."""
+        return [self]
+
+    def why_not_native(self) -> str:
+        """Why no call is native; "" if small ones in eval mode are."""
+        reasons = (_why_not(layer, self.NAMES) for layer in self.native_layers())
+        return next(filter(None, reasons), "")
+
+
+class FusedEncoderLayer(Native):
     """The forward of ``torch.nn.TransformerEncoderLayer`` in one native call, where it can be."""
 
     NAMES = PYTORCH
@@ -260,10 +264,11 @@ class FusedEncoder(nn.Module):
             return served(layers, PYTORCH, src)
         if src.dim() != 3 or padding.shape != src.shape[:2] or padding.dtype != torch.bool:
             return None
-        if not is_served(layers, PYTORCH, src) or not runs_eagerly(padding):
+        if not may_be_served(layers, PYTORCH) or not runs_eagerly(src, padding):
             return None
         rows, starts, back = joined(src, padding)
-        return back(served(layers, PYTORCH, rows, starts))
+        y = served(layers, PYTORCH, rows, starts)
+        return None if y is None else back(y)
 
 
 # Of the layers whose own forward computes what `PYTORCH` describes.
@@ -287,41 +292,29 @@ def served(
     if not layers or not compat.nothing_intercepts() or compat.is_any_watched():
         return None
     kept = [_known.get(layer) for layer in layers]
-    plans = tuple([each.plan for each in kept if each is not None])
+    plans = tuple([each.native for each in kept if each is not None])
     if len(plans) == len(layers) and None not in plans:
         run: Any = dispatch.load("cpu").encoder_layers  # type: ignore[union-attr]
         wants_gradients = torch.is_grad_enabled()
         y = run(x, starts, relative_bias, plans=plans, wants_gradients=wants_gradients)
         if y is not None:
             return y
-    if all(each is not None and each.holds() for each in kept):
-        return None
-    kept = [known(layer, names) for layer in layers]
-    if any(each is None or each.plan is None for each in kept):
+    if all(each is not None and each.holds() for each in kept) or not may_be_served(layers, names):
         return None
     return served(layers, names, x, starts, relative_bias)
 
 
-def is_served(layers: Collection[nn.Module], names: Names, x: Tensor) -> bool:
-    """Whether :func:`served` would run the layers on the rows of ``x``."""
+def may_be_served(layers: Collection[nn.Module], names: Names) -> bool:
+    """Whether :func:`served` would run the layers on some tensor."""
     if not layers or not compat.nothing_intercepts() or compat.is_any_watched():
         return False
-    for kept in (known(layer, names) for layer in layers):
-        if kept is None or kept.plan is None or not kept.plan.serves(x, torch.is_grad_enabled()):
-            return False
-    return True
-
-
-def why_not(module: nn.Module) -> str:
-    """Why no call of a layer with ``NAMES``, or of a stack of such, is native; "" if small ones in
-    eval mode are."""
-    layers: Any = module.native_layers() if hasattr(module, "native_layers") else [module]  # type: ignore[operator]
-    return next(filter(None, (_why_not(layer, module.NAMES) for layer in layers)), "")
+    kept = [planned(layer, names) for layer in layers]
+    return all(each is not None and each.native is not None for each in kept)
 
 
 def _why_not(layer: nn.Module, names: Any) -> str:
-    kept = known(layer, names)
-    if kept is None:
+    kept = planned(layer, names)
+    if kept is None or not kept.is_usual:
         return "a part of it is of another class, is watched by a hook, or has unusual options"
     weight = kept.weight
     if weight.dtype not in _DTYPES or not weight.is_cpu:

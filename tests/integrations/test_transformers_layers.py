@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +61,7 @@ MODELS = {
     "xlm-roberta": (lambda: text("XLMRoberta", **SIZES), PADDED),
     "mpnet": (lambda: text("MPNet", **SIZES), PADDED),
     "electra": (lambda: text("Electra", embedding_size=32, **SIZES), PADDED),
+    "data2vec": (lambda: text("Data2VecText", **SIZES), PADDED),
     "camembert": (lambda: text("Camembert", **SIZES), PADDED),
     "distilbert": (lambda: text("DistilBert", **DISTIL), PADDED),
     "vit": (lambda: image("ViT"), IMAGE),
@@ -114,6 +116,136 @@ def test_a_model(name: str, calls: list[int]) -> None:
     assert torch.equal(last(pickled, given), last(model, given))
     fastattn.restore(model)
     assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["bert", "roberta", "electra", "distilbert", "data2vec"])
+def test_the_arguments_of_a_model_of_texts(name: str, dtype: torch.dtype, calls: Any) -> None:
+    """Embeddings and layers are one call: types, positions, padding, packed texts, the pooler."""
+    model = MODELS[name][0]().to(dtype)
+    if name != "distilbert":
+        model.embeddings.token_type_embeddings.weight = nn.Parameter(torch.randn(2, 32).to(dtype))
+        model.embeddings.token_type_ids[:, 5:] = 1
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    ids = IDS.clone()
+    ids[0, 3] = ids[1, :2] = 1  # RoBERTa's padding, which has no position
+    positions, types = torch.randint(2, 12, (4, 12)), torch.randint(0, 2, (4, 12))
+    each: list[dict[str, Tensor]] = [{}, {"attention_mask": KEPT}, {"position_ids": positions[:1]}]
+    each += [{"position_ids": positions, "attention_mask": KEPT.long().flip(1)}]
+    each += [{"token_type_ids": types, "attention_mask": KEPT}] * (name != "distilbert")
+    atol = 32 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    for more in each:
+        with torch.no_grad():
+            got, want = (x(input_ids=ids, **more) for x in (model, stock))
+        kept = more.get("attention_mask", torch.ones(4, 12)).bool()
+        assert type(got) is type(want)
+        assert got.keys() == want.keys()
+        assert torch.allclose(got[0][kept], want[0][kept], atol=atol)
+        assert not got[0][~kept].any()
+        if "pooler_output" in want and kept[:, 0].all():
+            assert torch.allclose(got.pooler_output, want.pooler_output, atol=atol)
+    starts = torch.nn.functional.pad(KEPT.sum(1), (1, 0)).cumsum(0, dtype=torch.int32)
+    packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
+    packed |= dict.fromkeys(("max_length_q", "max_length_k"), 12)
+    packed["position_ids"] = positions[KEPT][None]
+    got = last(model, {"input_ids": IDS[KEPT][None]}, **packed)
+    want = last(stock, {**PADDED, "position_ids": positions})[KEPT]
+    assert torch.allclose(got[0], want, atol=atol)
+    assert calls.layers == [3] * (len(each) + 1)
+
+
+def replaced(part: str, **attributes: Any) -> Any:
+    """A change of attributes of a part of a model, and what undoes it."""
+
+    def change(model: nn.Module) -> Any:
+        module: Any = model.get_submodule(part) if part != "config" else model.config
+        before = {name: getattr(module, name) for name in attributes}
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        return lambda: [setattr(module, name, value) for name, value in before.items()]
+
+    return change
+
+
+def hooked(part: str) -> Any:
+    return lambda model: model.get_submodule(part).register_forward_pre_hook(lambda _, x: x).remove
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        hooked("embeddings.word_embeddings"),
+        hooked("embeddings"),
+        hooked("encoder"),
+        hooked(""),
+        lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None).remove,
+        replaced("embeddings", LayerNorm=nn.Sequential(nn.LayerNorm(32))),
+        replaced("embeddings.word_embeddings", max_norm=0.01),
+        replaced("embeddings.dropout", training=True, p=0.5),
+        replaced("encoder.layer.1.output.dropout", training=True, p=0.5),
+        replaced("config", return_dict=False),
+        replaced("config", output_hidden_states=True),
+    ],
+)
+def test_what_changes_around_the_layers(change: Any, calls: Any) -> None:
+    model, given = text("Bert", **SIZES), {"input_ids": IDS[:2]}
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    with torch.no_grad():
+        model(**given)
+        undo = [change(each) for each in (model, stock)]
+        torch.manual_seed(0)
+        got = model(**given)
+        torch.manual_seed(0)
+        want = stock(**given)
+    assert type(got) is type(want)
+    close(got[0], want[0])
+    assert 3 not in calls.layers[1:]
+    for each in undo:
+        each()
+    close(last(model, given), last(stock, given))
+    assert (calls.layers[0], calls.layers[-1]) == (3, 3)
+
+
+def test_what_a_model_of_texts_leaves_to_stock(calls: Any) -> None:
+    """Other arguments and errors; what reads its ``forward`` or is around it."""
+    model = text("Bert", **SIZES)
+    stock = copy.deepcopy(model)
+    fastattn.accelerate(model)
+    embeds = model.embeddings.word_embeddings(IDS).detach()
+    mask = torch.ones(4, 1, 12, 12, dtype=torch.bool)
+    for given in (
+        {"inputs_embeds": embeds},
+        {"input_ids": IDS.int()},
+        {"input_ids": IDS, "attention_mask": mask},
+        {"input_ids": IDS, "attention_mask": torch.ones(4, 12)},
+        {"input_ids": IDS, "output_hidden_states": True},
+    ):
+        close(last(model, given), last(stock, given))
+    with torch.no_grad():
+        close(model(IDS, None, return_dict=False)[0], last(stock, TEXT))
+        close(model(IDS, KEPT, torch.zeros_like(IDS))[0], last(stock, PADDED), KEPT)
+    for wrong, error in (({"input_ids": IDS + 99}, IndexError), ({"input_ids": -IDS}, IndexError)):
+        with pytest.raises(error):
+            last(model, wrong)
+    for wrong, error in (({}, ValueError), ({"position_ids": IDS}, ValueError)):
+        with pytest.raises(error, match="exactly one of input_ids or inputs_embeds"):
+            last(model, wrong)
+    assert 3 not in calls.layers
+    assert inspect.signature(model.forward) == inspect.signature(stock.forward)
+    head = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=99, **SIZES)
+    ).eval()
+    with torch.no_grad():
+        want = head(**PADDED)[0]
+        report = fastattn.accelerate(head)
+        close(head(**PADDED)[0], want)
+        assert calls.layers[-1] == 3
+        part = report.layers[0]
+        assert (part.modules, part.calls, part.backend) == (("bert",), "a text encoder", "cpu")
+        head.bert.embeddings.LayerNorm.register_forward_hook(lambda *_: None)
+        assert "hooks" in fastattn.accelerate(head).layers[0].reason
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "mpnet", "vit"])

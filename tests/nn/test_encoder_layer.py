@@ -48,7 +48,7 @@ def biases(table: Tensor, length: int) -> Tensor:
 def native_layer(x: Tensor, lengths: list[int], parts: Any, *options: Any) -> Any:
     """The native function on a layer that no fact can change."""
     *rest, table = options
-    facts = _cpu.Facts([], [], [])
+    facts = _cpu.Facts([], [])
     plan = _cpu.EncoderPlan(facts, parts, *rest, [(2**62, 0)] * 3)
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     return _cpu.encoder_layers(x, starts, table, plans=(plan,), wants_gradients=False)
@@ -224,8 +224,8 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_facts() -> None:
     """Of each kind of fact, one that changes, and one that changes back."""
-    place, hooks, module = {"a": 1, "b": None}, {1: doubled}, nn.Linear(1, 1)
-    facts = _cpu.Facts([(place, "a", 1), (place, "b", None), (place, "c", ...)], [module], [hooks])
+    state, module = {"a": 1, "b": None}, nn.Linear(1, 1)
+    facts = _cpu.Facts([{}, state], [module])
 
     def changes(change: Callable[[], Any], undo: Callable[[], Any]) -> None:
         assert facts.hold()
@@ -234,17 +234,16 @@ def test_facts() -> None:
         undo()
         assert facts.hold()
 
-    changes(lambda: place.update(a=2), lambda: place.update(a=1))
-    changes(lambda: place.pop("b"), lambda: place.update(b=None))
-    changes(lambda: place.update(c=None), lambda: place.pop("c"))
-    changes(lambda: hooks.update({2: doubled}), lambda: hooks.pop(2))
-    changes(lambda: hooks.update({1: draw}), lambda: hooks.update({1: doubled}))
+    changes(lambda: state.update(a=2), lambda: state.update(a=1))
+    changes(lambda: state.pop("b"), lambda: state.update(b=None))
+    changes(lambda: state.update(c=state.pop("b")), lambda: state.update(b=state.pop("c")))
+    changes(lambda: state.update(c=None), lambda: state.pop("c"))
     kind = type("Another", (nn.Linear,), {})
     changes(
         lambda: setattr(module, "__class__", kind), lambda: setattr(module, "__class__", nn.Linear)
     )
     with pytest.raises(ValueError, match="dictionaries"):
-        _cpu.Facts([([], "a", 1)], [], [])
+        _cpu.Facts([[]], [])
 
 
 # -- where it runs ---------------------------------------------------------------------------------

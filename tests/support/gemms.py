@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from fastattn import evidence
@@ -57,19 +58,27 @@ class Rows(list[int]):
 def native_layers() -> Iterator[Rows]:
     """Within the block encoder layers of any size are computed natively."""
     called = Rows()
-    native = cpu.encoder_layers
+    layers, texts = cpu.encoder_layers, cpu.encode_texts
 
-    def counted(x: Tensor, *args: Any, **named: Any) -> Tensor | None:
-        y: Tensor | None = native(x, *args, **named)
+    def counted(y: Tensor | None, rows: Tensor, plans: tuple[Any, ...]) -> Tensor | None:
         if y is not None:
-            called.layers.append(len(named["plans"]))
-            called.extend(y[..., 0].numel() for _ in named["plans"])
+            called.layers.append(len(plans))
+            called.extend(int(rows.sum()) for _ in plans)
         return y
+
+    def of_rows(x: Tensor, *args: Any, **named: Any) -> Tensor | None:
+        return counted(layers(x, *args, **named), torch.ones(x.shape[:-1]), named["plans"])
+
+    def of_texts(ids: Any, mask: Any, *args: Any, **named: Any) -> Tensor | None:
+        y: Tensor | None = texts(ids, mask, *args, **named)
+        rows = torch.ones_like(ids) if mask is None and y is not None else mask
+        return counted(y, rows, named["texts"].plans)
 
     rule = Gemm("torch", "torch", "torch", layer_up_to=2**62)
     try:
         with (
-            mock.patch.object(cpu, "encoder_layers", counted),
+            mock.patch.object(cpu, "encoder_layers", of_rows),
+            mock.patch.object(cpu, "encode_texts", of_texts),
             mock.patch.object(cpu, "rule", return_value=rule),
         ):
             evidence.forget()

@@ -5,7 +5,8 @@
 // end before the next begin: prefetchers follow a few streams, no row is copied (16 bits are
 // widened, block by block), and all panels of x use a block while it is in L1. Bound by reading the
 // weight with 8 rows, and by the arithmetic from 32 rows on. The reduction has the blocks of the
-// other kernels, so the bits of a row are the same.
+// other kernels, so the bits of a row are the same. Up to half as many rows as lanes are multiplied by
+// half vectors, of which AVX-512 computes two in the time of one.
 #pragma once
 #include "../threads.h"
 #include "activation.h"
@@ -24,10 +25,13 @@ class InPlace {
   typedef typename P::Acc T;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t L = kPanelLanes<P>;  // rows of x in a panel; the last may be one vector
+  // The least lanes of a panel: half a vector of 16.
+  static constexpr int64_t kLeast = W == 16 ? W / 2 : W;
+  typedef T Half __attribute__((vector_size(kLeast * sizeof(T)), may_alias));
   static constexpr int64_t kGroup = kRegisters == 32 ? 12 : 6;  // rows of the weight
   static constexpr int64_t kColumns = 96;  // of y that are transposed at a time
   static constexpr int64_t kLine = 64 / sizeof(S);
-  static constexpr int64_t kAhead = 16 * kLine;  // elements
+  static constexpr int64_t kAhead = 16 * kLine;  // elements; of all rows they would fill half of L1
   // Above, the tiled kernel repacks less of x for each thread, and its panels stay in L3.
   static constexpr int64_t kMostRows = 128, kMostElements = 1 << 20;
   static constexpr int64_t kMostInCache = 3 << 16;  // elements of x
@@ -37,7 +41,8 @@ class InPlace {
 
   // FewRows does less arithmetic where lanes of a panel would be empty; of eight lanes few are.
   static bool serves(const LinearParams& p) {
-    const bool is_full = p.M >= (W == 8 ? W : L - 2) || p.M == W;
+    const bool is_full = p.M >= (W == 8 ? W : L - 2) || (p.M >= W - 2 && p.M <= W) ||
+                         (p.M >= kLeast - 1 && p.M <= kLeast && !is_aliased(p));
     return is_full && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
   }
 
@@ -49,8 +54,9 @@ class InPlace {
       Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
       const S* x = static_cast<const S*>(p.x);
       for (int64_t m = 0; m < p.M; m += L)
+        // Of half a vector, the other half is overwritten by the next column.
         pack_transposed<T>(x + m * p.x_stride[0], p.x_stride[0], p.x_stride[1], rows_at(m), p.K,
-                           lanes_at(m), buf.x + m * p.K, lanes_at(m));
+                           round_up(lanes_at(m), int64_t(W)), buf.x + m * p.K, lanes_at(m));
       for (int64_t l = 0; l < L; ++l) buf.ones[l] = T(1);
       // Each thread reads one part of the weight.
 #pragma omp for schedule(static)
@@ -77,7 +83,7 @@ class InPlace {
     Arena a(base);
     Buffers buf;
     const int64_t lanes = round_up(p.M, int64_t(W));
-    buf.x = a.take<T>(lanes * p.K);
+    buf.x = a.take<T>(lanes * (p.K + 1));
     buf.w = a.take<T>(is_staged() ? kGroup * kReducedWords : 0);
     buf.y = a.take<T>(lanes * kColumns);
     buf.ones = a.take<T>(L);
@@ -85,16 +91,20 @@ class InPlace {
     return buf;
   }
 
-  // Whether a block is copied: to be widened, or because several panels read rows that are whole pages
-  // apart, for which L1 has eight places.
-  bool is_staged() const {
-    constexpr int64_t kPage = 4096 / sizeof(S);
-    return !kSame<S, T> || (kGroup > 8 && p.M > L && p.w_stride % kPage == 0);
+  // Whether rows of a group are whole pages apart, for which L1 has eight places.
+  static bool is_aliased(const LinearParams& p) {
+    return kGroup > 8 && p.w_stride % (4096 / int64_t(sizeof(S))) == 0;
   }
+
+  // Whether a block is copied: to be widened, or because several panels read it.
+  bool is_staged() const { return !kSame<S, T> || (p.M > L && is_aliased(p)); }
 
   // The panel of x that begins with row m.
   int64_t rows_at(int64_t m) const { return min_of(L, p.M - m); }
-  int64_t lanes_at(int64_t m) const { return rows_at(m) <= W ? W : L; }
+  int64_t lanes_at(int64_t m) const {
+    const int64_t rows = rows_at(m);
+    return rows <= kLeast ? kLeast : rows <= W ? W : L;
+  }
 
   // Columns [n0, n1) of y.
   void columns(const Buffers& buf, int64_t n0, int64_t n1) const {
@@ -106,7 +116,7 @@ class InPlace {
           block(buf, n, min_of(n1, n + kGroup), k, n0);
     for (int64_t m = 0; m < p.M; m += L) {
       T* const y = buf.y + m * kColumns;
-      activate(p.activation, y, lanes_at(m) * (n1 - n0));
+      activate(p.activation, y, round_up(lanes_at(m) * (n1 - n0), int64_t(W)));
       unpack_transposed<T>(y, lanes_at(m), buf.ones, rows_at(m), n1 - n0,
                            static_cast<S*>(p.y) + m * p.y_stride + n0, p.y_stride);
     }
@@ -136,44 +146,49 @@ class InPlace {
       const T* const x = buf.x + m * p.K + k * lanes;
       T* const y = buf.y + m * kColumns + (n - n0) * lanes;
       if (end - n < kGroup)
-        for (int64_t r = 0; r < end - n; ++r)
-          lanes == L ? tile<1, kPanelVectors>(b, r, x, n, y) : tile<1, 1>(b, r, x, n, y);
+        for (int64_t r = 0; r < end - n; ++r) panel<1>(lanes, b, r, x, n, y);
       else
-        lanes == L ? tile<kGroup, kPanelVectors>(b, 0, x, n, y) : tile<kGroup, 1>(b, 0, x, n, y);
+        panel<kGroup>(lanes, b, 0, x, n, y);
     }
   }
 
   // Rows [r0, r0 + kRows) of the block times a panel of x.
-  template <int64_t kRows, int kVectors>
+  template <int64_t kRows>
+  void panel(int64_t lanes, const Block& b, int64_t r0, const T* x, int64_t n, T* y) const {
+    if (lanes == L) return tile<kRows, kPanelVectors, Vec<T>>(b, r0, x, n, y);
+    if (lanes == W) return tile<kRows, 1, Vec<T>>(b, r0, x, n, y);
+    if constexpr (kLeast < W) tile<kRows, 1, Half>(b, r0, x, n, y);
+  }
+
+  template <int64_t kRows, int kVectors, class V>
   __attribute__((noinline)) void tile(const Block& b, int64_t r0, const T* x, int64_t n,
                                       T* y) const {
-    constexpr int64_t lanes = kVectors * W;
+    constexpr int64_t width = sizeof(V) / sizeof(T), lanes = kVectors * width;
     const T* const w = b.w + r0 * b.ldw;
     const S* const stored = b.stored + r0 * p.w_stride;
-    Vec<T> acc[kRows][kVectors] = {};
+    V acc[kRows][kVectors] = {};
     for (int64_t k = 0; k < b.count;) {
       // What comes next: later in these rows, or the beginning of the next group's.
       const int64_t next = k + kAhead;
-      const S* const ahead = stored + (next < b.left ? next : kGroup * p.w_stride + next - b.left);
+      const S* const ahead = stored + (next < b.left ? next : kGroup * p.w_stride + next - p.K);
       FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)
-          __builtin_prefetch(ahead + r * p.w_stride, 0, 3);
+          __builtin_prefetch(ahead + r * p.w_stride, 0, 2);
       const int64_t end = min_of(b.count, k + kLine);
       _Pragma("GCC unroll 2") for (; k < end; ++k) {
-        Vec<T> lane[kVectors];
-        FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) lane[v] = load(x + k * lanes + v * W);
-        FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r) {
-          const Vec<T> a = splat<T>(w[r * b.ldw + k]);
-          FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) acc[r][v] =
-              P::multiply_add(a, lane[v], acc[r][v]);
-        }
+        V lane[kVectors];
+        FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) lane[v] =
+            *reinterpret_cast<const V*>(x + k * lanes + v * width);
+        FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)
+            FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) acc[r][v] =
+                w[r * b.ldw + k] * lane[v] + acc[r][v];
       }
     }
     const S* const bias = p.bias == nullptr ? nullptr : static_cast<const S*>(p.bias) + n + r0;
     FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r) {
-      const Vec<T> added = splat<T>(bias == nullptr ? T(0) : static_cast<T>(widen(bias[r])));
+      const T added = bias == nullptr ? T(0) : static_cast<T>(widen(bias[r]));
       FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) {
-        T* const at = y + (r0 + r) * lanes + v * W;
-        store(at, (b.first ? added : load(at)) + acc[r][v]);
+        V* const at = reinterpret_cast<V*>(y + (r0 + r) * lanes + v * width);
+        *at = b.first ? added + acc[r][v] : *at + acc[r][v];
       }
     }
   }

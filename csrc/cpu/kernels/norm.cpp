@@ -44,7 +44,9 @@ class Norm {
   }
 
   void row(int64_t r, float* s) const {
-    const S* x = static_cast<const S*>(p.x) + r * p.E;
+    const void* const* terms = p.terms == nullptr ? nullptr : p.terms + 3 * r;
+    const S* x =
+        terms == nullptr ? static_cast<const S*>(p.x) + r * p.E : static_cast<const S*>(terms[0]);
     const S* factor = static_cast<const S*>(p.scale);
     const S* residual = static_cast<const S*>(p.residual);
     S* sum = static_cast<S*>(p.sum);
@@ -52,6 +54,8 @@ class Norm {
     for (int64_t i = 0; i < p.E; i += W) {
       const int n = lanes(p.E - i);
       VecF v = load_as<float>(x + i, n);
+      for (int t = 1; terms != nullptr && t < 3 && terms[t] != nullptr; ++t)
+        v += load_as<float>(static_cast<const S*>(terms[t]) + i, n);
       if (factor != nullptr) v *= load_as<float>(factor + i, n);
       if (residual != nullptr) v += load_as<float>(residual + r * p.E + i, n);
       if (sum != nullptr) store_as<float>(sum + r * p.E + i, v, n);

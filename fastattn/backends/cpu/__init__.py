@@ -49,8 +49,9 @@ sinusoidal_encoding = encoding_on(_cpu.sinusoidal_encoding)
 varlen_attention = _cpu.varlen_attention
 varlen_attention_backward = _cpu.varlen_attention_backward
 # Without options.
-encoder_layers, self_attention = _cpu.encoder_layers, _cpu.self_attention
-EncoderPlan, Facts = _cpu.EncoderPlan, _cpu.Facts
+encode_texts, encoder_layers = _cpu.encode_texts, _cpu.encoder_layers
+self_attention = _cpu.self_attention
+EncoderPlan, Facts, TextPlan = _cpu.EncoderPlan, _cpu.Facts, _cpu.TextPlan
 are_plain, fingerprint, signature = _cpu.are_plain, _cpu.fingerprint, _cpu.signature
 
 _OTHERS = (torch.int64, torch.int32, *QUANTISED)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import re
-import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils.generic import ModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+)
 
-from fastattn import compat
+from fastattn import compat, dispatch, evidence
 from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._recording import anything_is_recorded, weights_are_recorded
-from fastattn.nn._encoder_layer import Names, does_nothing, is_served, joined, part_of, served
-
-__all__ = ["encoder_class", "has_gaps", "layer_class"]
+from fastattn.nn._encoder_layer import (
+    Names,
+    Native,
+    Plan,
+    does_nothing,
+    joined,
+    may_be_served,
+    part_of,
+    planned,
+    served,
+)
 
 _NAME = "fastattn"  # in transformers' registry
 # Arguments on which the result of a layer does not depend.
@@ -29,10 +40,8 @@ _HARMLESS = frozenset(
 )
 
 
-class FusedLayer(nn.Module):
+class FusedLayer(Native):
     """The forward of an encoder layer in one native call, where it can be."""
-
-    NAMES: Names
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
@@ -127,31 +136,17 @@ class _Whisper(FusedLayer):
 
 
 class UnpaddedEncoder(nn.Module):
-    """The forward of a stack of layers on the rows that are no padding; 0 elsewhere.
-
-    All layers are one native call, where they can be: between kernels that read megabytes of
-    weights Python runs from cold caches, and a layer's own call takes 50 µs.
-    """
+    """The forward of a stack of layers on the rows that are no padding; 0 elsewhere."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
     ) -> Any:
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        if not self._may_join(x, others, more):
-            return stock.forward(x, mask, *others, **more)
-        layers: Any = self._native_layers()
-        kind: Any = type(self)
-        if mask is None:
-            y = served(layers, layers[0].NAMES, x) if layers else None
-            return stock.forward(x, mask, *others, **more) if y is None else _result(kind)(y)
-        padding = _padding_of_boolean(mask, x)
-        is_native = bool(layers) and is_served(layers, layers[0].NAMES, x)
-        if padding is None or not (is_native or self._may_pack()):
+        padding = _padding_of_boolean(mask, x) if self._may_join(x, others, more) else None
+        if padding is None or not self._may_pack():
             return stock.forward(x, mask, *others, **more)
         rows, starts, back = joined(x, padding)
-        if is_native:
-            return _result(kind)(back(served(layers, layers[0].NAMES, rows, starts)))
         packed: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         longest = int(starts.diff().max())
         packed |= {"max_length_q": longest, "max_length_k": longest}
@@ -167,18 +162,6 @@ class UnpaddedEncoder(nn.Module):
             return False
         given = more.get("cu_seq_lens_q")
         return given is None and compat.nothing_intercepts() and not anything_is_recorded()
-
-    def _native_layers(self) -> Sequence[nn.Module]:
-        """The layers, if a native call may compute them all; else none."""
-        layers: Any = tuple(compat.children_of(part_of(self, "layer")).values())
-        kind: Any = type(self)
-        if _result(kind) is None or compat.are_watched(layers, does_nothing):
-            return ()
-        kinds: set[Any] = set(map(type, layers))
-        if not all(map(_runs_ours, kinds)):
-            return ()
-        attentions = [part_of(layer, layer.NAMES.attention) for layer in layers]
-        return layers if all(map(_is_ours, attentions)) else ()
 
     def _may_pack(self) -> bool:
         """Whether the attention of all layers is ours, and no hook reads the positions."""
@@ -206,15 +189,6 @@ def _runs_ours(layer: Any) -> bool:
     return inspect.unwrap(layer.forward) is FusedLayer.forward
 
 
-@functools.cache
-def _result(encoder: type) -> Any:
-    """What the forward of a stack of layers returns, a class with ``last_hidden_state``."""
-    stock: Any = next(kind for kind in encoder.__mro__[1:] if kind is not UnpaddedEncoder)
-    names = re.findall(r"\w+", str(stock.forward.__annotations__.get("return")))
-    kinds = [getattr(sys.modules[stock.__module__], name, None) for name in names]
-    return next((x for x in kinds if isinstance(x, type) and issubclass(x, ModelOutput)), None)
-
-
 _MPNET = _Bert.NAMES._replace(
     linear="attention.attn.q attention.attn.k attention.attn.v attention.attn.o "
     "intermediate.dense output.dense",
@@ -223,7 +197,7 @@ _MPNET = _Bert.NAMES._replace(
 )
 
 
-class MPNetStack(nn.Module):
+class MPNetStack(Native):
     """The forward of MPNet's layers, which share a bias of distances, without padding.
 
     Stock stores that bias for all pairs of a batch and adds it, and a mask, to stored scores. Here
@@ -232,9 +206,9 @@ class MPNetStack(nn.Module):
 
     NAMES = _MPNET
 
-    def native_layers(self) -> Any:
-        """What ``NAMES`` describes."""
-        return self.layer
+    def native_layers(self) -> Collection[nn.Module]:
+        layers: Any = self.layer
+        return layers
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
@@ -253,7 +227,7 @@ class MPNetStack(nn.Module):
             return None
         if type(embedding) is not nn.Embedding or self.training:
             return None
-        if not is_served(layers, _MPNET, x):
+        if not may_be_served(layers, _MPNET):
             return None
         none = x.new_zeros(x.shape[:2], dtype=torch.bool)
         padding = none if mask is None else _padding_of_additive(mask, x)
@@ -264,7 +238,138 @@ class MPNetStack(nn.Module):
         distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
         buckets: Any = self.relative_position_bucket
         table = embedding.weight[buckets(distances)].t().float().contiguous()
-        return back(served(layers, _MPNET, rows, starts, table))
+        y = served(layers, _MPNET, rows, starts, table)
+        return None if y is None else back(y)
+
+
+class TextModel(Native):
+    """The call of a model of texts: embeddings and all layers in one native call, where it can be.
+
+    Between kernels that read megabytes of weights Python runs from cold caches: the stock model
+    around its layers takes 0.6 ms. ``forward`` stays stock's, whose signature libraries read.
+    """
+
+    WHAT = "a text encoder"
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        output = self._native(*given, **named) if len(given) < 3 else None
+        if output is not None:
+            return output
+        stock: Any = super()
+        return stock.__call__(*given, **named)
+
+    def _native(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        *,
+        token_type_ids: Any = None,
+        position_ids: Any = None,
+        cu_seq_lens_q: Any = None,
+        cu_seq_lens_k: Any = None,
+        **more: Any,
+    ) -> Any:
+        if not compat.nothing_intercepts() or compat.is_any_watched() or anything_is_recorded():
+            return None
+        if cu_seq_lens_q is not cu_seq_lens_k or not _is_plain((), more):
+            return None
+        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
+            return None
+        given = (input_ids, attention_mask, token_type_ids, position_ids, cu_seq_lens_q)
+        kept = _texts.get(self)
+        output = None if kept is None else kept.run(given)
+        if output is None and (kept is None or not kept.all_hold()):
+            kept = _texts_of(self)
+            output = None if kept is None else kept.run(given)
+        return output
+
+    def why_not_native(self) -> str:
+        kept = _texts_of(self)
+        if kept is None or kept.native is None:
+            return "a layer is not native, or the embeddings, hooks or configuration are unusual"
+        return next(iter(kept.layers)).why_not_native()
+
+
+class _Texts(Plan):
+    """The native plan of a model of texts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        embeddings, stack = part_of(model, "embeddings"), part_of(model, _stack_of(model))
+        inside = [*embeddings.modules(), stack, part_of(stack, "layer")]
+        super().__init__(inside, [*compat.state_of(model), vars(model.config)])
+        self.pooler = compat.children_of(model).get("pooler")
+        self.result = _TEXTS[_name_of(type(model)).removesuffix("Model")]
+        self.layers: list[Any] = [*part_of(stack, "layer")]
+        self.plans = [planned(x, x.NAMES) for x in self.layers if isinstance(x, FusedLayer)]
+        options = None
+        with contextlib.suppress(AttributeError, KeyError):  # other parts than the usual
+            options = self._read(model, embeddings, stack, inside)
+        if options is not None:
+            native: Any = dispatch.load("cpu")
+            self.native = native.TextPlan(self.facts, *options)
+
+    def _read(self, model: Any, embeddings: Any, stack: Any, inside: list[nn.Module]) -> Any:
+        """What the native plan is made of; None if it can have none."""
+        children, config = dict(embeddings.named_children()), model.config
+        kinds: Any = map(type, self.layers)
+        norm, dropout = children.pop("LayerNorm"), children.pop("dropout")
+        tables = [children.pop(f"{x}_embeddings", None) for x in ("word", "position", "token_type")]
+        is_usual = (
+            not children
+            and not compat.are_watched((model, *inside, *self.layers), does_nothing)
+            and {*compat.children_of(model)} <= {"embeddings", _stack_of(model), "pooler"}
+            and _name_of(type(embeddings)) in _EMBEDDINGS
+            and _name_of(type(stack)) in _ENCODERS
+            and all(x is None or (type(x) is nn.Embedding and x.max_norm is None) for x in tables)
+            and type(norm) is nn.LayerNorm
+            and len(norm.normalized_shape) == 1
+            and not (model.training or dropout.training)
+            and config.return_dict
+            and not (config.output_attentions or config.output_hidden_states)
+            and not getattr(config, "is_decoder", False)
+            and all(map(_runs_ours, kinds))
+        )
+        attentions = [part_of(x, x.NAMES.attention) for x in self.layers] if is_usual else []
+        plans = tuple([x.native for x in self.plans if x is not None])
+        if not attentions or None in plans or len(plans) != len(attentions):
+            return None
+        if not all(x.config is config and _is_ours(x) for x in attentions):
+            return None
+        own = [getattr(embeddings, name, None) for name in ("position_ids", "token_type_ids")]
+        tensors = (*(None if x is None else x.weight for x in tables), norm.weight, norm.bias, *own)
+        padding_id = getattr(embeddings, "padding_idx", -1)
+        return tensors, norm.eps, padding_id, isinstance(stack, UnpaddedEncoder), plans
+
+    def run(self, given: tuple[Any, ...]) -> Any:
+        """The output of the model; None if its own forward must run."""
+        if self.native is None:
+            return None
+        run: Any = dispatch.load("cpu").encode_texts  # type: ignore[union-attr]
+        y = run(*given, texts=self.native, wants_gradients=torch.is_grad_enabled())
+        if y is None or self.pooler is None:
+            return None if y is None else self.result(last_hidden_state=y)
+        return self.result(last_hidden_state=y, pooler_output=self.pooler(y))
+
+    def all_hold(self) -> bool:
+        return self.holds() and all(x is not None and x.holds() for x in self.plans)
+
+
+_texts: weakref.WeakKeyDictionary[nn.Module, _Texts] = weakref.WeakKeyDictionary()
+evidence.on_change(_texts.clear)
+
+
+def _texts_of(model: nn.Module) -> _Texts | None:
+    if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
+        return None
+    try:
+        kept = _texts[model] = _Texts(model)
+    except (AttributeError, KeyError):  # it has no such parts
+        return None
+    return kept
+
+
+def _stack_of(model: nn.Module) -> str:
+    return "transformer" if "transformer" in compat.children_of(model) else "encoder"
 
 
 def has_gaps(padding: Tensor) -> bool:
@@ -319,11 +424,18 @@ _LAYERS = {
     "whisper.WhisperEncoderLayer": _Whisper,
     "xlm_roberta.XLMRobertaLayer": _Bert,
 }
-_ENCODERS = frozenset(
-    "bert.BertEncoder camembert.CamembertEncoder data2vec.Data2VecTextEncoder "
-    "distilbert.Transformer electra.ElectraEncoder roberta.RobertaEncoder "
-    "xlm_roberta.XLMRobertaEncoder".split()
-)
+# Models of texts by what their names begin with, and what they return.
+_TEXTS: dict[str, Any] = {
+    "bert.Bert": BaseModelOutputWithPoolingAndCrossAttentions,
+    "camembert.Camembert": BaseModelOutputWithPoolingAndCrossAttentions,
+    "data2vec.Data2VecText": BaseModelOutputWithPoolingAndCrossAttentions,
+    "distilbert.DistilBert": BaseModelOutput,
+    "electra.Electra": BaseModelOutputWithPastAndCrossAttentions,
+    "roberta.Roberta": BaseModelOutputWithPoolingAndCrossAttentions,
+    "xlm_roberta.XLMRoberta": BaseModelOutputWithPoolingAndCrossAttentions,
+}
+_EMBEDDINGS = {"distilbert.Embeddings", *(f"{name}Embeddings" for name in _TEXTS)}
+_ENCODERS = {"distilbert.Transformer", *(f"{name}Encoder" for name in _TEXTS)}
 
 
 def layer_class(module: nn.Module) -> type | None:
@@ -342,6 +454,11 @@ def encoder_class(module: nn.Module) -> type | None:
     if name == "mpnet.MPNetEncoder":
         return MPNetStack
     return UnpaddedEncoder if name in _ENCODERS else None
+
+
+def model_class(module: nn.Module) -> type | None:
+    """The class for a model of texts with such a stack."""
+    return TextModel if _name_of(type(module)).removesuffix("Model") in _TEXTS else None
 
 
 def _name_of(kind: type) -> str:
