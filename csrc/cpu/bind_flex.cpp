@@ -44,7 +44,7 @@ struct FlexCall : AttentionParams {
     }
     int64_t count = 0;
     const int32_t* words = read_words("score_program", from.score_program, &count);
-    if (const char* wrong = ScoreProgramReader(words, count, program).read())
+    if (const char* wrong = ScoreProgramReader(words, count, B, Hq, program).read())
       throw py::value_error(std::string("fastattn: score_program is not valid: ") + wrong);
     score_program = &program;
   }

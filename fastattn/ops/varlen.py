@@ -256,7 +256,7 @@ def _fold_relative_bias(
     if all(x.is_cpu and runs_eagerly(x) for x in starts):
         most = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
         of = f"a sequence of {most} rows"
-        return fold_distances(_OP, bias, query, max(most - 1, 0), of)
+        return fold_distances(_OP, bias, query, max(most - 1, 0), (of,))
     rows = (query.shape[0], key.shape[0])
     if compat.records_trace():  # which would keep the number of rows of its own call
         bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]

@@ -262,6 +262,7 @@ class ScoreMachine {
   FASTATTN_INLINE void fill(int32_t to, Vec<T> x) const {
     each(at(to), [&](int64_t, int) __attribute__((always_inline)) { return x; });
   }
+  FASTATTN_INLINE int64_t number(int32_t place) const { return program.numbers[place]; }
   FASTATTN_INLINE static Vec<T> integer(int64_t x) {
     return (Vec<T>)(Int{} + static_cast<typename IntOf<T>::type>(x));
   }
@@ -311,7 +312,7 @@ class ScoreMachine {
         });
       case ScoreOp::index: {
         const Register a = at(s.a);
-        const Int size = (Int)integer(s.b), stride = (Int)integer(s.c);
+        const Int size = (Int)integer(number(s.b)), stride = (Int)integer(number(s.c));
         return each(at(s.to), [&](int64_t r, int n) __attribute__((always_inline)) {
           Int x = a.bits(r, n);
           x = x < 0 ? x + size : x;
@@ -417,8 +418,8 @@ class ScoreMachine {
   template <class S, class F>
   FASTATTN_INLINE void gather(const ScoreStep& s, const S* data, F convert) const {
     const Register index = at(s.a), to = at(s.to);
-    const S* const from = data + s.b;
-    const Int last = (Int)integer(s.c - 1);
+    const S* const from = data + number(s.b);
+    const Int last = (Int)integer(number(s.c) - 1);
     if (lanes_of(index) == 1)
       return each(to, [&](int64_t r, int n) __attribute__((always_inline)) {
         return splat<T>(convert(from[within(index.bits(r, n), last)[0]]));
@@ -491,8 +492,8 @@ class ScoreMachine {
   FASTATTN_INLINE void scatter(const ScoreStep& s) const {
     if (sums_ == nullptr) return;
     const Register value = at(s.to), index = at(s.a);
-    double* const to = sums_ + s.b;
-    const Int last = (Int)integer(s.c - 1);
+    double* const to = sums_ + number(s.b);
+    const Int last = (Int)integer(number(s.c) - 1);
     const int64_t rows = value.step != 0 ? rows_ : 1;
     typename IntOf<T>::type element[kScoreRows * L];
     T gradient[kScoreRows * L];
