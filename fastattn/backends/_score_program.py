@@ -36,7 +36,7 @@ INDEX           C a, for a register a clamped to B elements; below 0 it counts f
 ADD ... FLOOR   of floating numbers; LT, LE, EQ give booleans
 IADD ... IEQ    of integers; IDIV is rounded down, and 0 for a divisor of 0; IABS too
 AND ... NOT     of the bits
-SELECT          b where a, else c
+SELECT          b where a, else c; without a derivative if b is c
 TO_FLOAT        of an integer; TO_INT rounds towards 0
 REDUCE          the sum of a over what `to` does not differ between
 SCATTER         the gradient of GATHER: adds the register `to` to element a
@@ -107,6 +107,8 @@ def evaluated(
             found[to] = source[numbers[b] + found[a].clamp(0, numbers[c] - 1)]
             if op == Op.GATHER:
                 found[to] = found[to].to(score.dtype)
+        elif op == Op.SELECT and b == c:
+            found[to] = found[b].detach()
         elif op == Op.SELECT:
             found[to] = torch.where(found[a], *torch.broadcast_tensors(found[b], found[c]))
         elif op == Op.TO_FLOAT:

@@ -111,7 +111,8 @@ class Graph:
             gather = self.gathers.get(n)
             if (gather and gather.captured in wanted) or not differentiable.isdisjoint(node.args):
                 differentiable.add(n)
-        differentiable -= {n for n in differentiable if self.nodes[n].op in _FLAT}
+            if node.op in _FLAT or (node.op is Op.SELECT and node.args[1] == node.args[2]):
+                differentiable.discard(n)
         parts: dict[int, list[int]] = {value: [_SEED]}
         gradient, scatters = self.const(0.0), []
         for n in range(value, -1, -1):

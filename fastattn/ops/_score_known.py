@@ -42,7 +42,7 @@ class Known(NamedTuple):
             shape = [x.shape[self.dims.index(n)] if n in self.dims else 1 for n in range(4)]
             found["attn_mask"] = x.to(dtype).reshape(shape)
         if self.table is not None:
-            heads, most = query.shape[1], max(query.shape[2], k_len) - 1
+            heads, most = query.shape[1], max(query.shape[2], k_len, 1) - 1
             head = torch.arange(heads, device=query.device)[:, None]
             distance = torch.arange(-most, most + 1, device=query.device)
             data, none = flat(floating, dtype), query.new_zeros(1, dtype=dtype)

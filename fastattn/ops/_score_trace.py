@@ -332,6 +332,8 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     if condition.kind != "b":
         raise TypeError("the condition must be boolean")
     x, y, kind = _promoted(condition.tracer.number(a), b)
+    if x.node == y.node:
+        return x
     return condition.add_node(Op.SELECT, x, y, kind=kind)
 
 
@@ -408,6 +410,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "silu": lambda x, inplace=False: x * x.sigmoid(),
     "to": _converted,
     "clone": lambda x: x,
+    # A selection between a number and itself has no derivative, see Graph.
+    "detach": lambda x: x.tracer.number(True).add_node(Op.SELECT, x, x, kind=x.kind),
     "full_like": _filled(None),
     "zeros_like": _filled(0),
     "ones_like": _filled(1),

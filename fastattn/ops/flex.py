@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks, compat, masks
+from fastattn import checks, compat, dispatch, masks
 from fastattn._untraced import untraced
 from fastattn.autograd.flex import attention
 from fastattn.autograd.sdpa import default_scale
@@ -147,17 +147,19 @@ def _attend(
     wants_lse: bool,
 ) -> Any:
     given = (query, key, value)
-    traced = _Traced(score_mod, given)
+    traced, options = _Traced(score_mod, given), (block_mask, scale, enable_gqa)
     if (known := traced.options(query, key)) is not None:
-        options = (block_mask, scale, enable_gqa)
-        return _as_option(query, key, value, *options, return_lse=wants_lse, **known)
+        return _as_option(*given, *options, return_lse=wants_lse, **known)
     data = traced.data()
-    signature, plan = plans.find((*given, data), block_mask is None, scale, enable_gqa)
-    if plan is not None:
+    signature, plan = plans.find((*given, data), block_mask is None, *options[1:])
+    if compat.exports_onnx():
+        results = _exported(given, traced, data, *options)
+        results = results if wants_lse else results[0]
+    elif plan is not None:
         tensors = _operands(given, traced, block_mask)
         results = plan.all(tensors) if wants_lse else plan.first(tensors)
     else:
-        *tensors, scale = _checked(*given, block_mask, scale, enable_gqa)
+        *tensors, scale = _checked(*given, *options)
         call = (*_operands(tensors, traced, block_mask), FlexOptions(scale))
         if all(x is y for x, y in zip(call, given, strict=False)):
             plans.keep(signature, attention, call, (*given, None, None, None), (*given, data))
@@ -166,6 +168,18 @@ def _attend(
         return results
     out, lse = results
     return out, lse if query.dtype is torch.float64 else lse.float()
+
+
+def _exported(given: Any, traced: Any, data: Any, block_mask: Any, scale: Any, gqa: Any) -> Any:
+    """The reference, whose operations an ONNX graph can have: its steps are not in a tensor."""
+    if block_mask is not None:
+        raise compat.not_in_onnx(_OP, "the pairs that block_mask leaves visible depend on values")
+    query, key, value = given
+    *tensors, scale = _checked(query, key, value, None, scale, gqa)
+    captured = traced.captured() if traced.integers else None
+    program = traced.trace.steps(), traced.trace.numbers, captured
+    reference: Any = dispatch.load("reference")
+    return reference.flex_attention(*tensors, program, data, options=FlexOptions(scale))
 
 
 def _operands(given: Sequence[Any], traced: _Traced, block_mask: Any) -> tuple[Any, ...]:
@@ -231,12 +245,15 @@ class _Trace:
         """The graph as constants: the compiler calls the functions that take it."""
         return tuple(self.graph.nodes), tuple(self.graph.gathers.items()), self.value
 
+    def steps(self, wanted: tuple[int, ...] = ()) -> Sequence[int]:
+        return _words(*self._parts(), wanted, len(self.numbers))
+
     def program(self, batch: int, wanted: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
         """The program without captured integers."""
         keeps = nothing_watches()  # a traced tensor must not stay
         found = self.programs.get((batch, wanted)) if keeps else None
         if found is None:
-            steps = _steps(*self._parts(), wanted, len(self.numbers))
+            steps = torch.tensor(self.steps(wanted), dtype=torch.int32)
             own = (self.graph.own(op, wanted, tensors) for op in (Op.BATCH, Op.HEAD))
             with torch.inference_mode(False):  # autograd must be able to save it
                 numbers = torch.tensor([max(batch, 1), *own, *self.numbers], dtype=torch.int32)
@@ -254,10 +271,8 @@ def _graph(nodes: Any, gathers: Any) -> Graph:
 
 
 @constant_for_compiler
-def _steps(nodes: Any, gathers: Any, value: int, wanted: tuple[int, ...], numbers: int) -> Tensor:
-    words = _graph(nodes, gathers).words(value, wanted, numbers)
-    with torch.inference_mode(False):
-        return torch.tensor(words, dtype=torch.int32)
+def _words(nodes: Any, gathers: Any, value: int, wanted: Any, numbers: int) -> tuple[int, ...]:
+    return tuple(_graph(nodes, gathers).words(value, wanted, numbers))
 
 
 @constant_for_compiler
@@ -320,10 +335,14 @@ class _Traced:
         )
         program = self.trace.program(query.shape[0], wanted, self.floating).to(query.device)
         if self.integers:
-            least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
-            parts = [x.reshape(-1).to(torch.int64).clamp(least, most) for x in self.integers]
-            program = torch.cat([program, *(x.to(torch.int32) for x in parts)])
+            program = torch.cat([program, self.captured().to(torch.int32)])
         return program, data if data is None or wanted else data.detach()
+
+    def captured(self) -> Tensor:
+        """The captured integers, one after the other, as the kernels read them."""
+        least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+        parts = [x.reshape(-1).to(torch.int64).clamp(least, most) for x in self.integers]
+        return torch.cat(parts)
 
 
 def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Tensor]]:
@@ -364,7 +383,7 @@ def prepare(
     found = None if traced is None else traced.options(checked[0], checked[1])
     if traced is not None and found is None:
         call = (*_operands(checked[:3], traced, block_mask), FlexOptions(checked[3]))
-        return attention, call, notes
+        return attention, call, [*notes, "second derivatives run on the reference"]
     if traced is not None and traced.trace.known is not None:
         notes.append(traced.trace.known.reason())
     *tensors, scale = checked

@@ -107,6 +107,7 @@ def functions(bias: Tensor) -> Mod:
 def out_of_order(bias: Tensor) -> Mod:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         inner = torch.where((q + k) % 2 == 0, bias[q % 3, k % 5], bias[k % 3, h])
+        inner = inner * torch.exp(s - s.detach())  # 1, with a gradient
         return inner * s + (b * 2 - h).to(s.dtype) * 0.25 + torch.logical_not(q > k).float()
 
     return mod
@@ -264,6 +265,37 @@ def test_a_pair_without_weight_passes_no_nan(engine: Any) -> None:
     assert all(x.isfinite().all() for x in (out, *grads[:3]))
 
 
+@pytest.mark.parametrize("name", ["alibi", "two_terms", "documents"])
+@pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys", "width", "all"])
+def test_nothing_to_attend_to_gives_zeros(name: str, empty: str, engine: Any) -> None:
+    make, captured = CASES[name]
+    tensors = [x.detach() for x in tensors_of(captured, torch.float32).values()]
+    sizes = {"batch": BATCH, "heads": 2, "queries": Q_LEN, "keys": K_LEN, "width": WIDTH}
+    sizes |= {n: 0 for n in sizes if empty in (n, "all")}
+    b, h, q, k, dv = sizes.values()
+    leaves = [torch.randn(b, h, *size, requires_grad=True) for size in ((q, 8), (k, 8), (k, dv))]
+    leaves += [x.requires_grad_() for x in tensors[3:] if x.is_floating_point()]
+    out, lse = flex_attention(*leaves[:3], make(*tensors[3:]), return_lse=True)
+    assert out.shape == (b, h, q, dv)
+    assert out.count_nonzero() == 0
+    assert empty != "keys" or (lse == -math.inf).all()
+    for x, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert grad.shape == x.shape
+        assert grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e4, 1e18, 3e37])
+def test_scores_of_any_size(factor: float, engine: Any) -> None:
+    query, key, value = operands(9, 40, 40)
+    bias = torch.linspace(-1, 1, 40, requires_grad=True)
+    mod = lambda s, b, h, q, k: s * factor + bias[k] * factor  # noqa: E731
+    out, lse = flex_attention(query, key, value, mod, return_lse=True)
+    s = (query @ key.mT * 8**-0.5 + bias).double() * factor
+    torch.testing.assert_close(lse, s.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
+    assert out.isfinite().all()
+    assert torch.autograd.grad(lse.sum(), bias)[0].isfinite().all()
+
+
 def test_indices_outside_are_clamped_and_negative_ones_count_from_the_end(engine: Any) -> None:
     query, key, value = operands(5, 7, 7)
     table = torch.randn(4, requires_grad=True)
@@ -404,7 +436,8 @@ def test_explain_says_what_a_function_is(name: str) -> None:
             "far": f"a softcap and {table}"}.get(name)  # fmt: skip
     assert found.op == ("scaled_dot_product_attention" if kind else "flex_attention")
     assert found.notes[0].startswith("kernel_options are ignored")
-    assert found.notes[1:] == (f"score_mod is {kind}, an option of {found.op}",) * bool(kind)
+    why = f"score_mod is {kind}, an option of {found.op}"
+    assert found.notes[1:] == (why if kind else "second derivatives run on the reference",)
     assert all(note in str(found) for note in found.notes)
 
 

@@ -12,6 +12,7 @@ then as in :mod:`fastattn.backends.reference.sdpa`.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def flex_attention(
     query: Tensor,  # [B, Hq, Lq, D]
     key: Tensor,  # [B, Hkv, Lk, D]
     value: Tensor,  # [B, Hkv, Lk, Dv]
-    score_program: Tensor,  # [size] int32, see backends/_score_program.py
+    score_program: Any,  # [size] int32, see backends/_score_program.py
     score_data: Tensor | None = None,  # [n], what the program gathers from
     mask_program: Tensor | None = None,  # [size] int32, see backends/_mask_program.py
     *,
@@ -65,15 +66,18 @@ def flex_attention_backward(
     return *found[:3], found[4]
 
 
-def modified_scores(program: Tensor, data: Tensor | None, score: Tensor) -> Tensor:
-    """The program's value for scores [B, Hq, Lq, Lk]."""
-    header = [int(n) for n in program[:HEADER]]
-    steps = HEADER + header[0] + FIELDS * sum(header[1:6])
-    words, numbers, captured = program.tensor_split((steps, steps + header[-1]))
-    batch, _, _, *named = numbers.tolist()
+def modified_scores(program: Any, data: Tensor | None, score: Tensor) -> Tensor:
+    """The program's value for scores [B, Hq, Lq, Lk]; in ONNX its parts, for entries 0, 1, ..."""
     b, h, q, k = (
         torch.arange(size, device=score.device).view([-1 if n == d else 1 for n in range(4)])
         for d, size in enumerate(score.shape)
     )
-    found = evaluated(words.tolist(), named, data, captured.long(), score, (b % batch, h, q, k))
+    if isinstance(program, Tensor):
+        header = [int(n) for n in program[:HEADER]]
+        steps = HEADER + header[0] + FIELDS * sum(header[1:6])
+        words, numbers, captured = program.tensor_split((steps, steps + header[-1]))
+        batch, _, _, *named = numbers.tolist()
+        program, b = (words.tolist(), named, captured.long()), b % batch
+    words, named, captured = program
+    found = evaluated(words, named, data, captured, score, (b, h, q, k))
     return torch.broadcast_to(found, score.shape)
