@@ -441,8 +441,35 @@ class ScoreMachine {
           return load(from + element[r * L + n * W]);
         });
     }
-    for (int64_t l = 0; l < L; ++l)
-      for (int64_t r = 0; r < rows; ++r) to.vector(r, 0)[l] = convert(from[element[r * L + l]]);
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      if constexpr (kSame<S, T>)
+        if (in_rows(element + n * W, rows)) {
+          for (int64_t r = 0; r < rows; r += W) {
+            Vec<T> x[W];
+            FASTATTN_UNROLL for (int l = 0; l < W; ++l) x[l] =
+                load(from + element[r * L + n * W + l]);
+            transpose<T>(x);
+            FASTATTN_UNROLL for (int k = 0; k < W; ++k) store(to.vector(r + k, n), x[k]);
+          }
+          continue;
+        }
+      for (int64_t l = n * W; l < (n + 1) * W; ++l)
+        for (int64_t r = 0; r < rows; ++r) to.vector(r, 0)[l] = convert(from[element[r * L + l]]);
+    }
+  }
+
+  // Whether the elements of each lane follow each other from key to key: a row of a matrix of pairs.
+  static FASTATTN_INLINE bool in_rows(const typename IntOf<T>::type* element, int64_t rows) {
+    if (rows % W != 0) return false;
+    Int apart{};
+    const Int first = (Int)load(reinterpret_cast<const T*>(element));
+    for (int64_t r = 1; r < rows; ++r) {
+      const Int x = (Int)load(reinterpret_cast<const T*>(element + r * L));
+      apart |= x - first - static_cast<typename IntOf<T>::type>(r);
+    }
+    bool found = true;
+    FASTATTN_UNROLL for (int l = 0; l < W; ++l) found &= apart[l] == 0;
+    return found;
   }
 
   template <class F>
@@ -503,15 +530,30 @@ class ScoreMachine {
         store(gradient + r * L + n * W, counted(value, r, n));
       }
     const int64_t lanes = lanes_of(value) != 1 ? L : 1;
-    // Consecutive keys of one element are summed first: shorter chains of additions.
-    for (int64_t l = 0; l < lanes; ++l) {
-      double sum = 0;
-      for (int64_t r = 0; r < rows; ++r) {
-        const auto own = element[r * L + l];
-        sum += static_cast<double>(gradient[r * L + l]);
-        if (r + 1 < rows && element[(r + 1) * L + l] == own) continue;
-        to[own] += sum;
-        sum = 0;
+    typedef double Row __attribute__((vector_size(W * 8), aligned(8), may_alias));
+    for (int64_t n = 0; n * W < lanes; ++n) {
+      if (lanes == L && in_rows(element + n * W, rows)) {
+        for (int64_t r = 0; r < rows; r += W) {
+          Vec<T> x[W];
+          FASTATTN_UNROLL for (int k = 0; k < W; ++k) x[k] = load(gradient + (r + k) * L + n * W);
+          transpose<T>(x);
+          FASTATTN_UNROLL for (int l = 0; l < W; ++l) {
+            Row* const row = reinterpret_cast<Row*>(to + element[r * L + n * W + l]);
+            *row += __builtin_convertvector(x[l], Row);
+          }
+        }
+        continue;
+      }
+      // Consecutive keys of one element are summed first: shorter chains of additions.
+      for (int64_t l = n * W; l < min_of<int64_t>((n + 1) * W, lanes); ++l) {
+        double sum = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+          const auto own = element[r * L + l];
+          sum += static_cast<double>(gradient[r * L + l]);
+          if (r + 1 < rows && element[(r + 1) * L + l] == own) continue;
+          to[own] += sum;
+          sum = 0;
+        }
       }
     }
   }
