@@ -57,10 +57,10 @@ constexpr int32_t kScoreOps = 44;
 struct ScoreStep {
   int32_t op;       // ScoreOp
   int32_t to;       // a register
-  int32_t a, b, c;  // registers or numbers
+  int32_t a, b, c;  // registers, places of numbers, or bits of a constant
 };
 
-constexpr int32_t kMostRegisters = 128, kMostSteps = 1024;
+constexpr int32_t kMostRegisters = 128, kMostSteps = 1024, kMostNumbers = 4096;
 constexpr int32_t kVariesByQuery = 1, kVariesByKey = 2;  // bits of a level
 constexpr int64_t kScoreRows = 16;                       // keys for which the steps run at a time
 
@@ -78,6 +78,7 @@ struct ScoreProgram {
   ScoreSteps value_before, value_each, before, each, after;
   int32_t value, gradient;  // registers
   bool derives, scatters, own_batch, own_head;
+  const int32_t* numbers;   // that steps name: sizes and strides of captured tensors
   const int32_t* integers;  // captured, [integer_count]
   int64_t integer_count;
   const void* data;  // captured, [size] acc
@@ -88,16 +89,15 @@ struct ScoreProgram {
 
 class ScoreProgramReader {
  public:
-  // `to` has the size of the data.
-  ScoreProgramReader(const int32_t* words, int64_t count, ScoreProgram& to)
-      : at_(words), left_(count), p(to) {}
+  // `to` has the size of the data. The call has B batch entries and Hq heads.
+  ScoreProgramReader(const int32_t* words, int64_t count, int64_t B, int64_t Hq, ScoreProgram& to)
+      : at_(words), left_(count), B_(B), Hq_(Hq), p(to) {}
 
   // Fills the program but for its sums. Returns what is not valid, null if it is.
   const char* read() {
     const int32_t* header = take(kHeader);
     if (header == nullptr) return "the length";
-    p.batch = header[0], p.registers = header[1];
-    if (p.batch < 1) return "the batch";
+    p.registers = header[0];
     if (p.registers < 2 || p.registers > kMostRegisters) return "the number of registers";
     p.levels = take(p.registers);
     if (p.levels == nullptr) return "the length";
@@ -108,22 +108,24 @@ class ScoreProgramReader {
       p.at[n] = p.panels;
       if (n >= 2) p.panels += (p.levels[n] & kVariesByKey) != 0 ? kScoreRows : 1;
     }
-    p.value = header[7], p.gradient = header[8];
+    p.value = header[6], p.gradient = header[7];
     if (!is_register(p.value) || !is_register(p.gradient)) return "a register";
-    const int32_t flags = header[9];
-    p.derives = (flags & 1) != 0, p.scatters = (flags & 2) != 0;
-    p.own_batch = (flags & 4) != 0, p.own_head = (flags & 8) != 0;
-    p.integer_count = header[10];
-    if (p.integer_count < 0) return "the number of integers";
+    p.derives = (header[8] & 1) != 0, p.scatters = (header[8] & 2) != 0;
+    count_ = header[9];
+    if (count_ < kNamed || count_ > kMostNumbers) return "the number of numbers";
     ScoreSteps* const sections[] = {&p.value_before, &p.value_each, &p.before, &p.each, &p.after};
     for (int n = 0; n < 5; ++n) {
-      if (header[2 + n] < 0 || header[2 + n] > kMostSteps) return "the number of steps";
-      const int32_t* steps = take(int64_t{kFields} * header[2 + n]);
+      if (header[1 + n] < 0 || header[1 + n] > kMostSteps) return "the number of steps";
+      const int32_t* steps = take(kFields * header[1 + n]);
       if (steps == nullptr) return "the length";
-      *sections[n] = {reinterpret_cast<const ScoreStep*>(steps), header[2 + n]};
+      *sections[n] = {reinterpret_cast<const ScoreStep*>(steps), header[1 + n]};
     }
-    p.integers = take(p.integer_count);
-    if (p.integers == nullptr || left_ != 0) return "the length";
+    p.numbers = take(count_);
+    if (p.numbers == nullptr) return "the length";
+    p.batch = p.numbers[0];
+    if (p.batch < 1) return "the batch";
+    p.own_batch = p.numbers[1] >= B_, p.own_head = p.numbers[2] >= Hq_;
+    p.integers = at_, p.integer_count = left_;
     for (const ScoreSteps* s : sections)
       for (int32_t n = 0; n < s->count; ++n)
         if (const char* wrong = wrong_in(s->first[n])) return wrong;
@@ -131,10 +133,12 @@ class ScoreProgramReader {
   }
 
  private:
-  static constexpr int64_t kHeader = 11, kFields = 5;
+  static constexpr int64_t kHeader = 10, kFields = 5, kNamed = 3;
   static_assert(sizeof(ScoreStep) == kFields * sizeof(int32_t), "steps are read in place");
   const int32_t* at_;
   int64_t left_;
+  int32_t count_ = 0;  // of numbers
+  const int64_t B_, Hq_;
   ScoreProgram& p;
 
   const int32_t* take(int64_t count) {
@@ -145,6 +149,7 @@ class ScoreProgramReader {
   }
 
   bool is_register(int32_t n) const { return n >= 0 && n < p.registers; }
+  bool is_number(int32_t n) const { return n >= 0 && n < count_; }
 
   // Registers hold any bits: kernels clamp an index that they make.
   const char* wrong_in(const ScoreStep& s) const {
@@ -154,10 +159,15 @@ class ScoreProgramReader {
     if (op <= ScoreOp::key) return nullptr;
     if (!is_register(s.a)) return "a register";
     if (op == ScoreOp::gather || op == ScoreOp::gather_integer || op == ScoreOp::scatter) {
+      if (!is_number(s.b) || !is_number(s.c)) return "a number";
       const int64_t most = op == ScoreOp::gather_integer ? p.integer_count : p.size;
-      return s.b < 0 || s.c < 1 || int64_t{s.b} + s.c > most ? "an element" : nullptr;
+      const int64_t first = p.numbers[s.b], count = p.numbers[s.c];
+      return first < 0 || count < 1 || first + count > most ? "an element" : nullptr;
     }
-    if (op == ScoreOp::index) return s.b < 1 || s.c < 1 ? "an index" : nullptr;
+    if (op == ScoreOp::index) {
+      if (!is_number(s.b) || !is_number(s.c)) return "a number";
+      return p.numbers[s.b] < 1 || p.numbers[s.c] < 1 ? "an index" : nullptr;
+    }
     const bool two = (op >= ScoreOp::add && op <= ScoreOp::divide) || op == ScoreOp::minimum ||
                      op == ScoreOp::maximum || (op >= ScoreOp::less && op <= ScoreOp::one_of) ||
                      op == ScoreOp::select;

@@ -140,7 +140,9 @@ class Calls(DispatchMode):
         tensors = [x for x in args if isinstance(x, Tensor)]
         name = func.overloadpacket.__name__
         shapes = tuple(tuple(x.shape) for x in tensors)
-        dtype = max(tensors, key=Tensor.numel).dtype  # lse and its gradient are float64
+        # Of the largest tensor, because lse is float64; a program and a table are integers.
+        numbers = [x for x in tensors if x.is_floating_point()] or tensors
+        dtype = max(numbers, key=Tensor.numel).dtype
         key = (name, shapes, dtype, *_backend(func, args))
         return self._calls.setdefault(key, Call(*key))
 

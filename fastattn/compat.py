@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -206,7 +206,10 @@ def sizes_may_change() -> bool:
     return _compiling() or records_trace()
 
 
-def constant_for_compiler(function: Callable[..., bool]) -> Callable[..., bool]:
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_for_compiler(function: Function) -> Function:
     """Let the compiler call a function while it traces, and keep the answer.
 
     2.13 to 2.13; other versions were not checked. Without the attribute the compiler looks inside,
@@ -214,6 +217,11 @@ def constant_for_compiler(function: Callable[..., bool]) -> Callable[..., bool]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# Whether the compiler can look into the recorders of a score_mod and its mode. 2.13; other versions
+# were not checked.
+COMPILES_RECORDERS = (_version() or OLDEST) >= (2, 13)
 
 
 # If torch.onnx.export fails without the compiler, it tries again with it. The compiler assumes that

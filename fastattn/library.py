@@ -63,7 +63,6 @@ watchers: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("fastattn_watc
 
 _NOT_IN_ONNX = {
     "seed": "it drops weights, so call model.eval() before the export",
-    "score_program": "its kernel interprets the steps of score_mod",
     "mask_program": "the pairs that a mask of fastattn.masks leaves visible depend on values",
 }
 

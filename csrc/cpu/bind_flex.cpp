@@ -44,7 +44,7 @@ struct FlexCall : AttentionParams {
     }
     int64_t count = 0;
     const int32_t* words = read_words("score_program", from.score_program, &count);
-    if (const char* wrong = ScoreProgramReader(words, count, program).read())
+    if (const char* wrong = ScoreProgramReader(words, count, B, Hq, program).read())
       throw py::value_error(std::string("fastattn: score_program is not valid: ") + wrong);
     score_program = &program;
   }
@@ -80,28 +80,29 @@ py::tuple flex_attention_backward(const FlexGradTensors& x, py::handle options) 
   const bool nothing =
       p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // kernels write nothing then
   py::tuple made = new_row_gradients(p, x, dense, nothing, 1);
-  std::vector<double> sums;
   ScoreProgram& program = p.program;
-  py::object of_data;
+  py::object of_data, sums;
   void* to = nullptr;
   if (program.scatters && program.data != nullptr) {
-    of_data = new_zeros(accumulator(p.dtype), {program.size}, &to);
+    of_data =
+        (nothing ? Make{new_zeros} : Make{new_result})(accumulator(p.dtype), {program.size}, &to);
     if (!nothing) {
       program.buffers = buffers_of_sums(p);
-      sums.resize(static_cast<size_t>(program.buffers * program.size));
-      program.sums = sums.data();
+      void* to_sums;
+      sums = new_zeros(DType::f64, {program.buffers, program.size}, &to_sums);
+      program.sums = static_cast<double*>(to_sums);
     }
   }
   without_gil([&] {
     kernels(p.dtype).attention_backward(p);
-    for (int64_t n = 0; n < program.size && program.buffers > 0; ++n) {
-      double sum = 0;
-      for (int64_t k = 0; k < program.buffers; ++k) sum += program.sums[k * program.size + n];
-      if (p.dtype == DType::f64)
-        static_cast<double*>(to)[n] = sum;
-      else
-        static_cast<float*>(to)[n] = static_cast<float>(sum);
-    }
+    if (program.buffers == 0) return;
+    for (int64_t k = 1; k < program.buffers; ++k)
+      for (int64_t n = 0; n < program.size; ++n)
+        program.sums[n] += program.sums[k * program.size + n];
+    if (p.dtype == DType::f64)
+      std::copy_n(program.sums, program.size, static_cast<double*>(to));
+    else
+      std::copy_n(program.sums, program.size, static_cast<float*>(to));
   });
   if (of_data) made[3] = of_data;
   return made;

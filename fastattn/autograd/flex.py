@@ -43,6 +43,7 @@ attention = Operator(
     flops=flops_of_pairs(_pairs),
     shapes="query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; score_program: *; "
     "score_data: *; Hq % Hkv; out: B Hq Lq Dv; lse: B Hq Lq",
+    not_in_onnx={"": "its steps are in a tensor; export the model instead of its graph"},
     checked_by=("cpu",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )

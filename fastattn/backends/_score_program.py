@@ -5,34 +5,38 @@ of what its level says: bit 0 is set if the number differs between queries, bit 
 Numbers are floating, integers, or booleans with all bits equal. Register 0 is the score, register 1
 the gradient of the modified score.
 
-``HEADER`` words, the level of each register, the steps of five sections, then captured integers.
-A step is (op, to, a, b, c). Steps run once a tile (``before``), once for each group of keys
-(``each``), or at the end of a tile (``after``):
+``HEADER`` words, the level of each register, the steps of five sections, then numbers that depend
+on sizes, and captured integers. A step is (op, to, a, b, c). Steps run once a tile (``before``),
+once for each group of keys (``each``), or at the end of a tile (``after``):
 
 =============  ======================================================================
 word           meaning
 =============  ======================================================================
-batch          entry n has the index n % batch: vmap folds examples before the batch
 registers      their number
 sections       numbers of steps: before, each of the value; before, each, after of the gradient
 value          the register of the modified score
 gradient       the register of the gradient of the score
 flags          see ``Flag``
-integers       the number of captured integers
+numbers        how many there are
 =============  ======================================================================
+
+The first three numbers are ``batch``: entry n has the index n % batch, because vmap folds examples
+before the batch; and how many entries of the batch, and heads, never add to the same element of the
+gradient of the data. Steps name the others, sizes and strides of captured tensors, by their places.
 
 The operations, on registers a, b and c unless numbers are named:
 
 ==============  ====================================================================
 CONST, INT      the double with the words a and b; the integer a
 BATCH ... KEY   the indices of the pair
-GATHER          element b + a of the data, for a register a clamped to c elements
+GATHER          element B + a of the data, for a register a clamped to C elements, where B and C
+                are the numbers at b and c
 GATHER_INT      the same of the captured integers
-INDEX           c a, for a register a clamped to b elements; below 0 it counts from the end
+INDEX           C a, for a register a clamped to B elements; below 0 it counts from the end
 ADD ... FLOOR   of floating numbers; LT, LE, EQ give booleans
 IADD ... IEQ    of integers; IDIV is rounded down, and 0 for a divisor of 0; IABS too
 AND ... NOT     of the bits
-SELECT          b where a, else c
+SELECT          b where a, else c; without a derivative if b is c
 TO_FLOAT        of an integer; TO_INT rounds towards 0
 REDUCE          the sum of a over what `to` does not differ between
 SCATTER         the gradient of GATHER: adds the register `to` to element a
@@ -44,20 +48,24 @@ the program, ``fastattn/ops/_score_compile.py`` writes it.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
+from typing import Any
 
-__all__ = ["FIELDS", "FLAGS", "HEADER", "INTEGERS", "Flag", "Op"]
+import torch
+from torch import Tensor
 
-HEADER = 11
-FLAGS, INTEGERS = 9, 10  # their words
-FIELDS = 5
+__all__ = ["FIELDS", "FLAGS", "HEADER", "NAMED", "Flag", "Op", "evaluated"]
+
+HEADER, FIELDS = 10, 5
+FLAGS = 8  # their word
+NAMED = 3  # numbers that steps do not name
 
 
 class Flag(IntFlag):
     DERIVES = 1  # the gradient of the score is not that of the modified one, or data has a gradient
     SCATTERS = 2  # data has a gradient
-    OWN_BATCH = 4  # no two batch entries add to the same element of it
-    OWN_HEAD = 8  # no two heads do
 
 
 Op = IntEnum(
@@ -67,3 +75,65 @@ Op = IntEnum(
     "SELECT TO_FLOAT TO_INT REDUCE SCATTER IABS",
     start=0,
 )
+
+
+def evaluated(
+    words: Sequence[int],
+    named: Sequence[int],  # the numbers that steps name
+    data: Tensor | None,
+    captured: Tensor | None,  # integers
+    score: Tensor,
+    indices: Sequence[Any],  # b, h, q, k
+) -> Tensor:
+    """The program's value, broadcastable to the scores and the indices."""
+    registers, before, each = words[:3]
+    numbers, first = [0] * NAMED + [*named], HEADER + registers
+    steps = words[first : first + FIELDS * (before + each)]
+    found: dict[int, Any] = {0: score}
+    for at in range(0, len(steps), FIELDS):
+        op, to, a, b, c = steps[at : at + FIELDS]
+        if op == Op.CONST:
+            found[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
+        elif op == Op.INT:
+            found[to] = torch.tensor(a, device=score.device)
+        elif op in (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY):
+            found[to] = indices[op - Op.BATCH]
+        elif op == Op.INDEX:
+            x = found[a]
+            found[to] = torch.where(x < 0, x + numbers[b], x).clamp(0, numbers[b] - 1) * numbers[c]
+        elif op in (Op.GATHER, Op.GATHER_INT):
+            source = data if op == Op.GATHER else captured
+            assert source is not None
+            found[to] = source[numbers[b] + found[a].clamp(0, numbers[c] - 1)]
+            if op == Op.GATHER:
+                found[to] = found[to].to(score.dtype)
+        elif op == Op.SELECT and b == c:
+            found[to] = found[b].detach()
+        elif op == Op.SELECT:
+            found[to] = torch.where(found[a], *torch.broadcast_tensors(found[b], found[c]))
+        elif op == Op.TO_FLOAT:
+            found[to] = found[a].to(score.dtype)
+        else:
+            unary = op in _UNARY
+            found[to] = _UNARY[op](found[a]) if unary else _BINARY[op](found[a], found[b])
+    result: Tensor = found[words[6]]
+    return result
+
+
+def _divided(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b == 0, 0, a.div(torch.where(b == 0, 1, b), rounding_mode="floor"))
+
+
+_UNARY: dict[int, Callable[..., Tensor]] = {
+    **{Op[name.upper()]: getattr(torch, name)
+       for name in "abs exp log tanh sigmoid sqrt floor".split()},
+    Op.NEG: torch.neg, Op.IABS: torch.abs, Op.NOT: torch.bitwise_not,
+    Op.TO_INT: lambda x: x.to(torch.int64),
+}  # fmt: skip
+_BINARY: dict[int, Callable[..., Tensor]] = {
+    **{Op[kind + name.upper()]: getattr(torch, name)
+       for name in "add sub mul lt le eq".split() for kind in ("", "I")},
+    Op.DIV: torch.div, Op.MIN: torch.minimum, Op.MAX: torch.maximum,
+    Op.IDIV: _divided, Op.IMOD: lambda a, b: a - _divided(a, b) * b,
+    Op.AND: torch.bitwise_and, Op.OR: torch.bitwise_or, Op.XOR: torch.bitwise_xor,
+}  # fmt: skip

@@ -157,16 +157,17 @@ class Compiled(Torch):
 
 
 class SdpaOnly:
-    """A provider that has no operator but `sdpa`, and refuses the cells that formulas describe."""
+    """A provider that has no operator but OPS, and refuses the cells that formulas describe."""
 
+    OPS: Sequence[str] = ("sdpa",)
     REFUSED: Mapping[str, str]
     RUNS_MODELS = False
 
     def why_not(self, cell: Cell) -> list[str]:
         if self.RUNS_MODELS and cell.op in ops.MODELS:
             return messages(_FORWARD_IN_FP32, cell)
-        if cell.op != "sdpa":
-            return ["only sdpa is supported here"]
+        if cell.op not in self.OPS:
+            return [f"only {' and '.join(self.OPS)} is supported here"]
         return messages(self.REFUSED, cell)
 
 
@@ -174,6 +175,7 @@ _PLAIN = {
     "weights != 'none'": "it returns no weights",
     "option != 'none'": "no {option} is supported here",
 }
+_FORWARD_ON_CPU = {"device == 'cpu' and passes != 'fwd'": "it has no backward"}
 _FORWARD_IN_FP32 = _PLAIN | {
     "device != 'cpu'": "it runs on cpu",
     "dtype != 'fp32'": "it takes fp32",
@@ -187,7 +189,11 @@ class Flex(SdpaOnly, Torch):
 
     ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
     VARIANTS = ()
-    REFUSED = _PLAIN | {"device == 'cpu' and passes != 'fwd'": "it has no backward"}
+    OPS = ("sdpa", "flex")
+    REFUSED = _FORWARD_ON_CPU
+
+    def why_not(self, cell: Cell) -> list[str]:
+        return super().why_not(cell) or (messages(_PLAIN, cell) if cell.op == "sdpa" else [])
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -200,6 +206,9 @@ class Flex(SdpaOnly, Torch):
             "padding": lambda b, h, i, j: mask[b, 0, 0, j],
             "documents": lambda b, h, i, j: q_ids[i] == k_ids[j],
         }
+        if cell.op == "flex":
+            op: Any = ops.get("flex")
+            options["score_mod"] = op.score_mod(cell, inputs)
         if cell.mask == "bias":
             options["score_mod"] = lambda score, b, h, i, j: score + mask[h, i, j]
         elif cell.mask != "none":

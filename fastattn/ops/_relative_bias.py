@@ -28,7 +28,7 @@ def fold_relative_bias(
         )
     # The maximum of |i + offset - j| over all pairs.
     most = largest(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
-    lengths = f"{query.shape[2]} queries and {k_len} keys with offset {offset}"
+    lengths = "{} queries and {} keys with offset {}", query.shape[2], k_len, offset
     return fold_distances(op, bias, query, most, lengths), None
 
 
@@ -50,11 +50,12 @@ def largest(*sizes: Any) -> Any:
 
 
 def fold_distances(
-    op: str, bias: Any, query: Tensor, most: int, lengths: str | None = None
+    op: str, bias: Any, query: Tensor, most: int, lengths: tuple[Any, ...] | None = None
 ) -> Tensor:
     """Return the table [1, Hq, 2 M + 1] of a bias that depends on distances alone.
 
-    It has those up to ``most``, of queries and keys of these ``lengths``. Without lengths, ``most``
+    It has those up to ``most``, of queries and keys of these ``lengths``: a text with the numbers
+    that it names, which the compiler would fix if they were in the text. Without lengths, ``most``
     is a bound only: the kernel checks that a table has the distances that it needs.
     """
     if isinstance(bias, T5):
@@ -70,7 +71,9 @@ def fold_distances(
     heads, needed = query.shape[1], 1 if lengths is None else 2 * most + 1
     shape = tuple(table.shape)
     if len(shape) != 2 or shape[0] != heads or shape[1] % 2 == 0 or shape[1] < needed:
-        least = "" if lengths is None else f" and at least {needed} for {lengths}"
+        least = ""
+        if lengths is not None:
+            least = f" and at least {needed} for " + lengths[0].format(*lengths[1:])
         raise RuntimeError(
             f"{op}: relative_bias must have shape ({heads}, n), a row for each query head, with n "
             f"odd{least}, got {shape}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
-from fastattn.backends._score_program import FIELDS, HEADER, Flag, Op
+from fastattn.backends._score_program import FIELDS, HEADER, NAMED, Flag, Op
 
 __all__ = ["SCORE", "Gather", "Graph"]
 
@@ -19,7 +19,7 @@ _MOST_REGISTERS, _MOST_STEPS = 128, 1024  # kMostRegisters, kMostSteps in csrc/s
 class _Node(NamedTuple):
     op: Op | None  # None: one of the two above
     args: tuple[int, ...]
-    numbers: tuple[int, ...]  # that are part of the step
+    numbers: tuple[int, ...]  # that are part of the step, or places of sizes
     level: int
     late: bool  # of a sum over the tile, so known at its end
 
@@ -29,7 +29,6 @@ class Gather(NamedTuple):
 
     captured: int  # its number among those
     dims: tuple[int, ...]  # the node of each dimension
-    sizes: tuple[int, ...]
 
 
 class Graph:
@@ -37,9 +36,8 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes = [_Node(None, (), (), _QUERIES | _KEYS, False)] * 2
-        self._known: dict[_Node, int] = {}
+        self.known: dict[_Node, int] = {}
         self.gathers: dict[int, Gather] = {}
-        self._kept: dict[tuple[int, int], list[int]] = {}
 
     def add(self, op: Op, *args: int, numbers: tuple[int, ...] = (), level: int = -1) -> int:
         """A node; one that does not differ between keys is computed less often."""
@@ -54,10 +52,10 @@ class Graph:
                 level |= self.nodes[n].level
         sums = op is Op.REDUCE and level & _KEYS == 0
         node = _Node(op, args, numbers, level, sums or any(self.nodes[n].late for n in args))
-        if node not in self._known:
-            self._known[node] = len(self.nodes)
+        if node not in self.known:
+            self.known[node] = len(self.nodes)
             self.nodes.append(node)
-        return self._known[node]
+        return self.known[node]
 
     def _hoists(self, a: int, b: int) -> bool:
         """Whether b is the same for all pairs, and a is not for all keys."""
@@ -73,61 +71,36 @@ class Graph:
     def integer(self, number: int) -> int:
         return self.add(Op.INT, numbers=(number,))
 
-    def words(self, value: int, batch: int, heads: int, wanted: Sequence[bool]) -> list[int]:
-        """The program without captured integers; ``wanted``: which tensors have a gradient."""
+    def words(self, value: int, wanted: Collection[int], sizes: int) -> list[int]:
+        """The program up to its numbers; ``wanted``: the tensors that have a gradient."""
         gradient, scatters = self._derivative(value, wanted)
-        flags = Flag(0)
-        if gradient != _SEED or scatters:
-            flags |= Flag.DERIVES
+        flags = Flag.DERIVES if gradient != _SEED or scatters else Flag(0)
         if scatters:
-            flags |= Flag.SCATTERS | self._owned(batch, heads, [n for n, _ in scatters])
+            flags |= Flag.SCATTERS
         steps = _Steps(self.nodes)
         of_value, forward = steps.sections(value)
         of_gradient, backward = steps.sections(gradient, scatters) if flags else (_SEED, [[]] * 3)
         sections = [*forward[:2], *backward]
-        header = [
-            batch,
-            len(steps.levels),
-            *map(len, sections),
-            of_value,
-            of_gradient,
-            int(flags),
-            0,
-        ]
         if len(steps.levels) > _MOST_REGISTERS or max(map(len, sections)) > _MOST_STEPS:
             raise NotImplementedError(
                 f"flex_attention: score_mod has too many operations: {len(self.nodes)}"
             )
+        results = of_value, of_gradient, int(flags), NAMED + sizes
+        header = [len(steps.levels), *map(len, sections), *results]
         assert len(header) == HEADER
         return [*header, *steps.levels, *(n for part in sections for step in part for n in step)]
 
-    def forward_words(self, value: int, heads: int) -> list[int]:
-        """The same without a gradient of a tensor, kept: later nodes change nothing."""
-        if (value, heads) not in self._kept:
-            wanted = [False] * (1 + len(self.gathers))
-            self._kept[value, heads] = self.words(value, 1, heads, wanted)
-        return self._kept[value, heads]
-
-    def _owned(self, batch: int, heads: int, gathers: Iterable[int]) -> Flag:
-        """Whether entries of the batch, or heads, never gather the same element."""
-        flags = Flag(0)
-        for op, size, flag in (
-            (Op.BATCH, batch, Flag.OWN_BATCH),
-            (Op.HEAD, heads, Flag.OWN_HEAD),
-        ):
-            places: dict[int, set[int]] = {}  # the dimensions that the index selects alone
-            for gather in (self.gathers[n] for n in gathers):
-                own = {
-                    dim
-                    for dim, (n, most) in enumerate(zip(gather.dims, gather.sizes, strict=True))
-                    if self.nodes[n].op is op and most >= size
-                }
+    def own(self, op: Op, wanted: Collection[int], tensors: Sequence[Any]) -> int:
+        """How many entries of the batch, or heads, never gather the same wanted element."""
+        places: dict[int, set[int]] = {}  # the dimensions that the index selects alone
+        for gather in self.gathers.values():
+            if gather.captured in wanted:
+                own = {dim for dim, n in enumerate(gather.dims) if self.nodes[n].op is op}
                 places[gather.captured] = places.get(gather.captured, own) & own
-            if all(places.values()):
-                flags |= flag
-        return flags
+        sizes = [[tensors[x].shape[dim] for dim in own] for x, own in places.items()]
+        return min([max([0, *own]) for own in sizes], default=0)
 
-    def _derivative(self, value: int, wanted: Sequence[bool]) -> tuple[int, list[tuple[int, int]]]:
+    def _derivative(self, value: int, wanted: Collection[int]) -> tuple[int, list[tuple[int, int]]]:
         """The gradient of the score, and (gather, its gradient) of the wanted tensors.
 
         Reverse differentiation. Where a node is the same for queries or keys, its gradient is a sum
@@ -136,9 +109,10 @@ class Graph:
         differentiable = {SCORE}
         for n, node in enumerate(self.nodes):
             gather = self.gathers.get(n)
-            if (gather and wanted[gather.captured]) or not differentiable.isdisjoint(node.args):
+            if (gather and gather.captured in wanted) or not differentiable.isdisjoint(node.args):
                 differentiable.add(n)
-        differentiable -= {n for n in differentiable if self.nodes[n].op in _FLAT}
+            if node.op in _FLAT or (node.op is Op.SELECT and node.args[1] == node.args[2]):
+                differentiable.discard(n)
         parts: dict[int, list[int]] = {value: [_SEED]}
         gradient, scatters = self.const(0.0), []
         for n in range(value, -1, -1):

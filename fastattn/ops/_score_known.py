@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn.backends._score_program import Op
+from fastattn.backends._score_program import Op, evaluated
 from fastattn.ops._score_compile import SCORE, Graph
 
 __all__ = ["Known", "known"]
@@ -24,8 +22,7 @@ class Known(NamedTuple):
     softcap: float | None = None
     bias: int | None = None  # the captured tensor that has an element for each pair
     dims: tuple[int, ...] = ()  # which of b, h, q, k its dimensions are
-    sizes: tuple[int, ...] = ()
-    table: Callable[[int], tuple[Graph, int]] | None = None  # of distances, from their maximum
+    table: tuple[int, ...] | None = None  # the program of a table, whose query is a distance
 
     def reason(self) -> str:
         parts = ["a softcap"] * (self.softcap is not None) + ["a bias"] * (self.bias is not None)
@@ -33,26 +30,31 @@ class Known(NamedTuple):
         return f"score_mod is {' and '.join(parts)}, an option of scaled_dot_product_attention"
 
     def options(
-        self, query: Tensor, k_len: int, floating: Sequence[Tensor], data: Tensor | None
+        self, query: Tensor, k_len: int, floating: Sequence[Tensor], numbers: Sequence[int]
     ) -> dict[str, Any] | None:
         """The options of a call; None if the program must be interpreted."""
         found: dict[str, Any] = {} if self.softcap is None else {"softcap": self.softcap}
         dtype = torch.promote_types(query.dtype, torch.float32)
         if self.bias is not None:
-            if self.sizes != tuple((*query.shape[:3], k_len)[dim] for dim in self.dims):
+            x = floating[self.bias]
+            if list(x.shape) != [(*query.shape[:3], k_len)[dim] for dim in self.dims]:
                 return None
-            x = floating[self.bias].to(dtype)
             shape = [x.shape[self.dims.index(n)] if n in self.dims else 1 for n in range(4)]
-            found["attn_mask"] = x.reshape(shape)
+            found["attn_mask"] = x.to(dtype).reshape(shape)
         if self.table is not None:
-            most, heads = max(query.shape[2], k_len) - 1, query.shape[1]
-            graph, node = self.table(most)
-            words = graph.forward_words(node, heads)
-            program = torch.tensor(words, dtype=torch.int32, device=query.device)
-            pairs = torch.zeros(1, heads, 2 * most + 1, 1, dtype=dtype, device=query.device)
-            reference = importlib.import_module("fastattn.backends.reference.flex")
-            found["relative_bias"] = reference.modified_scores(program, data, pairs)[0, :, :, 0]
+            heads, most = query.shape[1], max(query.shape[2], k_len, 1) - 1
+            head = torch.arange(heads, device=query.device)[:, None]
+            distance = torch.arange(-most, most + 1, device=query.device)
+            data, none = flat(floating, dtype), query.new_zeros(1, dtype=dtype)
+            bias = evaluated(self.table, numbers, data, None, none, (0, head, distance, 0))
+            found["relative_bias"] = bias.expand(heads, -1)
         return found
+
+
+def flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Captured floating tensors, one after the other."""
+    parts = [x.reshape(-1).to(dtype) for x in tensors]
+    return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def known(graph: Graph, value: int) -> Known | None:
@@ -81,15 +83,9 @@ def known(graph: Graph, value: int) -> Known | None:
         ops = [graph.nodes[d].op for d in gather.dims]
         if ops[-2:] == [Op.QUERY, Op.KEY] and ops == [op for op in _INDICES if op in ops]:
             dims = tuple(_INDICES.index(op) for op in ops)
-            return Known(softcap, gather.captured, dims, gather.sizes)
-    if _by_distance(graph, term, 0) is None:
-        return None
-
-    @functools.lru_cache(maxsize=8)
-    def table(most: int) -> tuple[Graph, int]:
-        return _by_distance(graph, term, most) or (graph, term)
-
-    return Known(softcap, table=table)
+            return Known(softcap, gather.captured, dims)
+    found = _by_distance(graph, term)
+    return None if found is None else Known(softcap, table=tuple(found))
 
 
 def _softcap(graph: Graph, n: int) -> float | None:
@@ -114,10 +110,10 @@ def _product(graph: Graph, n: int) -> tuple[int, float]:
     return n, 0.0
 
 
-def _by_distance(graph: Graph, n: int, most: int) -> tuple[Graph, int] | None:
-    """The node in a graph whose query i is at the distance i - most; None if it has no distance."""
+def _by_distance(graph: Graph, n: int) -> list[int] | None:
+    """A node as a program whose query is the distance of the pair; None if it has no distance."""
     made, nodes = Graph(), dict[int, int | None]()
-    query, middle = made.add(Op.QUERY), made.integer(most)
+    distance = made.add(Op.QUERY)
 
     def copied(n: int) -> int | None:
         if n not in nodes:
@@ -131,7 +127,9 @@ def _by_distance(graph: Graph, n: int, most: int) -> tuple[Graph, int] | None:
         if op is Op.ISUB:
             (first, of_first), (second, of_second) = (_shifted(graph, arg) for arg in args)
             if {first, second} == {Op.QUERY, Op.KEY}:
-                d = made.add(Op.ISUB, *((query, middle)[:: 1 if first is Op.QUERY else -1]))
+                d = distance
+                if first is Op.KEY:
+                    d = made.add(Op.ISUB, made.integer(0), d)
                 for shift, sign in ((of_first, Op.IADD), (of_second, Op.ISUB)):
                     if shift is not None:
                         own = copied(shift)
@@ -148,7 +146,7 @@ def _by_distance(graph: Graph, n: int, most: int) -> tuple[Graph, int] | None:
         return own
 
     found = copied(n)
-    return None if found is None else (made, found)
+    return None if found is None else made.words(found, (), 0)
 
 
 def _shifted(graph: Graph, n: int) -> tuple[Op | None, int | None]:

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastattn.backends._score_program import Op
+from fastattn.backends._score_program import NAMED, Op
+from fastattn.compat import constant_for_compiler
 from fastattn.ops._score_compile import SCORE, Gather, Graph
 
-__all__ = ["Tracer"]
+__all__ = ["Tracer", "place_of"]
 
 _OP = "flex_attention"
 _INTEGERS = 2**31
 # What a trace may read of a captured tensor: it is traced again if these change.
-_LAYOUT = {"__get__", "size", "dim", "numel", "__len__", "is_floating_point"}
+_LAYOUT = {"get", "size", "dim", "numel", "len", "is_floating_point"}
 _MAKES_CONSTANT = {"tensor", "zeros", "ones", "full", "scalar_tensor"}
 
 
@@ -34,6 +35,20 @@ def _unsupported(what: str, why: str = "which has no kernel") -> NotImplementedE
         frame = frame.f_back
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return NotImplementedError(f"{_OP}: score_mod uses {what} in {where}, {why}")
+
+
+@constant_for_compiler
+def _name_of(function: Any) -> str:
+    name: str = function.__name__
+    return name.strip("_") if name.startswith("__") else name
+
+
+def place_of(x: Tensor, tensors: Sequence[Tensor]) -> int:
+    """The place of this tensor, -1 if there is none: the compiler would keep an id() as a guard."""
+    for n, each in enumerate(tensors):
+        if each is x:
+            return n
+    return -1
 
 
 class Tracer(TorchFunctionMode):
@@ -48,8 +63,8 @@ class Tracer(TorchFunctionMode):
         self.graph, self.dtype, self.device, self.kept = Graph(), dtype, device, True
         self.floating: list[Tensor] = []  # captured
         self.integers: list[Tensor] = []
-        self._constants: dict[int, Tensor] = {}
-        self._starts: dict[int, tuple[int, int]] = {}  # of a tensor: its number, where it begins
+        self.numbers: list[int] = []  # sizes and strides of them, symbolic while a graph is made
+        self._constants: list[Tensor] = []
 
     def trace(self, score_mod: Callable[..., Any]) -> int:
         """The node of the result."""
@@ -73,25 +88,24 @@ class Tracer(TorchFunctionMode):
         flat = [x for arg in (*args, *kwargs.values())
                 for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]  # fmt: skip
         if any(isinstance(x, Recorded) for x in flat):
-            return self.record(func.__name__, args, kwargs)
+            return self.record(_name_of(func), args, kwargs)
         result = func(*args, **kwargs)
         if not any(isinstance(x, Tensor) for x in flat):
-            constant = isinstance(result, Tensor) and func.__name__ in _MAKES_CONSTANT
+            constant = isinstance(result, Tensor) and _name_of(func) in _MAKES_CONSTANT
             if constant and result.is_cpu and result.dim() == 0 and not result.requires_grad:
-                self._constants[id(result)] = result
+                self._constants.append(result)
             elif isinstance(result, Tensor):
                 self.kept = False
-        elif isinstance(result, Tensor) or func.__name__ not in _LAYOUT:
+        elif isinstance(result, Tensor) or _name_of(func) not in _LAYOUT:
             self.kept = False
         return result
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        plain = name.strip("_") if name.startswith("__") else name
-        if plain == "getitem":
+        if name == "getitem":
             x, index = args
             index = index if isinstance(index, tuple) else (index,)
             return (x if isinstance(x, Partial) else Partial(self, x, ())).at(index)
-        operation = _OPERATIONS.get(plain)
+        operation = _OPERATIONS.get(name)
         if operation is None:
             raise _unsupported(f"{name}()")
         try:
@@ -105,7 +119,7 @@ class Tracer(TorchFunctionMode):
         graph = self.graph
         if isinstance(x, Number):
             return x
-        if isinstance(x, Tensor) and id(x) in self._constants:
+        if isinstance(x, Tensor) and place_of(x, self._constants) >= 0:
             x = x.item()
         if isinstance(x, Tensor):
             return Partial(self, x, ()).at(())
@@ -116,7 +130,8 @@ class Tracer(TorchFunctionMode):
                 raise _unsupported(f"the number {x}", "which does not fit int32")
             return Number(self, graph.integer(x), "i")
         if isinstance(x, (int, float)):
-            return Number(self, graph.const(float(x)), "f")
+            # Not float(): the compiler must see a constant.
+            return Number(self, graph.const(x.__float__()), "f")
         raise _unsupported(f"{type(x).__name__}", "which is no number")
 
     def gathered(self, x: Tensor, index: tuple[Number, ...]) -> Number:
@@ -130,22 +145,29 @@ class Tracer(TorchFunctionMode):
             raise _unsupported(f"a captured tensor of {x.dtype} and shape {tuple(x.shape)}")
         floating, graph = x.is_floating_point(), self.graph
         captured = self.floating if floating else self.integers
-        if id(x) not in self._starts:
-            self._starts[id(x)] = len(captured), sum(each.numel() for each in captured)
+        if (captured_as := place_of(x, captured)) < 0:
+            captured_as = len(captured)
             captured.append(x)
-        place, start = self._starts[id(x)]
+        start = self._number(sum([each.numel() for each in captured[:captured_as]]))
         flat, stride = graph.integer(0), x.numel()
         for dim, (n, size) in enumerate(zip(index, x.shape, strict=True)):
             stride //= size
-            term = graph.add(Op.INDEX, n.node, numbers=(size, stride))
+            numbers = self._number(size), self._number(stride)
+            term = graph.add(Op.INDEX, n.node, numbers=numbers)
             flat = graph.add(Op.IADD, flat, term) if dim else term
-        op, numbers = Op.GATHER if floating else Op.GATHER_INT, (start, x.numel())
-        node = graph.add(op, flat, numbers=numbers)
+        op = Op.GATHER if floating else Op.GATHER_INT
+        node = graph.add(op, flat, numbers=(start, self._number(x.numel())))
         if floating:
-            graph.gathers[node] = Gather(place, tuple(n.node for n in index), tuple(x.shape))
+            graph.gathers[node] = Gather(captured_as, tuple([n.node for n in index]))
             return Number(self, node, "f")
         found = Number(self, node, "i")
         return found.to_kind("b") if x.dtype is torch.bool else found
+
+    def _number(self, number: int) -> int:
+        """The place of a number among those of the program."""
+        if number not in self.numbers:
+            self.numbers.append(number)
+        return NAMED + self.numbers.index(number)
 
 
 class Recorded:
@@ -161,11 +183,11 @@ class Recorded:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Recorded))
-        return found.tracer.record(func.__name__, args, kwargs or {})
+        return found.tracer.record(_name_of(func), args, kwargs or {})
 
 
 def _recorded(name: str) -> Any:
-    return lambda self, *args: self.tracer.record(name, (self, *args), {})
+    return lambda self, *args: self.tracer.record(name.strip("_"), (self, *args), {})
 
 
 def _refused(name: str) -> Any:
@@ -310,6 +332,8 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     if condition.kind != "b":
         raise TypeError("the condition must be boolean")
     x, y, kind = _promoted(condition.tracer.number(a), b)
+    if x.node == y.node:
+        return x
     return condition.add_node(Op.SELECT, x, y, kind=kind)
 
 
@@ -386,6 +410,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "silu": lambda x, inplace=False: x * x.sigmoid(),
     "to": _converted,
     "clone": lambda x: x,
+    # A selection between a number and itself has no derivative, see Graph.
+    "detach": lambda x: x.tracer.number(True).add_node(Op.SELECT, x, x, kind=x.kind),
     "full_like": _filled(None),
     "zeros_like": _filled(0),
     "ones_like": _filled(1),

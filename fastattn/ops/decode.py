@@ -410,7 +410,7 @@ def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tens
         return fold_distances(_OP, bias, query, largest(capacity, q_len, 1) - 1)
     longest = int(lengths.max()) if lengths.shape[0] else 0
     of = f"{q_len} queries and {longest} keys"
-    return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, of)
+    return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, (of,))
 
 
 def check_new(

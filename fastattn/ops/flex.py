@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks, masks
+from fastattn import checks, compat, dispatch, masks
 from fastattn._untraced import untraced
 from fastattn.autograd.flex import attention
 from fastattn.autograd.sdpa import default_scale
-from fastattn.backends._score_program import INTEGERS
+from fastattn.backends._score_program import Op
 from fastattn.backends.primitives import FlexOptions
 from fastattn.call import Plans
+from fastattn.compat import constant_for_compiler
 from fastattn.eager import nothing_watches
 from fastattn.masks import values_of
 from fastattn.ops import sdpa
 from fastattn.ops._score_compile import Graph
-from fastattn.ops._score_known import known
-from fastattn.ops._score_trace import Tracer
+from fastattn.ops._score_known import Known, flat, known
+from fastattn.ops._score_trace import Tracer, place_of
 
 __all__ = ["flex_attention"]
 
@@ -85,8 +86,9 @@ def flex_attention(
         All are differentiable, any number of times: derivatives beyond the first, forward mode, and
         GPUs use the reference backend, which stores the scores.
 
-    ``torch.compile`` breaks its graph here. Under autocast, query, key and value are cast as
-    PyTorch casts them.
+    ``torch.compile`` has the call in one graph, for all sizes, except with a ``BlockMask``:
+    :func:`fastattn.masks.from_block_mask` converts it before. Under autocast, query, key and value
+    are cast as PyTorch casts them.
 
     Raises:
         TypeError: an argument of the wrong type, or a result of ``score_mod`` that is no tensor
@@ -107,7 +109,9 @@ def flex_attention(
         >>> flex_attention(query, key, value, alibi).shape
         torch.Size([1, 2, 10, 64])
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and (
+        type(block_mask).__name__ == "BlockMask" or not compat.COMPILES_RECORDERS
+    ):
         given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         return _untraced(*given, return_aux=return_aux)
     wants_lse = return_lse
@@ -126,7 +130,7 @@ def flex_attention(
     if return_aux is None:
         return results
     out, lse = results if wants_lse else (results, None)
-    return out, importlib.import_module(type(return_aux).__module__).AuxOutput(lse=lse)
+    return out, sys.modules[type(return_aux).__module__].AuxOutput(lse=lse)
 
 
 _untraced = untraced(flex_attention)
@@ -143,17 +147,19 @@ def _attend(
     wants_lse: bool,
 ) -> Any:
     given = (query, key, value)
-    traced = _Traced(score_mod, given)
+    traced, options = _Traced(score_mod, given), (block_mask, scale, enable_gqa)
+    if (known := traced.options(query, key)) is not None:
+        return _as_option(*given, *options, return_lse=wants_lse, **known)
     data = traced.data()
-    if (known := traced.options(query, key, data)) is not None:
-        options = (block_mask, scale, enable_gqa)
-        return _as_option(query, key, value, *options, return_lse=wants_lse, **known)
-    signature, plan = plans.find((*given, data), block_mask is None, scale, enable_gqa)
-    if plan is not None:
+    signature, plan = plans.find((*given, data), block_mask is None, *options[1:])
+    if compat.exports_onnx():
+        results = _exported(given, traced, data, *options)
+        results = results if wants_lse else results[0]
+    elif plan is not None:
         tensors = _operands(given, traced, block_mask)
         results = plan.all(tensors) if wants_lse else plan.first(tensors)
     else:
-        *tensors, scale = _checked(*given, block_mask, scale, enable_gqa)
+        *tensors, scale = _checked(*given, *options)
         call = (*_operands(tensors, traced, block_mask), FlexOptions(scale))
         if all(x is y for x, y in zip(call, given, strict=False)):
             plans.keep(signature, attention, call, (*given, None, None, None), (*given, data))
@@ -162,6 +168,18 @@ def _attend(
         return results
     out, lse = results
     return out, lse if query.dtype is torch.float64 else lse.float()
+
+
+def _exported(given: Any, traced: Any, data: Any, block_mask: Any, scale: Any, gqa: Any) -> Any:
+    """The reference, whose operations an ONNX graph can have: its steps are not in a tensor."""
+    if block_mask is not None:
+        raise compat.not_in_onnx(_OP, "the pairs that block_mask leaves visible depend on values")
+    query, key, value = given
+    *tensors, scale = _checked(query, key, value, None, scale, gqa)
+    captured = traced.captured() if traced.integers else None
+    program = traced.trace.steps(), traced.trace.numbers, captured
+    reference: Any = dispatch.load("reference")
+    return reference.flex_attention(*tensors, program, data, options=FlexOptions(scale))
 
 
 def _operands(given: Sequence[Any], traced: _Traced, block_mask: Any) -> tuple[Any, ...]:
@@ -216,29 +234,50 @@ class _Trace:
     """A graph, and which of the tensors that a function captures it reads."""
 
     def __init__(self, tracer: Tracer, value: int, captured: Sequence[Tensor]) -> None:
-        self.graph: Graph = tracer.graph
-        self.value = value
-        place = {id(x): n for n, x in enumerate(captured)}
-        self.floating = [place.get(id(x), -1) for x in tracer.floating]
-        self.integers = [place.get(id(x), -1) for x in tracer.integers]
+        self.graph, self.value, self.numbers = tracer.graph, value, tracer.numbers
+        self.floating = [place_of(x, captured) for x in tracer.floating]
+        self.integers = [place_of(x, captured) for x in tracer.integers]
         self.holds = tracer.kept and -1 not in (*self.floating, *self.integers)
         self.programs: dict[Any, Tensor] = {}
-        self.known = known(self.graph, value)
+        self.known: Known | None = _known(*self._parts())
 
-    def program(
-        self, batch: int, heads: int, wanted: tuple[bool, ...], integers: int, device: Any
-    ) -> Tensor:
+    def _parts(self) -> tuple[Any, Any, int]:
+        """The graph as constants: the compiler calls the functions that take it."""
+        return tuple(self.graph.nodes), tuple(self.graph.gathers.items()), self.value
+
+    def steps(self, wanted: tuple[int, ...] = ()) -> Sequence[int]:
+        return _words(*self._parts(), wanted, len(self.numbers))
+
+    def program(self, batch: int, wanted: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
         """The program without captured integers."""
-        key = batch, heads, wanted
-        found = self.programs.get(key)
+        keeps = nothing_watches()  # a traced tensor must not stay
+        found = self.programs.get((batch, wanted)) if keeps else None
         if found is None:
-            words = self.graph.words(self.value, max(batch, 1), heads, wanted)
-            words[INTEGERS] = integers
+            steps = torch.tensor(self.steps(wanted), dtype=torch.int32)
+            own = (self.graph.own(op, wanted, tensors) for op in (Op.BATCH, Op.HEAD))
             with torch.inference_mode(False):  # autograd must be able to save it
-                found = torch.tensor(words, dtype=torch.int32, device=device)
-            if nothing_watches():  # a traced tensor must not stay
-                _keep(self.programs, key, found)
+                numbers = torch.tensor([max(batch, 1), *own, *self.numbers], dtype=torch.int32)
+                found = torch.cat([steps, numbers])
+            if keeps:
+                _keep(self.programs, (batch, wanted), found)
         return found
+
+
+def _graph(nodes: Any, gathers: Any) -> Graph:
+    graph = Graph()
+    graph.nodes, graph.gathers = list(nodes), dict(gathers)
+    graph.known = {node: n for n, node in enumerate(nodes)}
+    return graph
+
+
+@constant_for_compiler
+def _words(nodes: Any, gathers: Any, value: int, wanted: Any, numbers: int) -> tuple[int, ...]:
+    return tuple(_graph(nodes, gathers).words(value, wanted, numbers))
+
+
+@constant_for_compiler
+def _known(nodes: Any, gathers: Any, value: int) -> Known | None:
+    return known(_graph(nodes, gathers), value)
 
 
 _traces: dict[Any, _Trace] = {}
@@ -276,44 +315,48 @@ class _Traced:
 
     def data(self) -> Tensor | None:
         """The captured floating tensors, one after the other."""
-        flat = [x.reshape(-1).to(self.dtype) for x in self.floating]
-        return None if not flat else flat[0] if len(flat) == 1 else torch.cat(flat)
+        return flat(self.floating, self.dtype)
 
-    def options(self, query: Any, key: Any, data: Tensor | None) -> dict[str, Any] | None:
+    def options(self, query: Any, key: Any) -> dict[str, Any] | None:
         """The options of attention that the function is; None if it is interpreted."""
-        if self.trace.known is None or query.dim() != 4 or not isinstance(key, Tensor):
+        found = self.trace.known
+        if found is None or query.dim() != 4 or not isinstance(key, Tensor):
             return None
-        return self.trace.known.options(query, key.shape[-2], self.floating, data)
+        return found.options(query, key.shape[-2], self.floating, self.trace.numbers)
 
     def operands(self, query: Tensor, data: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The program and its data."""
-        plain = nothing_watches()  # else a tensor may not tell whether it requires a gradient
-        grad = torch.is_grad_enabled()
-        wanted = tuple(grad and (x.requires_grad or not plain) for x in self.floating)
-        sizes = sum(x.numel() for x in self.integers)
-        batch, heads = query.shape[:2]
-        program = self.trace.program(batch, heads, wanted, sizes, query.device)
+        # Where modes or transforms are active, a tensor may not say that it requires a gradient.
+        every, grad = not nothing_watches(), torch.is_grad_enabled()
+        if torch.compiler.is_dynamo_compiling():
+            every = False
+        wanted = tuple(
+            [n for n, x in enumerate(self.floating) if grad and (every or x.requires_grad)]
+        )
+        program = self.trace.program(query.shape[0], wanted, self.floating).to(query.device)
         if self.integers:
-            least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
-            flat = [x.reshape(-1).to(torch.int64).clamp(least, most) for x in self.integers]
-            program = torch.cat([program, *(x.to(torch.int32) for x in flat)])
-        if data is not None and not any(wanted):
-            data = data.detach()
-        return program, data
+            program = torch.cat([program, self.captured().to(torch.int32)])
+        return program, data if data is None or wanted else data.detach()
+
+    def captured(self) -> Tensor:
+        """The captured integers, one after the other, as the kernels read them."""
+        least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+        parts = [x.reshape(-1).to(torch.int64).clamp(least, most) for x in self.integers]
+        return torch.cat(parts)
 
 
 def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Tensor]]:
     """What a trace depends on, None if that is not known, and the captured tensors."""
-    values, captured, places = values_of(score_mod), list[Tensor](), dict[int, int]()
-    if values is None or not nothing_watches():
+    captured: list[Tensor] = []
+    if not nothing_watches() or (values := values_of(score_mod)) is None:
         return None, captured
     key: list[Any] = [dtype, device]
     for x in values:
         if isinstance(x, Tensor):
-            if id(x) not in places:
-                places[id(x)] = len(captured)
+            if (place := place_of(x, captured)) < 0:
+                place = len(captured)
                 captured.append(x)
-            key.append((places[id(x)], x.dtype, x.shape, x.device))
+            key.append((place, x.dtype, x.shape, x.device))
         else:
             key.append((type(x), x))
     return tuple(key), captured
@@ -337,10 +380,10 @@ def prepare(
     notes = ["kernel_options are ignored: they tune PyTorch's kernels for GPUs"]
     notes = [] if kernel_options is None else notes
     traced = None if score_mod is None else _Traced(score_mod, checked)
-    found = None if traced is None else traced.options(checked[0], checked[1], traced.data())
+    found = None if traced is None else traced.options(checked[0], checked[1])
     if traced is not None and found is None:
         call = (*_operands(checked[:3], traced, block_mask), FlexOptions(checked[3]))
-        return attention, call, notes
+        return attention, call, [*notes, "second derivatives run on the reference"]
     if traced is not None and traced.trace.known is not None:
         notes.append(traced.trace.known.reason())
     *tensors, scale = checked

@@ -260,10 +260,10 @@ def _fold_bias(
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
     """The query, to which a bias of content may be added, the table of distances [1, Hq, 2 M + 1],
     and the terms of content, for the longest sequence."""
-    of: str | None = None
+    of: tuple[str] | None = None
     if all(x.is_cpu and runs_eagerly(x) for x in starts):
         most = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
-        of = f"a sequence of {most} rows"
+        of = (f"a sequence of {most} rows",)
         most = max(most - 1, 0)
     else:
         rows = (query.shape[0], key.shape[0])

@@ -95,7 +95,6 @@ def test_every_operator_and_module_of_the_library_can_be_measured() -> None:
     tools |= {"bias", "masks", "RelativeBias", "T5RelativeBias", "WindowRelativeBias"}  # arguments
     tools |= {"DisentangledBias", "insert_empty_memories"}  # the latter changes stories
     tools |= {"distributed"}  # of several processes
-    tools |= {"flex_attention"}  # takes as long as the function that it is given
     public = {*fastattn.__all__, *fastattn.nn.__all__} - tools
     assert {ops.get(op).FUNCTION.removeprefix("nn.") for op in ops.OPS} == public
 

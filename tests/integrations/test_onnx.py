@@ -164,6 +164,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
         (*torch.randn(2, 7, 2, 8), torch.tensor([0, 3, 7]), *torch.randn(2, 9, 2, 8)),
     ),
     "decode": (lambda q, k, v: fastattn.decode_attention(q, k, v, 5), heads(1, 9)),
+    "flex": (
+        lambda q, k, v, a, n: fastattn.flex_attention(
+            *(q, k, v, lambda s, b, h, i, j: s * torch.tanh(a[n[j], h]) + (i * n[b]).abs() % 3),
+            enable_gqa=True,
+            return_lse=True,
+        ),
+        (*heads(5, 7, 2), torch.randn(7, 4), torch.tensor([2, -1, 5, 3, 0, 9, 1])),
+    ),
     "sinusoidal": (fastattn.sinusoidal_encoding, (torch.randn(2, 5, 8),)),
 }
 
@@ -176,7 +184,7 @@ def test_each_operator(name: str) -> None:
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("name", CALLS.keys() - {"sinusoidal"})
+@pytest.mark.parametrize("name", CALLS.keys() - {"sinusoidal", "flex"})
 def test_each_operator_in_a_graph(name: str) -> None:
     function, tensors = CALLS[name]
     check(Calling(function), tuple(tensors), from_graph=True)
@@ -272,7 +280,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
 
 REFUSED_GRAPHS = {
     **REFUSED,
-    "sinusoidal": (*CALLS["sinusoidal"], "export the model instead of its graph"),
+    **{
+        name: (*CALLS[name], "export the model instead of its graph")
+        for name in ("sinusoidal", "flex")
+    },
 }
 
 

@@ -15,6 +15,7 @@ from hypothesis import given as given_by
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 from fastattn import explain, masks
@@ -106,7 +107,8 @@ def functions(bias: Tensor) -> Mod:
 def out_of_order(bias: Tensor) -> Mod:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         inner = torch.where((q + k) % 2 == 0, bias[q % 3, k % 5], bias[k % 3, h])
-        return inner * s + (b * 2 - h).to(s.dtype) * 0.25 + (~(q > k)).float()
+        inner = inner * torch.exp(s - s.detach())  # 1, with a gradient
+        return inner * s + (b * 2 - h).to(s.dtype) * 0.25 + torch.logical_not(q > k).float()
 
     return mod
 
@@ -263,6 +265,37 @@ def test_a_pair_without_weight_passes_no_nan(engine: Any) -> None:
     assert all(x.isfinite().all() for x in (out, *grads[:3]))
 
 
+@pytest.mark.parametrize("name", ["alibi", "two_terms", "documents"])
+@pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys", "width", "all"])
+def test_nothing_to_attend_to_gives_zeros(name: str, empty: str, engine: Any) -> None:
+    make, captured = CASES[name]
+    tensors = [x.detach() for x in tensors_of(captured, torch.float32).values()]
+    sizes = {"batch": BATCH, "heads": 2, "queries": Q_LEN, "keys": K_LEN, "width": WIDTH}
+    sizes |= {n: 0 for n in sizes if empty in (n, "all")}
+    b, h, q, k, dv = sizes.values()
+    leaves = [torch.randn(b, h, *size, requires_grad=True) for size in ((q, 8), (k, 8), (k, dv))]
+    leaves += [x.requires_grad_() for x in tensors[3:] if x.is_floating_point()]
+    out, lse = flex_attention(*leaves[:3], make(*tensors[3:]), return_lse=True)
+    assert out.shape == (b, h, q, dv)
+    assert out.count_nonzero() == 0
+    assert empty != "keys" or (lse == -math.inf).all()
+    for x, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert grad.shape == x.shape
+        assert grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e4, 1e18, 3e37])
+def test_scores_of_any_size(factor: float, engine: Any) -> None:
+    query, key, value = operands(9, 40, 40)
+    bias = torch.linspace(-1, 1, 40, requires_grad=True)
+    mod = lambda s, b, h, q, k: s * factor + bias[k] * factor  # noqa: E731
+    out, lse = flex_attention(query, key, value, mod, return_lse=True)
+    s = (query @ key.mT * 8**-0.5 + bias).double() * factor
+    torch.testing.assert_close(lse, s.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
+    assert out.isfinite().all()
+    assert torch.autograd.grad(lse.sum(), bias)[0].isfinite().all()
+
+
 def test_indices_outside_are_clamped_and_negative_ones_count_from_the_end(engine: Any) -> None:
     query, key, value = operands(5, 7, 7)
     table = torch.randn(4, requires_grad=True)
@@ -403,20 +436,45 @@ def test_explain_says_what_a_function_is(name: str) -> None:
             "far": f"a softcap and {table}"}.get(name)  # fmt: skip
     assert found.op == ("scaled_dot_product_attention" if kind else "flex_attention")
     assert found.notes[0].startswith("kernel_options are ignored")
-    assert found.notes[1:] == (f"score_mod is {kind}, an option of {found.op}",) * bool(kind)
+    why = f"score_mod is {kind}, an option of {found.op}"
+    assert found.notes[1:] == (why if kind else "second derivatives run on the reference",)
     assert all(note in str(found) for note in found.notes)
 
 
-def test_compiled_code_runs_it_uncompiled() -> None:
-    x, bias = operands(6, 6, 6), torch.randn(6, requires_grad=True)
+@pytest.mark.parametrize("name", ["learned", "gathers", "shared", "documents", "far"])
+def test_compiled_code_is_one_graph_for_all_lengths(name: str) -> None:
+    make, captured = CASES[name]
+    counted = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
 
-    def attend(*x: Tensor) -> Tensor:
-        return flex_attention(x[0] * 2, *x[1:], lambda s, b, h, q, k: s + bias[k]).sin()
+    def attend(query: Tensor, key: Tensor, value: Tensor, mod: Mod) -> Any:
+        return flex_attention(query * 2, key, value, mod, enable_gqa=True, return_lse=True)
 
-    out = torch.compile(attend, backend="eager")(*x)
-    assert torch.equal(out, attend(*x))
-    (grad,) = torch.autograd.grad(out.sum(), bias)
-    assert grad.isfinite().all()
+    compiled = torch.compile(
+        lambda *x, **rest: attend(*x, make(**rest)), backend=counted, fullgraph=True
+    )
+    for k_len in (K_LEN, K_LEN - 7, K_LEN - 9):
+        tensors = tensors_of(captured, torch.float32)
+        for n, x in tensors.items():  # those with one row a key get shorter
+            tensors[n] = x[..., :k_len, :] if n in ("key", "value") else x
+            if x.dim() and x.shape[-1] == K_LEN:
+                tensors[n] = x[..., :k_len]
+        grads = torch.randn(BATCH, HEADS, Q_LEN, WIDTH), torch.rand(BATCH, HEADS, Q_LEN)
+        run = lambda *x: compiled(*x[:3], **x[3])  # noqa: E731
+        found = results(run, dict, tensors, grads)
+        torch.testing.assert_close(found, results(attend, make, tensors, grads))
+    assert counted.frame_count == 2  # the second one has a size that changes
+
+
+def test_compiled_code_breaks_its_graph_at_what_it_cannot_trace() -> None:
+    x, counted = operands(32, 32, 32), CompileCounterWithBackend("eager")
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, "cpu")
+    run = torch.compile(lambda *x: flex_attention(x[0] * 2, *x[1:]).sin(), backend=counted)
+    for mod in (None, lambda s, b, h, q, k: s + 1.5 * (k - q)):
+        want = flex_attention(x[0] * 2, *x[1:], mod, blocks).sin()
+        torch.testing.assert_close(run(*x, mod, blocks), want)
+    with pytest.raises(NotImplementedError, match=r"uses erf\(\) in .*test_flex\.py:\d+"):
+        run(*x, lambda s, b, h, q, k: torch.erf(s))
 
 
 def test_the_examples_of_vmap_are_not_batch_entries() -> None:
@@ -444,7 +502,7 @@ def test_a_program_that_points_outside_is_refused(native: ModuleType) -> None:
         except ValueError as error:
             refused += "score_program is not valid" in str(error)
     assert refused > 300
-    for wrong in (program[:-1], torch.cat([program, program[:1]])):
+    for wrong in (program[:-1], program[:12]):
         with pytest.raises(ValueError, match="score_program is not valid"):
             native.flex_attention(*x, wrong, data, options=FlexOptions(1.0))
     with pytest.raises(ValueError, match="score_program is not valid: an element"):

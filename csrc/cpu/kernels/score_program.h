@@ -262,6 +262,7 @@ class ScoreMachine {
   FASTATTN_INLINE void fill(int32_t to, Vec<T> x) const {
     each(at(to), [&](int64_t, int) __attribute__((always_inline)) { return x; });
   }
+  FASTATTN_INLINE int64_t number(int32_t place) const { return program.numbers[place]; }
   FASTATTN_INLINE static Vec<T> integer(int64_t x) {
     return (Vec<T>)(Int{} + static_cast<typename IntOf<T>::type>(x));
   }
@@ -311,7 +312,7 @@ class ScoreMachine {
         });
       case ScoreOp::index: {
         const Register a = at(s.a);
-        const Int size = (Int)integer(s.b), stride = (Int)integer(s.c);
+        const Int size = (Int)integer(number(s.b)), stride = (Int)integer(number(s.c));
         return each(at(s.to), [&](int64_t r, int n) __attribute__((always_inline)) {
           Int x = a.bits(r, n);
           x = x < 0 ? x + size : x;
@@ -417,8 +418,8 @@ class ScoreMachine {
   template <class S, class F>
   FASTATTN_INLINE void gather(const ScoreStep& s, const S* data, F convert) const {
     const Register index = at(s.a), to = at(s.to);
-    const S* const from = data + s.b;
-    const Int last = (Int)integer(s.c - 1);
+    const S* const from = data + number(s.b);
+    const Int last = (Int)integer(number(s.c) - 1);
     if (lanes_of(index) == 1)
       return each(to, [&](int64_t r, int n) __attribute__((always_inline)) {
         return splat<T>(convert(from[within(index.bits(r, n), last)[0]]));
@@ -440,8 +441,35 @@ class ScoreMachine {
           return load(from + element[r * L + n * W]);
         });
     }
-    for (int64_t l = 0; l < L; ++l)
-      for (int64_t r = 0; r < rows; ++r) to.vector(r, 0)[l] = convert(from[element[r * L + l]]);
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      if constexpr (kSame<S, T>)
+        if (in_rows(element + n * W, rows)) {
+          for (int64_t r = 0; r < rows; r += W) {
+            Vec<T> x[W];
+            FASTATTN_UNROLL for (int l = 0; l < W; ++l) x[l] =
+                load(from + element[r * L + n * W + l]);
+            transpose<T>(x);
+            FASTATTN_UNROLL for (int k = 0; k < W; ++k) store(to.vector(r + k, n), x[k]);
+          }
+          continue;
+        }
+      for (int64_t l = n * W; l < (n + 1) * W; ++l)
+        for (int64_t r = 0; r < rows; ++r) to.vector(r, 0)[l] = convert(from[element[r * L + l]]);
+    }
+  }
+
+  // Whether the elements of each lane follow each other from key to key: a row of a matrix of pairs.
+  static FASTATTN_INLINE bool in_rows(const typename IntOf<T>::type* element, int64_t rows) {
+    if (rows % W != 0) return false;
+    Int apart{};
+    const Int first = (Int)load(reinterpret_cast<const T*>(element));
+    for (int64_t r = 1; r < rows; ++r) {
+      const Int x = (Int)load(reinterpret_cast<const T*>(element + r * L));
+      apart |= x - first - static_cast<typename IntOf<T>::type>(r);
+    }
+    bool found = true;
+    FASTATTN_UNROLL for (int l = 0; l < W; ++l) found &= apart[l] == 0;
+    return found;
   }
 
   template <class F>
@@ -491,8 +519,8 @@ class ScoreMachine {
   FASTATTN_INLINE void scatter(const ScoreStep& s) const {
     if (sums_ == nullptr) return;
     const Register value = at(s.to), index = at(s.a);
-    double* const to = sums_ + s.b;
-    const Int last = (Int)integer(s.c - 1);
+    double* const to = sums_ + number(s.b);
+    const Int last = (Int)integer(number(s.c) - 1);
     const int64_t rows = value.step != 0 ? rows_ : 1;
     typename IntOf<T>::type element[kScoreRows * L];
     T gradient[kScoreRows * L];
@@ -502,15 +530,30 @@ class ScoreMachine {
         store(gradient + r * L + n * W, counted(value, r, n));
       }
     const int64_t lanes = lanes_of(value) != 1 ? L : 1;
-    // Consecutive keys of one element are summed first: shorter chains of additions.
-    for (int64_t l = 0; l < lanes; ++l) {
-      double sum = 0;
-      for (int64_t r = 0; r < rows; ++r) {
-        const auto own = element[r * L + l];
-        sum += static_cast<double>(gradient[r * L + l]);
-        if (r + 1 < rows && element[(r + 1) * L + l] == own) continue;
-        to[own] += sum;
-        sum = 0;
+    typedef double Row __attribute__((vector_size(W * 8), aligned(8), may_alias));
+    for (int64_t n = 0; n * W < lanes; ++n) {
+      if (lanes == L && in_rows(element + n * W, rows)) {
+        for (int64_t r = 0; r < rows; r += W) {
+          Vec<T> x[W];
+          FASTATTN_UNROLL for (int k = 0; k < W; ++k) x[k] = load(gradient + (r + k) * L + n * W);
+          transpose<T>(x);
+          FASTATTN_UNROLL for (int l = 0; l < W; ++l) {
+            Row* const row = reinterpret_cast<Row*>(to + element[r * L + n * W + l]);
+            *row += __builtin_convertvector(x[l], Row);
+          }
+        }
+        continue;
+      }
+      // Consecutive keys of one element are summed first: shorter chains of additions.
+      for (int64_t l = n * W; l < min_of<int64_t>((n + 1) * W, lanes); ++l) {
+        double sum = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+          const auto own = element[r * L + l];
+          sum += static_cast<double>(gradient[r * L + l]);
+          if (r + 1 < rows && element[(r + 1) * L + l] == own) continue;
+          to[own] += sum;
+          sum = 0;
+        }
       }
     }
   }

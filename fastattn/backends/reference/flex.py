@@ -12,14 +12,12 @@ then as in :mod:`fastattn.backends.reference.sdpa`.
 from __future__ import annotations
 
 import functools
-import struct
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.backends._score_program import FIELDS, FLAGS, HEADER, Flag, Op
+from fastattn.backends._score_program import FIELDS, FLAGS, HEADER, Flag, evaluated
 from fastattn.backends.primitives import AttentionOptions, FlexOptions
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
@@ -31,7 +29,7 @@ def flex_attention(
     query: Tensor,  # [B, Hq, Lq, D]
     key: Tensor,  # [B, Hkv, Lk, D]
     value: Tensor,  # [B, Hkv, Lk, Dv]
-    score_program: Tensor,  # [size] int32, see backends/_score_program.py
+    score_program: Any,  # [size] int32, see backends/_score_program.py
     score_data: Tensor | None = None,  # [n], what the program gathers from
     mask_program: Tensor | None = None,  # [size] int32, see backends/_mask_program.py
     *,
@@ -68,60 +66,18 @@ def flex_attention_backward(
     return *found[:3], found[4]
 
 
-def modified_scores(program: Tensor, data: Tensor | None, score: Tensor) -> Tensor:
-    """The program's value for scores [B, Hq, Lq, Lk]. Its steps are read as numbers."""
-    header = [int(n) for n in program[:HEADER]]
-    batch, registers, before, each, *_, value, _, _, integers = header
-    first = HEADER + registers
-    words = [int(n) for n in program[first : first + FIELDS * (before + each)]]
-    captured = program[program.shape[0] - integers :].long()
-    indices = [
+def modified_scores(program: Any, data: Tensor | None, score: Tensor) -> Tensor:
+    """The program's value for scores [B, Hq, Lq, Lk]; in ONNX its parts, for entries 0, 1, ..."""
+    b, h, q, k = (
         torch.arange(size, device=score.device).view([-1 if n == d else 1 for n in range(4)])
         for d, size in enumerate(score.shape)
-    ]
-    indices[0] = indices[0] % batch
-    found: dict[int, Any] = {0: score}
-    for at in range(0, len(words), FIELDS):
-        op, to, a, b, c = words[at : at + FIELDS]
-        if op == Op.CONST:
-            found[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
-        elif op == Op.INT:
-            found[to] = torch.tensor(a, device=score.device)
-        elif op in (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY):
-            found[to] = indices[op - Op.BATCH]
-        elif op == Op.INDEX:
-            x = found[a]
-            found[to] = torch.where(x < 0, x + b, x).clamp(0, b - 1) * c
-        elif op in (Op.GATHER, Op.GATHER_INT):
-            source = data if op == Op.GATHER else captured
-            assert source is not None
-            found[to] = source[b + found[a].clamp(0, c - 1)]
-            if op == Op.GATHER:
-                found[to] = found[to].to(score.dtype)
-        elif op == Op.SELECT:
-            found[to] = torch.where(found[a], *torch.broadcast_tensors(found[b], found[c]))
-        elif op == Op.TO_FLOAT:
-            found[to] = found[a].to(score.dtype)
-        else:
-            unary = op in _UNARY
-            found[to] = _UNARY[op](found[a]) if unary else _BINARY[op](found[a], found[b])
-    return torch.broadcast_to(found[value], score.shape)
-
-
-def _divided(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(b == 0, 0, a.div(torch.where(b == 0, 1, b), rounding_mode="floor"))
-
-
-_UNARY: dict[int, Callable[..., Tensor]] = {
-    **{Op[name.upper()]: getattr(torch, name)
-       for name in "abs exp log tanh sigmoid sqrt floor".split()},
-    Op.NEG: torch.neg, Op.IABS: torch.abs, Op.NOT: torch.bitwise_not,
-    Op.TO_INT: lambda x: x.to(torch.int64),
-}  # fmt: skip
-_BINARY: dict[int, Callable[..., Tensor]] = {
-    **{Op[kind + name.upper()]: getattr(torch, name)
-       for name in "add sub mul lt le eq".split() for kind in ("", "I")},
-    Op.DIV: torch.div, Op.MIN: torch.minimum, Op.MAX: torch.maximum,
-    Op.IDIV: _divided, Op.IMOD: lambda a, b: a - _divided(a, b) * b,
-    Op.AND: torch.bitwise_and, Op.OR: torch.bitwise_or, Op.XOR: torch.bitwise_xor,
-}  # fmt: skip
+    )
+    if isinstance(program, Tensor):
+        header = [int(n) for n in program[:HEADER]]
+        steps = HEADER + header[0] + FIELDS * sum(header[1:6])
+        words, numbers, captured = program.tensor_split((steps, steps + header[-1]))
+        batch, _, _, *named = numbers.tolist()
+        program, b = (words.tolist(), named, captured.long()), b % batch
+    words, named, captured = program
+    found = evaluated(words, named, data, captured, score, (b, h, q, k))
+    return torch.broadcast_to(found, score.shape)

@@ -25,7 +25,7 @@ MODELS = tuple(_MODELS)
 LOOPS = ("bahdanau_decoder",)  # around modules of the library
 OPS = tuple(name for name in _OPERATORS if name not in LOOPS)
 
-__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator"]
+__all__ = ["FLEX", "LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator"]
 __all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
 
 

@@ -198,6 +198,58 @@ class SDPA(Operator):
         return out, weights.mean(1) if cell.weights == "average" else weights
 
 
+@instance
+class FLEX(Operator):
+    FUNCTION = "flex_attention"
+    ABOUT = "softmax(score_mod(Q Kᵀ / √D)) V"
+    TORCH = "the equation: FlexAttention has no backward on CPUs; see torch-flex"
+    SIZES, SHAPES, OUTPUT, FLOPS = SDPA.SIZES, SDPA.SHAPES, SDPA.OUTPUT, SDPA.FLOPS
+    MASKS = ("none", "causal", "documents")
+    OPTIONS = ("none", "softcap", "alibi", "bias", "terms")
+    BY_EQUATION = True
+    LEARNED = {"bias": "bias", "terms": "columns"}
+    OTHERS = {"bias": "H Lq Lk", "slopes": "H", "factor": "H", "columns": "Lk"}
+
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
+        if cell.option == "alibi":
+            return {"slopes": (torch.arange(1, cell["H"] + 1) * (-8 / cell["H"])).exp2()}
+        if cell.option == "bias":
+            return {"bias": draw.normal(cell["H"], cell["Lq"], cell["Lk"])}
+        terms = cell.option == "terms"
+        return (
+            {"factor": draw.normal(cell["H"]), "columns": draw.normal(cell["Lk"])} if terms else {}
+        )
+
+    def score_mod(self, cell: Cell, x: Inputs) -> Callable[..., Any] | None:
+        functions: dict[str, Callable[..., Any]] = {
+            "softcap": lambda s, b, h, i, j: _SOFTCAP * torch.tanh(s / _SOFTCAP),
+            "alibi": lambda s, b, h, i, j: s - x.slopes[h] * (i - j).abs(),
+            "bias": lambda s, b, h, i, j: s + x.bias[h, i, j],
+            "terms": lambda s, b, h, i, j: s * torch.sigmoid(x.factor[h]) + x.columns[j],
+        }
+        return functions.get(cell.option)
+
+    def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        tensors, options = super().arguments(cell, x)
+        if cell.mask == "documents":
+            ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+            options["block_mask"] = masks.document(*ids)
+        elif cell.mask == "causal":
+            options["block_mask"] = masks.causal()
+        return tensors, options | {"score_mod": self.score_mod(cell, x)}
+
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        groups = cell["H"] // cell["Hkv"]
+        key, value = (x[name].repeat_interleave(groups, 1) for name in ("key", "value"))
+        scores = x.query @ key.mT * cell["D"] ** -0.5
+        at = [torch.arange(n, device=scores.device) for n in scores.shape]
+        if mod := self.score_mod(cell, x):
+            scores = mod(
+                scores, *(n.view([-1 if d == m else 1 for m in range(4)]) for d, n in enumerate(at))
+            )
+        return masked_softmax(scores, visible(cell, at[2], cell["Lk"], scores.device)) @ value
+
+
 def _first_seed() -> tuple[torch.device, torch.Generator]:
     """The arguments of `draw_seed` in the first call with dropout, which is the one checked."""
     return torch.device("cpu"), torch.Generator().manual_seed(0)
