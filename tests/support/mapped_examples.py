@@ -14,8 +14,8 @@ from torch.testing import assert_close
 def assert_maps_examples(
     call: Callable[..., Any], tensors: Sequence[Tensor], in_dims: tuple[int | None, ...]
 ) -> None:
-    """``call`` takes float64 ``tensors``, and returns tensors; three random examples of those that
-    ``in_dims`` maps are drawn."""
+    """``call`` takes float64 ``tensors``, and returns tensors; three random examples
+    are drawn of each tensor that ``in_dims`` maps."""
     inputs = [
         x if d is None else torch.randn(3, *x.shape, dtype=torch.float64)
         for x, d in zip(tensors, in_dims, strict=True)
