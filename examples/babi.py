@@ -75,7 +75,7 @@ RECIPES = {
 
 
 class Restarts:
-    """Networks of one shape, each with parameters of its own: those of a MemN2N, stacked."""
+    """Networks of one shape: the stacked parameters of as many MemN2N modules."""
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
         module = PlainMemN2N if recipe.plain else MemN2N
@@ -101,7 +101,7 @@ class Restarts:
             return functional_call(self.model, parameters, (stories, asked))
 
         where = None if shared else 0
-        if self.plain:  # one after the other: as one would write it
+        if self.plain:  # a plain loop over the networks
             each = [
                 run({name: p[r] for name, p in self.parameters.items()}, *at)
                 for r, at in enumerate(
@@ -151,7 +151,7 @@ class Restarts:
 
 @dataclass
 class Progress:
-    """Where a training stands: what a checkpoint holds besides the parameters."""
+    """The state of a training that a checkpoint holds besides the parameters."""
 
     phase: str = "linear"
     epoch: int = 0  # of the phase
@@ -266,7 +266,7 @@ def split(data: Questions) -> tuple[Questions, Questions]:
 
 
 def seconds_a_step(run: Training, plain: bool, steps: int) -> float:
-    """The median time of one training step, of the same networks in either way."""
+    """The median time of one training step, with the kernels or in plain PyTorch."""
     if len(run.data) < BATCH:
         return float("nan")
     networks = Restarts(
@@ -333,7 +333,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def column_of(args: argparse.Namespace, recipe: Recipe) -> tuple[list[float] | None, str]:
-    """The paper's numbers beside these, where it has some."""
+    """The paper's errors for this recipe, if it has them, and their source."""
     if args.data is None:
         return None, "made-up stories"
     if recipe.tying == "layerwise":

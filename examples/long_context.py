@@ -11,8 +11,7 @@ and every activation of these rows alone. Attention is to the keys of all ranks
 the same step.
 
 --limit is how many MiB a rank may allocate beyond what it has after the imports (RLIMIT_DATA).
---checkpoint keeps model and optimizer: a run that was interrupted goes on where it was, on any
-number of ranks.
+--checkpoint keeps model and optimizer: an interrupted run resumes, on any number of ranks.
 """
 
 from __future__ import annotations
