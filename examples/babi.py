@@ -302,7 +302,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of the tasks; without: made-up stories")
     parser.add_argument("--recipe", choices=RECIPES, default="joint")
     parser.add_argument("--tasks", type=parse_tasks, default=list(TASKS), help="such as 1-3,7")
-    parser.add_argument("--questions", type=int, default=1000, help="without --data")
+    parser.add_argument("--questions", type=int, default=500, help="without --data")
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--tying", choices=("adjacent", "layerwise"), default="adjacent")
     parser.add_argument("--encoding", choices=ENCODINGS, default="centered")

@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> list[float]:
     if options.limit:
         limit_memory(options.limit)
     if rank == 0:
-        print(f"{options.length} bytes on {ranks} ranks, {len(losses)} steps done")
+        print(f"{options.length} bytes on {ranks} ranks, {len(losses)} steps done", flush=True)
     before, steps = peaks_of_all(), range(len(losses), options.steps)
     for step in shown(steps, "training") if rank == 0 else steps:
         start = time.perf_counter()
@@ -99,7 +99,8 @@ def train(options: argparse.Namespace) -> list[float]:
         optimizer.step()
         losses.append(loss)
         if rank == 0:
-            print(f"step {step + 1:4} loss {loss:.5f} {time.perf_counter() - start:7.2f} s")
+            seconds = time.perf_counter() - start
+            print(f"step {step + 1:4} loss {loss:.5f} {seconds:7.2f} s", flush=True)
             new = {"losses": losses, "model": model.state_dict()}
             checkpoint.write("decoder", new | {"optimizer": optimizer.state_dict()})
     peaks = peaks_of_all()

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
     stock = EntityModel(given.layers, given.width).eval()
@@ -143,9 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
         for first, last, kind, score in entities(scores, 3):
             print(f"words {first} to {last}: {kind} ({score:.2f})")
         row = {"tokens": tokens, "deviation": float((scores - stock(types, words)).abs().max())}
+        print(f"{tokens} tokens: scores deviate from stock's by {row['deviation']:.1e}", flush=True)
         for name, each in (("fastattn", model), ("stock", stock)):
-            row[f"{name} s"], row[f"{name} MB"] = measure(each, types, words, given.rounds)
-        print(", ".join(f"{name} {value:.3g}" for name, value in row.items()))
+            seconds, grown = measure(each, types, words, given.rounds)
+            row |= {f"{name} s": seconds, f"{name} MB": grown}
+            print(f"{tokens} tokens, {name}: {seconds:.2f} s, {grown:.0f} MB", flush=True)
         rows.append(row)
     fastattn.restore(model)
     return rows
