@@ -14,6 +14,14 @@ points, and the restart with the lowest training error is the result.
 
 All restarts train at once: ``torch.func.vmap`` over their stacked parameters, so that each kernel
 is called once for all of them. The linear start ends for all at once, by their mean loss.
+The last lines of the output for made-up stories (docs/memn2n.md has the results on the data):
+
+    joint softmax epoch 60: validation loss 0.0016, error 0.0 % (best restart 0.0 %), ... s
+
+    test error in percent; made-up stories
+    task                                here   paper   supporting sentence has the largest weight
+                                                          hop 1   hop 2   hop 3
+     1 single supporting fact            0.0               100%    100%    100%
 """
 
 from __future__ import annotations

@@ -12,6 +12,13 @@ the same step.
 
 --limit is how many MiB a rank may allocate beyond what it has after the imports (RLIMIT_DATA).
 --checkpoint keeps model and optimizer: an interrupted run resumes, on any number of ranks.
+The output of one rank and two steps:
+
+    16384 bytes on 1 ranks, 0 steps done
+    step    1 loss 5.72164  ... s
+    step    2 loss 5.21218  ... s
+    peak resident memory: 665 MiB
+    of which before the first step: 378 MiB
 """
 
 from __future__ import annotations

@@ -12,7 +12,12 @@ inverted, and the key is recalled (`fastattn.distributed.hopfield_retrieve`, Ram
 https://arxiv.org/abs/2008.02217).
 
 Each rank makes its own rows and never holds another rank's. A hop sends D + 2 numbers for each
-query and rank.
+query and rank. On one rank the output is:
+
+    100000 rows of 128 on 1 ranks, 32 queries
+    8 links followed: 100.0%, ... ms a hop, 0 bytes sent by a rank
+    recalled from keys with a fifth inverted: 100.0%
+    peak resident memory: 577 MiB
 """
 
 from __future__ import annotations

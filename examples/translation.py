@@ -223,7 +223,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=30, help="words; longer pairs are left out")
     parser.add_argument("--least", type=int, default=1, help="how often a word occurs at least")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=0.003, help="the largest")
     parser.add_argument("--dropout", type=float, default=0.1)

@@ -8,6 +8,14 @@ the text as one sequence, by DeBERTa v3. A span of words is of a type if the pro
 vectors is large: the score of span (i, j) and type t is ``sigmoid(ffn([h_i, h_j]) . ffn(p_t))``.
 Here all weights are random, so the entities mean nothing; time and memory are as for a trained
 model. Stock DeBERTa stores four matrices of pairs a head and layer, ``fastattn.accelerate`` none.
+The output for 512 tokens (docs/relative_bias.md has times and memory):
+
+    words 255 to 257: place (0.93)
+    words 59 to 59: organisation (0.92)
+    words 11 to 13: place (0.91)
+    512 tokens: scores deviate from stock's by 6.6e-07
+    512 tokens, fastattn: ... s, ... MB
+    512 tokens, stock: ... s, ... MB
 """
 
 from __future__ import annotations
