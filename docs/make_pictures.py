@@ -23,7 +23,7 @@ IMAGES = Path(__file__).parent / "images"
 
 def main() -> None:
     hops = "--recipe single --restarts 3 --epochs 40 --linear-epochs 10 --timed-steps 0"
-    babi.main([*hops.split(), "--picture", str(IMAGES / "hops.png")])
+    babi.main([*hops.split(), "--questions", "1000", "--picture", str(IMAGES / "hops.png")])
     alignment = str(IMAGES / "alignment.png")
     translation.main(["--model", "bahdanau", "--epochs", "4", "--picture", alignment])
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,14 @@ points, and the restart with the lowest training error is the result.
 
 All restarts train at once: ``torch.func.vmap`` over their stacked parameters, so that each kernel
 is called once for all of them. The linear start ends for all at once, by their mean loss.
+The last lines of the output for made-up stories (docs/memn2n.md has the results on the data):
+
+    joint softmax epoch 60: validation loss 0.0016, error 0.0 % (best restart 0.0 %), ... s
+
+    test error in percent; made-up stories
+    task                                here   paper   supporting sentence has the largest weight
+                                                          hop 1   hop 2   hop 3
+     1 single supporting fact            0.0               100%    100%    100%
 """
 
 from __future__ import annotations
@@ -75,7 +83,7 @@ RECIPES = {
 
 
 class Restarts:
-    """Networks of one shape, each with parameters of its own: those of a MemN2N, stacked."""
+    """Networks of one shape: the stacked parameters of as many MemN2N modules."""
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
         module = PlainMemN2N if recipe.plain else MemN2N
@@ -101,7 +109,7 @@ class Restarts:
             return functional_call(self.model, parameters, (stories, asked))
 
         where = None if shared else 0
-        if self.plain:  # one after the other: as one would write it
+        if self.plain:  # a plain loop over the networks
             each = [
                 run({name: p[r] for name, p in self.parameters.items()}, *at)
                 for r, at in enumerate(
@@ -151,7 +159,7 @@ class Restarts:
 
 @dataclass
 class Progress:
-    """Where a training stands: what a checkpoint holds besides the parameters."""
+    """The state of a training that a checkpoint holds besides the parameters."""
 
     phase: str = "linear"
     epoch: int = 0  # of the phase
@@ -266,7 +274,7 @@ def split(data: Questions) -> tuple[Questions, Questions]:
 
 
 def seconds_a_step(run: Training, plain: bool, steps: int) -> float:
-    """The median time of one training step, of the same networks in either way."""
+    """The median time of one training step, with the kernels or in plain PyTorch."""
     if len(run.data) < BATCH:
         return float("nan")
     networks = Restarts(
@@ -302,7 +310,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of the tasks; without: made-up stories")
     parser.add_argument("--recipe", choices=RECIPES, default="joint")
     parser.add_argument("--tasks", type=parse_tasks, default=list(TASKS), help="such as 1-3,7")
-    parser.add_argument("--questions", type=int, default=1000, help="without --data")
+    parser.add_argument("--questions", type=int, default=500, help="without --data")
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--tying", choices=("adjacent", "layerwise"), default="adjacent")
     parser.add_argument("--encoding", choices=ENCODINGS, default="centered")
@@ -333,7 +341,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def column_of(args: argparse.Namespace, recipe: Recipe) -> tuple[list[float] | None, str]:
-    """The paper's numbers beside these, where it has some."""
+    """The paper's errors for this recipe, if it has them, and their source."""
     if args.data is None:
         return None, "made-up stories"
     if recipe.tying == "layerwise":

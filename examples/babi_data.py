@@ -72,10 +72,10 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question, what was told before it, and which of that answers it."""
+    """A question, the story before it, and the sentences that answer it."""
 
     task: int
-    story: tuple[tuple[str, ...], ...]  # sentences in the order of the telling
+    story: tuple[tuple[str, ...], ...]  # sentences in their order
     words: tuple[str, ...]
     answer: str
     support: tuple[int, ...]  # indices into the story
@@ -159,7 +159,7 @@ def invent(count: int, seed: int = 0) -> list[Question]:
     questions = []
     while len(questions) < count:
         story: list[tuple[str, ...]] = []
-        where: dict[str, tuple[str, int]] = {}  # a person's place, and the sentence that tells it
+        where: dict[str, tuple[str, int]] = {}  # a person's place, and the sentence of the move
         carrier: dict[str, tuple[str, int]] = {}
         for _ in range(draw.randint(4, 9)):
             person = draw.choice(people)
@@ -176,9 +176,9 @@ def invent(count: int, seed: int = 0) -> list[Question]:
             continue
         thing = draw.choice(sorted(carrier))
         person, taken = carrier[thing]
-        room, told = where[person]
+        room, moved = where[person]
         asked = ("where", "is", "the", thing)
-        questions.append(Question(1, tuple(story), asked, room, (taken, told)))
+        questions.append(Question(1, tuple(story), asked, room, (taken, moved)))
     return questions
 
 

@@ -1,4 +1,4 @@
-"""What a training on the bAbI tasks came to, beside the paper."""
+"""The errors of a training on the bAbI tasks, beside the paper's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Result", "by_task", "draw", "show", "supported"]
 
 @dataclass
 class Result:
-    """What one network came to: errors in percent, for each restart and task."""
+    """The results of one network: errors in percent, for each restart and task."""
 
     name: str
     tasks: list[int]
@@ -43,16 +43,16 @@ def supported(weights: Tensor, data: Questions, tasks: list[int]) -> list[list[f
 
 
 def draw(data: Questions, n: int, weights: Tensor, words: list[str], path: Path) -> None:
-    """Draw where the hops [K, N] of question n look, in the order of the telling."""
+    """Draw where the hops [K, N] of question n look, in story order."""
 
     def text(tokens: Tensor) -> str:
         return " ".join(words[token] for token in tokens.tolist() if token)
 
-    told = int(data.stories[n].any(-1).sum())
-    sentences = [text(sentence) for sentence in data.stories[n, :told]]
-    empty = len(data.stories[n]) - told
-    rows = torch.cat((weights[:, :told].flip(1), weights[:, told:].sum(1, keepdim=True)), 1)
-    support = [told - 1 - int(place) for place in data.support[n].nonzero()]
+    filled = int(data.stories[n].any(-1).sum())
+    sentences = [text(sentence) for sentence in data.stories[n, :filled]]
+    empty = len(data.stories[n]) - filled
+    rows = torch.cat((weights[:, :filled].flip(1), weights[:, filled:].sum(1, keepdim=True)), 1)
+    support = [filled - 1 - int(place) for place in data.support[n].nonzero()]
     answer = words[int(data.answers[n])]
     figure = plot.hops(
         rows,
@@ -69,20 +69,20 @@ def show(results: list[Result], column: list[float] | None, source: str) -> None
     head = "".join(f"{f'hop {k + 1}':>8}" for k in range(hops))
     print(f"{'task':<32}{'here':>8}{'paper':>8}   supporting sentence has the largest weight")
     print(f"{'':<51}{head}")
-    ours, theirs = [], []
+    errors, published = [], []
     for result in results:
         for n, task in enumerate(result.tasks):
             error = result.test[result.best][n]
-            ours.append(error)
+            errors.append(error)
             paper = ""
             if column is not None:
-                theirs.append(column[task - 1])
-                paper = f"{theirs[-1]:.1f}"
+                published.append(column[task - 1])
+                paper = f"{published[-1]:.1f}"
             hits = "".join(f"{hit:>7.0f}%" for hit in result.hits[n])
             print(f"{f'{task:>2} {TASKS[task]}':<32}{error:>8.1f}{paper:>8}   {hits}")
     for label, value in (("mean", mean_of), ("failed (above 5 %)", failed)):
-        paper = f"{value(theirs):.1f}" if theirs else ""
-        print(f"{label:<32}{value(ours):>8.1f}{paper:>8}")
+        paper = f"{value(published):.1f}" if published else ""
+        print(f"{label:<32}{value(errors):>8.1f}{paper:>8}")
     print("\nevery restart, mean error in percent: training / validation / test")
     for result in results:
         rows = zip(result.training, result.validation, result.test, strict=True)

@@ -1,4 +1,4 @@
-"""What the examples share: checkpoints, and a progress bar."""
+"""Checkpoints and a progress bar for the examples."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@
 
 The patterns are scikit-learn's handwritten digits, 1797 pictures of 8 by 8, which come with that
 package; their values are scaled to [-1, 1], and the mean picture is taken away. A query is a stored
-picture whose lower half is 0, the mean. It takes steps until it rests
+picture whose lower half is 0, the mean. It takes steps until it converges
 (`fastattn.hopfield_retrieve`, Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217), and counts
-as recalled if of all stored pictures the one it came from is nearest to what was retrieved.
+as recalled if the stored picture nearest to the result is its own.
 
-Each beta is a row of the table and of the results (--out): a run that was interrupted goes on where
-it was.
+Each beta is a row of the table and of the results (--out); an interrupted run resumes after the
+last row written.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def masked(patterns: Tensor) -> Tensor:
 def measure(
     stored: Tensor, queries: Tensor, which: Tensor, beta: float, eps: float
 ) -> dict[str, Any]:
-    """One row: how many are recalled, how far off, in how many steps, and the energies."""
+    """One row of the table: recall, distance to the pattern, steps and energies."""
     start = time.perf_counter()
     out, steps = fastattn.hopfield_retrieve(
         queries, stored, beta=beta, update_steps_eps=eps, need_steps=True

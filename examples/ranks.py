@@ -1,4 +1,4 @@
-"""What the examples over several ranks share: the group, a limit of memory, and its peak."""
+"""Process group, memory limit and peak memory for the examples on several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["group", "limit_memory", "peaks_of_all"]
 
 @contextmanager
 def group() -> Iterator[tuple[int, int]]:
-    """This rank and the number of ranks: of torchrun, or one process alone."""
+    """This rank and the number of ranks, from torchrun; 0 and 1 without it."""
     started = dist.is_initialized()  # by the caller
     if not started and "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -30,7 +30,7 @@ def group() -> Iterator[tuple[int, int]]:
 
 
 def limit_memory(mebibytes: float) -> None:
-    """Let this process allocate so much more than it has; allocations beyond that fail."""
+    """Let this process allocate this much more memory; further allocations fail."""
     status = Path("/proc/self/status").read_text()
     now = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
     limit = int((now + mebibytes * 1024) * 1024)

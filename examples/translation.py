@@ -63,7 +63,7 @@ class Recipe:
 @dataclass
 class Progress:
     epoch: int = 0
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of ours, of the twin
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of the network, of the twin
     losses: list[list[float]] = field(default_factory=lambda: [[], []])  # of every step
 
 
@@ -121,16 +121,16 @@ class Training:
 
     @torch.no_grad()
     def judge(self, pairs: Pairs) -> tuple[float, float]:
-        """Mean loss of a word, and the part of the words that are right, given those before."""
+        """Mean loss per word, and the share of words predicted right from the words before."""
         network = self.networks[0].eval()
         loss, right, words = 0.0, 0, 0
         for start in range(0, len(pairs), EVALUATED):
             source, target = pairs.take(slice(start, start + EVALUATED))
             logits, wanted = network(source, target[:, :-1]), target[:, 1:]
-            told = wanted != PAD
-            words += int(told.sum())
-            loss += float(loss_of(logits, wanted)) * int(told.sum())
-            right += int(((logits.argmax(-1) == wanted) & told).sum())
+            valid = wanted != PAD
+            words += int(valid.sum())
+            loss += float(loss_of(logits, wanted)) * int(valid.sum())
+            right += int(((logits.argmax(-1) == wanted) & valid).sum())
         return loss / words, right / words
 
     def difference(self) -> float:
@@ -192,7 +192,7 @@ def aligned(network: Any, pairs: Sequence[Pair], data: Pairs) -> dict[str, float
         for name, weights in look(network, source, target[:, :-1]).items():
             top = weights.mean(1).argmax(-1).tolist()  # [N, T]
             for pair, row in zip(pairs[start : start + EVALUATED], top, strict=True):
-                places = zip(row, pair.alignment, strict=False)  # not of the end
+                places = zip(row, pair.alignment, strict=False)  # without the end token
                 hits.setdefault(name, []).extend(a == b for a, b in places)
     return {name: 100 * sum(each) / len(each) for name, each in hits.items()}
 
@@ -223,7 +223,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=30, help="words; longer pairs are left out")
     parser.add_argument("--least", type=int, default=1, help="how often a word occurs at least")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=0.003, help="the largest")
     parser.add_argument("--dropout", type=float, default=0.1)

@@ -95,19 +95,19 @@ def invent(count: int, seed: int = 0) -> list[Pair]:
         verb = draw.choice(sorted(_VERBS))
         infinitive, foreign_verb = _VERBS[verb]
         denied = draw.random() < 0.3
-        subject, told = phrase(0)
+        subject, subject_words = phrase(0)
         predicate = ["does", "not", infinitive] if denied else [verb]
         end = len(subject) + len(predicate)
-        thing, told_thing = phrase(end)
+        thing, thing_words = phrase(end)
         last = [(foreign_verb, end - 1)]
-        foreign = [*told, *told_thing, *([("ne", end - 2)] if denied else []), *last]
+        foreign = [*subject_words, *thing_words, *([("ne", end - 2)] if denied else []), *last]
         words, places = zip(*foreign, strict=True)
         pairs.append(Pair((*subject, *predicate, *thing), words, places))
     return pairs
 
 
 class Vocabulary:
-    """Numbers for words: those seen at least ``least`` times, behind the special ones."""
+    """Token ids: first the special ones, then each word seen at least ``least`` times."""
 
     def __init__(self, sentences: Iterable[Sequence[str]], least: int = 1) -> None:
         counts = Counter(word for sentence in sentences for word in sentence)

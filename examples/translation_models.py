@@ -22,7 +22,7 @@ MODELS = ("bahdanau", "luong", "transformer")
 
 
 class Recurrent(nn.Module):
-    """What both have in common: a bidirectional GRU reads, one state goes to the decoder."""
+    """The common encoder: a bidirectional GRU, whose last state starts the decoder."""
 
     def __init__(self, sizes: tuple[int, int], width: int, dropout: float) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class Recurrent(nn.Module):
         packed = pack_padded_sequence(x, (~padding).sum(1), batch_first=True, enforce_sorted=False)
         read, last = self.encoder(packed)
         memory = pad_packed_sequence(read, batch_first=True, total_length=source.shape[1])[0]
-        return memory, padding, torch.tanh(self.bridge(last[1]))  # of the reading backwards
+        return memory, padding, torch.tanh(self.bridge(last[1]))  # of the backward direction
 
     def decode(
         self, target: Tensor, memory: Tensor, padding: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits [N, T, V], and the state after the last."""
+        """Logits [N, T, V], and the state after the last token."""
         raise NotImplementedError
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Recurrent(nn.Module):
 
     @torch.no_grad()
     def generate(self, source: Tensor, *, bos_idx: int, eos_idx: int, max_length: int) -> Tensor:
-        """The likeliest word each time, [N, T]."""
+        """Greedy decoding, [N, T]."""
         memory, padding, state = self.encode(source)
         words = [source.new_full((len(source), 1), bos_idx)]
         done = torch.zeros(len(source), 1, dtype=torch.bool)
@@ -68,7 +68,7 @@ class Recurrent(nn.Module):
 
 
 class Bahdanau(Recurrent):
-    """Bahdanau et al. 2015: the state asks where to look; what it finds makes the next state."""
+    """Bahdanau et al. 2015: the state is the query, and the context enters the next state."""
 
     def __init__(self, sizes: tuple[int, int], width: int, dropout: float, plain: bool) -> None:
         super().__init__(sizes, width, dropout)
@@ -92,7 +92,7 @@ class Bahdanau(Recurrent):
 
 
 class Luong(Recurrent):
-    """Luong et al. 2015: all states first, then each looks at the memory (global, general)."""
+    """Luong et al. 2015: all states first, then each attends to the memory (global, general)."""
 
     def __init__(self, sizes: tuple[int, int], width: int, dropout: float, plain: bool) -> None:
         super().__init__(sizes, width, dropout)
@@ -139,7 +139,7 @@ def transformer(sizes: tuple[int, int], width: int, dropout: float, plain: bool)
     model = kind(*shape, batch_first=True, vocab_size=sizes, padding_idx=PAD)
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0  # of weights: its random numbers are not those of plain PyTorch
+            module.dropout = 0.0  # of weights: plain PyTorch draws others
     return model
 
 
@@ -188,7 +188,7 @@ class PlainTransformer(Transformer):
         self.positional = Sinusoids(dropout)
         for module in self.modules():
             if isinstance(module, nn.MultiheadAttention):
-                # Its output lies [T, N, E] in memory, in whose order dropout draws its numbers.
+                # Its output is [T, N, E] in memory, and dropout draws in memory order.
                 module.register_forward_hook(lambda *call: (call[2][0].contiguous(), call[2][1]))
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]

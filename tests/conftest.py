@@ -1,4 +1,4 @@
-"""What all tests share: which backends there are to test, and reproducible random numbers."""
+"""Fixtures of all tests: the available backends, and reproducible random numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What `fastattn tune` has measured for the user is not what is tested here.
+# Ignore the evidence that `fastattn tune` has stored for the user.
 os.environ["FASTATTN_CACHE_DIR"] = "/nonexistent"
 
 import extended  # noqa: F401  the exact results of float64
@@ -82,7 +82,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
     """Each native backend on each of its instruction sets, and the reference, forced in turn.
 
-    Fresh memory is NaN, so that an element that is never written shows.
+    Fresh memory is NaN, which shows an element that is never written.
     """
     target = request.param
     with fastattn.use_backend(target.backend), target.active(), fresh_memory_is_nan():

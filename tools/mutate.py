@@ -5,7 +5,7 @@
 universalmutator makes the changes (an operator, a constant, a condition, a statement left out). The
 changed source is compiled, and cases run until one fails (tests/support/mutant_judge.py): CPU
 kernels with the commands of the build, CUDA kernels for the emulator, Triton kernels interpreted in
-a changed copy of the package. What compiles to the same code is no mutant.
+a changed copy of the package. A change that compiles to the same code is no mutant.
 
 The report is one line of JSON a run, added to the file of the runs before: the score over time. It
 lists the survivors, each to be read: a case is missing, or the change is harmless.
@@ -35,7 +35,7 @@ PATHS = [ROOT / "tests" / name for name in ("support", "emulator", "cuda", "trit
 BUILD = ROOT / "build/native/cpu"
 NO_CASES = ("linear", "peak", "table", "unit")  # sources of the CPU without an operator
 GRACE = 300  # seconds for the imports of a judge and its last case
-# What is no arithmetic, or ends the compiler at once.
+# Lines without arithmetic, or whose change stops the compiler at once.
 IGNORED = [r"^\s*//", r"^\s*#", r"^\s*(namespace|using|template|static_assert|inline constexpr)\b"]
 
 

@@ -18,7 +18,7 @@ class Region:
 
     def __init__(self, place, content):
         self.size = len(content)
-        # Pages of its own: the core takes an address below 4 GiB for that of freed memory.
+        # Pages of its own: the core takes an address below 4 GiB for freed memory.
         self.buffer = mmap.mmap(-1, 3 * GUARD + self.size + GUARD)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) + GUARD
         self.address = first + (place - first) % GUARD
@@ -32,7 +32,7 @@ class Region:
 
 
 class Tensor:
-    """What the native core asks of a tensor, over the memory of a region or its own."""
+    """The methods of a tensor that the core calls, on the memory of a region or its own."""
 
     is_cpu, requires_grad = True, False
 

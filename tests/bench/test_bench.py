@@ -20,7 +20,7 @@ from fastattn.bench.shapes import parse_shapes, shape_text
 SDPA, MHA = (ops.get(name).SIZES for name in ("sdpa", "mha"))
 
 
-def test_shape_fills_in_what_is_left_out() -> None:
+def test_shape_fills_in_defaults() -> None:
     assert parse_shapes("B=2,H=4,Lq=3,D=16", SDPA) == [
         {"B": 2, "H": 4, "Hkv": 4, "Lq": 3, "Lk": 3, "D": 16, "Dv": 16}
     ]
@@ -43,7 +43,7 @@ def test_ranges_lists_and_references(text: str, key: str, values: list[int]) -> 
 
 
 @pytest.mark.parametrize("op", ops.OPS)
-def test_a_shape_is_written_as_it_is_read(op: str) -> None:
+def test_a_formatted_shape_parses_to_itself(op: str) -> None:
     sizes = ops.get(op).SIZES
     shape = parse_shapes(SMALL[op], sizes)[0]
     assert parse_shapes(shape_text(shape, sizes), sizes) == [shape]
@@ -100,7 +100,7 @@ def test_every_operator_and_module_of_the_library_can_be_measured() -> None:
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "all"])
-def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
+def test_preset_cells_have_unique_names(name: str) -> None:
     cells = preset_cells(name)
     assert len({c.name for c in cells}) == len(cells) > 0
     assert all(c.label for c in cells)
@@ -178,7 +178,7 @@ VERSIONED = '{"format": "fastattn-bench", "version": %d}'
         ("\x89PNG", "not a result of fastattn bench (UnicodeDecodeError"),
     ],
 )
-def test_a_foreign_result_file_is_named(
+def test_a_file_that_is_no_result_is_named(
     text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "strange.json"

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark: work, statistics, and from rounds to rows."""
+"""The arithmetic of the benchmark: FLOPs, statistics, and summarising rounds as rows."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_pairs_of_sequences_and_caches_are_counted_within_each(mask: str) -> Non
         assert flops(cell) == 2 * 4 * 4 * 4 * len(pairs)
 
 
-def test_a_pair_costs_four_and_ten_times_d_and_a_module_its_projections_too() -> None:
+def test_flops_of_pairs_and_projections() -> None:
     cell = cell_of("sdpa", "H=1,L=1")
     assert flops(cell) == 4 * 64
     assert flops(dataclasses.replace(cell, passes="bwd")) == 10 * 64
@@ -83,7 +83,7 @@ def test_a_pair_costs_four_and_ten_times_d_and_a_module_its_projections_too() ->
 # Statistics
 
 
-def test_an_interval_ends_at_the_samples_that_the_binomial_distribution_names() -> None:
+def test_median_interval_ends_at_binomial_quantiles() -> None:
     for count, cut in ((1, 0), (2, 0), (6, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3), (25, 7)):
         samples = [float(n) for n in range(1, count + 1)]
         assert results.median_interval(samples[::-1]) == (1 + cut, count - cut)
@@ -129,7 +129,7 @@ def test_rounds_of_a_busy_machine_are_discarded_and_counted() -> None:
     assert row["speedup"] == 2.0
 
 
-def test_a_machine_that_is_never_quiet_gets_verdicts_and_a_mark() -> None:
+def test_verdicts_of_a_busy_machine_are_marked() -> None:
     result = a_result([Round((100.0, 50.0), FASTER)] * 6)
     rows = summary.summarise(result)
     assert rows[1]["busy"]
@@ -140,8 +140,8 @@ def test_a_machine_that_is_never_quiet_gets_verdicts_and_a_mark() -> None:
     assert "1 speed-ups are of disturbed rounds" in text
 
 
-def test_shares_are_those_of_what_is_measured_beside_a_round() -> None:
-    """A clock that halves in the middle of a cell; a host that takes half of the bandwidth."""
+def test_shares_use_the_peak_measured_in_the_same_round() -> None:
+    """The clock slows down in the middle of a cell; another process takes half the bandwidth."""
     fast = [Round((1e3, 1e3), {"torch": 4.0, "ours": 1.25})] * 3
     slow = [Round((800.0, 790.0), {"torch": 5.0, "ours": 1.25 * 1e3 / 800})] * 3
     row = rows_of(*fast, *slow)[1]
@@ -156,7 +156,7 @@ def test_shares_are_those_of_what_is_measured_beside_a_round() -> None:
     assert row["roof_gflops"] == pytest.approx(min(1e3, 30 * row["intensity"]))
 
 
-def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_above_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
     result = a_result(rounds := [Round((400.0, 390.0), FASTER)] * 3)
     rows = torch_row, ours = summary.summarise(result)
     assert ours["impossible"]

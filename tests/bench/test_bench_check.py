@@ -59,12 +59,12 @@ def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def leave_what_a_provider_stays_in() -> Iterator[None]:
+def close_entered_providers() -> Iterator[None]:
     yield
     entered.close()
 
 
-def test_a_variant_is_in_force_while_its_provider_runs() -> None:
+def test_a_variant_is_active_while_its_provider_runs() -> None:
     cell = cell_of("sdpa", SMALL["sdpa"])
     call = load("fastattn@reference").prepare(cell, make_inputs(cell, 0))
     gc.collect()
@@ -98,7 +98,7 @@ STACKS = ("transformer", "decoder", "encoder")
     "op",
     [pytest.param(op, marks=pytest.mark.complete if op in STACKS else ()) for op in ops.OPS],
 )
-def test_a_wrong_answer_does_not(op: str) -> None:
+def test_a_wrong_result_fails_the_check(op: str) -> None:
     cell = cell_of(op, SMALL[op], passes=all_of(op))
     oracle = Oracle(cell, 1)
     # The reference itself, rounded, in the layout of an answer.
@@ -127,7 +127,7 @@ def test_a_wrong_answer_does_not(op: str) -> None:
         ("sdpa", {"option": "relative", "weights": "average"}),
     ],
 )
-def test_the_results_of_parts_are_those_of_the_whole(
+def test_results_of_parts_equal_the_whole(
     op: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastattn.bench.ops._base.AT_ONCE", 0)

@@ -131,7 +131,7 @@ def test_weights_keep_the_scale_of_inputs_and_constructors_draw_nothing() -> Non
         ("llama_decode", "none", lambda q, k, v, mask: (q, k[:, :, :-1], v[:, :, :-1], mask)),
     ],
 )
-def test_a_wrong_attention_is_found(
+def test_wrong_attention_in_a_model_is_found(
     op: str, mask: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered = transformers.AttentionInterface._global_mapping
@@ -174,7 +174,7 @@ def counted(cell: Cell) -> int:
 
 
 @pytest.mark.parametrize("op", ALL)
-def test_operations_are_counted_as_pytorch_counts_them_without_the_future(op: str) -> None:
+def test_flops_equal_pytorchs_without_masked_pairs(op: str) -> None:
     cell, hidden = cell_of(op, ALL[op]), 0
     if model_of(op).CAUSAL:
         hidden_pairs = cell["B"] * cell["L"] * (cell["L"] - 1) // 2
@@ -182,7 +182,7 @@ def test_operations_are_counted_as_pytorch_counts_them_without_the_future(op: st
     assert flops(cell) == counted(cell) - hidden
 
 
-def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
+def test_rows_hold_rate_share_and_possible_gain() -> None:
     ms, shares = {"torch": 200.0, "ours": 160.0}, {"torch": 0.25, "ours": 0.1}
     result = a_result([Round((1e3, 1e3), ms, attention=shares)] * 5)
     result.cells[0].cell = cell_of("bert", SMALL["bert"])
@@ -197,7 +197,7 @@ def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
 # The command line
 
 
-def test_each_model_has_a_command_and_all_are_a_preset() -> None:
+def test_each_model_has_a_command_and_all_form_a_preset() -> None:
     cells = selection.cells_of(parse("model", "gpt2,vit-b16", "--dtype", "bf16"))
     assert [(cell.op, cell.dtype) for cell in cells] == [("gpt2", "bf16"), ("vit", "bf16")]
     every = selection.cells_of(parse("model", "all"))
@@ -219,7 +219,7 @@ def test_without_transformers_the_extra_is_named(
 
 
 @pytest.mark.complete
-def test_a_run_measures_stock_and_ours_and_a_missing_library_leaves_them(
+def test_a_missing_library_leaves_the_other_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the other processes have all random numbers

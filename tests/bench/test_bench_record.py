@@ -1,4 +1,4 @@
-"""Recording a program: its attentions become shapes that the benchmark runs."""
+"""Recording a program: its attention calls become shapes that the benchmark runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_other_operators_are_recorded(tmp_path: Path) -> None:
         "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8,Dv=6 fp32 fwd latent",
         "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8,Dv=6 fp32 fwd",
         "hopfield B=6,H=1,L=5,N=5,D=8,K=2 fp32 fwd",
-        "sdpa B=2,H=3,L=5,D=8 fp32 fwd",  # the reading after the steps
+        "sdpa B=2,H=3,L=5,D=8 fp32 fwd",  # the final read after the steps
     ]
 
 
@@ -130,7 +130,7 @@ def test_a_program_is_recorded_and_its_exit_code_kept(
 
 
 @pytest.mark.parametrize("words", [[], ["--"], ["--", "torchrun", "x"], ["--", "python", "-m"]])
-def test_what_is_no_python_program_is_refused(
+def test_only_python_programs_are_recorded(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("record", *words) == commands.USAGE

@@ -1,4 +1,4 @@
-"""What is made of results: comparisons, pictures, the report, the roof; and the documentation's
+"""Rendering of results: comparisons, pictures, the report, the roofline; and the documentation's
 figures, rendered from raw results, in a folder for each processor.
 """
 
@@ -71,12 +71,12 @@ def test_compare_fails_where_a_row_became_slower(
     assert printed.count(f"fastattn: {verdict}") == 2
     assert printed.count("torch: SAME") == 2
     assert complaints.count("WORSE by more than 5%") == (2 if code else 0)
-    # A ratio to the baseline of the same run needs no equal machine.
+    # A ratio to the baseline of the same run is comparable between machines.
     assert bench("compare", str(before), str(after), "--metric", "speedup") == commands.OK
     assert verdict in capsys.readouterr().out
 
 
-def test_compare_names_what_was_not_the_same(
+def test_compare_names_different_conditions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = two_lengths(lengths=(16, 64))
@@ -97,7 +97,7 @@ def test_compare_names_what_was_not_the_same(
 # Pictures and the report
 
 
-def test_every_picture_can_be_drawn_and_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_every_picture_is_drawn_under_a_unique_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = saved(two_lengths(), tmp_path / "results.json")
     picture = str(tmp_path / "p.svg")
@@ -108,7 +108,7 @@ def test_every_picture_can_be_drawn_and_has_a_name_of_its_own(tmp_path: Path) ->
         assert "<svg" in Path(picture).read_text()
 
 
-def test_the_report_is_one_file_that_needs_no_other(tmp_path: Path) -> None:
+def test_the_report_is_one_self_contained_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = saved(two_lengths(), tmp_path / "results.json")
     assert bench("report", str(path), "--title", "A <title>") == commands.OK
@@ -126,7 +126,7 @@ def test_the_report_is_one_file_that_needs_no_other(tmp_path: Path) -> None:
 # The roof, and the columns
 
 
-def test_the_roof_is_the_lower_of_arithmetic_and_memory() -> None:
+def test_the_roof_is_the_lower_of_compute_and_memory() -> None:
     warm = two_lengths()
     row = summary.summarise(warm)[1]
     assert row["intensity"] == 100
@@ -154,7 +154,7 @@ def load_render(name: str = "render") -> ModuleType:
     return module
 
 
-def test_agreement_takes_the_rounds_that_count() -> None:
+def test_agreement_ignores_discarded_rounds() -> None:
     result = a_result([Round((1.0, 1.0), {"torch": 2.0, "ours": 1.0})] * 3)
     result.cells[0].rounds.append(Round((1.0, 0.5), {"torch": 9.0, "ours": 9.0}))
     (_, torch_samples), (key, samples) = load_render("agreement").undisturbed(result).items()
@@ -179,14 +179,14 @@ def test_the_folder_of_a_processor(
     assert machine.processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
 
 
-def test_the_committed_texts_are_those_of_the_committed_results(
+def test_committed_texts_match_committed_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.argv", ["render.py", "--check"])
     assert load_render().main() == 0
 
 
-def test_what_ranks_receive_and_compute_is_what_was_planned() -> None:
+def test_ranks_receive_and_compute_as_planned() -> None:
     render = load_render()
     found = render.load_ranks()
     page = (render.ROOT / "docs" / "distributed.md").read_text()

@@ -20,7 +20,7 @@ from bench_results import bench, cell_of
 from fastattn.bench import commands, results, runner, summary
 
 
-def test_a_budget_that_runs_out_cuts_the_last_cells_and_not_the_rounds_of_the_first(
+def test_an_exhausted_budget_drops_the_last_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every sample takes half a second, so that 20 seconds are two cells of 9 rounds and a bit."""
@@ -118,7 +118,7 @@ def test_bad_providers_are_named_and_the_good_survive(
 
 
 @pytest.mark.complete
-def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
+def test_a_cell_too_large_for_memory_is_an_error_row(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     shapes = ("--shapes", "H=1,L=1000000000", "--shapes", "H=1,L=4")
     assert bench(*TINY_RUN, *shapes, "--json", str(path)) == commands.FAULTS
@@ -157,7 +157,7 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     loaded = results.load(tmp_path / "results.json")
     for row, saved in zip(summary.summarise(loaded), document["rows"], strict=True):
         numbers = {name: x for name, x in saved.items() if isinstance(x, float)}
-        # Those of the file were computed before its samples were rounded.
+        # The file's rows were computed from unrounded samples.
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-3)
         assert row["verdict"] == saved["verdict"]
 

@@ -1,5 +1,5 @@
-"""The yardstick: what is measured as the peak of a dtype, and by which unit of the processor; and
-verdicts on a machine that something else uses: which rounds count.
+"""The measured peak of a dtype, and the unit of the processor that reaches it; and verdicts on a
+busy machine: which rounds count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ XEON = {"fma_f32": 446.0, "dot_bf16": 457.0, "tile_bf16": 6000.0, "fma_f16": 900
         ("dot_f16", XEON, ["amx_bf16", "avx512_fp16"], (900.0, "fma_f16", "measured")),
         ("fma_f32", XEON, ["amx_bf16", "avx512_fp16"], (446.0, "", "measured")),
         ("dot_f16", {"fma_f32": 118.0}, [], (118.0, "fma_f32", "measured")),
-        # Built by a compiler that knows no AMX: what was measured is no ceiling, and says so.
+        # Built by a compiler without AMX: the measured rate is marked as no ceiling.
         (
             "dot_bf16",
             {"fma_f32": 446.0, "dot_bf16": 457.0},
@@ -47,7 +47,7 @@ XEON = {"fma_f32": 446.0, "dot_bf16": 457.0, "tile_bf16": 6000.0, "fma_f16": 900
         ),
     ],
 )
-def test_the_peak_of_a_dtype_is_that_of_its_fastest_unit(
+def test_the_peak_of_a_dtype_is_its_fastest_unit(
     kind: str,
     rates: dict[str, float],
     features: list[str],
@@ -90,19 +90,19 @@ def test_a_ratio_counts_if_both_samples_ran_in_the_usual_state(
     assert (found["speedup"], found["verdict"], found["comparable"]) == (2, "FASTER", True)
 
 
-def test_a_sample_is_compared_with_those_of_the_whole_run() -> None:
-    """A neighbour that stays during a cell is found by the cells before and after it."""
+def test_a_sample_is_compared_with_the_whole_run() -> None:
+    """Load that lasts a whole cell is detected by the cells before and after it."""
     busy = [a_round(2.0, a=("torch", 60, 60, 0), b=("ours", 60, 60, 80)) for _ in range(6)]
     cells = [CellResult(TINY, 1, 1, rounds=turns) for turns in (ALONE, busy)]
     assert results.comparable_rounds(busy, TWO, results.usual_states(cells)) == []
-    # If it stays during the run, it is the machine's state.
+    # Load that lasts the whole run is the machine's usual state.
     assert results.comparable_rounds(busy, TWO, results.usual_states(cells[1:])) == busy
 
 
 @pytest.mark.parametrize(
     ("busy", "wider"), [(("torch", 45, 45, 0), 1.5), (("ours", 200, 9000, 0), 3)]
 )
-def test_an_interval_is_wider_by_what_slowed_the_probes_down(
+def test_slow_probes_widen_the_interval(
     busy: tuple[str, float, float, float], wider: float
 ) -> None:
     turns = [*ALONE[:2], *(a_round(2.5, by=busy) for _ in range(7))]
@@ -112,7 +112,7 @@ def test_an_interval_is_wider_by_what_slowed_the_probes_down(
     assert (found["speedup_low"], found["speedup_high"]) == pytest.approx((2 / wider, 2.5 * wider))
 
 
-def test_a_probe_leaves_threads_and_backends_as_they_were() -> None:
+def test_a_probe_restores_threads_and_backends() -> None:
     threads = torch.get_num_threads()
     with use_backend("torch"):
         assert 1 < Probe(threads + 1)() < 1e6

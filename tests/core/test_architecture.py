@@ -1,4 +1,4 @@
-"""The arrows between the package's modules: down the floors of ``docs/design.md``, in no circle."""
+"""Imports go down the layers of ``docs/design.md``, and never in a cycle."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Lowest first. A module is on the floor of the longest name here that begins its own.
+# Lowest first. A module is in the layer of the longest name here that begins its own.
 FLOORS = (
     "_version _cpu _cuda _table _untraced _warning compat _cgroup _openmp _processor builds bias",
     "sinusoids eager _flops _shapes _dtypes _seed backends.primitives backends._alloc "
@@ -69,15 +69,15 @@ GRAPH = {
 }
 
 
-def floor(module: str) -> int:
+def layer(module: str) -> int:
     name = module.removeprefix("fastattn.")
     while name not in FLOOR:
         name, dot, _ = name.rpartition(".")
-        assert dot, f"{module} is on no floor"
+        assert dot, f"{module} is in no layer"
     return FLOOR[name]
 
 
-def test_no_import_goes_in_a_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     # A package's __init__ runs before its modules, but they do not need what it re-exports.
     try:
         list(TopologicalSorter(GRAPH).static_order())
@@ -87,5 +87,5 @@ def test_no_import_goes_in_a_circle() -> None:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_point_down(module: str) -> None:
-    up = [name for name in GRAPH[module] if floor(name) > floor(module)]
-    assert not up, f"{module} imports {up} from a higher floor"
+    up = [name for name in GRAPH[module] if layer(name) > layer(module)]
+    assert not up, f"{module} imports {up} from a higher layer"

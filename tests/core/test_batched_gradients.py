@@ -42,7 +42,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
 
 @pytest.fixture(autouse=True)
 def _strict() -> Iterator[None]:
-    """No warning but that the reference runs, which is meant: of forward mode, say."""
+    """Warnings are errors, except that the reference runs, as it does in forward mode."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -58,7 +58,7 @@ def results_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[T
 def gradient(
     results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    """With zeros for what has none, batched like the others."""
+    """``torch.autograd.grad``, with zeros for unused inputs, batched like the others."""
     options.setdefault("retain_graph", True)
     found = torch.autograd.grad(results, inputs, grads, allow_unused=True, **options)
     lead = grads[0].shape[:1] if options.get("is_grads_batched") else ()
@@ -189,7 +189,7 @@ FOLDED = {
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_batch_is_one_call_of_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is folded into that of the operator, not taken apart."""
+    """The gradients are folded into the operator's batch, without a loop."""
     function, inputs = OPERATORS[name]()
     results = results_of(function, inputs)
     grads = grads_for(results, 5)
@@ -207,7 +207,7 @@ def test_a_batch_is_one_call_of_the_kernel(name: str, monkeypatch: pytest.Monkey
     assert calls == [shape]
 
 
-def test_forward_functions_take_such_tensors_too() -> None:
+def test_forward_functions_take_batched_tensors() -> None:
     x = torch.randn(3, 2, 4, 5)
     assert torch.equal(_vmap(ATTENTION)(x, x, x), torch.stack([ATTENTION(y, y, y) for y in x]))
 
@@ -217,7 +217,7 @@ def test_forward_functions_take_such_tensors_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["sdpa-plain", "sdpa-bool-mask", "hops-plain", "additive"])
-def test_the_bits_are_those_of_single_gradients(name: str, dtype: torch.dtype) -> None:
+def test_batched_gradients_equal_single_ones_bitwise(name: str, dtype: torch.dtype) -> None:
     """The kernels compute a row independently of the rest of the batch."""
     function, inputs = OPERATORS[name]()
     inputs = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
@@ -230,7 +230,7 @@ def test_the_bits_are_those_of_single_gradients(name: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_projections(dtype: torch.dtype) -> None:
-    """Large enough for a GEMM of our choice."""
+    """Large enough for the library to choose the GEMM."""
     shapes = (200, 160), (192, 160), (192,)
     inputs = tuple(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
     out = linear(*inputs)
@@ -256,7 +256,7 @@ def test_sparse_gradients_cannot_be_batched() -> None:
 
 
 def _shared(x: Tensor) -> Tensor:
-    """One entry for both of a batch, with stride 0; NaN lies beyond it."""
+    """A batch of two that share one entry, with stride 0; NaN lies beyond it."""
     memory = torch.full((2, *x.shape), torch.nan, dtype=x.dtype)
     memory[0] = x
     return memory[0].expand(2, *x.shape[1:])

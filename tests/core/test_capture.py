@@ -1,4 +1,4 @@
-"""``capture``: every layer's weights are there, and nothing about the model is different."""
+"""``capture`` returns every layer's weights and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def state_of(model: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("training", [False, True])
-def test_outputs_and_model_are_what_they_were(name: str, training: bool) -> None:
+def test_outputs_and_model_are_unchanged(name: str, training: bool) -> None:
     make, run, shapes = MODELS[name]
     model = make().train(training)
     replace_mha(model)
@@ -161,7 +161,7 @@ def test_outputs_and_model_are_what_they_were(name: str, training: bool) -> None
         with capture(model) as weights:
             out, next_number = run(model), torch.rand(1)
     assert torch.equal(out, expected)
-    assert torch.equal(next_number, then)  # the random numbers go on as if nothing had been
+    assert torch.equal(next_number, then)  # no random number was drawn
     assert out.requires_grad == training
     assert state_of(model) == before
     if name == "MemN2N" and not training:
@@ -174,7 +174,7 @@ def test_outputs_and_model_are_what_they_were(name: str, training: bool) -> None
             assert ((sums - 1).abs().lt(1e-5) | sums.eq(0)).all()
 
 
-def test_associations_are_those_that_the_module_gives() -> None:
+def test_associations_equal_the_modules() -> None:
     pooling = HopfieldPooling(EMBED, num_heads=HEADS, quantity=2, update_steps_max=3).eval()
     with capture(pooling) as weights:
         pooling(SOURCE, stored_pattern_padding_mask=PADDING)
@@ -182,8 +182,8 @@ def test_associations_are_those_that_the_module_gives() -> None:
     assert torch.equal(weights["hopfield.association_core"][0], expected)
 
 
-def test_dropped_weights_are_those_of_the_call() -> None:
-    """The output can be had from the weights."""
+def test_weights_have_the_dropout_of_the_call() -> None:
+    """The weights reproduce the output."""
     attention = MultiheadAttention(EMBED, 1, dropout=0.5, batch_first=True)
     nn.init.eye_(attention.out_proj.weight)
     with capture(attention) as weights:
@@ -215,7 +215,7 @@ def test_weights_of_a_padded_batch_on_the_fast_path() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # nested tensors are a prototype
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_weights_of_a_jagged_batch_are_those_of_its_result(is_causal: bool) -> None:
+def test_weights_of_a_jagged_batch_equal_each_sequences(is_causal: bool) -> None:
     layer = MultiheadAttention(EMBED, HEADS, batch_first=True)
     rows = [SOURCE[0, :2], SOURCE[1]]
     x = torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -281,7 +281,7 @@ def test_a_compiled_model_is_captured() -> None:
     assert list(weights) == list(MODELS["Transformer"][2])
 
 
-def test_an_error_of_the_model_leaves_it_as_it_was() -> None:
+def test_an_error_leaves_the_model_unchanged() -> None:
     model = transformer()
     replace_mha(model)
     before = state_of(model)
@@ -389,13 +389,13 @@ def test_a_call_that_has_no_weights_is_named() -> None:
         model["layer"](x)
 
 
-def test_no_attention_at_all_is_an_error_at_the_end() -> None:
+def test_a_model_without_attention_is_an_error() -> None:
     why = r"no attention layer of the model ran.*fastattn.restore.*output_attentions"
     with pytest.raises(ValueError, match=why), capture(nn.Linear(EMBED, 2)) as weights:
         nn.functional.scaled_dot_product_attention(*3 * [SOURCE])
     assert weights == {}
     with pytest.raises(ZeroDivisionError), capture(nn.Linear(EMBED, 2)):
-        raise ZeroDivisionError  # an error in the block is the one that is seen
+        raise ZeroDivisionError  # an error in the block takes precedence
 
 
 def test_errors() -> None:

@@ -35,18 +35,18 @@ CALLS: dict[str, Callable[[Any], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")  # PyTorch's own may give NaN
 @pytest.mark.parametrize("corner", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("name", CALLS)
-def test_it_is_its_triangle(name: str, corner: Callable[..., Any]) -> None:
+def test_a_causal_bias_equals_its_triangle(name: str, corner: Callable[..., Any]) -> None:
     triangle = torch.ones(4, 6, dtype=torch.bool).tril(2 if corner is causal_lower_right else 0)
     torch.testing.assert_close(CALLS[name](corner(4, 6)), CALLS[name](triangle))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_view_of_it_is_refused(name: str) -> None:
+def test_a_view_of_a_causal_bias_is_refused(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"attn_mask must be a .*CausalBias"):
         CALLS[name](causal_upper_left(4, 6)[None])
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_that_of_other_lengths_is_refused(name: str) -> None:
+def test_a_causal_bias_of_other_lengths_is_refused(name: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=r"attn_mask .*4, 5"):
         CALLS[name](causal_upper_left(4, 5))

@@ -102,7 +102,7 @@ def test_an_error_is_one_line(
         cli.main(["--traceback", "probe"])
 
 
-def test_a_package_that_is_missing_is_named(
+def test_a_missing_package_is_named(
     command: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(args: argparse.Namespace) -> int:
@@ -133,7 +133,7 @@ def test_interruption_exits_with_130(command: ModuleType) -> None:
 
 
 @pytest.mark.complete
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     script = "import sys; from fastattn.cli import main; sys.exit(main(['info', '--json']))"
     reader, writer = os.pipe()
     os.close(reader)
@@ -178,7 +178,7 @@ def test_info_json_carries_every_fact() -> None:
         assert backend["built"] == (backend["reason"] is None)
 
 
-def test_info_says_in_words_which_products_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_describes_the_chosen_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     use = evidence.Gemm("onednn", "torch", "ours", 32, 2**21, 2**14, 2**20, 2**24, 2**62, 2**30)
     chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
@@ -192,7 +192,7 @@ def test_info_says_in_words_which_products_run_where(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_info_says_where_one_row_stays_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_names_pytorchs_gemm_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     use = evidence.Gemm("ours", "ours", "ours", 32, evidence.ANY)
     chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
@@ -200,7 +200,7 @@ def test_info_says_where_one_row_stays_pytorchs(monkeypatch: pytest.MonkeyPatch)
     assert found.endswith("outputs of up to 32 rows by ours, of one row by torch")
 
 
-def test_info_text_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_text_has_the_facts_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     facts = info.collect()

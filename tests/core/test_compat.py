@@ -138,7 +138,7 @@ def test_every_way_without_a_name() -> None:
     _run(compat_without.__file__, "--all", "torch._C._len_torch_dispatch_stack")
 
 
-def test_what_needs_a_mode_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dispatch_mode_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mode(compat._NoDispatchMode):
         pass
 
@@ -176,7 +176,7 @@ _IMPORT_AS = """if True:
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, str]:
-    """The traceback of the import with each version of PyTorch; empty where it is taken."""
+    """The traceback of the import with each version of PyTorch; empty if it is accepted."""
     done = _run("-c", _IMPORT_AS, *_REFUSED, *_TAKEN)
     return dict(map(json.loads, done.stdout.splitlines()))
 
@@ -192,11 +192,11 @@ def test_a_version_out_of_range_is_refused_by_name(version: str, errors: dict[st
 
 @pytest.mark.complete
 @pytest.mark.parametrize("version", _TAKEN)
-def test_a_version_in_range_is_taken(version: str, errors: dict[str, str]) -> None:
+def test_a_version_in_range_is_accepted(version: str, errors: dict[str, str]) -> None:
     assert errors[version] == ""
 
 
-def test_the_range_is_that_of_the_project() -> None:
+def test_the_range_equals_pyprojects() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert f'dependencies = ["torch{compat.RANGE}"]' in project
     newest = "{}.{}".format(*compat.NEWEST_TESTED)

@@ -53,7 +53,7 @@ class Recorder(ModuleType):
 
 @pytest.fixture
 def replace_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Let a test put a module, or the reason why there is none, in the place of the CPU backend."""
+    """Let a test replace the CPU backend by a module, or by the reason why it is missing."""
 
     def replace(backend: ModuleType | str) -> Any:
         load = dispatch.load.__wrapped__
@@ -94,7 +94,7 @@ def test_a_backend_that_is_not_built_is_passed_over_in_silence(replace_cpu: Any)
 
 @pytest.mark.parametrize("broken", [False, True], ids=["absent", "broken"])
 def test_a_native_module_that_cannot_be_loaded_is_reported(broken: bool, tmp_path: Path) -> None:
-    """Absent is a choice, and silent; broken is not."""
+    """A missing module is a choice and silent; a broken one is reported."""
     package = Path(fastattn.__file__).parent
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build.json")
     shutil.copytree(package, tmp_path / "fastattn", ignore=ignored)
@@ -285,7 +285,7 @@ def test_backward_runs_on_the_backend_of_the_forward(replace_cpu: Any, masked: b
 
 
 @pytest.mark.parametrize("op", [attention, OP], ids=["function", "name"])
-def test_explain_holds_every_backend_and_runs_none(replace_cpu: Any, op: Any) -> None:
+def test_explain_lists_every_backend_and_runs_none(replace_cpu: Any, op: Any) -> None:
     cpu = replace_cpu(Recorder())
     q, k, v = qkv()
     found = explain(op, q, k, v, is_causal=True, dropout_p=0.5)

@@ -1,7 +1,7 @@
 """The Python blocks of the pages about one operator or module run.
 
-The blocks of a page run one after the other, as in one session. What a page takes as given is made
-here. Other libraries' pages are in test_docs_snippets.py, tests/models and tests/distributed.
+The blocks of a page run one after the other, as in one session. Names that a page does not define
+are made here. Other libraries' pages are in test_docs_snippets.py, tests/models, tests/distributed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Python blocks of README's start and of docs/integrations do what the text says.
 
-The blocks of a page run one after the other, as in one session. What they would download is made
-here, tiny and with random weights. tests/models has the pages of libraries that are installed for
-it alone.
+The blocks of a page run one after the other, as in one session. Models that they would
+download are made here, tiny and with random weights. tests/models has the pages of libraries that
+only it installs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def padded_tokens() -> dict[str, torch.Tensor]:
 
 
 def check_transformers(names: dict[str, Any], fused: list[str]) -> None:
-    """What docs/integrations/transformers.md says of its results."""
+    """The results that docs/integrations/transformers.md states."""
     model, tokens = names["model"], names["tokens"]
     assert "varlen_attention" in fused, "packed sequences were not taken as such"
 

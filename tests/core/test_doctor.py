@@ -1,4 +1,4 @@
-"""`fastattn doctor`: every check fires on the facts that it is for, and on no healthy ones."""
+"""`fastattn doctor`: every check reports its own fault, and none reports a healthy machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refused(reason: str) -> dict[str, Any]:
     return {"isa": {**ISA, "unsupported": {"amx_bf16": reason}}}
 
 
-# The check, what differs from a healthy machine, the level, and words of the finding and its fix.
+# Check, difference to a healthy machine, level, and words of the finding and its fix.
 FINDINGS = [
     ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
     ("torch_version", {"fast_route_lacks": ["torch._C._x"]}, "problem", "2.13.0 lacks", "newer"),
@@ -193,7 +193,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("check", "changed", "level", "what", "fix"), FINDINGS)
-def test_a_check_finds_its_fault_alone(
+def test_only_the_right_check_finds_a_fault(
     check: str, changed: dict[str, Any], level: str, what: str, fix: str
 ) -> None:
     found = doctor.examine({**healthy(), **changed})
@@ -236,7 +236,7 @@ def test_every_check_has_a_fault() -> None:
         },
     ],
 )
-def test_a_healthy_machine_is_told_so(changed: dict[str, Any]) -> None:
+def test_doctor_reports_nothing_on_a_healthy_machine(changed: dict[str, Any]) -> None:
     found = doctor.examine({**healthy(), **changed})
     assert not any(found.values())
     assert doctor.format_text(found) == f"{len(found)} of {len(found)} checks found nothing"
@@ -253,7 +253,7 @@ def with_tiles(left_out: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def test_a_build_is_complete_if_it_has_what_each_dtype_uses(
+def test_a_complete_build_has_the_kernels_of_each_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def choose(choice: str, device: str, *, dtype: torch.dtype) -> evidence.Row:
@@ -291,7 +291,7 @@ def test_the_status_is_1_for_problems_only(
     assert "note: torch 2.13.0 is newer" in capsys.readouterr().out
 
 
-def test_flushed_subnormals_are_seen() -> None:
+def test_flushed_subnormals_are_reported() -> None:
     assert not doctor.collect()["flushes_subnormals"]
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor keeps subnormal numbers")
@@ -308,7 +308,7 @@ def test_flushed_subnormals_are_seen() -> None:
 
 
 @pytest.mark.complete
-def test_it_sees_what_a_module_of_the_program_changes(tmp_path: Path) -> None:
+def test_doctor_reports_changes_by_the_programs_modules(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import torch\ntorch.set_num_threads(1000)\n")
     command = ("-m", "fastattn", "doctor", "--import", "program")
     done = run_python(*command, cwd=tmp_path, timeout=120, status=1)

@@ -1,4 +1,4 @@
-"""The table of evidence: what each kind of processor gets, the user's own entries, and its reports.
+"""The table of evidence: the choices for each processor, the user's own entries, and its reports.
 
 No test asks what this processor is: ``be`` puts another one in its place.
 """
@@ -86,9 +86,9 @@ def test_the_instruction_set(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its fields, by a processor on which it differs."""
+    """Each field of the choice, on a processor for which it differs."""
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(gemms, "_IN_16_BITS", {})  # whatever this machine multiplies
+    monkeypatch.setattr(gemms, "_IN_16_BITS", {})  # on any machine
     tiles, old = name.startswith("AMX"), name in ("old AMD", "old Intel")
     with be(EVERY[name]):
         half = gemms.rule(torch.bfloat16)
@@ -112,7 +112,7 @@ def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("limit", "gemm"), [("AVX2", "ours"), ("avx512_core", "ours"), ("AVX512_CORE_BF16", "onednn")]
 )
-def test_the_gemm_is_that_of_the_instruction_sets_that_onednn_may_use(
+def test_the_gemm_follows_onednns_instruction_sets(
     limit: str, gemm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemms, "_IN_16_BITS", {})
@@ -208,7 +208,7 @@ def test_nothing_warns_where_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch)
         assert dispatch.choose("merge_states", states, NoOptions()) == "reference"
 
 
-def test_an_unverified_gpu_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_an_unverified_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with be(H200):
         text = info.format_text(info.collect())
         for shapes in ("sdpa dtype=bf16", "sdpa dtype=bf16 mask=bool", "additive"):
@@ -394,13 +394,13 @@ def test_a_wrong_instruction_set_is_named(restored: Any, spelled: str, message: 
     assert restored.build_info()["isa"] == before
 
 
-def test_a_choice_by_evidence_yields_to_one_that_was_asked_for(restored: Any) -> None:
+def test_a_forced_instruction_set_overrides_evidence(restored: Any) -> None:
     restored.set_isa("baseline")
     restored.set_default_isa(restored.build_info()["supported"][-1])
     assert restored.build_info()["isa"] == "baseline"
 
 
-def test_a_write_that_fails_leaves_the_old_file(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evidence.set_own([OWN])
     before = own.read_text()
 

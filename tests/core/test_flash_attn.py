@@ -47,7 +47,7 @@ def transposed(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_the_arguments_are_those_of_flash_attn(name: str) -> None:
+def test_arguments_equal_flash_attns(name: str) -> None:
     parameters = inspect.signature(getattr(flash_attn, name)).parameters
     by_name = [n for n, x in parameters.items() if x.kind is inspect.Parameter.KEYWORD_ONLY]
     assert by_name == ADDED[name].split()
@@ -69,7 +69,7 @@ def test_func_is_bottom_right_and_grouped(qkv: list[Tensor]) -> None:
     assert torch.equal(got.transpose(1, 2), want)
 
 
-def test_qkvpacked_is_func(qkv: list[Tensor]) -> None:
+def test_qkvpacked_equals_func(qkv: list[Tensor]) -> None:
     packed = torch.stack([qkv[0], -qkv[0], 2 * qkv[0]], 2).requires_grad_()
     out = flash_attn.flash_attn_qkvpacked_func(packed, causal=True)
     assert torch.equal(out, flash_attn.flash_attn_func(*packed.unbind(2), causal=True))
@@ -77,7 +77,7 @@ def test_qkvpacked_is_func(qkv: list[Tensor]) -> None:
     assert packed.grad is not None
 
 
-def test_varlen_is_func_of_each_sequence(qkv: list[Tensor]) -> None:
+def test_varlen_equals_func_of_each_sequence(qkv: list[Tensor]) -> None:
     flat = [x.flatten(0, 1) for x in qkv]
     q_ends, k_ends = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 9, 18]).int()
     args = (*flat, q_ends, k_ends, 5, 9)
@@ -93,7 +93,7 @@ def test_varlen_is_func_of_each_sequence(qkv: list[Tensor]) -> None:
     assert torch.equal(got, wide)
 
 
-def test_with_kvcache_appends_and_is_func_of_what_is_there(qkv: list[Tensor]) -> None:
+def test_with_kvcache_appends_and_equals_func_of_the_cache(qkv: list[Tensor]) -> None:
     q, k, v = qkv
     caches = [torch.full((3, 20, 2, 8), torch.nan) for _ in range(2)]
     entries, lengths = torch.tensor([2, 0]).int(), torch.tensor([4, 4]).int()
@@ -189,7 +189,7 @@ def test_with_kvcache_takes_the_options_of_decoding(qkv: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_what_is_not_there_says_so(qkv: list[Tensor]) -> None:
+def test_unsupported_calls_are_clear_errors(qkv: list[Tensor]) -> None:
     with pytest.raises(NotImplementedError, match="return_attn_probs must be False with dropout"):
         flash_attn.flash_attn_func(*qkv, dropout_p=0.1, return_attn_probs=True)
     with pytest.raises(ValueError, match=r"\[B, L, H, D\]"):

@@ -30,7 +30,7 @@ def ends(lengths: tuple[int, ...]) -> Tensor:
 def paged(packed: Tensor, page_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Shuffled pages of the packed rows, and the table of pages of each sequence.
 
-    NaN is in every other row, and no page where the table has an entry that is not used.
+    Unused rows hold NaN, and unused entries of the table name no page.
     """
     needed = [-(-length // page_size) for length in K_LENGTHS]
     free = torch.randperm(sum(needed) + 3, generator=generator)
@@ -95,7 +95,7 @@ def test_each_sequence_attends_to_the_rows_of_its_pages(
 
 @page_sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_bits_are_those_of_packed_rows(
+def test_pages_give_the_bits_of_packed_rows(
     page_size: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     q, k, v = tensors(generator, dtype)
@@ -155,7 +155,7 @@ def test_sequences_share_pages_and_their_gradients_add_up(generator: torch.Gener
             torch.testing.assert_close(a, b)
 
 
-def test_the_gradients_of_shared_pages_have_the_same_bits_each_time() -> None:
+def test_gradients_of_shared_pages_are_bitwise_reproducible() -> None:
     """PyTorch's indexing adds them with atomics, in any order."""
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(4, 16, 8, 64, generator=generator).requires_grad_()
@@ -179,7 +179,7 @@ def test_the_gradients_of_shared_pages_have_the_same_bits_each_time() -> None:
 def test_compiled_equals_eager_without_graph_breaks(
     dynamic: bool, longest: int | None, generator: torch.Generator
 ) -> None:
-    """Compiled code does not know the lengths: it gathers as many rows as there can be."""
+    """Compiled code does not know the lengths: it gathers the maximum number of rows."""
     q, k, v = tensors(generator, torch.float32)
 
     def loss(q: Tensor, k: Tensor, v: Tensor, k_ends: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ``torch.utils.flop_counter.FlopCounterMode`` counts: the products of the visible pairs."""
+"""FLOPs as ``torch.utils.flop_counter.FlopCounterMode`` counts them: of visible pairs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def counted(call: Callable[[], Any]) -> dict[str, int]:
-    """What the counter has for our operators, and for all others together."""
+    """The FLOPs of each of our operators, and of all others together."""
     with FlopCounterMode(display=False) as counter:
         call()
     totals = {"others": 0}
@@ -85,8 +85,8 @@ def test_tables_of_relative_attention_count(backend: str) -> None:
         assert got == [H * 45 * 2 * D * (2 + count), H * 45 * D * (10 + 6 * count)]
 
 
-def test_a_backward_counts_whose_forward_ran_before() -> None:
-    """On the shortest path, directly to a kernel; and with options."""
+def test_a_backward_is_counted_after_an_uncounted_forward() -> None:
+    """On the fast path, directly to a kernel; and with options."""
     x = torch.randn(1, 2, LQ, D, requires_grad=True)
     for options in ({}, {"softcap": 2.0}, {"dropout_p": 0.5}):
         out = sdpa(**options)(x, x, x)
@@ -183,7 +183,7 @@ def others() -> dict[str, tuple[Callable[..., Any], list[Tensor], list[int]]]:
             [torch.randn(9, D)],
             [2 * 3 * D * 9, 2 * 3 * D * 9],
         ),
-        "hopfield": (  # two steps, and the reading
+        "hopfield": (  # two steps, and the final read
             lambda *y: fastattn.hopfield_retrieve(*y, update_steps_max=2),
             [x[:, None], rows[:, None]],
             [3 * pairs * 4 * D, 3 * pairs * 10 * D],
@@ -203,8 +203,8 @@ def test_every_operator_counts(name: str, backend: str) -> None:
     assert passes(call, *tensors) == flops
 
 
-def test_steps_count_that_were_taken() -> None:
-    """Without a limit, the first of two groups rests after one step."""
+def test_only_steps_taken_are_counted() -> None:
+    """Without a limit, the first of two groups converges after one step."""
     stored = 100 * torch.eye(4)[None, None].repeat(2, 1, 1, 1)
     state = stored.clone()
     call = lambda: fastattn.hopfield_retrieve(state, stored, update_steps_max=None)  # noqa: E731
@@ -221,7 +221,7 @@ def test_every_operator_has_a_formula() -> None:
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_replaced_module_counts_what_pytorch_counts(weights: bool, padded: bool) -> None:
+def test_a_replaced_module_counts_as_pytorch_does(weights: bool, padded: bool) -> None:
     """With weights, where PyTorch computes by products that it counts itself.
 
     In backward it has stored the weights, which we recompute: 10 D a pair, not 8 D.

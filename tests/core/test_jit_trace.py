@@ -1,4 +1,4 @@
-"""Graphs of ``torch.jit.trace`` at other sizes than those of the trace: right, or refused."""
+"""Graphs of ``torch.jit.trace`` at sizes other than the traced ones: right, or refused."""
 
 from __future__ import annotations
 

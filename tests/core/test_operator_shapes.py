@@ -1,5 +1,5 @@
-"""Operators of the dispatcher refuse tensors whose shapes disagree, which no public function has
-checked there: in graphs of ``torch.jit.trace`` and in direct calls."""
+"""Operators of the dispatcher refuse tensors whose shapes disagree where no public function checks
+them: in graphs of ``torch.jit.trace`` and in direct calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator, and many modules, under PyTorch's transforms, against itself outside of them."""
+"""Every operator, and many modules, under PyTorch's transforms, against plain calls."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def gradient(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_no_gradient_no_graph(backend: str, name: str) -> None:
+def test_a_result_without_gradient_has_no_graph(backend: str, name: str) -> None:
     function, inputs = OPERATORS[name]()
     with torch.no_grad():
         assert not any(y.requires_grad for y in tupled(function(*inputs)))
@@ -116,7 +116,7 @@ def test_a_checkpoint_gives_the_same_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in UNDRAWN if n in OPERATORS and "one_step" not in n])
 def test_functional_derivatives(name: str) -> None:
-    """Those of ``torch.func`` in both modes, against autograd."""
+    """Derivatives of ``torch.func`` in both modes, against autograd."""
     function, inputs = OPERATORS[name]()
     loss = scalar(function, inputs)
     primals, tangents = (tuple(f(x.detach()) for x in inputs) for f in (torch.clone, torch.cos))
@@ -255,7 +255,7 @@ def test_opcheck(backend: str, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CAST)
 def test_autocast(backend: str, name: str, first: torch.dtype) -> None:
-    """The results are those of bfloat16 tensors, the gradients have the dtypes of the inputs."""
+    """Results equal a call with bfloat16 tensors; gradients have the dtypes of the inputs."""
     function, inputs = OPERATORS[name]()
     dtypes = [first, *[torch.float32] * (len(inputs) - 1)]
     inputs = tuple(x.detach().to(t).requires_grad_() for x, t in zip(inputs, dtypes, strict=True))

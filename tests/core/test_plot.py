@@ -1,4 +1,4 @@
-"""``fastattn.plot``: what is drawn is what was given; the page is whole and loads nothing."""
+"""``fastattn.plot``: pictures show the weights; the page is self-contained."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_heatmap_of_negative_and_missing_weights() -> None:
     assert plot.heatmap(torch.ones(2, 2), vmax=4.0).images[0].get_clim() == (0.0, 4.0)
 
 
-def test_hops_has_a_panel_for_each() -> None:
+def test_hops_has_a_panel_for_each_hop() -> None:
     weights = torch.rand(3, 4)
     figure = plot.hops(weights, list("abcd"), support=[1, 3], title="where? here")
     assert [ax.get_title() for ax in figure.axes] == ["hop 1", "hop 2", "hop 3"]

@@ -1,4 +1,4 @@
-"""What a user may import: none of these names goes away, and none comes without a line here."""
+"""The public names: none goes away, and none is added without a line here."""
 
 import ast
 import importlib

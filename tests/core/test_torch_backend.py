@@ -1,4 +1,4 @@
-"""PyTorch's fused attention as a backend: right where it serves, declined where it would not be."""
+"""PyTorch's fused attention as a backend: right for the calls it takes, the others declined."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.complete
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("part", range(4))
-def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
+def test_every_case_that_pytorchs_kernel_takes(part: int, dtype: torch.dtype) -> None:
     taken, faults = 0, []
     for case in ATTENTION_CASES[part::4]:
         if dtype not in case.dtypes or case.slow or case.partial:
@@ -122,8 +122,8 @@ def test_the_function_where_it_is_first(name: str, torch_first: None, calls: lis
     assert explain(attention, *inputs, **options).runs == "torch"
 
 
-def test_gradients_of_a_part_of_the_keys_are_not_pytorchs() -> None:
-    """Its kernel takes out and lse to be those of the keys it gets."""
+def test_gradients_of_some_keys_run_on_our_kernels() -> None:
+    """PyTorch's kernel assumes that out and lse belong to the keys it gets."""
     given = dict(zip(("query", "key", "value"), qkv(), strict=True))
     assert not backend.why_not(f"{OP}_backward", given, PLAIN)
     assert backend.why_not(f"{OP}_backward", given, replace(PLAIN, partial=True)) == [
@@ -141,7 +141,7 @@ def test_grouped_heads(torch_first: None, calls: list[str]) -> None:
     assert torch.allclose(out.float(), want.float(), atol=0.02)
 
 
-def test_lse_is_float64_and_minus_inf_where_nothing_is_seen() -> None:
+def test_lse_is_float64_and_minus_inf_in_fully_masked_rows() -> None:
     query, key, value = qkv()
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
     mask[:, :, 5] = False
@@ -198,7 +198,7 @@ DECLINED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_declined_calls_do_not_reach_it(name: str, torch_first: None, calls: list[str]) -> None:
+def test_declined_calls_skip_pytorch(name: str, torch_first: None, calls: list[str]) -> None:
     shape, options, reason = DECLINED[name]
     inputs = qkv(**shape)
     found = explain(attention, *inputs, **options)
@@ -210,7 +210,7 @@ def test_declined_calls_do_not_reach_it(name: str, torch_first: None, calls: lis
     assert calls == []
 
 
-def test_strides_and_widths_that_it_does_not_take(torch_first: None, calls: list[str]) -> None:
+def test_unsupported_strides_and_widths_are_declined(torch_first: None, calls: list[str]) -> None:
     query, key, value = qkv()
     for inputs, reason in (
         ((query.mT.contiguous().mT, key, value), "not contiguous"),
@@ -224,7 +224,7 @@ def test_strides_and_widths_that_it_does_not_take(torch_first: None, calls: list
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [1, 2])
-def test_a_nan_under_a_mask_stays_where_it_is_seen(
+def test_a_masked_nan_reaches_only_queries_that_see_it(
     bad: float, where: int, torch_first: None, calls: list[str]
 ) -> None:
     for options in ({"is_causal": True}, {"attn_mask": torch.ones(20, 20).tril().bool()}):
@@ -248,7 +248,7 @@ def test_no_math_path_where_pytorch_has_the_fused_kernel_switched_off(
     assert calls == []
 
 
-def test_what_it_takes_pytorch_takes_fused() -> None:
+def test_accepted_calls_run_on_pytorchs_fused_kernel() -> None:
     for q_len, k_len, width in ((1, 1, 1), (7, 300, 65), (33, 33, 256), (513, 40, 8)):
         inputs = qkv(q_len, k_len, width)
         options = AttentionOptions(scale=1.0)
@@ -349,8 +349,8 @@ def test_a_gradient_of_lse_takes_the_next_backend_of_the_device(
 
 
 def test_a_nan_in_the_gradient_stays_with_the_keys_of_its_query() -> None:
-    """PyTorch's kernel would spread it to all keys; which values of other keys become NaN as zero
-    times NaN depends on the tiles of ours."""
+    """PyTorch's kernel would spread it to all keys; in our kernels the tiles decide which values of
+    other keys become NaN, as zero times NaN."""
     cotangent = torch.randn(2, 4, 20, 16).bfloat16()
     cotangent[:, :, 4] = math.nan
     inputs = qkv(requires_grad=True)
@@ -408,7 +408,7 @@ def test_forcing_another_backend_wins(torch_first: None, calls: list[str]) -> No
 
 
 def test_without_a_native_core(torch_first: None, calls: list[str], monkeypatch: Any) -> None:
-    """It serves what it can; the rest is the reference's, in silence, as everywhere without one."""
+    """Declined calls run on the reference without a warning, as without any native core."""
     load = dispatch.load.__wrapped__
     monkeypatch.setattr(dispatch, "load", lambda n: "not built" if n == "cpu" else load(n))
     with warnings.catch_warnings():
@@ -419,7 +419,7 @@ def test_without_a_native_core(torch_first: None, calls: list[str], monkeypatch:
     assert calls == ["_forward"]
 
 
-def test_a_layer_uses_it(torch_first: None, calls: list[str]) -> None:
+def test_a_layer_uses_pytorchs_kernel(torch_first: None, calls: list[str]) -> None:
     layer = fastattn.nn.MultiheadAttention(64, 4, batch_first=True).bfloat16()
     x = torch.randn(8, 64, 64).bfloat16()
     layer(x, x, x, need_weights=False)[0].sum().backward()

@@ -1,4 +1,4 @@
-"""``fastattn.trace`` sees each call, and says which kernel ran it."""
+"""``fastattn.trace`` records each call and the kernel that ran it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_backend_and_the_reason() -> None:
     assert third.backend == "reference"
 
 
-def test_a_reason_is_that_of_explain() -> None:
+def test_a_reason_agrees_with_explain() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
     wide = [torch.cat([x] * 400, -1) for x in (q, k, v)]
     explanation = fastattn.explain("scaled_dot_product_attention", *wide)
@@ -94,14 +94,14 @@ def test_operators_that_take_functions_run() -> None:
     assert len(calls) == 0
 
 
-def test_the_dtype_is_that_of_the_attention() -> None:
+def test_the_dtype_is_the_attentions() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.bfloat16, requires_grad=True)
     with fastattn.trace() as calls:
         fastattn.scaled_dot_product_attention(q, k, v, return_lse=True)[1].sum().backward()
     assert [call.dtype for call in calls] == [torch.bfloat16] * 2
 
 
-def test_overlapping_traces_leave_the_compiler_as_it_was() -> None:
+def test_overlapping_traces_restore_the_compiler() -> None:
     compiled = torch.compile(torch.sin, backend="aot_eager", fullgraph=True)
     compiled(torch.ones(2))
     first, second = fastattn.trace(), fastattn.trace()
@@ -140,7 +140,7 @@ def test_compiled_code_runs_uncompiled() -> None:
     assert torch.equal(out, expected)
 
 
-def test_times_are_of_the_calls() -> None:
+def test_timed_calls_have_seconds() -> None:
     q, k, v = torch.randn(3, 1, 2, 64, 8)
     with fastattn.trace(timed=True) as calls:
         for _ in range(2):
@@ -176,7 +176,7 @@ def test_an_error_names_the_argument() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*runs on the slow reference")
-def test_calls_that_an_obstacle_sends_to_the_reference() -> None:
+def test_calls_that_fall_back_to_the_reference_have_a_reason() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     slopes = torch.ones(2, requires_grad=True)
     with fastattn.trace(timed=True) as outer, fastattn.trace() as calls:

@@ -1,4 +1,4 @@
-"""`fastattn tune`: what it measures, what it takes and leaves, and where it writes.
+"""`fastattn tune`: its measurements, its choices, and the file it writes.
 
 No test needs a GPU: ``on_a_gpu`` treats CPU tensors as GPU tensors.
 """
@@ -45,7 +45,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    """A candidate takes these seconds, another one second; each call runs once, if it can."""
+    """Candidates take these seconds, by default one; each call runs once, if it can."""
 
     def race(what: str, candidates: dict[str, Any]) -> dict[str, float]:
         runs = [name for name, call in candidates.items() if tune._runs(name, call)]
@@ -57,7 +57,7 @@ def times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
 # -- a CPU -----------------------------------------------------------------------------------------
 
 
-def test_it_measures_the_processor_and_can_be_undone(
+def test_tune_measures_the_processor_and_can_be_undone(
     own: Path, native: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = native.build_info()["isa"]
@@ -88,7 +88,7 @@ def test_a_small_gain_changes_nothing(native: Any, monkeypatch: pytest.MonkeyPat
                 assert isa.use in native.build_info()["supported"]
 
 
-def test_what_is_clearly_faster_is_taken(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clearly_faster_candidate_is_chosen(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     times(monkeypatch, torch=0.9)
     with be(AMD):
         order, _ = tune.attention(torch.bfloat16)
@@ -105,7 +105,7 @@ def test_what_is_clearly_faster_is_taken(native: Any, monkeypatch: pytest.Monkey
         assert tune.attention(torch.float32)[1].use == isa
 
 
-def test_the_gemm_that_is_clearly_faster(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clearly_faster_gemm_is_chosen(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     named = dict.fromkeys(evidence.GEMMS, lambda *_: None)
     monkeypatch.setattr(dispatch.load("cpu"), "gemms_of", lambda dtype: named)
 
@@ -194,7 +194,7 @@ def test_a_backend_that_fails_is_left_out(
     assert f"triton does not run: {type(error).__name__}" in capsys.readouterr().out
 
 
-def test_no_backend_is_no_row(
+def test_without_a_backend_no_row_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with on_a_gpu("not built", monkeypatch, "cuda", "triton"):
@@ -228,7 +228,7 @@ def test_a_case_that_raises_admits_nothing(
     assert "not checked, not enough memory: no memory left" in capsys.readouterr().out
 
 
-def test_what_was_measured_stays_if_a_later_operator_fails(
+def test_earlier_rows_stay_if_a_later_operator_fails(
     monkeypatch: pytest.MonkeyPatch, own: Path
 ) -> None:
     def orders(op: str, *_: Any) -> Row:
@@ -243,7 +243,7 @@ def test_what_was_measured_stays_if_a_later_operator_fails(
     assert "NVIDIA H200" in own.read_text()
 
 
-def test_nothing_measured_is_a_failure(
+def test_measuring_nothing_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -267,7 +267,7 @@ def test_every_measured_operator_can_be_called() -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_without_a_gpu_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert cli.main(["tune", "--device", "cuda"]) == 2
@@ -298,7 +298,7 @@ def test_a_wrong_argument_is_named(
         ("cuda", ["--out", "x.json"], "--out is for --launches"),
     ],
 )
-def test_an_argument_of_something_else_is_refused(
+def test_an_argument_of_another_device_is_refused(
     device: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["tune", "--device", device, *arguments]) == 2

@@ -1,4 +1,4 @@
-"""The verify command: what it runs, what it says, and that a wrong result fails it."""
+"""The verify command: its cases, its output, and its failure on a wrong result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OP = "scaled_dot_product_attention"
 ONE = ["verify", "--backend", "reference", "--op", OP, "--case", "plain"]
 
 
-def test_passes_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_passes_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(ONE) == 0
     printed = capsys.readouterr().out
     assert "all 4 checks passed" in printed
@@ -36,12 +36,12 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.complete
-def test_it_needs_no_numpy() -> None:
+def test_verify_needs_no_numpy() -> None:
     done = run_python("-W", "ignore", "-c", WITHOUT_NUMPY, *ONE)
     assert "all 4 checks passed" in done.stdout
 
 
-def test_a_wrong_result_fails_it(
+def test_a_wrong_result_fails_verify(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     right = reference.scaled_dot_product_attention_backward
@@ -88,7 +88,7 @@ def test_an_exception_is_a_failure_of_its_case_alone(
     assert table_row.split()[4] == "0"
 
 
-def test_what_is_declined_is_counted_and_reported(
+def test_declined_cases_are_counted_and_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Declines:

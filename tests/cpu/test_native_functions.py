@@ -24,7 +24,7 @@ def test_native_functions_take_the_tensors_of_their_operators_in_order(native: M
             continue
         parameters = inspect.signature(function).parameters.values()
         tensors = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        kept = tensors[len(operator.names) :]  # what the forward kernel kept
+        kept = tensors[len(operator.names) :]  # saved by the forward kernel
         assert kept == (["kept"] if operator.name == "memory_hop_attention_backward" else [])
         assert tensors == [*operator.names, *kept], operator.name
         if operator.name != "linear":  # one of three GEMMs, which the backend chooses

@@ -1,4 +1,4 @@
-"""The native functions read their tensors in either way, and check every one of them."""
+"""The native functions read tensors by the exchange interface or by methods, and check each."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ RETYPED |= {torch.bool: torch.uint8}
 
 
 def variants(x: Tensor) -> Iterator[tuple[Any, Tensor | None]]:
-    """What a tensor must not be, and what it then means where a function takes it nevertheless."""
+    """Invalid variants of a tensor, each with its meaning where a function accepts it."""
     yield from ((wrong, None) for wrong in (x.tolist(), x.to(torch.complex64), x.to("meta")))
     yield x.to(RETYPED.get(x.dtype, torch.float32)), x
     if x.ndim > 2:
@@ -140,7 +140,7 @@ def test_the_calls_have_every_tensor(native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_an_operator_refuses_its_native_function_refuses_too(
+def test_native_functions_refuse_what_their_operators_refuse(
     name: str, way: None, native: ModuleType
 ) -> None:
     for operator, tensors, call in native_calls(name, native):
@@ -165,7 +165,7 @@ def test_what_an_operator_refuses_its_native_function_refuses_too(
                 torch.testing.assert_close(result, first_with(meaning), check_dtype=False)
 
 
-def test_every_stride_and_either_way_give_the_same_results(
+def test_results_depend_on_neither_strides_nor_interface(
     native: ModuleType, exchange: Callable[[Any], bool]
 ) -> None:
     for name in CALLS:
@@ -443,7 +443,7 @@ def test_native_self_attention_leaves_other_tensors_to_the_general_path(
 
 
 def flags_of_memory(x: Tensor) -> str:
-    """What Linux notes of the mapping that the middle of the tensor lies in."""
+    """Linux's flags of the mapping that holds the middle of the tensor."""
     address, inside = x.data_ptr() + x.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -1,4 +1,4 @@
-"""What the processor has, and what the system lets a program use of it."""
+"""The features of the processor, and which of them the system lets a program use."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ SSE, AVX = 1 << 0 | 1 << 1, 1 << 2
 AVX512 = 0b111 << 5
 TILES = 0b11 << 17
 
-# As an Intel Xeon of the generation "Sapphire Rapids" tells it, of the bits that are read here.
+# The bits read here, as an Intel Xeon of the generation "Sapphire Rapids" has them.
 XEON = {
     "leaf1_ecx": 1 << 12 | 1 << 27 | 1 << 28 | 1 << 29,
     "leaf7_ebx": 1 << 5 | 1 << 8 | 1 << 16 | 1 << 17 | 1 << 28 | 1 << 30 | 1 << 31,
@@ -59,7 +59,7 @@ def test_a_feature_counts_where_the_system_saves_its_registers(changed, expected
 @pytest.mark.skipif(
     not (X86 and CPUINFO.exists()), reason="reads the /proc/cpuinfo of x86-64 Linux"
 )
-def test_this_processor_is_the_one_that_linux_shows():
+def test_detected_features_equal_linuxs():
     shown = {}
     for line in CPUINFO.read_text().splitlines():
         key, _, value = line.partition(":")
@@ -108,7 +108,7 @@ def test_every_supported_instruction_set_has_its_features():
     ],
     ids=str,
 )
-def test_why_there_are_no_tiles(changed, expected):
+def test_missing_tiles_have_a_reason(changed, expected):
     registers = {name: XEON[name] for name in ("leaf7_edx", "leaf7_1_eax", "xcr0")}
     reason = _cpu.why_no_tiles("bf16", **{**registers, "error": 0, **changed})
     assert expected in reason
@@ -121,7 +121,7 @@ def test_why_there_are_no_tiles(changed, expected):
 
 
 def test_no_code_of_an_instruction_set_runs_when_the_module_is_loaded() -> None:
-    """It would be an illegal instruction on a processor without: only these files may have any."""
+    """It would be illegal on other processors: only these files may have initialisers."""
     for_every_processor = {
         path.name for path in (Path(__file__).resolve().parents[2] / "csrc/cpu").glob("*.cpp")
     }
@@ -146,7 +146,7 @@ print(json.dumps(core.build_info()["unsupported"]))
 
 
 @pytest.mark.skipif(not CPUINFO.exists(), reason="a signal stack of Linux")
-def test_a_small_signal_stack_costs_the_tiles_and_nothing_else() -> None:
+def test_a_small_signal_stack_disables_only_the_tiles() -> None:
     command = [sys.executable, "-c", _SMALL_STACK, _cpu.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     unsupported, usual = json.loads(done.stdout), _cpu.build_info()["unsupported"]

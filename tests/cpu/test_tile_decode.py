@@ -33,17 +33,17 @@ def assert_right(
 def test_chunks_of_very_different_scores(
     tiles: str, heads: int, factor: float, dtype: torch.dtype
 ) -> None:
-    """The keys of each chunk outweigh those of the chunks before, for every other head."""
+    """The keys of each chunk outweigh the chunks before, for every other head."""
     q, k, v = (x.to(dtype) for x in qkv(1, heads, 1, 1300, 32, kv_heads=1))
     q[:, :, :, 0], k[..., 0] = 0, 0
     q[:, ::2, :, 0] = 5.5
     k[..., 0] = (torch.arange(1300) // 512 * factor).to(dtype)
     got = decode_attention(q, k, v, return_lse=True)
-    assert_right(got, in_double(q, k, v), max(2e-6, 2e-7 * factor))  # that of the scores
+    assert_right(got, in_double(q, k, v), max(2e-6, 2e-7 * factor))  # the error of the scores
 
 
 @DTYPES
-def test_the_bits_of_a_sequence_are_its_own(
+def test_bits_of_a_sequence_do_not_depend_on_its_batch(
     tiles: str, dtype: torch.dtype, same_for_any_threads: Any
 ) -> None:
     """Alone or in a batch, on any number of threads, in pages or not."""
@@ -93,7 +93,7 @@ def test_each_query_of_a_stack_has_its_own_diagonal(tiles: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "dtype", "told"),
+    ("heads", "queries", "dtype", "reason"),
     [
         (16, 1, torch.bfloat16, "on tiles"),
         (16, 1, torch.float32, "on tiles, as six products of three bfloat16 parts each"),
@@ -103,11 +103,11 @@ def test_each_query_of_a_stack_has_its_own_diagonal(tiles: str, dtype: torch.dty
         (16, 1, torch.float64, "on vectors: the tiles are for bfloat16, float16 and float32"),
     ],
 )
-def test_explain_says_what_decodes(
-    chosen_tiles: str, heads: int, queries: int, dtype: torch.dtype, told: str
+def test_explain_names_the_kernels_of_decoding(
+    chosen_tiles: str, heads: int, queries: int, dtype: torch.dtype, reason: str
 ) -> None:
     query = torch.ones(1, heads, queries, 8, dtype=dtype)
     cache = torch.ones(1, 1, 9, 8, dtype=dtype)
     found: Any = fastattn.explain("decode_attention", query, cache, cache)
     assert f"instruction set {chosen_tiles}" in found.because
-    assert told in found.because
+    assert reason in found.because

@@ -90,7 +90,7 @@ def test_a_later_float_far_above_the_first_block(tiles: str, factor: float) -> N
 @pytest.mark.parametrize("size", [1e-41, 1e-20, 1e18, 1e30])
 @pytest.mark.parametrize("which", ["q", "k", "v", "upstream"])
 def test_a_row_that_tiles_flush_or_overflow(tiles: str, which: str, size: float) -> None:
-    """All its score are 0, or the softmax would have one weight."""
+    """All its scores are 0, or the softmax would have one weight."""
     q, k, v = float_qkv(1, 1, 50, 90, 40)
     quiet = 20 if which == "upstream" else -1
     if which != "upstream":
@@ -107,7 +107,7 @@ def test_a_row_that_tiles_flush_or_overflow(tiles: str, which: str, size: float)
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e-11, 1e11, 1e18])
-def test_floats_all_of_another_size(tiles: str, scale: float) -> None:
+def test_scaled_floats(tiles: str, scale: float) -> None:
     """The scores stay, the output is as large as the values."""
     q, k, v = float_qkv(1, 1, 40, 70, 32)
     q, k, v = q / scale, k * scale, v * scale
@@ -118,8 +118,8 @@ def test_floats_all_of_another_size(tiles: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_floats_that_are_not_finite(tiles: str, bad: float) -> None:
-    """NaN and inf are where those of the definition are: 0 * inf of parts makes no other."""
+def test_nonfinite_floats(tiles: str, bad: float) -> None:
+    """NaN and inf are at the places of the definition: 0 * inf of parts adds none."""
     q, k, v = (x.sign() for x in float_qkv(1, 1, 70, 70, 32))  # of which two parts are 0
     v[:, :, 40, 3], k[:, :, 50, 4], q[:, :, 30, 2] = bad, bad, bad
     out, lse = attention(q, k, v, is_causal=True, return_lse=True)
@@ -142,17 +142,17 @@ def test_bits_of_floats_do_not_depend_on_the_threads(tiles: str, same_for_any_th
 def test_two_parts_only_where_pytorch_allows_them(chosen_tiles: str) -> None:
     q, k, v = float_qkv(1, 2, 70, 130, 64)
     exact = exactly(q, k, v)
-    found, told = [], []
+    found, reasons = [], []
     before = torch.get_float32_matmul_precision()
     try:
         for precision in ("highest", "high", "medium", "highest"):
             torch.set_float32_matmul_precision(precision)
             found.append(results(q, k, v, ours()))
-            told.append(fastattn.explain("scaled_dot_product_attention", q, k, v).because)
+            reasons.append(fastattn.explain("scaled_dot_product_attention", q, k, v).because)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert ["two bfloat16 parts" in x for x in told] == [False, True, True, False]
-    assert ["three bfloat16 parts" in x for x in told] == [True, False, False, True]
+    assert ["two bfloat16 parts" in x for x in reasons] == [False, True, True, False]
+    assert ["three bfloat16 parts" in x for x in reasons] == [True, False, False, True]
     for name, expected in exact.items():
         errors = [float((x[name] - expected).norm() / expected.norm()) for x in found]
         assert errors[0] == errors[3] < 1e-6, (name, errors)

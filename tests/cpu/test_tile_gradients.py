@@ -140,7 +140,7 @@ def test_real_tiles_give_the_bits_of_emulated_ones(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sink", [-math.inf, -100.0, 0.0, 60.0, 1e5, math.inf])
 def test_a_sink_joins_the_sum(tiles: str, sink: float, dtype: torch.dtype) -> None:
-    """Far above all scores, far below, and beside queries that see no key."""
+    """Far above all scores, far below, and beside fully masked rows."""
     q, k, v = (x.to(dtype) for x in qkv(1, 2, 70, 200, 32))
     v = v.abs()  # else the terms of the sink's gradient cancel
     seen = torch.ones(70, 200, dtype=torch.bool).tril(60)
@@ -175,7 +175,7 @@ def test_a_sink_joins_the_sum(tiles: str, sink: float, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("exponent", [6, 20, 40, 50])
 def test_scores_as_large_as_floats(tiles: str, exponent: int, dtype: torch.dtype) -> None:
-    """A rounding of such a score is more than an exponential can take. Pairs of keys are equal."""
+    """The rounding of such a score overflows an exponential. Pairs of keys are equal."""
     q, k, v = qkv(1, 2, 150, 150, 64)
     k[..., ::2, :] = k[..., 1::2, :]
     q, k = q * 2.0**exponent, k * 2.0**exponent

@@ -44,7 +44,7 @@ def assert_gradients(
         assert error < 2e-3 or name not in judged, (name, error)
 
 
-def test_a_raised_reference_beside_one_that_is_found_at_the_end(tiles: str) -> None:
+def test_recomputing_a_panel_keeps_the_bits_of_other_rows(tiles: str) -> None:
     """The whole panel is computed again, and each query has the bits that it has alone."""
     q, k, v = halves(1, 1, 64, 400, 32)
     rising = grows(6.0, 40, 400)
@@ -56,7 +56,7 @@ def test_a_raised_reference_beside_one_that_is_found_at_the_end(tiles: str) -> N
 
 
 def test_a_sink_has_the_reference_of_the_weights(tiles: str) -> None:
-    """They are scaled to the range of float16, and so must be what it adds to their sum."""
+    """Weights are scaled to the range of float16, and the sink's term of their sum must be too."""
     q, k, v = halves(1, 2, 40, 130, 32)
     sinks = torch.tensor([0.5, 3.0])
     got = attention(q, k, v, sinks=sinks, return_lse=True)
@@ -100,12 +100,12 @@ def test_gradients_of_scores_too_large_for_float16(tiles: str) -> None:
 
 def test_gradients_of_scores_too_small_for_float16(tiles: str) -> None:
     q, k, v = halves(1, 1, 70, 150, 64)
-    assert_gradients([q * SMALL, k * 4096, v * 2.0**-8], 2.0**-12, "qv")  # that of k is too small
+    assert_gradients([q * SMALL, k * 4096, v * 2.0**-8], 2.0**-12, "qv")  # k's is too small
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.98}], ids=str)
 def test_gradients(tiles: str, options: dict[str, Any]) -> None:
-    """Of weights near 1, near 0, and, with dropout, as large as 50."""
+    """Gradients of weights near 1, near 0, and, with dropout, as large as 50."""
     q, k, v = halves(1, 2, 150, 330, 40, 33, kv_heads=1)
     assert_gradients([q, k, v], **options)
 
@@ -115,8 +115,8 @@ def test_explain_says_whether_the_tiles_multiply_float16(
 ) -> None:
     x = torch.ones(1, 16, 5, 8, dtype=torch.float16)
     served = chosen_tiles == EMULATED or "amx_fp16" in native.processor()["features"]
-    told = "on tiles" if served else "on vectors: the processor has no AMX with fp16"
+    reason = "on tiles" if served else "on vectors: the processor has no AMX with fp16"
     for op, cache in (("scaled_dot_product_attention", x), ("decode_attention", x[:, :1])):
         found: Any = fastattn.explain(op, x, cache, cache)
         assert f"instruction set {chosen_tiles}" in found.because
-        assert told in found.because
+        assert reason in found.because

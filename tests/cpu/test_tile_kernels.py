@@ -88,7 +88,7 @@ def test_queries_that_see_their_first_key_late(tiles: str) -> None:
     q, k, v = qkv(1, 1, 96, 400, 64)
     mask = torch.zeros(96, 400, dtype=torch.bool)
     for i in range(96):
-        mask[i, 4 * i :] = i % 7 != 0  # and some that see none
+        mask[i, 4 * i :] = i % 7 != 0  # and some fully masked
     got = attention(q, k, v, attn_mask=mask, return_lse=True)
     bias = torch.zeros(96, 400, dtype=torch.float64).masked_fill(~mask, -math.inf)
     out, lse = in_double(q, k, v, bias)
@@ -127,7 +127,7 @@ def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "dtype", "told"),
+    ("queries", "dtype", "reason"),
     [
         (5, torch.bfloat16, "on tiles"),
         (4, torch.bfloat16, "on vectors: so few queries do not fill a tile"),
@@ -136,19 +136,19 @@ def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
     ],
 )
 def test_explain_says_what_runs_on_tiles(
-    chosen_tiles: str, queries: int, dtype: torch.dtype, told: str
+    chosen_tiles: str, queries: int, dtype: torch.dtype, reason: str
 ) -> None:
     x, memory = torch.ones(1, 1, queries, 8, dtype=dtype), torch.ones(1, 1, 9, 8, dtype=dtype)
     found = fastattn.explain("scaled_dot_product_attention", x, memory, memory)
     assert f"instruction set {chosen_tiles}" in found.because
-    assert told in found.because
+    assert reason in found.because
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("queries", [4, 5])
 @pytest.mark.parametrize("heads", [1, 17])
 @pytest.mark.parametrize("how", ["plain", "dropout", "columns apart"])
-def test_what_explain_says_is_what_the_bits_show(
+def test_explain_agrees_with_the_bits(
     chosen_tiles: str, dtype: torch.dtype, queries: int, heads: int, how: str
 ) -> None:
     q, k, v = (x.to(dtype) for x in qkv(1, heads, queries, 70, 40, kv_heads=1))
@@ -163,7 +163,7 @@ def test_what_explain_says_is_what_the_bits_show(
         return found
 
     found = run()
-    told = fastattn.explain(
+    reason = fastattn.explain(
         "scaled_dot_product_attention", q, k, v, enable_gqa=True, **options
     ).because
     on_vectors = []
@@ -171,19 +171,19 @@ def test_what_explain_says_is_what_the_bits_show(
         if not evidence.has_tiles(str(target.isa)):
             with target.active():
                 on_vectors.append(run())
-    assert (", on vectors" in told) == any(torch.equal(x, found) for x in on_vectors), told
+    assert (", on vectors" in reason) == any(torch.equal(x, found) for x in on_vectors), reason
 
 
 def test_explain_says_which_part_runs_beside_the_tiles(chosen_tiles: str) -> None:
     x = torch.ones(1, 1, 40, 8).bfloat16()
-    told = fastattn.explain("scaled_dot_product_attention", x, x, x, need_weights=True).because
-    assert told.endswith("on tiles; the returned weights on vectors")
+    reason = fastattn.explain("scaled_dot_product_attention", x, x, x, need_weights=True).because
+    assert reason.endswith("on tiles; the returned weights on vectors")
     packed, starts = torch.ones(40, 1, 8).bfloat16(), torch.tensor([0, 30, 40], dtype=torch.int32)
-    told = fastattn.explain("varlen_attention", packed, packed, packed, starts, starts).because
-    assert told.endswith("on tiles; small sequences on vectors")
+    reason = fastattn.explain("varlen_attention", packed, packed, packed, starts, starts).because
+    assert reason.endswith("on tiles; small sequences on vectors")
     terms = {"relative_bias": Disentangled(torch.ones(3, 1, 8))}
-    told = fastattn.explain("varlen_attention", *[packed] * 3, *[starts] * 2, **terms).because
-    assert told.endswith("on vectors: a bias that depends on the content has no kernel on tiles")
+    reason = fastattn.explain("varlen_attention", *[packed] * 3, *[starts] * 2, **terms).because
+    assert reason.endswith("on vectors: a bias that depends on the content has no kernel on tiles")
 
 
 @pytest.fixture
@@ -225,8 +225,8 @@ def test_small_calls_run_on_vectors(
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
 
     found = run()
-    told = fastattn.explain("scaled_dot_product_attention", q, k, v).because
-    assert (", on tiles" in told) == tiled, told
+    reason = fastattn.explain("scaled_dot_product_attention", q, k, v).because
+    assert (", on tiles" in reason) == tiled, reason
     with Target("cpu", by_size).active():
         on_tiles = run()
     others = []
@@ -243,7 +243,7 @@ def same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_neighbours_in_a_batch_do_not_decide_what_runs(by_size: str, dtype: torch.dtype) -> None:
+def test_the_kernel_does_not_depend_on_the_batch(by_size: str, dtype: torch.dtype) -> None:
     lengths = (0, 300, 3, 20, 520, 1)
     case = VarlenCase("sizes", lengths, lengths, head_dim=64, kv_heads=1, bottom_right=True)
     inputs = make_varlen(case, dtype)

@@ -113,7 +113,7 @@ def fused(a: Any, b: Any, c: Any) -> Any:
 
 def judged(of: str, a: Any, b: Any, c: Any) -> Any:
     """TDPBF16PS and TDPFP16PS, after Intel's manual and, in bf16, what the processor does: even and
-    odd elements in two chains, subnormal floats flushed in and out. Those of fp16 are not."""
+    odd elements in two chains, subnormal floats flushed in and out, except fp16 inputs."""
     a, b = widened(of, a), widened(of, b)
     chains = []
     for first in (0, 1):
@@ -146,7 +146,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def shaped(of: str, shape: tuple[int, int, int], a: Any, b: Any, c: Any) -> Any:
-    """What the judge says of tiles of m rows, n columns and k pairs: the rest of c stays."""
+    """The expected tiles of m rows, n columns and k pairs: the rest of c is unchanged."""
     m, n, k = shape
     expected = c.copy()
     expected[:, :m, :n] = judged(of, a[:, :m, : 2 * k], b[:, : 2 * k, :n], c[:, :m, :n])
@@ -171,7 +171,7 @@ def test_emulated_shapes(library: Path, shape: tuple[int, int, int], of: str) ->
 
 
 def skip_without_tiles(native: ModuleType, of: str) -> None:
-    """Importing the core has asked Linux for the tiles."""
+    """Importing the core has requested the tiles from Linux."""
     if {"bf16": "amx_bf16", "f16": "amx_fp16"}[of] not in native.processor()["features"]:
         info = native.build_info()
         reasons = {"bf16": info["unsupported"].get("amx_bf16"), "f16": info["no_float16_on_tiles"]}
@@ -179,7 +179,7 @@ def skip_without_tiles(native: ModuleType, of: str) -> None:
 
 
 @pytest.mark.parametrize(("of", "kind"), KINDS)
-def test_real_products_are_those_of_the_emulation(
+def test_real_products_equal_the_emulations(
     native: ModuleType, library: Path, of: str, kind: str
 ) -> None:
     skip_without_tiles(native, of)
@@ -190,7 +190,7 @@ def test_real_products_are_those_of_the_emulation(
 
 @pytest.mark.parametrize("of", RANGES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_real_shapes_are_those_of_the_emulation(
+def test_real_shapes_equal_the_emulations(
     native: ModuleType, library: Path, shape: tuple[int, int, int], of: str
 ) -> None:
     skip_without_tiles(native, of)
@@ -278,7 +278,7 @@ def test_pairs_in_f16(parts_library: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_products_of_parts_are_those_that_matter(parts_library: Any, count: int) -> None:
+def test_products_of_parts_are_the_significant_ones(parts_library: Any, count: int) -> None:
     left, right = (np.full(9, -1, np.int32) for _ in range(2))
     found = parts_library.products(
         count, *(x.ctypes.data_as(ctypes.c_char_p) for x in (left, right))
@@ -298,7 +298,7 @@ def test_rows_that_have_no_parts(parts_library: Any, channels: int, col_stride: 
     x = rows[:, :, 0]
     x[:] = rng.standard_normal((32, channels))
     x[:, 0] = 1
-    # What the row's largest element is decides; NaN is larger than all.
+    # The row's largest element decides; NaN is larger than all.
     some = {1: 2.0**56, 2: -(2.0**56) * 1.5, 3: np.nan, 4: -np.inf, 5: 3e38}
     for row, value in some.items():
         x[row, -1] = value

@@ -129,13 +129,13 @@ ONE_KEY = [
 
 
 def inexact_gradients(verdict: Verdict) -> list[Deviation]:
-    """Those of the queries and keys of a ONE_KEY case that are not exactly 0."""
+    """Gradients of queries and keys of a ONE_KEY case that are not exactly 0."""
     gradients = ("grad_query", "grad_key")
     return [d for d in verdict.deviations if d.name in gradients and d.error != 0]
 
 
 @pytest.mark.parametrize("case", ONE_KEY, ids=lambda case: case.name)
-def test_the_only_key_has_all_the_weight(adapter: ModuleType, case: Case) -> None:
+def test_a_single_visible_key_has_weight_one(adapter: ModuleType, case: Case) -> None:
     verdict = check(case, torch.float32, Emulated(adapter, 3))  # type: ignore[arg-type]
     assert verdict.ok, verdict.faults
     assert {"grad_query", "grad_key"} <= {d.name for d in verdict.deviations}
@@ -203,7 +203,7 @@ TRIANGLE = Case("nan-mask", q_len=190, k_len=190, mask="tril", mask_dims="qk")
 def test_nan_reaches_only_the_queries_that_see_it(
     adapter: ModuleType, case: Case, dtype: torch.dtype
 ) -> None:
-    """Some queries see the key. The poisoned cases of the table have keys that no query sees.
+    """Some queries see the key; the table's poisoned cases hide it from all queries.
 
     NaN in a key goes into scores, which are selected. NaN in a value, and whatever comes back, is
     multiplied by weights of 0: as docs/gpu-kernels.md says, that ends with the block of 128 rows.
@@ -243,7 +243,7 @@ def test_sinks_of_any_size(adapter: ModuleType, is_hopper: bool, dtype: torch.dt
     tensors[0][:, :, 3] = 0
     mask = torch.zeros(6, 9)
     mask[2], mask[3], mask[4, 3:] = -math.inf, large, -math.inf
-    grad_out[:, :, 2] = math.nan  # of rows that see no key
+    grad_out[:, :, 2] = math.nan  # of fully masked rows
 
     def run(backend: str) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (*tensors, sinks)]
@@ -289,7 +289,7 @@ def _with_gradients(
 def test_an_entry_of_minus_infinity_hides_its_pairs(
     adapter: ModuleType, is_hopper: bool, dtype: torch.dtype
 ) -> None:
-    """With NaN in keys that no query sees, and in queries that see no key."""
+    """With NaN in keys that are hidden from all queries, and in fully masked rows."""
     draw = torch.Generator().manual_seed(4)
     sizes = (1, 2, 90, 16), (1, 2, 100, 16), (1, 2, 100, 16)
     query, key, value = (torch.randn(size, generator=draw).to(dtype) for size in sizes)
@@ -329,7 +329,7 @@ for wild in (10**9, -(10**9)):
 
 @pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-def test_positions_lead_nowhere_outside_the_table(adapter: ModuleType) -> None:
+def test_positions_read_nothing_outside_the_table(adapter: ModuleType) -> None:
     run_fenced(_WILD)
 
 
@@ -352,7 +352,7 @@ def allocates_by(adapter: ModuleType, empty: Callable[..., Tensor]) -> Iterator[
 
 
 def _tiles(adapter: ModuleType, case: Case) -> tuple[Tensor, Tensor]:
-    """What the kernel finds in each tile of 64 x 64 pairs, and the share of its visible pairs."""
+    """The kernel's class of each tile of 64 x 64 pairs, and the share of its visible pairs."""
     inputs = make_inputs(case, torch.float32)
     kept: list[Tensor] = []
 
@@ -453,7 +453,7 @@ def test_reads_nothing_past_the_end_of_a_program_that_is_not_valid(adapter: Modu
     run_fenced(_INVALID)
 
 
-def test_refuses_a_program_that_is_no_array_of_integers(adapter: ModuleType) -> None:
+def test_a_program_must_be_an_array_of_integers(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("program", program="causal"), torch.float32)
     assert inputs.mask_program is not None
     wrong = inputs.changed(mask_program=inputs.mask_program.long())

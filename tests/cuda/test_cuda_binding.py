@@ -1,5 +1,5 @@
-"""What the native module does with tensors before and after its kernels: which ones it takes, and
-on which device and stream everything runs.
+"""The native module around its kernels: which tensors it accepts, and on which device and stream
+everything runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from fastattn import compat, library
 from fastattn.backends.primitives import AttentionBackwardOptions
 
-# Those with kernels: the windows of Luong's attention have none.
+# Operators with kernels: the windows of Luong's attention have none.
 OPERATORS = [name for name in PROOFS if name != "luong_attention"]
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 

@@ -1,6 +1,6 @@
 """The CUDA kernels for Hopper on CPU tensors, under the emulator, against the oracle.
 
-They take what TMA can copy, and leave the rest to the other kernels: each test says which of them
+They run calls that TMA can copy; the other kernels run the rest, and each test checks which
 ran. The emulated machine has three multiprocessors, so of more than three tiles a block of threads
 takes several.
 """
@@ -46,7 +46,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @pytest.fixture
 def adapter() -> Iterator[ModuleType]:
-    """The adapter of the emulated kernels, those for Hopper among them."""
+    """The adapter of the emulated kernels, including the kernels for Hopper."""
     adapter = emulator.load()
     adapter._cuda.allow_hopper(True)
     adapter._cuda.take_launches()
@@ -162,18 +162,18 @@ def test_large_scores_of_other_rows_change_no_bit(adapter: ModuleType, dtype: to
     inputs = make_inputs(case, dtype)
     small = inputs.query / 512
     large = small.clone()
-    large[..., 100:, :] *= 2**22  # rows 96 to 111 are those of a warp
+    large[..., 100:, :] *= 2**22  # rows 96 to 111 belong to one warp
     found, want = (_forward(adapter, inputs.changed(query=query)) for query in (large, small))
     for name, x in found.items():
         assert torch.equal(x[:, :, :100], want[name][:, :, :100]), name
         assert not torch.equal(x[:, :, 100:], want[name][:, :, 100:]), name
 
 
-# -- the case table, and what it does not ask ------------------------------------------------------
+# -- the case table, and what it does not have -----------------------------------------------------
 
 
 def _cases() -> Iterator[Case]:
-    """Slow are those that differ from others in one thing alone."""
+    """Cases that differ from another one in a single option are slow."""
     base = Case("base", batch=1, heads=1, q_len=140, k_len=250)
     every: dict[str, Any] = {"mask": "float_inf", "softcap": 4.0, "alibi": "bh", "dropout_p": 0.2}
     for n, (d, dv) in enumerate(((64, 64), (40, 40), (72, 96), (104, 104), (128, 128), (192, 128),
@@ -216,7 +216,7 @@ def _cases() -> Iterator[Case]:
         hidden = replace(hidden, slow=d > 64)
         yield replace(hidden, name=f"nan-masked-{d}", mask="padding", mask_dims="bk")
         yield replace(hidden, name=f"nan-rows-{d}", mask="tril", q_len=100, dropout_p=0.5)
-    # A sink is of the head, which in a group is that of the row.
+    # A sink belongs to the head, which in a group is the row's.
     with_sinks = replace(base, heads=6, kv_heads=2, q_len=60, k_len=9, head_dim=64, sinks="bh")
     yield replace(with_sinks, name="sinks", causal="bottom_right", grads=("out", "lse"))
     yield replace(with_sinks, name="sinks-options", mask_dims="hqk", k_len=110, **every)
@@ -224,7 +224,7 @@ def _cases() -> Iterator[Case]:
     with_table = replace(with_sinks, sinks=None, relative_bias="bh", weights=1)
     yield replace(with_table, name="relative", causal="bottom_right", q_len=90, k_len=130)
     yield replace(with_table, name="relative-options", mask_dims="hqk", k_len=110, **every)
-    # A delta that is computed again.
+    # A delta that is recomputed.
     for d, dv in ((64, 64), (72, 128), (136, 40), (200, 200)):
         delta = replace(base, head_dim=d, value_dim=dv, weights=1, grads=("out", "lse", "weights"))
         yield replace(delta, name=f"delta-{d}-{dv}", mask="float_inf", mask_grad=True, slow=d == 72)
@@ -270,7 +270,7 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_mask_programs_are_left_to_the_other_kernels(adapter: ModuleType) -> None:
+def test_mask_programs_run_on_the_other_kernels(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("program", program="causal", head_dim=64), DTYPES[0])
     inputs.results(adapter)
     launches = _launches(adapter)
@@ -362,7 +362,7 @@ def _edges() -> Iterator[Case]:
         yield replace(edge, name=f"masked-{n}", mask="padding", mask_dims="bk", grads=grads)
     for n in range(10):
         yield replace(edge, name=f"queries-{n}", q_len=150, mask="bool_rows", poison_queries=True)
-    # Gradients of more than the output, rows that see nothing and hold NaN, large scores.
+    # Gradients of more than the output, fully masked rows that hold NaN, large scores.
     yield replace(edge, name="lse", q_len=150, grads=("out", "lse"))
     yield replace(
         edge, name="mask", q_len=150, mask="float_inf", mask_grad=True, grads=("out", "lse")
@@ -573,7 +573,7 @@ def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
 # -- what the kernels are not for ------------------------------------------------------------------
 
 
-def test_the_others_run_unless_the_kernels_are_allowed(adapter: ModuleType) -> None:
+def test_other_kernels_run_unless_hoppers_are_allowed(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("off", head_dim=64), torch.bfloat16)
     args = inputs.args
     adapter._cuda.allow_hopper(False)
@@ -584,7 +584,7 @@ def test_the_others_run_unless_the_kernels_are_allowed(adapter: ModuleType) -> N
     assert _launches(adapter) == {FORWARD}
 
 
-def test_float32_is_left_to_the_others(adapter: ModuleType) -> None:
+def test_float32_runs_on_the_other_kernels(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("float32", head_dim=64), torch.float32)
     adapter.scaled_dot_product_attention(*inputs.args, options=inputs.options)
     assert FORWARD not in _launches(adapter)

@@ -62,7 +62,7 @@ TABLES = {
     "encode_memory": Table("encode_memory", lambda case: False, every=2),
     "hopfield": Table(
         "hopfield_retrieve",
-        # With the one memory that shared memory has no room for.
+        # Including the one memory that does not fit in shared memory.
         lambda case: (
             case.k_len < 1000 and case.steps * case.q_len * case.k_len * case.head_dim > 2e4
         ),
@@ -202,7 +202,7 @@ def test_a_memory_that_is_too_wide_is_declined_with_a_reason(adapter: ModuleType
 
 
 @pytest.mark.parametrize("rows", [40, 600])  # in one block of threads, and in several
-def test_no_score_is_too_large_for_its_exponential(adapter: ModuleType, rows: int) -> None:
+def test_large_scores_do_not_overflow_the_exponential(adapter: ModuleType, rows: int) -> None:
     draw = torch.Generator().manual_seed(3)
     u, m = torch.randn(3, 8, generator=draw), torch.randn(3, rows, 8, generator=draw)
     with Emulated(adapter).active(), fastattn.use_backend("cuda"):
@@ -235,7 +235,7 @@ def test_nan_in_a_hidden_pattern_reaches_nothing(adapter: ModuleType, excluded_b
     assert not results[0][0][0, 0, 0].any()
 
 
-def test_an_unlimited_search_rests(adapter: ModuleType) -> None:
+def test_an_unlimited_search_converges(adapter: ModuleType) -> None:
     state, stored = torch.eye(4)[:3], 3 * torch.eye(4)
     with Emulated(adapter).active(), fastattn.use_backend("cuda"):
         got = fastattn.hopfield_retrieve(state, stored, beta=2.0)

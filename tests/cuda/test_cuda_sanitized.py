@@ -12,7 +12,7 @@ import emulator
 import pytest
 from child_process import run_python
 
-# GCC takes what ASan adds for a variable that may be uninitialised: a warning, no error.
+# GCC warns of ASan's code as a variable that may be uninitialised: no error.
 FLAGS = ("-fsanitize=address", "-g1", "-fno-omit-frame-pointer", "-Wno-error")
 ELEMENTS = ("Bf16", "F32")
 
@@ -66,7 +66,7 @@ def _runtime(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is of Linux")
-def test_nothing_is_read_or_written_outside_of_its_memory() -> None:
+def test_nothing_is_read_or_written_outside_tensors() -> None:
     library = emulator.build_with(FLAGS, emulator.ROOT / "build/emulator/address", ELEMENTS)
     preload = " ".join(map(_runtime, ("libasan.so", "libstdc++.so")))
     child = run_python(

@@ -1,5 +1,5 @@
 """Packed sequences and decoding on the CUDA kernels, under the emulator: what the case tables of
-test_cuda_operators.py do not ask."""
+test_cuda_operators.py do not have."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_packed_sequences_have_the_bits_of_each_alone(
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 
 
-def test_a_distance_that_a_table_lacks_has_its_last_entry(adapter: ModuleType) -> None:
+def test_distances_beyond_a_table_have_its_last_entry(adapter: ModuleType) -> None:
     """On a GPU the host does not know the longest sequence, and no kernel may read elsewhere."""
     inputs = make_varlen(VarlenCase("short", (40, 9), relative_bias=True), torch.float32)
     *args, table = inputs.args
@@ -153,7 +153,7 @@ def test_reasons_against_a_call(adapter: ModuleType) -> None:
         assert reasons == ["the cache has more than 1073741824 keys of a sequence, or entries"]
 
 
-# Numbers that no caller should give: a GPU cannot refuse them, but it reads nothing by them. Every
+# Invalid numbers: a GPU cannot refuse them, but must not read outside its tensors. Every
 # tensor ends where a page begins that may not be read, so this runs in a process of its own.
 _FENCED = """
 import emulator
@@ -189,7 +189,7 @@ for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5), ("r
 
 @pytest.mark.complete
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-def test_nothing_beyond_the_tensors_is_touched(adapter: ModuleType) -> None:
+def test_invalid_numbers_touch_nothing_outside_tensors(adapter: ModuleType) -> None:
     run_fenced(_FENCED)
 
 

@@ -1,4 +1,4 @@
-"""Float32 by tf32 products on the CUDA kernels, where PyTorch may round its own so."""
+"""Float32 by tf32 products on the CUDA kernels, where PyTorch allows tf32."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tf32(x: Tensor) -> Tensor:
 
 
 class Tf32Products(TorchDispatchMode):
-    """Every product of matrices has its factors rounded, as on a GPU that is allowed to."""
+    """Rounds the factors of every matrix product, as a GPU with tf32 allowed does."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,7 +65,7 @@ class Tf32Products(TorchDispatchMode):
 
 
 def judged(inputs: Operands, found: dict[str, Tensor]) -> list[str]:
-    """The faults, by the bound of every test with the eps of tf32, which is that of float16."""
+    """The faults, by the common bound with the eps of tf32, which equals float16's."""
 
     def rounded() -> dict[str, Tensor]:
         with Tf32Products():
@@ -85,7 +85,7 @@ results-1-out-lse-weights-mask layout-transposed mask-one_key""".split()
 
 @pytest.mark.complete
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
-def test_errors_are_those_of_tf32(adapter: ModuleType, name: str) -> None:
+def test_errors_are_tf32_errors(adapter: ModuleType, name: str) -> None:
     inputs = make_inputs(ATTENTION[name], torch.float32)
     with allowed():
         found = inputs.results(adapter)
@@ -99,7 +99,7 @@ if hasattr(torch.backends, "fp32_precision"):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_whatever_allows_it_to_pytorch_allows_it_here(adapter: ModuleType, setting: str) -> None:
+def test_pytorchs_settings_allow_tf32(adapter: ModuleType, setting: str) -> None:
     inputs = make_inputs(SMALL, torch.float32)
     full = inputs.results(adapter)
     with allowed(setting):
@@ -116,12 +116,12 @@ def test_packed_sequences_may_be_rounded_too(adapter: ModuleType) -> None:
     with allowed():
         rounded = inputs.results(adapter)
     for name, x in full.items():
-        seen = x.isfinite()  # the lse of a query that sees nothing is not
+        seen = x.isfinite()  # the lse of a fully masked row is not
         off = (rounded[name] - x)[seen].abs().max()
         assert 0 < off < 2**-8 * x[seen].abs().max(), name
 
 
-def test_sixteen_bits_do_not_care(adapter: ModuleType) -> None:
+def test_16_bit_results_do_not_depend_on_tf32(adapter: ModuleType) -> None:
     inputs = make_inputs(SMALL, torch.bfloat16)
     full = inputs.results(adapter)
     with allowed():

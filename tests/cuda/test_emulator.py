@@ -243,7 +243,7 @@ def test_mma_multiplies_fragments_as_the_manual_lays_them_out(
 
 def test_mma_does_not_read_the_low_bits_of_tf32(run: Run) -> None:
     words = torch.zeros(32, 10, dtype=torch.int64)
-    words[:, :6] = 0x3F801FFF  # 1 and all the bits that do not count
+    words[:, :6] = 0x3F801FFF  # 1 and all the ignored bits
     assert (floats(run("mma_tf32_m16n8k8", words, 128)) == 8).all()
 
 
@@ -329,7 +329,7 @@ def test_wgmma_multiplies_operands_as_the_manual_lays_them_out(
     else:
         rows_b[:, :16] = b.T
     memory = [packed(bits(swizzled(x.to(dtype))).view(-1, 2)) for x in (rows_a, rows_b)]
-    # "Register fragment for wgmma.mma_async.m64nNk16": that of m16n8k16 in each of four warps.
+    # "Register fragment for wgmma.mma_async.m64nNk16": m16n8k16's in each of four warps.
     warps = [fragments(a[16 * w : 16 * w + 16], LAYOUTS["m16n8k16"]["a"], 8) for w in range(4)]
     in_a = packed(bits(torch.cat(warps).to(dtype)).view(128, 4, 2))
     if not registers:
@@ -345,7 +345,7 @@ def test_wgmma_multiplies_operands_as_the_manual_lays_them_out(
     ("columns", "transposed"),
     [(80, False), (96, False), (96, True), (128, True), (192, True), (256, True)],
 )
-def test_wgmma_of_every_width_by_descriptors_that_move_on(
+def test_wgmma_of_every_width_by_advancing_descriptors(
     hopper: Run, columns: int, transposed: bool
 ) -> None:
     """Four steps of 16 k: 32 bytes on where rows are m or n, 16 rows where they are k."""

@@ -55,7 +55,7 @@ def failures(cases: Sequence[Case], results: list[list[Any]]) -> list[str]:
 
 
 def check_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
-    """The forward of one process has the same bits."""
+    """The forward has the bits of one process."""
     given = {n: x.clone() for n, x in whole(case).items() if not n.startswith("grad")}
     if case.slopes == "differentiated":  # by the reference, there as here
         given["alibi_slopes"].requires_grad_()
@@ -82,7 +82,7 @@ def test_every_case(tmp_path: Path, numbers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.complete
-def test_modules_and_what_is_sent_on_four_ranks(tmp_path: Path) -> None:
+def test_modules_and_traffic_on_four_ranks(tmp_path: Path) -> None:
     names = ["distributed_uses:run_uses", "distributed_counts:run_counts"]
     names.append("distributed_counts:run_memories")
     every = rank_group.run(tmp_path, [(name, 4) for name in names])
@@ -104,7 +104,7 @@ def check_pairs(uses: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]) -> Non
 
 
 def check_counts(found: dict[str, tuple[Share, Share, list[str]]]) -> None:
-    """What was sent and computed is what was planned, and a ring sends while it computes."""
+    """Traffic and work are as planned, and a ring sends while it computes."""
     for name, (counted, planned, trace) in found.items():
         assert counted == planned, f"{name}: counted {counted}, planned {planned}"
         if "ring" not in name:
@@ -233,7 +233,7 @@ def test_a_plan_of_four_ranks() -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_a_plan_of_many_ranks(kind: str) -> None:
-    """It takes less than a second of the processor, and a window of one block the same bytes."""
+    """Planning takes less than a second of CPU time; a window of one block needs the same bytes."""
     layout = getattr(Layout, kind)([1024 + rank % 3 for rank in range(4096)])
     begin = time.process_time()
     shares = plan(layout, heads=8, head_dim=64, is_causal=True).shares["ring"]

@@ -17,7 +17,7 @@ PAGE = DOCS / "distributed.md"
 
 
 def run_first_block(page: Path) -> dict[str, Any]:
-    """What a page's first block leaves on this rank, whose group is there already."""
+    """The names that a page's first block defines on this rank, whose group exists already."""
     names: dict[str, Any] = {}
     with (
         mock.patch.object(dist, "init_process_group"),
@@ -43,7 +43,7 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.complete
-def test_the_losses_of_the_tutorial_are_those_of_one_rank(tmp_path: Path) -> None:
+def test_the_tutorials_losses_equal_one_ranks(tmp_path: Path) -> None:
     job = "test_distributed_docs:run_tutorial"
     (one,), three = rank_group.run(tmp_path, [(job, 1), (job, 3)])
     assert one[0] > one[1] > one[2]

@@ -83,7 +83,7 @@ def check_refused(group: Group) -> None:
 
 
 def run_page() -> list[bool]:
-    """The blocks of docs/sharded.md on this rank of three, and what they leave."""
+    """Run the blocks of docs/sharded.md on this rank of three, and check their results."""
     names: dict[str, Any] = {}
     for block in blocks(PAGE):
         run(PAGE, block, names)

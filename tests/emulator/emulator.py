@@ -1,8 +1,8 @@
 """Builds csrc/cuda with g++ over the emulator: the very sources of `_cuda`, on CPU tensors.
 
 `load()` returns the adapter `fastattn.backends.cuda`, bound to the emulated module instead of the
-real one. The object files are kept in `build/emulator`, one folder for each set of flags, and made
-again where a source, or a header that it includes, is newer.
+real one. The object files are kept in `build/emulator`, one folder for each set of flags, and
+rebuilt if a source, or a header that it includes, is newer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMON += ["-Wno-unknown-pragmas", "-DFASTATTN_EMULATED", "-DFASTATTN_HOPPER"]
 
 
 class CannotBuild(Exception):
-    """Why there is no emulator here."""
+    """The reason why the emulator cannot be built here."""
 
 
 def compiler() -> list[str]:
@@ -50,7 +50,7 @@ Unit = tuple[Path, str, list[str]]
 
 
 def _python_flags() -> list[str]:
-    """The headers of Python and of pybind11, which PyTorch brings along, too."""
+    """The headers of Python and of pybind11, which PyTorch also ships."""
     try:
         headers = importlib.import_module("pybind11").get_include()
     except ImportError:
@@ -142,7 +142,7 @@ def build() -> Path:
 
 
 def build_with(flags: Flags, folder: Path, only: Iterable[str]) -> Path:
-    """As `build`, with more flags, but for the kernels of other element types than these."""
+    """As `build`, with more flags and only the kernels of some element types."""
     build()
     changed: list[Unit] = []
     ready = []

@@ -16,8 +16,8 @@ Machine machine;
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
-// Stacks begin at different places of a page and of a way of the cache: all fibers use the upper end
-// of theirs, which would otherwise evict each other from the same few sets.
+// Stacks begin at different offsets in a page and in a cache way: every fiber uses the upper end of
+// its stack, and equal offsets would compete for the same few cache sets.
 constexpr size_t kStackShift = 17 * 64, kStackShifts = 64;
 constexpr size_t kGuardBytes = 1024;  // after shared memory, to see what writes past its end
 constexpr unsigned char kGuard = 0xC5;

@@ -68,7 +68,7 @@ def test_runs_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert json.loads((tmp_path / "r.json").read_text())["results"][0]["best"] == result.best
 
 
-def test_resumes_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = babi.main([*SMALL, "--timed-steps", "0"])
     keep = ["--checkpoint", str(tmp_path / "kept.pt"), "--timed-steps", "0"]
     write, written = babi.Checkpoint.write, []
@@ -85,7 +85,7 @@ def test_resumes_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Monkey
             babi.main([*SMALL, *keep])
     (resumed,) = babi.main([*SMALL, *keep])
     assert replace(resumed, seconds=0.0) == replace(whole, seconds=0.0)
-    (again,) = babi.main([*SMALL, *keep])  # nothing is left to train
+    (again,) = babi.main([*SMALL, *keep])  # training is complete
     assert again == resumed
     with pytest.raises(ValueError, match="belongs to another run"):
         babi.main([*SMALL, *keep, "--seed", "1"])
@@ -102,7 +102,7 @@ def trained(steps: int, **options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tying", ["adjacent", "layerwise"])
-def test_the_eager_network_learns_the_same(tying: str) -> None:
+def test_the_kernels_train_as_plain_pytorch(tying: str) -> None:
     ours, plain = (trained(3, tying=tying, plain=plain) for plain in (False, True))
     for name, p in ours.items():
         torch.testing.assert_close(p, plain[name], rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""examples/hopfield_digits.py in a small form: recall, energies, going on, the picture."""
+"""examples/hopfield_digits.py in a small form: recall, energies, resuming, the picture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_recalls_what_was_hidden(example: ModuleType) -> None:
         assert all(after <= before + 1e-4 for before, after in itertools.pairwise(curve))
 
 
-def test_resumes_where_it_was_stopped(example: ModuleType, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(example: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     example.main([*SMALL[:-1], "--out", str(out)])
     first = json.loads(out.read_text())["rows"]
@@ -60,7 +60,7 @@ def test_draws(example: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.complete
-def test_says_what_it_needs(tmp_path: Path) -> None:
+def test_a_missing_scikit_learn_is_named(tmp_path: Path) -> None:
     """Without scikit-learn."""
     hidden = tmp_path / "sklearn.py"
     hidden.write_text("raise ImportError('hidden')")

@@ -1,4 +1,4 @@
-"""The notebooks in examples/ run, and show what they say."""
+"""The notebooks in examples/ run, and their stored outputs are current."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.ip
 
 
 def value_of(source: str, names: dict[str, Any]) -> Any:
-    """What a notebook shows below a cell: the value of its last expression."""
+    """The output of a cell: the value of its last expression."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), names)
@@ -24,7 +24,7 @@ def value_of(source: str, names: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.usefixtures("native")
-def test_each_cell_shows_what_is_stored(path: Path) -> None:
+def test_stored_outputs_are_current(path: Path) -> None:
     names: dict[str, Any] = {}
     shown = 0
     for cell in json.loads(path.read_text())["cells"]:

@@ -29,7 +29,7 @@ def run_small() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_same_on_one_and_on_three_ranks(tmp_path: Path) -> None:
+def test_results_are_equal_on_one_and_three_ranks(tmp_path: Path) -> None:
     job = "test_sharded_examples:run_small"
     (one,), *others = (x for x in rank_group.run(tmp_path, [(job, 1), (job, 3)]))
     for found in [one, *others[0]]:
@@ -108,7 +108,7 @@ def test_an_interrupted_run_leaves_no_process(name: str) -> None:
         assert process.stdout is not None
         assert any("step    2" in line for line in process.stdout)  # in the middle of its calls
         process.send_signal(getattr(signal, name))
-        process.stdout.read()  # ends when the last rank has
+        process.stdout.read()  # ends with the last rank
         assert process.wait(60) != 0
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)

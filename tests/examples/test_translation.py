@@ -17,7 +17,7 @@ SMALL = "--sentences 150 --epochs 2 --width 16 --batch 32 --rate 0.01".split()
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_twin_learns_the_same(model: str, tmp_path: Path) -> None:
+def test_the_twin_trains_as_the_network(model: str, tmp_path: Path) -> None:
     """In float64, with dropout: 10 steps of both."""
     options = ["--model", model, "--twin", "--double", "--json", str(tmp_path / "r.json")]
     report = translation.main([*SMALL, *options])
@@ -29,7 +29,7 @@ def test_the_twin_learns_the_same(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_draws_the_alignment(
+def test_the_alignment_is_drawn(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, page = tmp_path / "alignment.png", tmp_path / "alignment.html"
@@ -44,7 +44,7 @@ def test_draws_the_alignment(
     assert len(report["aligned"]) == (2 if model == "transformer" else 1)
 
 
-def test_resumes_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = translation.main([*SMALL, "--twin"])
     keep = ["--twin", "--checkpoint", str(tmp_path / "kept.pt")]
     write = translation.Checkpoint.write
@@ -59,7 +59,7 @@ def test_resumes_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Monkey
             translation.main([*SMALL, *keep])
     resumed = translation.main([*SMALL, *keep])
     assert resumed["losses"] == whole["losses"]
-    assert translation.main([*SMALL, *keep])["losses"] == whole["losses"]  # nothing is left to do
+    assert translation.main([*SMALL, *keep])["losses"] == whole["losses"]  # training is complete
     with pytest.raises(ValueError, match="belongs to another run"):
         translation.main([*SMALL, *keep, "--seed", "1"])
 

@@ -1,4 +1,4 @@
-"""examples/zero_shot_entities.py in a small form: the same scores as stock, spans apart."""
+"""examples/zero_shot_entities.py in a small form: stock's scores, spans apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 
-def test_it_finds_spans_and_deviates_from_stock_by_rounding() -> None:
+def test_spans_are_found_and_scores_equal_stocks_up_to_rounding() -> None:
     pytest.importorskip("transformers")
     path = Path(__file__).parents[2] / "examples/zero_shot_entities.py"
     spec = importlib.util.spec_from_file_location("zero_shot_entities", path)

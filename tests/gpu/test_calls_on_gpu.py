@@ -1,4 +1,4 @@
-"""How calls run on a GPU: streams, graphs, compiled code, races; on each backend there is for one.
+"""How calls run on a GPU: streams, graphs, compiled code, races; on each GPU backend.
 
 `python -m pytest tests/gpu`. Skipped as a whole where there is no GPU.
 """
@@ -80,7 +80,7 @@ def test_a_call_runs_on_the_current_stream(name: str) -> None:
 
 
 @calls
-def test_a_graph_replays_a_call_on_new_numbers(name: str) -> None:
+def test_a_cuda_graph_replays_a_call_on_new_values(name: str) -> None:
     run, tensors = _calls()[name]
     run(*tensors)
     torch.cuda.synchronize()
@@ -144,18 +144,18 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 def test_multihead_attention_has_the_contract_of_torch() -> None:
     torch.manual_seed(0)
-    theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True, device=DEVICE)
+    stock = torch.nn.MultiheadAttention(64, 4, batch_first=True, device=DEVICE)
     ours = fastattn.MultiheadAttention(64, 4, batch_first=True, device=DEVICE)
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(stock.state_dict())
     x = torch.randn(2, 50, 64, device=DEVICE)
     padding = torch.arange(50, device=DEVICE).expand(2, 50) >= torch.tensor([[50], [31]]).to(DEVICE)
-    want, want_weights = theirs(x, x, x, key_padding_mask=padding)
+    want, want_weights = stock(x, x, x, key_padding_mask=padding)
     got, weights = ours(x, x, x, key_padding_mask=padding)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weights, want_weights, rtol=1e-4, atol=1e-5)
 
 
-def test_the_first_backend_that_is_there_is_chosen(backend: str) -> None:
+def test_the_first_available_backend_is_chosen(backend: str) -> None:
     query = torch.randn(1, 1, 8, 16, device=DEVICE)
     token = dispatch.forced.set("")
     explanation = fastattn.explain("scaled_dot_product_attention", query, query, query)

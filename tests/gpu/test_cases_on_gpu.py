@@ -1,6 +1,6 @@
-"""The case tables on a GPU, on each backend that is there for one: `python -m pytest tests/gpu`.
+"""The case tables on a GPU, on each GPU backend: `python -m pytest tests/gpu`.
 
-The inputs are those of the CPU's tests, copied to the GPU before each call; so is the bound.
+Inputs and bound are the CPU tests'; inputs are copied to the GPU before each call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     ("proof", "case"),
     [
         pytest.param(PROOFS[op], case, id=f"{op}-{case.name}")
-        for op in (*MEASURED, "append_to_cache")  # those with a kernel for GPUs
+        for op in (*MEASURED, "append_to_cache")  # operators with a GPU kernel
         for case in PROOFS[op].cases
     ],
 )

@@ -1,5 +1,5 @@
-"""On compute capability 9.0 attention in 16 bits has two kernels for a call: those for Hopper, and
-those for sm_80, which run where the others are not allowed.
+"""On compute capability 9.0, attention in 16 bits has two sets of kernels: for Hopper, and for
+sm_80, which run if the Hopper kernels are disabled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_the_kernels_for_hopper_run() -> None:
     assert ["hopper" in kernel for kernel in ran] == [True], ran
 
 
-def test_the_others_run_where_those_are_not_allowed(without_hopper: None) -> None:
+def test_sm_80_kernels_run_if_hoppers_are_disabled(without_hopper: None) -> None:
     ran = _ran()
     assert ["hopper" in kernel for kernel in ran] == [False], ran
 
@@ -63,7 +63,7 @@ def test_the_others_run_where_those_are_not_allowed(without_hopper: None) -> Non
         for case in PROOFS[op].cases
     ],
 )
-def test_the_others_are_right_there_too(
+def test_sm_80_kernels_are_right_on_hopper(
     proof: Proof, case: Any, dtype: torch.dtype, without_hopper: None
 ) -> None:
     judge(proof, case, dtype, "cuda")

@@ -1,4 +1,4 @@
-"""A race gives other bits in some of many runs: every operator, on each backend of a GPU."""
+"""A race changes bits in some of many runs: every operator, on each GPU backend."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ CASES: dict[str, list[Any]] = {
     ],
 )
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_a_race_would_show_in_some_of_many_runs(
+def test_many_runs_have_the_same_bits(
     backend: str, operator: str, case: Any, dtype: torch.dtype
 ) -> None:
     module = loaded(backend)

@@ -91,7 +91,7 @@ def test_the_folder_has_the_functions_of_this_package(folder: Path, backend: str
     assert metadata["backend"] == {"type": backend}
 
 
-def test_the_command_says_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # again into the same folder
         assert cli.main(["kernel", str(tmp_path)]) == 0
     assert f"LOCAL_KERNELS=fastattn/flash-attn={tmp_path}\n" in capsys.readouterr().out
@@ -99,14 +99,14 @@ def test_the_command_says_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "folder must have no ':'" in capsys.readouterr().err
 
 
-def test_kernels_reads_the_folder(folder: Path) -> None:
+def test_the_package_kernels_loads_the_folder(folder: Path) -> None:
     kernels = pytest.importorskip("kernels")
     module = kernels.get_local_kernel(folder, backend="cpu")
     assert module.flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
 
 
 def test_transformers_finds_its_arguments() -> None:
-    """By their names: arguments that it does not find, it leaves out, or it raises an error."""
+    """By name: transformers drops arguments that it does not find, or raises an error."""
     wanted = {
         "flash_attn_varlen_func": "causal softmax_scale dropout_p window_size deterministic "
         "softcap s_aux max_seqlen_q max_seqlen_k cu_seqlens_q cu_seqlens_k block_table",
@@ -150,7 +150,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [20], [30, 31, 3, 4, 2
 @pytest.mark.parametrize(
     "kind", ["LlamaForCausalLM", pytest.param("Gemma2ForCausalLM", marks=pytest.mark.slow)]
 )
-def test_continuous_batching_generates_what_eager_does(kind: str, name: str) -> None:
+def test_continuous_batching_generates_the_text_of_eager(kind: str, name: str) -> None:
     model = model_of(kind, **MODELS[kind])
     settings = transformers.GenerationConfig(
         max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -166,7 +166,7 @@ def test_continuous_batching_generates_what_eager_does(kind: str, name: str) -> 
     assert [x.generated_tokens for x in found.values()] == [x.tolist() for x in want]
 
 
-def test_a_step_on_pages_is_that_of_transformers(name: str) -> None:
+def test_a_step_on_pages_equals_transformers(name: str) -> None:
     """As transformers calls it on a GPU: one token each, unused pages -1, and rows of any page."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, 1, h, 8, generator=generator) for h in (4, 2, 2))

@@ -1,4 +1,4 @@
-"""Models that generate on our caches: the text is that of transformers' own attention and cache.
+"""Models that generate on our caches give the text of transformers' own attention and cache.
 
 The attention of each layer is replaced by the projections and one call of `decode_attention`:
 grouped heads with the rotation on append (Llama), and all heads on the latent rows of multi-head
@@ -55,7 +55,7 @@ class Caches:
 
 
 def llama(model: Any, module: Any, caches: Caches, hidden: Tensor, **given: Any) -> Any:
-    """The rotation of queries and keys is that of `decode_attention`."""
+    """`decode_attention` rotates queries and keys."""
     heads = (*hidden.shape[:2], -1, module.head_dim)
     projections = (module.q_proj, module.k_proj, module.v_proj)
     q, k, v = (project(hidden).view(heads).transpose(1, 2) for project in projections)
@@ -128,7 +128,7 @@ def generated(model: Any, caches: Caches, attention: Callable[..., Any]) -> list
 
 @functools.cache
 def expected(name: str) -> tuple[Any, list[list[int]]]:
-    """A tiny model with random weights, and what it generates by itself."""
+    """A tiny model with random weights, and the text it generates by itself."""
     model = next(entry for entry in ENTRIES if entry.name == name).build().float()
     settings = transformers.GenerationConfig(
         max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0

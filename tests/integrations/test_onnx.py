@@ -291,7 +291,7 @@ REFUSED_GRAPHS = {
     ("name", "from_graph"),
     [(name, False) for name in REFUSED] + [(name, True) for name in REFUSED_GRAPHS],
 )
-def test_what_cannot_be_exported_says_so(name: str, from_graph: bool) -> None:
+def test_unsupported_exports_are_clear_errors(name: str, from_graph: bool) -> None:
     function, tensors, reason = REFUSED_GRAPHS[name]
     model = Calling(function)
     with pytest.raises(torch.onnx.errors.OnnxExporterError) as caught:

@@ -39,16 +39,16 @@ def make(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = 
 
 
 def is_ours(out: Tensor) -> bool:
-    """By the graph: PyTorch names the nodes after its kernels, or after those of the equation."""
+    """By the graph: PyTorch names nodes after its fused kernel, or after other operations."""
     names, nodes = set(), [out.grad_fn]
     while nodes:
         node = nodes.pop()
         assert node is not None
         names.add(node.name())
         nodes.extend(parent for parent, _ in node.next_functions if parent is not None)
-    theirs = any("ScaledDotProduct" in name or "Softmax" in name for name in names)
+    stock = any("ScaledDotProduct" in name or "Softmax" in name for name in names)
     ours = any("ttentionBackward" in name for name in names)
-    assert ours != theirs, names
+    assert ours != stock, names
     return ours
 
 
@@ -67,7 +67,7 @@ def results(function: Any, tensors: Any, options: Any) -> list[Tensor]:
 # --- which calls are served -----------------------------------------------------------------------
 
 
-def test_every_way_to_the_operator_is_served(active: None) -> None:
+def test_every_route_to_the_operator_is_served(active: None) -> None:
     q, k, v = make(2, 2, 5, 8)
     for function in (
         torch.nn.functional.scaled_dot_product_attention,
@@ -120,18 +120,18 @@ def test_options_are_served(active: None, options: dict[str, Any]) -> None:
     assert is_ours(attend(*make(2, 2, 5, 8), **options))
 
 
-def test_what_only_pytorch_serves_stays_its_own(active: None) -> None:
+def test_unsupported_calls_stay_pytorchs(active: None) -> None:
     q, k, v = make(2, 2, 5, 8)
     with sdpa_kernel(SDPBackend.MATH):
         expected = attend(q, k, v)
     assert not is_ours(expected)
     torch.testing.assert_close(attend(q, k, v), expected)
     mask = torch.ones(5, 5, dtype=torch.bool)
-    assert not is_ours(attend(q, k, v, mask, is_causal=True))  # an error of ours
+    assert not is_ours(attend(q, k, v, mask, is_causal=True))  # our function raises an error
 
 
 @pytest.mark.parametrize("backends", [[SDPBackend.FLASH_ATTENTION], [SDPBackend.MATH]])
-def test_a_key_without_heads_does_not_end_the_process(active: None, backends: Any) -> None:
+def test_a_key_without_heads_does_not_crash(active: None, backends: Any) -> None:
     query, key, value = (torch.ones(2, heads, 3, 8) for heads in (4, 0, 2))
     with sdpa_kernel(backends), pytest.raises(RuntimeError, match="key must have heads"):
         attend(query, key, value, enable_gqa=True)
@@ -154,7 +154,7 @@ def outcome(function: Any, tensors: list[torch.Tensor]) -> Any:
         return str(error)
 
 
-def test_empty_tensors_have_the_results_of_pytorch(active: None) -> None:
+def test_empty_tensors_give_pytorchs_results(active: None) -> None:
     sizes = (0, 1, 2)
     for heads in itertools.product(sizes, sizes, sizes):
         for batch in ((2, 2, 2), (0, 0, 0), (0, 1, 0), (1, 0, 1)):
@@ -164,11 +164,11 @@ def test_empty_tensors_have_the_results_of_pytorch(active: None) -> None:
             ]
             if all(x.numel() for x in tensors):
                 continue
-            ours, theirs = outcome(attend, tensors), outcome(stock_attention, tensors)
-            if isinstance(theirs, str):
-                assert ours == theirs
+            ours, stock = outcome(attend, tensors), outcome(stock_attention, tensors)
+            if isinstance(stock, str):
+                assert ours == stock
             else:
-                torch.testing.assert_close(ours, theirs)
+                torch.testing.assert_close(ours, stock)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_empty_tensors_have_the_results_of_pytorch(active: None) -> None:
         lambda q, k, v: ([x.to(torch.complex128) for x in (q, k, v)], {}),
     ],
 )
-def test_errors_are_those_of_pytorch(break_it: Any) -> None:
+def test_errors_equal_pytorchs(break_it: Any) -> None:
     tensors, options = break_it(*make(2, 2, 5, 8))
-    with pytest.raises(Exception) as theirs:
+    with pytest.raises(Exception) as stock:
         attend(*tensors, **options)
-    with activate(), pytest.raises(theirs.type) as ours:
+    with activate(), pytest.raises(stock.type) as ours:
         attend(*tensors, **options)
-    assert str(ours.value) == str(theirs.value)
+    assert str(ours.value) == str(stock.value)
 
 
 # --- the results ----------------------------------------------------------------------------------
@@ -201,8 +201,8 @@ def test_samples_of_pytorch(active: None) -> None:
         ours = results(attend, *call)
         served += is_ours(ours[0])
         with sdpa_kernel(SDPBackend.MATH):
-            theirs = results(attend, *call)
-        for got, expected in zip(ours, theirs, strict=True):
+            stock = results(attend, *call)
+        for got, expected in zip(ours, stock, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     assert served >= 8
 
@@ -247,7 +247,7 @@ def test_transforms(active: None) -> None:
     each = torch.stack([attend(*x) for x in zip(q, k, v, strict=True)])
     shared = torch.stack([attend(x, k[0], v[0]) for x in q])
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PyTorch's kernel has no batching rule, and says so
+        warnings.simplefilter("error")  # PyTorch's kernel has no batching rule, and warns
         torch.testing.assert_close(torch.vmap(attend)(q, k, v), each)
         torch.testing.assert_close(torch.vmap(attend, (0, None, None))(q, k[0], v[0]), shared)
         of_each = torch.vmap(torch.func.grad(total, (0, 1, 2)))(q, k, v)
@@ -323,7 +323,7 @@ def test_activations_end_in_any_order() -> None:
         assert not is_ours(attend(q, k, v))
 
 
-def test_an_activation_may_begin_again() -> None:
+def test_an_activation_can_be_entered_again() -> None:
     q, k, v = make(1, 2, 5, 8)
     activation = activate()
     activation.undo()
@@ -374,7 +374,7 @@ class _Wrapper(torch.Tensor):
 seen: list[str] = []
 
 
-def test_a_wrapper_of_tensors_sees_the_operators_of_pytorch(active: None) -> None:
+def test_a_tensor_subclass_receives_pytorchs_operators(active: None) -> None:
     wrapped = [_Wrapper(x) for x in make(1, 2, 5, 8, requires_grad=False)]
     seen.clear()
     attend(*wrapped)
@@ -389,7 +389,7 @@ def test_an_error_within_the_block_ends_it() -> None:
     assert not is_ours(attend(q, k, v))
 
 
-def test_a_backward_after_the_end_is_still_ours() -> None:
+def test_a_backward_after_the_block_runs_on_our_kernels() -> None:
     q, k, v = make(1, 2, 5, 8)
     with activate():
         out = attend(q, k, v)
@@ -414,7 +414,7 @@ class _Attention(nn.Module):
         return attend(q, k, v)
 
 
-def test_an_exported_program_has_the_operator_of_pytorch(active: None) -> None:
+def test_an_exported_program_has_pytorchs_operator(active: None) -> None:
     tensors = tuple(make(2, 2, 5, 8, requires_grad=False))
     program = torch.export.export(_Attention(), tensors)
     called = [node.target for node in program.graph.nodes if node.op == "call_function"]

@@ -97,7 +97,7 @@ SEQUENCES = (4, 7)
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
 @pytest.mark.parametrize("entry", params("packed"))
 def test_packed_sequences(entry: Entry, how: str) -> None:
-    """Each sequence of a packed row gets what it gets alone."""
+    """Each sequence of a packed row has the results that it has alone."""
     if how not in entry.packed:
         pytest.skip(f"{entry} does not take packed sequences by {how}")
     model = entry.build()
@@ -113,7 +113,7 @@ def test_packed_sequences(entry: Entry, how: str) -> None:
         longest = max(SEQUENCES)
         packed |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         packed |= {"max_length_q": longest, "max_length_k": longest}
-    if how == "cu_seq_lens":  # with a mask the positions do not tell
+    if how == "cu_seq_lens":  # with a mask, positions are ignored
         packed["attention_mask"] = torch.ones_like(tokens)
     with fused(model):
         got = outputs(model, packed)["logits"]

@@ -1,4 +1,4 @@
-"""The arguments that models of transformers hand to their attention."""
+"""The arguments that models of transformers pass to their attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def query_key_value() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(3, 2, 4, 6, 8, generator=g).unbind()  # three times [B, H, L, D]
 
 
-def test_a_model_passes_labels_on() -> None:
-    """PaliGemma hands them to its language model, down to the attention of Gemma."""
+def test_labels_passed_to_attention_are_ignored() -> None:
+    """PaliGemma passes them to its language model, down to the attention of Gemma."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     text = {
         **sizes,
@@ -60,7 +60,7 @@ def test_a_model_passes_labels_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["labels", "logits_to_keep", "token_type_ids", "position_ids"])
-def test_arguments_without_bearing_change_nothing(name: str) -> None:
+def test_irrelevant_arguments_change_nothing(name: str) -> None:
     assert transformers.BertForMaskedLM  # transformers imports it now, and with it its inputs
     inputs = query_key_value()
     plain, _ = attention_forward(torch.nn.Identity(), *inputs, None)
@@ -126,7 +126,7 @@ def siglip():  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("model", [gpt2, siglip])
-def test_weights_of_models_that_do_not_tell_their_layers(model) -> None:  # type: ignore[no-untyped-def]
+def test_weights_of_models_that_do_not_pass_the_flag_to_layers(model) -> None:  # type: ignore[no-untyped-def]
     if model is gpt2 and version.parse(transformers.__version__) < version.parse("5.4"):
         pytest.skip("GPT-2 of transformers before 5.4 does not show that it records weights")
     model_class, config, inputs = model()

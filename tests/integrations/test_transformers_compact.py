@@ -27,7 +27,7 @@ def biases_of(calls: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [T5, "MT5ForConditionalGeneration", SWIN])
-def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
+def test_outputs_and_gradients_equal_eagers(name: str) -> None:
     entry = ENTRY[name]
     model, inputs = entry.build(), entry.example()
     if name != SWIN:
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", [T5, "MT5ForConditionalGeneration", SWIN])
 def test_gradients_of_tables_with_checkpoints(name: str, reentrant: bool) -> None:
-    """A layer that runs again passes gradients to the table that the first one made."""
+    """A recomputed layer passes gradients to the table of its first run."""
     entry = ENTRY[name]
     model, inputs = entry.build().train(), entry.example()
     with compact_relative_bias(model), fused(model):
@@ -62,7 +62,7 @@ def test_gradients_of_tables_with_checkpoints(name: str, reentrant: bool) -> Non
     assert_same(got, {name: want[name] for name in got})
 
 
-def test_a_sharded_table_is_refused_in_a_layer_that_runs_again() -> None:
+def test_a_sharded_table_is_refused_in_a_recomputed_layer() -> None:
     embedding = torch.nn.Embedding(32, 4)
     compact = _compact.CompactBias(bias.T5(embedding.weight.detach() + 0), embedding=embedding)
     assert compact.connected().relative_bias.table.requires_grad
@@ -72,7 +72,7 @@ def test_a_sharded_table_is_refused_in_a_layer_that_runs_again() -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_is_that_of_eager(cache: str) -> None:
+def test_generated_tokens_equal_eagers(cache: str) -> None:
     entry = ENTRY[T5]
     model, inputs = entry.build(), entry.example()
     inputs.pop("decoder_input_ids", None)

@@ -90,7 +90,7 @@ NOT_READ = {
 
 
 @pytest.mark.parametrize("name", NOT_READ)
-def test_what_is_not_understood_is_not_read(name: str) -> None:
+def test_unknown_mask_functions_have_no_pattern(name: str) -> None:
     assert pattern_of(NOT_READ[name]) is None
 
 
@@ -104,7 +104,7 @@ def _as_tensor(mask: Tensor | None, shape: tuple[int, ...], causal: bool) -> Ten
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_it_is_the_mask_of_sdpa(data: st.DataObject) -> None:
+def test_the_mask_equals_sdpas(data: st.DataObject) -> None:
     """Offsets of every kind of cache, padding on both sides, masks that are too long or short."""
     draw = data.draw
     causal = draw(st.booleans(), "causal")
@@ -150,7 +150,7 @@ def test_it_is_the_mask_of_sdpa(data: st.DataObject) -> None:
     assert kept is not None  # the caller will compute with it
     torch.testing.assert_close(kept & True, exact)
 
-    # and the attention function reads it so
+    # and the attention function reads it
     layer = nn.Module()
     layer.is_causal = causal
     query = torch.randn(2, 4, q_len, 8, dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_it_is_the_mask_of_sdpa(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_packed_sequences_are_the_mask_of_sdpa(window: int | None) -> None:
+def test_masks_of_packed_sequences_equal_sdpas(window: int | None) -> None:
     function = hf.causal_mask_function
     if window is not None:
         function = hf.sliding_window_causal_mask_function(window)
@@ -182,7 +182,7 @@ def test_packed_sequences_are_the_mask_of_sdpa(window: int | None) -> None:
         torch.testing.assert_close(weights, expected_weights)
 
 
-def test_no_matrix_is_made_of_what_a_pattern_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_makes_no_matrix_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: StructuredMask) -> Tensor:
         raise AssertionError("a mask [B, 1, Lq, Lk] was made")
 
@@ -227,7 +227,7 @@ def test_causality_is_in_the_mask() -> None:
     torch.testing.assert_close(last, out[:, -3:])
 
 
-def test_a_mask_of_all_queries_alike_has_no_rows_of_its_own() -> None:
+def test_a_mask_that_is_equal_for_all_queries_has_one_row() -> None:
     padding = torch.arange(1000) >= torch.tensor([[0], [3]])
     function = hf.bidirectional_mask_function
     mask = attention_mask(2, 1000, 1000, mask_function=function, attention_mask=padding)
@@ -274,7 +274,7 @@ def test_sinks_take_part_in_the_softmax(kind: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_infinite_sinks_of_queries(packed: bool) -> None:
-    """-inf is none, and inf leaves the keys no weight: as the sinks of heads."""
+    """-inf acts as no sink, and inf leaves the keys no weight, as for sinks of heads."""
     leaves = [torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
     of_heads = torch.tensor([torch.inf, -torch.inf, 0.5, 1.0], dtype=torch.float64)
     of_queries = torch.full((2, 4, 8, 2), -torch.inf, dtype=torch.float64)

@@ -24,7 +24,7 @@ ENTRY = {entry.name: entry for entry in ENTRIES}
 
 
 def served() -> dict[str, tuple[Any, Any]]:
-    """What both registries have under each name that is ours to change."""
+    """The entries of both registries under each name that we may change."""
     registries = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
     return {
         name: tuple(dict(registry.items()).get(name) for registry in registries)
@@ -73,14 +73,14 @@ def test_undo_in_any_order_any_number_of_times(order: tuple[int, ...]) -> None:
             assert served()["sdpa"] == (ours if "sdpa" in remaining else BEFORE["sdpa"])
 
 
-def test_what_somebody_else_registers_stays() -> None:
-    def theirs(*args: Any, **kwargs: Any) -> Any:
+def test_undo_keeps_foreign_registrations() -> None:
+    def foreign(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("never called")
 
     registration = register(override="sdpa")
-    AttentionInterface.register("sdpa", theirs)
+    AttentionInterface.register("sdpa", foreign)
     registration.undo()
-    assert served()["sdpa"] == (theirs, BEFORE["sdpa"][1])
+    assert served()["sdpa"] == (foreign, BEFORE["sdpa"][1])
     AttentionInterface.register("sdpa", BEFORE["sdpa"][0])
 
 
@@ -114,7 +114,7 @@ def test_after_undo_the_name_is_unknown_to_models() -> None:
 
 
 def test_an_unknown_argument_is_named() -> None:
-    """What could change the result is never left out silently; None changes nothing."""
+    """An argument that could change the result is never dropped silently; None changes nothing."""
     q = torch.randn(1, 2, 3, 4)
     with register():
         attend = ALL_ATTENTION_FUNCTIONS["fastattn"]

@@ -23,7 +23,7 @@ def bloom():  # type: ignore[no-untyped-def]
 
 
 def bigbird_pegasus():  # type: ignore[no-untyped-def]
-    """Asks the registry in the decoder, whose layers are not marked as causal."""
+    """Uses the registry in the decoder, whose layers are not marked as causal."""
     config = transformers.BigBirdPegasusConfig(
         d_model=32,
         encoder_layers=1,
@@ -40,7 +40,7 @@ def bigbird_pegasus():  # type: ignore[no-untyped-def]
 
 
 def deepseek_v4():  # type: ignore[no-untyped-def]
-    """Asks the registry, and appends columns of scores to the mask."""
+    """Uses the registry, and appends columns of scores to the mask."""
     if not hasattr(transformers, "DeepseekV4Config"):
         pytest.skip("this transformers has no DeepSeek-V4")
     config = transformers.DeepseekV4Config(
@@ -105,7 +105,7 @@ def test_warns_once_that_attention_is_not_replaced() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Gemma2"])
-def test_models_that_ask_the_registry_take_any_mask(name: str) -> None:
+def test_models_that_use_the_registry_take_any_mask(name: str) -> None:
     getattr(transformers, f"{name}Model")  # transformers imports it now
     config = getattr(transformers, f"{name}Config")()
     config._attn_implementation = "fastattn"
@@ -113,7 +113,7 @@ def test_models_that_ask_the_registry_take_any_mask(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:attn_implementation='fastattn'")
-def test_no_mask_is_full_attention_where_eager_is_all_that_is_supported() -> None:
+def test_no_mask_is_full_attention_in_eager_only_models() -> None:
     """BridgeTower's layers are not marked as not causal."""
     assert transformers.BloomModel  # transformers imports it now
     module = torch.nn.Module()

@@ -33,7 +33,7 @@ every_model = pytest.mark.parametrize("entry", params())
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_model
 def test_gradient_checkpointing(entry: Entry, reentrant: bool) -> None:
-    """Results are those of the same model without it, up to the order of sums of gradients."""
+    """Results equal the model without it, up to the order of sums of gradients."""
     inputs = entry.example()
     model = entry.build().train()
     if not model.supports_gradient_checkpointing:

@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("build", [flux, qwen_image, wan])
-def test_models_that_ask_the_registry(build: Build, calls: list[Any]) -> None:
+def test_models_that_use_the_registry(build: Build, calls: list[Any]) -> None:
     model, inputs = build()
     initialized(model)
     compared(model, inputs, registered(model))
@@ -169,8 +169,8 @@ def test_undo_in_any_order_any_number_of_times(order: tuple[int, ...]) -> None:
             assert state() == want
 
 
-def test_a_choice_for_all_models_ends_with_the_registration(diffusers: Any) -> None:
-    """``set_attention_backend`` makes its choice that of the models that have none, too."""
+def test_a_global_choice_ends_with_the_registration(diffusers: Any) -> None:
+    """``set_attention_backend`` also sets the backend of models without a choice."""
     model, _ = flux()
     before = state()
     with register():
@@ -180,7 +180,7 @@ def test_a_choice_for_all_models_ends_with_the_registration(diffusers: Any) -> N
         assert state()[-1][1] is _attention.attention_forward
 
 
-def test_after_undo_a_model_that_is_still_set_raises() -> None:
+def test_after_undo_a_model_with_our_backend_raises() -> None:
     model, inputs = flux()
     model.double()
     with register():

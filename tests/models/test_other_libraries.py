@@ -52,7 +52,7 @@ def test_transformers() -> None:
     model, inputs = entry.build(), entry.example()
     want = with_gradients(model, inputs)
     assert model.config._attn_implementation == "eager"
-    # Some of its numbers are float32 whatever the dtype is.
+    # Some of its tensors are float32 for any dtype.
     with accelerated(model, "transformers' registry"):
         got = with_gradients(model, inputs)
         assert model.config._attn_implementation == "fastattn"
@@ -79,7 +79,7 @@ def test_lora_on_transformers() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_every_part_of_a_model_of_transformers_gets_its_own_setting_back() -> None:
+def test_restore_gives_each_part_of_a_model_its_own_setting() -> None:
     config = transformers.CLIPConfig(
         text_config={"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2}
         | {"num_hidden_layers": 1, "intermediate_size": 16},
@@ -104,7 +104,7 @@ def test_every_part_of_a_model_of_transformers_gets_its_own_setting_back() -> No
     assert config.vision_config._attn_implementation == "sdpa"
 
 
-def test_what_the_user_sets_in_the_meantime_stays() -> None:
+def test_restore_keeps_later_settings_of_the_user() -> None:
     model = ENTRY["LlamaForCausalLM"].build()
     model.set_attn_implementation("sdpa")
     fastattn.accelerate(model)

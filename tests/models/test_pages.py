@@ -1,8 +1,8 @@
-"""The Python blocks of these pages do what the text says. Those of docs/integrations take libraries
-that are installed for tests/models alone.
+"""The Python blocks of these pages do what the text says. The pages of docs/integrations need
+libraries that are installed for tests/models alone.
 
-The blocks of a page run one after the other, as in one session. What they would download is made
-here, tiny and with random weights.
+The blocks of a page run one after the other, as in one session. Models that they would download
+are made here, tiny and with random weights.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def check_tabpfn(names: dict[str, Any]) -> None:
 
 
 class Mixed(nn.Module):
-    """Attention that is served and attention that is not, in the dtype of its input."""
+    """Supported and unsupported attention, in the dtype of its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,8 +63,8 @@ def test_padded_sentences(model: Any) -> None:
         assert {backend for _, backend in operators(model)} == {"cpu"}
         assert not is_packed(model)
         got = embeddings(model), gradients(model)
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours, theirs, 1e-6)
+    for ours, expected in zip(got, want, strict=True):
+        assert_same(ours, expected, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_packed_sentences(kind: str, pooling: str, settings: Any, tmp_path: Path
         assert is_packed(model)
         assert operators(model) == {("varlen_attention", "cpu")}
         got = embeddings(model), gradients(model)
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours, theirs, 1e-6)
+    for ours, expected in zip(got, want, strict=True):
+        assert_same(ours, expected, 1e-6)
     assert not is_packed(model)
 
 

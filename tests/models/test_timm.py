@@ -63,7 +63,7 @@ def test_outputs_and_gradients(name: str) -> None:
 
 
 def test_training_steps() -> None:
-    """After three steps of Adam all parameters are those of PyTorch's attention."""
+    """After three steps of Adam all parameters equal training on PyTorch's attention."""
     model, images = model_and_images("beit_base_patch16_224")
     twin = copy.deepcopy(model)
     train(model, images)

@@ -1,4 +1,4 @@
-"""BahdanauAttention and AdditiveAttention: what they compute, hold and save."""
+"""BahdanauAttention and AdditiveAttention: results, parameters and state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bahdanau(module: BahdanauAttention, query: Tensor, memory: Tensor) -> tuple[
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_bahdanau_is_the_equation(backend: str, normalize: bool, lazy: bool) -> None:
+def test_bahdanau_equals_its_equation(backend: str, normalize: bool, lazy: bool) -> None:
     sizes = {} if lazy else {"query_size": 6, "memory_size": 4}
     module = BahdanauAttention(5, normalize, dtype=torch.float64, **sizes)
     query, memory = torch.randn(2, 3, 6).double(), torch.randn(2, 7, 4).double()
@@ -32,8 +32,8 @@ def test_bahdanau_is_the_equation(backend: str, normalize: bool, lazy: bool) -> 
     if normalize:
         torch.nn.init.normal_(module.bias)
         got = module(query, memory)
-    for mine, theirs in zip(got, bahdanau(module, query, memory), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for x, want in zip(got, bahdanau(module, query, memory), strict=True):
+        torch.testing.assert_close(x, want)
     got[0].square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
     names = {"v", "query_layer.weight", "memory_layer.weight"}

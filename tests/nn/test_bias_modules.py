@@ -146,7 +146,7 @@ def test_jagged(name: str, need_weights: bool, normal: Callable[..., Tensor]) ->
         ),
     ],
 )
-def test_sizes_that_are_not_allowed(make: Callable[[], Any], message: str) -> None:
+def test_bad_sizes_are_named(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

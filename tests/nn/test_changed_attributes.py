@@ -58,12 +58,12 @@ def outcome(module: nn.Module, forward: Forward) -> list[Tensor | None] | Except
     return [x if x is None else x.detach().to_dense() for x in found]
 
 
-def assert_same_outcome(ours: Any, theirs: Any, what: str) -> None:
-    if isinstance(theirs, Exception):
-        assert type(ours) is type(theirs), f"{what}: {ours!r} instead of {theirs!r}"
+def assert_same_outcome(ours: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, Exception):
+        assert type(ours) is type(expected), f"{what}: {ours!r} instead of {expected!r}"
         return
     assert not isinstance(ours, Exception), f"{what}: {ours!r} instead of a result"
-    for x, y in zip(ours, theirs, strict=True):
+    for x, y in zip(ours, expected, strict=True):
         if x is not None or y is not None:
             torch.testing.assert_close(
                 x, y, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text: f"{what}: {text}"
@@ -71,7 +71,7 @@ def assert_same_outcome(ours: Any, theirs: Any, what: str) -> None:
 
 
 def changed(module: nn.Module, name: str, value: Any, mode: str) -> nn.Module | None:
-    """A copy with another value, None if it cannot be set; a call in eval mode has no gradient."""
+    """A copy with another value, None if it cannot be set; eval mode has no gradient."""
     module = copy.deepcopy(module)
     owner, _, attribute = name.rpartition(".")
     try:
@@ -83,7 +83,7 @@ def changed(module: nn.Module, name: str, value: Any, mode: str) -> nn.Module | 
 
 @pytest.fixture(autouse=True)
 def _without_the_fast_path_of_pytorch() -> Iterator[None]:
-    """It raises other errors, and a number of heads of 0 ends the process in it."""
+    """PyTorch's fast path raises other errors, and crashes with 0 heads."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     yield
@@ -173,9 +173,9 @@ def test_a_changed_dropout_acts_as_in_pytorch_or_is_named(need_weights: bool) ->
     forward = functools.partial(attend, call=(X, X, X), need_weights=need_weights)
     for value in (*NUMBERS, -0.5, "4", None, True, [4]):
         modules = (changed(module, "dropout", value, "train") for module in attentions({}))
-        theirs, *found = (outcome(module, forward) for module in modules if module is not None)
+        expected, *found = (outcome(module, forward) for module in modules if module is not None)
         for ours in found:
-            if type(ours) is not type(theirs):
+            if type(ours) is not type(expected):
                 assert "dropout_p must be between 0 and 1" in str(ours)
 
 
@@ -205,7 +205,7 @@ def with_appended_rows(module: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [parametrized, pruned, without_parameters, with_appended_rows])
-def test_tensors_that_are_no_parameters_take_part(change: Callable[[Any], None]) -> None:
+def test_tensors_in_place_of_parameters_are_used(change: Callable[[Any], None]) -> None:
     found = []
     for module in attentions({}):
         for name, parameter in module.named_parameters():
@@ -261,7 +261,7 @@ def test_a_changed_layer_acts_as_in_pytorch(layer: str) -> None:
     for name in names:
         for n, value in enumerate(VALUES):
             mode = ("train", "eval")[n % 2]
-            theirs, mine = (changed(module, name, value, mode) for module in (stock, ours))
-            if theirs is not None and mine is not None:
-                want = outcome(theirs, forward)
+            expected, mine = (changed(module, name, value, mode) for module in (stock, ours))
+            if expected is not None and mine is not None:
+                want = outcome(expected, forward)
                 assert_same_outcome(outcome(mine, forward), want, f"{name} = {value!r}")

@@ -1,4 +1,4 @@
-"""An encoder layer in one native call: as its operators, and only where nothing watches."""
+"""An encoder layer in one native call: equal to its operators, run only if nothing observes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HALF = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def draw(width: int, hidden: int, dtype: torch.dtype) -> list[Any]:
-    """Query, key, value, output, the MLP, the norms, and no factors."""
+    """Parameters of query, key, value, output, the MLP and the norms, without factors."""
     shapes = [(width, width)] * 4 + [(hidden, width), (width, hidden)]
     parts = [(torch.randn(s) / s[1] ** 0.5, 0.1 * torch.randn(s[0])) for s in shapes]
     parts += [(torch.rand(width) + 0.5, 0.1 * torch.randn(width)) for _ in range(2)]
@@ -46,7 +46,7 @@ def biases(table: Tensor, length: int) -> Tensor:
 
 
 def native_layer(x: Tensor, lengths: list[int], parts: Any, *options: Any) -> Any:
-    """The native function on a layer that no fact can change."""
+    """Call the native function on a layer whose facts always hold."""
     *rest, table = options
     facts = _cpu.Facts([], [])
     plan = _cpu.EncoderPlan(facts, parts, *rest, [(2**62, 0)] * 3)
@@ -264,7 +264,7 @@ X = torch.randn(3, 5, 16)
 
 
 def same(ours: nn.Module, x: Tensor = X, **more: Any) -> None:
-    """As PyTorch's, from the same parameters, without its fast path."""
+    """Results equal PyTorch's, from the same parameters, without its fast path."""
     stock = nn.TransformerEncoderLayer(
         16, 2, 24, batch_first=True, activation=ours.activation, norm_first=ours.norm_first
     ).to(x.dtype)
@@ -299,7 +299,7 @@ def test_root_mean_square_norms(eps: float | None, norm_first: bool, calls: list
     assert calls == [15]
 
 
-def test_what_the_layers_own_forward_runs(calls: list[int]) -> None:
+def test_calls_that_the_layers_own_forward_runs(calls: list[int]) -> None:
     ours = layer()
     same(ours, src_mask=torch.zeros(5, 5))
     same(ours, src_key_padding_mask=torch.tensor([[False] * 4 + [True]] * 3))
@@ -325,8 +325,8 @@ def doubled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "part", ["linear1", "norm2", "self_attn", "self_attn.out_proj", "dropout1"]
 )
-def test_what_users_change(part: str, calls: list[int]) -> None:
-    """A hook, another class, a parametrization, a forward of its own: each is honoured."""
+def test_layers_changed_by_users_run_pytorchs_forward(part: str, calls: list[int]) -> None:
+    """A hook, another class, a parametrization, an own forward: PyTorch's forward runs."""
 
     def runs(change: Callable[[nn.Module, nn.Module], Any]) -> None:
         ours = layer()
@@ -351,7 +351,7 @@ def test_what_users_change(part: str, calls: list[int]) -> None:
     assert not calls
 
 
-def test_dropout_that_is_switched_on_by_itself(calls: list[int]) -> None:
+def test_a_single_dropout_in_training_mode_is_applied(calls: list[int]) -> None:
     ours = layer(dropout=0.5)
     ours.dropout1.train()
     with torch.no_grad():
@@ -363,19 +363,19 @@ def test_dropout_that_is_switched_on_by_itself(calls: list[int]) -> None:
     ("work", "few", "native"),
     [(0, 0, []), (0, 32, []), (5 * 16 * 24, 0, [5]), (5 * 16 * 24 - 1, 4, []), (1, 5, [5])],
 )
-def test_the_size_up_to_which_evidence_has_it(
+def test_evidence_limits_the_size_of_native_layers(
     work: int, few: int, native: list[int], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = Gemm("torch", "torch", "torch", few, layer_up_to=work)
     monkeypatch.setattr(dispatch.load("cpu"), "rule", lambda dtype: rule)
     evidence.forget()
     ours = layer()
-    for _ in range(2):  # the second call knows the layer
+    for _ in range(2):  # the second call finds the cached layer
         same(ours, X[:1])
     assert calls == 2 * native
 
 
-def test_a_deleted_layer_is_forgotten(calls: list[int]) -> None:
+def test_a_deleted_layer_is_freed(calls: list[int]) -> None:
     ours = layer()
     with torch.no_grad():
         ours(X)

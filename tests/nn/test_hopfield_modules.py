@@ -41,7 +41,7 @@ def plain(module: nn.Hopfield, stored: Tensor, state: Tensor, value: Tensor, ste
 
 
 def made(kind: type = nn.Hopfield, *args: Any, **options: Any) -> Any:
-    """A module whose parameters are not small, so that what is tested shows."""
+    """A module with large parameters, so that errors show."""
     torch.manual_seed(1)
     module = kind(*args, **options, dtype=torch.float64)
     for parameter in module.parameters():
@@ -75,7 +75,7 @@ def test_follows_the_equations(
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
-def test_one_tensor_is_all_three(normal: Callable[..., Tensor]) -> None:
+def test_one_tensor_as_state_stored_and_value(normal: Callable[..., Tensor]) -> None:
     module, x = made(nn.Hopfield, 8, num_heads=2), normal(2, 5, 8)
     assert torch.equal(module(x), module((x, x, x)))
 
@@ -100,7 +100,7 @@ def test_batch_second(normal: Callable[..., Tensor]) -> None:
         torch.testing.assert_close(got if got.ndim == 2 else got.transpose(0, 1), want)
 
 
-def test_static_patterns_belong_to_their_example(normal: Callable[..., Tensor]) -> None:
+def test_static_patterns_belong_to_their_batch_entry(normal: Callable[..., Tensor]) -> None:
     """Every head sees all of a static pattern, of its own example."""
     off = dict.fromkeys(
         [
@@ -186,7 +186,7 @@ def test_masks(steps: int | None, normal: Callable[..., Tensor]) -> None:
     clean = module((x, x[:, :3], x), padding)
     assert torch.equal(module((poison, x[:, :3], poison), padding), clean)
     padding[0] = True
-    assert torch.isfinite(module(x, padding)).all()  # nothing to associate with is 0, not NaN
+    assert torch.isfinite(module(x, padding)).all()  # a fully masked row is 0, not NaN
 
 
 def test_limits_of_each_head(normal: Callable[..., Tensor]) -> None:
@@ -236,7 +236,7 @@ def test_layer(separated: bool, normal: Callable[..., Tensor]) -> None:
 
 
 def test_names_of_the_parameters() -> None:
-    """Those that a checkpoint of hflayers has."""
+    """Parameters have the names of a checkpoint of hflayers."""
     norms = [
         f"norm_{name}.{kind}"
         for name in ("stored_pattern", "state_pattern", "pattern_projection")

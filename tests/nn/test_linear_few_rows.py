@@ -1,4 +1,4 @@
-"""The native linear layer of few rows, as for the next token: right, and the bits of any batch."""
+"""The native linear layer of few rows, as for the next token: right, with the bits of any batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("of_weight", ["contiguous", "unaligned", "sliced", "transposed"])
 @pytest.mark.parametrize("layout", ["contiguous", "every_second", "transposed"])
-def test_few_rows_are_right_and_have_the_bits_of_many(
+def test_few_rows_are_right_and_equal_many_rows_bitwise(
     layout: str, of_weight: str, target: Target, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
     for n, k in SIZES:
@@ -74,7 +74,7 @@ def test_few_rows_are_right_and_have_the_bits_of_many(
 
 # [N, K]: rows a page of memory apart in each dtype; an x of 128 rows that leaves L2.
 @pytest.mark.parametrize(("n", "k"), [(27, 2048), (25, 1024), (38, 1700)])
-def test_some_rows_have_the_bits_of_many(
+def test_some_rows_equal_many_rows_bitwise(
     n: int, k: int, target: Target, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
     x, weight, bias = operands(n, k, dtype, "contiguous", "contiguous", rows=150)

@@ -1,4 +1,4 @@
-"""Linear layers of models: exchanged for ours and back, with all that hangs on them."""
+"""Linear layers of models: replaced by ours and restored, with hooks and parametrizations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def restored(module: nn.Module) -> None:
         restore(part)
 
 
-def test_the_class_changes_and_comes_back() -> None:
+def test_the_class_is_replaced_and_restored() -> None:
     module, kinds = model(), [nn.Linear, nn.ReLU, Inherits, nn.Linear]
     parameters, state = list(module.parameters()), module.state_dict()
     want = module(X)
@@ -65,7 +65,7 @@ def test_the_class_changes_and_comes_back() -> None:
     assert all("_fastattn_replaced" not in x.__dict__ for x in module)
 
 
-def test_a_module_made_as_ours_stays_ours() -> None:
+def test_restore_keeps_modules_constructed_as_ours() -> None:
     module = Linear(8, 4)
     assert replace_linear(module) == []
     assert not restore(module)
@@ -179,7 +179,7 @@ def test_tied_weights_stay_tied() -> None:
         assert torch.allclose(x.grad, want, atol=1e-5)
 
 
-def test_torchscript_has_pytorchs() -> None:
+def test_torchscript_has_pytorchs_linear() -> None:
     module = model()
     want = module(X)
     replace_linear(module)
@@ -207,7 +207,7 @@ def test_patches(size: tuple[int, int], dtype: torch.dtype) -> None:
         assert torch.allclose(got, want, rtol=0.02, atol=0.02 * float(want.abs().max()))
 
 
-def test_wrong_images_raise_as_before() -> None:
+def test_wrong_images_raise_pytorchs_errors() -> None:
     stock = nn.Conv2d(3, 10, 4, 4).bfloat16()
     ours = copy.deepcopy(stock)
     replace_linear(ours)
@@ -247,7 +247,7 @@ def test_accelerate_and_its_report() -> None:
         fastattn.accelerate(module, linear=1)  # type: ignore[arg-type]
 
 
-def test_the_report_says_where_pytorchs_product_is_the_fastest() -> None:
+def test_the_report_names_dtypes_that_stay_pytorchs() -> None:
     module = nn.Linear(8, 4).double()
     (part,) = fastattn.accelerate(module).linear
     assert part.backend == ""

@@ -1,4 +1,4 @@
-"""MemN2N: its equations written a second time, and what a module has to be able to do."""
+"""MemN2N against its equations in plain PyTorch, and the contract of a module."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_padded_story_gives_the_same_answer(backend: str) -> None:
 
 
 @pytest.mark.parametrize("mask_empty", [False, True])
-def test_an_empty_story_is_no_obstacle(backend: str, mask_empty: bool) -> None:
+def test_an_empty_story_has_finite_results(backend: str, mask_empty: bool) -> None:
     network = MemN2N(20, 8, mask_empty=mask_empty)
     _, questions = examples()
     for slots in (0, 3):
@@ -97,7 +97,7 @@ def test_an_empty_story_is_no_obstacle(backend: str, mask_empty: bool) -> None:
     assert all(p.grad.isfinite().all() for p in network.parameters() if p.grad is not None)
 
 
-def test_sparse_gradients_are_the_dense_ones(backend: str) -> None:
+def test_sparse_gradients_equal_dense_ones(backend: str) -> None:
     options: dict[str, Any] = {"weight_tying": "layerwise", "memory_size": 9}
     dense, sparse = MemN2N(500, 8, **options), MemN2N(500, 8, sparse=True, **options)
     sparse.load_state_dict(dense.state_dict())
@@ -168,13 +168,13 @@ def test_empty_memories_keep_the_order() -> None:
     assert set(inserted[lengths == 10].tolist()) == {0, 1, 2}
     for b, n in enumerate(lengths.tolist()):
         assert noisy[b][filled[b]][:, 0].tolist() == list(range(1, n + 1))
-    # A tenth of the places is empty just as likely anywhere.
+    # Empty places, a tenth, are uniformly distributed.
     full = noisy[lengths == 10][:, :10]
     empty = (full[..., 0] == 0).float().mean(0)
     assert float(empty.max() - empty.min()) < 0.15
 
 
-def test_empty_memories_are_cut_where_no_place_is_left() -> None:
+def test_empty_memories_beyond_the_last_place_are_cut() -> None:
     stories = torch.arange(1, 6).view(1, 5, 1).expand(300, 5, 1)
     noisy = insert_empty_memories(stories, 0.4)
     assert noisy.shape == stories.shape

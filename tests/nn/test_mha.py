@@ -1,4 +1,4 @@
-"""``MultiheadAttention`` against ``torch.nn.MultiheadAttention``: values, gradients, words."""
+"""``MultiheadAttention`` against ``torch.nn.MultiheadAttention``: values, gradients, warnings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMBED, HEADS, BATCH, LENGTH, SOURCE = 32, 4, 3, 11, 13
 
 @dataclass(frozen=True)
 class Call:
-    """One point of the grid: a constructor, inputs, masks, and what is asked for."""
+    """One point of the grid: a constructor, inputs, masks, and the requested results."""
 
     bias: bool = True
     add_bias_kv: bool = False
@@ -80,7 +80,7 @@ class Call:
         return query, key, key if self.inputs == "shared" else draw(SOURCE, self.vdim or EMBED)
 
     def masks(self, source: int, generator: torch.Generator) -> dict[str, Tensor | None]:
-        """No row is masked fully: PyTorch has no answer there that could be compared."""
+        """No row is fully masked: PyTorch has no valid result for it."""
         batch = BATCH if self.batched else 1
         padding = torch.rand(batch, source, generator=generator) < 0.4
         shape = (LENGTH, source) if self.mask[-1:] == "2" else (batch * HEADS, LENGTH, source)
@@ -130,7 +130,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def sample(count: int) -> list[Call]:
-    """Random points, those first that hold a pair of values of two axes not seen before."""
+    """Random points; first, points that add a new pair of values of two axes."""
     rng = random.Random(0)
     seen: set[Any] = set()
     fresh, rest = [], []
@@ -202,7 +202,7 @@ def compare(call: Call, generator: torch.Generator) -> None:
 
     def run_stock(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
         by_id = {id(x): x.to(dtype) for x in tensors}
-        inputs = tuple(by_id[id(x)] for x in tensors)  # what was one tensor stays one
+        inputs = tuple(by_id[id(x)] for x in tensors)  # equal tensors stay the same object
         narrow = {name: cast(mask, dtype) for name, mask in masks.items()}
         return run(copy.deepcopy(stock).to(dtype), call, inputs, narrow)
 
@@ -254,7 +254,7 @@ def test_sizes_of_zero(shape: tuple[int, int, int], batch_first: bool, need_weig
     if need_weights:
         assert weights.shape == (n, length, source)
     out.sum().backward()
-    if source == 0:  # nothing to see is a fully masked row
+    if source == 0:  # without keys, rows are fully masked
         assert torch.equal(out, fused.out_proj.bias.expand_as(out))
 
 
@@ -270,7 +270,7 @@ def test_a_fully_masked_row(how: str, need_weights: bool, backend: str) -> None:
     rows: Any = (0, slice(None))
     if how in ("key_padding_mask", "both"):
         padding[0] = True
-    elif how == "merged":  # each leaves something, together nothing
+    elif how == "merged":  # each leaves some keys, both together none
         padding[0, :3], mask[1, 3:], rows = True, True, (0, 1)
     else:
         mask[2], rows = True, (slice(None), 2)
@@ -300,7 +300,7 @@ def test_a_fully_masked_row(how: str, need_weights: bool, backend: str) -> None:
 def test_a_row_of_the_smallest_number_is_uniform(
     need_weights: bool, backend: str, generator: torch.Generator
 ) -> None:
-    """A finite mask hides nothing when all keys have it: the mean of the values, not 0, not NaN."""
+    """A finite mask on all keys hides none: the mean of the values, not 0, not NaN."""
     call = Call(inputs="self", need_weights=need_weights)
     x, _, _ = call.tensors(generator)
     mask = torch.zeros(LENGTH, LENGTH)

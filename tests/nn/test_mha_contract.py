@@ -1,4 +1,4 @@
-"""What clients rely on beyond values: state, random numbers, layout, how masks are passed on."""
+"""The contract beyond values: state, random numbers, layout, and masks passed to attention."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_state_goes_both_ways(options: dict[str, Any]) -> None:
+def test_state_dicts_load_in_both_directions(options: dict[str, Any]) -> None:
     stock, fused = (
         cls(EMBED, HEADS, **options) for cls in (nn.MultiheadAttention, MultiheadAttention)
     )
@@ -63,7 +63,7 @@ def test_state_goes_both_ways(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_attributes_are_those_of_pytorch(options: dict[str, Any]) -> None:
+def test_attributes_equal_pytorchs(options: dict[str, Any]) -> None:
     stock, fused = pair(**options)
     assert fused.__dict__.keys() == stock.__dict__.keys()
     assert (fused.bias_k is None) == (stock.bias_k is None)
@@ -103,7 +103,7 @@ def test_random_numbers_are_drawn_for_dropout_only(
     assert torch.equal(fused(X, X, X, need_weights=need_weights)[0], first)
 
 
-def test_weights_are_those_applied_after_dropout() -> None:
+def test_returned_weights_include_dropout() -> None:
     torch.manual_seed(0)
     fused = MultiheadAttention(64, 1, dropout=0.5, batch_first=True)
     x = torch.randn(2, 40, 64)
@@ -115,9 +115,7 @@ def test_weights_are_those_applied_after_dropout() -> None:
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_one_product_for_inputs_that_are_one_tensor(
-    batched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_inputs_share_one_product(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -134,7 +132,7 @@ def test_one_product_for_inputs_that_are_one_tensor(
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_nothing_is_copied_on_the_way(batch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_copied(batch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are views of the projections; the output has the layout that the next one reads."""
     memory: list[int] = []
 
@@ -229,7 +227,7 @@ def test_copies_and_pickles() -> None:
         assert len(other._forward_pre_hooks) == 1
 
 
-def test_state_of_old_versions_is_understood() -> None:
+def test_state_of_old_versions_is_loaded() -> None:
     fused = MultiheadAttention(EMBED, HEADS)
     state = fused.__dict__.copy()
     del state["_qkv_same_embed_dim"]
@@ -238,8 +236,8 @@ def test_state_of_old_versions_is_understood() -> None:
     assert torch.equal(other(X, X, X)[0], fused(X, X, X)[0])
 
 
-def test_padding_is_passed_on_small_and_boolean(passed: list[dict[str, Any]]) -> None:
-    """[N, 1, 1, S], True takes part, also when a layer of PyTorch made it 0 and -inf."""
+def test_padding_is_passed_as_a_small_boolean_mask(passed: list[dict[str, Any]]) -> None:
+    """[N, 1, 1, S], True is visible, even if a layer of PyTorch converted it to 0 and -inf."""
     fused = MultiheadAttention(EMBED, HEADS, batch_first=True)
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [True] + [False] * 5])
     added = torch.zeros(3, 6).masked_fill(padding, float("-inf"))
@@ -271,7 +269,7 @@ def test_masks_are_never_expanded(passed: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("floating", [False, True])
 def test_a_correct_hint_replaces_the_mask(floating: bool, passed: list[dict[str, Any]]) -> None:
-    """With padding or weights PyTorch reads the mask; a causal one needs no reading."""
+    """With padding or weights PyTorch reads the mask; we need not read a causal one."""
     fused = MultiheadAttention(EMBED, HEADS, batch_first=True)
     future = torch.ones(6, 6, dtype=torch.bool).triu(1)
     padding = torch.zeros(3, 6, dtype=torch.bool)
@@ -291,7 +289,7 @@ def test_a_correct_hint_replaces_the_mask(floating: bool, passed: list[dict[str,
 @pytest.mark.parametrize("add_bias_kv", [False, True])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_wrong_hint_is_believed_where_pytorch_believes_it(
+def test_a_wrong_hint_is_trusted_where_pytorch_trusts_it(
     padded: bool, need_weights: bool, add_bias_kv: bool
 ) -> None:
     stock, fused = pair(add_bias_kv=add_bias_kv)

@@ -1,4 +1,4 @@
-"""Errors, warnings and signatures of ``MultiheadAttention`` are those of PyTorch, to the letter."""
+"""Errors, warnings and signatures of ``MultiheadAttention`` equal PyTorch's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"add_bias_kv": True}], ids=str)
-def test_errors_are_those_of_pytorch(case: str, options: dict[str, Any]) -> None:
+def test_errors_equal_pytorchs(case: str, options: dict[str, Any]) -> None:
     args, keywords = WRONG[case]
     want = message(lambda: nn.MultiheadAttention(8, 2, **options)(*args, **keywords))
     got = message(lambda: MultiheadAttention(8, 2, **options)(*args, **keywords))
@@ -60,7 +60,7 @@ def test_errors_are_those_of_pytorch(case: str, options: dict[str, Any]) -> None
     assert got == want
 
 
-def test_errors_of_separate_projections_are_those_of_pytorch() -> None:
+def test_errors_of_separate_projections_equal_pytorchs() -> None:
     for args in ((X, ones(5, 2, 6), ones(4, 2, 8)), (X, ones(5, 2, 6), ones(5, 3, 8))):
         want = message(lambda args=args: nn.MultiheadAttention(8, 2, kdim=6)(*args))
         assert want is not None
@@ -68,7 +68,7 @@ def test_errors_of_separate_projections_are_those_of_pytorch() -> None:
 
 
 @pytest.mark.parametrize("name", ["bias_k", "bias_v"])
-def test_half_a_learned_key_is_an_error(name: str) -> None:
+def test_bias_k_without_bias_v_is_an_error(name: str) -> None:
     def call(cls: type[nn.MultiheadAttention]) -> None:
         module = cls(8, 2, add_bias_kv=True)
         setattr(module, name, None)
@@ -79,13 +79,13 @@ def test_half_a_learned_key_is_an_error(name: str) -> None:
     assert message(lambda: call(MultiheadAttention)) == want
 
 
-def test_a_batch_of_keys_unlike_that_of_queries_is_an_error() -> None:
+def test_different_batches_of_keys_and_queries_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="batch size of key and value is 3, that of query is 2"):
         MultiheadAttention(8, 2)(X, ones(5, 3, 8), ones(5, 3, 8))
 
 
 @pytest.mark.parametrize("options", [(0, 1), (8, 0), (8, 3), (-1, 1)])
-def test_errors_of_the_constructor_are_those_of_pytorch(options: tuple[int, int]) -> None:
+def test_errors_of_the_constructor_equal_pytorchs(options: tuple[int, int]) -> None:
     want = message(lambda: nn.MultiheadAttention(*options))
     assert want is not None
     assert message(lambda: MultiheadAttention(*options)) == want
@@ -96,7 +96,7 @@ DTYPES = [torch.bool, torch.float32, torch.float64, torch.bfloat16]
 
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("padding", "mask"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-def test_warnings_about_masks_are_those_of_pytorch(
+def test_warnings_about_masks_equal_pytorchs(
     padding: torch.dtype, mask: torch.dtype, query_dtype: torch.dtype
 ) -> None:
     def said(cls: type[nn.MultiheadAttention]) -> list[str]:
@@ -113,7 +113,7 @@ def test_warnings_about_masks_are_those_of_pytorch(
     assert said(MultiheadAttention) == said(nn.MultiheadAttention)
 
 
-def test_signatures_are_those_of_pytorch() -> None:
+def test_signatures_equal_pytorchs() -> None:
     for name in ("__init__", "forward"):
         ours, stock = (
             inspect.signature(getattr(cls, name))
@@ -124,6 +124,6 @@ def test_signatures_are_those_of_pytorch() -> None:
             for signature in (ours, stock)
         )
         assert given[: len(promised)] == promised
-        for _, kind, default in given[len(promised) :]:  # what is ours alone is never in the way
+        for _, kind, default in given[len(promised) :]:  # our own arguments
             assert kind is inspect.Parameter.KEYWORD_ONLY
             assert default is not inspect.Parameter.empty

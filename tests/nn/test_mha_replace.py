@@ -27,7 +27,7 @@ PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 3 + [Tr
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, backend: str) -> list[str]:
-    """The backend of each attention, which is forced: it ran there, or it would have raised."""
+    """The backend of each attention call; it is forced, so a call that it cannot run raises."""
     names: list[str] = []
 
     def counted(function: Any) -> Any:
@@ -134,7 +134,7 @@ def test_reaches_our_kernel_in_every_mode(name: str, mode: str, calls: list[str]
     assert not calls
 
 
-def test_a_drop_in_that_was_built_as_one_is_reached_too(calls: list[str]) -> None:
+def test_a_model_built_with_our_module_reaches_the_kernel(calls: list[str]) -> None:
     layer = encoder_layer().eval()
     layer.self_attn = MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_names_and_idempotence() -> None:
     assert all(type(model.get_submodule(name)) is nn.MultiheadAttention for name in names)
 
 
-def test_a_shared_module_stays_one() -> None:
+def test_a_shared_module_stays_shared() -> None:
     attention = nn.MultiheadAttention(EMBED, HEADS)
     model = nn.ModuleDict({"a": attention, "b": nn.ModuleList([attention])})
     assert replace_mha(model) == ["a"]
@@ -238,7 +238,7 @@ def test_a_subclass_keeps_its_methods_on_our_kernel(calls: list[str]) -> None:
     assert type(module) is Client
 
 
-def test_a_subclass_that_computes_by_itself_still_does(calls: list[str]) -> None:
+def test_a_subclass_with_its_own_computation_keeps_it(calls: list[str]) -> None:
     module = Stranger(EMBED, HEADS)
     assert replace_mha(module) == [""]
     assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))

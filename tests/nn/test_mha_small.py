@@ -1,4 +1,4 @@
-"""The self-attention that is one native call: right, and only where it may be."""
+"""Self-attention in one native call: right, and only for eligible calls."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_sequence_of_padding_alone_gives_the_bias_of_the_output(calls: list[in
     assert torch.equal(y[1], module.out_proj.bias.expand(5, 24))
 
 
-def test_nothing_hidden_by_padding_reaches_the_result(calls: list[int]) -> None:
+def test_padded_rows_do_not_affect_the_result(calls: list[int]) -> None:
     module = module_of(batch_first=True)
     x = torch.randn(2, 6, 24)
     padding = torch.arange(6).expand(2, 6) >= 4
@@ -153,7 +153,7 @@ USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_goes_the_general_way_for(
+def test_ineligible_calls_take_the_general_path(
     use: Callable[[nn.Module, Tensor], None], calls: list[int]
 ) -> None:
     module, x = module_of(batch_first=True), torch.randn(1, 5, 24)
@@ -164,7 +164,7 @@ def test_goes_the_general_way_for(
     assert calls == [1]
 
 
-def test_large_sizes_are_left_to_the_library(
+def test_large_sizes_take_the_general_path(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, x = module_of(batch_first=True), torch.randn(1, 9, 24)

@@ -115,7 +115,7 @@ def test_a_memory_is_read_by_attention(normal: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(out, want @ value)
 
 
-def test_a_full_memory_loses_its_oldest(generator: torch.Generator) -> None:
+def test_a_full_memory_overwrites_its_oldest_row(generator: torch.Generator) -> None:
     memory = nn.KeyValueMemory(3, 1, dtype=torch.float64)
     for row in range(5):
         one = torch.full((1, 1, 1), float(row)).double()
@@ -128,7 +128,7 @@ def test_a_full_memory_loses_its_oldest(generator: torch.Generator) -> None:
     assert sorted(memory.keys.flatten().tolist()) == [18.0, 19.0, 20.0]
 
 
-def test_overwrites_what_is_most_alike(generator: torch.Generator) -> None:
+def test_the_most_similar_row_is_overwritten(generator: torch.Generator) -> None:
     memory = nn.KeyValueMemory(4, 3, batch_size=2, dtype=torch.float64)
     first = memory.overwrite(torch.zeros(2, 3).double(), torch.ones(2, 3).double())
     assert first.tolist() == [0, 0]
@@ -144,7 +144,7 @@ def test_overwrites_what_is_most_alike(generator: torch.Generator) -> None:
 
 
 def test_gradients_flow_through_the_memory(normal: Callable[..., Tensor]) -> None:
-    """From readings into what was written; a later writing does not disturb an earlier reading."""
+    """From reads into written rows; a later write does not change an earlier read."""
     memory = nn.KeyValueMemory(4, 3, dtype=torch.float64)
     key, value = (normal(1, 2, 3).requires_grad_() for _ in range(2))
     query = normal(1, 2, 3)
@@ -174,7 +174,7 @@ def test_a_memory_is_state() -> None:
     assert other.written == 2
 
 
-def test_bad_writing_is_named() -> None:
+def test_bad_writes_are_named() -> None:
     memory, x = nn.KeyValueMemory(4, 3), torch.ones(1, 2, 3)
     with pytest.raises(ValueError, match="key must have batch size 1, width 3"):
         memory.append(torch.ones(2, 2, 3), x)
@@ -216,7 +216,7 @@ def test_nonlinear_heads(training: bool, normal: Callable[..., Tensor]) -> None:
         assert all(parameter.grad is not None for parameter in module.parameters())
 
 
-def test_without_them_nothing_changes() -> None:
+def test_without_nonlinear_heads_nothing_changes() -> None:
     names = set(torch.nn.MultiheadAttention(8, 2).state_dict())
     assert set(nn.MultiheadAttention(8, 2).state_dict()) == names
     with_them = set(nn.MultiheadAttention(8, 2, nonlinear_heads=3).state_dict())
@@ -271,7 +271,7 @@ def test_a_wrong_argument_is_named(name: str) -> None:
             call(value)
 
 
-def test_nothing_is_generated_for_no_sequences() -> None:
+def test_generate_for_an_empty_batch_is_empty() -> None:
     for beams in (1, 3):
         empty = torch.zeros(0, 4, dtype=torch.long)
         found = TOKENS.generate(empty, bos_idx=1, eos_idx=2, max_length=3, beams=beams)

@@ -130,7 +130,7 @@ def test_learned_gradients(x: Tensor) -> None:
     assert module.weight.grad[:, 0].tolist() == [0, 0, 4, 1, 1, 1]
 
 
-def test_learned_says_where_the_table_ends(x: Tensor) -> None:
+def test_learned_names_the_end_of_the_table(x: Tensor) -> None:
     module = LearnedPositionalEncoding(6, 8)
     module(x, offset=1)
     with pytest.raises(IndexError, match="positions 2 to 6 are needed, but num_embeddings is 6"):

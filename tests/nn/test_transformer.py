@@ -1,4 +1,4 @@
-"""The Transformer: PyTorch's where PyTorch has it; the paper's; one pass and many steps agree."""
+"""The Transformer: equal to PyTorch's and the paper's; one pass and many steps agree."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_agrees_with_pytorch(call: str, options: str, training: bool) -> None:
         return out, [p.grad for p in model.parameters()]
 
     out, grads = results(ours)
-    # PyTorch's fast path takes a floating mask for a boolean one: what is not 0 is hidden.
+    # PyTorch's fast path reads a floating mask as a boolean one: entries but 0 are hidden.
     torch.backends.mha.set_fastpath_enabled(call != "masks")
     try:
         expected, wanted = results(stock)
@@ -121,7 +121,7 @@ def test_agrees_with_pytorch(call: str, options: str, training: bool) -> None:
         ),
     ],
 )
-def test_parameters_are_pytorch_s_by_name_and_by_value(make: Callable[[Any], nn.Module]) -> None:
+def test_parameters_equal_pytorchs_in_name_and_value(make: Callable[[Any], nn.Module]) -> None:
     ours, stock = pair(make)
     assert list(ours.state_dict()) == list(stock.state_dict())
     assert all(map(torch.equal, ours.state_dict().values(), stock.state_dict().values()))
@@ -133,11 +133,11 @@ def test_parameters_are_pytorch_s_by_name_and_by_value(make: Callable[[Any], nn.
             assert isinstance(module, fastattn.MultiheadAttention)
 
 
-def test_a_stack_takes_pytorch_s_layers_too() -> None:
+def test_a_stack_takes_pytorchs_layers() -> None:
     layer = nn.TransformerEncoderLayer(E, H, batch_first=True)
     encoder = TransformerEncoder(layer, 2)
     assert all(isinstance(each.self_attn, fastattn.MultiheadAttention) for each in encoder.layers)
-    assert type(layer.self_attn) is nn.MultiheadAttention  # the layer given is not touched
+    assert type(layer.self_attn) is nn.MultiheadAttention  # the given layer is unchanged
     decoder = TransformerDecoder(nn.TransformerDecoderLayer(E, H), 2)
     with pytest.raises(TypeError, match=r"fastattn\.nn\.TransformerDecoderLayer, got Transf"):
         decoder.new_cache()
@@ -164,7 +164,7 @@ def test_causal_needs_no_mask(training: bool, padding: Tensor | None, length: in
     torch.testing.assert_close(out[real], expected[real], rtol=1e-9, atol=1e-9)
 
 
-def test_what_is_padded_is_not_read() -> None:
+def test_padding_is_not_read() -> None:
     model = stacks(fastattn.nn)
     hidden = SOURCE.masked_fill(PADDING[..., None], float("nan"))
     padding = {"src_key_padding_mask": PADDING, "memory_key_padding_mask": PADDING}
@@ -281,7 +281,7 @@ def test_a_selected_cache_continues_its_own_sequences() -> None:
 
 
 @torch.no_grad()
-def test_captured_steps_are_the_same_steps() -> None:
+def test_captured_steps_equal_plain_steps() -> None:
     model = stacks(fastattn.nn).decoder
     expected = in_steps(model, [2, 1, 2], TARGET, SOURCE)
     with fastattn.capture(model) as weights:
@@ -322,7 +322,7 @@ def small(**options: Any) -> Any:
     return Transformer(E, H, 2, 2, FEED, **given)
 
 
-def test_the_defaults_are_the_paper_s() -> None:
+def test_the_defaults_are_the_papers() -> None:
     with torch.device("meta"):
         model = Transformer(vocab_size=37000)
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (6, 6)
@@ -337,7 +337,7 @@ def test_the_defaults_are_the_paper_s() -> None:
 
 @pytest.mark.parametrize("vocabulary", [V, (V, V), (V + 3, V)])
 @pytest.mark.parametrize("tie", [True, False])
-def test_which_tables_are_one(vocabulary: Any, tie: bool) -> None:
+def test_tied_embedding_tables(vocabulary: Any, tie: bool) -> None:
     model = small(vocab_size=vocabulary, tie_embeddings=tie)
     shared = tie and isinstance(vocabulary, int)
     assert (model.src_embedding is model.tgt_embedding) == shared
@@ -348,7 +348,7 @@ def test_which_tables_are_one(vocabulary: Any, tie: bool) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_logits_are_those_of_the_formula(first: bool) -> None:
+def test_logits_equal_their_formula(first: bool) -> None:
     """Written out, with PyTorch's own stacks."""
     model = small(batch_first=first)
     stock = nn.Transformer(E, H, 2, 2, FEED, 0.0, batch_first=True, **DOUBLE)
@@ -421,11 +421,11 @@ def naive(model: Any, src: Tensor, length: int, beams: int) -> list[list[int]]:
 @torch.no_grad()
 @pytest.mark.parametrize("beams", [1, 3, V + 1])
 @pytest.mark.parametrize("first", [True, False])
-def test_generate_finds_what_whole_passes_find(beams: int, first: bool) -> None:
+def test_generate_equals_beam_search_by_whole_passes(beams: int, first: bool) -> None:
     model = small().eval()
     for parameter in model.parameters():
-        parameter *= 1.7  # so that something else than one word over and over comes out
-    model.output.weight[0] -= 9.0 * model.decoder.norm.bias  # padding is no answer
+        parameter *= 1.7  # so that more than one repeated word is generated
+    model.output.weight[0] -= 9.0 * model.decoder.norm.bias  # never generate padding
     model.output.bias = nn.Parameter(torch.zeros(V, **DOUBLE))
     model.output.bias[0] = -100.0
     expected = torch.tensor(naive(model, SRC, 6, beams))
@@ -560,7 +560,7 @@ def test_a_stack_is_one_node_of_a_symbolic_trace(name: str) -> None:
     assert torch.equal(traced(x), model(x))
 
 
-def test_layer_attention_is_the_drop_in_otherwise() -> None:
+def test_layer_attention_behaves_as_our_module() -> None:
     attention = stacks(fastattn.nn).decoder.layers[0].self_attn
     assert type(attention) is LayerAttention
     assert fastattn.restore_mha(attention) == []

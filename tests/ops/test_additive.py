@@ -49,12 +49,12 @@ def test_by_hand(backend: str) -> None:
     out, weights = additive_attention(query, key, value, v, attn_mask=mask, need_weights=True)
     torch.testing.assert_close(weights.flatten().tolist(), [2 / 3, 1 / 3, 0.0])
     torch.testing.assert_close(out.flatten().tolist(), [8 / 3, 8 / 3])
-    bias = torch.tensor([-half, 0.0], dtype=torch.float64)  # now the scores are log 3 and less
+    bias = torch.tensor([-half, 0.0], dtype=torch.float64)  # now the scores are at most log 3
     _, weights = additive_attention(query, key, value, v, bias, mask, need_weights=True)
     torch.testing.assert_close(weights.flatten().tolist(), [2 / 3, 1 / 3, 0.0])
 
 
-def test_is_the_equation(backend: str) -> None:
+def test_additive_attention_equals_its_equation(backend: str) -> None:
     args = operands(2, 70, 90, 33, 20)
     got = additive_attention(*args, need_weights=True)
     want = naive.additive_attention(*args, options=AdditiveOptions(weights=True))
@@ -107,7 +107,7 @@ def test_a_vector_of_any_size(target: Target, large: float) -> None:
 # --- masks -----------------------------------------------------------------------------------
 
 
-def test_every_way_to_say_the_same_mask(backend: str) -> None:
+def test_every_form_of_the_same_mask(backend: str) -> None:
     args = operands(2, 4, 6, 5, 3)
     padding = torch.arange(6) >= torch.tensor([[4], [2]])
     want = additive_attention(*args, key_padding_mask=padding)
@@ -178,7 +178,7 @@ def test_a_bad_key_or_value_reaches_only_queries_that_see_it(target: Target, bad
 # --- dropout ---------------------------------------------------------------------------------
 
 
-def test_dropout_is_that_of_attention_with_one_head(backend: str) -> None:
+def test_dropout_equals_attentions_with_one_head(backend: str) -> None:
     args = operands(2, 9, 20, 5, 3, dtype=torch.float32)
     torch.manual_seed(5)
     mine = additive_attention(*args, dropout_p=0.4, need_weights=True)[1]
@@ -209,7 +209,7 @@ def test_random_numbers_are_drawn_once_a_call_and_only_for_dropout(backend: str)
 # --- memory ----------------------------------------------------------------------------------
 
 
-def test_nothing_is_saved_but_the_operands(backend: str) -> None:
+def test_only_the_operands_are_saved(backend: str) -> None:
     args = operands(2, 6, 7, 5, 3, grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -233,7 +233,7 @@ def test_gradient_of_a_mask(backend: str, shape: tuple[int, ...]) -> None:
     assert torch.autograd.gradgradcheck(f, (*args, mask))
 
 
-def test_only_the_gradients_that_are_wanted(backend: str) -> None:
+def test_only_required_gradients_are_computed(backend: str) -> None:
     for wanted in range(5):
         args = operands()
         args[wanted].requires_grad_()

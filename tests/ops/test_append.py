@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("seeded")
 test_case = within_the_bound("append_to_cache")
 
 
-def test_a_backend_without_a_rotation_says_so() -> None:
+def test_a_backend_without_rotation_declines() -> None:
     pytest.importorskip("triton")
     given = operands() | dict(zip(("rotary_cos", "rotary_sin"), angles(14, 4), strict=True))
     with (
@@ -77,13 +77,13 @@ def test_equals_a_rotation_before_the_call(
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 @pytest.mark.parametrize(("key", "value"), [(2, 2), (4, 4), (2, 4)])
-def test_rows_of_the_cache_are_appended_as_they_were(
+def test_rows_of_the_cache_itself_are_appended_unchanged(
     backend: str, layout: str, key: int, value: int
 ) -> None:
-    """Also where a row that is written is one of the rows that are still to be read."""
+    """Even if a row to write is a row that is still to be read."""
     given = operands(layout)
     dim = 2 if layout == "bhnd" else 1
-    for _ in range(2):  # the second call takes the short path
+    for _ in range(2):  # the second call takes the fast path
         own = given | {n: given[n].clone() for n in ("key_cache", "value_cache")}
         own["cache_seqlens"] = torch.full((3,), 3)
         own["key"] = own["key_cache"].narrow(dim, key, 2)
@@ -114,7 +114,7 @@ def test_tables_without_columns_rotate_nothing(backend: str, layout: str) -> Non
     assert torch.equal(decode_attention(**given, rotary_cos=none, rotary_sin=none), want)
 
 
-def test_the_memory_of_rotated_queries_is_what_a_compiler_expects(backend: str) -> None:
+def test_rotated_queries_keep_their_strides(backend: str) -> None:
     given = operands("bnhd")
     names = ("key_cache", "value_cache", "key", "value")
     tensors = [given[n].transpose(1, 2) for n in names]
@@ -156,7 +156,7 @@ def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> 
     refused(call, error, f"decode_attention.*{message}")
 
 
-def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
+def test_the_kernel_checks_its_operands(native: Any) -> None:
     given = operands()
     tensors = [given[n] for n in ("key_cache", "value_cache", "key", "value", "cache_seqlens")]
     before = given["key_cache"].clone()

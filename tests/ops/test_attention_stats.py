@@ -1,4 +1,4 @@
-"""attention_stats: against the weights of the reference in float64, summed up."""
+"""attention_stats: against sums over the reference's weights in float64."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_masks(backend: str, kind: str, generator: torch.Generator) -> None:
     torch.testing.assert_close(w.gather(-1, stats.top_indices), stats.top_values)
 
 
-def test_only_what_is_asked_for(generator: torch.Generator) -> None:
+def test_only_requested_statistics_are_computed(generator: torch.Generator) -> None:
     query, key = operands((1, 1, 1, 9, 9), torch.float32, generator)
     stats = attention_stats(query, key, column_sums=False, entropy=False)
     assert stats[1:] == (None,) * 5

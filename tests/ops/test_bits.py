@@ -1,4 +1,4 @@
-"""The kernels give the same bits for any number of threads and whatever else is in the batch.
+"""The kernels give the same bits for any number of threads and any other batch entries.
 
 Attention itself is in ``test_numerics.py``.
 """
@@ -97,7 +97,7 @@ def named(*tables: dict[str, list[Any]]) -> list[Any]:
 def inputs_of(op: str, case: Any, dtype: torch.dtype) -> Any:
     inputs = PROOFS[op].make(case, dtype)
     if op == "hopfield_retrieve":
-        inputs.options["update_steps_eps"] = 0.3  # so that some queries rest before others
+        inputs.options["update_steps_eps"] = 0.3  # so that queries converge after different steps
     return inputs
 
 

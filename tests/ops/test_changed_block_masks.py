@@ -1,4 +1,4 @@
-"""A ``BlockMask`` that its owner changes between calls: every call uses what it is now."""
+"""A ``BlockMask`` that its owner changes between calls: every call uses its current value."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_block_tensors_written_in_place() -> None:
     "place", [in_a_cell, in_a_tensor, in_another_function, in_a_list, in_a_global],
     ids=lambda place: place.__name__,
 )  # fmt: skip
-def test_what_does_not_change_is_converted_once(place: Any) -> None:
+def test_an_unchanged_mask_is_converted_once(place: Any) -> None:
     block_mask = partly(place()[0])
     query = torch.empty(1, 2, LQ, 8)
     first, second = (masks.program("test", block_mask, query, LK, 0) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A compiled backward drops the weights that the forward dropped, even where it draws again."""
+"""A compiled backward drops the forward's weights, even if it recomputes the draws."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def assert_same_weights(run: Callable[[Tensor, Tensor], Tensor]) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_backward_on_a_budget_drops_what_the_forward_dropped(name: str, budget: float) -> None:
+def test_a_backward_on_a_budget_has_the_forwards_dropout(name: str, budget: float) -> None:
     with budget_of(budget):
         assert_same_weights(compiled(CALLS[name], dynamic=False))
 
@@ -89,12 +89,12 @@ def test_a_backward_on_a_budget_drops_what_the_forward_dropped(name: str, budget
     "name",
     ["twice", *(pytest.param(x, marks=pytest.mark.complete) for x in ("mixed", "checkpointed"))],
 )
-def test_inductor_drops_what_the_forward_dropped(name: str) -> None:
+def test_inductors_backward_has_the_forwards_dropout(name: str) -> None:
     with budget_of(0.0):
         assert_same_weights(compiled(CALLS[name], dynamic=False, backend="inductor"))
 
 
-def test_aggressive_recomputation_drops_what_the_forward_dropped() -> None:
+def test_aggressive_recomputation_has_the_forwards_dropout() -> None:
     with partitioner.patch(aggressive_recomputation=True):
         assert_same_weights(compiled(mixed, dynamic=False))
 
@@ -111,7 +111,7 @@ def test_the_budget_of_a_region() -> None:
     assert_same_weights(compiled(call, dynamic=False))
 
 
-def test_gradients_on_a_budget_are_those_without() -> None:
+def test_a_budget_does_not_change_gradients() -> None:
     query, value = (rand(2, 3, 8, 11, requires_grad=True) for _ in range(2))
     grads = []
     for budget in (1.0, 0.5, 0.0):

@@ -81,7 +81,7 @@ def test_appends_in_place_and_attends(backend: str, layout: str, paged: bool) ->
     assert out.is_contiguous()
 
 
-def test_a_number_or_nothing_is_a_length_of_all(backend: str) -> None:
+def test_an_integer_or_none_is_the_length_of_all_sequences(backend: str) -> None:
     given = {n: x for n, x in caches().items() if n in ("query", "key_cache", "value_cache")}
     assert torch.equal(decode_attention(**given), decode_attention(**given, cache_seqlens=12))
     short = decode_attention(**given, cache_seqlens=5, window=(3, -1))
@@ -89,7 +89,7 @@ def test_a_number_or_nothing_is_a_length_of_all(backend: str) -> None:
     assert torch.equal(short, want)
 
 
-def test_a_page_holds_less_than_what_is_appended(backend: str) -> None:
+def test_appended_rows_span_several_pages(backend: str) -> None:
     """A prompt in one call, then caches of different lengths together with an empty one."""
     given = caches()
     prompt, values = torch.randn(2, 3, 2, 11, 8)
@@ -111,7 +111,7 @@ def test_a_page_holds_less_than_what_is_appended(backend: str) -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_padding_before_a_sequence_changes_nothing_but_positions(backend: str, paged: bool) -> None:
+def test_left_padding_changes_only_positions(backend: str, paged: bool) -> None:
     if backend == "triton":
         pytest.skip("it has no cache_leftpad")
     given = caches()
@@ -226,7 +226,7 @@ def checking(backend: str) -> str:
 
 
 @pytest.mark.parametrize("append", [False, True])
-def test_pages_and_entries_that_are_not_there(checking: str, append: bool) -> None:
+def test_missing_pages_and_entries_are_errors(checking: str, append: bool) -> None:
     given = caches()
     if not append:
         del given["key"], given["value"]
@@ -266,7 +266,7 @@ def test_a_forced_backend_that_cannot_attend_does_not_append() -> None:
         refused(given, RuntimeError, "a head dimension of 600 is above")
 
 
-def test_without_gradients_a_parameter_may_come_in(backend: str) -> None:
+def test_parameters_are_accepted_without_gradients(backend: str) -> None:
     given = caches()
     query = torch.nn.Parameter(given["query"])
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_without_gradients_a_parameter_may_come_in(backend: str) -> None:
 
 
 def test_autocast_is_not_applied(backend: str) -> None:
-    """What is in the cache has a dtype already."""
+    """The cache determines the dtype."""
     with torch.autocast("cpu", torch.bfloat16):
         assert decode_attention(**caches()).dtype == torch.float32
 

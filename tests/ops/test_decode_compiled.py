@@ -1,4 +1,4 @@
-"""Calls of ``decode_attention`` under the compiler, and the operators that they consist of."""
+"""Calls of ``decode_attention`` under the compiler, and their operators."""
 
 from __future__ import annotations
 

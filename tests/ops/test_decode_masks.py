@@ -1,4 +1,4 @@
-"""Masks and relative biases over a cache: what the case table does not show."""
+"""Masks and relative biases over a cache: beyond the case table."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_program_of_the_same_lengths_is_built_once() -> None:
     assert torch.equal(second, program(mask_of(IDS, PREFIXES)))
 
 
-def test_a_draft_tree_gives_each_draft_what_it_gets_alone(backend: str) -> None:
+def test_a_draft_tree_equals_each_draft_alone(backend: str) -> None:
     given, (keys, values) = operands(), torch.randn(2, 3, 2, 5, 8)
     query = torch.randn(3, 4, 5, 8)
     lengths = torch.tensor([4, 0, 7])
@@ -180,7 +180,7 @@ def test_a_draft_tree_needs_a_cache() -> None:
         scaled_dot_product_attention(x, x, x, mask=masks.draft_tree(torch.eye(2).bool()))
 
 
-def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
+def test_the_kernel_checks_its_operands(native: Any) -> None:
     query, keys, values, lengths = operands().values()
     program = masks.cache_program("test", mask_of(IDS, PREFIXES), query, CAPACITY, lengths)
 

@@ -17,7 +17,7 @@ Run = Callable[[], Any]
 
 # The kernels of the CPU have no gradient of what a name calls learned.
 GIVEN = [name for name in OPERATORS if "learned" not in name]
-# Of the cache, with no gradient, which the other table has not: a step, and a prompt.
+# Calls on a cache, without gradients, which the other table lacks: a step, and a prompt.
 CACHES: dict[str, dict[str, Any]] = {
     "cache": {},
     "cache-pages": {"paged": True},
@@ -48,7 +48,7 @@ def results(run: Run) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", [*GIVEN, *CACHES])
-def test_results_are_where_the_tensors_are(name: str, choice: str) -> None:
+def test_results_are_on_the_device_of_the_tensors(name: str, choice: str) -> None:
     expected = results(call_of(name))
     run = call_of(name)
     with torch.device("meta"):

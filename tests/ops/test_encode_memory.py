@@ -60,7 +60,7 @@ def test_padding_is_not_read(
     factors = encoding_factors("position", 5, 20, dtype=torch.float64)
     assert torch.equal(encode_memory(tokens, weight, temporal=temporal), want)
     tokens[..., 3:] = 0
-    factors[3:] = NAN  # a place that no sentence has a word in
+    factors[3:] = NAN  # a position without a word in any sentence
     assert encode_memory(tokens, weight, encoding=factors).isfinite().all()
     weight.requires_grad_()
     encode_memory(tokens, weight, encoding=factors).sum().backward()
@@ -125,8 +125,8 @@ def test_tokens_outside_the_table(
             out.sum().backward()
 
 
-def test_nothing_of_an_integer_but_its_value(engine: Target) -> None:
-    """The smallest int64 is neither a row nor taken for one."""
+def test_the_smallest_int64_is_out_of_range(engine: Target) -> None:
+    """The smallest int64 is not a row, and is not read as one."""
     with pytest.raises(IndexError, match="is -9223372036854775808"):
         encode_memory(torch.full((1, 1, 1), -(2**63)), torch.ones(3, 2))
 

@@ -124,13 +124,13 @@ def outcome(run: Run, number: int, tensors: tuple[Tensor, ...]) -> list[Tensor] 
         return error
 
 
-def assert_same_outcome(ours: Any, theirs: Any, name: str) -> None:
-    if isinstance(theirs, ValueError):
+def assert_same_outcome(ours: Any, want: Any, name: str) -> None:
+    if isinstance(want, ValueError):
         assert isinstance(ours, ValueError)
-        assert str(ours) == str(theirs)
+        assert str(ours) == str(want)
         assert name in str(ours)
         return
-    for x, y in zip(ours, theirs, strict=True):
+    for x, y in zip(ours, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=2e-6)
 
 
@@ -140,8 +140,8 @@ def test_a_number_of_any_size(name: str, choice: str) -> None:
     run, tensors = CALLS[name]
     for number in NUMBERS:
         with fastattn.use_backend("reference"):
-            theirs = outcome(run, number, tensors)
-        assert_same_outcome(outcome(run, number, tensors), theirs, name.partition("-")[0])
+            want = outcome(run, number, tensors)
+        assert_same_outcome(outcome(run, number, tensors), want, name.partition("-")[0])
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -153,7 +153,7 @@ def test_a_number_that_does_not_fit_is_named(name: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [2**60, 2**61, LARGEST])
-def test_a_limit_that_no_key_reaches_is_none(limit: int, choice: str) -> None:
+def test_a_limit_beyond_all_keys_has_no_effect(limit: int, choice: str) -> None:
     for name in ("window", "window-varlen", "window-decode", "window-flash"):
         run, tensors = CALLS[name]
         for ours, none in zip(results(run, limit, tensors), results(run, -1, tensors), strict=True):
@@ -225,8 +225,8 @@ def results_in(
     return [run(number, *tensors)]
 
 
-def assert_close_in(dtype: torch.dtype, ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for x, y in zip(ours, theirs, strict=True):
+def assert_close_in(dtype: torch.dtype, ours: list[Tensor], want: list[Tensor]) -> None:
+    for x, y in zip(ours, want, strict=True):
         assert y.isfinite().all()
         torch.testing.assert_close(x, y, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
@@ -237,14 +237,12 @@ def test_a_tiny_scale_makes_weights_equal(name: str, dtype: torch.dtype, choice:
     run, tensors = SCALES[name]
     for number in TINY:
         with fastattn.use_backend("reference"):
-            theirs = results_in(dtype, name, run, number, tensors)
-        assert_close_in(dtype, results_in(dtype, name, run, number, tensors), theirs)
+            want = results_in(dtype, name, run, number, tensors)
+        assert_close_in(dtype, results_in(dtype, name, run, number, tensors), want)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_scale_beyond_float32_is_nan_where_the_reference_is(
-    dtype: torch.dtype, choice: str
-) -> None:
+def test_a_scale_beyond_float32_has_the_references_nan(dtype: torch.dtype, choice: str) -> None:
     query, key = (x.to(dtype) for x in LONG)
     for number in (1e19, 1e25, 1e39, 1e300):
 
@@ -252,10 +250,10 @@ def test_a_scale_beyond_float32_is_nan_where_the_reference_is(
             return sdpa(query, key, key, scale=scale, is_causal=True)
 
         with fastattn.use_backend("reference"):
-            theirs = run()
-        numbers = theirs.isfinite()
+            want = run()
+        numbers = want.isfinite()
         tolerance = TOLERANCES[dtype]
-        torch.testing.assert_close(run()[numbers], theirs[numbers], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(run()[numbers], want[numbers], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -318,10 +316,10 @@ def test_a_scale_that_is_not_finite_acts_as_in_the_reference(
         tensors = [x.to(dtype) for x in (first, *others)]
         for number in (torch.inf, -torch.inf, torch.nan):
             with fastattn.use_backend("reference"):
-                theirs = run(number, *tensors)
+                want = run(number, *tensors)
             torch.testing.assert_close(
                 run(number, *tensors),
-                theirs,
+                want,
                 rtol=TOLERANCES[dtype],
                 atol=TOLERANCES[dtype],
                 equal_nan=True,
@@ -357,7 +355,7 @@ def test_an_integer_beyond_all_floats_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("dropout_p", [None, "0.5", [0.1], 1j])
-def test_a_dropout_that_is_no_number_is_named(dropout_p: Any) -> None:
+def test_a_dropout_of_another_type_is_named(dropout_p: Any) -> None:
     with pytest.raises(TypeError, match="dropout_p"):
         flash_attn.flash_attn_func(*LONG[:1] * 3, dropout_p, return_attn_probs=True)
 

@@ -1,4 +1,4 @@
-"""No kernel reads past the end of a tensor: a page begins there that may not be read."""
+"""No kernel reads past the end of a tensor, where an inaccessible page begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hard_attention: what is drawn, how often, and the gradients of the estimators."""
+"""hard_attention: its draws, their frequencies, and the gradients of the estimators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ESTIMATORS = ["reinforce", "straight_through", "gumbel"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_gives_one_value_of_those_it_sees(
+def test_the_output_is_one_visible_value(
     backend: str, estimator: str, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
     q, k = normal(2, 3, 40, 5), normal(2, 3, 7, 5)
@@ -125,7 +125,7 @@ def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., 
         )
         return result[1] if estimator == "reinforce" else (result * weight).sum()
 
-    if estimator == "reinforce":  # its first derivatives are those of a function
+    if estimator == "reinforce":  # its gradient is the derivative of a function
         gradgradcheck(run, (q, k, bias))
         return
     logits = (q @ k.T / math.sqrt(3) + bias) / (0.5 if estimator == "gumbel" else 1.0)
@@ -139,7 +139,7 @@ def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., 
 
 
 def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:
-    """The choice is that of the rounded inputs in float32."""
+    """The key is chosen by the rounded inputs in float32."""
     q, k = (normal(n, 16).bfloat16() for n in (50, 300))
     out, log_prob = hard_attention(q, k, k, deterministic=True)
 
@@ -152,7 +152,7 @@ def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_row_that_sees_nan_is_nan(
+def test_a_row_with_a_visible_nan_is_nan(
     backend: str, estimator: str, deterministic: bool, normal: Callable[..., Tensor]
 ) -> None:
     q, k, v = (x.requires_grad_() for x in (normal(4, 5), normal(7, 5), normal(7, 2)))
@@ -172,7 +172,7 @@ def test_a_row_that_sees_nan_is_nan(
     assert torch.equal(of_query.isnan().any(1), sees)
 
 
-def test_one_seed_one_draw(backend: str) -> None:
+def test_a_seed_determines_the_draw(backend: str) -> None:
     x = torch.randn(2, 9, 5)
     torch.manual_seed(1)
     first = hard_attention(x, x, x, estimator="gumbel")

@@ -1,4 +1,4 @@
-"""hopfield_retrieve and hopfield_energy: what they mean, on every backend and instruction set."""
+"""hopfield_retrieve and hopfield_energy: semantics, on every backend and instruction set."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_shapes(engine: Target, normal: Callable[..., Tensor]) -> None:
             torch.testing.assert_close(x, y[index])
 
 
-def test_rests_at_a_solution(engine: Target, normal: Callable[..., Tensor]) -> None:
-    """Well separated patterns are solutions but for what the others add."""
+def test_converges_to_a_solution(engine: Target, normal: Callable[..., Tensor]) -> None:
+    """Well separated patterns are solutions up to the weights of the others."""
     stored = torch.eye(8, dtype=torch.float64)
     state = stored[:3] + 0.2 * normal(3, 8)
     for eps in (1e-2, 1e-6, 0.0):
@@ -70,8 +70,8 @@ def test_rests_at_a_solution(engine: Target, normal: Callable[..., Tensor]) -> N
         assert 1 <= steps.min() <= steps.max() < 20
 
 
-def test_counts_the_steps(engine: Target, normal: Callable[..., Tensor]) -> None:
-    """As a loop that looks at every step does."""
+def test_the_number_of_steps_equals_a_loops(engine: Target, normal: Callable[..., Tensor]) -> None:
+    """Like a loop that checks every step."""
     state, stored = normal(2, 9, 4), normal(2, 12, 4)
     for limit in (None, 1, 4):
         _, steps = hopfield_retrieve(
@@ -109,7 +109,7 @@ def test_takes_as_many_steps_as_it_needs(engine: Target, queries: int) -> None:
 
 @pytest.mark.parametrize("queries", [3, 20])
 def test_stop_of_a_head(engine: Target, queries: int, normal: Callable[..., Tensor]) -> None:
-    """All of a head stop together: by the norm over all of their steps, of no other head."""
+    """All queries of a head stop together, by the norm over the steps of that head alone."""
     state = normal(3, 2, queries, 4)
     for stored in (normal(b, 2, 12, 4) for b in (3, 1)):
         out, steps = hopfield_retrieve(
@@ -149,7 +149,7 @@ def test_a_query_does_not_depend_on_the_others(
 def test_masks_exclude(
     engine: Target, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
-    """What is masked is not read, not even NaN; and a fully masked query gives 0."""
+    """Masked patterns are not read, even if NaN; a fully masked query gives 0."""
     for queries in (2, 9):
         clean = normal(2, 1, 7, 5)
         mask = torch.rand(2, 1, queries, 7, generator=generator) < 0.6
@@ -177,7 +177,7 @@ def test_masks_exclude(
 def test_the_gradient_of_one_step(
     queries: int, backend: str, normal: Callable[..., Tensor]
 ) -> None:
-    """The derivative of one step from where the others led."""
+    """The derivative of the last step at the state that the others reached."""
     state = 0.3 * normal(1, 1, queries, 3)
     stored = (0.5 * normal(1, 1, 4, 3)).requires_grad_()
     bias = normal(queries, 4).requires_grad_()
@@ -195,7 +195,7 @@ def test_the_gradient_of_one_step(
 
 
 def test_gradient_of_the_state(engine: Target, normal: Callable[..., Tensor]) -> None:
-    """Where a state begins moves the result of the steps, and not that of the solution."""
+    """The initial state changes the result of a few steps, but not the solution."""
     stored = normal(5, 4)
     state = (0.1 * normal(3, 4)).requires_grad_()
     for grad, zero in (("unroll", False), ("one_step", True), ("implicit", True)):
@@ -205,7 +205,7 @@ def test_gradient_of_the_state(engine: Target, normal: Callable[..., Tensor]) ->
 
 
 def test_implicit_falls_back_to_unrolling(engine: Target, normal: Callable[..., Tensor]) -> None:
-    """Where a query still moves, and at a saddle, where 1 - J is not positive definite."""
+    """If a query has not converged, and at a saddle, where 1 - J is not positive definite."""
     stored = normal(9, 4).requires_grad_()
     state = normal(3, 4)
     results = []
@@ -237,7 +237,7 @@ def test_a_bias_common_to_all_changes_nothing(
     close: float,
     normal: Callable[..., Tensor],
 ) -> None:
-    """Not even one whose exponential is infinite, beside queries that rest before others."""
+    """Even if its exponential is infinite, beside queries that converge before others."""
     state = normal(2, queries, 5).to(dtype)
     stored = normal(2, 9, 5).to(dtype).requires_grad_()
     results = []
@@ -253,8 +253,8 @@ def test_a_bias_common_to_all_changes_nothing(
             torch.testing.assert_close(x, y, rtol=close, atol=close)
 
 
-def test_nan_comes_to_rest(engine: Target) -> None:
-    """It does not search for ever."""
+def test_nan_ends_the_search(engine: Target) -> None:
+    """The search ends."""
     state, stored = torch.zeros(2, 3), torch.ones(4, 3)
     state[0] = math.nan
     out = hopfield_retrieve(state, stored, beta=1.0)
@@ -262,7 +262,7 @@ def test_nan_comes_to_rest(engine: Target) -> None:
     assert torch.isfinite(out[1]).all()
 
 
-def test_dropout_is_where_the_state_is_read(engine: Target, normal: Callable[..., Tensor]) -> None:
+def test_dropout_applies_to_the_final_read(engine: Target, normal: Callable[..., Tensor]) -> None:
     x = normal(1, 2, 30, 5)
     torch.manual_seed(3)
     whole, weights = hopfield_retrieve(x, x, beta=3.0, dropout_p=0.5, need_weights=True)
@@ -316,7 +316,7 @@ def test_energy_under_autocast_takes_dtypes_that_differ(engine: Target) -> None:
             assert torch.equal(found, expected)
 
 
-def test_energy_of_what_is_seen(engine: Target, normal: Callable[..., Tensor]) -> None:
+def test_energy_of_visible_patterns(engine: Target, normal: Callable[..., Tensor]) -> None:
     stored = normal(2, 6, 4)
     state = normal(2, 3, 4)
     mask = torch.ones(2, 3, 6, dtype=torch.bool)
@@ -432,7 +432,7 @@ def test_compiles_with_patterns_for_all(backend: str, inputs: tuple[Tensor, Tens
     torch.testing.assert_close(compiled(inputs[0], one), f(inputs[0], one))
 
 
-def test_what_is_saved_does_not_grow_with_the_steps() -> None:
+def test_saved_memory_does_not_grow_with_the_steps() -> None:
     """Beyond the few steps whose states are kept."""
     state, stored = torch.randn(1, 1, 4, 3, requires_grad=True), torch.randn(1, 1, 50, 3)
     sizes = []

@@ -87,12 +87,12 @@ def test_gradients_and_pytorchs_own_attention() -> None:
         return [out.detach(), *(x.grad.values() for x in leaves)]
 
     ours = run(scaled_dot_product_attention)
-    theirs = run(torch.nn.functional.scaled_dot_product_attention)
-    for x, want in zip(ours, theirs, strict=True):
+    stock = run(torch.nn.functional.scaled_dot_product_attention)
+    for x, want in zip(ours, stock, strict=True):
         torch.testing.assert_close(x, want, rtol=1e-10, atol=1e-10)
 
 
-def test_masks_and_biases_are_those_of_packed_sequences() -> None:
+def test_masks_and_biases_equal_packed_sequences() -> None:
     rows, table = draw((3, 7, 1), 2, 4), torch.randn(8, 2, dtype=torch.float64).requires_grad_()
     starts, ids = torch.tensor([0, 3, 10, 11]), torch.arange(11) % 2
     mask = masks.document(ids) | masks.prefix_lm(torch.tensor([1, 3, 0]))
@@ -126,7 +126,7 @@ def test_dropout_draws_as_packed_sequences_do() -> None:
     assert torch.equal(out.transpose(1, 2).values(), want)
 
 
-def test_rows_between_sequences_are_left_out() -> None:
+def test_rows_between_sequences_are_ignored() -> None:
     x = torch.randn(3, 10, 2, 4, dtype=torch.float64)
     begins, lengths = torch.tensor([0, 1, 2]), torch.tensor([2, 3, 1])
     holes = torch.nested.narrow(x, 1, begins, lengths, layout=torch.jagged).transpose(1, 2)
@@ -226,7 +226,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
     make, options, message = BAD[name]
-    packed = "mask" in options or "relative_bias" in options  # checked as those of packed rows
+    packed = "mask" in options or "relative_bias" in options  # checked as packed rows
     op = "varlen_attention" if packed else "scaled_dot_product_attention"
     with pytest.raises(RuntimeError, match=f"{op}: .*{message}"):
         scaled_dot_product_attention(*make(), **options)

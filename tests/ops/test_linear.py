@@ -30,7 +30,7 @@ EVERY = [(dtype, name) for dtype in DTYPES for name in gemms.gemms_of(dtype)]
 
 @pytest.fixture
 def use() -> Iterator[Callable[..., list[str]]]:
-    """Makes one GEMM compute all products; returns the names of those called."""
+    """Makes one GEMM compute all products; returns the names of the called GEMMs."""
     with contextlib.ExitStack() as stack:
         yield lambda name, least=0: stack.enter_context(only(name, least))
 
@@ -46,7 +46,7 @@ def gradients(y: Tensor, cotangent: Tensor, inputs: list[Tensor]) -> dict[str, T
 
 
 def compare(x: Tensor, weight: Tensor, bias: Tensor | None, cotangent: Tensor) -> None:
-    """Within the bound, of what is as `F.linear` in float64."""
+    """Assert results and gradients within the bound of `F.linear` in float64."""
 
     def run(function: Callable[..., Tensor], wide: bool) -> dict[str, Tensor]:
         tensors = [t.double() if wide else t for t in (x, weight, bias) if t is not None]
@@ -152,7 +152,7 @@ def test_any_rank_and_sizes_of_zero(
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)), ids=str)
-def test_any_gradients_wanted(wanted: tuple[bool, ...], use: Callable[[str], list[str]]) -> None:
+def test_any_set_of_gradients(wanted: tuple[bool, ...], use: Callable[[str], list[str]]) -> None:
     use("ours")
     tensors = [torch.randn(s) for s in ((4, 5), (3, 5), (3,))]
     for x, want in zip(tensors, wanted, strict=True):
@@ -174,8 +174,8 @@ def test_second_derivatives(with_bias: bool, use: Callable[[str], list[str]]) ->
     assert called
 
 
-def test_the_operator_of_onednn_is_where_it_was() -> None:
-    """It is private to PyTorch. Where this fails, `linear` is F.linear, right but slow."""
+def test_pytorchs_private_operator_of_onednn_exists() -> None:
+    """It is private to PyTorch. If this fails, `linear` falls back to F.linear, right but slow."""
     assert compat.onednn_linear is not None
 
 
@@ -233,7 +233,7 @@ def test_a_forced_backend(use: Callable[[str], list[str]]) -> None:
     assert called == ["ours"]
 
 
-def test_other_tensors_than_plain_ones(use: Callable[[str], list[str]]) -> None:
+def test_tensors_under_transforms_and_modes(use: Callable[[str], list[str]]) -> None:
     called = use("onednn")
     x, weight = torch.randn(9, 5), torch.randn(4, 5)
     want = F.linear(x, weight)
@@ -253,7 +253,7 @@ def test_other_tensors_than_plain_ones(use: Callable[[str], list[str]]) -> None:
 
 
 def test_transforms_where_pytorchs_products_are_scalar(use: Callable[[str], list[str]]) -> None:
-    """There our operator serves them, with its own derivatives, batches and FLOPs."""
+    """Our operator runs them, with its own derivatives, batches and FLOPs."""
     called = use("ours")
     x, weight = torch.randn(9, 5).bfloat16(), torch.randn(4, 5).bfloat16()
     want = linear(x, weight)
@@ -334,7 +334,7 @@ WRONG = [
 
 @pytest.mark.parametrize("gemm", ["torch", "onednn", "ours"])
 @pytest.mark.parametrize("args", WRONG)
-def test_errors_are_those_of_pytorch(
+def test_errors_equal_pytorchs(
     args: tuple[Any, ...], gemm: str, use: Callable[[str], list[str]]
 ) -> None:
     use(gemm)
@@ -348,7 +348,7 @@ def test_errors_are_those_of_pytorch(
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("gemm", ["onednn", "ours"])
-def test_the_same_bits_every_time(
+def test_results_are_bitwise_reproducible(
     count: int, gemm: str, use: Callable[[str], list[str]], threads: Callable[[int], None]
 ) -> None:
     use(gemm)

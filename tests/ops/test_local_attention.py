@@ -51,7 +51,7 @@ def test_a_window_without_keys_has_no_result(target: Target, position: float) ->
 @pytest.mark.parametrize("bell", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_query_at_nan_is_nan(engine: Target, dtype: torch.dtype, bell: bool) -> None:
-    """So are the gradients of all that it may have seen: every key but the padding."""
+    """So are the gradients of every key that it may have seen: all but the padding."""
     query, key, value, p, padding, factor = operands(dtype)
     p.data[0, 1] = float("nan")
     padding[0] = torch.tensor([True, True, False, True, False, False, False])

@@ -82,7 +82,7 @@ CASES = [
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("window", "positions"), CASES)
 @pytest.mark.parametrize("method", METHODS)
-def test_is_its_definition(
+def test_luong_attention_equals_its_definition(
     backend: str, method: str, window: str, positions: Tensor | None, padded: bool
 ) -> None:
     *qkv, weight = operands(method)
@@ -92,12 +92,12 @@ def test_is_its_definition(
         options: dict[str, Any] = {"method": method, "weight": weight, "window": window}
         options |= {"D": width, "positions": positions, "key_padding_mask": padding}
         got = luong_attention(*qkv, **options, need_weights=True)
-        for mine, theirs in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, theirs)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
         torch.testing.assert_close(luong_attention(*qkv, **options), want[0])
 
 
-def test_what_is_outside_every_window_is_not_read(backend: str) -> None:
+def test_keys_outside_every_window_are_not_read(backend: str) -> None:
     query, key, value, weight = operands("concat", tq=2, grad=False)
     key[:, 8:], value[:, 8:] = NAN, NAN
     places = torch.tensor([1.0, 4.5], dtype=torch.float64)
@@ -164,7 +164,7 @@ def test_a_query_at_nan_is_nan(
     assert all(x.isnan().any() for x in others)
 
 
-def test_only_the_window_takes_memory(backend: str) -> None:
+def test_saved_memory_grows_with_the_window_alone(backend: str) -> None:
     """Nothing that a local window saves has the length of the keys twice."""
     query, key, value, weight = operands("concat", tq=40, tk=400, grad=True)
     sizes: list[int] = []

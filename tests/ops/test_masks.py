@@ -1,4 +1,4 @@
-"""Masks without a tensor of all pairs: ``fastattn.masks`` and ``mask=`` of attention."""
+"""Masks without a tensor of all pairs: ``fastattn.masks`` and attention's ``mask=``."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_functions(batch: int | None, heads: int | None, q_len: int, k_len: int)
 
 
 def test_functions_gather_with_scalar_tensors() -> None:
-    """On every version of PyTorch, also those that would read the value of such an index."""
+    """On every version of PyTorch, even if it would read the value of such an index."""
     calls: list[str] = []
 
     class Recorder(TorchDispatchMode):
@@ -193,7 +193,7 @@ def test_block_masks(block: Any, batch: int | None, separate: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [2**16, 2**31, 2**61])
-def test_blocks_take_the_memory_of_the_lengths(size: int) -> None:
+def test_memory_of_blocks_is_linear_in_the_lengths(size: int) -> None:
     count, column = (
         torch.ones(1, 1, 1, dtype=torch.int32),
         torch.zeros(1, 1, 1, 1, dtype=torch.int32),
@@ -207,7 +207,7 @@ def test_blocks_take_the_memory_of_the_lengths(size: int) -> None:
     assert torch.equal(dense(block_mask, 130, 200)[:, :1], expected.expand(2, 1, 130, 200))
 
 
-def test_a_block_mask_of_blocks_alone() -> None:
+def test_a_block_mask_without_a_function() -> None:
     counts = torch.tensor([[[2, 1]]], dtype=torch.int32)
     columns = torch.tensor([[[[2, 0, 1], [1, 0, 2]]]], dtype=torch.int32)
     block_mask = BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=64)
@@ -220,7 +220,7 @@ def test_a_block_mask_of_blocks_alone() -> None:
 
 
 @pytest.mark.parametrize("name", STRUCTURED)
-def test_attention_is_that_of_the_dense_mask(name: str) -> None:
+def test_attention_equals_the_dense_masks(name: str) -> None:
     mask, _ = STRUCTURED[name]
     tensors, options = qkv(), {"causal_alignment": "bottom_right", "return_lse": True}
     want = attend(*tensors, attn_mask=dense(mask, 130, 200, 70), **options)

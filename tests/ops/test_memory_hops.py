@@ -1,4 +1,4 @@
-"""memory_hop_attention: what it means, on every backend and instruction set."""
+"""memory_hop_attention: semantics, on every backend and instruction set."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_stack_is_each_output_and_the_next_input(
     torch.testing.assert_close(got["grad_in_memory"], expected)
 
 
-def test_what_one_query_may_not_see_stays_from_it(
+def test_rows_hidden_from_one_query_do_not_affect_it(
     engine: Target, normal: Callable[..., Tensor]
 ) -> None:
     query = normal(1, 2, 5)
@@ -94,7 +94,7 @@ def test_one_memory_for_all(engine: Target, normal: Callable[..., Tensor]) -> No
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(50, 50), (65, 0)])
-def test_what_is_saved_is_small(choice: str, rows: int, kept: int) -> None:
+def test_saved_memory_is_small(choice: str, rows: int, kept: int) -> None:
     """The weights of a short memory, and nothing that grows with a longer one."""
     saved: list[Tensor] = []
     query, memory = torch.randn(2, 3, requires_grad=True), torch.randn(2, rows, 3)
@@ -160,7 +160,7 @@ def test_two_views_of_a_tensor_that_begin_together_are_two_memories(
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_queries_of_one_memory_see_different_rows(target: Target, dtype: torch.dtype) -> None:
-    """All, some, none, all of one block: each query gets what it gets alone."""
+    """All, some, none, all of one block: each query has the result that it has alone."""
     m, c = torch.randn(2, 1, 20, 7, dtype=dtype)
     query = torch.randn(1, 4, 7, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 4, 20, dtype=torch.bool)
@@ -190,10 +190,10 @@ def test_huge_biases_are_uniform(target: Target, queries: int) -> None:
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
-def test_where_one_row_has_all_the_weight_no_score_has_a_gradient(
+def test_a_row_with_all_the_weight_has_no_score_gradient(
     target: Target, queries: int, dtype: torch.dtype, weighted: bool
 ) -> None:
-    """Not even what rounding leaves of a difference of two equal numbers, times the scale."""
+    """Not even the rounding error of a difference of two equal numbers, times the scale."""
     query = torch.randn(2, queries, 300).to(dtype).requires_grad_()
     m, c = torch.randn(2, 2, 70, 300).to(dtype).unbind()
     m[:, 33 : 33 + queries], c[:, 33 : 33 + queries] = 2 * query.detach(), query.detach()
@@ -208,10 +208,8 @@ def test_where_one_row_has_all_the_weight_no_score_has_a_gradient(
 
 @pytest.mark.complete
 @pytest.mark.parametrize("queries", [3, 8], ids=["stream", "panels"])
-def test_where_one_row_has_most_of_the_weight_gradients_are_as_exact_as_rounding_allows(
-    target: Target, queries: int
-) -> None:
-    """There nearly all of an error is that of one exponential, so it takes many draws."""
+def test_gradients_of_a_dominant_row_are_as_exact_as_rounding(target: Target, queries: int) -> None:
+    """One exponential's error dominates there, so the test takes many draws."""
     logs: dict[str, list[float]] = {"grad_query": [], "grad_in_memory": []}
     for number in range(120):
         scale = (20, 60)[number % 2] + 1e-3 * number
@@ -222,14 +220,14 @@ def test_where_one_row_has_most_of_the_weight_gradients_are_as_exact_as_rounding
             rounded = inputs.definition()
         for name, of_all in logs.items():
             rounding = 2**-24 * exact[name].norm()
-            ours, theirs = ((x[name].double() - exact[name]).norm() for x in (got, rounded))
-            of_all.append(math.log((ours + rounding) / (theirs + rounding)))
+            ours, baseline = ((x[name].double() - exact[name]).norm() for x in (got, rounded))
+            of_all.append(math.log((ours + rounding) / (baseline + rounding)))
     for name, of_all in logs.items():
         assert math.exp(statistics.mean(of_all)) < 0.5, name
 
 
 @pytest.mark.parametrize("queries", [1, 8])
-def test_a_query_of_nan_stays_alone(target: Target, queries: int) -> None:
+def test_a_nan_query_affects_no_other(target: Target, queries: int) -> None:
     """A fully masked query passes no gradient, and no query passes any to a masked row."""
     query = torch.randn(2, queries, 6)
     query[0] = float("nan")

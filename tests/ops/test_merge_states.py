@@ -49,7 +49,7 @@ def exactly(leaves: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("target", targets(), ids=str)
 def test_a_result_beyond_the_caches(target: Target, normal: Callable[..., Tensor]) -> None:
-    """Whole vectors of it are streamed where they are aligned; here some are not."""
+    """Aligned whole vectors of it are streamed; here some are unaligned."""
     size = (1200, 1000)
     given = [normal(*size).float(), normal(size[0])]
     given = [*given, given[0].flip(0), given[1].flip(0)]
@@ -65,7 +65,7 @@ def test_a_result_beyond_the_caches(target: Target, normal: Callable[..., Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cut", [0, 1, 40, 90])
-def test_two_sets_of_keys_are_one(
+def test_merged_states_equal_attention_over_all_keys(
     dtype: torch.dtype, cut: int, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
     sizes = ((2, 3, 7, 8), (2, 3, 90, 8), (2, 3, 90, 4))
@@ -116,7 +116,7 @@ def test_any_of_the_states_may_need_a_gradient(
         assert x.grad is None if not n else torch.equal(x.grad, grad)  # type: ignore[arg-type]
 
 
-def test_where_both_are_empty_a_gradient_of_anything_is_zero(
+def test_gradients_of_two_empty_states_are_zero(
     engine: Target, normal: Callable[..., Tensor]
 ) -> None:
     given = states(torch.float64, normal)

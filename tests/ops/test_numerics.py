@@ -1,4 +1,4 @@
-"""What docs/numerics.md promises, as properties: of every backend, forward and backward."""
+"""The properties that docs/numerics.md promises, of every backend, forward and backward."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_on_tiles(backend: ModuleType) -> bool:
 
 
 def judge(found: dict[str, Tensor], inputs: Operands) -> None:
-    """The error bound, for results that were made in another way than by one call."""
+    """The error bound, for results that do not come from a single call."""
     is_double = inputs.query.dtype == torch.float64
     exact = extended.exact(inputs) if is_double else inputs.definition()
     moved = Noise(inputs.definition, exact, inputs.query.dtype)
@@ -65,7 +65,7 @@ def judge(found: dict[str, Tensor], inputs: Operands) -> None:
         assert_within_bound(result, exact[name], moved[name], name, eps_of)
 
 
-# Shapes that take different ways through a kernel: blocks with tails, decoding, groups, one row.
+# Shapes that take different paths through a kernel: blocks with tails, decoding, groups, one row.
 WAYS = {
     "square": Case("square", heads=3, q_len=200, k_len=200, head_dim=32),
     "causal": Case("causal", q_len=300, k_len=300, head_dim=64, causal="upper_left"),
@@ -135,7 +135,7 @@ def test_a_sequence_does_not_depend_on_its_batch_mates(
     native_backend: ModuleType, case: Case, dtype: torch.dtype
 ) -> None:
     if case.dropout_p:
-        case = replace(case, dropout_p=0.0)  # the draws are those of the place in the batch
+        case = replace(case, dropout_p=0.0)  # the draws depend on the place in the batch
     inputs = make_inputs(case, dtype)
     whole = inputs.results(native_backend)
     shared = {"grad_attn_mask"} if "b" not in case.mask_dims else set()  # a sum over the batch
@@ -288,9 +288,7 @@ def test_a_bad_query_of_a_masked_row_does_not_change_the_gradients_of_keys(
 
 
 @floats
-def test_a_nan_in_a_visible_place_is_not_hidden(
-    any_backend: ModuleType, dtype: torch.dtype
-) -> None:
+def test_a_visible_nan_reaches_the_result(any_backend: ModuleType, dtype: torch.dtype) -> None:
     for name in ("query", "key", "value", "attn_mask"):
         inputs = make_inputs(Case("visible", mask="float", q_len=40), dtype)
         getattr(inputs, name)[0, 1, 7, 5] = NAN
@@ -359,7 +357,7 @@ def test_all_scores_very_low(any_backend: ModuleType, dtype: torch.dtype) -> Non
 
 @pytest.mark.slow
 def test_many_random_cases() -> None:
-    """Others in every run."""
+    """The cases differ in every run."""
     name = f"random-{random.randrange(10**6)}"
     for case in mixed(name, 500):
         for dtype, target in zip(case.dtypes, itertools.cycle(NATIVE)):

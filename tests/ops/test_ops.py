@@ -59,15 +59,15 @@ def test_any_rank_and_broadcast_matches_pytorch(
     backend: str, shapes: tuple[tuple[int, ...], ...], is_causal: bool
 ) -> None:
     ours = [rand(*shape).requires_grad_() for shape in shapes]
-    theirs = [x.detach().clone().requires_grad_() for x in ours]
-    out, expected = attention(*ours, is_causal=is_causal), stock(*theirs, is_causal=is_causal)
+    copies = [x.detach().clone().requires_grad_() for x in ours]
+    out, expected = attention(*ours, is_causal=is_causal), stock(*copies, is_causal=is_causal)
     assert_same(out, expected)
     assert_same(attention(*[x.detach() for x in ours], is_causal=is_causal), expected)
 
     grad = rand(*expected.shape)
     out.backward(grad)
     expected.backward(grad)
-    for x, y in zip(ours, theirs, strict=True):
+    for x, y in zip(ours, copies, strict=True):
         assert x.grad is not None
         assert y.grad is not None
         assert_same(x.grad, y.grad)
@@ -127,21 +127,21 @@ def test_any_mask_shape_matches_pytorch(
         assert_same(attention(query, key, value, mask), stock(query, key, value, mask))
         return
     ours = rand(*shape).requires_grad_()
-    theirs = ours.detach().clone().requires_grad_()
-    out, expected = attention(query, key, value, ours), stock(query, key, value, theirs)
+    copy = ours.detach().clone().requires_grad_()
+    out, expected = attention(query, key, value, ours), stock(query, key, value, copy)
     assert_same(out, expected)
     grad = rand(*expected.shape)
     out.backward(grad)
     expected.backward(grad)
     assert ours.grad is not None
-    assert theirs.grad is not None
-    assert_same(ours.grad, theirs.grad)
+    assert copy.grad is not None
+    assert_same(ours.grad, copy.grad)
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")  # NaN, it warns; it is 0 by now
 @pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (5, 3)], ids=str)
 @pytest.mark.parametrize("corner", [causal_upper_left, causal_lower_right])
-def test_a_causal_bias_of_pytorch_is_its_triangle(
+def test_a_causal_bias_of_pytorch_equals_its_triangle(
     backend: str, corner: Callable[..., Any], lengths: tuple[int, int]
 ) -> None:
     query, key, value = rand(2, 2, lengths[0], 4), rand(2, 2, lengths[1], 4), rand(2, 2, 5, 6)
@@ -152,7 +152,7 @@ def test_a_causal_bias_of_pytorch_is_its_triangle(
     assert_same(*grads)
 
 
-def test_a_mask_without_gradient_gets_none(backend: str) -> None:
+def test_a_mask_that_requires_no_gradient_gets_none(backend: str) -> None:
     query, mask = rand(1, 1, 3, 4).requires_grad_(), rand(3, 3)
     attention(query, query, query, mask).sum().backward()
     assert mask.grad is None
@@ -171,7 +171,7 @@ def test_a_float32_mask_goes_with_every_dtype(backend: str, dtype: torch.dtype) 
     assert mask.grad.dtype == torch.float32
 
 
-def test_numbers_of_other_types_are_taken_as_pytorch_takes_them(backend: str) -> None:
+def test_numeric_types_are_accepted_as_in_pytorch(backend: str) -> None:
     query = rand(1, 2, 3, 4)
     expected = stock(query, query, query, scale=2.0)
     for scale in (2, np.float32(2.0), np.float64(2.0), torch.tensor(2.0)):
@@ -206,7 +206,7 @@ def test_the_output_has_the_memory_order_of_the_query(backend: str) -> None:
         assert wide.is_contiguous() or wide.stride(-1) == 1
 
 
-def test_a_parameter_or_another_subclass_is_a_tensor(backend: str) -> None:
+def test_parameters_and_other_subclasses_are_accepted(backend: str) -> None:
     class Tagged(Tensor):
         pass
 
@@ -218,7 +218,7 @@ def test_a_parameter_or_another_subclass_is_a_tensor(backend: str) -> None:
     assert_same(tagged.as_subclass(Tensor), expected)
 
 
-def test_a_tensor_that_outlived_its_transform_is_a_tensor(backend: str) -> None:
+def test_a_tensor_that_outlived_its_transform_is_accepted(backend: str) -> None:
     leaked: list[Tensor] = []
     query = rand(1, 2, 3, 4)
     torch.func.grad(lambda x: (leaked.append(x), x.sum())[1])(query)
@@ -227,7 +227,7 @@ def test_a_tensor_that_outlived_its_transform_is_a_tensor(backend: str) -> None:
     assert_same(attention(query, leaked[0], leaked[0], torch.zeros(3, 3)).detach(), expected)
 
 
-def test_a_zero_without_memory_is_read_as_zero(backend: str) -> None:
+def test_an_efficient_zero_tensor_is_read_as_zero(backend: str) -> None:
     x, zero = rand(1, 2, 3, 4), torch._efficientzerotensor((1, 2, 3, 4), dtype=torch.float64)
     assert zero.data_ptr() == 0
     assert_same(attention(zero, x, x), stock(torch.zeros_like(x), x, x))
@@ -243,7 +243,7 @@ def test_a_zero_without_memory_is_read_as_zero(backend: str) -> None:
     assert_same(layer(zero, zero, zero)[0], layer(out, out, out)[0])
 
 
-def test_a_view_that_promises_minus_x_is_read_as_minus_x(backend: str) -> None:
+def test_a_lazily_negated_view_is_read_negated(backend: str) -> None:
     x = rand(1, 2, 3, 4)
     lazy = torch._neg_view(x)
     assert lazy.is_neg()
@@ -318,7 +318,7 @@ def test_autocast_gives_gradients_in_the_dtype_of_the_parameters(backend: str) -
 # --- documentation ---------------------------------------------------------------------------
 
 
-def test_the_arguments_are_those_of_pytorch_and_more() -> None:
+def test_the_arguments_begin_with_pytorchs() -> None:
     names = list(attention.__annotations__)
     assert names[:8] == [
         "query",

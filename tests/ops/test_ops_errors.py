@@ -134,10 +134,10 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
     cpu = dispatch.load("cpu")
     if not isinstance(cpu, str):
-        for name in ("scaled_dot_product_attention", "_cpu"):  # new plans call one of them
+        for name in ("scaled_dot_product_attention", "_cpu"):  # a new plan calls one of the two
             monkeypatch.setattr(cpu, name, Forbidden())
     monkeypatch.setattr(reference, "attend", Forbidden())
-    monkeypatch.setattr(sdpa, "plans", Plans(rows=3))  # none of other tests
+    monkeypatch.setattr(sdpa, "plans", Plans(rows=3))  # without plans of other tests
     state = torch.get_rng_state()
     with pytest.raises(Exception) as caught:
         attention(*args, **kwargs)
@@ -146,13 +146,13 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
 
 @pytest.mark.parametrize("name", PYTORCH_ERRORS)
-def test_an_error_of_pytorch_is_the_same_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorchs_errors_are_raised_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options, message = PYTORCH_ERRORS[name]
-    with pytest.raises(Exception) as theirs:
+    with pytest.raises(Exception) as expected:
         stock(*make(), **options)
     ours = _refused(monkeypatch, *make(), **options)
-    assert type(ours) is theirs.type
-    with pytest.raises(theirs.type, match=message):
+    assert type(ours) is expected.type
+    with pytest.raises(expected.type, match=message):
         raise ours
 
 
@@ -262,7 +262,7 @@ OWN_ERRORS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], type[Except
 
 
 @pytest.mark.parametrize("name", OWN_ERRORS)
-def test_an_error_of_our_own_names_argument_and_remedy(
+def test_our_own_errors_name_argument_and_remedy(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, options, error, message = OWN_ERRORS[name]

@@ -1,5 +1,5 @@
-"""Plans of every operator: their results are those of the complete path, and nothing reuses a plan
-that was made for another call. The calls are in tests/support/plan_cases.py.
+"""Plans of every operator: their results equal the complete path's, and no call reuses the plan of
+another signature. The calls are in tests/support/plan_cases.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_each_fact_makes_a_new_plan(op: Planned, name: str, entry: Any, plans: P
 
 @each(lambda op: op.leaving.items())
 def test_calls_without_a_plan(op: Planned, name: str, entry: Any, plans: Plans) -> None:
-    """Neither of their own nor of another call, which may differ by strides alone."""
+    """They have no plan, and use no other call's, which may differ by strides alone."""
     right = {**op.make(), **op.base}
     call = changed(right, entry)
     for kept in (0, 1):
@@ -108,9 +108,7 @@ def test_calls_without_a_plan(op: Planned, name: str, entry: Any, plans: Plans) 
 
 
 @each(Planned.errors)
-def test_a_call_with_an_error_raises_it_again(
-    op: Planned, name: str, entry: Any, plans: Plans
-) -> None:
+def test_an_error_is_raised_by_every_call(op: Planned, name: str, entry: Any, plans: Plans) -> None:
     call = op.make()
     for given in op.valid:
         right = {**call, **given}
@@ -140,7 +138,7 @@ MODES: dict[str, tuple[Callable[[], Any], int]] = {  # with their new plans
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", OPERATORS, ids=str)
-def test_modes_and_backends_are_asked_by_every_call(op: Planned, mode: str, plans: Plans) -> None:
+def test_every_call_checks_modes_and_backends(op: Planned, mode: str, plans: Plans) -> None:
     """Whether the plan was made within the mode or outside."""
     inside, kept = MODES[mode]
     call = op.cast({**op.make(), **op.base}, torch.float32, {*op.wants[0].split()})

@@ -1,4 +1,4 @@
-"""What plans of single operators have to keep besides tests/ops/test_plans.py."""
+"""Properties of plans of single operators, beyond tests/ops/test_plans.py."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_many_elements_that_require_a_gradient(encodings: Plans) -> None:
     assert count(encodings) == 2
 
 
-def test_a_derivative_reads_no_result_that_is_overwritten() -> None:
+def test_an_overwritten_result_does_not_change_the_derivative() -> None:
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     sinusoidal_encoding(x, scale=3.0)
     out = sinusoidal_encoding(x, scale=3.0)

@@ -1,4 +1,4 @@
-"""Caches in int8 and fp8: what the case tables do not show."""
+"""Caches in int8 and fp8: beyond the case tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ operands = functools.partial(cache_operands, cached=torch.int8)
 of_each_dtype = pytest.mark.parametrize("cached", [torch.int8, FP8], ids=["int8", "fp8"])
 
 
-def test_a_backend_without_quantised_caches_says_so() -> None:
+def test_a_backend_without_quantised_caches_declines() -> None:
     pytest.importorskip("triton")
     given = operands()
     del given["key"], given["value"]
@@ -81,8 +81,8 @@ def test_the_error_against_float64_is_a_few_percent(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_far_below_the_greatest_count(backend: str, dtype: torch.dtype) -> None:
-    """In products of integers a weight is two bytes. The upper one of 1/270 of the most is 0."""
+def test_weights_far_below_the_maximum_contribute(backend: str, dtype: torch.dtype) -> None:
+    """Integer products use two bytes a weight. At 1/270 of the maximum the upper byte is 0."""
     query, key = torch.ones(1, 4, 1, 64, dtype=dtype), torch.zeros(1, 1, 100, 64).to(torch.int8)
     key[:, :, 0] = 1
     scales = {"key_scales": torch.full((1, 1, 100), 0.7), "value_scales": torch.ones(1, 1, 100)}
@@ -122,7 +122,7 @@ def test_a_row_of_zeros_and_a_tiny_one_have_scales(backend: str) -> None:
 
 @of_each_dtype
 def test_many_queries_and_wide_rows(backend: str, cached: torch.dtype) -> None:
-    """The kernels that read rows in place, and those for which the rows are widened first."""
+    """Kernels that read rows in place, and kernels that need widened rows."""
     for queries, width in ((1, 8), (40, 8), (1, 700)):
         caches = [quantise(torch.randn(2, 2, 50, width), cached) for _ in range(2)]
         query = torch.randn(2, 8, queries, width)
@@ -238,7 +238,7 @@ def test_scales_must_be_positive_and_finite(
     append: bool,
     wrong: float,
 ) -> None:
-    """Those of e4m3 times the unit of its codes."""
+    """The limit of e4m3's scales includes the unit of its codes."""
     if cached == torch.int8 and wrong == 1.4e36:
         wrong = float("nan")
     for row, at in ((0, (2, 0, 0)), (8, (2, 1, 8))):  # of the last sequence
@@ -256,7 +256,7 @@ def test_scales_must_be_positive_and_finite(
 @pytest.mark.parametrize("name", ["key", "value"])
 @of_each_dtype
 def test_elements_must_fit_their_scale(backend: str, cached: torch.dtype, name: str) -> None:
-    """Those of float64, the only dtype that has such numbers."""
+    """Elements of float64, the only dtype with such numbers."""
     given = operands(cached=cached)
     for double in ("query", "key", "value"):
         given[double] = given[double].double()
@@ -268,7 +268,7 @@ def test_elements_must_fit_their_scale(backend: str, cached: torch.dtype, name: 
 
 
 @of_each_dtype
-def test_pages_that_do_not_exist(backend: str, cached: torch.dtype) -> None:
+def test_missing_pages_are_errors(backend: str, cached: torch.dtype) -> None:
     for page in (-1, 9, 2**32 + 2):
         for append in (True, False):
             given = operands(paged=True, cached=cached)

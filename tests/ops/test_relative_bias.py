@@ -1,4 +1,4 @@
-"""Relative position biases: what the case table does not show."""
+"""Relative position biases: beyond the case table."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ FORMS = {
 
 @BACKENDS
 @pytest.mark.parametrize("name", FORMS)
-def test_it_is_the_bias_of_all_pairs(backend: str, name: str) -> None:
+def test_a_relative_bias_equals_the_bias_of_all_pairs(backend: str, name: str) -> None:
     q_len, k_len, options, (table, form, dense) = FORMS[name]
     table = table.double().requires_grad_()
     leaves = [x.requires_grad_() for x in qkv(q_len, k_len)]
@@ -111,7 +111,7 @@ def causal(bias: Tensor, q_len: int, k_len: int, options: dict[str, Any]) -> lis
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "most"), [(32, 128), (8, 20), (10, 9), (64, 1000)])
-def test_the_buckets_are_those_of_t5(bidirectional: bool, buckets: int, most: int) -> None:
+def test_buckets_equal_t5s(bidirectional: bool, buckets: int, most: int) -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     d = torch.arange(-3000, 3001)
     want = t5.T5Attention._relative_position_bucket(-d, bidirectional, buckets, most)
@@ -140,7 +140,7 @@ def test_an_entry_of_minus_inf_excludes_its_distance(backend: str, k_len: int) -
 
 
 @BACKENDS
-def test_a_bias_of_inf_does_not_show_a_masked_pair(backend: str) -> None:
+def test_a_bias_of_inf_keeps_masked_pairs_hidden(backend: str) -> None:
     tensors, mask = qkv(), torch.randn(6, 9).double().masked_fill(distances(6, 9) < -3, -math.inf)
     table = torch.zeros(4, 17).double()
     table[:, : 8 - 3] = math.inf
@@ -207,7 +207,7 @@ def test_errors(bias: Any, error: type[Exception], message: str) -> None:
     ],
 )
 def test_a_table_that_is_too_small_is_not_read(table: Any, positions: Any, message: str) -> None:
-    """The registered operator can be called without the checks of the public function."""
+    """The registered operator runs without the checks of the public function."""
     query, key, value = qkv(dtype=torch.float32)
     bias = torch.zeros(1, *table)
     where = None if positions is None else torch.tensor(positions, dtype=torch.int32)

@@ -107,7 +107,7 @@ def test_other_operators_compute_after_a_fork(
 # --- threads ---------------------------------------------------------------------------------
 
 
-def test_several_threads_at_once_compute_what_one_does(backend: str) -> None:
+def test_concurrent_threads_compute_the_results_of_one(backend: str) -> None:
     inputs = [qkv(seed=n) for n in range(4)]
     expected = [results_and_gradients(x) for x in inputs]
     actual: list[Any] = [None] * len(inputs)
@@ -258,7 +258,7 @@ SAVING: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SAVING)
-def test_hooks_may_make_all_saved_tensors_float32(name: str) -> None:
+def test_hooks_may_save_all_tensors_in_float32(name: str) -> None:
     x = ROWS.clone().requires_grad_()
     (expected,) = torch.autograd.grad(SAVING[name](x).sin().sum(), x)
     with torch.autograd.graph.saved_tensors_hooks(

@@ -65,7 +65,7 @@ def test_case(case: Case, dtype: torch.dtype, target: Target) -> None:
     assert verdict.ok, "\n".join(verdict.faults)
 
 
-def test_pairs_of_keys_begin_at_an_even_one() -> None:
+def test_pairs_of_keys_begin_at_an_even_key() -> None:
     """Products of bf16 take two keys at a time. Padding on the left may end between them."""
     case = next(case for case in TABLE if case.name == "mask-left_padding-poison")
     for target in targets(emulated=True):
@@ -106,10 +106,10 @@ def test_placed_values_are_the_values_in_poisoned_memory(layout: str, dtype: tor
     wrong = memory if dtype == torch.bool else memory.isnan()
     assert wrong[:2000].all()
     assert wrong[-2000:].all()
-    assert (placed == placed).all()  # nothing of the poison is inside
+    assert (placed == placed).all()  # no poison is inside
 
 
-def test_inputs_are_the_same_every_time() -> None:
+def test_inputs_are_reproducible() -> None:
     (case,) = [case for case in TABLE if case.name == "everything"]
     first, second = make_inputs(case, torch.float32), make_inputs(case, torch.float32)
     for name, tensor in first.watched().items():
@@ -119,7 +119,7 @@ def test_inputs_are_the_same_every_time() -> None:
             assert torch.equal(tensor, other)
 
 
-def test_poison_is_where_no_query_looks_and_nowhere_else() -> None:
+def test_poison_is_exactly_in_keys_hidden_from_all_queries() -> None:
     (case,) = [case for case in TABLE if case.name == "mask-padding-upper_left"]
     inputs = make_inputs(case, torch.float32)
     poisoned = ~torch.isfinite(inputs.key).all(-1)  # [B, H, Lk]

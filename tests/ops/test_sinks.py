@@ -1,4 +1,4 @@
-"""Attention sinks: what the case table does not show."""
+"""Attention sinks: beyond the case table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attend(*args: Any, **options: Any) -> Any:
 
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_sink_of_minus_inf_is_none(backend: str, dtype: torch.dtype) -> None:
+def test_a_sink_of_minus_inf_has_no_effect(backend: str, dtype: torch.dtype) -> None:
     wanted: dict[str, Any] = {"return_lse": True, "need_weights": True}
     mask = torch.rand(6, 9) < 0.5
     mask[2] = False

@@ -26,7 +26,7 @@ FAR = (0, 1, 2, 3, -1, -7, 511, 4095, 123_457, 1_000_001, 99_999_999, 10**8, -(1
 
 @functools.cache
 def exact_row(position: int, dim: int, layout: str, timescale: float = 1e4) -> tuple[Any, ...]:
-    """PE(position) as its definition says, in 50 digits."""
+    """PE(position) by its definition, in 50 digits."""
     with mpmath.workdps(50):
 
         def angle(exponent: Any) -> Any:
@@ -206,7 +206,7 @@ def test_any_rank(engine: Target, generator: torch.Generator) -> None:
             torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
 
 
-def test_not_a_number_stays_where_it_is(engine: Target) -> None:
+def test_nan_and_inf_stay_in_their_elements(engine: Target) -> None:
     for dtype in FLOATS:
         x = torch.zeros(3, 20, dtype=dtype)
         x[1, 7], x[2, 19] = float("nan"), float("inf")
@@ -346,7 +346,7 @@ def test_vmap_in_vmap_and_over_offsets(backend: str, x: Tensor) -> None:
 
 
 def test_decoding_does_not_recompile(backend: str) -> None:
-    """Neither a new offset nor a new length makes a new graph, beyond the first few."""
+    """Beyond the first few, a new offset or length makes no new graph."""
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     step = torch.compile(sinusoidal_encoding, fullgraph=True, backend=counter)

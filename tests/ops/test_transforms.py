@@ -123,9 +123,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transform_of_ours_equals_that_of_pytorch(
-    backend: str, name: str, function: Callable[..., Any]
-) -> None:
+def test_transforms_equal_pytorchs(backend: str, name: str, function: Callable[..., Any]) -> None:
     transform, inputs = TRANSFORMS[name], qkv()
     forward_mode = name in ("jvp", "jacfwd", "jvp-of-grad", "hessian")
     if forward_mode and backend != "reference":
@@ -273,7 +271,7 @@ def test_one_dynamic_graph_serves_all_sizes() -> None:
     assert len(graphs) == 1
 
 
-def test_a_length_of_one_argument_becomes_dynamic_and_of_another_not() -> None:
+def test_each_length_becomes_dynamic_on_its_own() -> None:
     run = torch.compile(attention, fullgraph=True, backend="eager")
     q = rand(2, 3, 5, 4)
     for k_len in (7, 9):
@@ -314,7 +312,7 @@ def test_compiled_under_autocast() -> None:
     assert_close(out, call(*inputs))
 
 
-def test_a_forced_backend_is_asked_when_compiled_code_runs() -> None:
+def test_a_forced_backend_applies_when_compiled_code_runs() -> None:
     run, inputs = compiled(attention, dynamic=False), qkv()
     expected = run(*inputs)
     with use_backend("reference"):

@@ -38,7 +38,7 @@ def packed(generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
     return tensors, torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 
 
-def test_dropout_draws_from_the_generator_and_is_that_of_a_batch(
+def test_dropout_draws_from_the_generator_as_in_a_batch(
     backend: str, packed: tuple[list[Tensor], Tensor]
 ) -> None:
     tensors, _ = packed
@@ -102,7 +102,7 @@ def test_errors_say_what_is_wrong(given: Any, error: type[Exception], match: str
         varlen_attention(**{**args, **given})
 
 
-def test_the_kernel_checks_what_compiled_code_gives_it() -> None:
+def test_the_kernel_checks_operands_of_compiled_code() -> None:
     x = torch.zeros(4, 2, 8)
     for bad, match in (([0, 5], "within the 4 rows"), ([0, 3, 1], "decrease"), ([1, 2], "begin")):
         ends = torch.tensor(bad)

@@ -1,4 +1,4 @@
-"""Masks and relative biases of packed sequences: what the case table does not show."""
+"""Masks and relative biases of packed sequences: beyond the case table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def qkv(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def one_mask(b: int) -> masks.Mask:
-    """That of sequence b alone."""
+    """The mask of sequence b alone."""
     (q, q_end), (k, k_end) = Q_ENDS[b : b + 2], K_ENDS[b : b + 2]
     documents = masks.document(IDS[q:q_end], KEY_IDS[k:k_end])
     return documents & masks.sliding_window(3, -1) | masks.prefix_lm(int(PREFIXES[b]))
@@ -44,7 +44,7 @@ def packed(*args: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("alignment", ["upper_left", "bottom_right"])
 @pytest.mark.parametrize("form", ["table", "t5"])
-def test_each_sequence_has_its_own(backend: str, alignment: str, form: str) -> None:
+def test_each_sequence_has_its_own_mask_and_bias(backend: str, alignment: str, form: str) -> None:
     leaves = [x.requires_grad_() for x in qkv()]
     table = torch.randn((4, 13) if form == "table" else (8, 4), dtype=torch.float64)
     table.requires_grad_()
@@ -78,7 +78,7 @@ def test_a_program_of_the_same_lengths_is_built_once() -> None:
     assert not first.is_inference()
     assert program(mask, Q_ENDS) is first
     assert program(mask, ends, bottom_right=True) is not first
-    for change in (ends, ends.numpy()):  # the latter leaves the version of the tensor as it is
+    for change in (ends, ends.numpy()):  # the latter does not change the tensor's version
         change[1] = 5
         other = program(mask, ends)
         assert not torch.equal(other, first)
@@ -117,7 +117,7 @@ def test_compiled(backend: str, dynamic: bool) -> None:
             assert_close(x, y)
 
 
-def test_the_table_of_t5_has_the_bound_of_the_lengths_where_none_is_known() -> None:
+def test_t5s_table_covers_the_bound_of_unknown_lengths() -> None:
     q, k, v = (x.float() for x in qkv())
     buckets = torch.randn(8, 4)
 
@@ -159,7 +159,7 @@ def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> 
         packed(*qkv(torch.float32), **given)
 
 
-def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
+def test_the_kernel_checks_its_operands(native: Any) -> None:
     query, key, value = qkv(torch.float32)
     operands = (query, key, (Q_ENDS, K_ENDS), False)
     program = masks.packed_program("test", mask_of_all(), *operands)

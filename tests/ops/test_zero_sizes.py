@@ -1,6 +1,6 @@
 """Every dimension of every operator may be 0: the result of the reference, or its error.
 
-Fresh memory is NaN, so a result or a gradient that no kernel writes shows.
+Fresh memory is NaN, which shows results and gradients that no kernel writes.
 """
 
 from __future__ import annotations
@@ -201,14 +201,14 @@ def test_sizes_of_zero(name: str, engine: Target) -> None:
     for empty in zeros(CALLS[name][0]):
         ours = outcome(name, empty)
         with fastattn.use_backend("reference"):
-            theirs = outcome(name, empty)
-        if isinstance(theirs, Exception):
-            assert isinstance(ours, type(theirs)), f"{empty}: {ours!r}"
-            assert str(ours) == str(theirs)
-            assert re.search("must (be|not|divide)", str(theirs))
+            expected = outcome(name, empty)
+        if isinstance(expected, Exception):
+            assert isinstance(ours, type(expected)), f"{empty}: {ours!r}"
+            assert str(ours) == str(expected)
+            assert re.search("must (be|not|divide)", str(expected))
         else:
             assert not isinstance(ours, Exception), f"{empty}: {ours!r}"
-            for x, y in zip(ours, theirs, strict=True):
+            for x, y in zip(ours, expected, strict=True):
                 assert x.shape == y.shape, empty
                 # Of float32 on both sides: relative to the largest element, as sums cancel.
                 largest = max([1.0, *y[y.isfinite()].abs().flatten().tolist()])

@@ -1,4 +1,4 @@
-"""Where packages are built, and where they are installed."""
+"""Fixtures: a small source tree to build, and an environment to install into."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from installation import STAND_IN_KERNEL, STAND_IN_MODULE, copy_source, run
 
 @pytest.fixture
 def small_source(tmp_path: Path) -> Path:
-    """A copy of the source with a stand-in for the kernels that compiles in a moment."""
+    """A copy of the source whose kernels are a small stand-in that compiles fast."""
     folder = copy_source(tmp_path / "source")
     shutil.rmtree(folder / "csrc/cpu")
     (folder / "csrc/cpu/kernels").mkdir(parents=True)
-    # Every instruction set has a table, also one that takes most kernels from another.
+    # Every instruction set has a table, even if it shares most kernels with another.
     (folder / "csrc/cpu/kernels/table.cpp").write_text(STAND_IN_KERNEL)
     (folder / "csrc/cpu/isa.cpp").write_text(STAND_IN_MODULE)
     return folder

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.without_kernels]
 MODULES = re.findall(
     r"automodule:: (\S+)", "".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
 )
-# What a browser loads by itself, unlike a link that a reader may follow.
+# Attributes that a browser loads by itself, unlike a link.
 LOADED = {"img": "src", "script": "src", "source": "srcset", "link": "href", "iframe": "src"}
 
 

@@ -51,7 +51,7 @@ def record_of(folder: Path) -> dict[str, object]:
 
 
 def compiled_in(folder: Path) -> list[str]:
-    """What the stand-in library says it was compiled for."""
+    """The instruction sets that the stand-in library was compiled for."""
     script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cpu', sys.argv[1]);"
     script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.compiled)"
     done = run([sys.executable, "-c", script, folder / f"fastattn/_cpu{EXT_SUFFIX}"], folder)
@@ -108,7 +108,7 @@ def test_every_instruction_set_is_built_and_recorded(small_source: Path) -> None
     assert list(record["isas"]) == compiled_in(small_source / "out")
     assert "-ffast-math" not in record["flags"]
     assert str(small_source) not in json.dumps(record)
-    # A file that is newer than the record would mean that the kernels are stale.
+    # A file newer than the record would mark the kernels as stale.
     assert not list((small_source / "csrc").rglob("*.pyc"))
 
 
@@ -148,7 +148,7 @@ def test_a_second_build_compiles_only_what_changed(small_source: Path) -> None:
 
 
 @pytest.mark.complete
-def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewhere: Path) -> None:
+def test_a_build_without_a_compiler_warns_and_works(small_source: Path, elsewhere: Path) -> None:
     done = build(small_source, PATH="/nowhere")
     reason = "no C++ compiler was found"
     assert reason in done.stderr
@@ -181,7 +181,7 @@ BUILD_ELSEWHERE = """if True:
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_on_another_system_it_installs_and_says_so(small_source: Path, system: str) -> None:
+def test_a_build_on_another_system_warns(small_source: Path, system: str) -> None:
     command = [sys.executable, "-c", BUILD_ELSEWHERE, system, "build", "--build-lib", "out"]
     # Without tools, but macOS always has a cc, which offers to install the real one.
     there = {"PATH": "/nowhere", "CC": "cc", "NVCC": sys.executable, "FASTATTN_CUDA": "1"}
@@ -250,7 +250,7 @@ def test_a_broken_kernel_is_named(small_source: Path) -> None:
         ({"FASTATTN_NATIVE": "0"}, "FASTATTN_NATIVE=0 was set"),
     ],
 )
-def test_a_required_build_that_cannot_be_is_an_error(
+def test_a_required_build_that_fails_is_an_error(
     small_source: Path, environment: dict[str, str], message: str
 ) -> None:
     done = build(small_source, True, FASTATTN_REQUIRE_NATIVE="1", **environment)
@@ -259,7 +259,7 @@ def test_a_required_build_that_cannot_be_is_an_error(
 
 
 @pytest.mark.complete
-def test_a_library_of_an_earlier_build_does_not_stay_behind(small_source: Path) -> None:
+def test_a_library_of_an_earlier_build_is_removed(small_source: Path) -> None:
     library = small_source / f"fastattn/_cpu{EXT_SUFFIX}"
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     run(command, small_source)
@@ -272,7 +272,7 @@ def test_a_library_of_an_earlier_build_does_not_stay_behind(small_source: Path) 
 # The library in use
 
 
-def test_the_library_knows_no_torch(native: ModuleType) -> None:
+def test_the_library_does_not_link_to_torch(native: ModuleType) -> None:
     undefined = symbols("-D", "--undefined-only", native.__file__)
     assert undefined
     assert not [s for s in undefined if re.search(r"\b(at|c10|torch|caffe2)::", s)]
@@ -295,7 +295,7 @@ def test_one_openmp_runtime_serves_torch_and_us(native: ModuleType) -> None:
 
 @pytest.fixture(scope="module")
 def built_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist, unpacked and made into a wheel by an isolated build, in which torch is absent."""
+    """The sdist, unpacked and built as a wheel in isolation, without torch."""
     folder = tmp_path_factory.mktemp("isolated")
     source = copy_source(folder / "source")
     run([sys.executable, "setup.py", "-q", "sdist", "-d", folder], source)
@@ -306,7 +306,7 @@ def built_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     check = "import importlib.util\nassert importlib.util.find_spec('torch') is None\n"
     future = "from __future__ import annotations\n"
     (unpacked / "setup.py").write_text(script.replace(future, future + check))
-    if (ROOT / "build/native/cpu").exists():  # what has the same flags is not compiled again
+    if (ROOT / "build/native/cpu").exists():  # reuse objects with the same flags
         shutil.copytree(ROOT / "build/native/cpu", unpacked / "build/native/cpu")
     wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", folder, unpacked]
     run(wheel, folder, FASTATTN_REQUIRE_NATIVE="1")
@@ -336,10 +336,10 @@ def test_an_isolated_wheel_is_complete_and_runs(built_source: Path, elsewhere: P
 
 
 @pytest.mark.slow
-def test_kernels_of_one_instruction_set_leak_nothing_to_another(built_source: Path) -> None:
+def test_instruction_sets_share_no_weak_symbol(built_source: Path) -> None:
     """A weak symbol outside of the instruction set's own namespace, such as an inline function of
-    the standard library, is merged by the linker with those of the same name: a processor without
-    AVX-512 could then meet the copy that was compiled for it."""
+    the standard library, is merged by the linker with symbols of the same name: a processor without
+    AVX-512 could then run the copy that needs it."""
     objects = sorted(built_source.glob("build/native/cpu/*.o"))
     kernels = [o for o in objects if o.stem.rpartition(".")[2] in ISAS]
     assert {o.stem.rpartition(".")[2] for o in kernels} >= {"baseline"}
@@ -411,7 +411,9 @@ def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
         ("separate", "a package of their own, fastattn-cuda, which is not installed"),
     ],
 )
-def test_who_leaves_cuda_out_is_told_apart(small_source: Path, value: str, reason: str) -> None:
+def test_the_record_has_the_reason_without_cuda(
+    small_source: Path, value: str, reason: str
+) -> None:
     done = build(small_source, FASTATTN_CUDA=value, FASTATTN_REQUIRE_NATIVE="1", NVCC="/nowhere")
     assert "CUDA" not in done.stderr
     cuda = modules_of(small_source / "out")["cuda"]
@@ -420,9 +422,7 @@ def test_who_leaves_cuda_out_is_told_apart(small_source: Path, value: str, reaso
 
 
 @pytest.mark.parametrize(("given", "passed"), [("0", "separate"), ("1", "1")])
-def test_a_wheel_to_distribute_is_told_that_cuda_is_separate(
-    given: str, passed: str, tmp_path: Path
-) -> None:
+def test_make_wheel_sets_cuda_to_separate(given: str, passed: str, tmp_path: Path) -> None:
     for tool in ("python", "auditwheel"):
         (tmp_path / tool).write_text('#!/bin/sh\necho "FASTATTN_CUDA=$FASTATTN_CUDA"\n')
         (tmp_path / tool).chmod(0o755)
@@ -436,7 +436,7 @@ def test_a_wheel_to_distribute_is_told_that_cuda_is_separate(
 
 
 @pytest.mark.complete
-def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None:
+def test_a_broken_nvcc_keeps_the_cpu_kernels(small_source: Path) -> None:
     nvcc = small_source / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'nvcc fatal error: broken' >&2\nexit 1\n")
     nvcc.chmod(0o755)

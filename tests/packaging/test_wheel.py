@@ -1,4 +1,4 @@
-"""The wheels of `make wheel`: what is in them, where they run, and that their bytes repeat.
+"""The wheels of `make wheel`: contents, supported systems, reproducible bytes.
 
 All slow: they need a package index. The real kernels are compiled for this machine alone.
 """
@@ -76,7 +76,7 @@ def wheel_for(python: str, wheels: list[Path]) -> Path:
     return found
 
 
-def test_a_wheel_has_the_package_and_the_kernels_alone(wheels: list[Path]) -> None:
+def test_a_wheel_has_only_the_package_and_the_kernels(wheels: list[Path]) -> None:
     wheel = wheel_for(PYTHON, wheels)
     assert MANYLINUX.search(wheel.name), wheel.name
     assert wheel.stat().st_size < 15e6
@@ -91,9 +91,7 @@ def test_a_wheel_has_the_package_and_the_kernels_alone(wheels: list[Path]) -> No
     assert "fastattn-cuda, which is not installed" in record["modules"]["cuda"]["reason"]
 
 
-def test_a_wheel_needs_nothing_but_libc_and_the_runtime_of_openmp(
-    wheels: list[Path], tmp_path: Path
-) -> None:
+def test_a_wheel_needs_only_libc_and_the_openmp_runtime(wheels: list[Path], tmp_path: Path) -> None:
     zipfile.ZipFile(wheel_for(PYTHON, wheels)).extractall(tmp_path)
     library = tmp_path / f"fastattn/_cpu{EXT_SUFFIX}"
     shown = run(["readelf", "--dynamic", library], tmp_path).stdout
@@ -134,7 +132,7 @@ def promised_torch() -> list[str]:
 
 @pytest.mark.parametrize("version", promised_torch())
 def test_a_wheel_runs_with_this_torch(version: str, wheels: list[Path], tmp_path: Path) -> None:
-    """Into an environment that has nothing, by pip, with gigabytes where it finds no CPU build."""
+    """By pip into an empty environment; gigabytes if there is no CPU build of PyTorch."""
     environment = tmp_path / "environment"
     run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
     pages = os.environ.get("TORCH_WHEELS", "https://download.pytorch.org/whl/cpu/torch/")
@@ -166,7 +164,7 @@ def test_the_kernels_are_compiled_once_for_all_pythons(wheels: list[Path]) -> No
     assert all(folder.startswith("cpython-") for folder in folders)
 
 
-def test_two_builds_have_the_same_bytes(small_source: Path, tools: Path, tmp_path: Path) -> None:
+def test_builds_are_reproducible(small_source: Path, tools: Path, tmp_path: Path) -> None:
     def digests(source: Path) -> dict[str, str]:
         made = make_wheel(source, tools, f"WHEEL_PYTHONS={PYTHON}")
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in made}
@@ -233,7 +231,7 @@ def bill_of(wheel: Path) -> str:
     return name
 
 
-def test_the_sdist_has_what_it_takes_to_build_and_test(wheels: list[Path]) -> None:
+def test_the_sdist_has_the_files_to_build_and_test(wheels: list[Path]) -> None:
     with tarfile.open(wheels[0]) as archive:
         members = archive.getmembers()
     names = {member.name.partition("/")[2] for member in members if member.isfile()}

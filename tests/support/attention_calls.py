@@ -1,4 +1,4 @@
-"""What the tests of ``scaled_dot_product_attention`` share: its inputs, and PyTorch's own."""
+"""Inputs of ``scaled_dot_product_attention``, and PyTorch's own function, for its tests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def stock(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+def assert_same(ours: Tensor, expected: Tensor) -> None:
+    assert ours.shape == expected.shape
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
 def qkv(requires_grad: bool = False, heads: int = 4) -> list[Tensor]:

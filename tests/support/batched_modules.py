@@ -34,7 +34,7 @@ def of_module(module: nn.Module, *tensors: Tensor, **options: Any) -> Case:
 
 
 class Called(nn.Module):
-    """A module whose forward is a function of it and of the tensors."""
+    """A module whose forward calls ``function(module, *tensors)``."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls of ``decode_attention``, and those that must be refused before anything is written."""
+"""Calls of ``decode_attention``, and invalid calls, refused before anything is written."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def within_the_bound(
 def refuses(
     function: Callable[..., Any], table: Iterable[Any], begins: str = "", **defaults: Any
 ) -> Callable[..., None]:
-    """The test of wrong calls: arguments, options, the error, and what its message says."""
+    """The test of wrong calls: arguments, options, the error, and words of its message."""
 
     @pytest.mark.parametrize(("args", "options", "error", "message"), table)
     def test_errors(

@@ -143,7 +143,7 @@ CASES = (
 
 
 def generator(case: Case, rank: int = 0) -> dict[str, torch.Generator]:
-    """The argument of dropout, another one on each rank; that of rank 0 counts."""
+    """The argument of dropout, different on each rank; rank 0's is used."""
     if "dropout_p" not in case.options:
         return {}
     seed = zlib.crc32(case.name.encode()) + rank
@@ -306,7 +306,7 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
 
 
 def run_cases(cases: Sequence[Case] = CASES) -> dict[str, Any]:
-    """The results of all cases on this rank; an error instead of those that fail."""
+    """The results of all cases on this rank, or the error of a case that fails."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     for case in cases:
@@ -324,7 +324,7 @@ def run_cases(cases: Sequence[Case] = CASES) -> dict[str, Any]:
 
 
 def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The results of the whole sequence from those of the ranks."""
+    """The results of the whole sequence, joined from the ranks' results."""
     ranks = len(parts)
     layout = layout_of(case, ranks)
     shapes = {f"grad_{n}": x.shape for n, x in whole(case).items()}

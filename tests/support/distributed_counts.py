@@ -1,4 +1,4 @@
-"""What ranks send and compute in calls of ``fastattn.distributed.attention``, counted."""
+"""Traffic and work of ranks in calls of ``fastattn.distributed.attention``, counted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = (
 
 
 def run_counts() -> dict[str, tuple[Share, Share, list[str]]]:
-    """What is counted and planned, and the trace."""
+    """Counts, plan and trace."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = {}
     for case in CASES:
@@ -59,7 +59,7 @@ def run_counts() -> dict[str, tuple[Share, Share, list[str]]]:
 
 
 def run_memories() -> dict[str, tuple[int, int]]:
-    """The bytes that a rank sends for memories of few and of many rows, and those of the page."""
+    """The bytes that a rank sends for memories of few and many rows, and the page's figures."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     queries, width = 3, 8
     state = width * 4 + 8  # o in float32, lse in float64

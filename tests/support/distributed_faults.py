@@ -158,15 +158,15 @@ def check_others(
 ) -> None:
     """All but rank 1, which has ended or still waits, raised errors that say which step."""
     assert (found[1] is None) == (not stalls)
-    told = [(rank, *found[rank]) for rank in range(ranks) if rank != 1]
-    for rank, message, seconds in told:
+    errors = [(rank, *found[rank]) for rank in range(ranks) if rank != 1]
+    for rank, message, seconds in errors:
         start = f"RuntimeError: fastattn.distributed.{op}: rank {rank} got no answer from rank "
         assert message.startswith(start), message
         assert step in message
         assert "None" not in message.removeprefix(start)[:4]
         assert seconds < 2 * SECONDS
     # A neighbour of rank 1 names it; the next one may name the neighbour, which has ended, too.
-    assert any("from rank 1 in" in message for _, message, _ in told)
+    assert any("from rank 1 in" in message for _, message, _ in errors)
 
 
 def die() -> None:

@@ -32,7 +32,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Case:
     name: str
     function: str  # of fastattn and of fastattn.distributed
-    shapes: Shapes  # those of float arguments
+    shapes: Shapes  # of float arguments
     options: dict[str, Any] = field(default_factory=dict)
     mask: tuple[str, tuple[int, ...], tuple[int, ...]] | None = None  # name, shape, hidden index
     dtype: torch.dtype = torch.float32
@@ -209,7 +209,7 @@ def computed(
         for n, x in tensors.items()
     }
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(rank)  # of dropout: that of rank 0 counts
+    torch.manual_seed(rank)  # for dropout: rank 0's seed is used
     leaves = {n: x for n, x in given.items() if x.requires_grad}
     found = function(**given, **case.options)
     found = dict(zip(case.results, found if isinstance(found, tuple) else (found,), strict=True))
@@ -283,7 +283,7 @@ def _retrieve(
 
 
 def joined(case: Case, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The results of all rows from those of the ranks."""
+    """The results of all rows, joined from the ranks' results."""
     found = {}
     for name, first in parts[0].items():
         given = name.removeprefix("grad_")

@@ -121,7 +121,7 @@ def run_modules() -> Pairs:
 
 
 def messages() -> dict[str, str]:
-    """What is refused, on one rank."""
+    """The errors of unsupported calls, on one rank."""
     x = torch.ones(1, 3, E)
 
     mha: Any = fastattn.MultiheadAttention(E, H, batch_first=True)

@@ -45,7 +45,7 @@ def received() -> int:
 
 
 def measured() -> dict[str, tuple[int, int, float]]:
-    """Of a step by each method: the bytes that arrived, those of the plan, and the seconds."""
+    """For a step by each method: bytes received, bytes planned, and seconds."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout = Layout.zigzag([LENGTH] * ranks)
     planned = plan(layout, **SIZES, dtype=torch.float32, is_causal=True, backward=True)
@@ -65,7 +65,7 @@ def measured() -> dict[str, tuple[int, int, float]]:
 
 
 def unplugged() -> tuple[str, float]:
-    """Rank 1 loses its network: no message of it comes, and none ends its connections."""
+    """Rank 1 loses its network: its messages are lost, and its connections stay open."""
     take_down = functools.partial(
         subprocess.run, ["ip", "link", "set", "eth0", "down"], check=True, env=os.environ
     )

@@ -15,8 +15,8 @@ Results = dict[str, Tensor]
 def run_twice(
     call: Callable[[Any, int, int], Results], cases: Sequence[Any], names: Sequence[str] = ()
 ) -> dict[str, Results | str]:
-    """The results of each case by its name, or an error. Those of ``names`` (of all, if there are
-    none) must not differ from run to run."""
+    """The results of each case by its name, or an error. The cases of ``names`` (by default all)
+    must give the same results in both runs."""
     return {case.name: _twice(call, case, names) for case in cases}
 
 

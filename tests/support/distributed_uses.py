@@ -122,7 +122,7 @@ def other_lengths_of_keys() -> Pairs:
 
 
 def second_derivatives() -> Pairs:
-    """Those of the methods that have them; an error that says so of the ring."""
+    """Second derivatives of the methods that have them; a clear error for the ring."""
     layout = Layout.zigzag([5, 0, 13, 6])
     rows = layout.positions(dist.get_rank())
 
@@ -183,7 +183,7 @@ def placed_memories() -> Pairs:
         def on(x: Tensor, placements: Any, mesh: Any = mesh) -> Tensor:
             return distribute_tensor(x, mesh, placements).requires_grad_()
 
-        for ours, theirs, options in (
+        for ours, stock, options in (
             (memory_hop_attention, fastattn.memory_hop_attention, {"hops": 2}),
             (hopfield_retrieve, fastattn.hopfield_retrieve, {"update_steps_max": 2}),
         ):
@@ -193,7 +193,7 @@ def placed_memories() -> Pairs:
             grads = torch.autograd.grad(out.square().sum(), given)
             assert [g.placements for g in grads] == [tuple(of_query), tuple(of_rows)]
             whole = u.clone().requires_grad_(), rows.clone().requires_grad_()
-            want, want_p = theirs(*whole, **options, need_weights=True)
+            want, want_p = stock(*whole, **options, need_weights=True)
             wanted = torch.autograd.grad(want.square().sum(), whole)
             gathered = [x.full_tensor() for x in (out, p, *grads)]
             pairs += list(zip(gathered, (want, want_p, *wanted), strict=True))

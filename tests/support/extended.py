@@ -1,7 +1,7 @@
-"""Exact results for candidates in float64: those of ``naive``, in extended precision.
+"""Exact results for candidates in float64, by ``naive`` in extended precision.
 
 Importing it (conftest.py does) makes them what the proofs of ``fastattn.testing`` compare with.
-Gradients stay those of the definition, whose derivative ``test_reference.py`` compares with
+Gradients still come from the definition, whose derivative ``test_reference.py`` compares with
 differences of ``naive``.
 """
 

@@ -1,4 +1,4 @@
-"""Runs a script in a process of its own, which ends there if it touches what it may not.
+"""Runs a script in a process of its own, which crashes if it accesses memory outside its tensors.
 
 Each tensor that it places ends where a page begins that cannot be read.
 """
@@ -52,7 +52,7 @@ for argument in sys.argv[2:]:
 
 
 def run_cases(targets: str, which: str, steps: Mapping[str, int]) -> None:
-    """Run the cases of operators on targets, the complete tables or those that are not slow."""
+    """Run the cases of operators on targets, from the complete tables or without slow cases."""
     run_fenced(
         targets + _CASES, which, *(f"{operator}={every}" for operator, every in steps.items())
     )

@@ -21,7 +21,7 @@ gemms: Any = importlib.import_module("fastattn.backends.cpu.linear")
 
 @contextlib.contextmanager
 def only(name: str, least: int = 0) -> Iterator[list[str]]:
-    """Within the block one GEMM computes all products from ``least`` on; the names of those called.
+    """Within the block one GEMM computes all products from ``least`` on; yields the called ones.
 
     Calls of ``torch.nn.functional.linear`` instead of our function are not among them.
     """

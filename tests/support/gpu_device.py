@@ -1,4 +1,4 @@
-"""The device of tests/gpu, and how a case is judged there."""
+"""The device of tests/gpu, and the judge of its cases."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def skip_without_gpu() -> None:
 
 
 def loaded(backend: str) -> Any:
-    """The module of a backend; skips the test where there is none."""
+    """The module of a backend; skips the test if it is missing."""
     if isinstance(module := dispatch.load(backend), str):
         pytest.skip(f"{backend}: {module}")
     return module
 
 
 def judge(proof: Proof, case: Any, dtype: torch.dtype, backend: str) -> None:
-    """Run a case on a backend, unless it is of other dtypes or for other kernels."""
+    """Run and judge a case on a backend, unless the backend declines it."""
     loaded(backend)
     if dtype not in case.dtypes:
         pytest.skip("not a case of this dtype")

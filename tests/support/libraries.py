@@ -24,7 +24,7 @@ from required import REQUIRE_NATIVE
 _declared: list[torch.library.Library] = []  # declarations end with their last reference
 FOLDER = Path(sys.prefix) / "models"  # `make test` installs them there
 
-# What they import for images, texts and metrics, of which their models use nothing.
+# Packages for images, texts and metrics that the libraries import but their models do not use.
 ABSENT = {
     "open_clip": ("ftfy",),
     "sentence_transformers": ("scipy", "sklearn"),
@@ -57,7 +57,7 @@ def _imported(name: str) -> ModuleType:
     try:
         importlib.import_module("torchvision")
     except ImportError:
-        pass  # those that need it say so
+        pass  # tests that need it skip or fail
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
@@ -77,7 +77,7 @@ def _import_without_its_code(package: str) -> None:
 
 
 def _remember_what_is_installed() -> None:
-    """Let transformers look now which optional packages it finds; it looks only once."""
+    """Let transformers detect its optional packages now, because it detects them only once."""
     installed = importlib.import_module("transformers.utils.import_utils")
     for name in ("scipy", "sklearn", "timm", "torchvision"):
         getattr(installed, f"is_{name}_available")()

@@ -1,4 +1,4 @@
-"""How tests/models runs a model of a library, on stock attention and on ours."""
+"""Runs a model of a library on stock attention and on ours, for tests/models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def initialized(model: nn.Module) -> None:
 
 
 def compared(model: nn.Module, inputs: dict[str, Any], served: AbstractContextManager[Any]) -> None:
-    """Compare the outputs and all gradients of a model with what they are within ``served``.
+    """Compare the outputs and all gradients of a model outside and inside ``served``.
 
     All its attention must run on our kernels there.
     """

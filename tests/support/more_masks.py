@@ -1,4 +1,4 @@
-"""Kinds of masks that the complete tables of attention have besides those of ``fastattn.testing``.
+"""Kinds of masks that the complete tables of attention add to ``fastattn.testing``.
 
 Importing it adds them to ``inputs.MASKS`` and ``inputs.PROGRAMS``.
 """
@@ -36,12 +36,12 @@ def _striped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _alternating(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Whole and empty blocks, of which each head has others."""
+    """Whole and empty blocks, different in each head."""
     return (q // 150 + k // 128 + h) % 2 == 0
 
 
 def _block_mask(case: Case, draw: torch.Generator) -> masks.Mask:
-    """A BlockMask whose blocks no vector of queries fits."""
+    """A BlockMask whose block size is no multiple of a vector."""
     heads = case.heads if case.heads > 1 else None
     return masks.from_block_mask(
         create_block_mask(_striped, None, heads, case.q_len, case.k_len, device="cpu",

@@ -76,12 +76,12 @@ def severity(verdict: Verdict) -> float:
 def main(language: str, unit: str, folder: str, seconds: str) -> str | None:
     """Return what is wrong, or None if the mutant survives."""
     assert Path(fastattn.__file__).is_relative_to(folder), fastattn.__file__
-    # A source has the name of its operator, or is of attention. Those cases run first.
+    # A source is named after its operator, or belongs to attention. Its cases run first.
     stem = Path(unit).name.lstrip("_")
     own = [op for op in PROOFS if op[:6] == stem[:6]] or ATTENTION
     choose = {"Cpu": cpu_work, "Cuda": cuda_work, "Triton": triton_work}[language]
     work = list(choose(unit, Path(folder)))
-    random.Random(0).shuffle(work)  # some of everything within the time
+    random.Random(0).shuffle(work)  # cases of all kinds within the time limit
     work.sort(key=lambda item: item[0] not in own)
     end = time.monotonic() + float(seconds)
     for op, case, dtype, target in work:

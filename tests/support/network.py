@@ -3,8 +3,8 @@
     with network(3, delay=0.01, rate="40mbit", loss=0.01) as names: ...
 
 Each namespace has a device ``eth0``, one end of a veth pair. The relay has the other ends and
-passes every packet on after a delay. The bandwidth is that of ``tc tbf``, and ``nft`` drops packets
-on arrival. Nothing outside the namespaces is touched.
+passes every packet on after a delay. ``tc tbf`` limits the bandwidth, and ``nft`` drops packets on
+arrival. Nothing outside the namespaces is touched.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _relay(delay: float, ports: int) -> None:
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, source, packet = heapq.heappop(waiting)
             of_address[packet[6:12]] = source
-            known = of_address.get(packet[:6])  # else to all, as a question for an address
+            known = of_address.get(packet[:6])  # else broadcast, like an ARP request
             targets = set(range(ports)) - {source} if known is None else {known}
             for n in targets:
                 with contextlib.suppress(OSError):  # a device that is down

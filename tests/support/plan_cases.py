@@ -120,7 +120,7 @@ SDPA = Planned(
 
 
 def packed(lengths: tuple[int, ...] | None = None, q_rows: int = 14, k_rows: int = 15) -> Call:
-    """Without lengths: sequences of 5, 0 and 7 queries for 9, 4 and 0 keys, and rows of none."""
+    """By default 5, 0 and 7 queries for 9, 4 and 0 keys, and rows outside all sequences."""
     q_starts, k_starts = torch.tensor([0, 5, 5, 12]), torch.tensor([0, 9, 13, 13])
     if lengths is not None:
         q_starts = k_starts = torch.tensor([0, *lengths]).cumsum(0)

@@ -17,7 +17,7 @@ import fastattn
 def patterns(
     batch: int = 2, queries: int = 5, stored: int = 30, projected: bool = False, dim: int = 20
 ) -> Call:
-    """Of a batch whose heads lie beside each other. Some queries rest before the last step."""
+    """Patterns whose heads are adjacent in memory. Some queries converge before the last step."""
     sizes = {"state": (queries, dim), "stored": (stored, dim)}
     sizes |= {"projection": (stored, 9)} if projected else {}
     call: Call = {
@@ -59,7 +59,7 @@ HOPFIELD = Planned(
         "masked-of-rank-3": lambda c: of_rank(3, attn_mask=torch.rand(5, 30) < 0.7),
     },
     options={
-        "default": {},  # until every query rests
+        "default": {},  # until every query converges
         "few-steps": {"update_steps_max": 3},
         "many-steps": {"update_steps_max": 9},
         "projected": {"update_steps_max": 3, "projection": PROJECTION},

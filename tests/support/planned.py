@@ -1,5 +1,5 @@
-"""Plans of one test alone (``fastattn.call``), calls without any, and what the tests of plans know
-of an operator.
+"""Empty plans for a test (``fastattn.call``), calls without plans, and the description of an
+operator for the tests of plans.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def normal(*sizes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Planned:
-    """A public function that has plans, and the calls that show what they depend on."""
+    """A public function that has plans, and calls that differ in the facts of a plan."""
 
     function: Callable[..., Any]
     make: Callable[..., Call]  # a valid call, of any sizes
     options: Mapping[str, Change]
     dtypes: Sequence[torch.dtype] = DTYPES
-    # Arguments that are float32 in calls of 16 bits, and those that have always the same dtype.
+    # Arguments that are float32 in calls of 16 bits, and arguments with a fixed dtype.
     wide: Sequence[str] = ()
     fixed: Sequence[str] = ()
     forms: Mapping[str, Change] = field(default_factory=lambda: {"": {}})
@@ -119,7 +119,7 @@ class Planned:
         """Whether such a call has a plan."""
         return not (self.without and f"{form}-{option}".endswith(self.without))
 
-    # Names, and what test_plans.py makes tests of.
+    # Names and values of the tests in test_plans.py.
 
     def cases(self) -> Iterator[tuple[str, Any]]:
         """Form, option and dtype."""

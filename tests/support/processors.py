@@ -34,8 +34,8 @@ def be(processor: Processor) -> Iterator[None]:
 def on_a_gpu(
     module: Any, monkeypatch: pytest.MonkeyPatch, *names: str, **others: Any
 ) -> Iterator[None]:
-    """Within the block CPU tensors are those of a GPU with these backends: ``module`` by each of
-    the names, and ``others`` by theirs."""
+    """Within the block CPU tensors act as tensors of a GPU with these backends: ``module`` under
+    each of the names, and ``others`` under their own names."""
     load, found = dispatch.load.__wrapped__, {**dict.fromkeys(names, module), **others}
     monkeypatch.setattr(dispatch, "load", lambda n: found[n] if n in found else load(n))
     monkeypatch.setattr(dispatch, "_device", lambda tensors: "cuda")

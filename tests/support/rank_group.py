@@ -35,7 +35,7 @@ def run(
     """Run each job, one after the other; return the results by job and rank.
 
     A message may take so many ``seconds``, and a job four times as many. ``namespaces`` are the
-    names of those of the ranks.
+    network namespaces of the ranks.
     """
     names = [f"{function}:{size}" for function, size in jobs]
     environment = {
@@ -132,7 +132,7 @@ def _enter(namespace: str) -> None:
 
 
 def _wait(children: set[int], limit: float) -> bool:
-    """Wait for all; kill those that are still there after the limit. Return whether one failed."""
+    """Wait for all; kill the ones still running after the limit. Return whether one failed."""
     end = time.monotonic() + limit
     failed = False
     while children and time.monotonic() < end:

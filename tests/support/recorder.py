@@ -1,4 +1,4 @@
-"""Which operators of ours a call runs, and with which arguments."""
+"""Records the operators of fastattn that a call runs, with their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the tests must not go without."""
+"""Components whose absence fails a test run."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The part of a product of cases, dtypes and instruction sets that `make test` runs.
 
 A fault depends on one option or on two that meet, hardly ever on three (Kuhn, Wallace and Gallo,
-"Software fault interactions and implications for software testing", 2004). So of the tests marked
-`sampled` as many stay as it takes for every two values to meet that meet in any of them: values of
-parameters, and of the fields of a case where they are not the default. `sampled(1)` is for every
-value once. In the other tests that go through backends or instruction sets, these take turns:
-every combination of the other parameters stays, on one of them. `--complete` runs all tests.
+"Software fault interactions and implications for software testing", 2004). So the sample of a
+test marked `sampled` covers every pair of values that occurs in any of its rows: values of
+parameters, and of fields of a case that differ from the default. `sampled(1)` covers every single
+value. Other tests that are parametrized by backend or instruction set take these in turn: every
+combination of the other parameters runs, on one of them. `--complete` runs all tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-# Fixtures of conftest.py: who computes.
+# Fixtures of conftest.py that choose the backend.
 WHO = ("backend", "choice", "engine", "target")
 
 
@@ -29,13 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _is_sampled(config: pytest.Config) -> bool:
-    """Whether only a sample runs; but who names a test wants it."""
+    """Whether only a sample runs: not if a test is named on the command line."""
     return not (config.option.complete or any("::" in argument for argument in config.args))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Leave out what only the complete run has, before pytest makes a test of it."""
+    """Drop parameters that only the complete run has, before pytest makes tests of them."""
     if not metafunc._calls or not _is_sampled(metafunc.config):
         return
     if metafunc.definition.get_closest_marker("complete"):
@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         kept = sample([_who_and_what(row) for row in rows], 1)
     else:
         kept = set(range(len(rows)))
-    # Without any call, pytest would make a test without parameters: of these the first stays, which
+    # Without any call, pytest would make a test without parameters, so the first call stays; it
     # is deselected below.
     metafunc._calls[:] = [calls[n] for n in sorted(kept)] or metafunc._calls[:1]
 
@@ -74,10 +74,10 @@ def _who_and_what(row: Mapping[str, Any]) -> dict[str, str]:
 def sample(
     rows: Sequence[Mapping[str, Any]], strength: int = 2, keep: Sequence[str] = ()
 ) -> set[int]:
-    """Return the places of few rows with every combination of ``strength`` values that any row has.
+    """Return the indices of few rows that cover every combination of ``strength`` values.
 
-    Greedy: always the row with the most new combinations. Of these it is any, so that neighbours in
-    a table differ in their dtypes and instruction sets.
+    Greedy: always the row with the most new combinations. Ties are broken at random, so that
+    neighbours in a table differ in their dtypes and instruction sets.
 
     Args:
         rows: parameters, by name.
@@ -95,7 +95,7 @@ def sample(
         groups = [group for n in range(strength) for group in combinations(values, n + 1)]
         groups.append(tuple(str(row[name]) for name in ("dtype", *WHO) if name in row))
         found.append({numbers.setdefault(group, len(numbers)) for group in groups})
-    # What is new in a row can only become less: who is still first after an update is the best.
+    # A row's number of new combinations only decreases: a row still first after its update is best.
     shuffled = [zlib.crc32(str(n).encode()) for n in range(len(rows))]
     queue = [(-len(groups), shuffled[n], n) for n, groups in enumerate(found)]
     heapq.heapify(queue)
@@ -114,7 +114,7 @@ def sample(
 
 
 def _values(name: str, value: Any) -> set[tuple[str, str]]:
-    """The parameter with its value; of a case, each field that is not the default."""
+    """The parameter with its value; for a case, each field that differs from its default."""
     if is_dataclass(value) and any(field.default is not MISSING for field in fields(value)):
         given = {x.name: (getattr(value, x.name), x.default) for x in fields(value)}
         changed = {x: own for x, (own, default) in given.items() if own != default}

@@ -1,4 +1,4 @@
-"""The tools of a CUDA toolkit, and what they print about compiled kernels."""
+"""The tools of a CUDA toolkit, and their reports on compiled kernels."""
 
 from __future__ import annotations
 

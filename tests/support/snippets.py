@@ -21,7 +21,7 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 def shown(page: Path) -> str:
-    """What a page shows as the output of its Python blocks."""
+    """The output that a page shows for its Python blocks."""
     text = page.read_text()
     after = (OUTPUT.match(text, match.end()) for match in BLOCK.finditer(text))
     return "".join(match[1] for match in after if match)

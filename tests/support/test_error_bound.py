@@ -1,4 +1,4 @@
-"""The error bound: what it allows, what it catches, and that it is the same on every machine."""
+"""The error bound: accepted and rejected results, and equal values on every machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def noise_of(x: Tensor, dtype: torch.dtype, function: str = "sum") -> float:
 
 @pytest.mark.parametrize("positive", [True, False], ids=["one sign", "both signs"])
 @pytest.mark.parametrize("terms", [4, 30, 250])
-def test_the_noise_of_a_sum_is_that_of_a_chain_of_additions(terms: int, positive: bool) -> None:
+def test_the_noise_of_a_sum_equals_sequential_additions(terms: int, positive: bool) -> None:
     """numpy adds one term after the other, in IEEE arithmetic that is the same everywhere."""
     draws = torch.randn(400, terms, generator=torch.Generator().manual_seed(0)).double()
     draws = (draws.abs() if positive else draws).float().double()
@@ -54,7 +54,7 @@ def test_the_noise_of_a_softmax_grows_with_the_scores() -> None:
     assert scaled > 50 * small
 
 
-def test_infinity_and_nan_have_no_part() -> None:
+def test_infinity_and_nan_do_not_affect_the_noise() -> None:
     x = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 0.0]).double()
 
     def definition() -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def test_infinity_and_nan_have_no_part() -> None:
 @pytest.mark.parametrize(
     "activation", [F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh")]
 )
-def test_the_steps_of_an_activation_are_its_definition(activation: Callable[..., Tensor]) -> None:
+def test_the_steps_of_an_activation_equal_its_definition(activation: Callable[..., Tensor]) -> None:
     """Where each step errs by a hundredth of the eps of float64 or less, forward and backward."""
     x = torch.linspace(-6, 6, 25, dtype=torch.float64)
 
@@ -98,7 +98,7 @@ def test_an_operation_without_a_rule_is_refused() -> None:
         Noise(lambda: {"z": x}, {"y": x}, torch.float32)["y"]
 
 
-def test_what_is_beyond_the_bound_is_wrong() -> None:
+def test_a_result_beyond_the_bound_is_wrong() -> None:
     x = torch.rand(200, generator=torch.Generator().manual_seed(0)).double() + 1
 
     def definition() -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class Wrong(Target):
 
 
 @pytest.mark.parametrize("operator", testing.PROOFS)
-def test_the_judge_sees_any_result_that_is_wrong(operator: str) -> None:
+def test_the_judge_finds_any_wrong_result(operator: str) -> None:
     proof = testing.PROOFS[operator]
     case = next(case for case in proof.cases if torch.float32 in case.dtypes)
     _, exact, _ = proof.expected(case, torch.float32)
@@ -173,7 +173,7 @@ class Writing(Target):
         return super().results(backend, inputs)
 
 
-def test_the_judge_sees_what_is_written() -> None:
+def test_the_judge_finds_writes_outside_tensors() -> None:
     verdict = testing.check(testing.Case("judged"), torch.float32, Writing("reference"))
     assert verdict.faults == ["query was written to"]
 
@@ -202,7 +202,7 @@ def _noise_with(**settings: str) -> dict[str, float]:
 
 
 @pytest.mark.complete
-def test_the_bound_is_the_same_whatever_pytorch_computes_with() -> None:
+def test_the_bound_does_not_depend_on_pytorchs_kernels() -> None:
     ours = _noise_with(OMP_NUM_THREADS="2")
     others = _noise_with(
         OMP_NUM_THREADS="1",

@@ -60,7 +60,7 @@ def normal(*shape: int) -> Tensor:
         (0, -1, -1, ["xxxxx", "xxxxx", "xxxxx"]),
     ],
 )
-def test_which_keys_a_window_shows(offset: int, left: int, right: int, seen: list[str]) -> None:
+def test_visible_keys_of_a_window(offset: int, left: int, right: int, seen: list[str]) -> None:
     q, k = normal(1, 1, 3, 2), normal(1, 1, 5, 2)
     out, lse, w = attend(q, k, k, offset=offset, window_left=left, window_right=right)
     expected = torch.tensor([[c == "x" for c in line] for line in seen])
@@ -119,7 +119,7 @@ def test_is_within_the_bound_as_a_backend(name: str, dtype: torch.dtype) -> None
     assert verdict.ok, "\n".join(verdict.faults)
 
 
-# Where a small step changes nothing but rounding, or more than the derivative says.
+# Cases in which a finite difference of the results is only rounding error, or a jump.
 STEEP: dict[str, Callable[[Any], Any]] = {
     "mask": lambda kind: kind in ("steep", "finfo_min"),
     "spreads": lambda spreads: max(spreads) > 3,
@@ -147,16 +147,14 @@ def _is_smooth(case: Any) -> bool:
         if torch.float64 in case.dtypes and _is_smooth(case)
     ],
 )
-def test_gradients_are_those_of_differences_of_the_naive_implementation(
-    operator: str, case: Any
-) -> None:
+def test_gradients_equal_differences_of_the_naive_implementation(operator: str, case: Any) -> None:
     """The derivative in one random direction of each tensor."""
     inputs: Any = PROOFS[operator].make(case, torch.float64).cleaned()
     exact, step = inputs.definition(), 1e-5
     given = {name: grad for name, grad in inputs.grads.items() if grad is not None}
 
     def terms(results: Any) -> Tensor:
-        """Those of the loss; -inf of a fully masked row is none."""
+        """The terms of the loss, without the -inf of fully masked rows."""
         each = [(results[n].where(results[n].isfinite(), 0.0) * g).sum() for n, g in given.items()]
         return torch.stack([torch.zeros(()).double(), *each])
 
@@ -212,7 +210,7 @@ def test_dropout_follows_the_definition(seed: int) -> None:
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
-def test_dropout_keeps_its_share_and_the_mean(p: float) -> None:
+def test_dropout_keeps_the_rate_and_the_mean(p: float) -> None:
     shape = (2, 4, 128, 256)
     keep = reference.dropout_keep(shape, p, torch.tensor(12345))
     count = keep.numel()
@@ -230,7 +228,7 @@ def test_dropout_keeps_its_share_and_the_mean(p: float) -> None:
     assert abs(out.mean().item() - 1) < 5 * sigma / (1 - p) + 1e-4
 
 
-def test_dropout_scales_what_it_keeps_by_the_share_it_keeps() -> None:
+def test_dropout_divides_kept_weights_by_the_keep_rate() -> None:
     q, k = normal(1, 1, 3, 2), normal(1, 1, 40, 2)
     plain = attend(q, k, k)[2]
     dropped = attend(q, k, k, dropout_p=0.3, seed=SEED)[2]
@@ -250,8 +248,8 @@ def test_opposite_infinities_make_nan() -> None:
     assert out[1:].tolist() == [INF, -INF]
 
 
-def test_a_key_infinitely_far_away_gets_nothing() -> None:
-    """As IEEE has it: q . k is -inf, which is a score like any other."""
+def test_a_key_with_a_score_of_minus_inf_has_no_weight() -> None:
+    """By IEEE arithmetic q . k is -inf, which is a score like any other."""
     q, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), normal(1, 1, 3, 2)
     k = torch.tensor([0.0, -INF, 0.0], dtype=torch.float64).view(1, 1, 3, 1)
     for options in ({}, {"window_right": 2}):

@@ -1,4 +1,4 @@
-"""Calls of attention on the tiles of AMX, emulated and, where there are any, real."""
+"""Calls of attention on the tiles of AMX, emulated and, if available, real."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def grows(factor: float, query: int, keys: int) -> Tensor:
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Of the query, the key, the value, and of a mask that wants one."""
+    """The gradients of query, key, value, and of a mask that requires one."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     mask = options.get("attn_mask")
     wanted = [q, k, v, *([mask] if mask is not None and mask.requires_grad else [])]

@@ -10,7 +10,7 @@ Inputs = dict[str, Tensor]
 BATCH, LENGTH, VOCABULARY = 2, 11, 67
 PAD = 0
 
-# Names differ between families; each configuration takes its own and keeps the others as unused.
+# Names differ between families; each configuration uses its own and ignores the others.
 TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

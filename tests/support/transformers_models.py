@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, one line each: what test_transformers*.py
+"""Tiny models of transformers with random weights, one line each, which test_transformers*.py
 run with our attention and with transformers' own `eager` one.
 """
 
@@ -58,7 +58,7 @@ class Entry:
     def build(self, dropout: float = 0.0) -> Any:
         """The model with random weights in float64 and `eager` attention.
 
-        ``dropout`` is that of the attention weights; there is no other.
+        ``dropout`` applies to the attention weights; there is no other.
         """
         if not released(self.since):
             pytest.skip(f"{self} asks the registry from transformers {self.since} on")
@@ -71,7 +71,7 @@ class Entry:
         generator = self.generator()
         with torch.no_grad():
             for parameter in model.parameters():
-                # A matrix keeps the size of what it maps, so that attention is far from uniform.
+                # A matrix keeps the scale of its input, so that attention is far from uniform.
                 size = 1.2 / 32**0.5 if parameter.ndim > 1 else 0.1
                 shift = parameter if parameter.ndim == 1 else 0
                 noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -111,9 +111,9 @@ def _set_dropout(config: Any, dropout: float) -> None:
 
 
 def params(*wanted: str, quick: Collection[str] | None = None) -> list[Any]:
-    """The entries that have each property named; those that are not quick are marked as slow.
+    """The entries that have every named property; entries that are not quick are marked as slow.
 
-    ``quick`` names the quick ones, by default those of which the table says it.
+    ``quick`` names the quick ones; the default is the table's own flag.
     """
 
     def marks(entry: Entry) -> list[Any]:

@@ -1,4 +1,4 @@
-"""How test_transformers*.py run a model, and what they compare of it."""
+"""Runs and compares models for test_transformers*.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InDouble(TorchFunctionMode):
     """Inside, float32 means float64, but not in our own functions.
 
     Models convert to float32 by name in norms, rotary embeddings and the softmax of their eager
-    attention. In a model of float64 that costs digits; here nothing is rounded to less.
+    attention. In a model of float64 that costs digits; here nothing is rounded further.
     """
 
     entered: ClassVar[list[InDouble]] = []
@@ -53,7 +53,7 @@ class InDouble(TorchFunctionMode):
     @classmethod
     @contextlib.contextmanager
     def left(cls) -> Iterator[None]:
-        """Within, it is as if it had not been entered."""
+        """Suspend the mode within the block."""
         if not cls.entered:
             yield
             return
@@ -71,7 +71,7 @@ def _doubled(x: Any) -> Any:
 
 @contextlib.contextmanager
 def fused(model: Any) -> Iterator[Calls]:
-    """Within, the model runs on our attention; it must call it. Yields what it was called with."""
+    """Within, the model runs on our attention and must call it. Yields the calls' arguments."""
     calls: Calls = []
 
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def assert_same(got: Results, want: Results, tolerance: float = STRUCTURE) -> No
 
 
 def compared(model: nn.Module, run: Callable[[nn.Module], Results]) -> Calls:
-    """Compare ``run`` on our attention with ``run`` on eager. Returns the calls of ours."""
+    """Compare ``run`` on our attention with ``run`` on eager. Returns the calls of our function."""
     want = run(model)
     with fused(model) as calls:
         got = run(model)

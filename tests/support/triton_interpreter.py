@@ -1,8 +1,8 @@
-"""Triton's interpreter as it should be: bfloat16 is a number there, and calls are not slow.
+"""Fixes of Triton's interpreter: arithmetic in bfloat16, and fast calls.
 
 In Triton 3.6 to 3.9 the interpreter keeps a bfloat16 as its 16 bits in an unsigned integer.
 Products and arithmetic work on these integers, and a conversion from float32 cuts instead of
-rounding. :func:`mend` replaces what computes, for the tests alone.
+rounding. :func:`mend` replaces the arithmetic, for the tests alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A driver that records the launches it receives, and tests of them.
 
-Imported in processes of their own (test_triton_launch.py): in the tests' Triton interprets.
+Imported in processes of their own (test_triton_launch.py): in the tests' process Triton interprets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def launches(call: Callable[[], Any]) -> tuple[list[Any], bool]:
 
 
 def _numbers(args: Any) -> list[Any]:
-    """Without tensors, which are others in each call; their place and their dtype count."""
+    """The arguments with each tensor replaced by its dtype: tensors differ between calls."""
     return [
         _numbers(x) if isinstance(x, tuple) else (x.dtype if isinstance(x, torch.Tensor) else x)
         for x in args
@@ -66,7 +66,7 @@ def sinusoidal(
 # -- the tests ------------------------------------------------------------------------------------
 
 
-def a_warm_launch_is_that_of_triton() -> None:
+def a_cached_launch_equals_tritons() -> None:
     first, again = launches(sinusoidal()), launches(sinusoidal())
     assert first[1], "the first launch did not go through Triton"
     assert not again[1], "the second did"
@@ -76,7 +76,7 @@ def a_warm_launch_is_that_of_triton() -> None:
     assert not launches(sinusoidal(32))[1]
 
 
-def a_profiler_is_told() -> None:
+def launch_hooks_are_called() -> None:
     def hook(metadata: Any) -> None:
         pass
 

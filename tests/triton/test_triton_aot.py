@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not here: nothing spills, and everything fits.
+"""The Triton kernels cross-compiled for GPUs: nothing spills, and everything fits.
 
 In processes of their own: in this one Triton interprets.
 """

@@ -90,14 +90,14 @@ def _few(name: str) -> Sequence[Any]:
     return FEW[name](TABLES[name]) if name in FEW else TABLES[name]
 
 
-# One after the other, in one dtype after the other.
+# Cases in order, with dtypes in turn.
 WORK = [
     (name, case, DTYPES[n % 3])
     for name in OPERATORS
     for n, case in enumerate(_few(name))
     if DTYPES[n % 3] in case.dtypes
 ]
-# Whatever else is chosen: the options that meet in these are met nowhere else.
+# Always included: combinations of options that no other case has.
 OF_ATTENTION = {
     name: dtype
     for dtype, names in {
@@ -190,7 +190,7 @@ def _dtype(n: int, case: Any) -> torch.dtype:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_every_case_of_attention(part: int) -> None:
-    """In one dtype each; in every dtype on a GPU, those too that take the interpreter minutes."""
+    """In one dtype each; on a GPU in every dtype, even cases that take the interpreter minutes."""
     faults = [
         f"{case.name} {dtype}: {fault}"
         for n, case in list(enumerate(TABLES[ATTENTION]))[part::20]

@@ -1,4 +1,4 @@
-"""Decoding on Triton: appended rows, and the same bits in any company."""
+"""Decoding on Triton: appended rows, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TRITON = Target("triton")
 
 
 @pytest.mark.complete
-def test_a_sequence_has_the_same_bits_in_any_company() -> None:
-    """Neither the batch nor the pages nor the room in the cache are of any matter."""
+def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
+    """The batch, the pages and the cache's capacity do not change its bits."""
     case = DecodeCase("company", (600, 33), capacity=640, head_dim=16)
     inputs = make_decode(case, torch.float32)
     query, keys, values, lengths = inputs.args[:4]
@@ -43,7 +43,7 @@ def test_a_sequence_has_the_same_bits_in_any_company() -> None:
         assert torch.equal(whole, found)
 
 
-def test_pages_that_are_not_there_are_not_read() -> None:
+def test_invalid_pages_are_not_read() -> None:
     """On a GPU nothing checks the numbers in a table before the kernel reads them."""
     inputs = make_decode(DecodeCase("wild", (40, 9), page=16, kv_heads=1), torch.float32)
     args = list(inputs.args)
@@ -96,7 +96,7 @@ def test_tiles_of_a_cache_without_a_visible_key_are_not_read(
 
 
 @pytest.mark.parametrize("op", ["decode_attention", "varlen_attention"])
-def test_a_distance_that_a_table_lacks_has_its_last_entry(op: str) -> None:
+def test_distances_beyond_a_table_have_its_last_entry(op: str) -> None:
     """On a GPU the host does not know the longest sequence, and no kernel may read elsewhere."""
     inputs: Any = make_varlen(VarlenCase("short", (40, 9), relative_bias=True), torch.float32)
     if op == "decode_attention":

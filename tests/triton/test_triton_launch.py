@@ -1,4 +1,4 @@
-"""How kernels are launched: found again, on the right stream and device, and without waiting."""
+"""Launches of kernels: cached, on the right stream and device, and without synchronisation."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def _in_a_process_of_its_own(*names: str) -> None:
 
 
 @pytest.mark.complete
-def test_a_warm_launch_is_that_of_triton_on_the_current_stream() -> None:
+def test_a_cached_launch_equals_tritons_on_the_current_stream() -> None:
     _in_a_process_of_its_own(
-        "a_warm_launch_is_that_of_triton",
-        "a_profiler_is_told",
+        "a_cached_launch_equals_tritons",
+        "launch_hooks_are_called",
         "a_launch_is_on_the_current_stream",
     )
 
 
 @pytest.mark.slow
-def test_every_kernel_that_was_compiled_is_found_again() -> None:
+def test_every_compiled_kernel_is_reused() -> None:
     _in_a_process_of_its_own("every_kernel_is_found_again")
 
 
@@ -70,8 +70,8 @@ def _launches() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield work.name, recording.arguments
 
 
-def test_no_call_reads_a_number_back() -> None:
-    """Tensors without memory have none to give: so nothing waits, and a graph can be captured."""
+def test_no_call_reads_a_value_back_from_the_gpu() -> None:
+    """Tensors without memory have no values, so no call waits, and a graph can be captured."""
     calls = {name for name, _ in _launches()}
     assert calls >= {"forward", "backward", "bias backward", "relative bias backward",
                      "mask program backward", "packed backward", "decode", "weights",

@@ -1,4 +1,4 @@
-"""Operators on Triton beside attention and decoding: what ``test_triton_cases.py`` does not ask."""
+"""Operators on Triton beside attention and decoding, beyond ``test_triton_cases.py``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(
 
 @pytest.mark.complete
 def test_sequences_beyond_the_first_128_are_found() -> None:
-    """They are looked for 128 at a time."""
+    """The kernel searches 128 sequences at a time."""
     lengths = [0] * 130
     lengths[0], lengths[127], lengths[128], lengths[129] = 3, 5, 40, 2
     verdict = check_varlen(VarlenCase("many", tuple(lengths), heads=1), torch.float32, TRITON)
@@ -65,8 +65,8 @@ def test_the_gradient_of_a_table_has_a_bounded_number_of_parts(
 # --- memories ------------------------------------------------------------------------------------
 
 
-def test_the_target_of_the_tests_on_a_gpu_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here without a GPU: what is copied there and back stays where it is."""
+def test_the_gpu_target_of_the_tests_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: copies to the device and back are no-ops."""
     backend, ran = TRITON.module, []
     for name in ("memory_hop_attention", "memory_hop_attention_backward"):
         function = getattr(backend, name)
@@ -83,7 +83,7 @@ def test_the_target_of_the_tests_on_a_gpu_runs_the_kernels(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
-def test_nothing_to_encode(shape: tuple[int, int, int]) -> None:
+def test_encoding_of_empty_memories(shape: tuple[int, int, int]) -> None:
     tokens, weight = torch.zeros(shape, dtype=torch.int64), torch.ones(4, 5, requires_grad=True)
     with fastattn.use_backend("triton"):
         out = fastattn.encode_memory(tokens, weight, padding_idx=None)
@@ -93,7 +93,7 @@ def test_nothing_to_encode(shape: tuple[int, int, int]) -> None:
 
 
 def test_a_common_word_is_summed_in_one_order(generator: torch.Generator) -> None:
-    """More places than a program takes at once; the same bits in every run."""
+    """More positions than a program handles at once; the same bits in every run."""
     tokens = torch.randint(0, 3, (4, 9, 11), generator=generator)
     grad = torch.randn(4, 9, 6, generator=generator)
     weight = torch.randn(3, 6, generator=generator, requires_grad=True)
@@ -111,7 +111,7 @@ def test_a_common_word_is_summed_in_one_order(generator: torch.Generator) -> Non
 
 @pytest.mark.parametrize("together", [1, 5])
 @pytest.mark.parametrize("steps_max", [0, 3, -1])
-def test_each_query_takes_the_steps_that_it_needs(
+def test_steps_of_each_query_equal_the_references(
     together: int, steps_max: int, generator: torch.Generator
 ) -> None:
     state = torch.randn(2, 35, 6, generator=generator)
@@ -126,10 +126,10 @@ def test_each_query_takes_the_steps_that_it_needs(
         torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-4)
 
 
-def test_more_steps_than_one_launch_takes(
+def test_retrieval_over_several_launches(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a limit there is a launch for every so many steps."""
+    """Without a limit, each launch runs at most ROUND steps."""
     state, stored = (torch.randn(1, n, 4, generator=generator) for n in (20, 7))
     options = HopfieldOptions(steps_max=-1, eps=1e-4)
     found = []
@@ -142,7 +142,7 @@ def test_more_steps_than_one_launch_takes(
         assert torch.equal(one, other)
 
 
-def test_too_many_that_stop_together_are_declined() -> None:
+def test_too_many_queries_that_stop_together_are_declined() -> None:
     x = torch.ones(1, 1, 17, 4)
     with fastattn.use_backend("triton"), pytest.raises(RuntimeError, match="17 queries that stop"):
         fastattn.hopfield_retrieve(x, x, stop="head")

@@ -25,7 +25,7 @@ def _qkv(generator: torch.Generator, *shape: int, grad: bool = True) -> list[tor
     ]  # fmt: skip
 
 
-def test_forward_and_backward_run_on_triton_when_it_is_asked_for(
+def test_forward_and_backward_run_on_triton_if_forced(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = dispatch.load("triton")
@@ -49,7 +49,7 @@ def test_forward_and_backward_run_on_triton_when_it_is_asked_for(
     assert query.grad is not None
 
 
-def test_it_is_never_chosen_for_cpu_tensors() -> None:
+def test_triton_is_never_chosen_for_cpu_tensors() -> None:
     query = torch.ones(1, 1, 3, 8)
     assert (
         "triton"
@@ -58,7 +58,7 @@ def test_it_is_never_chosen_for_cpu_tensors() -> None:
 
 
 @pytest.mark.complete
-def test_it_is_the_same_bits_again_and_alone(generator: torch.Generator) -> None:
+def test_results_are_bitwise_equal_in_every_run_and_batch(generator: torch.Generator) -> None:
     query, key, value = _qkv(generator, 3, 2, 40, 16)
     grad = torch.randn(3, 2, 40, 16, generator=generator)
 
@@ -98,7 +98,7 @@ def test_an_entry_of_a_relative_bias_may_hide_its_distance(
 @pytest.mark.parametrize(
     ("mask", "tiles", "looked_at"),
     [
-        (masks.causal(), 10, 4),  # those on the diagonal
+        (masks.causal(), 10, 4),  # tiles on the diagonal
         (masks.document(torch.arange(128) // 32), 4, 0),
         (~masks.document(torch.arange(128) // 32), 12, 0),
         (masks.from_function(lambda b, h, q, k: q // 128 == k // 128, None, None, 128, 128), 16, 0),
@@ -113,7 +113,7 @@ def test_tiles_without_a_visible_pair_are_skipped(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And pair by pair a program is evaluated only where it leaves a part of a tile."""
+    """A program is evaluated pair by pair only for partial tiles."""
     counts: Counter[str] = Counter()
 
     def counted(module: str, name: str, what: str, index: int | None = None) -> None:
@@ -141,7 +141,7 @@ def test_tiles_without_a_visible_pair_are_skipped(
     ("dtype", "width", "word"),
     [(torch.float64, 8, "float64"), (torch.float32, 513, "513 is above 512")],
 )
-def test_it_says_what_it_cannot_run(dtype: torch.dtype, width: int, word: str) -> None:
+def test_declined_calls_have_a_reason(dtype: torch.dtype, width: int, word: str) -> None:
     query = torch.ones(1, 1, 3, width, dtype=dtype)
     with (
         fastattn.use_backend("triton"),

@@ -14,7 +14,7 @@ _table: Any = pytest.importorskip("fastattn.backends.triton._table", exc_type=Im
 Launch = _table.Launch
 
 
-def test_it_descends_to_the_fastest_past_what_does_not_run() -> None:
+def test_the_search_skips_launches_that_fail() -> None:
     def measure(call: Any) -> float:
         launch = _table.choose("sm_90", "forward", 16, 64)
         if launch.BN > 64:
@@ -28,7 +28,7 @@ def test_it_descends_to_the_fastest_past_what_does_not_run() -> None:
     assert _table.choose("sm_90", "forward", 16, 64) == Launch(128, 64, 8, 3)
 
 
-def test_a_difference_that_is_noise_changes_nothing() -> None:
+def test_a_difference_within_noise_changes_nothing() -> None:
     start = Launch(64, 64, 8, 2)
     times = iter([1.0] + [0.99] * 20)
     assert fastest("forward", start, lambda: None, lambda _: next(times), lambda _: None) == start
@@ -60,12 +60,12 @@ def test_a_table_of_the_user_comes_first(own_table: Path) -> None:
     ("architecture", "nearest"),
     [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_120", "sm_80"), ("gfx950", "gfx942")],
 )
-def test_another_chip_has_the_table_of_the_nearest(architecture: str, nearest: str) -> None:
+def test_an_unknown_chip_uses_the_nearest_table(architecture: str, nearest: str) -> None:
     assert _table.table_of(architecture) is _table.ARCHITECTURES[nearest]
 
 
-def test_only_ptxas_gets_a_number_of_registers() -> None:
-    """What AMD's compiler does not know as an option would be an error."""
+def test_only_ptxas_gets_a_register_limit() -> None:
+    """AMD's compiler would reject an option that it does not know."""
     launches = [
         launch
         for by_bits in _table.ARCHITECTURES["gfx942"].values()
@@ -80,7 +80,7 @@ def test_only_ptxas_gets_a_number_of_registers() -> None:
     "text",
     ["{", "[]", '{"sm_90": {"forwards": {"16": []}}}', '{"sm_90": {"forward": {"16": [3]}}}'],
 )
-def test_a_file_that_is_no_table_is_named(own_table: Path, text: str) -> None:
+def test_an_invalid_table_file_is_named(own_table: Path, text: str) -> None:
     own_table.write_text(text)
     with pytest.raises(ValueError, match=r"table\.json is no table of launches"):
         _table.choose("sm_90", "forward", 16, 64)

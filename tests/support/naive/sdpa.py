@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
 def _indices(
     table: Tensor, positions: Tensor | None, shape: tuple[int, ...], options: AttentionOptions
 ) -> Any:
-    """The column [Lq, Lk] of the table of each pair."""
+    """The column of the table for each pair, [Lq, Lk]."""
     places = np.arange(options.offset, options.offset + shape[2])
     keys = np.arange(shape[3])
     if positions is not None:
