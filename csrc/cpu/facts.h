@@ -1,5 +1,6 @@
-// Facts about objects of Python on which a plan depends, and whether they still hold. A layer of an
-// encoder has a hundred: Python would take longer to look at them than the layer to compute.
+// Facts about Python objects on which a plan depends, and whether they still hold. They are checked
+// in C++ because checking the hundred facts of an encoder layer in Python takes longer than
+// computing the layer.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -11,8 +12,8 @@ namespace fastattn {
 
 class Facts {
  public:
-  // places: (dictionary, key, value), the value ... where there is no such key; kinds: objects whose
-  // classes stay the same; hooks: dictionaries whose values do.
+  // places: (dictionary, key, value), where the value `...` means that the key is absent; kinds:
+  // objects whose classes must not change; hooks: dictionaries whose values must not change.
   Facts(const py::list& places, const py::list& kinds, const py::list& hooks) {
     for (const py::handle each : places) {
       const auto place = each.cast<py::tuple>();

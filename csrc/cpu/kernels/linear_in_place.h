@@ -28,14 +28,16 @@ class InPlace {
   static constexpr int64_t kColumns = 96;  // of y that are transposed at a time
   static constexpr int64_t kLine = 64 / sizeof(S);
   static constexpr int64_t kAhead = 16 * kLine;  // elements
-  // Above, the tiled kernel repacks less of x for each thread, and its panels stay in L3.
+  // Above these sizes, the tiled kernel repacks less of x for each thread, and its panels stay in
+  // L3.
   static constexpr int64_t kMostRows = 128, kMostElements = 1 << 20;
   static constexpr int64_t kMostInCache = 3 << 16;  // elements of x
 
  public:
   explicit InPlace(const LinearParams& params) : p(params) {}
 
-  // FewRows does less arithmetic where lanes of a panel would be empty; of eight lanes few are.
+  // FewRows does less arithmetic where lanes of a panel would be empty; with eight lanes, few are
+  // empty.
   static bool serves(const LinearParams& p) {
     const bool is_full = p.M >= (W == 8 ? W : L - 2) || p.M == W;
     return is_full && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
@@ -85,8 +87,8 @@ class InPlace {
     return buf;
   }
 
-  // Whether a block is copied: to be widened, or because several panels read rows that are whole pages
-  // apart, for which L1 has eight places.
+  // Whether a block is copied: to be widened, or because several panels read rows that are whole
+  // pages apart and compete for the eight ways of one L1 set.
   bool is_staged() const {
     constexpr int64_t kPage = 4096 / sizeof(S);
     return !kSame<S, T> || (kGroup > 8 && p.M > L && p.w_stride % kPage == 0);
@@ -112,7 +114,7 @@ class InPlace {
     }
   }
 
-  // A block of rows [n, end) of the weight: its part that is in memory, and as T.
+  // A block of rows [n, end) of the weight, as it is stored and as T.
   struct Block {
     const S* stored;
     const T* w;
@@ -152,7 +154,7 @@ class InPlace {
     const S* const stored = b.stored + r0 * p.w_stride;
     Vec<T> acc[kRows][kVectors] = {};
     for (int64_t k = 0; k < b.count;) {
-      // What comes next: later in these rows, or the beginning of the next group's.
+      // Prefetch what is read next: later in these rows, or the beginning of the next group.
       const int64_t next = k + kAhead;
       const S* const ahead = stored + (next < b.left ? next : kGroup * p.w_stride + next - b.left);
       FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)

@@ -37,8 +37,8 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
       finish(r, n, acc[r][n]);
 }
 
-// Calls f(Width<n>(), r0) for tiles of n rows from r0 on: full tiles, then eight, four and single rows.
-// Every row is the same chain of additions over k, so results do not depend on the tiling.
+// Calls f(Width<n>(), r0) for tiles of n rows from r0 on: full tiles, then eight, four and single
+// rows. Every row is the same chain of additions over k, so results do not depend on the tiling.
 //
 // A single row waits for each addition of its chain, so eight or nine rows are two tiles of four
 // rather than one of six.
@@ -75,9 +75,9 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
 }
 
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch uses a
-// matrix-vector product with short chains, whose error ours must match; there, reading keys takes
-// the time. Doubles favour accuracy. Without FMA, products are rounded before they are added, and a
-// long chain has twice PyTorch's rounding error.
+// matrix-vector product with short chains, whose error this must match; short chains are free
+// there, because reading keys is the bound. Doubles favour accuracy. Without FMA, products are
+// rounded before they are added, and a long chain has twice PyTorch's rounding error.
 template <class T>
 FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
 #if defined(__FMA__) || defined(__aarch64__)
@@ -109,7 +109,7 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
   };
   if (K <= chain)
     return tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, lda, panel, lanes, K, zero, keep);
-  // Twice the registers of a tile: the sum of a part, and that of the parts before.
+  // Twice the registers of a tile: for the sum of a part, and for the sum of all earlier parts.
   constexpr int kRows = P::kScoreRows / kVectors;
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;

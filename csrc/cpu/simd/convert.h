@@ -47,8 +47,8 @@ FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bi
 FASTATTN_INLINE float widen(float x) { return x; }
 FASTATTN_INLINE double widen(double x) { return x; }
 FASTATTN_INLINE float widen(Int8 x) { return x.value; }
-// Its bits, in their places in an f16, are a number 2^8 times smaller, subnormals too. The caller
-// multiplies by kE4m3Unit, once for many. The two codes of NaN become +-480.
+// The bits of an e4m3, moved to their places in an f16, are a number 2^8 times smaller, subnormals
+// too. The caller multiplies by kE4m3Unit, once for many. The two codes of NaN become +-480.
 constexpr float kE4m3Unit = 256.0f;
 FASTATTN_INLINE float widen(E4m3 x) {
   return widen(F16{static_cast<uint16_t>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
