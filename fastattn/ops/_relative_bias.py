@@ -35,14 +35,14 @@ def fold_relative_bias(
 
 
 def split_bias(bias: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The table of a relative bias, and its kind with what else it consists of."""
+    """Return the table of a relative bias, and its kind with its other parameters."""
     if type(bias) in (T5, Window2d):
         return bias.table, (type(bias).__name__, *bias[1:])
     return bias, ("table",)
 
 
 def largest(*sizes: Any) -> Any:
-    """The maximum; a tensor while torch.jit.trace records, which then follows all of the sizes."""
+    """The maximum; a tensor while torch.jit.trace records, so the graph depends on all sizes."""
     if compat.records_trace():
         return torch.stack([torch.as_tensor(size) for size in sizes]).amax()
     return max(sizes)
@@ -53,8 +53,8 @@ def fold_distances(
 ) -> Tensor:
     """Return the table [1, Hq, 2 M + 1] of a bias that depends on distances alone.
 
-    It has those up to ``most``, of queries and keys of these ``lengths``. Without lengths, ``most``
-    is a bound only: the kernel checks that a table has the distances that it needs.
+    It has the distances up to ``most``, for queries and keys of these ``lengths``. Without lengths,
+    ``most`` is only a bound: the kernel checks that a table has the distances that it needs.
     """
     if isinstance(bias, T5):
         return _t5(op, bias, query, most)[None]
@@ -116,8 +116,8 @@ def t5_buckets(
     else:
         first = torch.zeros_like(distances)
         steps = distances.clamp(min=0)
-    # The bucket of n >= single is single + log(n / single) / log(max_distance / single) of the
-    # others, rounded down. In float32 and in this order, so that it rounds as in T5's own code.
+    # The bucket of n >= single is single plus the part log(n / single) / log(max_distance / single)
+    # of the other buckets, rounded down. In float32 and in this order, to round as T5's own code.
     single = num_buckets // 2
     ratio = torch.log(steps.clamp(min=single).float() / single) / math.log(max_distance / single)
     shared = (single + (ratio * (num_buckets - single)).long()).clamp(max=num_buckets - 1)
@@ -151,5 +151,5 @@ def _window_2d(
         )
     rows = torch.arange(height, dtype=torch.int32, device=table.device) * (2 * width - 1)
     columns = torch.arange(width, dtype=torch.int32, device=table.device)
-    # The view keeps a graph of torch.jit.trace to the number of keys of a window.
+    # The view makes a graph of torch.jit.trace require the number of keys of the window.
     return table.mT, (rows[:, None] + columns).view(k_len)

@@ -70,11 +70,11 @@ def scaled_dot_product_attention(
        T = round((1 - dropout_p) * 65536), and otherwise makes it 0
     8. ``out[i]`` is the sum of ``w * value[j]``
 
-    A fully masked row has ``out = 0``, weights 0 and ``lse = -inf`` (with ``sinks``: the sink), and
-    passes no gradient except that of ``lse`` to the sink. NaN or inf in a key or value that no
-    query can see never affects the result.
+    A fully masked row has ``out = 0``, weights 0 and ``lse = -inf`` (with ``sinks``: the sink). It
+    passes no gradient, except from ``lse`` to the sink. NaN or inf in a key or value that no query
+    can see never affects the result.
 
-    The first eight arguments, including their errors, are those of
+    The first eight arguments, including their errors, are the arguments of
     ``torch.nn.functional.scaled_dot_product_attention``. The shapes below have four dimensions. As
     in PyTorch, 2 (no batch, no head), 3 (no batch) or more than 4 are allowed, the batch dimensions
     broadcast, and so does a head dimension of 1. Jagged NestedTensors ``[B, Hq, *, D]`` (or
@@ -177,7 +177,7 @@ def scaled_dot_product_attention(
         *(causal_alignment, return_lse, need_weights, average_weights),
     )
     signature = None
-    # The tensors of these biases are not in the signature.
+    # The signature does not cover the tensors of these biases.
     if generator is None and type(relative_bias) not in (Disentangled, Decomposed2d):
         signature, plan = plans.find(tensors, *kind, mask is None, *options)
         if plan is not None:
@@ -308,7 +308,7 @@ def _prepare(
         )
     if given.mask is not None:
         mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
-    if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
+    if query.shape[3] == 0:  # every score is 0, as with a column of zeros
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in terms[:3])
         terms = (*padded, *terms[3:])
