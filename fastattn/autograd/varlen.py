@@ -27,7 +27,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
-    """The visible pairs of a head, as far as the lengths tell them; unknown lengths are equal."""
+    """The visible pairs of a head by the lengths; unknown lengths count as equal."""
     count = cu_q.shape[0] - 1
     starts, ends = values(cu_q), values(cu_k)
     if starts is None or ends is None:
@@ -42,7 +42,7 @@ def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -
 
 class _Backward(Operator):
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """A plan keeps int32 lengths, too."""
+        """Convert the lengths of a plan to int64, because a plan also takes int32."""
         found = super().lifted(tensors)
         for n in (self.place_of("cu_seqlens_q"), self.place_of("cu_seqlens_k")):
             found[n] = found[n].to(torch.int64)
@@ -65,7 +65,7 @@ packed_attention = Operator(
         options=VarlenOptions,
         operator=_Backward,
     ),
-    folds=False,  # draws are indexed by each example's own sequences
+    folds=False,  # the draws of dropout are indexed by the sequences of each example
     flops=flops_of_pairs(_pairs),
     shapes="query: Tq Hq D; key: Tk Hkv D; value: Tk Hkv Dv; cu_seqlens_q: S; cu_seqlens_k: S; "
     "alibi_slopes: S-1|1 Hq; sinks: 1 Hq; relative_bias: 1 Hq *; Hq % Hkv; "

@@ -1,4 +1,4 @@
-"""What the adapters of memory hops and of Hopfield retrieval share."""
+"""Helpers of the adapters of memory hops and of Hopfield retrieval."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def one_memory(memory: Tensor) -> bool:
 
 
 def with_rows(x: _Memory) -> _Memory:
-    """Return x with contiguous rows. A copy of a broadcast batch has one entry."""
+    """Return x with contiguous rows; for a broadcast batch, a copy has only one entry."""
     if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1:
         return x
     if x.ndim > 2 and x.stride(0) == 0 and x.shape[0] > 1:

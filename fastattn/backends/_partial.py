@@ -1,7 +1,7 @@
-"""The gradients of some of the keys, where ``out`` and ``lse`` are those of all keys.
+"""The gradients of a part of the keys, where ``out`` and ``lse`` are the results of all keys.
 
-The results of all keys are those of these keys merged with those of the others, so the derivative
-is that of the merge, and then that of these keys.
+The results of all keys are the merge of the results of this part and of the other keys. So the
+derivative goes through the merge first, and then through attention to this part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["gradients_of_part", "partial_gradients"]
 def gradients_of_part(
     grad_out: Tensor | None,  # [..., Dv]
     grad_lse: Tensor | None,  # [...]
-    part: Tensor,  # out_s [..., Dv], of some of the keys
+    part: Tensor,  # out_s [..., Dv], of this part of the keys
     lse_of_part: Tensor,  # [...]
     out: Tensor,  # [..., Dv] of all keys
     lse: Tensor,  # [...]
@@ -48,12 +48,12 @@ def partial_gradients(
     lse: Tensor,  # [B, Hq, Lq] of all keys
     options: AttentionBackwardOptions,
 ) -> Any:
-    """What ``backward`` returns, for kernels that take rows of their own keys alone."""
+    """Run ``backward``, a kernel that needs ``out`` and ``lse`` of exactly its keys."""
     grad_out, grad_lse, grad_weights = given
     assert grad_weights is None
     options = replace(options, partial=False, weights=0)
     part, lse_of_part, _ = forward(*tensors, options=options)
-    # A whole lse of inf is that of other keys, so w is 0.
+    # If lse is inf, other keys have all the weight, so w is 0.
     passed = gradients_of_part(grad_out, grad_lse, part, lse_of_part, out, lse)
     seen = (*tensors[:6], part, lse_of_part, *tensors[6:])
     return backward(*passed, None, *seen, options=options)

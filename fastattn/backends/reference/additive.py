@@ -105,5 +105,5 @@ def attend_additively(
         if visible is None:
             return w @ value.to(compute), w
         out = weighted_sum(w[:, None], value.to(compute)[:, None], (e != -INF)[:, None])[:, 0]
-        # A fully masked row passes no gradient, even if the incoming one is inf.
+        # A fully masked row passes no gradient, even if the incoming gradient is inf.
         return torch.where(lse[..., None] == -INF, 0.0, out), w
