@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fastattn._version import __version__
 
-# Command: the module with its add_arguments(parser) and run(args) -> int, and what it does.
+# Command: the module with its add_arguments(parser) and run(args) -> int, and its description.
 COMMANDS = {
     "info": ("fastattn.info", "show versions, processor, threads and built backends"),
     "doctor": ("fastattn.doctor", "find what makes attention slow or wrong here, and the fix"),
