@@ -1,4 +1,4 @@
-"""Whether Python may read tensor values and call operators that support plain tensors only."""
+"""Whether Python may read tensor values and call operators that only support ordinary tensors."""
 
 from __future__ import annotations
 
