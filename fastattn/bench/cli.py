@@ -92,7 +92,7 @@ _TYPES = {"N": int, "S": float, "FILE": Path, "DIR": Path, "LIST": names}
 def _add(
     to: argparse._ActionsContainer, flag: str, words: str, default: Any = None, **more: Any
 ) -> None:
-    """Adds a flag, whose type is that of its metavar; its default ends the help."""
+    """Adds a flag; the metavar selects its type, and the default is appended to the help."""
     name, _, metavar = flag.partition(" ")
     if default is not None and "default:" not in words:
         words += " (default: %(default)" + (".0f)" if isinstance(default, float) else "s)")
@@ -102,7 +102,7 @@ def _add(
 
 
 def _add_threads(to: argparse._ActionsContainer) -> None:
-    _add(to, "--threads N", "number of threads (default: that of torch)")
+    _add(to, "--threads N", "number of threads (default: torch's)")
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
