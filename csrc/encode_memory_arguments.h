@@ -68,7 +68,7 @@ inline void read_encoding(EncodeMemoryParams& p, EncodingCall& call, py::handle 
   if (given.rank >= 3) call.tables = p.G;
 }
 
-// The same of the backward pass.
+// Fills everything but the results of the backward pass.
 inline void read_encoding_gradient(EncodeMemoryParams& p, EncodingCall& call, py::handle options,
                                    const EncodingGradTensors& from) {
   const Named record(options);

@@ -592,7 +592,7 @@ class Decode {
     }
   }
 
-  // The same sums for a block with NaN or inf values: a weight of zero adds nothing.
+  // Weighted sums of a block with NaN or inf values: a weight of zero adds nothing.
   template <int R, int C, bool kWhole, class Rows>
   __attribute__((noinline)) void visible_only(const T* s, Stream<Rows> v, int64_t nk, int64_t d0,
                                               Vec<T>* acc) const {

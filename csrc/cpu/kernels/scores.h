@@ -256,7 +256,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   }
 }
 
-// The same for queries i0... of one head.
+// Turns products into scores for queries i0... of one head.
 template <class T, int kVectors>
 FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S,
                                 int64_t rows, int64_t i0, int64_t i1, int64_t j0, Bias<T> bias,

@@ -222,8 +222,8 @@ FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
   for (int i = 0; i < count; ++i) narrow(lanes[i], p + i);
 }
 
-// The same for a power of two of lanes, known to the compiler: no mask, and fewer bytes. Where
-// lanes are rounded, all of them are stored.
+// Stores a power of two of lanes, known to the compiler: no mask, and fewer bytes. Where lanes are
+// rounded, all of them are stored.
 template <int kWidth, class T, class S>
 FASTATTN_INLINE void store_part(S* p, Vec<T> v) {
   if constexpr (!kSame<T, S> || kWidth == kLanes<T>) {

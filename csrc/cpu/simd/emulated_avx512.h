@@ -1,7 +1,7 @@
 // The instructions of AVX-512 that the kernels use, in plain C++ for a processor with AVX2, so that
 // tests can run the kernels of AVX-512 on processors without. The functions have the names of the
 // intrinsics, which they hide within the namespace of the instruction set, so the kernels need no
-// change. Their results are bitwise those of the processor, except that
+// change. Their results are bitwise equal to the processor's, except that
 //   - rcp14 is rounded to 14 bits, with another error of the same size;
 //   - dpbf16 takes and gives subnormals, which the processor flushes.
 //

@@ -37,7 +37,7 @@ struct HardwareTiles {
   static void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
   }
-  // The same for data that is not read again soon: it does not displace other data from L1.
+  // Loads data that is not read again soon: it does not displace other data from L1.
   template <int T>
   static void load_once(const void* from, int64_t stride) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
