@@ -100,7 +100,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 class Calls(DispatchMode):
-    """What :func:`trace` yields: a mode of PyTorch's dispatcher, and the calls that it saw."""
+    """The result of :func:`trace`: a mode of PyTorch's dispatcher, and the counted calls."""
 
     supports_higher_order_operators = True
 

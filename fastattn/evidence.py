@@ -87,7 +87,7 @@ ROWS = (
     Row("backends", "cpu AMD", "", ["cpu"], _ZEN4),
     Row("backends", "cpu", "", ["cpu"], _UNMEASURED),
     Row("backends", "cuda", "", ["torch"], UNVERIFIED),
-    Row("backends", "", "", [], "not measured: the device has no kernels of its own"),
+    Row("backends", "", "", [], "not measured: fastattn has no kernels for this device"),
 
     Row("isa", "cpu amx_bf16", "bfloat16 float32", "amx_bf16", f"{_AMX}; small calls run on vectors"),
     Row("isa", "cpu Intel avx512_bf16", "bfloat16", "avx512", f"{_PAGE}: avx512 139 GFLOP/s, avx512_bf16 95"),

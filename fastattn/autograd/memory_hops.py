@@ -32,11 +32,8 @@ def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor,
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch if possible, else run the examples one by one.
-
-    Tensors shared by an example's batch have one gradient per example, and a memory without a batch
-    is not repeated.
-    """
+    """Fold the mapped dimension into the batch, unless a tensor shared by the batch needs a
+    gradient per example, or a memory without a batch would be repeated."""
     *tensors, options, backend = args
     n, needed = info.batch_size, options.needed
     query, in_memory, out_memory, hop_proj, _, bias = tensors[2:8]

@@ -71,10 +71,7 @@ class _Backward(Operator):
         return compat.run_outside(self._by_ours, tensors, of_forward, options)
 
     def _by_ours(self, tensors: Sequence[Any], of_forward: Sequence[Any], options: Any) -> Any:
-        """Run fastattn's kernels, with the lse of their own forward, for a gradient of lse.
-
-        PyTorch's kernel takes no gradient of lse.
-        """
+        """Differentiate lse, which PyTorch's kernel cannot, by fastattn's forward and backward."""
         named = dict(zip(self.names[3:], of_forward, strict=True))
         call = [named[name] for name in attention.names]
         backend = dispatch.choose(attention.name, call, options, without="torch")

@@ -147,10 +147,7 @@ def _zeroes_masked_rows() -> bool:
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether the sum of all elements is finite.
-
-    A sum of large finite numbers may overflow, but it is much faster than ``isfinite``.
-    """
+    """Whether the sum of all elements is finite: it may overflow, but is fast to compute."""
     return math.isfinite(x.detach().sum())
 
 

@@ -1,7 +1,4 @@
-"""The result file, with the raw samples and everything needed to judge them, and statistics.
-
-Its `rows` are computed from the samples, for other programs.
-"""
+"""The result file with all raw samples, and the statistics, such as its computed `rows`."""
 
 from __future__ import annotations
 

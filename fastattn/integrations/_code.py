@@ -117,11 +117,7 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _values(name: str, function: FunctionType, owner: Any, module: nn.Module) -> Iterator[Any]:
-    """The values that a name in a function may refer to.
-
-    These are a global, a member of an imported module, an attribute of the method's object, or of
-    the module, which processors receive.
-    """
+    """The globals, members of modules and attributes that a name in a function may refer to."""
     scope = function.__globals__
     if name in scope:
         yield scope[name]

@@ -23,9 +23,7 @@ _IN_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Apply ``torch.nn.functional.linear`` on the GEMM that is fastest here.
-
-    The choice depends on the dtype, the size and this processor.
+    r"""Apply an affine map to the last dimension, on the fastest GEMM for the dtype, size and CPU.
 
     .. math:: y = x W^T + b
 
@@ -50,7 +48,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     they affect ``torch.nn.functional.linear``, which also serves the calls where it is fastest.
 
     Raises:
-        What ``torch.nn.functional.linear`` raises.
+        The errors of ``torch.nn.functional.linear``.
 
     Example:
         >>> x, weight, bias = torch.randn(2, 100, 64), torch.randn(32, 64), torch.randn(32)
@@ -96,11 +94,7 @@ def _on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _cast_as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer under autocast.
-
-    PyTorch caches the weights that it cast, so fastattn's kernel only pays where PyTorch's products
-    are scalar.
-    """
+    """Leave autocast to PyTorch, which caches cast weights, unless its products are scalar."""
     dtype = torch.get_autocast_dtype("cpu")
     if not products_are_scalar(dtype) or torch.float64 in (x.dtype, weight.dtype):
         return F.linear(x, weight, bias)

@@ -352,7 +352,7 @@ class _AppendProof(Proof):
             scale, want = results[f"{name}_scales"].double(), exact[name]
             of_rows = want.abs().amax(-1) / QUANTISED[case.quantised]
             if not torch.allclose(scale, of_rows, rtol=1e-6, atol=0):
-                verdict.faults.append(f"the scales of {name} are not those of the largest elements")
+                verdict.faults.append(f"the scales of {name} do not match the largest elements")
             off = (results[name].double() * scale[..., None] - want).abs()
             step = of_rows[..., None]
             if case.quantised != torch.int8:  # three bits of mantissa, the least exponent is -6

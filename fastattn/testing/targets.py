@@ -40,10 +40,7 @@ class Target:
         return self.isa == isa.split(",")[0]  # after the comma: dtypes with another one
 
     def has_own_kernel(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether this target has a kernel that no other target has.
-
-        Emulated tiles have few kernels; the vectors below them run everything else.
-        """
+        """Whether this target has its own kernel; the vectors below emulated tiles run most."""
         if self.isa != "amx_bf16_emulated":
             return True
         return op in self.module.ON_TILES and dtype in self.module.DTYPES_ON_TILES

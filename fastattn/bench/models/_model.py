@@ -166,10 +166,7 @@ class Model(Module):
         return forward
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
-        """The parts; the noise of a forward pass is measured on one sequence, or its beginning.
-
-        The beginning of a sequence suffices in a causal model.
-        """
+        """The parts; the noise of a forward pass needs one sequence, or a causal model's start."""
         if not few or cell.passes != "fwd":
             return [{}]
         last = {"B": range(cell["B"] - 1, cell["B"])}

@@ -374,7 +374,7 @@ def _joined(sinks: Tensor) -> Tensor:
 
 
 def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
-    """The same pairs as a mask [B, 1, Lq, Lk] that also separates the sequences."""
+    """The visible pairs as a mask [B, 1, Lq, Lk] that also separates the sequences."""
     batch = call.query.shape[0]
     q_group, q_place = _places(q_starts, batch, call.query.shape[2])
     k_group, k_place = _places(k_starts, batch, call.key.shape[2])
