@@ -44,7 +44,7 @@ class MaskProgramReader {
     return static_cast<int>(count);
   }
 
-  // What is not valid, null if the program is.
+  // The invalid part of the program, null if the program is valid.
   FASTATTN_BOTH const char* wrong() const { return wrong_; }
 
  private:

@@ -43,7 +43,7 @@ struct HopTensors {
 };
 
 struct HopGradTensors {
-  // On the CPU `kept` is what the forward pass kept, or None.
+  // On the CPU, `kept` holds the weights that the forward pass kept, or None.
   FASTATTN_TENSORS(grad_out, grad_weights, query, in_memory, out_memory, hop_proj, memory_mask,
                    memory_bias, trace, stats, kept)
 };

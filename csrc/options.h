@@ -1,8 +1,8 @@
 // Reads the records of options of fastattn/backends/primitives.py, by the names of their
 // attributes.
 //
-// A reader lists the names beside the members that they fill: for attention below, for the other
-// operators beside their tensors. To add an option, extend its struct in params.h and its reader.
+// A reader lists the names with the members that they fill: for attention below, for the other
+// operators next to their tensors. To add an option, extend its struct in params.h and its reader.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -381,7 +381,7 @@ struct MemoryHopsParams : MemoryHopOptions {
   void* grad_query;             // [B, Q, D]
   void* grad_in;                // [B or 1, in_slots, N, D]; all of a stack
   void* grad_out_memory;        // [B or 1, out_slots, N, D]; null for a stack or the same rows
-  int64_t in_slots, out_slots;  // 1, or one a hop, or K + 1 for a stack
+  int64_t in_slots, out_slots;  // 1, or one per hop, or K + 1 for a stack
   void* grad_proj;              // [proj_slots, D, D]
   void* grad_states;            // [B, Q, K, D] acc: of H u + o, needed for grad_proj
   int64_t proj_slots;
@@ -392,7 +392,7 @@ struct MemoryHopsParams : MemoryHopOptions {
   bool crowded;      // many queries per memory, whatever Q is
   bool search;       // search for the convergence step; else repeat `taken` steps
   bool resume;       // of a search: continue from the trace
-  bool keep;         // of a search in one call where each query stops alone: keep all states
+  bool keep;         // of a search in one call where queries stop separately: keep all states
   int64_t together;  // this many consecutive queries stop together; divides Q
   double eps;        // a step of at most this length is the last
   int64_t* taken;    // [B, Q]: steps taken; during a search, minus the steps so far
@@ -407,7 +407,7 @@ struct EncodeMemoryOptions {
 };
 
 // out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each;
-// 0 for a sentence of padding alone. "acc" is f32, or f64 for f64.
+// 0 for a sentence of only padding. "acc" is f32, or f64 for f64.
 struct EncodeMemoryParams : EncodeMemoryOptions {
   DType dtype;  // of weight, temporal, out and grad; f32, f64, bf16 or f16
   int threads;

@@ -27,7 +27,7 @@ struct Record {
   uint64_t byte_offset;
 };
 
-// The parts of DLPack's table that are used here, in their places.
+// The used entries of DLPack's table, at their offsets.
 struct Exchange {
   uint32_t major, minor;
   void* previous;

@@ -17,7 +17,7 @@ void run_backward(const MemoryHopsParams& p) {
   kernels(p.dtype).memory_hops_backward(p);
 }
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct Hops : MemoryHopsParams, HopCall {
   template <class Tensors>
   Hops(py::handle options, const Tensors& from) : MemoryHopsParams{} {

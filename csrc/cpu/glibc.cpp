@@ -9,7 +9,7 @@ extern char __libc_single_threaded;
 char __libc_single_threaded = 0;
 }
 
-// glibc 2.29 has a second version of log, which differs in that it leaves matherr alone.
+// glibc 2.29 has a second version of log, which only differs in not calling matherr.
 #if defined(__x86_64__)
 asm(".symver fastattn_first_log, log@GLIBC_2.2.5");
 #elif defined(__aarch64__)

@@ -28,7 +28,7 @@ std::string current_isa();   // in the syntax of set_isa
 bool on_tiles(DType dtype);  // whether the instruction set of this dtype multiplies it on tiles
 
 // Run attention of every size on tiles, as FASTATTN_CPU_ISA does, or leave small ones to vectors:
-// for tests of tiles. Returns what was set.
+// for tests of tiles. Returns the previous setting.
 bool set_all_sizes_on_tiles(bool all);
 
 }  // namespace fastattn

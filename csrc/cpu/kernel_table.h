@@ -12,8 +12,8 @@ enum class Peak : int { fma_f32 = 0, fma_f64 = 1, dot_bf16 = 2, read_bandwidth =
 bool multiplies_on_tiles(DType dtype, bool emulated);
 
 // Whether tiles are faster than vectors for attention of this size. Measured on Emerald Rapids, one
-// thread, both passes (docs/cpu-kernels.md). It depends on the lengths of one sequence alone, so
-// that its bits do not depend on what else is in the batch.
+// thread, both passes (docs/cpu-kernels.md). It depends only on the lengths of one sequence, so
+// that its bits do not depend on the rest of the batch.
 bool pays_on_tiles(DType dtype, int64_t queries, int64_t keys, int64_t columns);
 
 // Whether attention with a cache fills tiles: at least a tile of query rows shares a key head, and

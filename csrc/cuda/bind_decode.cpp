@@ -12,7 +12,7 @@ namespace {
 // than kMostRows query rows per key head there is enough work without a split.
 constexpr int64_t kSplitKeys = 256, kMostRows = 64;
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct DecodeCall : DecodeArguments {
   Cache cache;
   py::object table, mask, parts[2];

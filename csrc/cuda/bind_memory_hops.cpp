@@ -7,7 +7,7 @@ namespace fastattn {
 namespace cuda {
 namespace {
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct Hops : HopsArguments, HopCall {
   py::object partial_owner, scores_owner;
 };

@@ -8,7 +8,7 @@ namespace fastattn {
 namespace cuda {
 namespace {
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct Call : AttentionArguments {
   py::object table, mask, starts[2], kept[3], zeros, row_stats_owner, tables;
 };

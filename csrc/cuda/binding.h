@@ -1,4 +1,4 @@
-// Shared by the bindings of all operators: what the host derives, and choosing the element type.
+// Shared by the bindings of all operators: arguments that the host derives, and the element type.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -29,7 +29,7 @@ from plans.compilers import (
 
 @dataclass(frozen=True)
 class InstructionSets:
-    """What is compiled for one architecture: the flags of each instruction set, by name."""
+    """The instruction sets of one architecture, with the compiler's flags, by name."""
 
     # Weakest first. Kernels are compiled for all of them, everything else for the first.
     isas: dict[str, list[str]]
@@ -194,7 +194,7 @@ def usable_tiles(
 
 @dataclass
 class Emulated:
-    """Stand-ins for the instruction sets that this machine lacks, and what their tiles need."""
+    """Emulations of the instruction sets that this machine lacks, and the needs of their tiles."""
 
     vectors: dict[str, list[str]] = field(default_factory=dict)
     extends: dict[str, str] = field(default_factory=dict)
@@ -205,8 +205,9 @@ class Emulated:
 def emulated_here(
     compiler: list[str], flags: list[str], isas: dict[str, list[str]], sets: InstructionSets
 ) -> Emulated:
-    """What tests need to run every kernel on this machine. Emulated tiles take real vectors where
-    there are any, because they are faster.
+    """The emulations with which tests run every kernel on this machine.
+
+    Emulated tiles run on real vectors if possible, because these are faster.
 
     Emulated vectors compile slowly, so FASTATTN_CPU_EMULATED=1 has a sample of their kernels: those
     with products of bf16 pairs, in bf16. `all` has every kernel in every dtype.

@@ -85,7 +85,7 @@ FASTATTN_INLINE VecI load_bytes(const Int8* p, int64_t count) {
 struct IntegerQueries {
   int8_t* bytes;  // [rows][2][dim]: high, low; zero beyond D
   float* unit;    // [rows] NaN where an element is not finite
-  int32_t* bias;  // [rows] what k + 128 adds to q . k, in units
+  int32_t* bias;  // [rows] the excess of q . (k + 128) over q . k, in units
   int64_t dim;    // a multiple of kBytes
 
   FASTATTN_INLINE const int8_t* high(int64_t r) const { return bytes + 2 * r * dim; }

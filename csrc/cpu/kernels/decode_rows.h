@@ -6,7 +6,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kDecodeBlock = 64;  // keys whose scores decoding holds at once
+constexpr int64_t kDecodeBlock = 64;  // keys per block of scores in decoding
 
 // The processor's prefetcher stops at the end of a 4 KiB page. So while row j of a block is read,
 // row j of the next block is prefetched into the L2 cache. This is faster on Zen 3 and Emerald

@@ -3,7 +3,7 @@
 // The products use the tiles of attention. 32 rows of x are transposed once into a panel, with the
 // rows across the lanes. The weight is read in place, by broadcast, and never packed. So there is
 // nothing to cache, and a small layer pays for no preparation. The reduction is split into blocks
-// of a fixed length that are added in order. An element's bits therefore depend on K alone, not on
+// of a fixed length that are added in order. An element's bits therefore depend only on K, not on
 // the other rows, the split into tasks, or the threads.
 #include "../threads.h"
 #include "activation.h"

@@ -16,7 +16,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Both kernels split the reduction into blocks of so many words, and add the blocks in order.
+// Both kernels split the reduction into blocks of this many words, and add the blocks in order.
 constexpr int64_t kReducedWords = 256;
 
 // Each row of a panel is a separate stream. The prefetcher of Intel's cores follows 32 streams, and

@@ -10,7 +10,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kHopBlock = 64;  // rows whose scores are held at once
+constexpr int64_t kHopBlock = 64;  // rows per block of scores
 
 template <class T>
 constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
@@ -19,7 +19,7 @@ constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
 constexpr double kSharp = 0.5;
 
 // The number of memory rows per chunk, the unit of merging and of sharing among threads. It depends
-// on N alone.
+// only on N.
 FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
   const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
   return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
@@ -50,8 +50,8 @@ struct HopPolicy<double> {
 
 // to[i * ld + j] = element (i, j) of A^T B, [rows][vectors], reduced over `terms`; element i of
 // term t of A is A[t * lda + i]. Columns go from right to left, and for each the rows from first to
-// last. So rows may be closer together than their vectors reach: what is written past the end of
-// one is overwritten by the next.
+// last. So ld may be less than whole vectors: values written past the end of a row are overwritten
+// by the next row.
 template <class T>
 __attribute__((noinline)) void outer_products(int64_t rows, const T* A, int64_t lda, const T* B,
                                               int64_t ldb, int64_t vectors, int64_t terms, T* to,

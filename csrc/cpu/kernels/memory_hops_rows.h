@@ -302,8 +302,8 @@ class RowHops : protected HopBlocks<T> {
         add_nonzero(rows, coef + n, vector, terms, to);
     };
     if (!is_narrow) {
-      // The end of a row is written as a whole vector, which reaches into the next rows. They are
-      // written after it; rows that would reach past the last one are written elsewhere first.
+      // The end of a row is written as a whole vector, which reaches into the next rows; these are
+      // written after it. Rows that would reach past the last row go through a buffer.
       const int64_t reached = finite ? (dp - 1) / p.D : 0, whole = max_of(n0, n1 - reached);
       T* const to = static_cast<T*>(result) + start;
       sum(n0, whole - n0, to + n0 * p.D);
@@ -321,8 +321,8 @@ class RowHops : protected HopBlocks<T> {
     }
   }
 
-  // write_rows() without the terms whose coefficient is 0: an excluded row adds nothing, even where
-  // a query is not finite.
+  // outer_products() without the terms whose coefficient is 0: an excluded row adds nothing, even
+  // where a query is not finite.
   __attribute__((noinline)) void add_nonzero(int64_t rows, const T* coef, const T* vector,
                                              int64_t terms, T* to) const {
     for (int64_t n = 0; n < rows; ++n)

@@ -1,5 +1,5 @@
 // The elements of tensors of any dtype, read and written as T, the type of the arithmetic. These
-// are functions, so that the kernels of memory hops are templates of T alone.
+// are functions, so that the kernels of memory hops are templates of only T.
 #pragma once
 #include "mask.h"
 #include "rows.h"

@@ -63,7 +63,7 @@ FASTATTN_INLINE void with_end(int64_t D, F f) {
   f(EndIs<End::part>());
 }
 
-// last_lanes, from which the compiler knows that a part is no vector.
+// last_lanes, which tells the compiler that a part is less than a vector.
 template <class T, End kEnd>
 FASTATTN_INLINE int last_lanes_of(int64_t D) {
   const int last = last_lanes<T>(D);

@@ -383,9 +383,9 @@ FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
 
 // ---- Non-finite values and keys -----------------------------------------------------------------
 
-// In a block with exclusions, 0 * NaN must not reach a query that may not see the row. Such rows
-// are rare: they are zeroed in the staged copy, and their products are added pair by pair where the
-// weight is not zero.
+// In a block with exclusions, 0 * NaN must not reach a query that cannot see the row. Rows with
+// NaN or inf are rare: they are zeroed in the staged copy, and their products are added pair by
+// pair where the weight is not zero.
 template <class S>
 FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows,
                                 int64_t cols) {

@@ -6,8 +6,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Static: a thread gets the same tasks in every call. Any other number: dynamic, with so many tasks
-// at a time.
+// Static: a thread gets the same tasks in every call. Any other number: dynamic, with this many
+// tasks at a time.
 constexpr int64_t kStatic = 0;
 
 // task(f, t) for every t < count, each thread with its own f from make(). A team of one is a plain

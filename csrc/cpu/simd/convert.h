@@ -116,7 +116,7 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
     const __m128i raw = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))
                                 : _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n) - 1), p);
     if constexpr (kSame<S, Int8>) return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
-    // Two copies of the sign come first; the second is no part of an f16.
+    // The conversion duplicated the sign bit; the second copy is not part of an f16.
     const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
     return (VecF)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16(~0x4000)));
   }

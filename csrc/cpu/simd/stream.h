@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kStreamBytes = 4 << 20;
 
 // Stores a whole vector with a non-temporal store: it is not read soon, and its line need not be
-// fetched first. p is aligned to the size of what is written.
+// fetched first. p is aligned to the number of written bytes.
 template <class T, class S>
 FASTATTN_INLINE void stream_as(S* p, Vec<T> v) {
 #if defined(__SSE2__)

@@ -87,7 +87,7 @@ class EmulatedTiles {
   template <int T>
   static void load(const void* from, int64_t stride) {
     Registers& r = in_use();
-    zero<T>();  // also what lies beyond the configured shape
+    zero<T>();  // including elements beyond the configured shape
     for (int row = 0; row < r.config.rows[T]; ++row)
       __builtin_memcpy(r.tile[T][row], static_cast<const char*>(from) + row * stride,
                        r.config.row_bytes[T]);
@@ -134,7 +134,7 @@ class EmulatedTiles {
     __builtin_memcpy(&x, &bits, 4);
     return x;
   }
-  // The bits of x, zero where it is subnormal: of operands as of results, whatever MXCSR says.
+  // The bits of x, with subnormals flushed to zero: operands and results, whatever MXCSR says.
   static uint32_t flushed(uint32_t bits) {
     return (bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits;
   }
@@ -143,7 +143,7 @@ class EmulatedTiles {
     __builtin_memcpy(&bits, &x, 4);
     return flushed(bits);
   }
-  // Subnormals too, whatever MXCSR says.
+  // Also converts subnormals, whatever MXCSR says.
   static float float_of_f16(uint32_t half) {
     const uint32_t sign = (half & 0x8000) << 16, exponent = half & 0x7c00;
     if (exponent == 0) {

@@ -112,7 +112,7 @@ struct MaskProgram {
     return seen;
   }
 
-  // Whether any, and whether every, pair of the tile that this lane looks at is visible.
+  // Whether any, and whether every, of this lane's pairs of the tile is visible.
   FASTATTN_DEVICE void look_at_leaf(const MaskStep& step, int i0, int j0, bool& any,
                                     bool& every) const {
     const int lane = static_cast<int>(threadIdx.x) & 31;

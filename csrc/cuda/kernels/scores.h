@@ -92,7 +92,7 @@ struct Options {
     }
   }
 
-  // What the mask and the relative bias add to the score of a visible pair; -inf if one of them
+  // The sum of mask and relative bias for the score of a visible pair; -inf if one of them
   // excludes it.
   FASTATTN_DEVICE float bias(int i, int j) const {
     float sum = 0.0f;

@@ -30,13 +30,13 @@ enum NamedBarrier {
 };
 
 // A block is launched with this many registers per thread, of 64 Ki, and redistributes them. The
-// producer must give up as many as the consumers take, or the consumers wait for ever.
+// producer must release as many as the consumers take; otherwise the consumers deadlock.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * kLaunchRegisters,
               "more registers than a block has");
-// The registers that a consumer needs beside its sums and scores: addresses, indices, the softmax.
+// Registers of a consumer in addition to its sums and scores: addresses, indices, the softmax.
 constexpr int kSpareRegisters = 40;
 constexpr int kMaxSharedBytes = 227 << 10;  // per block
 
