@@ -1,4 +1,4 @@
-"""The autograd functions of an operator: what they save, how they reach its backward operator."""
+"""The autograd functions of an operator: they save tensors and call its backward operator."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Gradient:
             self._flags = _picker([names.index(name) for name in flags])
 
     def function(self, forward: Callable[..., Any], eager: bool) -> Any:
-        """Return the function that runs ``forward`` and keeps what the backward pass needs.
+        """Return the function that runs ``forward`` and saves the inputs of the backward pass.
 
         ``eager``: no tensor is wrapped by a mode or transform. The forward of the class takes the
         context, which is much faster than ``setup_context``. The class is single-level:
@@ -143,7 +143,7 @@ class Gradient:
         return run, derive
 
     def keep(self, ctx: Any, args: Sequence[Any], results: Any, eager: bool) -> None:
-        """Keep in the context what :meth:`derive` needs."""
+        """Save in the context the values that :meth:`derive` needs."""
         *tensors, ctx.options, ctx.backend = args
         ctx.eager = eager
         ctx.set_materialize_grads(False)

@@ -130,7 +130,7 @@ if MISSING:
     )
 
 
-# --- what intercepts calls: compilers, transforms, modes, tracers ---------------------------------
+# --- interceptors of calls: compilers, transforms, modes, tracers ---------------------------------
 
 
 def _transform_refuses() -> bool:

@@ -1,4 +1,4 @@
-"""`fastattn tune`: measure what is fastest on this machine, and use it.
+"""`fastattn tune`: measure the fastest choices on this machine, and use them.
 
 On a CPU: the backend, the instruction set and the GEMM of each dtype. On a GPU: the order of the
 backends of each operator; fastattn's kernels take part only if the case table verifies them.

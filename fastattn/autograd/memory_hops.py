@@ -101,7 +101,7 @@ hop_attention = Operator(
     fake=_fake,
     derivative=Derivative(
         grads="out weights",
-        # Not the weights: what is saved does not grow with the memory.
+        # Not the weights, so that the saved tensors do not grow with the memory.
         reads="query in_memory out_memory hop_proj memory_mask memory_bias trace stats",
         gives="query in_memory out_memory hop_proj memory_bias",
         options=MemoryHopBackwardOptions,

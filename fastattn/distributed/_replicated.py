@@ -26,7 +26,7 @@ from fastattn.distributed._peers import Peers
 T = TypeVar("T")
 
 
-# --- what all ranks compare ----------------------------------------------------------------------
+# --- the comparison of the ranks' arguments ------------------------------------------------------
 
 
 def agreed(

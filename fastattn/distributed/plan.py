@@ -84,7 +84,7 @@ def plan(
     window: tuple[int, int] | None = None,
     backward: bool = False,
 ) -> Plan:
-    """Return what each rank sends, receives and computes in a call of :func:`attention`.
+    """Estimate the bytes and FLOPs of each rank in a call of :func:`attention`.
 
     Nothing runs, and there are no messages. The estimate ignores masks, their exclusions and their
     messages.

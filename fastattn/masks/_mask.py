@@ -234,7 +234,7 @@ def _as_mask(where: str, mask: Any) -> Mask | None:
     return _converted(mask)
 
 
-# The conversion of each BlockMask, and what it read.
+# The conversion of each BlockMask, and the values that it read.
 _block_masks: weakref.WeakKeyDictionary[Any, tuple[Observation, Mask]]
 _block_masks = weakref.WeakKeyDictionary()
 

@@ -51,7 +51,7 @@ def largest(*sizes: Any) -> Any:
 def fold_distances(
     op: str, bias: Any, query: Tensor, most: int, lengths: str | None = None
 ) -> Tensor:
-    """Return the table [1, Hq, 2 M + 1] of a bias that depends on distances alone.
+    """Return the table [1, Hq, 2 M + 1] of a bias that depends only on distances.
 
     It has the distances up to ``most``, for queries and keys of these ``lengths``. Without lengths,
     ``most`` is only a bound: the kernel checks that a table has the distances that it needs.

@@ -136,7 +136,7 @@ def mixed(name: str, count: int) -> Iterator[DecodeCase]:
         yield replace(case, leftpad=leftpad, values=values)
 
 
-# More chunks than are merged at once, and a window that begins after the first one.
+# More chunks than are merged at once, and a window that begins after the first chunk.
 _LONG = DecodeCase("many-chunks", (9000,), 9000, kv_heads=1, head_dim=16, window=(6500, 0))
 DECODE_CASES = (*mixed("mixed", 240), _LONG)
 

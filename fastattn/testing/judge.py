@@ -2,9 +2,9 @@
 
     max|x - ref| <= 4 noise + eps max|ref|
 
-ref is the operator on the same inputs in float64, noise the deviation of its definition by rounding
-alone, eps the machine epsilon of the dtype in which x was computed. docs/numerics.md explains the
-bound.
+ref is the operator on the same inputs in float64, noise the deviation of its definition by
+rounding, eps the machine epsilon of the dtype in which x was computed. docs/numerics.md explains
+the bound.
 """
 
 from __future__ import annotations

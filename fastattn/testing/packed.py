@@ -28,7 +28,7 @@ _Alone = tuple[slice, slice, Operands]  # the rows of queries and keys, and the 
 
 @dataclass(frozen=True)
 class Sequences(Operands):
-    """The arguments of a primitive, and the calls of attention for each sequence alone."""
+    """The arguments of a primitive, and a call of attention for each sequence."""
 
     alone: tuple[_Alone, ...] = ()
 

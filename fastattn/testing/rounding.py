@@ -1,4 +1,4 @@
-"""The deviation of a result by rounding alone, measured by Monte Carlo arithmetic.
+"""The deviation of a result by rounding only, measured by Monte Carlo arithmetic.
 
 A definition is evaluated several times in float64. In every evaluation each operation adds an error
 as large as rounding to the judged dtype, with a random sign and size. The deviation of the results

@@ -44,7 +44,7 @@ class Model(Module):
     OTHER = ("0", "0")
     LENGTH = "L"
     PAIRS = "pairs"
-    ITEMS = ("B * L", "tokens")  # what a call processes
+    ITEMS = ("B * L", "tokens")  # the items that a call processes
     SHAPES: Mapping[str, str] = {}
     stopwatch: Stopwatch
 

@@ -23,7 +23,7 @@ from fastattn.bench.ops._modes import Intercepting, NothingDrawn, defined
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell as Cell
     from fastattn.bench.cells import Draw as Draw
-else:  # for annotations alone, because that module imports the operators
+else:  # only for annotations, because that module imports the operators
     Cell = Draw = Any
 
 Forward = Callable[[], Any]  # returns the output, or a tuple that begins with it
@@ -100,7 +100,7 @@ class Operator:
     DERIVED: Mapping[str, Callable[[Cell], int]] = {}
     # Further arguments of the call, besides inputs, masks and weights; or functions of the cell.
     KEYWORDS: Mapping[str, Any] = {}
-    ITEMS: tuple[str, str] | None = None  # a formula of what a call processes, and its unit
+    ITEMS: tuple[str, str] | None = None  # a formula of the processed items, and their unit
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
     # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1.
     FLOPS: str
