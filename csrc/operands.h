@@ -31,7 +31,7 @@ void expect(bool holds, const Text& what) {
   if (!holds) throw std::invalid_argument(what());
 }
 
-// Both must be positive, because kernels divide by them.
+// Expects that `of` is positive and divides `number`: kernels divide by both.
 inline void expect_multiple(int64_t of, int64_t number, const char* name) {
   if (of > 0 && number % of == 0) return;
   throw std::invalid_argument(std::string(name) + " must be positive and divide " +

@@ -135,7 +135,7 @@ struct AttentionParams : AttentionOptions {
   // f32 [B, Hkv, Lk]. Null: k and v are of dtype. Else they are int8 or e4m3, times the scale of
   // their row, and dtype is f32.
   Tensor4 k_scales, v_scales;
-  int* wrong_scales;  // becomes 1 where one is not positive and finite
+  int* wrong_scales;  // set to 1 if a scale is not positive and finite
   bool sixteen_bits;  // of a quantised cache: the caller's queries are, and it rounds out to them
 };
 

@@ -33,8 +33,8 @@ class Signature {
     return fits;
   }
 
-  // None, a bool, an int, a float but NaN, a string, or a tuple of these. The type is part of the
-  // key.
+  // Accepts None, a bool, an int, a float except NaN, a string, or a tuple of these. The type is
+  // part of the key.
   bool add_option(PyObject* value) {
     if (value == Py_None) return put('N');
     if (value == Py_True || value == Py_False) return put(value == Py_True ? 'T' : 'F');

@@ -22,7 +22,7 @@ FASTATTN_INLINE int64_t bytes_of(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }
 
-// A pointer to such elements.
+// A pointer to elements whose dtype is known at run time.
 class Elements {
  public:
   Elements(void* data, DType dtype) : at_(static_cast<char*>(data)), dtype_(dtype) {}
