@@ -32,7 +32,7 @@ __all__ = flash_attn.__all__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="the folder to write, which is made if needed")
+    parser.add_argument("folder", type=Path, help="the folder to write, created if missing")
 
 
 def run(args: argparse.Namespace) -> int:

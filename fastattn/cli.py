@@ -17,8 +17,8 @@ COMMANDS = {
     "verify": ("fastattn.verify", "check the results of this build on this machine"),
     "bench": ("fastattn.bench.cli", "compare the speed with PyTorch and other libraries"),
     "explain": ("fastattn._explain", "show which backend runs a call, and why not the others"),
-    "tune": ("fastattn.tune", "measure what is fastest on this machine, and use it"),
-    "kernel": ("fastattn._kernel", "write the local kernel that transformers loads as flash"),
+    "tune": ("fastattn.tune", "measure the fastest choices on this machine, and use them"),
+    "kernel": ("fastattn._kernel", "write a kernel that transformers loads as flash attention"),
 }
 
 EXIT_CODES = """\

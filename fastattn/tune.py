@@ -63,14 +63,14 @@ _On = Callable[[], contextlib.AbstractContextManager[Any]]  # selects a candidat
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cuda, launches = "cuda: ", "launches: "
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), help="what to measure (default: cuda if available)")
+    add("--device", choices=("cpu", "cuda"), help="the device (default: cuda if available)")
     add("--reset", action="store_true", help="delete the measurements, then exit")
     add("--launches", action="store_true", help=cuda + "search the launches of the Triton kernels "
         "instead of the order of the backends")  # fmt: skip
     spelling.add_list(parser, "--op", cuda + f"only these operators: {', '.join(MEASURED)}")
     spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
     add("--width", action="append", type=int, choices=_WIDTHS, default=[],
-        help=launches + "only head dimensions up to this one, above the next smaller choice; "
+        help=launches + "only heads up to this width, and wider than the next smaller choice; "
         "may be repeated")  # fmt: skip
     add("--out", type=Path, help=launches + f"the file of the table (default: {_TABLE})")
 
