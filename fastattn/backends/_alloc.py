@@ -17,7 +17,7 @@ def empty_output(query: Tensor, width: int) -> Tensor:
         # The last stride is not 1 if query is transposed, or if its rows overlap (sliding windows).
         if like.stride()[-1] == 1:  # faster than stride(-1)
             return like
-    if query.shape[-1] == 0:  # without columns there is no order
+    if query.shape[-1] == 0:  # an empty tensor has no memory order
         return query.new_empty((*query.shape[:-1], width))
     rows = torch.empty_like(query[..., 0])  # [B, H, L]
     strides = [width * stride for stride in rows.stride()]

@@ -48,8 +48,8 @@ class Transformer(nn.Transformer, ContextParallel):
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout: as in
             ``torch.nn.Transformer``, whose defaults are the paper's base model: 512, 8, 6, 6, 2048,
             0.1, and ReLU.
-        activation, custom_encoder, custom_decoder, layer_norm_eps, batch_first, norm_first, bias,
-            device, dtype: as in ``torch.nn.Transformer``.
+        activation, custom_encoder, custom_decoder, layer_norm_eps: as in ``torch.nn.Transformer``.
+        batch_first, norm_first, bias, device, dtype: as in ``torch.nn.Transformer``.
         vocab_size: the number of tokens: of one vocabulary, or (source, target).
         tie_embeddings: whether the output shares its weights with the target's table and, with
             one vocabulary, also with the source's.
