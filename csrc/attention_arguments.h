@@ -24,7 +24,7 @@ struct AttentionGradTensors {
                    query_table, key_table, distance_buckets, row_bias, column_bias)
 };
 
-// The same of packed sequences: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv], and their starts [B + 1].
+// Packed sequences: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv], and their starts [B + 1].
 struct PackedTensors {
   FASTATTN_TENSORS(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks,
                    relative_bias, mask_program, position_query, query_table, key_table,
@@ -37,7 +37,7 @@ struct PackedGradTensors {
                    key_table, distance_buckets)
 };
 
-// How the tensors of attention are stored, as [B, H, L, D].
+// Views a tensor of attention as [B, H, L, D].
 using Layout = TensorView (*)(const char* name, const TensorView&);
 
 // [B, H, L, D]
@@ -67,7 +67,7 @@ void read_attention(AttentionParams& p, const Tensors& from, Layout layout) {
   if (p.Hq > 0) expect_multiple(p.Hkv, p.Hq, "the number of heads of key");
 }
 
-// [B|1, Hq]: one number a head, which the heads do not share. A null pointer for None.
+// [B|1, Hq]: one number per head, never broadcast over heads. Null for None.
 inline const void* read_per_head(const char* name, py::handle from, const AttentionParams& p,
                                  int64_t* strides) {
   if (from.is_none()) return nullptr;
@@ -80,8 +80,8 @@ inline const void* read_per_head(const char* name, py::handle from, const Attent
   return x.data;
 }
 
-// What is added to the scores of all attention. `table` owns a copy of relative_bias, if its
-// columns are not together.
+// The biases that every kind of attention accepts. `table` owns a copy of relative_bias if its
+// columns are not contiguous.
 template <class Tensors>
 void read_biases(AttentionParams& p, const Tensors& from, py::object* table) {
   p.alibi = read_per_head("alibi_slopes", from.alibi_slopes, p, p.alibi_stride);
@@ -119,7 +119,8 @@ inline bool reads_relative_bias(const AttentionParams& p) {
   return p.relative_bias != nullptr && p.Lq > 0 && p.Lk > 0;
 }
 
-// The same of a call that is not packed, with its mask and positions, whose values are not checked.
+// Also the mask and the positions, which a packed call does not have. The values of the positions
+// are not checked.
 template <class Tensors>
 void read_dense_biases(AttentionParams& p, const Tensors& from, py::object* table) {
   if (!from.attn_mask.is_none()) {
@@ -139,12 +140,12 @@ void read_dense_biases(AttentionParams& p, const Tensors& from, py::object* tabl
              " queries and " + std::to_string(p.Lk) + " keys, got " + std::to_string(positions));
 }
 
-// A number for each query, contiguous; `kept` owns it.
+// One number per query, contiguous; `kept` owns the memory.
 inline double* read_rows(const char* name, py::handle from, const Sizes& sizes, py::object* kept) {
   return static_cast<double*>(read_flat(name, from, DType::f64, sizes, kept));
 }
 
-// A tensor of these sizes [B, H, L, D]; of None, no data.
+// A tensor of these sizes [B, H, L, D]; data is null for None.
 inline Tensor4 read_rows_if_given(const char* name, py::handle from, Layout layout, DType dtype,
                                   const Sizes& sizes) {
   if (from.is_none()) return {};
@@ -153,7 +154,7 @@ inline Tensor4 read_rows_if_given(const char* name, py::handle from, Layout layo
   return operand_of(x);
 }
 
-// The weights that a call returns, new, by `make`; or None.
+// Allocates the weights that a call returns with `make`; or None.
 inline py::object new_weights(AttentionParams& p, Make make) {
   if (p.weights == Weights::none) return none();
   const bool per_head = p.weights == Weights::per_head;
@@ -164,8 +165,8 @@ inline py::object new_weights(AttentionParams& p, Make make) {
   return made;
 }
 
-// The gradient of a mask, new, of its sizes and by `make`. Its stride is 0 where a size is 1:
-// elements are sums there, of type `wide` if they are sums over all queries or keys.
+// Allocates the gradient of a mask, with the mask's sizes, by `make`. The stride is 0 where a size
+// is 1: elements are sums there, of type `wide` if they are sums over all queries or keys.
 inline py::object new_grad_mask(AttentionParams& p, py::handle mask, Make make, DType narrow,
                                 DType wide) {
   const TensorView x = view_of("attn_mask", mask);
@@ -189,8 +190,8 @@ inline void read_grad_weights(AttentionParams& p, py::handle from) {
                                       {p.B, averaged ? 1 : p.Hq, p.Lq, p.Lk});
 }
 
-// The results of a forward pass and their gradients; `batch`: of them, 1 if they are packed. `kept` owns
-// three copies.
+// The results of a forward pass and their gradients; `batch` is their first size, 1 if they are
+// packed. `kept` owns up to three copies.
 template <class Tensors>
 void read_results(AttentionParams& p, const Tensors& from, Layout layout, int64_t batch,
                   const Sizes& of_rows, py::object* kept) {
@@ -204,7 +205,7 @@ void read_results(AttentionParams& p, const Tensors& from, Layout layout, int64_
   p.lse = read_rows("lse", from.lse, of_rows, &kept[2]);
 }
 
-// A new tensor with rows as those of `like`.
+// Allocates a tensor with the rows of `like`.
 inline py::object new_rows(py::handle like, int64_t width, Layout layout, Tensor4* to,
                            bool zeroed = false) {
   TensorView view;
@@ -214,7 +215,7 @@ inline py::object new_rows(py::handle like, int64_t width, Layout layout, Tensor
   return made;
 }
 
-// The gradients of query, key and value, new, and None for `others`.
+// Allocates the gradients of query, key and value; the `others` are None.
 template <class Tensors>
 py::tuple new_row_gradients(AttentionParams& p, const Tensors& of, Layout layout, bool zeroed,
                             size_t others) {
@@ -225,7 +226,8 @@ py::tuple new_row_gradients(AttentionParams& p, const Tensors& of, Layout layout
   return made;
 }
 
-// -- additive attention: one head, D is the hidden width A ------------------------------------------
+// -- additive attention: one head, D is the hidden width A
+// ------------------------------------------
 
 struct AdditiveTensors {
   // [B, Tq, A], [B, Tk, A], [B, Tk, Dv], [A]; the others may be None
@@ -236,7 +238,7 @@ struct AdditiveGradTensors {
   FASTATTN_TENSORS(grad_out, grad_weights, query, key, value, v, bias, attn_mask, seed)
 };
 
-// The vectors in the accumulator's type, and the copies that own them.
+// v and bias in the accumulator's type, and the copies that own them.
 struct AdditiveVectors {
   const void *v, *bias;
   py::object copies[2];
@@ -270,7 +272,7 @@ void read_additive(AttentionParams& p, AdditiveVectors& to, py::handle options,
   }
 }
 
-// (out, weights or None), new.
+// Allocates (out, weights or None).
 inline py::tuple new_additive_results(AttentionParams& p, bool returns_weights, py::handle query) {
   void* data;
   const py::object out = p.D == p.Dv ? new_contiguous_like(query, &data)
@@ -282,7 +284,7 @@ inline py::tuple new_additive_results(AttentionParams& p, bool returns_weights, 
   return py::make_tuple(out, weights);
 }
 
-// The gradients of both outputs; that of out is zero, if it is none.
+// The gradients of both outputs; a missing gradient of out counts as zero.
 inline void read_additive_gradients(AttentionParams& p, const AdditiveGradTensors& from) {
   const auto read = [&](const char* name, py::handle x, int64_t columns) {
     return read_rows_if_given(name, x, headless, p.dtype, {p.B, 1, p.Lq, columns});
@@ -291,7 +293,7 @@ inline void read_additive_gradients(AttentionParams& p, const AdditiveGradTensor
   p.grad_weights = read("grad_weights", from.grad_weights, p.Lk);
 }
 
-// The gradients of query, key and value, new, and None for those of v, bias and attn_mask.
+// Allocates the gradients of query, key and value; v, bias and attn_mask get None.
 inline py::tuple new_additive_gradients(AttentionParams& p, const AdditiveGradTensors& of) {
   void* grads[3];
   py::tuple made = no_results(6);

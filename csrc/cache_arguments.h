@@ -1,4 +1,4 @@
-// Reading a cache of keys and values, and where the rows of each sequence are in it, for the bindings of
+// Reading a cache of keys and values, and the place of each sequence in it, for the bindings of
 // both modules.
 #pragma once
 #include <pybind11/pybind11.h>
@@ -9,9 +9,9 @@
 
 namespace fastattn {
 
-// Tensors with a cache have key_cache [E, Hkv, N, D], value_cache [E, Hkv, N, Dv] and cache_seqlens [B]
-// int64; or None: block_table [B, P] int32, cache_batch_idx and cache_leftpad [B] int64, key_scales and
-// value_scales [E, Hkv, N] float32.
+// Tensors with a cache have key_cache [E, Hkv, N, D], value_cache [E, Hkv, N, Dv] and cache_seqlens
+// [B] int64; or None: block_table [B, P] int32, cache_batch_idx and cache_leftpad [B] int64,
+// key_scales and value_scales [E, Hkv, N] float32.
 struct DecodeTensors {
   // query [B, Hq, Lq, D]
   FASTATTN_TENSORS(query, key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx,
@@ -20,17 +20,17 @@ struct DecodeTensors {
 };
 
 struct AppendTensors {
-  // key [B, Hkv, L, D], value [B, Hkv, L, Dv], rotary_cos and rotary_sin [M, R / 2], rotary_positions
-  // [B, L] int64, query [B, Hq, Lq, D]
+  // key [B, Hkv, L, D], value [B, Hkv, L, Dv], rotary_cos and rotary_sin [M, R / 2],
+  // rotary_positions [B, L] int64, query [B, Hq, Lq, D]
   FASTATTN_TENSORS(key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx,
                    rotary_cos, rotary_sin, rotary_positions, query, key_scales, value_scales,
                    cache_leftpad)
 };
 
-// Where the rows are, as addresses; a null pointer is none.
+// The rows of a cache and its index tensors; a null pointer stands for None.
 struct Cache {
   DType dtype;            // of the rows
-  int64_t entries, rows;  // entries, or pages, of so many rows
+  int64_t entries, rows;  // the number of entries or pages, and the rows in each
   bool quantised;
   Tensor4 key_scales, value_scales;
   const int64_t *lengths, *chosen, *begins;
@@ -45,7 +45,8 @@ inline Tensor4 read_scales(const char* name, py::handle from, const Sizes& sizes
   return {x.data, {x.stride[0], x.stride[1], x.stride[2], 1}};
 }
 
-// Also fills the sizes and the operands of a call that has a batch and a dtype, of a cache without scales.
+// Also fills the sizes of the call and, for a cache without scales, its operands. The call already
+// has its batch and dtype.
 template <class Tensors>
 void read_cache(Cache& to, AttentionParams& p, const Tensors& from) {
   const TensorView k = view_of("key_cache", from.key_cache),
@@ -83,7 +84,7 @@ void read_cache(Cache& to, AttentionParams& p, const Tensors& from) {
   p.Lk *= table.size[1];  // the keys that a row of the table has room for
 }
 
-// The dtype and the sizes of queries of a cache, and then of the cache by `read`.
+// Reads the dtype and the sizes of the queries, then calls `read` for the cache.
 template <class Read>
 void read_queries(AttentionParams& p, py::handle query, Read read) {
   const TensorView q = view_of("query", query);

@@ -20,7 +20,7 @@ struct EncodingGradTensors {
   FASTATTN_TENSORS(grad_out, tokens, factors)  // [R, B, G, N, D]
 };
 
-// What a call has beside the arguments of its kernel, and the copies that they point to.
+// The part of a call that is not a kernel argument, and the copies that own kernel arguments.
 struct EncodingCall {
   bool has_temporal = false;  // of the options of the backward pass
   // R and G, if weight or grad_out has them.
@@ -68,7 +68,7 @@ inline void read_encoding(EncodeMemoryParams& p, EncodingCall& call, py::handle 
   if (given.rank >= 3) call.tables = p.G;
 }
 
-// The same of the backward pass.
+// Fills everything but the results of the backward pass.
 inline void read_encoding_gradient(EncodeMemoryParams& p, EncodingCall& call, py::handle options,
                                    const EncodingGradTensors& from) {
   const Named record(options);

@@ -1,5 +1,5 @@
-// Functions of Python as a backend has them: the tensors of a primitive in the order of its operator,
-// then its options by name. pybind11's own functions take as long as a small kernel.
+// Python functions of a backend: the tensors of a primitive in the order of its operator, then its
+// options by keyword. A function defined by pybind11 alone takes as long as a small kernel.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,7 +13,7 @@
 
 #include "operands.h"
 
-// Declares the tensors of a call, in the order of its operator. One that is left out is None.
+// Declares the tensors of a call, in the order of its operator. An omitted tensor is None.
 #define FASTATTN_TENSORS(...)     \
   ::pybind11::handle __VA_ARGS__; \
   static constexpr const char* kNames = #__VA_ARGS__;
@@ -22,20 +22,21 @@ namespace fastattn {
 
 inline py::none none() { return {}; }
 
-// What a function is called with: the names of all tensors of the primitive, null for those at the end
-// that it does not take, then the names of what is passed by name alone.
+// The parameters of a function: the names of all tensors of the primitive, null for trailing
+// tensors that the function does not take, then the names of the keyword-only arguments.
 struct Parameters {
   std::string function;
   size_t taken;  // tensors
   std::vector<PyObject*> names;
 
-  // `values` gets one for each name; None for those that are left out.
+  // Fills `values`, one for each name; None for omitted arguments.
   void place(PyObject* const* given, Py_ssize_t count, PyObject* named, PyObject** values) const;
 };
 
 using NativeCall = PyObject* (*)(PyObject* self, PyObject* const* given, Py_ssize_t count,
                                  PyObject* named);
-// `named`: such as "options, keeps=False". The function's self is a capsule of its parameters.
+// `named`: the keyword-only arguments, such as "options, keeps=False". The function's self is a
+// capsule of its parameters.
 void define(py::module_& m, const char* name, const char* tensors, size_t taken, const char* named,
             NativeCall call);
 void raise_caught();  // in a handler: the C++ exception as one of Python
@@ -50,7 +51,7 @@ T converted(PyObject* value) {
     return T(value);
 }
 
-// `f` as a function that Python calls: f(tensors, what is passed by name...).
+// `f` as a Python function: f(tensors, keyword-only arguments...).
 template <auto f>
 struct Bound;
 

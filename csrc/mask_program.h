@@ -1,6 +1,5 @@
-// Reads a mask program, and checks that none of its steps points outside. The host does it for the
-// CPU's kernels. For those of CUDA a kernel does, because the program is in the GPU's memory, and
-// the host would have to wait for it.
+// Reads a mask program, and checks that none of its steps points outside. On a GPU a kernel does
+// it, because the program is in the GPU's memory, and the host would have to wait for it.
 //
 // fastattn/backends/_mask_program.py writes it: the number of steps, seven integers for each, then
 // the data of the leaves in their order.
@@ -45,7 +44,7 @@ class MaskProgramReader {
     return static_cast<int>(count);
   }
 
-  // What is not valid, null if the program is.
+  // The invalid part of the program, null if the program is valid.
   FASTATTN_BOTH const char* wrong() const { return wrong_; }
 
  private:

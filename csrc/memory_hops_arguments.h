@@ -9,14 +9,16 @@
 
 namespace fastattn {
 
-// The dimensions of three or of another number, as permuted() takes them; no data if there is no tensor.
+// Permutes a tensor by `three` if it has three dimensions, else by `others`, see permuted(); an
+// absent tensor stays without data.
 inline Tensor4 placed(const TensorView& x, const char* three, const char* others) {
   if (x.rank == 0) return {};
   return operand_of(permuted("an operand", x, x.rank == 3 ? three : others));
 }
 
-// Memories [B, N, D], the same in every hop, or [B, K, N, D], one a hop, with contiguous columns.
-// Without `out`, it is the next memory of a stack, or `in` itself. p has the sizes and the dtype.
+// Memories [B, N, D], the same in every hop, or [B, K, N, D], one per hop, with contiguous columns.
+// Without `out`, the output memory is the next memory of a stack, or `in` itself. p already has the
+// sizes and the dtype.
 inline void place_memories(const TensorView& in, const TensorView* out, MemoryHopsParams& p) {
   p.in_memory = placed(in, "0.12", "0123");
   p.in_slots = in.rank == 4 ? p.K : 1;
@@ -36,17 +38,17 @@ inline void place_memories(const TensorView& in, const TensorView* out, MemoryHo
 }
 
 struct HopTensors {
-  // Those from out_memory on may be None.
+  // out_memory and all tensors after it may be None.
   FASTATTN_TENSORS(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
 };
 
 struct HopGradTensors {
-  // On the CPU `kept` is what the forward pass kept, or None.
+  // On the CPU, `kept` holds the weights that the forward pass kept, or None.
   FASTATTN_TENSORS(grad_out, grad_weights, query, in_memory, out_memory, hop_proj, memory_mask,
                    memory_bias, trace, stats, kept)
 };
 
-// What a call has beside the arguments of its kernel, and the copies that they point to.
+// The part of a call that is not a kernel argument, and the copies that own kernel arguments.
 struct HopCall {
   int64_t queries = kLeftOut;  // Q, if query has it
   bool is_one_memory = false;  // both memories have one entry
@@ -74,8 +76,8 @@ inline void read_projection(py::handle from, MemoryHopsParams& p, py::object* co
   if (x.rank == 3) p.proj_slots = p.K;
 }
 
-// A mask or a bias [N], [B, N], [B, Q, N] (of a query without Q: [B, K, N]) or [B, Q, K, N]; any size may
-// be 1 instead.
+// A mask or a bias [N], [B, N], [B, Q, N] (for a query without Q: [B, K, N]) or [B, Q, K, N]; any
+// size may be 1 instead.
 inline DType read_per_hop(const char* name, py::handle from, std::initializer_list<DType> allowed,
                           const MemoryHopsParams& p, const HopCall& call, Tensor4* to) {
   if (from.is_none()) return p.dtype;
@@ -155,8 +157,9 @@ inline void read_hop_gradients(MemoryHopsParams& p, HopCall& call, py::handle op
                             "0.12", "0123");
 }
 
-// The gradients of query, in_memory, out_memory and hop_proj, new, None where `needed` does not ask for
-// them, and None for memory_bias. `new_memory(n, memory, data)` makes the gradient of a memory.
+// Allocates the gradients of query, in_memory, out_memory and hop_proj where `needed` asks for
+// them; the others, and memory_bias, are None. `new_memory(n, memory, data)` allocates the gradient
+// of a memory.
 template <class New>
 py::tuple new_hop_gradients(MemoryHopsParams& p, const HopCall& call, const HopGradTensors& of,
                             New new_memory) {
@@ -177,12 +180,13 @@ inline void zero_without_queries(const MemoryHopsParams& p, py::handle results) 
     if (!x.is_none()) x.attr("zero_")();
 }
 
-// -- Hopfield retrieval: hops without the old state, u' = o ------------------------------------------
+// -- Hopfield retrieval: hops without the old state, u' = o
+// ------------------------------------------
 
-// G groups are B, or B H, and the patterns of a group are its own.
+// G groups are B, or B H; each group has its own patterns.
 struct Patterns {
-  // [G, Q, D] or [B, H, Q, D]; [G, N, D] or [B, H, N, D]; as stored, or None: stored; two of [G|1, Q|1,
-  // N|1] or None
+  // [G, Q, D] or [B, H, Q, D]; [G, N, D] or [B, H, N, D]; as stored, or None: stored; two of [G|1,
+  // Q|1, N|1] or None
   FASTATTN_TENSORS(state, stored, keys, mask, bias)
 };
 
@@ -194,19 +198,19 @@ struct StepGradTensors {
   FASTATTN_TENSORS(grad_xi, state, stored, keys, mask, bias, taken, trace, stats)
 };
 
-// What a call has beside the arguments of its kernel, and the copies that they point to.
+// The part of a call that is not a kernel argument, and the copies that own kernel arguments.
 struct RetrievalCall {
   int64_t steps_max = 0;
   py::object copies[3];  // of state, stored and keys
 
-  // The nth of state, stored and keys: its copy where there is one, whose memory order is that of results.
+  // The nth of state, stored and keys, or its copy; results get the memory order of this tensor.
   py::handle read(int n, py::handle given) const {
     return copies[n] ? py::handle(copies[n]) : given;
   }
 };
 
-// Three dimensions, of which four dimensions' first two are one: of a copy, which `copy` owns, if no
-// stride steps through both, or if columns that have to be contiguous are not.
+// A view with three dimensions; the first two of four dimensions are merged. It views `copy` if no
+// stride steps through both, or if columns must be contiguous and are not.
 inline TensorView read_groups(const char* name, py::handle from, bool needs_rows,
                               py::object* copy) {
   TensorView x = view_of(name, from);
@@ -239,7 +243,7 @@ void read_step_biases(MemoryHopsParams& p, const Tensors& from) {
   }
 }
 
-// A search, or steps of it again; fills everything but the number of steps.
+// Reads the arguments of a search, or of repeated steps; fills all but the number of steps.
 template <class Tensors>
 void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle options,
                     const Tensors& from, bool search) {
@@ -274,7 +278,7 @@ void read_retrieval(MemoryHopsParams& p, RetrievalCall& call, py::handle options
 
 constexpr int64_t kOfStored = 2, kOfKeys = 4, kOfBias = 8;  // bits of `needed`
 
-// The gradients of state, stored and keys, new. Both memories, if `needed` asks for one of them.
+// Allocates the gradients of state, stored and keys: of both memories, if `needed` asks for one.
 inline py::tuple new_step_gradients(MemoryHopsParams& p, const RetrievalCall& call,
                                     const StepGradTensors& of, int64_t needed) {
   const bool has_keys = !of.keys.is_none();
@@ -287,8 +291,8 @@ inline py::tuple new_step_gradients(MemoryHopsParams& p, const RetrievalCall& ca
   return made;
 }
 
-// The same without those that `needed` does not ask for, and that of the bias: the sum of `scores`
-// [G, Q, K, N], of all steps.
+// Drops the gradients that `needed` does not ask for, and adds the gradient of the bias: the sum of
+// `scores` [G, Q, K, N] over all steps.
 inline py::tuple step_gradients_of(const StepGradTensors& x, py::tuple& made,
                                    const py::object& scores, int64_t needed) {
   if ((needed & kOfStored) == 0) made[1] = none();

@@ -1,4 +1,5 @@
-// Reading states of attention that are merged, and making the results, for the bindings of both modules.
+// Reading states of attention to merge, and allocating the results, for the bindings of both
+// modules.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -17,7 +18,8 @@ struct StateGradTensors {
   FASTATTN_TENSORS(grad_out, grad_lse, out_a, lse_a, out_b, lse_b)
 };
 
-// Outputs [..., L, D] of at most four dimensions, and lse [..., L], as [B, H, L, D] and [B, H, L, -].
+// Outputs [..., L, D] of at most four dimensions, and lse [..., L], as [B, H, L, D] and [B, H, L,
+// -].
 inline Tensor4 read_output(const MergeStatesParams& p, const char* name, py::handle from) {
   const TensorView x = filled(name, view_of(name, from));
   expect_sizes(name, x, p.dtype, {p.B, p.H, p.L, p.D});
@@ -61,13 +63,13 @@ inline py::object new_lse(py::handle like, Tensor4* to) {
   return result;
 }
 
-// (out, lse), new.
+// Allocates (out, lse).
 inline py::tuple new_states(MergeStatesParams& p, const StateTensors& of) {
   const py::object out = new_output(of.out_a, &p.out), lse = new_lse(of.lse_a, &p.lse);
   return py::make_tuple(out, lse);
 }
 
-// The gradients of the four tensors, new. A result may have no gradient: None.
+// Allocates the gradients of the four tensors. A result may have no gradient: None.
 inline py::tuple new_state_gradients(MergeStatesParams& p, const StateGradTensors& from) {
   if (!from.grad_out.is_none()) p.grad_out = read_output(p, "grad_out", from.grad_out);
   if (!from.grad_lse.is_none()) p.grad_lse = read_lse(p, "grad_lse", from.grad_lse);

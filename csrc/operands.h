@@ -1,5 +1,5 @@
-// The operands of a native call: each tensor is read once and checked against the sizes that the call
-// promises for it, so that no kernel reads or writes outside. Errors name the tensor.
+// The operands of a native call: each tensor is read once and checked against the expected sizes,
+// so that no kernel reads or writes outside. Errors name the tensor.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -25,13 +25,13 @@ inline void expect(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// The same for a text that is made for the error alone: a small call would notice it.
+// Takes a function that builds the text: building it without an error would slow small calls down.
 template <class Text, class = decltype(std::declval<Text>()())>
 void expect(bool holds, const Text& what) {
   if (!holds) throw std::invalid_argument(what());
 }
 
-// Kernels divide by both.
+// Expects that `of` is positive and divides `number`: kernels divide by both.
 inline void expect_multiple(int64_t of, int64_t number, const char* name) {
   if (of > 0 && number % of == 0) return;
   throw std::invalid_argument(std::string(name) + " must be positive and divide " +
@@ -56,17 +56,18 @@ void expect_dtype(const char* name, const TensorView& view, std::initializer_lis
 void expect_sizes(const char* name, const TensorView& view, DType dtype, const Sizes& sizes);
 
 TensorView read_sizes(const char* name, py::handle from, DType dtype, const Sizes& sizes);
-// The same; of None, a view without data, whose strides are 0.
+// read_sizes(), or for None a view without data, whose strides are 0.
 TensorView read_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes);
 
-// The dimensions of a tensor in this order, such as "0.12"; a dot adds one of size 1, with stride 0.
+// The dimensions of a tensor in this order, such as "0.12"; a dot adds a dimension of size 1 and
+// stride 0.
 TensorView permuted(const char* name, const TensorView& view, const char* order);
 
-// Four dimensions: those that are missing at the front have size 1 and stride 0.
+// Four dimensions: missing leading dimensions have size 1 and stride 0.
 TensorView filled(const char* name, const TensorView& view);
 
-// A tensor that broadcasts to these sizes, aligned at the last dimension; where it does, its stride is 0.
-// Writes as many strides as there are sizes.
+// A tensor that broadcasts to these sizes, aligned at the last dimension. Writes one stride per
+// size, 0 where it broadcasts.
 TensorView read_broadcast(const char* name, py::handle from, const Sizes& sizes, int64_t* strides);
 void expect_broadcast(const char* name, const TensorView& view, const Sizes& sizes,
                       int64_t* strides);
@@ -77,23 +78,23 @@ const int32_t* read_words(const char* name, py::handle from, int64_t* count);
 // The random key of dropout, from a tensor with one integer; 0 for None.
 uint64_t read_seed(py::handle from);
 
-// What the calls ask Python: new_rows(like, width) makes a result where torch.empty_like() does not keep
-// its columns together, and summed_to(tensor, gradient) makes the gradient of an expanded tensor that of
-// the tensor (fastattn/backends/_alloc.py); may_round() tells whether products of float32 may round
-// their factors to 16 bits.
+// Sets the Python functions that calls use: new_rows(like, width) makes a result where
+// torch.empty_like() would not keep its columns contiguous, summed_to(tensor, gradient) reduces the
+// gradient of an expanded tensor (fastattn/backends/_alloc.py), and may_round() tells whether
+// products of float32 may round their factors to 16 bits.
 void use_rules(const py::object& new_rows, const py::object& summed_to,
                const py::object& may_round);
 bool may_round();
 
-// A tensor of these sizes, without gaps and in this dtype; `kept` owns a copy where it is another one.
-// Converts to floating dtypes only.
+// A contiguous tensor of these sizes and this dtype; `kept` owns a copy if one is needed. Converts
+// to floating dtypes only.
 void* read_flat(const char* name, py::handle from, DType dtype, const Sizes& sizes,
                 py::object* kept);
-// The same; a null pointer for None.
+// read_flat(), or null for None.
 void* read_flat_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes,
                          py::object* kept);
-// A tensor whose columns are together; `kept` owns a copy where they are not. Of a batch that shares one
-// entry, only that entry is copied.
+// A tensor with contiguous columns; `kept` owns a copy if one is needed. For a batch that shares
+// one entry, only that entry is copied.
 TensorView with_rows(const char* name, py::handle from, py::object* kept);
 
 // A new tensor with rows of `width` columns, otherwise like `like`.
@@ -102,18 +103,18 @@ py::object new_rows(py::handle like, int64_t width, TensorView* to);
 // A new tensor of these sizes, contiguous and filled with zeros.
 py::object new_zeros(DType dtype, const Sizes& sizes, void** data);
 
-// A gradient in the sizes and the dtype of its tensor, of which the kernel took an expanded or a wider
-// one.
+// Reduces and converts a gradient to the sizes and the dtype of its tensor, which the kernel read
+// expanded or widened.
 py::object gradient_of(py::handle tensor, const py::object& made);
 
-// So many results, None until they are made.
+// A tuple of `count` results, None until they are set.
 inline py::tuple no_results(size_t count) {
   py::tuple made(count);
   for (size_t n = 0; n < count; ++n) made[n] = py::none();
   return made;
 }
 
-// Runs f while other threads of Python may run.
+// Runs f with the GIL released.
 template <class F>
 auto without_gil(F f) {
   py::gil_scoped_release release;

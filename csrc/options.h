@@ -1,7 +1,8 @@
-// Reads the records of options of fastattn/backends/primitives.py, by the names of their attributes.
+// Reads the records of options of fastattn/backends/primitives.py, by the names of their
+// attributes.
 //
-// A reader lists the names beside the members that they fill: for attention below, for the other
-// operators beside their tensors. To add an option, extend its struct in params.h and its reader.
+// A reader lists the names with the members that they fill: for attention below, for the other
+// operators next to their tensors. To add an option, extend its struct in params.h and its reader.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -57,7 +58,7 @@ class Named {
     fill(interned<member>(name), [&](PyObject* value) { return convert(value, to.*member); });
   }
 
-  // An attribute that may be None: a bool tells whether it has a value.
+  // An attribute that may be None: the member `given` tells whether it has a value.
   template <auto given, auto member, class Struct>
   void read(const char* name, Struct& to) const {
     fill(interned<member>(name), [&](PyObject* value) {
@@ -96,7 +97,7 @@ class Named {
     });
   }
 
-  // One attribute, of calls that are not short.
+  // Reads one attribute by name, for calls where the look-up does not matter.
   template <class T>
   T read(const char* name) const {
     T value;
@@ -131,7 +132,7 @@ class Named {
   PyObject* from_;
 };
 
-// What every kind of attention has; decoding has no other options.
+// The options of every kind of attention; decoding has no other options.
 inline void read_score_options(const Named& from, AttentionOptions& to) {
   using O = AttentionOptions;
   from.read<&O::scale>("scale", to);

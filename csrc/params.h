@@ -13,8 +13,8 @@ enum class DType : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, boolean = 4 };
 
 enum class Weights : int { none = 0, per_head = 1, averaged = 2 };
 
-// No index in memory is as large. A position is at most so far from 0, and a limit of twice the size
-// limits nothing: the sum of both and an index fits 64 bits.
+// Larger than any index in memory. Positions are at most this far from 0, and a limit of twice this
+// value has no effect; the sum of both and an index fits 64 bits.
 constexpr int64_t kFarthest = int64_t(1) << 60;
 
 // A 4-D operand. Strides count elements and may be 0 (broadcast) or negative.
@@ -23,9 +23,9 @@ struct Tensor4 {
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
-// A mask program says which pairs are visible: leaves and operators in postfix order. Where a tensor
-// has fewer batch entries or heads than the call, they repeat. Queries are padded to Lq', keys to
-// Lk', multiples of kMaskPadding.
+// A mask program says which pairs are visible: leaves and operators in postfix order. Where a
+// tensor has fewer batch entries or heads than the call, they repeat. Queries are padded to Lq',
+// keys to Lk', multiples of kMaskPadding.
 enum class MaskKind : int {
   all_of = 0,    // the two operands before it, both
   any_of = 1,    // at least one of them
@@ -100,7 +100,8 @@ struct AttentionParams : AttentionOptions {
   Tensor4 row_bias;     // [B, Hq, Lq, height] acc
   Tensor4 column_bias;  // [B, Hq, Lq, width] acc
   int64_t image_height, image_width;
-  // Terms of the products, before their scale: a_i . R[b(d)] + P[b(-d)] . k_j with d = i + offset - j.
+  // Terms of the products, before their scale: a_i . R[b(d)] + P[b(-d)] . k_j with
+  // d = i + offset - j.
   Tensor4 position_query;           // a: [B, Hq, Lq, D], null without R
   Tensor4 query_table;              // R: [B, Hq, buckets, D], null = no such term
   Tensor4 key_table;                // P: the same
@@ -120,7 +121,7 @@ struct AttentionParams : AttentionOptions {
   Tensor4
       grad_mask;  // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
-  bool partial;   // out and lse are those of more keys; without sinks and grad_weights
+  bool partial;   // out and lse are of more keys than k; without sinks and grad_weights
   bool float8;    // of quantised caches (k_scales): e4m3, not int8
   double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
   void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
@@ -134,7 +135,7 @@ struct AttentionParams : AttentionOptions {
   // f32 [B, Hkv, Lk]. Null: k and v are of dtype. Else they are int8 or e4m3, times the scale of
   // their row, and dtype is f32.
   Tensor4 k_scales, v_scales;
-  int* wrong_scales;  // becomes 1 where one is not positive and finite
+  int* wrong_scales;  // set to 1 if a scale is not positive and finite
   bool sixteen_bits;  // of a quantised cache: the caller's queries are, and it rounds out to them
 };
 
@@ -150,8 +151,8 @@ struct Sequence : AttentionParams {
   int64_t page_size;     // batch entry pages[j / page_size] of k and v
 };
 
-// The columns of a row of a cache that decoding on vectors reads in place: those of a latent head
-// with its rotated columns.
+// The most columns of a cache row that decoding on vectors reads in place: a latent head with its
+// rotated columns.
 constexpr int64_t kWidestCached = 576;
 
 // Sequences of different lengths: packed one after the other, or each a part of a cache.
@@ -210,8 +211,8 @@ struct GatherParams : CachePlaces {
   void* values;  // [B, Hkv, N, Dv], contiguous
 };
 
-// New rows of keys and values into a cache; lengths are those with them. With tables of angles the keys are rotated, and so are
-// the queries of the last Lq of the L new tokens.
+// Appends rows of keys and values to a cache; the lengths include the new rows. With tables of
+// angles the keys are rotated, and so are the queries, of the last Lq of the L new tokens.
 struct AppendParams : AppendOptions, CachePlaces {
   DType dtype;  // of all but the tables
   int threads;
@@ -239,7 +240,7 @@ struct AppendParams : AppendOptions, CachePlaces {
   const int64_t* positions;  // [B, L] of the new tokens, each a row of the tables
 };
 
-// What appending to a quantised cache may find; nothing is written then.
+// Why appending to a quantised cache fails; nothing is written then.
 enum class AppendFault : int {
   none = 0,
   key = 1,    // is not finite
@@ -381,7 +382,7 @@ struct MemoryHopsParams : MemoryHopOptions {
   void* grad_query;             // [B, Q, D]
   void* grad_in;                // [B or 1, in_slots, N, D]; all of a stack
   void* grad_out_memory;        // [B or 1, out_slots, N, D]; null for a stack or the same rows
-  int64_t in_slots, out_slots;  // 1, or one a hop, or K + 1 for a stack
+  int64_t in_slots, out_slots;  // 1, or one per hop, or K + 1 for a stack
   void* grad_proj;              // [proj_slots, D, D]
   void* grad_states;            // [B, Q, K, D] acc: of H u + o, needed for grad_proj
   int64_t proj_slots;
@@ -392,13 +393,13 @@ struct MemoryHopsParams : MemoryHopOptions {
   bool crowded;      // many queries per memory, whatever Q is
   bool search;       // search for the convergence step; else repeat `taken` steps
   bool resume;       // of a search: continue from the trace
-  bool keep;         // of a search in one call where each query stops alone: keep all states
+  bool keep;         // of a search in one call where queries stop separately: keep all states
   int64_t together;  // this many consecutive queries stop together; divides Q
   double eps;        // a step of at most this length is the last
   int64_t* taken;    // [B, Q]: steps taken; during a search, minus the steps so far
   double* moved;     // [B, Q, 2]: |u' - u|^2 and |u'|^2, of a search where several stop together
-  // The trace is u_1 ... u_K+1 [B, Q, K + 1, D]. During a search that keeps them not it is the last
-  // two states [B, Q, 2, D], with stats [B, Q, 1, 2].
+  // The trace is u_1 ... u_K+1 [B, Q, K + 1, D]. A search without `keep` has only the last two
+  // states [B, Q, 2, D], with stats [B, Q, 1, 2].
 };
 
 struct EncodeMemoryOptions {
@@ -407,7 +408,7 @@ struct EncodeMemoryOptions {
 };
 
 // out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each;
-// 0 for a sentence of padding alone. "acc" is f32, or f64 for f64.
+// 0 for a sentence of only padding. "acc" is f32, or f64 for f64.
 struct EncodeMemoryParams : EncodeMemoryOptions {
   DType dtype;  // of weight, temporal, out and grad; f32, f64, bf16 or f16
   int threads;
@@ -437,10 +438,10 @@ struct LocalOptions {
   bool bell = false;  // z is the bell curve, else 1
 };
 
-// Local attention: query i reads the keys j within `reach` of its position p_i that are no padding.
+// Local attention: query i reads the keys j within `reach` of its position p_i, without padding.
 //   w = softmax(q . k),  z_j = exp(-2 ((j - p_i) / D)^2),  out = sum_j w_j z_j factor_j v_j
-// A window is the W keys from max(0, ceil(p_i - D)) on. "acc" is f32, or f64 for f64. Arrays without a
-// stride are contiguous.
+// A window is the W keys from max(0, ceil(p_i - D)) on. "acc" is f32, or f64 for f64. Arrays
+// without a stride are contiguous.
 struct LocalParams : LocalOptions {
   DType dtype;  // of query, key, value, out and their gradients; f32, f64, bf16 or f16
   int threads;
@@ -466,7 +467,7 @@ struct LocalParams : LocalOptions {
   void* coefficients;        // [2, B, Lq, W] acc: the factors of each key and value
 };
 
-// Two states of attention made one, forward and backward; a, b: those of two disjoint sets of keys.
+// Merges two states of attention, a and b, of disjoint sets of keys, forward and backward.
 //   lse = log(e^lse_a + e^lse_b),  out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
 // An lse of -inf is an empty state, whose output is not read and whose gradients are 0.
 struct MergeStatesParams {

@@ -15,7 +15,7 @@ struct EncodedTensors {
   FASTATTN_TENSORS(x, positions)
 };
 
-// The offset is the one of the options, unless another one is given.
+// `offset` overrides the offset of the options unless it is None.
 inline void read_sinusoidal_options(py::handle options, py::handle offset, SinusoidalParams& p) {
   using O = SinusoidalOptions;
   struct {
@@ -52,8 +52,8 @@ inline void read_columns(py::handle columns, SinusoidalParams& p) {
   p.pair_frequency = read(2, 0, (p.D + 1) / 2);
 }
 
-// Fills everything but the threads. The result: `out`, a dense tensor of x's sizes and dtype, or a new one
-// for None.
+// Fills everything but the threads. Returns `out`, a dense tensor of x's sizes and dtype, or a new
+// tensor for None.
 inline py::object read_encoding(SinusoidalParams& p, const EncodedTensors& from, py::handle options,
                                 py::handle columns, py::handle offset, py::handle out) {
   read_sinusoidal_options(options, offset, p);

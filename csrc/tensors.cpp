@@ -14,8 +14,8 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// A tensor as DLPack describes it: https://dmlc.github.io/dlpack/latest/c_api.html. `shape` and
-// `strides` are those of the tensor itself, and live as long as it does.
+// A tensor as DLPack describes it: https://dmlc.github.io/dlpack/latest/c_api.html. The tensor owns
+// `shape` and `strides`.
 struct Record {
   void* data;
   int32_t device_type, device_index;
@@ -27,11 +27,11 @@ struct Record {
   uint64_t byte_offset;
 };
 
-// The parts of DLPack's table that are used here, in their places.
+// The used entries of DLPack's table, at their offsets.
 struct Exchange {
   uint32_t major, minor;
   void* previous;
-  // All return 0, or another number and an error: of Python, or for the first passed to `fail`.
+  // All return 0, or another number and set an error: in Python, or through `fail` for the first.
   int (*allocate)(const Record* like, void** managed, void* context,
                   void (*fail)(void* context, const char* kind, const char* message));
   int (*to_managed)(void* tensor, void** managed);
@@ -76,7 +76,7 @@ PyObject* attribute(const py::handle& of, const char* name) {
   return py::object(of.attr(name)).release().ptr();
 }
 
-// Whether an attribute or a method without arguments of a tensor is true; an error counts as true.
+// Whether the value of an attribute or method is true; an error counts as true.
 bool is_true(PyObject* value) {
   const bool yes = value != Py_False;
   if (value == nullptr) PyErr_Clear();
@@ -145,7 +145,7 @@ int64_t elements(const TensorView& x) {
   return count;
 }
 
-// f(first, others by their names).
+// Calls f(first, keyword arguments).
 template <int N>
 py::object call_named(PyObject* f, PyObject* const (&arguments)[N], PyObject* names) {
   auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(f, arguments, 1, names));
@@ -338,7 +338,7 @@ py::object new_result(DType dtype, const Sizes& sizes, void** data) {
   py::tuple shape(static_cast<size_t>(sizes.rank));
   size_t place = 0;
   for (const int64_t size : sizes) shape[place++] = size;
-  // With the device: torch.set_default_device() may have made another one the default.
+  // Names the device, because torch.set_default_device() may have set another default.
   PyObject* const arguments[] = {shape.ptr(), found.dtypes[static_cast<int>(dtype)], found.device};
   py::object made = call_named(found.empty, arguments, found.of_dtype_and_device);
   const TensorView view = view_of("a new tensor", made);

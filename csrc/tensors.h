@@ -1,7 +1,7 @@
 // Reads PyTorch's tensors and makes new ones without its headers, so that one build serves every
-// version. Newer versions have DLPack's exchange interface, a table of functions: one of them gives the
-// address, sizes and strides in less time than Python takes for one of the three. For others, the
-// tensor's own methods are called. Each module reads the tensors of one kind of device.
+// version. Newer versions have DLPack's exchange interface, a table of functions: one of them
+// returns the address, sizes and strides faster than Python returns one of the three. With older
+// versions, the tensor's methods are called. Each module reads the tensors of one kind of device.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,9 +13,9 @@
 
 namespace fastattn {
 
-// Of tensors that are read, but that no kernel computes with: indices and random keys.
+// The dtypes of tensors that no kernel computes with: indices and random keys.
 constexpr DType kInt32{5}, kInt64{6};
-// Of quantised caches; the second is torch.float8_e4m3fn.
+// The dtypes of quantised caches; the second is torch.float8_e4m3fn.
 constexpr DType kInt8{7}, kFloat8{8};
 
 // The sizes of a tensor of at most five dimensions. `kLeftOut` stands for a dimension it lacks.
@@ -46,27 +46,28 @@ struct TensorView {
   Sizes sizes() const { return {size, rank}; }
   bool has_sizes(const Sizes& sizes) const;
   bool is_contiguous() const;
-  bool has_strides_of_empty() const;  // those of torch.empty(), of dimensions of size 1 too
+  bool has_strides_of_empty() const;  // as torch.empty(), even for dimensions of size 1
 };
 
-// Reads tensors of this module, `torch`, from here on, that are on the CPU or on GPUs: `device` is "cpu"
-// or "cuda". `interface` is a capsule of the exchange interface, or None; one of another major version is
-// not used. Returns whether one is.
+// Sets the module `torch` whose tensors are read from here on, and their `device`, "cpu" or "cuda".
+// `interface` is a capsule of the exchange interface, or None; another major version of it is
+// ignored. Returns whether it is used.
 bool use_torch(const pybind11::module_& torch, const pybind11::object& interface,
                const char* device);
 bool on_cpu();
 const char* name_of(DType dtype);  // in torch
-// The GPU whose tensors this thread reads from here on; the caller made it PyTorch's current device, so
-// that new tensors are there. The CPU has the number 0.
+// Sets the GPU whose tensors this thread reads from here on; the caller has made it PyTorch's
+// current device, so that new tensors are there. The CPU has the number 0.
 void use_device(int index);
 
-// Whether `from` is a tensor (no subclass but torch.nn.Parameter) in the memory of the device, of at most
-// four dimensions and a dtype that the core reads. Not if its address is below 4 GiB, which may be
-// the offset of a view whose storage was freed, unless it is empty. Sets no error.
+// Whether `from` is a tensor (no subclass but torch.nn.Parameter) in the memory of the device, of
+// at most four dimensions and a dtype that the core reads. False for an address below 4 GiB, which
+// may be the offset of a view whose storage was freed, unless the tensor is empty. Sets no error.
 bool read_exact(pybind11::handle from, TensorView* to);
-// The same for a tensor of any subclass, and of five dimensions too. Otherwise the error names the tensor.
+// As read_exact(), but accepts any subclass and five dimensions; throws an error that names the
+// tensor.
 TensorView view_of(const char* name, pybind11::handle from);
-// Four dimensions: those that are missing at the front have stride 0.
+// Four dimensions: missing leading dimensions have stride 0.
 Tensor4 operand_of(const TensorView& view);
 bool is_negated(pybind11::handle tensor);  // lazily, which DLPack does not tell
 bool requires_gradient(pybind11::handle tensor);
@@ -78,14 +79,14 @@ int threads();  // torch.get_num_threads()
 
 // tensor.contiguous()
 pybind11::object contiguous(pybind11::handle tensor);
-// torch.empty_like(tensor), and where it is.
+// torch.empty_like(tensor), and its view.
 pybind11::object new_like(pybind11::handle tensor, TensorView* to);
-// The same, contiguous, with the strides of torch.empty(tensor.shape).
+// A contiguous new_like(), with the strides of torch.empty(tensor.shape).
 pybind11::object new_contiguous_like(pybind11::handle tensor, void** data);
 // torch.empty(sizes, dtype=dtype) on the device, and its address.
 pybind11::object new_result(DType dtype, const Sizes& sizes, void** data);
-// The same of float32, float64 or int64, in two thirds of the time where there is the interface for the
-// CPU, but PyTorch cannot resize it.
+// new_result() for float32, float64 or int64, faster where the exchange interface exists for the
+// CPU; PyTorch cannot resize such a tensor.
 pybind11::object new_buffer(DType dtype, const Sizes& sizes, void** data);
 
 template <class T>

@@ -7,7 +7,7 @@ from fastattn import bias, compat, masks  # noqa: F401  (compat rejects a PyTorc
 from fastattn._version import __version__
 from fastattn.dispatch import FallbackWarning, use_backend
 
-# All operators at once, because a saved graph may call any of torch.ops.fastattn.
+# Import all operators: a saved graph may call any operator of torch.ops.fastattn.
 from fastattn.ops import (
     additive_attention,
     attention_stats,
@@ -68,7 +68,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-# What no operator needs is imported on first use: subpackages, and names by their module.
+# Imported on first use, because no operator needs them: subpackages, and names by their module.
 _SUBPACKAGES = frozenset({"bench", "distributed", "integrations", "nn", "plot"})
 _MODULE_OF = {
     "MultiheadAttention": "fastattn.nn",

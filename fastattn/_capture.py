@@ -32,18 +32,18 @@ _REQUESTS: tuple[dict[str, bool], ...] = (
 def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the attention weights of every attention layer that runs within the block.
 
-    An attention layer is a ``torch.nn.MultiheadAttention`` (stock, replaced or ours); any module
-    whose ``forward`` takes ``need_weights`` or ``return_attention_scores`` and then returns a tuple
-    with the weights last, as all attention modules of :mod:`fastattn.nn` do; and any other module
-    that calls ``torch.nn.functional.scaled_dot_product_attention``, as those of timm do, and that
-    none of the former is a part of. Methods of a module other than its call are not seen, but the
-    modules that they call are.
+    An attention layer is a ``torch.nn.MultiheadAttention`` (stock, replaced or fastattn's); any
+    module whose ``forward`` takes ``need_weights`` or ``return_attention_scores`` and then returns
+    a tuple with the weights last, as all attention modules of :mod:`fastattn.nn` do; and any other
+    module that calls ``torch.nn.functional.scaled_dot_product_attention``, as timm's modules do,
+    and that contains none of the former. Of a module's methods, only its call is recorded, but the
+    modules that other methods call are recorded, too.
 
     The results of the model stay bitwise the same. A layer whose weights the model itself does not
-    request runs a second time for them, without gradient and with the same random numbers, so the
-    weights are those of this call after dropout. Of PyTorch's function they are those before
-    dropout, and only this call is computed again. This costs time and memory. The model is restored
-    when the block ends. Two things differ inside the block: a *stock*
+    request runs a second time for them, without gradient and with the same random numbers, so they
+    are the weights of this call after dropout. For a call of PyTorch's function they are the
+    weights before dropout, and only that call is computed again. This costs time and memory. The
+    model is restored when the block ends. Two things differ inside the block: a *stock*
     ``torch.nn.TransformerEncoderLayer`` calls its attention instead of its fast path, which agrees
     with it up to rounding, and a compiled model runs uncompiled.
 
@@ -59,10 +59,10 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         are in the order of their first call.
 
     Raises:
-        TypeError: ``model`` is not a module, a layer does not return its weights as expected, or
-            there are none for a call of PyTorch's function, as of NestedTensors.
-        ValueError: it has a stock layer whose own ``forward`` does not take ``need_weights``, or no
-            attention layer, which may only be known when the block ends.
+        TypeError: ``model`` is not a module, a layer does not return its weights as expected, or a
+            call of PyTorch's function has no weights, as with NestedTensors.
+        ValueError: it has a stock layer whose own ``forward`` does not take ``need_weights``, or it
+            has no attention layer, which may only be known when the block ends.
         RuntimeError: a layer is already being captured.
 
     Examples:
@@ -179,8 +179,8 @@ class _Recorder:
 class _FunctionCalls(TorchFunctionMode):
     """Records the weights of PyTorch's function, by the module that calls it.
 
-    In effect only within those parts of a model that have no other attention layer: PyTorch leaves
-    its fast path of encoder layers where there is such a mode.
+    In effect only within the parts of a model without another attention layer: under such a mode
+    PyTorch does not take its fast path of encoder layers.
     """
 
     def __init__(self, recorder: _Recorder, model: nn.Module) -> None:
@@ -200,7 +200,7 @@ class _FunctionCalls(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def leave(self) -> None:
-        """Called at the end of the block: after an interrupt no hook has run."""
+        """Clean up at the end of the block, because no hook runs after an interrupt."""
         if self._calls.modules:
             self._calls.modules.clear()
             self.__exit__(None, None, None)
@@ -224,23 +224,23 @@ class _FunctionCalls(TorchFunctionMode):
 
 
 class _Calls(threading.local):
-    """The modules whose calls are in progress in this thread: modes are a thread's own, too."""
+    """The modules whose calls are in progress, for each thread, because modes are per thread."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
 
 
 def _modules_beside(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules of a model that contain none of these layers and are no part of one."""
+    """Yield the modules of a model that neither contain nor belong to one of these layers."""
     if layers.isdisjoint(module.modules()):
-        yield from module.modules()  # which of them is called is not known: a list is not
+        yield from module.modules()  # all: some, such as a ModuleList, are never called
     elif module not in layers:
         for child in module.children():
             yield from _modules_beside(child, layers)
 
 
 def _weights(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """Those of a call of PyTorch's function, before dropout."""
+    """The weights of a call of PyTorch's function, before dropout."""
     if len(args) > 4:
         args = (*args[:4], 0.0, *args[5:])
     else:
@@ -270,7 +270,7 @@ def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
 
 @contextlib.contextmanager
 def _called_directly(module: nn.Module) -> Iterator[None]:
-    """Keep our own class from calling `run` again."""
+    """Keep fastattn's class from calling `run` again."""
     watch = module.__dict__.get("_watch")
     if watch is None:
         yield

@@ -21,7 +21,8 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         _, controllers, group = hierarchy.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container, the path may be the host's, while the mount shows the own group only.
+        # In a container, the path may be the host's, while the mount shows only the container's
+        # group.
         path = PurePosixPath(group.lstrip("/"))
         for mount in (controllers, "cpu") if controllers else (".", "unified"):
             for folder in (path, *path.parents):
@@ -30,7 +31,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _limit(group: Path) -> float:
-    """The limit of one group, in cores; infinite if there is none."""
+    """The limit of one group, in cores; infinite without a limit."""
     try:
         quota, period = (group / "cpu.max").read_text().split()  # version 2
     except (OSError, ValueError):

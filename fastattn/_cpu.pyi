@@ -1,21 +1,22 @@
-# The native module, where it was built. The functions of primitives have the signature of a
-# backend's function: the tensors of the operator in their order, and by name the record of options,
-# whose fields are read by name; a name that is missing is a TypeError, and so is a value of another
-# type. They return new tensors, and None where there is none.
+# The native module, if it was built. The functions of primitives have the signature of a backend's
+# function: the tensors of the operator in order, and by keyword the record of options, whose fields
+# are read by name. A missing name, or a value of another type, is a TypeError. They return new
+# tensors, and None for absent results.
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-# The primitives: they have the names of their operators. By name, attention and memory hops also
-# take `only_first`: return the first result alone; memory hops and Hopfield retrieval `keeps`:
-# return what the backward pass takes as its last tensors; the encoding `columns`, `offset`, `out`.
+# The primitives, under the names of their operators. Further keyword arguments: `only_first` of
+# attention and memory hops returns only the first result; `keeps` of memory hops and Hopfield
+# retrieval also returns the last tensors of the backward pass; the encoding has `columns`,
+# `offset` and `out`.
 def __getattr__(name: str) -> Callable[..., Any]: ...
 
 append_to_cache: Callable[..., Any]
 hopfield_backward: Callable[..., Any]  # of the steps; by name also `needed`
-hopfield_steps: Callable[..., Any]  # as many as `taken` again, at most `most`; states, statistics
+hopfield_steps: Callable[..., Any]  # repeats `taken` steps, at most `most`: states, statistics
 self_attention: Callable[..., Any]  # of a small layer, or None; see csrc/cpu/bind_linear.cpp
 
 # Layers of an encoder on rows without padding, embeddings and layers of texts, and their plans:
@@ -26,7 +27,7 @@ EncoderPlan: Callable[..., Any]
 TextPlan: Callable[..., Any]
 Facts: Callable[..., Any]
 
-# Whether all are plain memory of the CPU, as fastattn.eager.runs_eagerly() demands, or None.
+# Whether each is None or has strided memory on the CPU, as fastattn.eager.runs_eagerly() demands.
 def are_plain(*tensors: Tensor | None) -> bool: ...
 
 # 64 bits that change with any bit of a dense tensor; None for another one.
@@ -50,7 +51,7 @@ def build_info() -> dict[str, Any]: ...
 # A name, then the dtypes that use another one: avx512_bf16,bfloat16=avx512
 def set_isa(spelled: str, /) -> None: ...
 
-# Without effect after set_isa, or under FASTATTN_CPU_ISA
+# Ignored after set_isa, or if FASTATTN_CPU_ISA is set
 def set_default_isa(spelled: str, /) -> None: ...
 def on_tiles(dtype: int) -> bool: ...
 def pays_on_tiles(dtype: int, queries: int, keys: int, columns: int) -> bool: ...

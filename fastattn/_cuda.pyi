@@ -1,6 +1,6 @@
-# What csrc/cuda/module.cpp and bind_*.cpp define. The functions of primitives are as those of
-# _cpu.pyi; by name they also take `place`, the device, which is PyTorch's current one, and the
-# stream. Under the emulator there are set_seed, take_launches and take_streams, too.
+# The definitions of csrc/cuda/module.cpp and bind_*.cpp. The functions of primitives are as in
+# _cpu.pyi; by keyword they also take `place`, PyTorch's current device and stream. The emulator
+# adds set_seed, take_launches and take_streams.
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

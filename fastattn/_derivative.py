@@ -1,4 +1,4 @@
-"""What follows from the declaration of a primitive: its backward operator, and rules for ``vmap``.
+"""Derives the backward operator and the rules for ``vmap`` from the declaration of a primitive.
 
 The backward operator of ``<op>`` is ``<op>_backward``, so a backward pass reaches the backends in
 the same way as a forward pass.
@@ -33,13 +33,13 @@ class Derivative:
     operator: type[Operator] | None = None  # the class of the backward operator
     fake: Callable[..., Any] | None = None
     vmap: Callable[..., Any] | None = None
-    # More results of the CPU's forward kernel, tensors or None; the backward kernel's last tensors.
+    # Extra results of the CPU's forward kernel, tensors or None: the last inputs of its backward.
     keeps: str = ""
     # The options of the backward pass that follow from the tensors of the call.
     of_call: Callable[..., Any] | None = None
 
     def flags(self) -> list[str]:
-        """The tensors of which the backward options say whether their gradients are needed."""
+        """The tensors that have a ``needs_..._grad`` flag in the backward options."""
         names = {field.name for field in fields(self.options)}
         if "needed" in names:
             return self.gives.split()
@@ -130,8 +130,8 @@ def fold_batches(
 
     The batch is the first size of the first tensor's shape. Examples run one by one if a tensor
     without a batch is mapped, or has a gradient (one for each example); if there is dropout, whose
-    draws depend on the place in the batch; and if the operator has no batch. ``derivative``: the
-    operator is the backward one.
+    draws depend on the place in the batch; and if the operator has no batch. ``derivative`` is
+    given for a backward operator.
     """
     batched = _batched(operator)
     gives = derivative.gives.split() if derivative else []
@@ -184,7 +184,7 @@ def fold_batches(
 
 
 def _batched(operator: Operator) -> list[str]:
-    """Of each tensor, whether its first size is the "whole" batch, or may be "one"; else ""."""
+    """For each tensor: "whole" if its first size is the batch, "one" if it may be 1, else ""."""
     if not operator.folds:
         return [""] * len(operator.names)
     firsts = [next(iter(operator.shape_of.get(x, "").split()), "") for x in operator.names]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import QUANTISED
 
-# The dtype of the first of these, `own`, is the dtype of all tensors that are not named below.
+# The first of these tensors decides the dtype of all tensors that are not named below.
 _LEADING = ("query", "state", "weight", "x", "out_a", "key", "grad_out")
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -58,11 +58,11 @@ _BY_NAME: dict[str, _Allowed] = {
     ),
     **dict.fromkeys("memory_bias rotary_cos rotary_sin hopfield_retrieve.bias".split(), _added),
     "attn_mask": lambda own: (torch.bool, *_added(own)),
-    # The kernels get it converted, as they need it.
+    # Converted before the kernel runs.
     "grad_lse": _any,
     "lse_a": lambda own: (torch.float32, torch.float64),
 }
-_LIKE = {"value_cache": "key_cache", "lse_b": "lse_a"}  # the dtype of another tensor than the first
+_LIKE = {"value_cache": "key_cache", "lse_b": "lse_a"}  # tensors with the dtype of another tensor
 
 
 class Dtypes:
@@ -75,7 +75,7 @@ class Dtypes:
         self._scales = names.index("key_scales") if "key_scales" in names else None
 
     def _of_each(self, names: Sequence[str]) -> Iterator[tuple[str, int, _Allowed]]:
-        """The name of each tensor, the place of the one that decides on its dtype, and the rule."""
+        """The name of each tensor, the place of the tensor that decides its dtype, and the rule."""
         of_op = self.op.removesuffix("_backward")
         for name in names:
             like = names.index(_LIKE[name]) if name in _LIKE else self._leading
@@ -83,7 +83,7 @@ class Dtypes:
             yield name, like, rule or (lambda own: (own,))
 
     def check(self, tensors: Sequence[Any]) -> None:
-        """Raise a RuntimeError if a tensor has another dtype than it must have."""
+        """Raise a RuntimeError if a tensor has the wrong dtype."""
         leading: Tensor | None = tensors[self._leading]
         if leading is None:
             return

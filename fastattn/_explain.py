@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
 def explanations(cell: Cell, device: torch.device) -> list[explanation.Explanation]:
     """Return one explanation per kernel that the cell calls; a module may call several, or none.
 
-    The library runs on tensors without memory, as under the compiler: nothing is computed. They are
-    on the CPU, because PyTorch's autograd aborts on tensors of a device that it was built without.
-    Only the tensors that the backends judge are on ``device``.
+    The library runs on fake tensors, as under the compiler: nothing is computed. They are on the
+    CPU, because PyTorch's autograd aborts on tensors of a device that it was built without. Only
+    the tensors that the backends examine are on ``device``.
     """
     found: list[explanation.Explanation] = []
 
@@ -74,7 +74,7 @@ def explanations(cell: Cell, device: torch.device) -> list[explanation.Explanati
 
 
 def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
-    """A tensor on this device with everything of ``x`` that a backend looks at."""
+    """A tensor on this device with all properties of ``x`` that a backend examines."""
     if x is None or x.device == device:
         return x
     # Not `to`, which a PyTorch that was built without this kind of device refuses.

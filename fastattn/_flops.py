@@ -1,7 +1,7 @@
-"""The arithmetic of our operators, for ``torch.utils.flop_counter.FlopCounterMode``.
+"""The arithmetic of fastattn's operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-The counter reads its table when it is created, so the formulas are in the table from the import of
-its module on. To import that module here would also import Triton, which takes as long as
+The counter reads its table when it is created, so the formulas must be in the table once its
+module is imported. Importing that module here would also import Triton, which takes as long as
 ``import fastattn`` itself; a finder of ``sys.meta_path`` waits for the import instead.
 """
 
@@ -59,7 +59,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _specs(self, *wanted: Any) -> Iterator[ModuleSpec]:
-        """What the other finders have for it."""
+        """The specs that the other finders return."""
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(*wanted)
             if spec is not None:
@@ -119,7 +119,7 @@ def flops_of_pairs(
 
 
 def values(x: Tensor) -> list[int] | None:
-    """The numbers of a tensor of one dimension; None if it has no memory to read."""
+    """The elements of a one-dimensional tensor; None if it has no memory to read."""
     if type(x) is not Tensor or not has_plain_memory(x):
         return None
     numbers: list[int] = compat.run_outside(x.tolist)
@@ -127,13 +127,13 @@ def values(x: Tensor) -> list[int] | None:
 
 
 def visible_pairs(rows: int, columns: int, offset: int = 0, left: int = -1, right: int = -1) -> int:
-    """The pairs of a query i and a key j with -right <= i + offset - j <= left; -1 is unlimited."""
+    """The number of pairs (i, j) with -right <= i + offset - j <= left; -1 is unlimited."""
     seen = rows * columns if right < 0 else _upto(offset + right, rows, columns)
     return seen - (0 if left < 0 else _upto(offset - left - 1, rows, columns))
 
 
 def _upto(diagonal: int, rows: int, columns: int) -> int:
-    """The pairs with j <= i + diagonal of a rectangle."""
+    """The number of pairs with j <= i + diagonal in a rectangle."""
 
     def triangle(n: int) -> int:
         return n * (n + 1) // 2 if n > 0 else 0

@@ -1,4 +1,4 @@
-"""The autograd functions of an operator: what they save, how they reach its backward operator."""
+"""The autograd functions of an operator: they save tensors and call its backward operator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Context(NamedTuple):
-    """What :meth:`Gradient.derive` reads of the call of a plan."""
+    """The context that :meth:`Gradient.derive` reads for the call of a plan."""
 
     saved_tensors: Sequence[Any]
     options: Any
@@ -46,7 +46,7 @@ class Gradient:
         self._placeholders = [(n, x) for n, x in enumerate(results) if hasattr(record, x)]
         self._flags: Any = None
         self._constants: list[int] = []  # the results without a gradient
-        # Of each tensor with a gradient, its place among those saved.
+        # For each tensor with a gradient, its place among the saved tensors.
         self._places: dict[int, int] = {}
         if derivative is None:
             everything = itemgetter(slice(None))
@@ -68,11 +68,11 @@ class Gradient:
             self._flags = _picker([names.index(name) for name in flags])
 
     def function(self, forward: Callable[..., Any], eager: bool) -> Any:
-        """Return the function that runs ``forward`` and keeps what the backward pass needs.
+        """Return the function that runs ``forward`` and saves the inputs of the backward pass.
 
-        ``eager``: it gets plain tensors. The forward of the class takes the context, which is three
-        times as fast as ``setup_context``. The class is single-level: ``torch.func`` reaches it
-        only inside the dispatcher, one level at a time.
+        ``eager``: no tensor is wrapped by a mode or transform. The forward of the class takes the
+        context, which is much faster than ``setup_context``. The class is single-level:
+        ``torch.func`` reaches it only inside the dispatcher, one level at a time.
         """
 
         def forward_and_keep(ctx: Any, *args: Any) -> Any:
@@ -83,7 +83,7 @@ class Gradient:
         return _function(self._operator.name, forward_and_keep, self.derive)
 
     def function_of_plans(self, first: bool) -> Any:
-        """The same for plans, on the CPU's kernels; ``first``: it returns the first result only."""
+        """Return the function for plans, on the CPU's kernels; ``first``: of the first result."""
         derivative, operator = self._derivative, self._operator
         if derivative is None:
             return None
@@ -112,18 +112,18 @@ class Gradient:
         return _function(operator.name, forward, backward)
 
     def on_kernels(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Both passes on the CPU's kernels.
+        """Return both passes on the CPU's kernels.
 
-        (tensors, options) -> the results, and what to save; (these, options, which arguments need a
-        gradient, the gradients) -> the gradients of the arguments. They call few functions of
-        Python: between the kernels of a training step each takes a microsecond.
+        Forward: (tensors, options) -> (results, saved). Backward: (saved, options, which arguments
+        need a gradient, gradients of the results) -> the gradients of the arguments. They call few
+        Python functions, whose overhead is visible between the kernels of a training step.
         """
         operator, derivative, load = self._operator, self._derivative, dispatch.load
         assert derivative is not None
         save, arrange, options_of = self._save, self._arrange, self._options_of_backward
         forward_name, backward_name = operator.name, operator.backward.name
         kept, keeps = len(derivative.keeps.split()), {"keeps": True} if derivative.keeps else {}
-        if kept:  # the last of the results
+        if kept:  # the extra results come last
             last = len(operator.names) + operator.returns
             save = _picker([*self._saved, *range(last, last + kept)])
         several = operator.returns > 1
@@ -141,7 +141,7 @@ class Gradient:
         return run, derive
 
     def keep(self, ctx: Any, args: Sequence[Any], results: Any, eager: bool) -> None:
-        """Keep in the context what :meth:`derive` needs."""
+        """Save in the context the values that :meth:`derive` needs."""
         *tensors, ctx.options, ctx.backend = args
         ctx.eager = eager
         ctx.set_materialize_grads(False)
@@ -175,7 +175,7 @@ class Gradient:
         )
 
     def again(self, saved: Sequence[Any], options: Any) -> Tensor:
-        """The first result, from what :meth:`on_kernels` saved, with a gradient."""
+        """Recompute the first result with a gradient, from the tensors that were saved."""
         operator = self._operator
         tensors = [saved[self._saved.index(n)] for n in range(len(operator.names))]
         result: Tensor = operator.dispatched(*operator.lifted(tensors), options, "cpu")[0]
@@ -196,8 +196,9 @@ class Gradient:
 def in_one_node(first: Gradient, then: Gradient) -> Any:
     """The function for the plans of two operators: ``then`` reads the first result of ``first``.
 
-    It takes the other tensors of ``then``, those of ``first``, and the options of both; it returns
-    the first result of ``then``. A second node of autograd would take as long as a small kernel.
+    It takes the other tensors of ``then``, the tensors of ``first``, and the options of both; it
+    returns the first result of ``then``. A second autograd node would take as long as a small
+    kernel.
     """
     (run, derive), (run_then, derive_then) = first.on_kernels(), then.on_kernels()
     others = len(then._operator.names) - 1

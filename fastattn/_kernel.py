@@ -8,7 +8,7 @@ and reads from the folder (https://github.com/huggingface/kernels):
     build/torch-cpu/__init__.py      the functions; torch-cuda for PyTorch's builds with CUDA
     build/torch-cpu/metadata.json
 
-The folder holds no copy of this package: its functions are those of the one that is installed.
+The folder holds no copy of this package: it imports the functions of the installed package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shlex
 from pathlib import Path
 
 NAME = "fastattn/flash-attn"
-BACKENDS = ("cpu", "cuda")  # one of them is that of the installed PyTorch
+BACKENDS = ("cpu", "cuda")  # the installed PyTorch has one of them
 
 MODULE = '''\
 """fastattn.flash_attn, written by `fastattn kernel`."""
@@ -32,7 +32,7 @@ __all__ = flash_attn.__all__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="the folder to write, which is made if needed")
+    parser.add_argument("folder", type=Path, help="the folder to write, created if missing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(folder: Path) -> None:
-    """Write the kernel; the functions are those of the installed package.
+    """Write the kernel; it imports the functions of the installed package.
 
     Raises:
         ValueError: the path has a colon, which separates the entries of LOCAL_KERNELS.

@@ -1,8 +1,8 @@
-"""One OpenMP runtime for PyTorch and for the native module: whose threads are those of our loops?
+"""Makes PyTorch and the native module share one OpenMP runtime, and so its threads.
 
-The native module asks for `libgomp.so.1`. Where PyTorch's own runtime answers to that name, as in
-all its wheels for x86-64, there is one. The wheels for arm64 before 2.10 have theirs under a name
-of its own, so that the loader brings a second one; then `share` makes PyTorch's answer first.
+The native module links to `libgomp.so.1`. PyTorch's wheels for x86-64 bundle their runtime under
+that name, so there is only one. The wheels for arm64 before 2.10 bundle it under another name, so
+the loader loads a second one; `share` then makes the loader find PyTorch's first.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def in_use() -> str | None:
 
 
 def _found_first() -> Any:
-    """The function of the first library that shows its names to all others."""
+    """The function of the first library that exports its symbols globally."""
     return getattr(ctypes.CDLL(None), _A_FUNCTION, None)
 
 
 def share(folders: Sequence[Path]) -> None:
-    """Make the GNU runtime that was loaded from one of the folders the one that is found first,
-    unless one is already.
+    """Make the loader find the GNU runtime loaded from one of the folders first.
+
+    Does nothing if a runtime is found globally already.
     """
     if _found_first() is not None:
         return

@@ -1,4 +1,4 @@
-"""What this processor, or a GPU, is."""
+"""Identifies this processor, or a GPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Processor(NamedTuple):
     features: frozenset[str] = frozenset()  # the relevant ones, with Linux's names
 
     def as_limited(self) -> Processor:
-        """The processor that PyTorch's libraries take this one for.
+        """The processor as PyTorch's libraries see it.
 
-        oneDNN's environment variable hides instruction sets from it.
+        An environment variable of oneDNN may hide instruction sets from them.
         """
         limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
         hidden = _HIDDEN.get(limit.upper(), "")
@@ -41,7 +41,7 @@ class Processor(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the user's rows name it by."""
+        """The name of this processor in the user's rows."""
         found = [name for name in _DISTINGUISHING if name in self.features]
         return ", ".join([self.device, self.vendor, self.name, *found])
 
@@ -58,7 +58,7 @@ class Processor(NamedTuple):
 
 @functools.cache
 def processor(device: str = "cpu", index: int = 0) -> Processor:
-    """Describe this processor, or a GPU. No other code does; tests replace it."""
+    """Describe this processor, or a GPU; tests replace this function."""
     if device == "cuda" and torch.cuda.is_available():
         vendor = "AMD" if torch.version.hip else "NVIDIA"
         return Processor(device, vendor, torch.cuda.get_device_name(index))
@@ -89,7 +89,8 @@ def cpuinfo() -> dict[str, str]:
 def described() -> dict[str, Any]:
     """The vendor, brand, family, model and features of this processor, with Linux's names.
 
-    Features are those that this process may use; without the native core, those that Linux lists.
+    The features are the ones that this process may use; without the native core, all that Linux
+    lists.
     """
     try:
         return dict(importlib.import_module("fastattn._cpu").processor())

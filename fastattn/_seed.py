@@ -1,11 +1,11 @@
 """The dropout seed of a call, which a compiled backward must not draw again.
 
-The compiler may compute parts of the forward again in the backward to save memory, for example if
-``torch._functorch.config.activation_memory_budget`` is below 1. A seed drawn again is another one,
-so the gradients would belong to other weights than the output. In a graph that may do so, the draw
-is therefore an operator of its own, ``fastattn::seed``, with the mark of a checkpointed region. The
-compiler runs a marked random operator again with the state that the generator had in the forward,
-whatever the budget. It would replace ``torch.randint`` by draws of its own, which lose the mark.
+The compiler may recompute parts of the forward in the backward to save memory, for example if
+``torch._functorch.config.activation_memory_budget`` is below 1. A recomputed draw would give
+another seed, and gradients of other weights than the output's. In a graph that may recompute, the
+draw is therefore a separate operator, ``fastattn::seed``, marked as part of a checkpointed region.
+The compiler reruns a marked random operator with the generator's state of the forward, whatever
+the budget. It would replace ``torch.randint`` by its own draws, which lose the mark.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Shapes:
         self._multiples: list[tuple[str, str]] = []
         for item in filter(None, map(str.strip, declared.split(";"))):
             name, colon, shapes = item.partition(":")
-            if colon and name not in names:  # that of a result
+            if colon and name not in names:  # the shape of a result
                 continue
             if colon:
                 alternatives = tuple(map(_shape, shapes.split("/")))
@@ -63,7 +63,7 @@ class Shapes:
                 )
 
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """The tensors in the declared numbers of dimensions.
+        """The tensors with the declared numbers of dimensions.
 
         Leading dimensions of size 1 may be missing, and several may stand for the first.
         """
@@ -104,7 +104,7 @@ def _size(word: str) -> _Size:
 
 
 def _fits(x: Tensor, shape: _Shape, known: dict[str, Any]) -> bool:
-    """Whether a tensor has the shape; learns the sizes that are not known yet."""
+    """Whether a tensor has the shape; records sizes that are not known yet."""
     sizes, rank = x.shape, len(shape.sizes)
     if shape.leading:
         lead = tuple(sizes[: len(sizes) - rank])

@@ -26,7 +26,7 @@ _STOCK = ("aten::_scaled_dot_product_", "aten::_native_multi_head_attention", "a
 
 @dataclass
 class Call:
-    """The calls of one operator with the same shapes, dtype, backend and reason."""
+    """All calls of one operator with the same shapes, dtype, backend and reason."""
 
     operator: str  # a derivative ends in "_backward"
     shapes: tuple[tuple[int, ...], ...]  # of the tensors given, in the order of the operator
@@ -43,14 +43,13 @@ def trace(timed: bool = False) -> Iterator[Calls]:
 
     Each call of an operator of fastattn counts, forward and backward apart, and each call of
     PyTorch's own fused attention, whose ``backend`` is empty: that call did not reach fastattn.
-    ``explain`` says why a call of fastattn takes the backend it does; ``trace`` says what a model
-    calls.
+    ``explain`` says why a call of fastattn takes its backend; ``trace`` says what a model calls.
 
     Results stay the same up to rounding. Within the block, each operator of PyTorch takes longer to
     call, and code compiled by ``torch.compile`` runs uncompiled. Only the calls of this thread
     count, with the backward of their results.
 
-    PyTorch's unfused attention is not seen.
+    PyTorch's unfused attention is not counted.
 
     Args:
         timed: measure the time of each call too. On a GPU this waits for each kernel.
@@ -79,13 +78,13 @@ def trace(timed: bool = False) -> Iterator[Calls]:
 
 
 _lock = threading.Lock()
-_traces = 0  # in effect, in all threads
+_traces = 0  # the number of traces in effect, in all threads
 _eager = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run compiled code uncompiled: the stance of the compiler is one for all threads."""
+    """Run compiled code uncompiled; the compiler's stance is global to all threads."""
     global _traces
     with _lock:
         _traces += 1
@@ -101,7 +100,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 class Calls(DispatchMode):
-    """What :func:`trace` yields: a mode of PyTorch's dispatcher, and the calls that it saw."""
+    """The result of :func:`trace`: a mode of PyTorch's dispatcher, and the counted calls."""
 
     supports_higher_order_operators = True
 
@@ -183,7 +182,7 @@ class Calls(DispatchMode):
 
 
 def _backend(func: Any, args: Sequence[Any]) -> tuple[str, str]:
-    """Which backend runs this operator, and why not those before it in the order."""
+    """Which backend runs this operator, and why no preferred backend does."""
     operator = operators.get(func)
     if operator is None:
         return "", ""

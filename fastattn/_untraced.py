@@ -1,4 +1,4 @@
-"""Calls that ``torch.compile`` does not trace: what they do depends on messages, or on code."""
+"""Functions that ``torch.compile`` must not trace: they exchange messages or inspect code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """The same function, at which the compiler breaks its graph, and which it does not look into.
+    """Return the function with a graph break: the compiler does not trace into it.
 
-    ``torch.compiler.disable`` imports the compiler, which takes seconds; without it nothing is
-    compiled.
+    ``torch.compiler.disable`` imports the compiler, which takes seconds, so it is called only once
+    the compiler is loaded.
     """
     disabled: list[Callable[..., Any]] = []
 

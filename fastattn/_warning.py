@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user, however deep in the library they begin."""
+"""Warnings that point to the user's line, however deep in the library they are raised."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import FrameType
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the innermost line that is neither in fastattn nor in torch."""
+    """Warn at the innermost line outside of fastattn and torch."""
     warnings.warn(message, category, stacklevel=_frames_inside() + 1)
 
 
 def _frames_inside() -> int:
-    """How many stack frames are in fastattn and torch, as ``stacklevel`` counts them.
+    """The number of stack frames in fastattn and torch, as ``stacklevel`` counts them.
 
-    It leaves out the frames of the import system.
+    ``stacklevel`` skips the frames of the import system.
     """
     frame: FrameType | None = sys._getframe(1)
     depth = 1

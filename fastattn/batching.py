@@ -3,9 +3,10 @@
 ``torch.autograd.grad(..., is_grads_batched=True)``, ``torch.autograd.functional.jacobian`` and
 ``hessian`` with ``vectorize=True``, and ``gradcheck(check_batched_grad=True)`` run the autograd
 engine in PyTorch's legacy ``vmap``. It passes batched tensors without memory to the backward
-functions. They differ from those of ``torch.func``, whose transforms do not support them.
+functions. They differ from the batched tensors of ``torch.func``, whose transforms do not support
+them.
 
-Forward functions get plain tensors there: the forward ran before, or, in forward mode, only the
+Forward functions never get such tensors: the forward ran before, or, in forward mode, only the
 tangents are batched. So only the backward functions need a check. :func:`through_torch_vmap`
 converts the legacy ``vmap`` into ``torch.vmap`` around their calls. The rest works as with
 ``torch.func``: through the dispatcher, to the batching rule of each operator.
@@ -31,7 +32,7 @@ def through_torch_vmap(
     function: Callable[..., Sequence[Tensor]], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     """Return ``function(*grads)``, where any of the gradients may be batched."""
-    if torch.compiler.is_compiling():  # a compiled backward has no such gradients
+    if torch.compiler.is_compiling():  # a compiled backward has no batched gradients
         return function(*grads)
     levels: list[int] = []
     for level in range(1, _LEVELS + 1):
@@ -82,7 +83,7 @@ def size_of_batch(x: Tensor, mapped: int | None) -> int:
 
 
 def fold(x: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """[B, ...] with a mapped dimension of size n at any position, or none -> [n * B, ...]."""
+    """[B, ...], maybe with a mapped dimension of size n at any position -> [n * B, ...]."""
     if x is None or (dim is None and x.shape[0] == 1 != batch):
         return x
     x = x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)

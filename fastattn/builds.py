@@ -39,7 +39,7 @@ def backend(name: str) -> dict[str, Any]:
 def native_module(name: str) -> dict[str, Any]:
     """`build_info` of `fastattn._<name>`, or the error."""
     try:
-        importlib.import_module(f"fastattn.backends.{name}")  # its import chooses instruction sets
+        importlib.import_module(f"fastattn.backends.{name}")  # importing it sets instruction sets
         module = importlib.import_module(f"fastattn._{name}")
         return {"build_info": module.build_info(), "error": None}
     except Exception as error:  # such as a broken library, or an invalid FASTATTN_CPU_ISA

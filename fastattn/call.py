@@ -1,11 +1,11 @@
-"""Signature, plan, run: how a call reaches its kernel without being examined again.
+"""Signature, plan, run: how a repeated call reaches its kernel without being validated again.
 
 The first call of a signature takes the complete path: all checks, the choice of the backend, the
-record of options. What it found is kept as a plan; later calls with the same signature run it. A
-signature has everything that the checks and the choice depend on: dtypes, ranks, widths, heads,
+record of options. The outcome is cached as a plan, which later calls with the same signature run.
+A signature has everything that the checks and the choice depend on: dtypes, ranks, widths, heads,
 which sizes are equal, which tensors require a gradient, the options and their types, the forced
-backend. Lengths and batch sizes are not in it: the native function checks them on every call, so
-a growing cache and batches of new sizes reuse a plan. A plan keeps no tensor alive.
+backend. It excludes lengths and batch sizes, which the native function checks on every call, so a
+growing cache and batches of new sizes reuse a plan. A plan keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_VALUES = 64  # of an option that a plan sets in each call
 
 
 class Plan:
-    """How the calls of one signature run: an operator on the kernels of the CPU, and its options.
+    """Runs the calls of one signature: an operator on the CPU's kernels, and its options.
 
     A plan takes the tensors in the order of the operator's schema. Leading dimensions of size 1 may
     be missing, and where the kernel takes them, several may stand for the first.
@@ -57,7 +57,7 @@ class Plan:
         return self.kernel(*tensors, options=options)
 
     def first(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
-        """The first result of the operator; the others are made where the derivative needs them."""
+        """The first result; others are computed only if the derivative needs them."""
         options = options or self.options
         if self.requires_grad and torch.is_grad_enabled():
             return self._operator.planned_first(*tensors, options)
@@ -66,7 +66,7 @@ class Plan:
         return self.kernel(*tensors, options=options)[0]
 
     def with_option(self, name: str, value: Any) -> Any:
-        """The options with this value of one of them; a plan sets always the same one."""
+        """The options with one value replaced; a plan always replaces the same option."""
         record = self._records.get(value)
         if record is None:
             if len(self._records) >= _MOST_VALUES:
@@ -76,7 +76,7 @@ class Plan:
 
 
 class _ChoosingPlan(Plan):
-    """For calls of which PyTorch's kernel serves some, depending on values: each call chooses."""
+    """A plan whose backend is chosen in each call, because PyTorch's kernel serves some values."""
 
     __slots__ = ()
 
@@ -93,8 +93,9 @@ class _ChoosingPlan(Plan):
 class Plans:
     """The plans of one public function; all are dropped when the evidence changes.
 
-    Of the first ``rows`` tensors of a call, heads and columns are in its signature. Half of the
-    plans are older ones: those used since move to the newer half, the others go when that is full.
+    The signature has the heads and columns of the first ``rows`` tensors of a call. The cache has
+    two generations: a plan that is used moves to the newer one, and the older one is dropped when
+    the newer one is full.
     """
 
     def __init__(self, rows: int = 0) -> None:
@@ -106,7 +107,7 @@ class Plans:
         evidence.on_change(self._clear)
 
     def find(self, tensors: tuple[Any, ...], *options: Any) -> tuple[bytes | None, Any]:
-        """The signature and the plan of a call, None where it has none."""
+        """The signature and the plan of a call, None where the call has none."""
         if not may_plan():
             return None, None
         signature = self._sign(tensors, self.rows, (dispatch.forced.get(), options))
@@ -121,14 +122,14 @@ class Plans:
         signature: bytes | None,
         operator: Operator,
         call: Sequence[Any],  # the operator's arguments
-        originals: Sequence[Any],  # the tensors of the call that they were made from
+        originals: Sequence[Any],  # the tensors of the public call that they derive from
         inputs: Sequence[Any] = (),  # of the call; empty: `originals`
     ) -> None:
         """Keep the plan of a call that the complete path prepared.
 
-        A call has none if the complete path made more than views of its tensors, or if another
-        backend than the CPU's kernels serves it. In ``originals``, None stands for a tensor that
-        the caller of the plan makes again for each call.
+        No plan is kept if the complete path made more than views of the tensors, or if another
+        backend than the CPU's kernels serves the call. In ``originals``, None stands for a tensor
+        that the caller of the plan rebuilds for each call.
         """
         *tensors, _ = call
         if signature is None or not only_viewed(tensors, originals):
@@ -171,7 +172,7 @@ def plan_of(
 def with_arguments_of(
     function: Callable[..., Any], prepare: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``prepare``, which takes every argument by name, with the signature of ``function``."""
+    """``prepare``, which takes every argument by keyword, with the signature of ``function``."""
     parameters = inspect.signature(function).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
@@ -183,7 +184,7 @@ def with_arguments_of(
 
 
 def only_viewed(prepared: Sequence[Any], originals: Sequence[Any]) -> bool:
-    """Whether the complete path made nothing but views of these tensors; None stands for any."""
+    """Whether the complete path made only views of these tensors; None matches any tensor."""
     return all(
         x is None or y is x or (y is not None and y.data_ptr() == x.data_ptr())
         for y, x in zip(prepared, originals, strict=False)

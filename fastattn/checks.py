@@ -16,7 +16,7 @@ from fastattn.library import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
-# No two rows in memory are as far from each other; see kFarthest in csrc/params.h.
+# Larger than the distance of any two rows in memory; see kFarthest in csrc/params.h.
 _FARTHEST = 2**61
 
 
@@ -41,7 +41,7 @@ def check_device(op: str, name: str, x: Tensor, device: torch.device) -> None:
 
 
 def check_dense(op: str, **tensors: Any) -> None:
-    """For an operator whose errors of type are all TypeError."""
+    """Check for an operator that raises TypeError for every wrong type."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
@@ -50,7 +50,7 @@ def check_dense(op: str, **tensors: Any) -> None:
 
 
 def check_strided(op: str, name: str, x: Any, position: int | None = None) -> None:
-    """For an operator whose errors are PyTorch's; ``position``: in its list of arguments."""
+    """Check for an operator with PyTorch's errors; ``position``: in its list of arguments."""
     if not isinstance(x, Tensor):
         raise wrong_type(op, name, x, "Tensor", position)
     if x.is_nested or x.layout is not torch.strided:
@@ -95,7 +95,7 @@ def check_same_device(where: str, x: Tensor, name: str, other: Tensor) -> None:
 
 
 def check_alike(where: str, x: Tensor, name: str, other: Tensor) -> None:
-    """Of the dtype and on the device of the tensor ``name``."""
+    """Check that a tensor has the dtype and the device of the tensor ``name``."""
     if x.dtype != other.dtype:
         raise TypeError(f"{where} must have {name}'s dtype {other.dtype}, got {x.dtype}")
     check_same_device(where, x, name, other)
@@ -119,7 +119,7 @@ def check_tensor(op: str, name: str, x: Any, shape: str, dims: int, device: torc
 def check_integers(
     op: str, name: str, x: Any, shape: str, dims: int, device: torch.device
 ) -> Tensor:
-    """An int32 or int64 tensor, as int64."""
+    """Check for an int32 or int64 tensor; return it as int64."""
     check_tensor(op, name, x, shape, dims, device)
     if x.dtype not in _INTEGERS:
         raise TypeError(f"{op}: {name} must be int32 or int64, got {x.dtype}")
@@ -127,7 +127,7 @@ def check_integers(
 
 
 def check_constant(op: str, name: str, x: Any) -> None:
-    """For an operator without a gradient."""
+    """Check that a tensor of an operator without a gradient requires none."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{op}: {name} requires a gradient, but this operator has none: call it under "
@@ -218,7 +218,7 @@ def check_window(op: str, window: Any) -> tuple[int, int]:
 
 
 def _unlimited(size: int) -> int:
-    """-1 for a size that limits nothing: kernels add it to positions."""
+    """Return -1 for a size beyond every length: kernels add sizes to positions."""
     return -1 if isinstance(size, int) and size >= _FARTHEST else size
 
 
@@ -248,7 +248,7 @@ def check_dtypes(op: str, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_heads(op: str, query: Tensor, key: Tensor, value: Tensor, dim: int) -> None:
-    """Query head h uses key head h // (Hq // Hkv)."""
+    """Check the numbers of heads: query head h uses key head h // (Hq // Hkv)."""
     heads, kv_heads = query.shape[dim], key.shape[dim]
     if value.shape[dim] != kv_heads:
         raise ValueError(
@@ -309,9 +309,9 @@ def check_sinks(
 def wide(
     op: str, name: str, x: Any, query: Tensor, *, wrong_dtype: type[Exception] = TypeError
 ) -> Tensor:
-    """A tensor that is added to scores, float32 or of query's dtype, as float32.
+    """Return a tensor that is added to scores in the accumulator's dtype.
 
-    For float64 it is converted to float64.
+    It must be float32 or of query's dtype; float64 queries get float64, others float32.
     """
     check_strided(op, name, x)
     x = autocast_bias(x)
@@ -325,7 +325,7 @@ def wide(
 
 
 def check_mask(op: str, mask: Any, query: Tensor) -> Tensor:
-    """A mask of a dtype that goes with the query's, as autocast casts it; of any shape."""
+    """Check the dtype of a mask of any shape; return it as autocast casts it."""
     check_strided(op, "attn_mask", mask)
     mask = autocast_bias(mask)
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
@@ -351,7 +351,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_bias(x: Tensor) -> Tensor:
-    """The same for what is added to scores: float32 is valid for every query, so it stays."""
+    """Cast a tensor that is added to scores; float32 is valid for every query, so it stays."""
     return autocast(x)[0] if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

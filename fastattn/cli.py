@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 from fastattn._version import __version__
 
-# Command: the module with its add_arguments(parser) and run(args) -> int, and what it does.
+# Command: the module with its add_arguments(parser) and run(args) -> int, and its description.
 COMMANDS = {
     "info": ("fastattn.info", "show versions, processor, threads and built backends"),
     "doctor": ("fastattn.doctor", "find what makes attention slow or wrong here, and the fix"),
     "verify": ("fastattn.verify", "check the results of this build on this machine"),
     "bench": ("fastattn.bench.cli", "compare the speed with PyTorch and other libraries"),
     "explain": ("fastattn._explain", "show which backend runs a call, and why not the others"),
-    "tune": ("fastattn.tune", "measure what is fastest on this machine, and use it"),
-    "kernel": ("fastattn._kernel", "write the local kernel that transformers loads as flash"),
+    "tune": ("fastattn.tune", "measure the fastest choices on this machine, and use them"),
+    "kernel": ("fastattn._kernel", "write a kernel that transformers loads as flash attention"),
 }
 
 EXIT_CODES = """\

@@ -109,7 +109,7 @@ OPTIONAL = {
 
 
 def _find(path: str) -> Any:
-    """The object of that name; None if PyTorch lacks it. An attribute may be None: then True."""
+    """The object of that name; None if PyTorch lacks it, True for an attribute that is None."""
     owner: Any = torch
     for part in path.split(".")[1:]:
         if not hasattr(owner, part.removesuffix("()")):
@@ -130,11 +130,11 @@ if MISSING:
     )
 
 
-# --- what intercepts calls: compilers, transforms, modes, tracers ---------------------------------
+# --- interceptors of calls: compilers, transforms, modes, tracers ---------------------------------
 
 
 def _transform_refuses() -> bool:
-    """Whether a transform of ``torch.func`` is active: it refuses functions without a context."""
+    """Whether a ``torch.func`` transform is active: it refuses functions without setup_context."""
     try:
         torch.autograd.Function.apply()
     except NotImplementedError:
@@ -155,7 +155,7 @@ if MISSING:
     transforms_active = _transform_refuses
     _dispatch_modes = lambda: sys.maxsize  # noqa: E731  (no call skips the dispatcher)
 
-# Whether autocast is on for any device; the alternative for the CPU takes twice as long.
+# Whether autocast is on for any device; the alternative for the CPU is slower.
 any_autocast: Callable[[], bool] = _found["torch._C._is_any_autocast_enabled"] or (
     lambda: torch.is_autocast_enabled("cpu")
 )
@@ -175,9 +175,9 @@ def forward_mode() -> bool:
 
 
 def nothing_watches(modes: int = 0) -> bool:
-    """Whether no compiler, transform, tracer or mode has to see the calls made now.
+    """Whether no compiler, transform, tracer or mode intercepts calls.
 
-    Up to this number of modes is allowed.
+    Up to ``modes`` modes are allowed.
     """
     if _compiling() or _dispatch_modes() > modes or transforms_active():
         return False
@@ -185,7 +185,7 @@ def nothing_watches(modes: int = 0) -> bool:
 
 
 def nothing_intercepts() -> bool:
-    """Whether, besides, no autocast changes dtypes: one function, because every call asks."""
+    """``nothing_watches()`` without autocast: one function, because every call needs both."""
     return not (
         _compiling()
         or _dispatch_modes()
@@ -197,12 +197,12 @@ def nothing_intercepts() -> bool:
 
 
 def records_trace() -> bool:
-    """Whether torch.jit.trace records the calls made now. It keeps every int as a constant."""
+    """Whether torch.jit.trace is recording, which keeps every int as a constant."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
 
 
 def sizes_may_change() -> bool:
-    """Whether the calls made now become a graph that may get tensors of other sizes."""
+    """Whether a graph is being recorded that may later get tensors of other sizes."""
     return _compiling() or records_trace()
 
 
@@ -225,15 +225,15 @@ COMPILES_RECORDERS = (_version() or OLDEST) >= (2, 13)
 
 
 # If torch.onnx.export fails without the compiler, it tries again with it. The compiler assumes that
-# PyTorch's function returns False, but calls one that is marked. Without the mark the export ends
-# with an error about our operators.
+# PyTorch's function returns False, but calls a marked function. Without the mark the export ends
+# with an error about fastattn's operators.
 @constant_for_compiler
 def _onnx_exports() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
 def exports_onnx() -> bool:
-    """Whether torch.onnx.export records the calls made now."""
+    """Whether torch.onnx.export is recording."""
     return sizes_may_change() and _onnx_exports()
 
 
@@ -273,7 +273,7 @@ def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
 
 
 def _traced_graph() -> Any:
-    """The graph of a forward and its backward that is being traced, None if there is none.
+    """The joint graph of a forward and its backward that is being traced, or None.
 
     2.13 to 2.13; other versions were not checked. Without: None, and a seed may be drawn twice.
     """
@@ -285,10 +285,10 @@ def _traced_graph() -> Any:
 
 
 def forward_may_run_again() -> bool:
-    """Whether the backward of the graph that is being traced may compute parts of its forward.
+    """Whether the backward of the graph that is being traced may recompute parts of its forward.
 
-    It may by the compiler's configuration, or by a region's own budget. 2.13 to 2.13; other
-    versions were not checked. Without: it may by the configuration, and regions have no budget.
+    The compiler's configuration or the budget of a region allows it. 2.13 to 2.13; other versions
+    were not checked. Without: only the configuration counts.
     """
     if _traced_graph() is None:
         return False
@@ -300,7 +300,7 @@ def forward_may_run_again() -> bool:
 
 
 def run_again_with_same_state() -> None:
-    """Mark the random operator traced last as one of a checkpointed region.
+    """Mark the random operator traced last as part of a checkpointed region.
 
     2.13 to 2.13; other versions were not checked. Without: the mark has no effect.
     """
@@ -361,8 +361,7 @@ else:
             return function(*args)
 
 
-# DLPack's table of functions that read tensors in C; if None, the core reads the tensors of plain
-# calls by their methods.
+# DLPack's table of functions that read tensors in C; if None, the core calls the tensors' methods.
 exchange_interface: Any = _found["torch.Tensor.__dlpack_c_exchange_api__"]
 # A tensor of a subclass with this size, dtype and device; all its operators call
 # ``__torch_dispatch__``.
@@ -370,7 +369,7 @@ wrapper_tensor: Callable[..., Any] = _found["torch.Tensor()._make_wrapper_subcla
 
 
 def may_be_view(x: Tensor) -> bool:
-    """Whether memory may be shared with another tensor."""
+    """Whether a tensor may share its memory with another one."""
     return bool(MISSING) or x._base is not None
 
 
@@ -378,7 +377,7 @@ def may_be_view(x: Tensor) -> bool:
 
 # PyTorch's legacy ``vmap``, which torch.autograd.grad(is_grads_batched=True) uses: one function
 # hides a dimension of a tensor as a level, the other restores it. Without them, that ``vmap`` calls
-# our operators once for each example.
+# fastattn's operators once for each example.
 is_first_vmap: Callable[[Tensor], bool] = _found["torch._C._functorch.is_legacy_batchedtensor"]
 if MISSING:
     is_first_vmap = lambda _: False  # noqa: E731
@@ -392,7 +391,7 @@ def with_vmap_level(x: Tensor, dim: int, level: int) -> Tensor:
 
 def without_vmap_level(x: Tensor, level: int) -> Tensor | None:
     """The tensor with its hidden dimension in front; None if it has no such level."""
-    # A tensor without this level is expanded to the size given here; others keep their own.
+    # A tensor without this level is expanded to the given size; others keep their own size.
     one, two = (torch._remove_batch_dim(x, level, size, 0) for size in (1, 2))
     return one if one.shape[0] == two.shape[0] else None
 
@@ -403,7 +402,7 @@ def without_vmap_level(x: Tensor, level: int) -> Tensor | None:
 def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
     """The parameters of a module by name.
 
-    The lookup by ``__getattr__`` takes as long as a product of small matrices.
+    The lookup by ``__getattr__`` takes as long as multiplying small matrices.
     """
     if MISSING:
         return dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -418,7 +417,7 @@ def children_of(module: torch.nn.Module) -> dict[str, Any]:
 def are_watched(
     modules: Iterable[torch.nn.Module], harmless: Callable[[Callable[..., Any]], bool]
 ) -> bool:
-    """Whether a hook, or a ``forward`` of its own, must see the call of one of these modules.
+    """Whether one of these modules has a hook, or an instance's ``forward``, that must be called.
 
     ``harmless`` says which hooks do nothing.
     """
@@ -434,12 +433,12 @@ def are_watched(
 
 
 def is_any_watched() -> bool:
-    """Whether a hook sees the calls of all modules."""
+    """Whether a global hook observes all modules."""
     return bool(MISSING) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The hooks that see the calls of a module."""
+    """The pre-hooks and hooks of a module."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
@@ -461,7 +460,7 @@ def feed_forward(layer: torch.nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
     return layer.dropout3(layer.linear2(hidden))
 
 
-# The checks of nn.MultiheadAttention's arguments. Without them later functions raise other errors.
+# The checks of nn.MultiheadAttention's arguments. Without them, later code raises other errors.
 mha_is_batched: Callable[..., bool] = _found["torch.nn.functional._mha_shape_check"] or (
     lambda query, *_: query.dim() == 3
 )
@@ -478,8 +477,8 @@ fused_choice: Any = _found["torch._fused_sdp_choice"]
 flash_cuda: Any = _found[f"{_FLASH}.default"]
 flash_cuda_backward: Any = _found[f"{_FLASH}_backward.default"]
 
-# What `aten::scaled_dot_product_attention` ran before anything was registered for it, for whatever
-# keys. `decompose` looks for the kernel in each call.
+# The original implementation of `aten::scaled_dot_product_attention`, whatever is registered for
+# it. `decompose` looks the kernel up in each call.
 _attention = torch.ops.aten.scaled_dot_product_attention.default
 stock_attention: Callable[..., Any] = _attention.decompose
 if not MISSING:
@@ -488,7 +487,7 @@ if not MISSING:
 
 
 def written_as_steps(operation: Any) -> Callable[..., Any]:
-    """How PyTorch's tracers write an operation as simpler ones, which takes a second to import."""
+    """The decomposition of an operation in PyTorch's tracers, which takes a second to import."""
     steps: Callable[..., Any] = importlib.import_module("torch._decomp").decomposition_table[
         operation
     ]

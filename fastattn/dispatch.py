@@ -1,13 +1,13 @@
-"""Chooses the backend of a call. No other module does.
+"""Chooses the backend of a call.
 
 A backend is a module of ``fastattn.backends``; an operator is a function in it, with the same name
 as in ``reference/``. The first backend in the order of ``fastattn.evidence`` that has the function
 and no reason against a call runs it. ``why_not(op, tensors, options)`` of a backend returns its
-reasons as plain sentences; ``tensors`` are by the names of the reference's parameters.
+reasons as sentences; ``tensors`` maps the names of the reference's parameters to the tensors.
 
-The parameters of a backend's function say which tensors it takes. To add an optional one, add it
-as the last parameter of the reference's function, and to each backend that supports it: the others
-are called without it, and decline each call that uses it.
+The parameters of a backend's function say which tensors it takes. To add an optional tensor, add it
+as the last parameter of the reference's function, and to each backend that supports it: the other
+backends are called without it, and decline each call that uses it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 @functools.cache
 def load(name: str) -> ModuleType | str:
-    """Return the backend's module, or why there is none; warn if there should be one."""
+    """Return the backend's module, or why it is missing; warn if it is built but unusable."""
     try:
         return importlib.import_module(f"fastattn.backends.{name}")
     except ImportError as error:
@@ -103,7 +103,7 @@ def why_not(
 
 
 def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
-    """Return the reasons of a backend's module, which has the function ``op``."""
+    """Return the reasons of a backend's module against a call; it has the function ``op``."""
     kinds = [None if x is None else x.dtype if x.is_cpu else x.device for x in tensors]
     record: Any = type(options)
     if hasattr(backend, "serves_all") and _serves_all(backend, op, record, *kinds):
@@ -117,7 +117,7 @@ def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> l
 def _serves_all(backend: Any, op: str, record: type, *kinds: Any) -> bool:
     """Whether the backend has no reason against any call of tensors of these kinds.
 
-    Finding the reasons of a small call takes as long as its kernel, so the answer is kept.
+    Finding the reasons of a small call takes as long as its kernel, so the answer is cached.
     """
     taken = taken_by(getattr(backend, op), kinds)
     if any(kind is not None for kind in kinds[len(taken) :]):
@@ -126,12 +126,12 @@ def _serves_all(backend: Any, op: str, record: type, *kinds: Any) -> bool:
 
 
 def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
-    """Return the tensors of a primitive by name; optional ones at the end may be left out."""
+    """Return the tensors of a primitive by name; trailing optional tensors may be omitted."""
     return dict(zip(_tensors_of(getattr(load("reference"), op)) or (), tensors, strict=False))
 
 
 def taken_by(function: Callable[..., Any], tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return the tensors that a function takes, without those at the end that it does not."""
+    """Drop trailing optional tensors that ``function`` does not accept."""
     names = _tensors_of(function)
     return tensors if names is None else tensors[: len(names)]
 
@@ -150,7 +150,7 @@ def choose(
 ) -> str:
     """Return the name of the first backend without a reason; raise or warn if necessary.
 
-    ``without`` names one that is left out, even if it is forced.
+    ``without`` names a backend that is excluded, even if it is forced.
     """
     device = _device(tensors)
     only = forced.get()
@@ -163,7 +163,7 @@ def choose(
         against = why_not(name, op, device, tensors, options, obstacles)
         if not against:
             break
-        if name != "torch" and isinstance(load(name), ModuleType):  # of ours, that is
+        if name != "torch" and isinstance(load(name), ModuleType):  # a backend of fastattn
             refused[name] = against
     else:
         raise RuntimeError(f"the backend {only!r} cannot run {op}: {'; '.join(against)}")
@@ -184,7 +184,7 @@ def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
 def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:
     """The backends of a device in the order of preference for this call."""
     row, ours = _evidence(device, op, tensors), PRIORITY.get(device, ("reference",))
-    if not {*row.use} <= {"torch", *ours}:  # a row of other backends than the device has
+    if not {*row.use} <= {"torch", *ours}:  # the row names backends that the device lacks
         return ours
     if row.least_queries > 0 and _first(tensors).shape[-2] < row.least_queries:
         return (*(name for name in row.use if name != "torch"), "reference")
@@ -205,7 +205,7 @@ def _first(tensors: Sequence[Any]) -> Any:
 
 
 def asks_torch_first(op: str, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's kernel may go first on the CPU; it declines calls for what they hold."""
+    """Whether PyTorch's kernel may go first on the CPU; it may decline a call by its values."""
     return forced.get() == "" and evidence.choose("backends", "cpu", op, dtype).use[0] == "torch"
 
 

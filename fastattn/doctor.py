@@ -1,4 +1,4 @@
-"""`fastattn doctor`: finds what commonly makes attention slow or wrong here, and says the fix.
+"""`fastattn doctor`: finds common causes of slow or wrong attention here, and their fixes.
 
 Every check reads the facts of `fastattn info`, and returns a :class:`Finding` or None.
 """
@@ -34,8 +34,8 @@ NEEDED_FEATURE = {
 
 REINSTALL = "`pip install --force-reinstall --no-deps --no-cache-dir fastattn`, or `make build`"
 
-# What helps against a reason why the build lacks an instruction set, by words of the reason, which
-# csrc/plans/cpu.py writes.
+# How to fix a build that lacks an instruction set, by words of the reason, which csrc/plans/cpu.py
+# writes.
 CURES = {
     "not requested": "without FASTATTN_CPU_ISAS=native",
     " rejects ": "with a newer compiler",
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
 
 
 def collect() -> Facts:
-    """Return the facts of `info`, and those that have to be measured."""
+    """Return the facts of `info`, and measured facts."""
     return {
         **info.collect(),
         "flushes_subnormals": _flushes_subnormals(),
@@ -59,7 +59,7 @@ def collect() -> Facts:
 
 
 def _linear_layers() -> dict[str, dict[str, float]]:
-    """GFLOP/s of linear layers, by dtype and GEMM: float32, and where PyTorch's are scalar code."""
+    """GFLOP/s of linear layers by dtype and GEMM: float32, and dtypes with scalar code in torch."""
     m, k, n = 64, 768, 768
     scalar = [dtype for dtype in (torch.bfloat16, torch.float16) if products_are_scalar(dtype)]
     found = {}
@@ -75,7 +75,7 @@ def _linear_layers() -> dict[str, dict[str, float]]:
 
 
 def _flushes_subnormals() -> bool:
-    # Not written as a constant expression, which the compiler of Python would evaluate.
+    # No constant expression, which Python's compiler would evaluate.
     return sys.float_info.min / 2 == 0
 
 
@@ -99,9 +99,9 @@ def _subnormal_slowdown() -> float:
 
 
 def torch_version(facts: Facts) -> Finding | None:
-    """A torch newer than every tested version, or without what the fast route of calls needs.
+    """A torch newer than every tested version, or without names that the fast route needs.
 
-    One out of range stops the import.
+    A version out of range stops the import.
     """
     newest = ".".join(map(str, compat.NEWEST_TESTED))
     if facts["fast_route_lacks"]:
@@ -138,7 +138,7 @@ def native_core(facts: Facts) -> Finding | None:
 
 
 def cuda_kernels(facts: Facts) -> Finding | None:
-    """CUDA kernels that are there and cannot be used, such as those of another version."""
+    """CUDA kernels that are installed but cannot be used, such as kernels of another version."""
     reason = facts["backends"]["cuda"]["reason"] or ""
     _, unusable, error = reason.partition("cannot be used: ")
     if not unusable:
@@ -151,14 +151,14 @@ def cuda_kernels(facts: Facts) -> Finding | None:
 
 
 def fresh_build(facts: Facts) -> Finding | None:
-    """Kernels that were built from older sources than those that are here."""
+    """Kernels that were built from older sources."""
     if not facts["backends"]["cpu"].get("stale"):
         return None
     return Finding("problem", "csrc has changed since the kernels were built", "`make build`")
 
 
 def measured_gpu(facts: Facts) -> Finding | None:
-    """A GPU on which our kernels were not verified, so that PyTorch's or the reference run."""
+    """A GPU on which fastattn's kernels are unverified, so PyTorch's or the reference run."""
     sources = [made["source"] for made in facts["choices"] if made["device"] == "cuda"]
     if evidence.UNVERIFIED not in sources:
         return None
@@ -167,7 +167,7 @@ def measured_gpu(facts: Facts) -> Finding | None:
 
 
 def complete_build(facts: Facts) -> Finding | None:
-    """A build without an instruction set that would be the choice for this processor."""
+    """A build without the instruction set that would be chosen for this processor."""
     left_out = facts["backends"]["cpu"].get("left_out") or {}
     if facts["isa"] is None:  # native_core says why
         return None
@@ -261,7 +261,7 @@ def threads_and_quota(facts: Facts) -> Finding | None:
 
 
 def idle_cores(facts: Facts) -> Finding | None:
-    """OMP_NUM_THREADS, where it leaves half of the cores or more idle."""
+    """OMP_NUM_THREADS, if it leaves half of the cores or more idle."""
     given = facts["environment"].get("OMP_NUM_THREADS")
     cores = facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
     granted = min(cores, facts["cpu"]["quota"] or cores)

@@ -15,10 +15,10 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def has_plain_memory(t: Tensor) -> bool:
-    """Whether the values of a tensor are stored at its address.
+    """Whether the values of a tensor are stored in strided memory at its address.
 
-    They are not for a lazy negation, a gradient without memory, a tensor wrapped by a transform
-    (batched gradients; a tensor that outlived ``torch.func``), or a sparse tensor.
+    False for a lazy negation, a gradient without memory, a tensor wrapped by a transform (batched
+    gradients; a tensor that outlived ``torch.func``), or a sparse tensor.
     """
     try:
         return not t.is_neg() and (t.data_ptr() >= LOW or t.numel() == 0)
@@ -27,12 +27,12 @@ def has_plain_memory(t: Tensor) -> bool:
 
 
 def was_freed(t: Tensor) -> bool:
-    """Whether a tensor that has elements has no memory for them."""
+    """Whether a tensor that is not empty has no memory."""
     return t.numel() > 0 and t.data_ptr() == t.storage_offset() * t.element_size()
 
 
 def runs_eagerly(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are plain memory, and no transform or mode is active.
+    """Whether these tensors have strided memory, and no transform or mode is active.
 
     If False, the call goes through ``torch.ops``, where the tracer, the transform or the subclass
     intercepts it.

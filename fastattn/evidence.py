@@ -1,11 +1,11 @@
-"""Which choice is fastest on which processor: one table, one row a choice, with its source.
+"""Which choice is fastest on which processor: a table with one row per choice, and its source.
 
 The first row that matches the processor, the operator and the dtype decides; the last ones match
 all. The rows that ``fastattn tune`` measured on this machine come first; they are in the user's
 cache folder.
 """
 
-# ruff: noqa: E501  (one row a line)
+# ruff: noqa: E501  (one row per line)
 from __future__ import annotations
 
 import functools
@@ -30,25 +30,25 @@ class Gemm(NamedTuple):
     Sizes are numbers of multiplications, M·N·K.
     """
 
-    y: str  # of large products: "torch", "onednn" or "ours"
+    y: str  # the GEMM of large products: "torch", "onednn" or "ours"
     dx: str
     dw: str
-    few: int = 0  # up to this number of rows of x, y is ours
-    one_from: int = 0  # but with one row only if the weight has this number of elements
-    least: int = 0  # y of smaller products is PyTorch's
-    least_grad: int = 0  # and so are dx and dw below this size
-    ours_up_to: int = 0  # up to this size, y is ours
+    few: int = 0  # "ours" computes y for up to this many rows of x
+    one_from: int = 0  # the least elements of the weight for "ours" with one row
+    least: int = 0  # PyTorch computes y of smaller products
+    least_grad: int = 0  # PyTorch computes dx and dw of smaller products
+    ours_up_to: int = 0  # "ours" computes y of products up to this size
     small_up_to: int = 0  # the largest attention in one native call, see nn/_small.py
-    layer_up_to: int = 0  # the largest rows·E·F of a layer in one, see nn/_encoder_layer.py
-    fewest: int = 0  # of `few` rows; one row is by `one_from`
-    few_from: int = 0  # and the elements of their weight
+    layer_up_to: int = 0  # the largest rows·E·F of a layer in one call, see nn/_encoder_layer.py
+    fewest: int = 0  # the least number of rows for `few`, besides one row
+    few_from: int = 0  # the least elements of the weight per row, for `few`
 
 
 class Row(NamedTuple):
     """One choice."""
 
     choice: str  # "backends": their order; "isa": the CPU's instruction set; "gemm": a Gemm
-    on: str  # words that all hold: a device, a vendor, family_N, a feature, -FEATURE; or a key
+    on: str  # words that must all match: device, vendor, family_N, feature, -FEATURE; or a key
     dtypes: str  # "" matches all
     use: Any
     source: str  # a result file, or a page of docs
@@ -87,7 +87,7 @@ ROWS = (
     Row("backends", "cpu AMD", "", ["cpu"], _ZEN4),
     Row("backends", "cpu", "", ["cpu"], _UNMEASURED),
     Row("backends", "cuda", "", ["torch"], UNVERIFIED),
-    Row("backends", "", "", [], "not measured: the device has no kernels of its own"),
+    Row("backends", "", "", [], "not measured: fastattn has no kernels for this device"),
 
     Row("isa", "cpu amx_bf16", "bfloat16 float32", "amx_bf16", f"{_AMX}; small calls run on vectors"),
     Row("isa", "cpu Intel avx512_bf16", "bfloat16", "avx512", f"{_PAGE}: avx512 139 GFLOP/s, avx512_bf16 95"),
@@ -155,10 +155,10 @@ def has_tiles(isa: str) -> bool:
 
 
 def isa(supported: Sequence[str]) -> str:
-    """The instruction set of each dtype, as ``_cpu.set_isa`` takes it.
+    """The instruction set of each dtype, in the syntax of ``_cpu.set_isa``.
 
-    ``supported``: those that build and processor have, the strongest last. Tiles are used only
-    where a row chooses them, since they serve some dtypes alone.
+    ``supported``: the instruction sets of both build and processor, the strongest last. Tiles are
+    used only where a row chooses them, since they serve only some dtypes.
     """
     strongest = [name for name in supported if not has_tiles(name)][-1]
     chosen = {}
@@ -177,7 +177,7 @@ _TYPES = {"backends": list, "isa": str, "gemm": list}  # of `use` in JSON
 
 
 def own_file() -> Path:
-    """Where the user's rows are. ``FASTATTN_CACHE_DIR`` names another folder."""
+    """The file of the user's rows. ``FASTATTN_CACHE_DIR`` names another folder."""
     if folder := os.environ.get("FASTATTN_CACHE_DIR"):
         return Path(folder, "evidence.json")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -202,7 +202,7 @@ def set_own(rows: Sequence[Row]) -> Path:
 
 
 def remove_own() -> Path | None:
-    """Remove the user's file; return where it was, None if there was none."""
+    """Remove the user's file; return its path, or None if it does not exist."""
     path = own_file()
     if not path.exists():
         return None
@@ -229,7 +229,7 @@ def _own() -> tuple[Row, ...]:
 
 
 def _checked(row: Row) -> Row:
-    """A row as JSON has it; ``ValueError`` if no choice can follow from it."""
+    """Check a row that was read from JSON; ``ValueError`` if it is not valid."""
     fields: dict[str, Any] = row._asdict()
     kinds = {"use": _TYPES[row.choice], "least_queries": int}
     if not all(isinstance(x, kinds.get(name, str)) for name, x in fields.items()):

@@ -19,10 +19,10 @@ class Explanation:
 
     op: str
     device: str
-    reasons: dict[str, list[str]]  # in the order of preference; empty: could run
-    runs: str | None  # None: a forced backend cannot
-    because: str = ""  # why the order is this one
-    notes: tuple[str, ...] = ()  # of the public function
+    reasons: dict[str, list[str]]  # in the order of preference; an empty list: it could run
+    runs: str | None  # None: the forced backend cannot run the call
+    because: str = ""  # the reason for the order
+    notes: tuple[str, ...] = ()  # remarks of the public function
 
     @property
     def passed_over(self) -> str:
@@ -104,7 +104,7 @@ def _because(
     order: tuple[str, ...],
     runs: str | None,
 ) -> str:
-    """The order and its evidence; for the CPU's kernels also those of the instruction set."""
+    """The order and its evidence; for the CPU's kernels also the instruction set's evidence."""
     if device not in dispatch.PRIORITY:
         return ""
     if dispatch.forced.get():
@@ -148,7 +148,7 @@ def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:
 
 
 def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any], options: Any) -> str:
-    """Where the instruction set has tiles: whether the kernel uses them, and why not."""
+    """If the instruction set has tiles: whether the kernel uses them, and why not."""
     native = importlib.import_module("fastattn._cpu").build_info()
     if not evidence.has_tiles(_instruction_set(native, dtype)):
         return ""

@@ -105,7 +105,7 @@ def flash_attn_qkvpacked_func(
 
 
 def _number(length: int | Tensor) -> Any:
-    """An integer tensor without dimensions as a number; anything else as it is."""
+    """Convert an integer tensor without dimensions to a number; leave anything else unchanged."""
     if isinstance(length, Tensor) and length.ndim == 0 and not length.is_floating_point():
         return int(length)
     return length
@@ -198,10 +198,10 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """:func:`fastattn.decode_attention` of q [B, Lq, H, D]; k and v are written into the cache.
 
-    ``num_splits`` is ignored: a split depends on a sequence's own length alone, so its bits do not
-    depend on the batch. Without ``rotary_positions``, raises NotImplementedError for a rotation of
-    fewer queries than new keys, and for one of several queries that is neither causal nor in a
-    window nor under a mask: flash-attn gives them other positions than those of the new tokens.
+    ``num_splits`` is ignored: splits depend only on the length of the sequence, so the bits do not
+    depend on the batch. Without ``rotary_positions``, a rotation raises NotImplementedError for
+    fewer queries than new keys, and for several queries without ``causal``, a window or a mask:
+    flash-attn would not rotate these queries to the positions of the new tokens.
     """
     name = "flash_attn_with_kvcache"
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, q if k is None else k)):

@@ -26,7 +26,7 @@ CPU_FEATURES = """
     amx_tile amx_bf16 amx_fp16 amx_int8 asimd fphp asimdhp bf16 sve sve2 sme
 """.split()
 
-# The environment variables that steer kernels and threads.
+# Prefixes of the environment variables that affect kernels and threads.
 VARIABLES = ("FASTATTN_", "GOMP_", "KMP_", "MKL_", "OMP_", "TRITON_")
 
 

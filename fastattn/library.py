@@ -1,4 +1,4 @@
-"""Makes a PyTorch operator of a primitive: eager, autograd, ``torch.func``, the compiler.
+"""Turns a primitive into a PyTorch operator: eager, autograd, ``torch.func``, the compiler.
 
 An :class:`Operator` is declared once, by the schema of its primitive's tensors and the record of
 its options (``fastattn.backends.primitives``):
@@ -16,19 +16,20 @@ its options (``fastattn.backends.primitives``):
 
 A call takes the shortest path that is correct:
 
-* plain tensors without a gradient: directly to the backend that :mod:`fastattn.dispatch` chooses;
+* tensors with strided memory and without a gradient: directly to the backend that
+  :mod:`fastattn.dispatch` chooses;
 * with a gradient: through one ``torch.autograd.Function``;
 * anything else (``torch.compile``, ``torch.export``, ``torch.func`` transforms, dispatch modes,
   fake tensors and other subclasses): through ``torch.ops.fastattn.<name>``, a dispatcher operator
-  that calls the same backend. Tensors that are not plain memory take this path only.
+  that calls the same backend. Tensors without strided memory take only this path.
 
-The dispatcher accepts plain values only. There the last arguments are the fields of the record,
-followed by ``backend``, the name of the backend that ran. An empty name means "choose now". The
-forward passes the name to the backward, so both run on the same backend. Everywhere else the
-arguments are the tensors, the record, and the backend if one was chosen.
+The dispatcher accepts no records. So its last arguments are the fields of the record, followed by
+``backend``, the name of the backend that ran. An empty name means "choose now". The forward passes
+the name to the backward, so both run on the same backend. Everywhere else the arguments are the
+tensors, the record, and the backend if it was chosen.
 
-Without a derivative the gradient goes through the reference backend, any number of times. The
-operators ``<op>_backward`` have none, so double backward works everywhere.
+An operator without a derivative is differentiated through the reference backend, any number of
+times. The operators ``<op>_backward`` have no derivative, so double backward works everywhere.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class Operator:
     ``not_in_onnx`` maps names of tensors to the reason why a call with them cannot become a part of
     an ONNX graph; the key "" is a graph of ``torch.export``. ``derived`` computes an option that is
     None from the tensors, at run time: during tracing this would specialize the graph to one size.
-    ``checked_by`` names backends that check themselves that their tensors have memory. ``formula``
-    is a derivative without a backward operator, (options, *grads) -> the gradient of the first
-    tensor. ``vmap`` is a batching rule; None folds the mapped dimension into the batch
+    ``checked_by`` names the backends whose kernels check that their tensors have memory.
+    ``formula`` is a derivative without a backward operator, (options, *grads) -> the gradient of
+    the first tensor. ``vmap`` is a batching rule; None folds the mapped dimension into the batch
     (:func:`fastattn._derivative.fold_batches`) if the operator ``folds``.
     """
 
@@ -138,7 +139,7 @@ class Operator:
         self.op = self._register(schema, vmap or fold_batches(self, derivative_of))
 
     def __call__(self, *args: Any) -> Any:
-        """Call with the tensors in the order of the schema, then the options or none (defaults)."""
+        """Call with the tensors in the order of the schema, then the options or nothing."""
         if len(args) == self._tensors:
             args = (*args, self.options())
         if not runs_eagerly(*args[: self._tensors]):
@@ -155,7 +156,7 @@ class Operator:
         return self._run(backend, tensors, options)
 
     def dispatched(self, *args: Any) -> Any:
-        """The same through PyTorch's dispatcher; the last argument is the backend or empty."""
+        """Call through PyTorch's dispatcher; the last argument is the backend or empty."""
         *tensors, options, backend = args
         if compat.MISSING and (obstacles := self._obstacles_of_public_autograd(args)):
             self.choose(args, obstacles)
@@ -170,7 +171,7 @@ class Operator:
         return self._through_reference(*args)
 
     def _recorded(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Convert the dispatcher's arguments: collect the options in a record again."""
+        """Convert the dispatcher's arguments: collect the options in a record."""
         n = self._tensors
         return *args[:n], self.options(*args[n:-1]), args[-1]
 
@@ -204,7 +205,7 @@ class Operator:
                 )
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
-        """Requirements of this call that no kernel supports, but the reference does."""
+        """The requirements of this call that only the reference supports."""
         if compat.forward_mode():
             return ["forward-mode differentiation goes through the reference"]
         return [
@@ -234,11 +235,11 @@ class Operator:
             function = self.primitive(backend)
             return self._completed(function(*dispatch.taken_by(function, tensors), options=options))
         results = self._completed(dispatch.run_reference(self.name, tensors, options))
-        # Plain PyTorch may return results in any memory order.
+        # PyTorch's functions may return results in any memory order.
         return _in_layout_of(results, self._fake(*tensors, options))
 
     def _completed(self, results: Any) -> Any:
-        """Add None for the gradients at the end, of operands that a call does not have."""
+        """Append None for the gradients of trailing operands that a call does not have."""
         if self.returns == 1 or len(results) == self.returns:
             return results
         return (*results, *[None] * (self.returns - len(results)))
@@ -331,7 +332,8 @@ class Operator:
         with compat.below_autograd(), grad:
             return self.dispatched(*args)
 
-    # If PyTorch lacks what the Autograd kernel needs, torch.library.register_autograd has this.
+    # If PyTorch lacks the names that the Autograd kernel needs, torch.library.register_autograd
+    # takes these functions.
 
     def _obstacles_of_public_autograd(self, args: Sequence[Any]) -> list[str]:
         differentiated = torch.is_grad_enabled() and any_requires_grad(*args[: self._tensors])

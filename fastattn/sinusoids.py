@@ -63,7 +63,7 @@ LAYOUTS = tuple(_LAYOUTS)
 
 
 class Sinusoids(NamedTuple):
-    """64-bit unsigned integers; those of the columns are zero-padded to a multiple of 16."""
+    """64-bit unsigned integers; the columns are zero-padded to a multiple of 16."""
 
     frequency: array[int]
     phase: array[int]
@@ -72,7 +72,7 @@ class Sinusoids(NamedTuple):
 
 @lru_cache(maxsize=256)
 def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
-    """Return the columns' frequencies (turns per position) and phases (turns), times 2**64."""
+    """Return the frequencies (turns per position) and phases (turns) of columns, times 2**64."""
     step, columns = _LAYOUTS[layout](dim) if dim > 0 else (Fraction(0), [])
     with localcontext() as context:
         context.prec = _DIGITS

@@ -22,7 +22,7 @@ _DTYPES = (
 
 
 def names(text: str) -> list[str]:
-    """The type of a LIST; an empty one is an error, because a shell variable is probably unset."""
+    """argparse type: a comma-separated list, never empty, as an unset shell variable would be."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing")
@@ -63,7 +63,7 @@ def _spelled(
 
 
 def _other(name: str, like: Callable[[str], tuple[str, ...]]) -> str:
-    """The first other spelling of a name."""
+    """Another spelling of a name, the first one if there are several."""
     return next((other for other in like(name) if other != name), "")
 
 

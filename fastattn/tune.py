@@ -1,9 +1,10 @@
-"""`fastattn tune`: measure what is fastest on this machine, and use it.
+"""`fastattn tune`: measure the fastest choices on this machine, and use them.
 
 On a CPU: the backend, the instruction set and the GEMM of each dtype. On a GPU: the order of the
-backends of each operator; ours take part only where the case table verifies them. Candidates run in
-turn, so a change of the clock frequency affects all of them. The usual choice stays unless another
-one is faster by more than 3 %. The result is written as the user's rows of ``fastattn.evidence``.
+backends of each operator; fastattn's kernels take part only if the case table verifies them.
+Candidates run in turn, so a change of the clock frequency affects all of them. The default choice
+stays unless another one is faster by more than 3 %. The result is written as the user's rows of
+``fastattn.evidence``.
 """
 
 from __future__ import annotations
@@ -56,20 +57,20 @@ _WIDTHS = (64, 128, 256, 512)  # of heads, in the table of launches
 _TABLE = Path("fastattn-triton.json")
 
 _Call = Callable[[], Any]
-_On = Callable[[], contextlib.AbstractContextManager[Any]]  # runs what is inside on a candidate
+_On = Callable[[], contextlib.AbstractContextManager[Any]]  # selects a candidate within its block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cuda, launches = "cuda: ", "launches: "
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), help="what to measure (default: cuda if available)")
+    add("--device", choices=("cpu", "cuda"), help="the device (default: cuda if available)")
     add("--reset", action="store_true", help="delete the measurements, then exit")
     add("--launches", action="store_true", help=cuda + "search the launches of the Triton kernels "
         "instead of the order of the backends")  # fmt: skip
     spelling.add_list(parser, "--op", cuda + f"only these operators: {', '.join(MEASURED)}")
     spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
     add("--width", action="append", type=int, choices=_WIDTHS, default=[],
-        help=launches + "only head dimensions up to this one, above the next smaller choice; "
+        help=launches + "only heads up to this width, and wider than the next smaller choice; "
         "may be repeated")  # fmt: skip
     add("--out", type=Path, help=launches + f"the file of the table (default: {_TABLE})")
 
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def race(what: str, candidates: Mapping[str, _Call]) -> dict[str, float]:
-    """Return the median seconds of each call that runs at all; they run in turn."""
+    """Run the calls in turn; return the median seconds of each call that succeeds."""
     times: dict[str, list[float]] = {n: [] for n, call in candidates.items() if _runs(n, call)}
     end, rounds = time.perf_counter() + _SECONDS, 0
     while times and (rounds < _ROUNDS or time.perf_counter() < end):
@@ -126,14 +127,14 @@ def race(what: str, candidates: Mapping[str, _Call]) -> dict[str, float]:
 def _runs(name: str, call: _Call) -> bool:
     try:
         call()
-    except Exception as error:  # compilers and launchers have exceptions of their own
+    except Exception as error:  # compilers and launchers raise their own exceptions
         print(f"{name} does not run: {type(error).__name__}: {error}".split("\n")[0])
         return False
     return True
 
 
 def clearly_fastest(times: dict[str, float], usual: str) -> str:
-    """Return the fastest candidate, or the usual one if the difference is within the noise."""
+    """Return the fastest candidate, or the default one if the difference is within the noise."""
     best = min(times, key=lambda name: times[name])
     return usual if usual in times and not times[best] < _FASTER * times[usual] else best
 
@@ -188,7 +189,7 @@ def on_gpu(operators: Sequence[str], dtypes: Sequence[torch.dtype]) -> Path | No
 
 
 def order(op: str, dtype: torch.dtype, device: torch.device) -> Row | None:
-    """The row of an operator's backends, fastest first; None if none of them is right here."""
+    """The row of an operator's backends, fastest first; None if no backend is correct here."""
     what, names = f"{op} {str(dtype)[6:]}", ("torch", *dispatch.ON_GPU)
     right = [name for name in names if is_right(name, op, dtype, device)]
     on = {name: functools.partial(dispatch.use_backend, name) for name in right}
@@ -203,7 +204,7 @@ def order(op: str, dtype: torch.dtype, device: torch.device) -> Row | None:
 
 
 def is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a backend is built and, if it is ours, passes the case table of the operator."""
+    """Whether a backend is built and, except PyTorch's, passes the operator's case table."""
     module = dispatch.load(name)
     if isinstance(module, str) or not hasattr(module, op):
         return False

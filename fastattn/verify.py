@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _targets(backend: str | None, isa: str) -> list[Target]:
-    """The targets that the arguments select. Raises ValueError if there is none."""
+    """The targets that the arguments select. Raises ValueError if they select none."""
     native = [*_on_gpu(), *targets(emulated=True)]
     if backend == "reference":
         return [Target("reference")]
@@ -177,7 +177,7 @@ def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
     start = time.perf_counter()
     for count, result in enumerate(results, 1):
         if live:
-            print("\r\033[K", end="")  # the line that the next one replaces
+            print("\r\033[K", end="")  # erase the previous progress line
         yield result
         if live:
             left = (time.perf_counter() - start) / count * (total - count)

@@ -1,4 +1,4 @@
-// What the CPU's bindings of attention share beside csrc/attention_arguments.h.
+// Helpers of the CPU's bindings of attention, in addition to csrc/attention_arguments.h.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -17,8 +17,8 @@
 
 namespace fastattn {
 
-// Whether products of float32 may round their factors to 16 bits. Only tiles do, so that the question
-// to PyTorch's settings costs calls on vectors nothing.
+// Whether products of float32 may round their factors to 16 bits. Only tiles do, so calls on
+// vectors do not pay for reading PyTorch's settings.
 inline bool reduces(const AttentionParams& p) {
   return p.dtype == DType::f32 && pays_on_tiles(p.dtype, p.Lq, p.Lk, p.D) && on_tiles(DType::f32) &&
          may_round();
@@ -34,7 +34,7 @@ inline void read_mask_program(py::handle program, AttentionParams& p, std::vecto
 
 constexpr double kZero = 0;
 
-// Kernels read a gradient of zeros where there is none.
+// A missing gradient becomes a zero that kernels can read.
 inline void complete(Tensor4& grad_out) {
   if (grad_out.data == nullptr) grad_out.data = const_cast<double*>(&kZero);
 }
@@ -49,8 +49,8 @@ inline double from_rows_without_keys(const AttentionParams& p, int64_t b, int64_
   return is_none ? 0.0 : std::accumulate(grad_lse, grad_lse + rows, 0.0);
 }
 
-// The gradient of sinks, new, of their sizes, from those of the sequences [B, Hq]: the sum over the
-// sequences that share one, in their order.
+// Allocates the gradient of sinks: the gradients of the sequences, [B, Hq], summed in order over
+// the sequences that share a sink.
 inline py::object summed_sink_gradients(const std::vector<double>& of_sequences, int64_t batch,
                                         py::handle sinks) {
   const TensorView x = view_of("sinks", sinks);

@@ -22,7 +22,7 @@ struct AdditiveCall : AdditiveParams {
   }
 };
 
-// (out, weights or None), new.
+// Returns (out, weights or None).
 py::tuple additive_attention(const AdditiveTensors& x, py::handle options) {
   AdditiveCall call(options, x);
   call.wants_weights = call.vectors.returns_weights;
@@ -31,8 +31,8 @@ py::tuple additive_attention(const AdditiveTensors& x, py::handle options) {
   return results;
 }
 
-// The gradient of the mask, new and in the type that sums it: that of the scores, or their sum where
-// the mask is broadcast, which `scores` then owns.
+// Allocates the gradient of the mask. It is the gradient of the scores itself, or for a broadcast
+// mask a sum of it in float64; `scores` always owns the gradient of the scores.
 py::object new_grad_mask(AdditiveCall& x, py::handle attn_mask, py::object* scores) {
   AttentionParams& p = x.attention;
   const TensorView mask = view_of("attn_mask", attn_mask);
@@ -48,8 +48,8 @@ py::object new_grad_mask(AdditiveCall& x, py::handle attn_mask, py::object* scor
   return made;
 }
 
-// With the workspace. The gradients of keys are summed from parts, of at most kMostChunks chunks of
-// queries.
+// Allocates the workspace and runs the kernel. The gradients of keys are sums of parts, one for
+// each of at most kMostChunks chunks of queries.
 void run_backward(AdditiveParams& x) {
   constexpr int64_t kMostChunks = 8, kChunkRows = 128;
   const AttentionParams& p = x.attention;
@@ -64,8 +64,8 @@ void run_backward(AdditiveParams& x) {
   kernels(p.dtype).additive_backward(x);
 }
 
-// The gradients, new: of query, key, value, v, bias and attn_mask; None without them, and that of the
-// mask only where the options ask for it.
+// Returns the gradients of query, key, value, v, bias and attn_mask. An absent tensor has None, and
+// so has the mask unless the options ask for its gradient.
 py::tuple additive_attention_backward(const AdditiveGradTensors& x, py::handle options) {
   AdditiveCall call(options, x);
   AttentionParams& p = call.attention;

@@ -12,7 +12,7 @@
 namespace fastattn {
 namespace {
 
-// Where the new rows of each sequence go; lengths are those with the new rows.
+// The destination of each new row; the lengths include the new rows.
 std::vector<CacheRow> rows_of(const SequencesParams& t, int64_t count) {
   const int64_t batch = t.attention.B;
   std::vector<CacheRow> rows(static_cast<size_t>(batch * count));
@@ -24,8 +24,7 @@ std::vector<CacheRow> rows_of(const SequencesParams& t, int64_t count) {
   return rows;
 }
 
-// Two sequences, or two places of one, must not append to the same row of a page: it would be written
-// twice.
+// No row of a page may be appended to twice, by two sequences or by two positions of one sequence.
 void check_appended_rows(const SequencesParams& t, int64_t count) {
   if (t.block_table == nullptr || count == 0) return;
   struct Rows {
@@ -51,7 +50,7 @@ void check_appended_rows(const SequencesParams& t, int64_t count) {
                                 std::to_string(twice->page) + " twice");
 }
 
-// The positions of the new tokens: given, or else their rows.
+// The positions of the new tokens: rotary_positions, or by default their rows in the cache.
 void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64_t>& positions) {
   positions.resize(static_cast<size_t>(p.B * p.L));
   for (int64_t b = 0; b < p.B; ++b)
@@ -67,7 +66,7 @@ void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64
   p.positions = positions.data();
 }
 
-// The tables of angles, and the queries that they rotate; the result is new.
+// Reads the tables of angles and the queries that they rotate; allocates and returns the result.
 py::object read_rotation(AppendParams& p, const AppendTensors& from) {
   const TensorView cos = view_of("rotary_cos", from.rotary_cos), q = view_of("query", from.query);
   expect_dtype("rotary_cos", cos, {p.dtype, DType::f32});
@@ -87,7 +86,7 @@ py::object read_rotation(AppendParams& p, const AppendTensors& from) {
   return new_rows(from.query, p.D, dense, &p.rotated);
 }
 
-// The rotated queries, new, or None without tables.
+// Returns the rotated queries, or None without tables.
 py::object append_to_cache(const AppendTensors& x, py::handle options) {
   const TensorView k = view_of("key", x.key);
   expect_dtype("key", k, kFloats);

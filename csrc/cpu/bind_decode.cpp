@@ -14,14 +14,15 @@
 namespace fastattn {
 namespace {
 
-// Query rows of a key head up to which the kernel on vectors is the fastest: for more rows, pages are
-// gathered, and quantised rows are widened.
+// Query rows of a key head up to which the kernel on vectors is the fastest: for more rows, pages
+// are gathered, and quantised rows are widened.
 constexpr int64_t kMostRows = 32, kMostQuantisedRows = 64;
 constexpr int64_t kMostIntegerRows = 512;  // of int8, multiplied as integers
 constexpr int64_t kMostQuantisedQueries = 32;
 
-// The rows of each sequence in order, times their scales, [B, Hkv, longest, D] and Dv, new; the rows
-// outside of the sequences are not written. The call then reads these.
+// Copies the rows of each sequence in order, times their scales, to new tensors
+// [B, Hkv, longest, D] and Dv, which the call then reads. Rows outside of the sequences are not
+// written.
 void gather(CacheCall& t, DType dtype) {
   AttentionParams& all = t.attention;
   GatherParams p{};
@@ -66,13 +67,13 @@ bool runs_on_tiles(const AttentionParams& p, bool masked_or_biased) {
 
 bool has_dense_rows(const AttentionParams& p) { return p.k.stride[3] == 1 && p.v.stride[3] == 1; }
 
-// Whether the kernel on vectors is the fastest for these rows, however they are stored.
+// Whether the kernel on vectors is the fastest for up to `most_rows` query rows of a key head.
 bool reads_in_place(const AttentionParams& p, int64_t most_rows) {
   return has_dense_rows(p) && p.Lq * p.Hq / std::max(p.Hkv, int64_t{1}) <= most_rows &&
          std::max(p.D, p.Dv) <= kWidestCached;
 }
 
-// Of quantised rows: otherwise they are widened first.
+// Whether quantised rows are read in place; otherwise they are widened first.
 bool reads_quantised(const CacheCall& t) {
   const AttentionParams& p = t.attention;
   if (p.dtype == DType::f64 || p.Lq > kMostQuantisedQueries) return false;
@@ -81,8 +82,8 @@ bool reads_quantised(const CacheCall& t) {
   return reads_in_place(p, integers ? kMostIntegerRows : kMostQuantisedRows);
 }
 
-// The queries in the dtype that a quantised cache is multiplied in, float32 or wider for rows that are
-// read in place; other rows are widened, too.
+// The queries in the dtype that a quantised cache is multiplied in, float32 or wider for rows that
+// are read in place. Other rows are widened to that dtype, too.
 py::object widen(CacheCall& t, py::handle query) {
   AttentionParams& p = t.attention;
   const bool in_place = reads_quantised(t), sixteen_bits = element_bytes(p.dtype) == 2;
@@ -97,8 +98,8 @@ py::object widen(CacheCall& t, py::handle query) {
   return wide;
 }
 
-// Whether the heads of a key head, one query each, are faster as the queries of one head: they then fill
-// the lanes of a panel.
+// Whether the query heads of a key head, one query each, are stacked as the queries of one head,
+// where they fill the lanes of a panel.
 bool stacks(const CacheCall& t) {
   const AttentionParams& p = t.attention;
   if (t.cache.quantised || p.Lq != 1 || p.alibi != nullptr || p.sinks != nullptr) return false;
@@ -106,7 +107,7 @@ bool stacks(const CacheCall& t) {
          p.Hq > kernels(p.dtype).most_streamed_rows(p.dtype) * std::max(p.Hkv, int64_t{1});
 }
 
-// The heads as queries at one position, and a window as the first key that they see.
+// Turns heads into queries at one position, and a window into the first visible key.
 void stack(CacheCall& t) {
   AttentionParams& p = t.attention;
   const int64_t group = p.Hq / p.Hkv;
@@ -121,7 +122,7 @@ void stack(CacheCall& t) {
   p.window_left = p.window_right = -1;
 }
 
-// (out, lse), new.
+// Returns (out, lse).
 py::tuple decode_attention(const DecodeTensors& x, py::handle options) {
   CacheCall t{};
   AttentionParams& p = t.attention;

@@ -1,5 +1,5 @@
-// The encoding of memories as Python calls it: tensors in, tensors out. The tokens are row indices of a
-// table, so they are checked here, before a kernel reads anything.
+// The encoding of memories as Python calls it: tensors in, tensors out. The tokens are row indices
+// of a table, so they are checked here, before a kernel reads anything.
 #include <cstdint>
 #include <string>
 
@@ -10,8 +10,8 @@
 namespace fastattn {
 namespace {
 
-// Whether all tokens are in [0, V) or the padding; if not, `place` is the position of the first
-// other one.
+// Whether all tokens are in [0, V) or padding; if not, `place` is the position of the first that is
+// neither.
 bool tokens_are_rows(const EncodeMemoryParams& p, int64_t (&place)[4]) {
   const uint64_t rows = static_cast<uint64_t>(p.V);
   const int64_t models = p.token_stride[0] == 0 && p.R > 0 ? 1 : p.R;  // all models share one batch
@@ -45,8 +45,8 @@ void check_tokens(const EncodeMemoryParams& p) {
 
 struct EncodeMemoryCall : EncodeMemoryParams, EncodingCall {};
 
-// The memories [R, B, G, N, D], new; [B, G, N, D] if tokens [B, N, J] and the tables are without R, [B, N, D]
-// if the tables are without G, too.
+// Returns the memories [R, B, G, N, D]; [B, G, N, D] if tokens [B, N, J] and the tables are without
+// R, [B, N, D] if the tables are without G, too.
 py::object encode_memory(const EncodingTensors& x, py::handle options) {
   EncodeMemoryCall p{};
   read_encoding(p, p, options, x);
@@ -61,7 +61,7 @@ py::object encode_memory(const EncodingTensors& x, py::handle options) {
   return out;
 }
 
-// The gradients of weight, and of temporal or None, new. grad_out is as the memories.
+// Returns the gradients of weight, and of temporal or None. grad_out has the sizes of the memories.
 py::tuple encode_memory_backward(const EncodingGradTensors& x, py::handle options) {
   EncodeMemoryCall p{};
   read_encoding_gradient(p, p, options, x);

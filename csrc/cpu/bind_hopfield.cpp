@@ -1,5 +1,5 @@
-// Hopfield retrieval as Python calls it: tensors in, tensors out. Its steps are hops without the old
-// state, u' = o, and run on the kernels of memory hops.
+// Hopfield retrieval as Python calls it: tensors in, tensors out. Its steps are hops without the
+// old state, u' = o, and run on the kernels of memory hops.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -14,8 +14,8 @@
 namespace fastattn {
 namespace {
 
-// Steps of one call of the kernel. Between two calls Python can interrupt a search, which may have no
-// limit and never converge.
+// Steps of one call of the kernel. Between two calls Python can interrupt a search, which may have
+// no limit and never converge.
 constexpr int64_t kRound = 256;
 
 // The arguments of a call, and the memory that they point to.
@@ -52,7 +52,7 @@ py::tuple new_steps(Retrieval& p) {
   return py::make_tuple(trace, stats);
 }
 
-// Rounds of steps until every query rests or has taken as many as it may.
+// Runs rounds of steps until every query has converged or has taken its maximum number of steps.
 void search_until_rest(Retrieval& p) {
   for (int64_t done = 0;;) {
     const int64_t until = p.steps_max < 0 ? done + kRound : std::min(done + kRound, p.steps_max);
@@ -65,10 +65,10 @@ void search_until_rest(Retrieval& p) {
   }
 }
 
-// (xi, taken, ends), new. `taken`, of state's sizes but the last, is negative where a query does not
-// rest; `ends` are the last two states of each query, [G, Q, 2, D]. A call that `keeps` also returns
-// (trace, stats), all states and their statistics, or None where the backward pass does not read them or
-// there may be many steps; `ends` are then all states, too.
+// Returns (xi, taken, ends). `taken` has the sizes of state but the last, and is negative where a
+// query has not converged; `ends` are the last two states of each query, [G, Q, 2, D]. A call that
+// `keeps` also returns (trace, stats): all states, which `ends` then is as well, and their
+// statistics. They are None where the backward pass does not read them or there may be many steps.
 py::tuple hopfield_retrieve(const Patterns& x, py::handle options, bool keeps) {
   constexpr int64_t kFewSteps = 4;
   Retrieval p(options, x, true);
@@ -93,13 +93,14 @@ py::tuple hopfield_retrieve(const Patterns& x, py::handle options, bool keeps) {
   return py::make_tuple(xi, taken, ends);
 }
 
-// Contiguous: of a copy, which `copy` owns, if the tensor is not.
+// A contiguous view: of `copy` if the tensor is not contiguous.
 TensorView read_contiguous(const char* name, py::handle from, py::object* copy) {
   const TensorView x = view_of(name, from);
   return x.is_contiguous() ? x : view_of(name, *copy = contiguous(from));
 }
 
-// How many steps each query takes, at most K: [G, Q] or [B, H, Q], negative where it does not rest.
+// How many steps each query takes, at most K: [G, Q] or [B, H, Q], negative where it did not
+// converge.
 void read_taken(py::handle from, Retrieval& p) {
   py::object copy;
   TensorView x = read_contiguous("taken", from, &copy);
@@ -116,7 +117,7 @@ void read_taken(py::handle from, Retrieval& p) {
   p.taken = p.own_taken.data();
 }
 
-// (trace, stats), new: each query takes its own steps again.
+// Returns (trace, stats): each query repeats the steps that it took.
 py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t most) {
   Retrieval p(options, x, false);
   if (most <= 0) throw py::value_error("fastattn: the number of steps must be positive");
@@ -130,8 +131,8 @@ py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t most)
   return steps;
 }
 
-// The gradients of state, stored, keys and bias, new. Those that `needed` does not ask for are None, see
-// HopfieldBackwardOptions, except that of state.
+// Returns the gradients of state, stored, keys and bias. All but the first are None unless `needed`
+// asks for them, see HopfieldBackwardOptions.
 py::tuple hopfield_backward(const StepGradTensors& x, py::handle options, int64_t needed) {
   Retrieval p(options, x, false);
   py::object copies[3];

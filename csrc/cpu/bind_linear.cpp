@@ -15,7 +15,7 @@ struct LinearTensors {
   FASTATTN_TENSORS(x, weight, bias)
 };
 
-// x W^T + bias, new.
+// Returns x W^T + bias.
 py::object linear(const LinearTensors& x) {
   const TensorView of_x = view_of("x", x.x), w = view_of("weight", x.weight);
   expect_dtype("x", of_x, kFloats);
@@ -95,14 +95,14 @@ struct SelfAttention {
 };
 
 struct LayerTensors {
-  // [N, L, E] or [L, N, E]; [3 E, E]; [3 E] or None; [E, E]; [E], with b_in; [N, L] bool, true = ignored,
-  // or None
+  // [N, L, E] or [L, N, E]; [3 E, E]; [3 E] or None; [E, E]; [E], with b_in; [N, L] bool,
+  // true = ignored, or None
   FASTATTN_TENSORS(x, w_in, b_in, w_out, b_out, padding)
 };
 
-// A whole multi-head self-attention, for sizes at which calls cost more than arithmetic, new, as x. None,
-// unless all are plain tensors of one dtype with dense rows, and none of them requires a gradient that is
-// `recorded`.
+// A whole multi-head self-attention, for sizes at which calls cost more than arithmetic; the result
+// has the layout of x. Returns None unless read_exact() accepts all tensors and they have one dtype
+// and dense rows, or if gradients are `recorded` and one of them requires a gradient.
 py::object self_attention(const LayerTensors& x, int64_t num_heads, bool batch_first, bool causal,
                           bool recorded) {
   SelfAttention a{};

@@ -20,7 +20,7 @@ struct LocalGradTensors {
   FASTATTN_TENSORS(grad_out, grad_weights, query, key, value, positions, padding, factor, weights)
 };
 
-// Without overflow for any reach.
+// 2 reach + 1, limited so that it cannot overflow.
 int64_t rows_of_window(const LocalParams& p) {
   expect(p.reach > 0, "reach must be positive, got " + std::to_string(p.reach));
   return p.reach < p.Lk ? std::min(2 * p.reach + 1, p.Lk) : p.Lk;
@@ -59,7 +59,7 @@ struct LocalCall : LocalParams {
   }
 };
 
-// (out, weights), new.
+// Returns (out, weights).
 py::tuple local_attention(const LocalTensors& x, py::handle options) {
   LocalCall p(options, x);
   const py::object out = p.D == p.Dv ? new_contiguous_like(x.query, &p.out)
@@ -69,7 +69,7 @@ py::tuple local_attention(const LocalTensors& x, py::handle options) {
   return py::make_tuple(out, weights);
 }
 
-// The gradients of query, key, value and positions, new.
+// Returns the gradients of query, key, value and positions.
 py::tuple local_attention_backward(const LocalGradTensors& x, py::handle options) {
   LocalCall p(options, x);
   const DType acc = accumulator(p.dtype);

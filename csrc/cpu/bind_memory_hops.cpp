@@ -17,7 +17,7 @@ void run_backward(const MemoryHopsParams& p) {
   kernels(p.dtype).memory_hops_backward(p);
 }
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct Hops : MemoryHopsParams, HopCall {
   template <class Tensors>
   Hops(py::handle options, const Tensors& from) : MemoryHopsParams{} {
@@ -26,15 +26,15 @@ struct Hops : MemoryHopsParams, HopCall {
   }
 };
 
-// The kernel of the backward pass for short memories reads the weights, if they are not rounded, instead
-// of computing the scores again.
+// The backward kernel for short memories reads the weights instead of computing the scores again,
+// unless they were rounded.
 bool backward_reads_weights(const Hops& p) {
   constexpr int64_t kShort = 64;  // rows that the kernel reads as one block
   return !p.is_one_memory && p.Q == 1 && p.N <= kShort && accumulator(p.dtype) == p.dtype;
 }
 
-// (out, trace, stats, weights or None), new; out alone, if a call without a gradient needs `only_first`;
-// one more, or None, if it `keeps` what the backward pass can read.
+// Returns (out, trace, stats, weights or None); `only_first`: out alone, for a call without a
+// gradient; `keeps`: also the weights that the backward pass can read, or None.
 py::object memory_hops(const HopTensors& x, py::handle options, bool only_first, bool keeps) {
   Hops p(options, x);
   p.shared = p.memories[0].stride[0] == 0 && p.memories[1].stride[0] == 0;
@@ -60,8 +60,8 @@ py::object memory_hops(const HopTensors& x, py::handle options, bool only_first,
   return py::make_tuple(out, trace, stats, weights);
 }
 
-// The gradients of query, in_memory, out_memory, hop_proj and memory_bias, new; None where the options do
-// not ask for them.
+// Returns the gradients of query, in_memory, out_memory, hop_proj and memory_bias; None where the
+// options do not ask for one.
 py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options) {
   Hops p(options, x);
   p.shared = p.is_one_memory;
@@ -74,7 +74,7 @@ py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options) {
   }
   read_hop_gradients(p, p, options, x);
 
-  // The gradient of a memory: of one that all share, or of each example.
+  // A memory that all examples share has one gradient; otherwise each example has one.
   const int64_t entries = p.shared ? 1 : p.B;
   py::tuple made = new_hop_gradients(p, p, x, [&](int n, py::handle memory, void** data) {
     const TensorView& rows = p.memories[n];

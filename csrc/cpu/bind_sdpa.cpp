@@ -14,7 +14,7 @@
 namespace fastattn {
 namespace {
 
-// The distances of positions, which are in the memory of the host here.
+// Checks the distances of positions; the CPU can read their values.
 void check_positions(const AttentionParams& p) {
   if (!reads_relative_bias(p) || p.positions == nullptr) return;
   const auto queries = std::minmax_element(p.positions + p.offset, p.positions + p.offset + p.Lq);
@@ -44,7 +44,7 @@ void read_image_bias(AttentionParams& p, const Tensors& x) {
   });
 }
 
-// The record of options, read once: what was read is kept in the record.
+// The record of options, read once: the parsed values are cached in the Python record.
 struct Options : AttentionOptions {
   bool needs_mask_grad = false, partial = false;  // of the backward pass
 
@@ -56,7 +56,7 @@ struct Options : AttentionOptions {
     from.read<&Options::partial>("partial", *this);
   }
 
-  // `kept` owns them.
+  // `kept` owns the result.
   static const Options& of(py::handle record, py::object* kept) {
     static PyObject* const name = PyUnicode_InternFromString("core");
     if (PyObject* found = PyObject_GetAttr(record.ptr(), name)) {
@@ -64,7 +64,7 @@ struct Options : AttentionOptions {
     } else {
       PyErr_Clear();
       *kept = py::capsule(new Options(record), [](void* x) { delete static_cast<Options*>(x); });
-      // Not by the record's own method: it is frozen.
+      // Not by the record's own __setattr__: the record is frozen.
       if (PyObject_GenericSetAttr(record.ptr(), name, kept->ptr()) != 0)
         throw py::error_already_set();
     }
@@ -93,7 +93,8 @@ struct Call : AttentionParams {
   }
 };
 
-// (out, lse or None, weights or None), new; out alone, if a call without a gradient needs `only_first`.
+// Returns (out, lse or None, weights or None); `only_first`: out alone, for a call without a
+// gradient.
 py::object attention(const AttentionTensors& x, py::handle options, bool only_first) {
   Call p(options, x);
   const py::object out = new_rows(x.query, p.Dv, dense, &p.out);
@@ -107,9 +108,9 @@ py::object attention(const AttentionTensors& x, py::handle options, bool only_fi
   return py::make_tuple(out, lse, weights);
 }
 
-// The gradients, new: of query, key and value, and of attn_mask (where the options ask for it), sinks,
-// relative_bias, position_query, query_table, key_table, row_bias and column_bias, or None without
-// them.
+// Returns the gradients of query, key and value, and of attn_mask (where the options ask for it),
+// sinks, relative_bias, position_query, query_table, key_table, row_bias and column_bias; an absent
+// tensor has None.
 py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) {
   Call p(options, x);
   const Options& asked = Options::of(options, &p.options);

@@ -14,10 +14,10 @@ namespace {
 
 class Signature {
  public:
-  // Lengths and batch sizes change from call to call, so of them only the relations count: whether a
-  // size is 1, or which earlier size of the call it equals; and whether a batch is one entry, expanded.
-  // Heads and columns of the first `rows` tensors count by their numbers, too. False for a tensor without
-  // a signature: not plain memory of the CPU, or empty.
+  // Lengths and batch sizes change from call to call, so the key holds only their relations:
+  // whether a size is 1, which earlier size of the call it equals, and whether a batch is one
+  // expanded entry. The numbers of heads and columns of the first `rows` tensors are part of the
+  // key. Returns false for a tensor that is empty or without strided memory on the CPU.
   bool add_tensor(py::handle from, bool is_rows) {
     if (from.is_none()) return put('-');
     TensorView x;
@@ -34,7 +34,8 @@ class Signature {
     return fits;
   }
 
-  // None, a bool, an int, a float but NaN, a string, or a tuple of them; their types count too.
+  // Accepts None, a bool, an int, a float except NaN, a string, or a tuple of these. The type is
+  // part of the key.
   bool add_option(PyObject* value) {
     if (value == Py_None) return put('N');
     if (value == Py_True || value == Py_False) return put(value == Py_True ? 'T' : 'F');
@@ -109,7 +110,7 @@ struct FewTensors {
   FASTATTN_TENSORS(first, second, third, fourth)
 };
 
-// Whether all are plain memory, see read_exact(), without a lazy negation, or None.
+// Whether each is None or has strided memory that read_exact() accepts, without a lazy negation.
 py::object are_plain(const FewTensors& x) {
   for (const py::handle each : {x.first, x.second, x.third, x.fourth}) {
     TensorView view;

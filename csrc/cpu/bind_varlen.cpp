@@ -74,7 +74,7 @@ struct PackedCall : SequencesParams {
   }
 };
 
-// The rows after the last sequence: out is 0 there, and lse -inf.
+// Fills the rows after the last sequence: out is 0 there, and lse -inf.
 void fill_rest(const PackedCall& t) {
   const AttentionParams& p = t.attention;
   const int64_t end = t.starts[0].back();
@@ -89,7 +89,7 @@ void fill_rest(const PackedCall& t) {
     }
 }
 
-// (out, lse), new.
+// Returns (out, lse).
 py::tuple varlen_attention(const PackedTensors& x, py::handle options) {
   PackedCall t(options, x);
   AttentionParams& p = t.attention;
@@ -102,8 +102,8 @@ py::tuple varlen_attention(const PackedTensors& x, py::handle options) {
   return py::make_tuple(out, lse);
 }
 
-// Whether the kernels leave rows of the gradients unwritten: after the last sequence, and of sequences
-// without queries or without keys.
+// Whether the kernels leave rows of the gradients unwritten: after the last sequence, and of
+// sequences without queries or without keys.
 bool has_gaps(const PackedCall& t) {
   const AttentionParams& p = t.attention;
   bool gaps = p.Hq == 0 || t.starts[0].back() < p.Lq || t.starts[1].back() < p.Lk;
@@ -124,8 +124,9 @@ void add_sequences_without_keys(PackedCall& t) {
   }
 }
 
-// Where the gradients of the tables of each sequence are: one has the distances below its own length,
-// so that their sum takes O(Tq + Tk) memory. Returns how many numbers they are.
+// Lays out the gradients of relative_bias, one table per sequence. A table has only the distances
+// below the length of its sequence, so all together take O(Tq + Tk) memory. Returns the number of
+// their elements.
 int64_t place_tables(PackedCall& t) {
   int64_t end = 0;
   for (int64_t b = 0; b < t.attention.B; ++b) {
@@ -137,7 +138,7 @@ int64_t place_tables(PackedCall& t) {
   return end;
 }
 
-// The gradient of a table [1, Hq, size], new, from those of its sequences.
+// Sums the tables of all sequences to the gradient of relative_bias, [1, Hq, size].
 template <class T>
 py::object summed_tables(const PackedCall& t, const std::vector<T>& parts, DType dtype) {
   const AttentionParams& p = t.attention;

@@ -1,4 +1,4 @@
-// The other bindings, compiled together for the same reason as those of attention.
+// All other bindings, compiled together for the reason given in bindings_of_attention.cpp.
 #include "../function.cpp"
 #include "../operands.cpp"
 #include "../tensors.cpp"

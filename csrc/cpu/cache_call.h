@@ -1,5 +1,5 @@
-// A cache of keys and values as the CPU's kernels read it, what attention and appending share. What is
-// read as an index is checked first: a wrong length must be an error, not a crash.
+// A cache of keys and values as the CPU's kernels read it, for attention and appending. Everything
+// that is used as an index is checked first: a wrong length must be an error, not a crash.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,7 +13,8 @@
 
 namespace fastattn {
 
-// The arguments of a call, and the memory that they point to. Of a quantised cache, k and v are its rows.
+// The arguments of a call, and the memory that they point to. For a quantised cache, k and v are
+// its quantised rows.
 struct CacheCall : SequencesParams {
   Cache cache;
   std::vector<int64_t> begins, sequence_order;
@@ -21,7 +22,7 @@ struct CacheCall : SequencesParams {
   py::object gathered[2], table;
 };
 
-// The call has a batch and a dtype.
+// Reads the cache of a call whose batch and dtype are known.
 template <class Tensors>
 void read_cache(CacheCall& t, const Tensors& from) {
   AttentionParams& p = t.attention;
@@ -76,8 +77,8 @@ inline CachePlaces places_of(const SequencesParams& t) {
   return {t.k_lengths, t.k_begins, t.k_batch, t.block_table, t.block_table_stride, t.page_size};
 }
 
-// Names the first scale that is not positive and finite, or with e4m3 times its unit; lengths are those of
-// the rows to look at.
+// Throws an error that names the first scale that is not positive, or not finite (for e4m3: times
+// 256). Only the first k_lengths[b] rows of each sequence are searched.
 [[noreturn]] inline void complain_of_scales(const SequencesParams& t, int64_t heads,
                                             const Tensor4& key_scales, const Tensor4& value_scales,
                                             bool float8) {

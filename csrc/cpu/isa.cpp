@@ -78,7 +78,7 @@ std::string always() { return ""; }
 [[maybe_unused]] std::string why_no_avx512_bf16() {
   return has_avx512_bf16() ? "" : "the processor or the system has no AVX-512 BF16";
 }
-// That of the table below the tiles, see setup.py.
+// Why the vector instructions that a table with tiles also uses are missing, see setup.py.
 [[maybe_unused]] std::string why_no_vectors_below_tiles() {
 #if FASTATTN_HAVE_AVX512
   return why_no_avx512();
@@ -132,7 +132,7 @@ const std::vector<Entry> kEmulated = {
 #endif
 };
 
-// By DType.
+// Indexed by DType.
 constexpr int kDtypes = 4;
 const char* const kDtypeNames[kDtypes] = {"float32", "float64", "bfloat16", "float16"};
 
@@ -193,7 +193,7 @@ bool is_emulated(const std::string& isa) {
                      [&](const Entry& e) { return isa == e.table->isa; });
 }
 
-// Without tiles: they run only where they are chosen by name, as fastattn/evidence.py does.
+// Without tiles, which run only where they are chosen by name, as fastattn/evidence.py does.
 std::string strongest_vectors() {
   std::string strongest;
   for (const std::string& isa : supported_isas())

@@ -22,13 +22,13 @@ std::vector<std::string> emulated_isas();
 //
 // Anything else throws std::invalid_argument. FASTATTN_CPU_ISA has the same syntax.
 void set_isa(const std::string& spelled);
-// The same, but without effect after set_isa or under FASTATTN_CPU_ISA.
+// As set_isa, but ignored after set_isa or if FASTATTN_CPU_ISA is set.
 void set_default_isa(const std::string& spelled);
 std::string current_isa();   // in the syntax of set_isa
-bool on_tiles(DType dtype);  // whether the one of this dtype has tiles that multiply it
+bool on_tiles(DType dtype);  // whether the instruction set of this dtype multiplies it on tiles
 
-// Run attention of every size on tiles, as FASTATTN_CPU_ISA does, or leave small ones to vectors: for
-// tests of tiles. Returns what was set.
+// Run attention of every size on tiles, as FASTATTN_CPU_ISA does, or leave small ones to vectors:
+// for tests of tiles. Returns the previous setting.
 bool set_all_sizes_on_tiles(bool all);
 
 }  // namespace fastattn

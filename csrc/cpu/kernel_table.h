@@ -7,18 +7,18 @@ namespace fastattn {
 
 enum class Peak : int { fma_f32 = 0, fma_f64 = 1, dot_bf16 = 2, read_bandwidth = 3 };
 
-// Whether an instruction set with tiles multiplies tensors of this dtype on them. Those in fp16 need an
+// Whether an instruction set with tiles multiplies tensors of this dtype on them. fp16 needs an
 // instruction that few processors have; emulated tiles have it.
 bool multiplies_on_tiles(DType dtype, bool emulated);
 
 // Whether tiles are faster than vectors for attention of this size. Measured on Emerald Rapids, one
-// thread, both passes (docs/cpu-kernels.md). It depends on the lengths of one sequence alone, so that
-// its bits do not depend on what else is in the batch.
+// thread, both passes (docs/cpu-kernels.md). It depends only on the lengths of one sequence, so
+// that its bits do not depend on the rest of the batch.
 bool pays_on_tiles(DType dtype, int64_t queries, int64_t keys, int64_t columns);
 
-// Whether attention with a cache fills tiles: at least a tile of query rows share a key head, and
-// those of one head are less than a panel. The rows of several heads are stacked there, and what a
-// mask program and a relative bias say of queries is for those of one head.
+// Whether attention with a cache fills tiles: at least a tile of query rows shares a key head, and
+// one head has fewer rows than a panel, so the rows of several heads are stacked. A mask program or
+// a relative bias excludes this, because its query indices are those of one head.
 inline bool fills_tiles(const AttentionParams& p) {
   if (p.mask_program != nullptr || p.relative_bias != nullptr) return false;
   return p.D > 0 && p.Dv > 0 && p.Hkv > 0 && p.Lq < 32 && p.Lq * (p.Hq / p.Hkv) >= 16;
@@ -47,7 +47,7 @@ struct KernelTable {
   void (*merge_states_backward)(const MergeStatesParams&);
   AppendFault (*append_to_cache)(const AppendParams&);
   bool (*gather_rows)(const GatherParams&);      // whether all scales are positive and finite
-  bool (*multiplies_integers)(int64_t columns);  // whether decoding can, rows of int8
+  bool (*multiplies_integers)(int64_t columns);  // whether decoding multiplies int8 as integers
   int64_t (*most_streamed_rows)(DType);          // of a key head, one query each (kernels/decode.h)
 };
 

@@ -10,8 +10,8 @@
 
 namespace fastattn {
 
-// Reads the program of a call that computes something; p then points to `steps`. Raises if anything in
-// it points outside.
+// Reads the program of a call whose result is not empty; p then points to `steps`. Raises if
+// anything in the program points outside.
 inline void read_mask_program(const int32_t* words, int64_t count, AttentionParams& p,
                               std::vector<MaskStep>& steps, bool packed = false) {
   if (p.B == 0) return;

@@ -28,12 +28,12 @@ struct FeatureRegisters {
 std::vector<std::string> usable_features(const FeatureRegisters& registers, bool tiles_allowed);
 
 // Requests AMX's tiles from Linux, once per process; without the request, their first use kills the
-// process. The error of the request, 0 if it is granted. A grant is for all threads, also later
-// ones, and for forked children.
+// process. Returns the error of the request, 0 if it is granted. A grant holds for all present and
+// future threads, and for forked children.
 int request_tiles();
 
-// Why this process cannot multiply numbers of a type, "bf16" or "fp16", on AMX's tiles, "" if it can.
-// `error` is that of the request. A pure function, as usable_features().
+// Why this process cannot multiply numbers of a type, "bf16" or "fp16", on AMX's tiles, "" if it
+// can. `error` is the result of request_tiles(). A pure function, as usable_features().
 std::string why_no_tiles(const std::string& type, const FeatureRegisters& registers, int error);
 std::string why_no_tiles(const std::string& type);  // on this processor
 

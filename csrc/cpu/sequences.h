@@ -1,6 +1,6 @@
-// Attention over sequences with lengths of their own: what the bindings of packed sequences and of
-// a cache share. What is read as an address is checked first: a wrong length must be an error, not
-// a crash.
+// Attention over sequences of different lengths: the part that the bindings of packed sequences and
+// of a cache share. Everything that is used as an index is checked first: a wrong length must be an
+// error, not a crash.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace fastattn {
 
-// The queries and the keys of sequence b.
+// The numbers of queries and keys of sequence b.
 inline std::pair<int64_t, int64_t> lengths_of(const SequencesParams& t, int64_t b) {
   return {t.q_starts == nullptr ? t.attention.Lq : t.q_starts[b + 1] - t.q_starts[b],
           t.k_starts == nullptr ? t.k_lengths[b] : t.k_starts[b + 1] - t.k_starts[b]};
 }
 
-// A table of distances must have all those of every sequence.
+// A table of distances must have all distances of every sequence.
 inline void check_table(const SequencesParams& t) {
   const AttentionParams& all = t.attention;
   if (all.relative_bias == nullptr) return;

@@ -6,7 +6,7 @@ namespace fastattn {
 namespace cuda {
 namespace {
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct AdditiveCall : AdditiveArguments {
   AdditiveVectors vectors;
 
@@ -21,7 +21,7 @@ struct AdditiveCall : AdditiveArguments {
   }
 };
 
-// (out, weights or None), new.
+// Returns (out, weights or None).
 py::tuple additive_attention(const AdditiveTensors& x, py::handle options, Stream stream) {
   AdditiveCall p(options, x);
   py::tuple results = new_additive_results(p, p.vectors.returns_weights, x.query);
@@ -30,8 +30,8 @@ py::tuple additive_attention(const AdditiveTensors& x, py::handle options, Strea
   return results;
 }
 
-// The gradients of query, key, value, v, bias and attn_mask, new; None without them, and that of the
-// mask only where the options ask for it.
+// Returns the gradients of query, key, value, v, bias and attn_mask. An absent tensor has None, and
+// so has the mask unless the options ask for its gradient.
 py::tuple additive_gradients(const AdditiveGradTensors& x, py::handle options, Stream stream) {
   AdditiveCall p(options, x);
   read_additive_gradients(p, x);

@@ -8,17 +8,17 @@ namespace fastattn {
 namespace cuda {
 namespace {
 
-// A sequence is split between blocks of threads at multiples of kSplitKeys; chosen without a
-// measurement. With more than kMostRows query rows per key head there is enough work without a split.
+// A sequence is split between blocks of threads at multiples of kSplitKeys; not tuned. With more
+// than kMostRows query rows per key head there is enough work without a split.
 constexpr int64_t kSplitKeys = 256, kMostRows = 64;
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct DecodeCall : DecodeArguments {
   Cache cache;
   py::object table, mask, parts[2];
 };
 
-// The call has a batch and a dtype.
+// Reads the cache of a call whose batch and dtype are known.
 template <class Tensors>
 void read_cache(DecodeCall& p, const Tensors& from) {
   Cache& c = p.cache;
@@ -28,7 +28,7 @@ void read_cache(DecodeCall& p, const Tensors& from) {
   p.page_size = c.rows, p.cache_entries = c.entries;
 }
 
-// (out, lse), new.
+// Returns (out, lse).
 py::tuple decode(const DecodeTensors& x, py::handle options, Stream stream) {
   DecodeCall p{};
   read_score_options(Named(options), p);

@@ -9,12 +9,12 @@ namespace {
 struct EncodeMemoryCall : EncodeMemoryArguments, EncodingCall {};
 
 struct SortedGradTensors {
-  // Then of the words: their order by rows of the table [R, B N J], the first of each row [R, V + 1], and
-  // which sentences have one [R, B, N].
+  // order [R, B N J] sorts the words by their rows of the table, starts [R, V + 1] has the first
+  // word of each row, sentences [R, B, N] the sentences that have a word.
   FASTATTN_TENSORS(grad_out, tokens, factors, order, starts, sentences)
 };
 
-// The memories [R, B, G, N, D], new.
+// Returns the memories [R, B, G, N, D].
 py::object encode_memory(const EncodingTensors& x, py::handle options, Stream stream) {
   EncodeMemoryCall p{};
   read_encoding(p, p, options, x);
@@ -25,7 +25,7 @@ py::object encode_memory(const EncodingTensors& x, py::handle options, Stream st
   return out;
 }
 
-// The gradients of weight, and of temporal or None, new.
+// Returns the gradients of weight, and of temporal or None.
 py::tuple encoding_gradients(const SortedGradTensors& x, py::handle options, Stream stream) {
   EncodeMemoryCall p{};
   read_encoding_gradient(p, p, options, {x.grad_out, x.tokens, x.factors});

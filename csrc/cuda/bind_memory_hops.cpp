@@ -7,7 +7,7 @@ namespace fastattn {
 namespace cuda {
 namespace {
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct Hops : HopsArguments, HopCall {
   py::object partial_owner, scores_owner;
 };
@@ -16,7 +16,7 @@ struct Retrieval : HopsArguments, RetrievalCall {
   py::object scores_owner, taken_copy, trace_copies[2];
 };
 
-// What the kernels derive from arguments that are read.
+// Sets the arguments that the host derives for the kernels.
 void set_hops(HopsArguments& p) {
   p.slots = p.K + (p.stack ? 1 : 0);
   p.scale_float = static_cast<float>(p.scale);
@@ -24,7 +24,7 @@ void set_hops(HopsArguments& p) {
 
 bool is_split(const HopsArguments& p) { return p.N > kHopRowsOfBlock; }
 
-// The partial results of the splits of a long memory; without them one block takes a whole query.
+// Allocates partial results if a long memory is split; otherwise one block takes a whole query.
 void split(Hops& p) {
   if (!is_split(p)) return;
   p.splits = static_cast<int>((p.N + kHopRowsOfSplit - 1) / kHopRowsOfSplit);
@@ -42,7 +42,7 @@ bool rows_are_aligned(const HopsArguments& p) {
   return are_aligned(p.dtype, {p.in_memory, p.out_memory, p.proj}, p.D);
 }
 
-// (out, trace, stats, weights or None), new.
+// Returns (out, trace, stats, weights or None).
 py::tuple hop(const HopTensors& x, py::handle options, Stream stream) {
   Hops p{};
   read_hops(p, options, x);
@@ -78,8 +78,8 @@ py::object of_scores(const py::tuple& terms, const HopsArguments& p) {
   return terms[0].attr("select")(0, 0).attr("narrow")(2, 0, p.K);
 }
 
-// The gradients of query, in_memory, out_memory, hop_proj and memory_bias, new; None where the options do
-// not ask for them.
+// Returns the gradients of query, in_memory, out_memory, hop_proj and memory_bias; None where the
+// options do not ask for one.
 py::tuple hop_gradients(const HopGradTensors& x, py::handle options, Stream stream) {
   Hops p{};
   read_hops(p, options, x);
@@ -106,7 +106,7 @@ void read_patterns(Retrieval& p, py::handle options, const Tensors& from, bool s
   read_retrieval(p, p, options, from, search);
   p.K = search ? p.steps_max : steps;
   set_hops(p);
-  // Of scores that do not fit in shared memory.
+  // Global memory for scores that do not fit in shared memory.
   if (is_split(p)) p.scores_owner = new_floats({p.B, p.Q, 2, p.N}, &p.scores);
 }
 
@@ -114,8 +114,8 @@ void read_taken(Retrieval& p, py::handle taken) {
   p.taken = static_cast<int64_t*>(read_flat("taken", taken, kInt64, {p.B, p.Q}, &p.taken_copy));
 }
 
-// (xi, taken, the last two states [G, Q, 2, D]), new. Queries that stop together are neighbours; a
-// negative steps_max is no limit.
+// Returns (xi, taken, the last two states [G, Q, 2, D]). Queries that stop together are neighbours;
+// a negative steps_max is no limit.
 py::tuple retrieve(const Patterns& x, py::handle options, Stream stream) {
   Retrieval p{};
   read_patterns(p, options, x, true, 0);
@@ -127,7 +127,8 @@ py::tuple retrieve(const Patterns& x, py::handle options, Stream stream) {
   return py::make_tuple(xi, taken, ends);
 }
 
-// (trace [G, Q, 2 most + 1, D], stats [G, Q, most, 2]), new: each query takes its own steps again.
+// Returns (trace [G, Q, 2 most + 1, D], stats [G, Q, most, 2]): each query repeats the steps that
+// it took.
 py::tuple take_steps(const StepTensors& x, py::handle options, Stream stream, int64_t most) {
   Retrieval p{};
   read_patterns(p, options, x, false, most);
@@ -141,7 +142,7 @@ py::tuple take_steps(const StepTensors& x, py::handle options, Stream stream, in
   return py::make_tuple(trace, stats);
 }
 
-// The gradients of state, stored, keys and bias, new; None where `needed` does not ask for them.
+// Returns the gradients of state, stored, keys and bias; None where `needed` does not ask for one.
 py::tuple step_gradients(const StepGradTensors& x, py::handle options, Stream stream,
                          int64_t needed) {
   Retrieval p{};

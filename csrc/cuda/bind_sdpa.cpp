@@ -8,14 +8,14 @@ namespace fastattn {
 namespace cuda {
 namespace {
 
-// The arguments of a call, and what they point to.
+// The arguments of a call, and the memory that they point to.
 struct Call : AttentionArguments {
   py::object table, mask, starts[2], kept[3], zeros, row_stats_owner, tables;
 };
 
 bool is_packed(const Call& p) { return p.q_starts != nullptr; }
 
-// What is left to read after the options, the operands, the sizes and the biases of a call.
+// Reads the rest of a call, after its options, operands, sizes and biases.
 template <class Tensors>
 void read_rest(Call& p, const Tensors& from) {
   read_mask_program(p, from.mask_program, is_packed(p), &p.mask);
@@ -55,7 +55,7 @@ Call packed_call(py::handle options, const Tensors& from) {
   return p;
 }
 
-// After out is known.
+// Called when out is allocated.
 void set_alignment(Call& p) {
   p.aligned = are_aligned(p.dtype, {p.q, p.k, p.v, p.out});
   p.plain = p.aligned && p.scale_float > 0 && p.softcap_float == 0 && !excludes_pairs(p) &&
@@ -91,7 +91,7 @@ py::object new_row_stats(Call& p) {
   return new_floats({is_packed(p) ? kLeftOut : p.B, p.Hq, p.Lq, 4}, &p.row_stats);
 }
 
-// (out, lse, weights or None), new.
+// Returns (out, lse, weights or None).
 py::tuple forward(uintptr_t stream, Call& p, py::handle query, Layout layout) {
   const py::object out = new_rows(query, p.Dv, layout, &p.out);
   set_alignment(p);
@@ -137,12 +137,12 @@ PairsArguments distances(const Call& p) {
   return result;
 }
 
-// Allocates the statistics of the rows, which it returns, and launches.
+// Allocates and returns the statistics of the rows, and launches.
 py::object backward(uintptr_t stream, Call& p) {
   set_alignment(p);
   p.aligned = p.aligned && are_aligned(p.dtype, {p.grad_out, p.grad_q, p.grad_k, p.grad_v});
   // The row sums of the gradient of a mask equal the gradient of lse, to the eps of the mask's
-  // dtype, which may be float32, as that of a relative bias is. And dO . O does not include a
+  // dtype. A mask may be float32, and a relative bias always is. And dO . O does not include a
   // gradient of the weights.
   p.exact_delta = p.dtype == DType::f32 || p.grad_weights.data != nullptr ||
                   p.grad_mask.data != nullptr || p.grad_relative_bias != nullptr;
@@ -159,7 +159,7 @@ py::object backward(uintptr_t stream, Call& p) {
   return stats;
 }
 
-// Reads what the forward pass returned, and its gradients: without one of out, zeros.
+// Reads the results of the forward pass and their gradients; a missing gradient of out is zero.
 template <class Tensors>
 void read_gradients(Call& p, Tensors x, Layout layout, int64_t batch, const Sizes& of_rows) {
   if (x.grad_out.is_none()) {
@@ -170,8 +170,8 @@ void read_gradients(Call& p, Tensors x, Layout layout, int64_t batch, const Size
   read_results(p, x, layout, batch, of_rows, p.kept);
 }
 
-// The gradients of query, key, value, and of attn_mask, where the options ask for it; the statistics of
-// the rows [B, Hq, Lq, 4]; and the gradient of relative_bias. New, or None.
+// Returns the gradients of query, key, value, and of attn_mask, if the options ask for it; the
+// statistics of the rows [B, Hq, Lq, 4]; and the gradient of relative_bias or None.
 py::tuple attention_gradients(const AttentionGradTensors& x, py::handle options, Stream stream) {
   Call p = dense_call(options, x);
   read_gradients(p, x, dense, p.B, {p.B, p.Hq, p.Lq});
@@ -188,8 +188,8 @@ py::tuple attention_gradients(const AttentionGradTensors& x, py::handle options,
   return made;
 }
 
-// The gradients of query, key and value, the statistics of the rows [Hq, Tq, 4], and the gradient of
-// relative_bias. New, or None.
+// Returns the gradients of query, key and value, the statistics of the rows [Hq, Tq, 4], and the
+// gradient of relative_bias or None.
 py::tuple varlen_gradients(const PackedGradTensors& x, py::handle options, Stream stream) {
   Call p = packed_call(options, x);
   read_gradients(p, x, packed, 1, {p.Hq, p.Lq});

@@ -1,4 +1,4 @@
-// Shared by the bindings of all operators: what the host derives, and choosing the element type.
+// Shared by the bindings of all operators: arguments that the host derives, and the element type.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -17,8 +17,8 @@
 namespace fastattn {
 namespace cuda {
 
-// Where a call runs: the number of PyTorch's current device, whose tensors are read from here on, and its
-// current stream, a cudaStream_t.
+// Where a call runs: the number of PyTorch's current device, whose tensors are read from here on,
+// and its current stream, a cudaStream_t.
 struct Stream {
   uintptr_t value;
 
@@ -30,7 +30,7 @@ struct Stream {
   operator uintptr_t() const { return value; }
 };
 
-// Defines a function that launches kernels: it also takes its place by name.
+// Defines a function that launches kernels: it also takes the keyword `place`.
 template <auto f>
 void define_on_stream(py::module_& m, const char* name, size_t taken = SIZE_MAX,
                       const char* named = "options, place") {
@@ -48,7 +48,7 @@ inline void set_dropout(AttentionArguments& p, py::handle seed) {
   p.seed_address = static_cast<const uint64_t*>(x.data);
 }
 
-// `workspace` owns what the kernels find in the program.
+// `workspace` owns the memory into which kernels parse the program.
 inline void read_mask_program(AttentionArguments& p, py::handle program, bool packed,
                               py::object* workspace) {
   p.mask_columns = mask_tiles_of(p.Lk);

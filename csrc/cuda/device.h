@@ -19,7 +19,7 @@ namespace fastattn {
 namespace cuda {
 
 // Returns x but hides its value from the compiler. Values computed from it, such as addresses, are
-// then computed where they are used, and not kept in registers throughout a loop.
+// then recomputed at each use, and not kept in registers throughout a loop.
 FASTATTN_DEVICE int anew(unsigned x) {
 #ifndef FASTATTN_EMULATED
   asm volatile("" : "+r"(x));

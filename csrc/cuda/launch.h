@@ -46,13 +46,13 @@ struct Launch {
 };
 
 #ifdef FASTATTN_EMULATED
-// The number of launches of each kernel, by name. Tests read from it which kernels served a call.
+// The number of launches of each kernel, by name, from which tests see which kernels ran.
 inline std::map<std::string, int>& launches() {
   static std::map<std::string, int> counts;
   return counts;
 }
 
-// The streams of all launches. Tests read from it where a call ran.
+// The streams of all launches, for tests.
 inline std::set<uintptr_t>& streams() {
   static std::set<uintptr_t> used;
   return used;

@@ -10,16 +10,16 @@ namespace cuda {
 // The largest length, head count or batch: indices are ints, offsets 64-bit.
 constexpr int64_t kMaxLength = int64_t(1) << 30;
 
-// How many pairs of a tile of kMaskTile queries and keys a mask program makes visible. "some" may
-// stand for each of them.
+// How many pairs of a tile of kMaskTile queries and keys a mask program makes visible. `some` is
+// conservative: the tile may have no visible pair, or only visible pairs.
 enum class Seen : uint8_t { none, some, all };
 constexpr int kMaskTile = 64;
 static_assert(kMaskPadding % kMaskTile == 0, "kernels read the leaves of whole tiles");
 
 FASTATTN_BOTH int64_t mask_tiles_of(int64_t length) { return (length + kMaskTile - 1) / kMaskTile; }
 
-// The rows of tiles of all heads. Packed sequences have those of one head, as many as
-// blocks_of_head<kMaskTile> of kernels/varlen.h.
+// The number of rows of tiles, over all batch entries and heads. Packed sequences have one head's
+// rows, as many as blocks_of_head<kMaskTile> of kernels/varlen.h.
 FASTATTN_BOTH int64_t mask_rows_of(bool packed, int64_t batch, int64_t heads, int64_t queries) {
   return packed ? queries / kMaskTile + batch + 1 : batch * heads * mask_tiles_of(queries);
 }
@@ -28,7 +28,7 @@ FASTATTN_BOTH int64_t mask_rows_of(bool packed, int64_t batch, int64_t heads, in
 struct MaskTable {
   int count;                // of steps; 0 = the program is not valid, and no pair is visible
   int width;                // keys whose values are computed at a time, a power of two up to 32
-  bool of_batch, of_heads;  // do batch entries, do heads, have tiles of their own?
+  bool of_batch, of_heads;  // whether the tiles differ between batch entries, between heads
   MaskStep steps[kMaskSteps];
   int64_t partial[kMaskSteps];  // of blocks: how many have bits
 };
@@ -48,11 +48,12 @@ struct AttentionArguments : AttentionParams {
   // maximum of a row from scores that are not rounded.
   bool plain;
   bool tf32;  // float32 only: products may round their factors to tf32
-  // A mask program, and what a kernel finds in it, because the host would have to wait for it.
+  // A mask program, and the table into which a kernel parses it, because the host would have to
+  // wait for it.
   const int32_t* mask_words;  // [mask_length], null = none
   int64_t mask_length;
   MaskTable* mask_table;  // null = none; Seen [mask_rows_of(...), mask_columns] follow it
-  int64_t mask_columns;   // tiles of keys; those of one sequence may be fewer
+  int64_t mask_columns;   // tiles of keys; one sequence may have fewer
   // Backward: delta is summed with the same weights that it is multiplied by, not computed from the
   // rounded output.
   bool exact_delta;
@@ -66,7 +67,7 @@ struct AttentionArguments : AttentionParams {
 
   // Sequences packed one after the other: sequence b is rows [starts[b], starts[b + 1]). Then Lq
   // and Lk count all rows, batch strides are 0, and a kernel replaces these and the fields below by
-  // those of its own sequence (kernels/varlen.h). Null: a rectangular batch.
+  // the values of its sequence (kernels/varlen.h). Null: a rectangular batch.
   const int64_t* q_starts;  // [B + 1]
   const int64_t* k_starts;  // [B + 1]
   bool bottom_right;        // per sequence: offset = keys - queries of the sequence

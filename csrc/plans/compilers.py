@@ -1,4 +1,4 @@
-"""What both modules need: a plan and the reasons against one, and questions to a C++ compiler."""
+"""Shared by both modules: plans, the reasons against one, and queries of a C++ compiler."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def refusal(compiler: list[str], flags: list[str], source: str) -> str | None:
 
 
 def features(compiler: list[str], flags: list[str]) -> set[str]:
-    """What the compiler defines under these flags; nothing if it rejects them."""
+    """The macros that the compiler defines under these flags; empty if it rejects them."""
     command = [*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return set(done.stdout.splitlines())

@@ -29,12 +29,13 @@ from plans.compilers import (
 
 @dataclass(frozen=True)
 class InstructionSets:
-    """What is compiled for one architecture: the flags of each instruction set, by name."""
+    """The instruction sets of one architecture, with the compiler's flags, by name."""
 
     # Weakest first. Kernels are compiled for all of them, everything else for the first.
     isas: dict[str, list[str]]
-    # Instruction sets that add products of bf16 pairs to another one. Only the kernels with such
-    # products are compiled for them (WITH_PAIRS), in bf16; all others are the other one's.
+    # Instruction sets that add products of bf16 pairs to another one, by name. Only the kernels
+    # with such products (WITH_PAIRS) are compiled for them, in bf16; all other kernels come from
+    # the instruction set that they extend.
     extends: dict[str, str] = field(default_factory=dict)
     # Only attention in bf16, fp16 and float32 runs on tiles; all else runs on the vectors below.
     tiles: dict[str, list[str]] = field(default_factory=dict)
@@ -56,7 +57,7 @@ X86 = InstructionSets(
     X86_ISAS,
     extends={"avx512_bf16": "avx512"},
     tiles={"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]},
-    # -O2 compiles three times as long. Without vectors emulated tiles are slow, and without
+    # -O2 compiles much longer. Without vectors emulated tiles are slow, and without
     # -fexpensive-optimizations GCC fuses no multiplications and additions, as the bounds expect.
     emulated_vectors={
         "avx512_bf16_emulated": [
@@ -80,8 +81,8 @@ ARM = InstructionSets(
     {"baseline": [], "armv8_6": ["-march=armv8.6-a"]}, extends={"armv8_6": "baseline"}
 )
 OTHERS = InstructionSets({"baseline": []})
-# On a Xeon with AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16
-# (docs/performance.md), so they come first here.
+# On a Xeon with AMX, bf16 is faster on avx512 than on avx512_bf16 (docs/performance.md), so avx512
+# comes first here.
 BELOW_TILES = ("avx512", "avx512_bf16")
 # The sources of csrc/cpu/kernels with products of bf16 pairs, and the table of kernels.
 WITH_PAIRS = ("sdpa_forward", "sdpa_backward", "linear", "peak", "table")
@@ -93,8 +94,8 @@ COMMON_FLAGS += ["-Wno-psabi"]
 # floating-point exception flags, and the separate rounding of products.
 COMMON_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 
-# Functions begin at a cache line: otherwise the place of a kernel in the module, which changes with
-# every other source, decides over up to 8 % of its time (encoding of memories, Zen 5).
+# Functions begin at a cache line: otherwise the speed of a kernel depends on its place in the
+# module, which changes with every other source.
 RELEASE = ["-O2", "-falign-functions=64"]
 
 EXPORTS = [f"-Wl,--version-script={ROOT / 'csrc/exports.map'}"]
@@ -107,7 +108,7 @@ def optimisation_flags() -> tuple[list[str], list[str]]:
     """The compiler's and the linker's flags that FASTATTN_DEBUG and FASTATTN_SANITIZE choose."""
     sanitizers = os.environ.get("FASTATTN_SANITIZE", "")
     if not sanitizers and not enabled("FASTATTN_DEBUG"):
-        # -O3 compiles 50 % longer and makes nothing faster: the kernels are written with vectors
+        # -O3 compiles longer and makes nothing faster: the kernels are written with vectors
         # and unrolled loops.
         return RELEASE, []
     debug = ["-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"]
@@ -126,7 +127,7 @@ def optimisation_flags() -> tuple[list[str], list[str]]:
 
 
 def instruction_sets(compiler: list[str]) -> InstructionSets:
-    """Those of the architecture that the compiler compiles for; it need not be this machine's."""
+    """Return the instruction sets of the compiler's target, which may be another machine."""
     defined = features(compiler, [])
     if "#define __x86_64__ 1" in defined:
         return X86
@@ -193,7 +194,7 @@ def usable_tiles(
 
 @dataclass
 class Emulated:
-    """Stand-ins for the instruction sets that this machine lacks, and what their tiles need."""
+    """Emulations of the instruction sets that this machine lacks, and the needs of their tiles."""
 
     vectors: dict[str, list[str]] = field(default_factory=dict)
     extends: dict[str, str] = field(default_factory=dict)
@@ -204,8 +205,9 @@ class Emulated:
 def emulated_here(
     compiler: list[str], flags: list[str], isas: dict[str, list[str]], sets: InstructionSets
 ) -> Emulated:
-    """What tests need to run every kernel on this machine. Emulated tiles take real vectors where
-    there are any, because they are faster.
+    """The emulations with which tests run every kernel on this machine.
+
+    Emulated tiles run on real vectors if possible, because these are faster.
 
     Emulated vectors compile slowly, so FASTATTN_CPU_EMULATED=1 has a sample of their kernels: those
     with products of bf16 pairs, in bf16. `all` has every kernel in every dtype.

@@ -31,7 +31,7 @@ additive = Operator(
     fake=_fake,
     derivative=Derivative(
         grads="out weights",
-        reads="query key value v bias attn_mask seed",  # no result: rows are computed again
+        reads="query key value v bias attn_mask seed",  # no result: rows are recomputed
         gives="query key value v bias attn_mask",
         options=AdditiveBackwardOptions,
     ),

@@ -31,7 +31,7 @@ def _no_gradient(*_: Any) -> Any:
 def _pairs(
     query: Tensor, key_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, *rest: Any
 ) -> int:
-    """The visible pairs, as far as the lengths tell them; a cache of unknown length is full."""
+    """The visible pairs by the lengths; a cache of unknown length counts as full."""
     batch, heads, q_len, _ = query.shape
     cache_leftpad, options = rest[5], rest[-1]
     pages = 1 if block_table is None else block_table.shape[1]
@@ -66,12 +66,12 @@ decode = Operator(
 
 
 _WRITTEN = ("key_cache", "value_cache", "key_scales", "value_scales")
-_TENSORS, _QUERY = 14, 10  # of an append: their number, and the place of the query
+_TENSORS, _QUERY = 14, 10  # the number of tensors of an append, and the place of the query
 
 
-# The rotated queries; without a rotation, a tensor without elements. No argument has a default:
-# before torch 2.13 the dispatcher leaves out those at the end that are equal to it, and then looks
-# for the scales, which are written, among the others.
+# Returns the rotated queries; without a rotation, an empty tensor. No argument has a default:
+# before torch 2.13 the dispatcher omits trailing arguments that equal their defaults, and then
+# does not find the scales, which are written, among the rest.
 @torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN)
 def append_operator(
     key_cache: Tensor,
@@ -119,7 +119,7 @@ def _append_now(tensors: Sequence[Tensor | None], options: AppendOptions) -> Ten
 
 
 def append(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
-    """Append to the first two tensors, in place; return the rotated queries, None without any.
+    """Append to the first two tensors, in place; return the rotated queries or None.
 
     Uses the dispatcher only under a tracer, mode or transform: a decoding step is short.
     """

@@ -46,7 +46,7 @@ def _flops(results: Any, tokens: Tensor, *rest: Any, backward: bool = False) -> 
 
 class _Backward(Operator):
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """A plan leaves out the models R, and the tables G of a single one."""
+        """Add the dimension of models R, and for a single table G, which a plan omits."""
         grad, tokens, factors = tensors
         if grad.dim() < 5:
             grad = grad[None] if grad.dim() == 4 else grad[None, :, None]

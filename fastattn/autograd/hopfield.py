@@ -24,11 +24,11 @@ def _fake(state: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _work(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions) -> int:
-    """The products of a state and a stored pattern in all steps, in elements."""
+    """The number of multiplications of states and stored patterns in all steps."""
     steps = values(taken.flatten())
     if steps is not None:
         total = sum(map(abs, steps))
-    else:  # all that are allowed; the first one if there is no limit
+    else:  # all allowed steps; one step without a limit
         total = taken.numel() * (options.steps_max if options.steps_max >= 0 else 1)
     return total * stored.shape[1] * stored.shape[2]
 
@@ -46,7 +46,7 @@ hopfield_states = Operator(
     fake=_fake,
     derivative=Derivative(
         grads="out",
-        # Not the states: the steps are taken again.
+        # Not the states: the backward repeats the steps.
         reads="state stored keys mask bias taken ends",
         gives="state stored keys bias",
         options=HopfieldBackwardOptions,
@@ -54,6 +54,6 @@ hopfield_states = Operator(
     ),
     flops=_flops,
     shapes="state: G Q D; stored: G N D; keys: G N D; mask: G|1 Q|1 N|1; bias: G|1 Q|1 N|1; "
-    "out: G Q D; taken: G Q; ends: G Q * D",  # of kept steps all, not the last two
+    "out: G Q D; taken: G Q; ends: G Q * D",  # the last two states, or all if they are kept
     not_in_onnx={"state": "the number of steps depends on values"},
 )

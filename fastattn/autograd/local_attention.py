@@ -20,7 +20,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
-    """The pairs of whole windows: which keys exist depends on the positions."""
+    """The pairs of whole windows, because the existing keys depend on the positions."""
     return query.shape[0] * query.shape[1] * min(2 * rest[-1].reach + 1, key.shape[1])
 
 

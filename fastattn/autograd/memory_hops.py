@@ -30,8 +30,8 @@ def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor,
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch if possible, else loop: tensors shared by an
-    example's batch have one gradient per example, and a memory without batch is not repeated."""
+    """Fold the mapped dimension into the batch, unless a tensor shared by the batch needs a
+    gradient per example, or a memory without a batch would be repeated."""
     *tensors, options, backend = args
     n, needed = info.batch_size, options.needed
     query, in_memory, out_memory, hop_proj, _, bias = tensors[2:8]
@@ -52,7 +52,7 @@ def _vmap_backward(
 def _work(
     query: Tensor, in_memory: Tensor, hop_proj: Tensor | None, options: MemoryHopOptions
 ) -> tuple[int, int]:
-    """The products of a row and a query, in elements: of the memories and of ``hop_proj``."""
+    """The number of multiplications with the rows of the memories and of ``hop_proj``."""
     states = query.numel() * options.hops  # [B, Q, K, D]
     return states * in_memory.shape[-2], 0 if hop_proj is None else states * query.shape[-1]
 
@@ -73,7 +73,7 @@ def _flops(
 
 class _Backward(Operator):
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """Masks and biases of a plan may lack dimensions."""
+        """Add the dimensions that masks and biases of a plan may lack."""
         results = list(tensors)
         query = results[self.place_of("query")]
         for n in (self.place_of("memory_mask"), self.place_of("memory_bias")):
@@ -99,7 +99,7 @@ hop_attention = Operator(
     fake=_fake,
     derivative=Derivative(
         grads="out weights",
-        # Not the weights: what is saved does not grow with the memory.
+        # Not the weights, so that the saved tensors do not grow with the memory.
         reads="query in_memory out_memory hop_proj memory_mask memory_bias trace stats",
         gives="query in_memory out_memory hop_proj memory_bias",
         options=MemoryHopBackwardOptions,

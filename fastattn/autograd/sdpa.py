@@ -32,7 +32,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
-    """The visible pairs, as far as the sizes tell them."""
+    """The visible pairs by the sizes and the window."""
     (batch, heads, q_len, _), options = query.shape, rest[-1]
     offset = _last_at_last(query, key) if options.offset is None else options.offset
     window = (offset, options.window_left, options.window_right)
@@ -44,7 +44,7 @@ def default_scale(width: int) -> float:
 
 
 def _last_at_last(query: Tensor, key: Tensor, *_: Any) -> int:
-    """The offset with which the last query is at the last key."""
+    """The offset that aligns the last query with the last key."""
     return key.shape[2] - query.shape[2]
 
 
@@ -56,7 +56,7 @@ class _Backward(Operator):
         return compat.run_outside(self._by_ours, tensors, of_forward, options)
 
     def _by_ours(self, tensors: Sequence[Any], of_forward: Sequence[Any], options: Any) -> Any:
-        """PyTorch's kernel takes no gradient of lse. Ours do, with the lse of their own forward."""
+        """Differentiate lse, which PyTorch's kernel cannot, by fastattn's forward and backward."""
         named = dict(zip(self.names[3:], of_forward, strict=True))
         call = [named[name] for name in attention.names]
         backend = dispatch.choose(attention.name, call, options, without="torch")

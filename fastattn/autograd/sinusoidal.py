@@ -15,7 +15,7 @@ from fastattn.library import Operator
 def _vmap(
     info: Any, in_dims: Sequence[int | None], x: Tensor, positions: Tensor | None, *options: Any
 ) -> tuple[Tensor, int]:
-    """Move the mapped dimension to the front; positions get it before all other dimensions of x."""
+    """Move the mapped dimension to the front; positions get it before the dimensions of x."""
     x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
     if positions is not None and in_dims[1] is not None:
         positions = positions.movedim(in_dims[1], 0)

@@ -25,7 +25,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
-    """The visible pairs of a head, as far as the lengths tell them; unknown lengths are equal."""
+    """The visible pairs of a head by the lengths; unknown lengths count as equal."""
     count = cu_q.shape[0] - 1
     starts, ends = values(cu_q), values(cu_k)
     if starts is None or ends is None:
@@ -40,7 +40,7 @@ def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -
 
 class _Backward(Operator):
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """A plan keeps int32 lengths, too."""
+        """Convert the lengths of a plan to int64, because a plan also takes int32."""
         found = super().lifted(tensors)
         for n in (self.place_of("cu_seqlens_q"), self.place_of("cu_seqlens_k")):
             found[n] = found[n].to(torch.int64)

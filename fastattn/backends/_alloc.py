@@ -9,15 +9,15 @@ from torch import Tensor
 def empty_output(query: Tensor, width: int) -> Tensor:
     """Return an empty [B, H, L, width] for a query [B, H, L, D], in the query's memory order.
 
-    The rule is that of ``torch.empty_like``, applied to B, H and L; the last dimension is the
-    innermost. So the heads of a [B, L, H, D] projection are merged again without a copy.
+    As ``torch.empty_like`` applied to B, H and L; the last dimension is the innermost. So the heads
+    of a [B, L, H, D] projection are merged again without a copy.
     """
     if query.shape[-1] == width:
         like = torch.empty_like(query)
         # The last stride is not 1 if query is transposed, or if its rows overlap (sliding windows).
-        if like.stride()[-1] == 1:  # stride(-1) takes twice as long
+        if like.stride()[-1] == 1:  # faster than stride(-1)
             return like
-    if query.shape[-1] == 0:  # without columns there is no order
+    if query.shape[-1] == 0:  # an empty tensor has no memory order
         return query.new_empty((*query.shape[:-1], width))
     rows = torch.empty_like(query[..., 0])  # [B, H, L]
     strides = [width * stride for stride in rows.stride()]
@@ -37,9 +37,9 @@ def unexpanded(mask: Tensor) -> Tensor:
 def summed_to(bias: Tensor, grad: Tensor) -> Tensor:
     """Sum the gradient of expanded scores to the shape and dtype of a bias or a mask.
 
-    In float64, because one element may be the sum of thousands of terms.
+    Sums in float64, because one element may be the sum of thousands of terms.
     """
-    more = grad.ndim - bias.ndim  # dimensions in front, as of partial sums
+    more = grad.ndim - bias.ndim  # extra leading dimensions, such as of partial sums
     sizes = [None] * more + list(bias.shape)
     pairs = zip(sizes, grad.shape, strict=True)
     if dims := [dim for dim, (size, expanded) in enumerate(pairs) if size != expanded]:

@@ -37,21 +37,22 @@ class Patterns(abc.ABC):
     bias: Tensor | None  # [G|1, Q|1, N|1]
     options: HopfieldOptions
 
-    # Up to this limit there is room for all steps; beyond it the device is asked, and waited for.
+    # Up to this limit, memory for all steps is allocated; beyond it, the host waits for the device
+    # to tell how many steps were taken.
     few_steps: ClassVar[int] = 8
 
     @abc.abstractmethod
     def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
-        """Take ``taken`` steps of each query again; ``most`` is the largest number."""
+        """Repeat ``taken`` steps of each query; ``most`` is the largest number."""
 
     @abc.abstractmethod
     def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
-        """The derivative of the steps that ``repeat`` took."""
+        """Return the derivative of the steps that ``repeat`` took."""
 
     def unroll(
         self, grad_out: Tensor, state: Tensor, taken: Tensor, most: int, needed: int
     ) -> Gradients:
-        """The derivative of ``taken`` steps of each query; ``most`` is the largest number."""
+        """Return the derivative of ``taken`` steps of each query, at most ``most``."""
         return self.derive(grad_out, self.repeat(state, taken, most), needed)
 
     def gradients(
@@ -95,7 +96,7 @@ class Patterns(abc.ABC):
 
     @property
     def most_directions(self) -> int:
-        """A bound of the rank of J."""
+        """An upper bound of the rank of J."""
         return min(self.stored.shape[2], self.stored.shape[1])
 
     def _most(self, taken: Tensor) -> int:
@@ -109,7 +110,7 @@ class Patterns(abc.ABC):
         return replace(self, stored=self.stored.to(dtype), keys=keys, bias=bias)
 
     def _in_dtypes(self, grads: Sequence[Tensor | None], state: Tensor) -> Gradients:
-        """The gradients in the dtypes of what they are of."""
+        """Convert the gradients to the dtypes of their tensors."""
         pairs = zip(grads, (state, self.stored, self.keys, self.bias), strict=True)
         found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
         assert found[0] is not None
@@ -121,7 +122,7 @@ def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
 
     def hopfield_retrieve_backward(
         grad_out: Tensor,  # as state
-        state: Tensor,  # [G, Q, D], or of a plan [B, H, Q, D] with the groups of the others
+        state: Tensor,  # [G, Q, D], or in a plan [B, H, Q, D], where G = B * H
         stored: Tensor,
         keys: Tensor | None,
         mask: Tensor | None,
@@ -195,10 +196,10 @@ def _conjugate_gradients(
     trusted: Tensor,
     steps: int,  # twice as many as would be exact without rounding
 ) -> tuple[Tensor, Tensor]:
-    """Solve (1 - J) a = b for each query [G, Q, D]; return where that went well, and a.
+    """Solve (1 - J) a = b for each query [G, Q, D]; return which queries succeeded, and a.
 
-    It does not where 1 - J is not positive definite along a direction that is met, nor where the
-    residual is not down to rounding after all steps.
+    A query fails if 1 - J is not positive definite along a search direction, or if the residual
+    exceeds rounding after all steps.
     """
     tolerance = 16 * torch.finfo(b.dtype).eps
     a, residual, direction = torch.zeros_like(b), b, b

@@ -17,8 +17,8 @@ def nan_where_lost(
 ) -> Tensor:
     """NaN [B, Lq, 1] for each query at NaN that has a key, else 0, to add to its results.
 
-    Any key that is no padding may be in the window of such a query. So its gradient is NaN for all
-    of these keys, for the query and for the others.
+    Any key that is not padding may be in the window of such a query. So the gradients of the query,
+    of all these keys and of ``others`` are NaN.
     """
     lost = positions.detach().isnan()
     read = query.sum(-1)
@@ -32,6 +32,6 @@ def nan_where_lost(
         lost = lost & ~padding.all(1, keepdim=True)
     elif rows[0].shape[1] == 0:
         lost = torch.zeros_like(lost)
-    # Selected before and after the product: NaN that other queries read, or in their gradients, has
+    # Selected before and after the product, so that NaN in other queries or in their gradients has
     # no effect.
     return (torch.where(lost, read, 0.0) * torch.where(lost, torch.nan, 0.0))[..., None]

@@ -2,7 +2,7 @@
 
 A program is leaves and operators in postfix order: the number of steps, seven integers for each
 step, then the data of the leaves, in their order. An operator takes the two values before it. Only
-leaves are negated. A leaf of fewer batch entries or heads than the call repeats.
+leaves are negated. A leaf with fewer batch entries or heads than the call repeats.
 
 ========  ============================================  ============================================
 kind      pair (i, j) is visible if                     data
@@ -35,7 +35,7 @@ from torch import Tensor
 from fastattn.compat import records_trace
 
 PADDING = 64
-LEAVES = 32  # most leaves of a program
+LEAVES = 32  # the maximum number of leaves of a program
 FIELDS = 7
 
 

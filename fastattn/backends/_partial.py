@@ -1,7 +1,7 @@
-"""The gradients of some of the keys, where ``out`` and ``lse`` are those of all keys.
+"""The gradients of a part of the keys, where ``out`` and ``lse`` are the results of all keys.
 
-The results of all keys are those of these keys merged with those of the others, so the derivative
-is that of the merge, and then that of these keys.
+The results of all keys are the merge of the results of this part and of the other keys. So the
+derivative goes through the merge first, and then through attention to this part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Gradients = Callable[..., tuple[Tensor | None, ...]]
 def gradients_of_part(
     grad_out: Tensor | None,  # [..., Dv]
     grad_lse: Tensor | None,  # [...]
-    part: Tensor,  # out_s [..., Dv], of some of the keys
+    part: Tensor,  # out_s [..., Dv], of this part of the keys
     lse_of_part: Tensor,  # [...]
     out: Tensor,  # [..., Dv] of all keys
     lse: Tensor,  # [...]

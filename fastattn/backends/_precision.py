@@ -1,4 +1,4 @@
-"""What PyTorch's settings allow the kernels to round, and calls without autocast."""
+"""The rounding that PyTorch's settings allow in kernels, and contexts without autocast."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def allows_tf32() -> bool:
-    """Whether the factors of float32 products may be rounded to tf32: if PyTorch's own may."""
+    """Whether float32 products may be rounded to tf32, as PyTorch's settings say."""
     matmul = torch.backends.cuda.matmul
     if hasattr(torch.backends, "fp32_precision"):
-        # Since PyTorch 2.9. What was set by this name makes the older ones raise.
+        # Since PyTorch 2.9. After a setting by this name, the older names raise.
         return bool(matmul.fp32_precision == "tf32")
     return bool(matmul.allow_tf32)
 
 
 def allows_bf16_parts() -> bool:
-    """Whether the factors of float32 products may be sums of two bfloat16 numbers, on the CPU."""
+    """Whether float32 products on the CPU may use factors of two bfloat16 parts."""
     if hasattr(torch.backends, "fp32_precision"):
-        backend: Any = torch.backends.mkldnn  # of whose attributes type checkers know few
+        backend: Any = torch.backends.mkldnn  # type checkers lack some of its attributes
         return bool(backend.matmul.fp32_precision in ("tf32", "bf16"))
     return torch.get_float32_matmul_precision() != "highest"

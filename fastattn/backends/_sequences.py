@@ -1,4 +1,4 @@
-"""Where the rows of packed sequences belong."""
+"""The sequences of packed rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     sequence.
     """
     row = torch.arange(rows, device=starts.device)
-    # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped. Starts that
-    # are not checked, on a GPU, must not be written by.
+    # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped. Starts are
+    # not checked on a GPU, so the scatter must not write out of bounds.
     ends = torch.zeros(rows + 1, dtype=torch.int64, device=starts.device)
     of_next = starts[1:].clamp(0, rows)
     sequence = ends.index_add(0, of_next, torch.ones_like(of_next)).cumsum(0)[:rows]

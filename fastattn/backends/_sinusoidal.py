@@ -17,7 +17,7 @@ from fastattn.sinusoids import sinusoids
 def _columns(
     width: int, layout: str, max_timescale: float, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The columns on the device, int64 with the bits of their numbers."""
+    """The columns on the device, reinterpreted as int64."""
     table = sinusoids(width, layout, max_timescale)
 
     def copied(column: array[int]) -> Tensor:  # on the CPU, too: they must own their memory
@@ -35,7 +35,7 @@ def encoding_on(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
         positions: Tensor | None,  # [..., L] int64, broadcasts to x
         *,
         options: SinusoidalOptions,
-        offset: int | None = None,  # in the place of the one in the options
+        offset: int | None = None,  # overrides the offset of the options
         out: Tensor | None = None,  # of at most four dimensions
     ) -> Tensor:
         """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""

@@ -1,4 +1,4 @@
-"""merge_states for every backend with kernels, which take at most four dimensions."""
+"""merge_states of any rank, for kernels that take at most four dimensions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def of_any_rank(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """``merge_states`` or its derivative on this kernel, whose last tensors are the states."""
+    """Wrap a kernel of ``merge_states`` or its derivative, whose last tensors are the states."""
 
     def merge(*tensors: Tensor | None, options: Any) -> tuple[Tensor, ...]:
-        """The results in the shapes and the memory order of the states."""
+        """Return the results in the shapes and the memory order of the states."""
         like = tensors[-4:]
         assert like[0] is not None
         if like[0].ndim <= 4:
             return run(*tensors, options=options)
-        # Views where their memory allows it, else copies. Outputs and lse take turns.
+        # Views where the strides allow it, else copies. Outputs and lse alternate.
         flat = [x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(tensors)]
         shaped = []
         for result, x in zip(run(*flat, options=options), like, strict=False):

@@ -2,9 +2,9 @@
 
     out, lse = softmax(scale · Q Kᵀ) V       lse [B, Hq, Lq], natural logarithm, float32
 
-No masks: a NaN in a key that the mask hides would reach the result, and to look for one would be to
-wait for the GPU. Checked against the operators' signatures (``tests/core/test_torch_backend.py``),
-not yet run on a GPU.
+No masks: a NaN in a key that the mask hides would reach the result, and searching for one would
+synchronize with the GPU. Checked only against the operators' signatures
+(``tests/core/test_torch_backend.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each primitive takes besides tensors, as records of named options.
+"""The options of each primitive, as records.
 
 A record is passed, as one object, from the public function to the backend that runs. Its fields are
 also the last arguments of the dispatcher operator, in this order: :func:`schema` and
@@ -18,18 +18,18 @@ import torch
 
 Made = TypeVar("Made")
 
-# The weights to return: none, one matrix a head, their mean over the heads.
+# The weights to return: none, one matrix per head, their mean over the heads.
 Weights = Literal[0, 1, 2]
-# None while a tracer records, which would tie the graph to one size; set when the call runs.
+# None while a tracer records, because a number would tie the graph to one size; set at run time.
 Derived = Annotated[float, "None until the call runs"]
 DerivedInt = Annotated[int, "None until the call runs"]
 Constant = Annotated[int, "never a symbol of the compiler"]
 
 
 class Record:
-    """Options, and what was derived from them: a plan uses one record in every call."""
+    """Options, with caches of values derived from them: a plan uses one record in every call."""
 
-    # As the CPU's core reads them, and those of the backward pass.
+    # The options as parsed by the CPU's core, and the options of the backward pass.
     __slots__ = ("core", "of_backward")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,8 +46,8 @@ class AttentionOptions(Record):
     window_right: int = -1  # keys visible after it (-d <= right); -1: all; 0: causal
     softcap: float = 0.0  # bound of the scores; 0: none
     dropout_p: float = 0.0  # probability of dropping a weight
-    # Dropout's draws of a call that is a part of a larger one: the indices there of query 0, key 0
-    # and query head 0.
+    # For the draws of dropout, if the call is a part of a larger one: the indices of its query 0,
+    # key 0 and query head 0 in the larger call.
     first_query: int = 0
     first_key: int = 0
     first_head: int = 0
@@ -57,7 +57,7 @@ class AttentionOptions(Record):
 @dataclass(frozen=True)
 class AttentionBackwardOptions(AttentionOptions):
     needs_mask_grad: bool = False
-    # out and lse are those of all keys, and the keys of this call are some of them. The call has no
+    # out and lse are the results of all keys, of which this call has only some. The call has no
     # sinks and no gradient of weights.
     partial: bool = False
 
@@ -73,7 +73,7 @@ class FlexOptions(Record):
 class VarlenOptions(Record):
     """Options of attention over packed sequences; positions count within a sequence.
 
-    Those that attention has too mean the same there.
+    An option that attention has, too, has the same meaning.
     """
 
     scale: Derived
@@ -107,7 +107,7 @@ def largest_scale(dtype: torch.dtype) -> float:
 
 
 def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the elements of the smaller tensor are those of the other at the same indices."""
+    """Whether two tensors share memory, element by element at the same indices."""
     return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
@@ -160,7 +160,7 @@ class MemoryHopOptions(Record):
 
 @dataclass(frozen=True)
 class MemoryHopBackwardOptions(MemoryHopOptions):
-    # Bits of the gradients to compute: query, in_memory, out_memory, hop_proj, memory_bias.
+    # Bits that request gradients: query, in_memory, out_memory, hop_proj, memory_bias.
     needed: Constant = 0
 
 
@@ -183,7 +183,7 @@ class HopfieldBackwardOptions(HopfieldOptions):
 
 @dataclass(frozen=True)
 class EncodeMemoryOptions(Record):
-    """Options of sentences as memories."""
+    """Options of encoding sentences as memories."""
 
     padding_idx: Constant | None = None  # the token without an embedding
 
@@ -248,13 +248,13 @@ def values_of(options: Any) -> list[Any]:
 
 
 def served(base: Mapping[str, frozenset[str]], **more: str) -> dict[str, frozenset[str]]:
-    """The fields that a backend serves, by primitive: ``base``, and ``more`` of some primitives."""
+    """The fields that a backend serves, by primitive: ``base``, and ``more`` for some."""
     others = {op: base.get(op, frozenset()) | {*names.split()} for op, names in more.items()}
     return {**base, **others}
 
 
-# What the kernels of all backends serve, forward and backward. A backend lists itself what else it
-# serves, and declines each call that uses another option.
+# The options that the kernels of all backends serve, forward and backward. Each backend lists its
+# additional options, and declines calls that use any other option.
 EVERYWHERE = served(
     {},
     additive_attention="causal dropout_p weights needs_mask_grad",
@@ -297,14 +297,14 @@ def is_wanted(options: Any, n: int, name: str) -> bool:
 
 
 def shared(record: type[Made], options: Any) -> Made:
-    """The options that a record of another primitive has, too; its other ones have their defaults.
+    """Convert options to the record of another primitive; its other fields get their defaults.
 
-    An option of one name means the same in both.
+    Fields with the same name mean the same in both.
     """
     names = {field.name for field in fields(record)}  # type: ignore[arg-type]
     return record(**{name: x for name, x in vars(options).items() if name in names})
 
 
 def extended(record: type[Made], options: Any, **more: Any) -> Made:
-    """The options of a forward pass as those of its backward pass."""
+    """Convert the options of a forward pass to the record of its backward pass."""
     return record(**vars(options), **more)

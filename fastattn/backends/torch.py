@@ -4,13 +4,14 @@ The fused operators of PyTorch are called directly, so a call that they refuse r
 computed by the math path. ``why_not`` declines every call for which the contract of
 ``docs/numerics.md`` would not hold: among others float32 and float64, whose gradients exceed the
 error bound there. On the CPU it also declines NaN and inf under a mask, for which the inputs are
-summed. On a GPU this would mean to wait, so there a NaN in a key that some queries see and others
-do not may reach all of them.
+summed. On a GPU this would synchronize, so there a NaN in a key that only some queries see may
+reach all queries.
 
 Some obstacles are known only when the backward pass begins. A gradient of ``lse`` sends the call to
 the next backend (``fastattn/autograd/sdpa.py``). On the CPU, a ``grad_out`` with NaN or inf under a
-mask, and scores so large that a float32 ``lse`` cannot give the weights back, take the forward and
-the backward of our own kernels (:func:`_ours`), the reference without a native core.
+mask, and scores so large that a float32 ``lse`` is too inexact to recompute the weights, run the
+forward and the backward of fastattn's own kernels (:func:`_ours`), or of the reference without a
+native core.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _why_not_plain(
     if mask is not None and not _zeroes_masked_rows():
         return [f"torch {torch.__version__} does not give 0 for fully masked rows"]
     if type(query) is not Tensor and type(query) is not torch.nn.Parameter:
-        return []  # without memory: nothing is computed, and nothing can be looked at
+        return []  # fake tensors: nothing is computed, and there are no values to check
     grouped = query.shape[1] != key.shape[1]
     if _choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped) != _FLASH:
         return ["PyTorch would not take its fused kernel for these tensors"]
@@ -124,7 +125,7 @@ def _why_not_plain(
 
 @functools.cache
 def _zeroes_masked_rows() -> bool:
-    """Whether this PyTorch has output and gradients of 0 for a fully masked row; tried once."""
+    """Whether this PyTorch gives 0 for output and gradients of fully masked rows; tried once."""
     assert _forward is not None
     assert _backward is not None
     x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16, device="cpu")
@@ -140,8 +141,7 @@ def _zeroes_masked_rows() -> bool:
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether the sum of all elements is finite. The sum of large finite numbers may overflow, but
-    it takes a fiftieth of the time of ``isfinite``."""
+    """Whether the sum of all elements is finite: it may overflow, but is fast to compute."""
     return math.isfinite(x.detach().sum())
 
 
@@ -184,7 +184,7 @@ def scaled_dot_product_attention_backward(
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value; that of the mask is never wanted here."""
+    """Return the gradients of query, key and value; the mask's is never requested here."""
     assert grad_out is not None  # with a gradient of lse, another backend runs
     assert grad_lse is None
     scale, causal = options.scale, options.window_right == 0
@@ -219,7 +219,7 @@ def _all_as_promised(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, 
 
 
 def _as_promised(result: Tensor, like: Tensor) -> Tensor:
-    """The result in the memory order of what it belongs to; PyTorch's differs with its version."""
+    """Return the result in the memory order of ``like``; PyTorch's order varies by version."""
     if result.stride() == like.stride():
         return result
     promised = empty_output(like, result.shape[3])
@@ -244,7 +244,7 @@ def _ours(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by our own kernels, which need their own, more exact, ``lse``."""
+    """The gradients by fastattn's own kernels, which need their own, more exact, ``lse``."""
     kernels = _native()
     tensors = (query, key, value, mask, None, None)
     options = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)

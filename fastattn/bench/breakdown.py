@@ -1,8 +1,8 @@
 """Where the time of a small call goes: the call, and ever smaller parts of it.
 
-A part inside the real call is measured by a stopwatch around the functions that bound it, which
-replaces them for this sample alone. :func:`budget` are the differences of the parts, which add up
-to the call. The result file is that of the other benchmarks, with a part in place of a provider.
+A part inside the real call is measured by wrapping the functions that bound it in a stopwatch, for
+this sample only. :func:`budget` has the differences of the parts, which add up to the call. The
+result file has the format of the other benchmarks, with a part in place of a provider.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 class Part(NamedTuple):
-    """`inside` lists the functions that are timed, within the pass; without: the pass itself."""
+    """`inside` lists the functions that are timed within the pass; empty: the pass itself."""
 
     within: str  # call, forward or plain
     inside: Callable[[], Sequence[tuple[Any, str]]] = tuple
@@ -59,7 +59,7 @@ def _natives() -> list[tuple[Any, str]]:
 
 
 def _adapters() -> list[tuple[Any, str]]:
-    """The functions of the backend, and those of the core, which a plan may call itself."""
+    """The functions of the backend, and of the core, which a plan may call directly."""
     module: Any = dispatch.load("cpu")
     names = [x.name for x in library.operators.values() if hasattr(module, x.name)]
     return list(dict.fromkeys([*((module, name) for name in names), *_natives()]))
@@ -81,7 +81,7 @@ PARTS = {
     "floor": Part("floor"),
     "torch": Part("torch"),
 }
-# What stands beside the items of a budget.
+# The times shown beside the items of a budget.
 BESIDE = ("call", "floor", "torch")
 
 # The items of a budget, in the order of a call.
@@ -115,9 +115,9 @@ def budget(ms: Mapping[str, float]) -> dict[str, float]:
 
 
 def microseconds(found: CellResult) -> dict[str, float]:
-    """The budget of a cell, and what stands beside it, as far as it was measured.
+    """The budget of a cell and the times beside it, as far as they were measured.
 
-    From the least time of each part, because interruptions last longer than a small call.
+    Uses the least time of each part, because interruptions last longer than a small call.
     """
     names = found.rounds[0].ms
     ms = {name: min(turn.ms[name] for turn in found.rounds) for name in names}
@@ -126,7 +126,7 @@ def microseconds(found: CellResult) -> dict[str, float]:
 
 
 def table(result: Result) -> str:
-    """In microseconds."""
+    """The budgets as a table, in microseconds."""
     rows = [[*COLUMNS, "us of"]]
     for found in (found for found in result.cells if found.rounds):
         times = microseconds(found)
@@ -155,7 +155,7 @@ def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) 
 
 def _measure(found: CellResult, calls: Calls, rounds: int, order: random.Random) -> None:
     cell = found.cell
-    # The parts that are another part of this call.
+    # Parts that equal another part of this call.
     same = {"one thread": "native"} if torch.get_num_threads() == 1 else {}
     if cell.passes == "fwd":
         same |= {"forward": "call", "plain": "call"}
@@ -169,7 +169,7 @@ def _measure(found: CellResult, calls: Calls, rounds: int, order: random.Random)
             return _seconds(part, calls[part.within], count)
 
     for name in parts:
-        # The least: the first calls of a part may take a hundred times as long as later ones.
+        # The minimum, because the first calls of a part may be much slower than later calls.
         least = min(seconds(name, 1) for _ in range(5))
         count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(least, 1e-6))))
         found.outcomes.setdefault(name, Outcome()).inner = count
@@ -182,7 +182,7 @@ def _measure(found: CellResult, calls: Calls, rounds: int, order: random.Random)
 
 
 def _calls(cell: Cell, seed: int) -> Calls:
-    """The calls that `Part.within` names."""
+    """The calls named by `Part.within`."""
     op, x, theirs = ops.get(cell.op), make_inputs(cell, seed), make_inputs(cell, seed)
     forward = op.ours(cell, x)
     calls: Calls = dict.fromkeys(("call", "forward", "plain"), forward)
@@ -217,7 +217,7 @@ def _seconds(part: Part, call: Callable[[], Any], count: int) -> float:
         for _ in range(count):
             call()
         total = time.perf_counter() - start
-    # Where no function of a part is called, a nanosecond: rates divide by it.
+    # At least a nanosecond, even if no function of a part is called: rates divide by it.
     return max(1e-9, (total if part.inside is tuple else watch.seconds) / count)
 
 
@@ -239,7 +239,7 @@ def _timed(function: Callable[..., Any], watch: Stopwatch, emptied: bool) -> Cal
 
 @functools.cache
 def _own_seconds() -> float:
-    """What a stopwatch adds to the time of a function."""
+    """The overhead of a stopwatch."""
     watches = [Stopwatch() for _ in range(1000)]
     for watch in watches:
         watch.start()
@@ -248,7 +248,7 @@ def _own_seconds() -> float:
 
 
 def _emptied(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The results of a native function for tensors with a batch of 0.
+    """Call a native function with a batch of 0.
 
     A vector has no batch, unless it is an array of states, whose length no other tensor has.
     """

@@ -20,7 +20,7 @@ from fastattn.bench.shapes import shape_text
 DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
 DEVICES = ("cpu", "cuda")
-# float64 can be explained, not measured: the check needs a wider type.
+# float64 can be explained but not measured, because the check needs a wider type.
 TORCH_DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -86,7 +86,7 @@ class Cell:
 
 
 def options_in_words(mask: str, weights: str, option: str) -> list[str]:
-    """Those of the three that are not "none"."""
+    """The options among the three that are not "none"."""
     shown = (mask, weights if weights == "none" else f"{weights} weights", option)
     return [word for word in shown if word != "none"]
 
@@ -108,7 +108,7 @@ class Draw:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
 
     def pooled(self, *shape: int, scale: float) -> Tensor:
-        """A part of one pool of numbers: drawing a billion takes longer than running a model."""
+        """A slice of one pool of numbers, because drawing a billion takes longer than a model."""
         if scale not in self.pools:
             pool = torch.randn(POOL, generator=torch.Generator().manual_seed(self.seed))
             self.pools[scale] = (pool * scale).to(self.dtype)

@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = add_command(commands.compare, "compare two results; can fail on a slowdown")
     compare.add_argument("before", type=Path, help=a_result)
     compare.add_argument("after", type=Path, help="the file to compare with it")
-    _add(compare, "--metric", "", "time", choices=commands.METRICS)
-    words = "exit with 1 if a row is worse by more than this over its complete interval"
+    _add(compare, "--metric", "the metric to compare", "time", choices=commands.METRICS)
+    words = "exit with 1 if the complete interval of a row is worse by more than this"
     _add(compare, "--fail-slower P%", words, type=_share)
 
     plot = add_command(commands.plot, "plot a result")
@@ -92,7 +92,7 @@ _TYPES = {"N": int, "S": float, "FILE": Path, "DIR": Path, "LIST": names}
 def _add(
     to: argparse._ActionsContainer, flag: str, words: str, default: Any = None, **more: Any
 ) -> None:
-    """Adds a flag, whose type is that of its metavar; its default ends the help."""
+    """Adds a flag; the metavar selects its type, and the default is appended to the help."""
     name, _, metavar = flag.partition(" ")
     if default is not None and "default:" not in words:
         words += " (default: %(default)" + (".0f)" if isinstance(default, float) else "s)")
@@ -102,7 +102,7 @@ def _add(
 
 
 def _add_threads(to: argparse._ActionsContainer) -> None:
-    _add(to, "--threads N", "number of threads (default: that of torch)")
+    _add(to, "--threads N", "number of threads (default: torch's)")
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     _add(group, "--baseline NAME", words)
 
     how = parser.add_argument_group("how to measure")
-    _add(how, "--device", "", "cpu", choices=DEVICES)
+    _add(how, "--device", "the device of the tensors", "cpu", choices=DEVICES)
     words = "cold: flush the caches before every call (default: warm)"
     _add(how, "--cache", words, "warm", choices=("warm", "cold"))
     _add_threads(how)

@@ -42,10 +42,10 @@ METRICS = {
 def model(args: argparse.Namespace) -> int:
     """Measure whole models of PyTorch and after ``fastattn.accelerate``.
 
-    Sizes are those of real models, weights are random: nothing is downloaded. "attention" is the
-    share of a model's time that its attention takes; "by it at most" is the speed-up of the model
-    if its attention took no time and all else were PyTorch's. A training step (--pass fwd+bwd) has
-    no dropout and no optimizer.
+    Models have real sizes and random weights: nothing is downloaded. "attention" is the share of a
+    model's time that its attention takes; "by it at most" is the speed-up of the model if its
+    attention took no time and all else were PyTorch's. A training step (--pass fwd+bwd) has no
+    dropout and no optimizer.
     """
     return run(args)
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     args.providers = list(dict.fromkeys(args.providers))
     args.baseline = args.baseline or ("torch" if "torch" in args.providers else args.providers[0])
     _check_run(args)
-    # Of several libraries some may be missing: their rows say so.
+    # Some of several libraries may be missing; their rows say so.
     missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
     if all(missing):
         raise ValueError(missing[0])
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.quiet:
             print(summary.progress(result, found, len(cells)), file=sys.stderr, flush=True)
         if saved:
-            # Replaced in one step, so a run that is killed keeps the cells measured before. The
-            # table of a run counts for more than a full disk, which is reported at the end.
+            # Replaced atomically, so a killed run keeps the cells measured before. A full disk must
+            # not prevent the table of a run, so it is reported at the end.
             part = saved.with_suffix(".part")
             with contextlib.suppress(OSError):
                 results.save_json(result, summarise(result), part)
@@ -253,9 +253,9 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _change(was: Row, now: Row, metric: str) -> tuple[float, float, float]:
-    """How many times as good a row has become, and the interval of that."""
+    """The ratio by which a row has improved, and its interval."""
     column, *ends = METRICS[metric]
-    # More is better for a ratio to the baseline, less for the others.
+    # A speed-up is better if larger, all other metrics if smaller.
     better, worse = (now, was) if metric == "speedup" else (was, now)
     if not worse[column]:
         return (1.0 if was[column] == now[column] else math.inf,) * 3
@@ -306,7 +306,7 @@ def roofline(args: argparse.Namespace) -> int:
 def record(args: argparse.Namespace) -> int:
     """Run a Python program and record the shapes of its attention calls, with their counts.
 
-    `bench run --shapes @FILE` measures them. The exit code is that of the program.
+    `bench run --shapes @FILE` measures them. The exit code is the program's exit code.
     """
     return recording.run_program(args.program, args.out)
 

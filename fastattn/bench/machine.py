@@ -1,4 +1,4 @@
-"""This machine: what affects speed, without names or paths, and its peak rates, measured.
+"""This machine: the facts that affect speed, without names or paths, and its measured peak rates.
 
 The peak of a dtype is the highest rate that any code can reach on these cores, which the native
 core measures. Without it, and on a GPU, the peak is estimated from below by the rate of `torch.mm`
@@ -99,7 +99,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def native_core() -> Any:
-    """The native core, by its adapter, which chooses the instruction set of each dtype; or None."""
+    """The native core or None, imported by its adapter, which sets the instruction sets."""
     return getattr(dispatch.load("cpu"), "_cpu", None)
 
 
@@ -120,7 +120,7 @@ def _commit() -> str | None:
         return None
 
 
-# In words, and the unit of the rate.
+# The kinds of peaks in words, and the unit of each rate.
 KINDS = {
     "fma_f32": ("fp32 FMA", "GFLOP/s"),
     "fma_f64": ("fp64 FMA", "GFLOP/s"),
@@ -130,14 +130,14 @@ KINDS = {
     "copy_bandwidth": ("copying it", "GB/s"),
 }
 KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
-# The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak. If a
-# processor has the feature of a unit and the native core was built without the loop for it, the
-# measured rate is below the peak.
+# The units that can compute a dtype, 16-bit floats also in fp32; the fastest unit is its peak. If
+# the native core was built without the loop for a unit that the processor has, the measured rate is
+# below the peak.
 _UNITS = {
     "dot_bf16": ("tile_bf16", "dot_bf16", "fma_f32"),
     "dot_f16": ("tile_f16", "fma_f16", "fma_f32"),
 }
-_UNIT = {  # in words, and the feature that it needs
+_UNIT = {  # each unit in words, and the required feature
     "tile_bf16": ("AMX tiles", "amx_bf16"),
     "tile_f16": ("AMX tiles", "amx_fp16"),
     "fma_f16": ("FMA", "avx512_fp16"),
@@ -155,13 +155,13 @@ def measure_peak(
     """Measures a peak for `seconds`; a longer load may run at a lower clock.
 
     Also returns the share of its threads' time that this process received: less than 1 if others
-    use the cores. 1 for all but loops of arithmetic, which alone keep all threads busy.
+    use the cores. Only loops of arithmetic keep all threads busy; other measurements return 1.
     """
     core = native_core() if device == "cpu" else None
     if core is None or kind == "copy_bandwidth":
         return _estimate(kind, seconds, device), 1.0
     info = core.build_info()
-    # The machine's peak is that of its best instruction set, also if another one is forced.
+    # The machine's peak uses its best instruction set, even if another one is forced.
     core.set_isa(info["supported"][-1])
     try:
         unit, method = _fastest(core, kind, threads)

@@ -139,7 +139,7 @@ def _roofline(result: Result, rows: Sequence[Row]) -> Figure:
     read = result.peaks["read_bandwidth"].rate
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         peak = result.peaks[KIND_OF_DTYPE[dtype]].rate
-        ridge = max(peak / read, left)  # from here on, arithmetic is the limit
+        ridge = max(peak / read, left)  # from this intensity on, arithmetic is the limit
         limits = [min(peak, read * left), peak, peak]
         axes.plot([left, ridge, max(ridge, right)], limits, color=plt.rcParams["text.color"])
         axes.annotate(f"{dtype} {peak:.0f} GFLOP/s", (ridge, peak), (14, 3),

@@ -226,7 +226,7 @@ class Flex(SdpaOnly, Torch):
 class Fastattn(Torch):
     """This library with one backend forced, so that no call falls back silently.
 
-    None is forced where evidence puts PyTorch's own kernel first, as for users.
+    No backend is forced where evidence prefers PyTorch's own kernel, as for users.
     """
 
     ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as without a native build"
@@ -234,7 +234,7 @@ class Fastattn(Torch):
     VARIANTS = (*BACKENDS, SM_80, *ISAS)
 
     def select(self, variant: str) -> None:
-        """Selects a backend; an instruction set was selected when the process started."""
+        """Selects a backend; an instruction set is selected when the process starts."""
         self.variant = "cuda" if variant == self.SM_80 else variant if variant in BACKENDS else ""
         if variant == self.SM_80 and not isinstance(dispatch.load("cuda"), str):
             importlib.import_module("fastattn._cuda").allow_hopper(False)
@@ -259,7 +259,7 @@ class Fastattn(Torch):
 
 
 class Functions(Torch):
-    """A module whose functions and modules have the names and arguments of this library's."""
+    """A module with functions and modules of the names and arguments of this library."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -349,7 +349,7 @@ def _session(model: bytes | str, inputs: dict[str, Tensor]) -> Callable[[], list
 
 
 class _Call(nn.Module):
-    """A whole model as a function of its arguments alone, for an export."""
+    """A whole model as a function of only its arguments, for an export."""
 
     def __init__(self, cell: Cell, model: nn.Module) -> None:
         super().__init__()

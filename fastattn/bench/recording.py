@@ -106,11 +106,11 @@ def main() -> None:
             runpy.run_path(words[0], run_name="__main__")
 
 
-# A call as a line of --shapes; none if the benchmark has no such cell.
+# A call as a line of --shapes, or no line if the benchmark has no such cell.
 
 
 def _line(op: str, sizes: Mapping[str, int], tensors: Sequence[Any], **options: str) -> list[str]:
-    """`tensors` are those that may have a gradient."""
+    """The lines of a call; `tensors` may require a gradient."""
     dtype = next(_DTYPE_NAMES.get(x.dtype) for x in tensors if x.is_floating_point())
     if dtype not in DTYPES or min(sizes.values()) < 1:
         return []
@@ -123,9 +123,9 @@ def _line(op: str, sizes: Mapping[str, int], tensors: Sequence[Any], **options: 
 
 
 def _sizes(shapes: str, tensors: Sequence[Tensor]) -> dict[str, int]:
-    """The sizes that `shapes` names, such as "B L D, B N D"; the first of a name counts.
+    """The sizes that `shapes` names, such as "B L D, B N D"; the first occurrence of a name counts.
 
-    The first of a tensor is all of its leading dimensions; `_` is not recorded.
+    The first name of a tensor stands for all of its leading dimensions; `_` is not recorded.
     """
     sizes: dict[str, int] = {}
     for keys, x in zip((text.split() for text in shapes.split(",")), tensors, strict=True):
@@ -208,7 +208,7 @@ _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 
 
 def _module(*args: Any, **kwargs: Any) -> list[str]:
-    """Its tensors are [L, B, E], and True in a mask is ignored."""
+    """A call of nn.MultiheadAttention: tensors are [L, B, E], and True in a mask is ignored."""
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments

@@ -1,6 +1,4 @@
-"""The result file, which has the raw samples and everything needed to judge them; and their
-statistics. Its `rows` are computed from the samples, for other programs.
-"""
+"""The result file with all raw samples, and the statistics, such as its computed `rows`."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class Outcome:
                time budget was used up)
     max_error  the error of `worst_tensor`, the tensor that is closest to its `bound`; `largest` is
                max|ref|, which the relative error refers to
-    compared   how much was compared
+    compared   how much of the output was compared
     """
 
     status: str = "ok"
@@ -140,7 +138,7 @@ def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> Non
 
 
 def json_lines(head: dict[str, Any], **lists: Iterable[dict[str, Any]]) -> str:
-    """One JSON object, an entry a line. Fractions have five digits: clocks resolve no more."""
+    """One JSON object, one entry per line. Fractions have five digits: clocks resolve no more."""
 
     def text(data: Any) -> str:
         whole = json.dumps(data)
@@ -180,7 +178,7 @@ def load(path: Path) -> Result:
 
 
 def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record, without those that are not known any more, such as joules."""
+    """The fields of a record, without obsolete fields such as joules."""
     return {name: data[name] for name in kind.__annotations__ if name in data}
 
 
@@ -211,8 +209,9 @@ def quantile(samples: Sequence[float], share: float) -> float:
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """An interval that contains the median of positive times or ratios with at least 95 %.
 
-    From six samples on it ends at two of them: n samples are all above the median with probability
-    2^-n, and so on. Of three to five it is Student's, of the logarithms; else the extremes.
+    From six samples on, its ends are two of them: n samples are all above the median with
+    probability 2^-n, and so on. For three to five samples it is Student's interval of the
+    logarithms; for fewer, the extremes.
     """
     ordered, count = sorted(samples), len(samples)
     if count in _STUDENT and ordered[0] > 0:
@@ -227,7 +226,7 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def verdict(low: float, high: float) -> str:
-    """FASTER, SLOWER or SAME if that holds for the complete interval of a speed-up, else UNSURE."""
+    """FASTER, SLOWER or SAME if it holds for the whole interval of a speed-up, else UNSURE."""
     if low > 1 + SAME_WITHIN:
         return "FASTER"
     if high < 1 / (1 + SAME_WITHIN):
@@ -240,17 +239,18 @@ def verdict(low: float, high: float) -> str:
 # A round counts if the lower of the peaks before and after it is at least this share of the higher.
 # Slow changes between cells do not disqualify a round: the clock depends on the load.
 QUIET = 0.9
-# ... and if the higher one is at least this share of the best one in the same cell
+# A round counts only if its higher peak is at least this share of the best peak in the same cell.
 STEADY = 0.75
-# ... and if its threads received this share of their cores: sharing one of two cores with another
-# process leaves three quarters, and waking the threads takes up to a tenth of a short measurement.
+# A round counts only if its threads received this share of their cores: sharing one of two cores
+# with another process leaves three quarters, and waking the threads takes up to a tenth of a short
+# measurement.
 QUIET_SHARE = 0.8
 # Samples are compared if their probes took at most this many times as long as usual in the run, and
 # if their threads lost a core at most as many times as often, or at most once in a sample of 20 ms.
 COMPARABLE = 1.25
 PUSHED = 50.0
-# No sample counts as slower than this: on a Xeon with AMX a neighbour slows kernels on tiles down
-# by 2.3 to 3 times, and others by 1.1 to 1.5.
+# The limit of the slowness of a sample: the most that a neighbour on a Xeon with AMX slows kernels
+# on tiles down.
 SLOWEST = 3.0
 
 
@@ -280,7 +280,7 @@ def usual_states(cells: Iterable[CellResult]) -> dict[str, Usual]:
 
 
 def slowness(turn: Round, names: Collection[str], usual: Mapping[str, Usual]) -> float:
-    """How many times as slow as usual the cores were during a sample, at most `SLOWEST`."""
+    """By which factor the cores were slower than usual during a sample, at most `SLOWEST`."""
     slowest = 0.0
     for name in usual.keys() & set(names):
         is_pushed = turn.pushed[name] > PUSHED + COMPARABLE * usual[name].pushed
@@ -306,8 +306,8 @@ def speedup(
 ) -> dict[str, Any] | None:
     """The ratio of two providers, from the ratios within rounds; None without a common round.
 
-    If too few rounds are comparable, all of them count. What slowed the probes down may have slowed
-    one of the providers down as much and the other not, so the interval is as much wider.
+    If too few rounds are comparable, all of them count. A disturbance that slowed the probes may
+    have slowed only one of the providers, so the interval is widened by the same factor.
     """
     names, wider = (baseline, provider), 1.0
     chosen = comparable_rounds(rounds, names, usual)

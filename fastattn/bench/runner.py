@@ -29,14 +29,14 @@ PEAK_SECONDS = 0.2
 # within these limits: a processor's clock is higher for short loads.
 GUARD_SECONDS = (0.02, 0.1)
 # Rounds that a cell gets even if its share of the time is too short for them, until the time of the
-# run is used up: few cells with enough rounds say more than many with too few.
+# run is used up: few cells with enough rounds are better than many cells with too few.
 ENOUGH = 9
 SAMPLE_SECONDS = 0.02  # a sample repeats the call until it lasts at least this long
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured and for how long; the result file records all but the cells."""
+    """The cells to measure, and for how long; the result file records all but the cells."""
 
     cells: Sequence[Cell]
     providers: Sequence[str] = DEFAULT
@@ -75,7 +75,7 @@ class Oracle:
         self.noise = Noise(functools.partial(expected, few), of_few, TORCH_DTYPES[cell.dtype])
 
     def check(self, outputs: Outputs) -> Outcome:
-        """Compares all outputs; has the error of the one with the largest ratio to its bound."""
+        """Compares all outputs; records the error with the largest ratio to its bound."""
         unjudged = self.op.unjudged(self.cell)
         judged = {name: x for name, x in outputs.items() if name not in unjudged}
         sampled = self.op.selected(self.cell, judged, self.parts)
@@ -117,7 +117,7 @@ class Runner:
         self.deadline = time.monotonic() + self.settings.time_budget
         cells = self.settings.cells
         try:
-            # All processes start at once; that of "" measures the peaks.
+            # All processes start at once; the process of "" measures the peaks.
             for name in ("", *self.settings.providers):
                 self._start(name)
             for name in self.settings.providers:
@@ -185,7 +185,7 @@ class Runner:
     # One cell
 
     def _measure(self, cell: Cell, seconds: float) -> None:
-        """Measures a cell for about so many seconds; Ctrl-C keeps it if it has a round."""
+        """Measures a cell for about `seconds`; Ctrl-C keeps the cell if it has a round."""
         end = time.monotonic() + seconds
         found = self.cells[cell.name] = CellResult(cell, 0, bytes_touched(cell))
         self.result.cells = [*self.cells.values()]
@@ -202,7 +202,7 @@ class Runner:
         self.measured(self.result, found)
 
     def _outcome(self, name: str, found: CellResult, seconds: float) -> Outcome:
-        """Not ok if a provider is not measured."""
+        """The outcome of a provider; its status is not ok if the provider is not measured."""
         if seconds <= 0:
             return Outcome("SKIPPED", "the time budget was used up")
         if missing := ops.missing(found.cell.op):
@@ -273,7 +273,7 @@ class Runner:
 
 
 def _has_rounds(found: CellResult, count: int, cells: list[CellResult]) -> bool:
-    """Whether `count` rounds of a cell of this run are comparable, and its times not busy."""
+    """Whether `count` rounds of a cell of this run are comparable, and the cell is not busy."""
     comparable = results.comparable_rounds(found.rounds, found.ready(), results.usual_states(cells))
     quiet = results.quiet_rounds(found.rounds)
     return len(comparable) >= count and len(quiet) >= min(count, MIN_KEPT)

@@ -1,4 +1,4 @@
-"""The arguments that select cells, the presets, and the cells that both select."""
+"""The arguments and the presets that select cells, and the selected cells."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _read_presets() -> dict[str, Preset]:
 _FOUND = _read_presets()
 PRESETS = {name: preset for name, preset in _FOUND.items() if preset.about}
 WHOLE_MODELS = {name: preset.lines for name, preset in _FOUND.items() if not preset.about}
-# Runs in little time may end after any cell, so here the common cells come first.
+# Short runs may end after any cell, so these presets have the common cells first.
 COMMON_FIRST = ("quick", "dropin")
 RARER = ("BERT-base MHA, 512 tokens", "BERT-base MHA, 512 tokens, weights returned")
 # The presets of `--preset all`.
@@ -101,13 +101,13 @@ def check_names(flag: str, given: Sequence[str], allowed: Collection[str]) -> No
             raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
 
 
-# Lists that replace those of a line, by the keys in `shapes.LISTS`.
+# Lists that replace the lists of a line, by the keys in `shapes.LISTS`.
 Lists = Mapping[str, Sequence[str]]
 _NONE: Lists = {}
 
 
 def model_cells(names: Sequence[str], given: Lists = _NONE) -> list[Cell]:
-    """The cells of whole models; `all` is every one. Raises ValueError for an unknown name."""
+    """The cells of whole models; `all` is every model. Raises ValueError for an unknown name."""
     check_names("model", names, [*WHOLE_MODELS, "all"])
     chosen = WHOLE_MODELS if "all" in names else dict.fromkeys(names)
     lines = (line for name in chosen for line in WHOLE_MODELS[name])
@@ -131,7 +131,7 @@ def preset_cells(name: str, given: Lists = _NONE) -> list[Cell]:
 
 
 def cells_in(line: Line, given: Lists, wanted: Sequence[str] = (), preset: str = "") -> list[Cell]:
-    """Every combination of a line; passes that the operator does not have are left out."""
+    """Every combination of a line, without passes that the operator lacks."""
     usual: Lists = {"dtype": ["fp32"], "pass": ["fwd"]}
     if preset:
         usual = {"dtype": ["fp32", "bf16"], "pass": ["fwd", "fwd+bwd"]}

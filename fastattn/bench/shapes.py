@@ -1,8 +1,8 @@
 """The grammar of `--shapes`: `B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64`.
 
 A value may also be a list 1|4|16. A shape with several ranges or lists means every combination. If
-an operator has H and one of D and E, the other one may be given instead. A line, on the command
-line or in a file, may contain more:
+an operator has H and one of D and E, the other of the two may be given instead. A line, on the
+command line or in a file, may contain more:
 
     [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=LIST] [weights=LIST] [option=LIST] [# LABEL]
 """
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def parse_line(text: str) -> Line:
-    """Parses a line. Raises ValueError, which names the word that does not belong."""
+    """Parses a line. Raises ValueError, which names the unexpected word."""
     words, _, label = text.partition("#")
     op, shape, lists = "", "", {}
     for word in words.split():
@@ -165,7 +165,7 @@ def _complete(
 
 
 def with_defaults(given: Mapping[str, int], defaults: Defaults) -> dict[str, int]:
-    """The sizes in the order of the operator; one that is missing has its default."""
+    """The sizes in the order of the operator; a missing size has its default."""
     shape: dict[str, int] = {}
     for key, default in defaults.items():
         shape[key] = given.get(key, shape[default] if isinstance(default, str) else default)

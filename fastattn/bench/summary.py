@@ -1,6 +1,6 @@
 """From raw rounds to rows of a table, and the text of progress lines, tables and conditions.
 
-The metrics are computed from the rounds that count.
+The metrics are computed from the undisturbed rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FASTER_UNITS = {"bf16": {"bf16", "sve"}, "fp16": {"asimd"}}
 # A core's tiles of AMX multiply 32 times as much bf16 in a cycle as its two units multiply and add
 # fp32, and a product of fp32 on them is at least three of bf16.
 _FP32_ON_TILES = 32 / 3
-# The columns of a row: of the cell and the outcome, and those that are None unless it was timed.
+# The columns of a row: the cell and the outcome, then columns that are None unless it was timed.
 _COLUMNS = (
     "op preset label shape device dtype pass mask weights option provider status reason max_error "
     "relative_error bound peak_mb rounds discarded busy ms ms_q1 ms_q3 ms_low ms_high gflops "
@@ -106,7 +106,7 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
         metrics["roof_gflops"], metrics["percent_of_roof"] = roof, 100 * gflops / roof
     if (items := ops.get(found.cell.op).items(found.cell)) is not None:
         metrics["items_per_second"], metrics["item"] = items[0] / ms * 1e3, items[1]
-    # Of a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
+    # For a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
     if attention := [turn.attention[provider] for turn in rounds if provider in turn.attention]:
         metrics["attention_share"] = share = results.median(attention)
         metrics["speedup_limit"] = 1 / (1 - share) if share < 1 else None
@@ -120,7 +120,7 @@ def is_from_memory(result: Result, found: CellResult) -> bool:
 
 
 def _highest_percent(result: Result, found: CellResult) -> float:
-    """The share of the measured peak that a right measurement can reach."""
+    """The highest share of the measured peak that a correct measurement can reach."""
     dtype, flags = found.cell.dtype, set(result.environment["cpu_flags"])
     is_measured = result.peaks[KIND_OF_DTYPE[dtype]].method == "measured"
     if not is_measured or flags & _FASTER_UNITS.get(dtype, set()):
@@ -128,7 +128,7 @@ def _highest_percent(result: Result, found: CellResult) -> float:
     return 100 * (_FP32_ON_TILES if dtype == "fp32" and "amx_bf16" in flags else 1)
 
 
-# The columns that identify a row, and those of each metric.
+# The columns that identify a row, and the columns of each metric.
 HEAD = ("cell", "dtype", "pass", "provider")
 METRICS = {
     "time": ("ms", "±"),
@@ -145,9 +145,9 @@ METRICS = {
 DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
 # For whole models: also the share of time in attention, and the largest possible speed-up.
 MODEL_METRICS = ("time", "rate", "memory", "error", "attention", "speedup")
-# For steps of a server, whose limit is reading or arithmetic.
+# For steps of a server, which are bound by memory or arithmetic.
 STEP_METRICS = ("time", "rate", "peak", "memory", "error", "speedup")
-# The columns that are a number of the row.
+# The columns with a number of the row.
 _NUMBERS = {
     "GFLOP/s": ("gflops", "{:.0f}"),
     "GB/s": ("gbs", "{:.1f}"),

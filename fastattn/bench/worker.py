@@ -1,8 +1,8 @@
 """The process of a provider, from both sides.
 
-The parent starts it, asks with a time limit, and stops it. A request is the name of a method of
-:class:`Worker` and its keyword arguments, a reply (True, what it returned) or (False, its error).
-What libraries print goes to a file of the parent.
+The parent starts it, sends requests with a time limit, and stops it. A request is the name of a
+method of :class:`Worker` and its keyword arguments, a reply (True, its result) or (False, its
+error). The output of libraries goes to a file of the parent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ START_SECONDS = 120.0
 
 
 class ProviderError(RuntimeError):
-    """A request failed; `status` is that of the result: ERROR, CRASHED or HUNG."""
+    """A request failed; `status` is the status of the outcome: ERROR, CRASHED or HUNG."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -153,9 +153,9 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None
     return max(0, resident("VmHWM") - before)
 
 
-# What is measured beside the time of a call. Another process of this machine takes a core for
+# Disturbances, measured beside the time of a call. Another process of this machine takes a core for
 # milliseconds at a time, which the system counts. A neighbour on the second hyperthread of a core
-# shows in the time of a short kernel.
+# slows a short kernel down.
 
 
 def times_pushed() -> int:
@@ -164,9 +164,9 @@ def times_pushed() -> int:
 
 
 class Probe:
-    """Attention on one small head per thread, in the caches: about 30 microseconds.
+    """Attention on one small head per thread, in the caches.
 
-    In bf16, which runs on the tiles of AMX, if there are any: a neighbour slows them down most.
+    In bf16, which runs on AMX's tiles if the processor has them: a neighbour slows them down most.
     """
 
     def __init__(self, threads: int) -> None:
@@ -178,7 +178,7 @@ class Probe:
     def __call__(self) -> float:
         """The microseconds of the kernel: the fastest of six calls, without an interrupt."""
         usual, best = torch.get_num_threads(), float("inf")
-        if usual != self.threads:  # only then, because it empties the caches of oneDNN
+        if usual != self.threads:  # setting the threads empties the caches of oneDNN
             torch.set_num_threads(self.threads)
         with torch.no_grad(), use_backend(self.backend):  # whatever the provider forces
             for _ in range(6):
@@ -190,8 +190,8 @@ class Probe:
         return best * 1e6
 
 
-MAX_INNER = {False: 10_000, True: 10}  # cold: flushing the caches takes longer than most calls
-NEEDS_WARMING = 0.2  # seconds; longer calls spend only a small part of it on refilling caches
+MAX_INNER = {False: 10_000, True: 10}  # by cold: flushing caches takes longer than most calls
+NEEDS_WARMING = 0.2  # seconds; longer calls spend little of their time on refilling caches
 # Seconds of calls, or of probes if these take long, before a sample. After waiting for its turn, a
 # processor takes milliseconds to reach its speed.
 WARMING = 0.01
@@ -209,10 +209,10 @@ class Worker:
     probe: Callable[[], float]
 
     def open(self, provider: str, threads: int) -> dict[str, Any]:
-        """Loads the provider; returns what it is and its versions."""
+        """Loads the provider; returns its description and its versions."""
         torch.set_num_threads(threads)
-        # Makes glibc keep freed memory, as in a process that has run for a while: it returns blocks
-        # to the system that are larger than the largest one freed before, up to 32 MiB.
+        # Makes glibc keep freed memory, as in a process that has run for a while: it only returns
+        # blocks to the system that are larger than the largest block freed before, up to 32 MiB.
         torch.empty(31 << 20, dtype=torch.uint8)
         self.provider = load(provider)
         shared = getattr(self.provider, "THREADS_OF_TORCH", True)
@@ -242,7 +242,7 @@ class Worker:
         return {"outputs": saved.getvalue(), "inner": self.inner, "peak_bytes": peak_bytes}
 
     def time(self) -> dict[str, Any]:
-        """A sample, by the fields of `results.Round`."""
+        """Measure a sample, in the fields of `results.Round`."""
         call, inner, watch = self.call, self.inner, self.stopwatch
         assert call is not None
         gc.collect()

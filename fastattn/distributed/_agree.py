@@ -1,4 +1,4 @@
-"""What all ranks must know of each other before a call, and the errors where they disagree.
+"""The comparison of all ranks' arguments before a call, and the errors if they disagree.
 
 Each rank sends a digest of its options with a few numbers to all others. Only if digests differ are
 the options themselves exchanged, to name the ranks and the arguments.
@@ -22,7 +22,7 @@ _STEP = "the comparison of the arguments"
 def agree(
     peers: Peers, options: Mapping[str, str], numbers: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Return the numbers of every rank; raise if the options are not the same on all."""
+    """Return the numbers of every rank; raise if the options differ between ranks."""
     text = json.dumps(options, sort_keys=True).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
     own = torch.tensor([digest, len(text), *numbers], dtype=torch.int64, device=device)
@@ -35,9 +35,9 @@ def agree(
 
 
 def gather(peers: Peers, own: Tensor, lengths: Sequence[int], step: str = _STEP) -> list[Tensor]:
-    """A 1-D tensor of each rank, whose lengths are known."""
+    """Gather a 1-D tensor of known length from each rank."""
     found = {rank: own.new_empty(lengths[rank]) for rank in peers.others}
-    # Not a collective: these name the rank that does not answer.
+    # Point-to-point messages instead of a collective, to name the rank that does not answer.
     peers.exchange(dict.fromkeys(peers.others, own), found, step).wait()
     return [own if rank == peers.rank else found[rank] for rank in range(peers.size)]
 
@@ -48,7 +48,7 @@ def problem(error: Exception) -> dict[str, str]:
 
 
 def _complain(op: str, options: Sequence[Mapping[str, str]]) -> None:
-    """Raise an error that names the first argument that differs, and all values of it."""
+    """Raise an error that names the first argument that differs, with all its values."""
     failed = [(rank, found[_PROBLEM]) for rank, found in enumerate(options) if _PROBLEM in found]
     if failed:
         listed = "; ".join(f"rank {rank} raised {what}" for rank, what in failed)

@@ -1,9 +1,9 @@
 """Attention to the keys of all ranks that a rank needs, gathered before it begins.
 
-Each rank sends its keys to the ranks that need them. These put them in the order of positions, so a
-run of queries takes one call of attention, and there is nothing to merge. Every other derivative is
-that of attention; that of the keys returns to their owner, who adds up the parts of all ranks in
-the order of ranks, in float32 or wider.
+Each rank sends its keys to the ranks that need them, which sort them by position. So a run of
+queries takes one call of attention, and there is nothing to merge. The derivative is the derivative
+of attention, except that the gradients of keys return to their owner, who adds up the parts of all
+ranks in the order of ranks, in float32 or wider.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def _arguments(
 
 
 class _Gathering:
-    """Where the keys that this rank needs come from, and where its own go to."""
+    """The ranks that send keys to this rank, and the ranks that need this rank's keys."""
 
     def __init__(self, call: Call, peers: Peers, schedule: Schedule) -> None:
         self.peers, self.runs, rank = peers, call.keys.runs, peers.rank
         self.lengths, self.shapes = call.keys.lengths, (call.key.shape, call.value.shape)
         self.givers = schedule.needs[rank].nonzero().flatten().tolist()
         self.takers = schedule.needs[:, rank].nonzero().flatten().tolist()
-        # The gathered keys are those of consecutive positions. Where a rank in between is not
-        # needed they are 0, and no query can see them.
+        # The gathered keys have consecutive positions. The keys of a rank in between that is not
+        # needed are 0, and no query can see them.
         runs = [run for giver in self.givers for run in self.runs[giver]]
         self.first = min((run.position for run in runs), default=0)
         self.length = max((run.position + run.length for run in runs), default=0) - self.first
@@ -77,7 +77,7 @@ class _Gathering:
         return key, value
 
     def gather(self, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Keys and values of consecutive positions, from those of all ranks."""
+        """Gather keys and values of consecutive positions from all ranks."""
         own, rank = _packed(key, value), self.peers.rank
         sends = {taker: own for taker in self.takers if taker != rank}
         receives = {giver: self.received(giver, key) for giver in self.givers if giver != rank}
@@ -91,7 +91,7 @@ class _Gathering:
         return whole
 
     def give_back(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's sums of the gradients of consecutive positions on all ranks."""
+        """Return this rank's gradients: the sums over the gathered keys of all ranks."""
         wide, rank = torch.promote_types(grad_key.dtype, torch.float32), self.peers.rank
         sends = {
             giver: _packed(*(self._of(giver, x).to(wide) for x in (grad_key, grad_value)))
@@ -133,7 +133,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GiveBack(torch.autograd.Function):
-    """The sums of gradients that return to their owners, whose derivative is to gather again."""
+    """Sums gradients at the owners of the keys; its derivative gathers again."""
 
     @staticmethod
     def forward(ctx: Any, gathering: _Gathering, grad_key: Tensor, grad_value: Tensor) -> Any:

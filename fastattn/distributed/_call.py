@@ -1,4 +1,4 @@
-"""The arguments of one call: the checks of what a rank knows alone, and what all ranks compare."""
+"""The arguments of one call: the checks on a single rank, and the values that all ranks compare."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Call:
     mask: masks.Mask | None  # for all queries and keys
     sequences: Tensor | None  # [N + 1] where packed sequences begin and end; mask has them, too
     options: AttentionOptions  # with the offset 0
-    seed: Tensor | None  # [] int64, of dropout: this rank's, then that of rank 0
+    seed: Tensor | None  # [] int64, of dropout: this rank's, then rank 0's
     method: str
     layout: str | Tensor | Layout
     queries: Layout = NOWHERE
@@ -67,14 +67,14 @@ class Call:
         return self if self.seed is None else replace(self, seed=torch.full_like(self.seed, seed))
 
     def in_fewest_runs(self) -> Call:
-        """The call with one run a rank where positions do not matter."""
+        """The call with one run per rank if positions do not matter."""
         if self.uses_positions:
             return self
         lengths = self.queries.lengths, self.keys.lengths
         return self.with_layouts(*(Layout.contiguous(each) for each in lengths))
 
     def compared(self) -> dict[str, str]:
-        """What must be the same on all ranks, by the name of the argument."""
+        """The values that must be the same on all ranks, by argument."""
         q, options = self.query, self.options
         slopes, sinks, mask = self.alibi_slopes, self.sinks, self.attn_mask
         differentiated = [
@@ -103,7 +103,7 @@ class Call:
 
     @property
     def columns(self) -> int:
-        """The number of keys that the mask has; 1 or less fits every number."""
+        """The number of columns of the mask; 1 or less fits every number of keys."""
         return 0 if self.attn_mask is None else self.attn_mask.shape[3]
 
     def own_mask(self, rows: slice, keys: slice) -> Tensor | None:
@@ -155,7 +155,7 @@ def checked(
     scale: Any,
     enable_gqa: Any,
 ) -> Call:
-    """Check what needs no other rank, and return the arguments in the form of the primitive."""
+    """Run the checks that need no other rank; return the arguments in the form of the primitive."""
     others = {"layout": layout, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
     refuse_dtensors(OP, **others, sinks=sinks, cu_seqlens=cu_seqlens)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -247,7 +247,7 @@ def _check_sequences(cu_seqlens: Any, query: Tensor) -> Tensor:
 
 
 def _sequence_of_positions(starts: Tensor) -> Tensor:
-    """The number of the sequence of every position, [L]."""
+    """The index of the sequence of every position, [L]."""
     return torch.repeat_interleave(starts.diff())
 
 

@@ -1,4 +1,4 @@
-"""One value for each key, of which each rank has those of its own keys."""
+"""Gathers one value per key from the ranks that hold the keys."""
 
 from __future__ import annotations
 

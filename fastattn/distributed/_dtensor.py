@@ -1,4 +1,4 @@
-"""DTensors as arguments: their part on this rank, and results that are DTensors again."""
+"""DTensors as arguments: their local part, and results that are DTensors again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def refuse_dtensors(op: str, **given: Any) -> None:
-    """Raise an error for the arguments that must be those of this rank."""
+    """Raise an error for DTensors in arguments that must be this rank's tensors."""
     for name, x in given.items():
         if is_dtensor(x):
             raise TypeError(f"{op}: {name} must be this rank's Tensor, pass {name}.to_local()")
@@ -30,10 +30,10 @@ def local_parts(
     whole: Mapping[str, Any],  # tensors that all ranks have, or None
     shared: Collection[int] = (0, 1),  # batch and heads
 ) -> tuple[dict[str, Any], Any, Restored]:
-    """The parts of this rank, the group of ranks that share rows, what makes results DTensors.
+    """Return this rank's parts, the group that shares rows, and a function to restore results.
 
-    The rows are shared on one dimension of the mesh. On its other dimensions all tensors have the
-    same placements, of the dimensions ``shared``. Without a DTensor everything is as it was.
+    The rows are sharded on one dimension of the mesh. On its other dimensions all tensors have the
+    same placements, of the dimensions ``shared``. Without a DTensor nothing changes.
     """
     dims = {name: dim for name, (x, dim) in rows.items() if x is not None}
     given = {name: rows[name][0] for name in dims}

@@ -15,8 +15,8 @@ from fastattn.distributed.layout import Layout, Run
 class VisiblePairs:
     """Counts pairs of a layout of keys; a window hides the others.
 
-    Runs of keys, in the order of positions, leave no gap. So those that a run of queries sees as a
-    whole are consecutive, and only the few at the two edges of the window are counted one by one.
+    Runs of keys, in the order of positions, leave no gap. So the runs that a run of queries sees
+    completely are consecutive, and only the few at both edges of the window are counted one by one.
     """
 
     def __init__(self, keys: Layout, window: tuple[int, int]) -> None:
@@ -44,11 +44,11 @@ class VisiblePairs:
         return found.index_add_(0, *torch.tensor([owners, pairs], dtype=torch.int64))
 
     def _edges(self, run: Run) -> tuple[int, int, int, int]:
-        """The first run of keys that is visible to a query of a run, the first that is visible to
-        all of them, and the ends of both."""
+        """Return begin, from_all, to_all, end: the range of runs of keys that any query of a run
+        sees, and within it the range that all of its queries see."""
         left, right = self.window
         first, last = run.position, run.position + run.length - 1
-        # Keys from low to high are visible to one query or more, those from least to most to all.
+        # Keys from low to high are visible to at least one query, keys from least to most to all.
         low, least = (max(at - left, 0) if left >= 0 else 0 for at in (first, last))
         high, most = (at + right if right >= 0 else self.total - 1 for at in (last, first))
         begin, end = bisect_right(self.ends, low), bisect_right(self.starts, high)

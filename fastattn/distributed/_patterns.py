@@ -1,8 +1,8 @@
 """The steps of Hopfield retrieval over ranks, each of which has some of the patterns.
 
-The derivatives are those of one process (``backends/_hopfield.py``). The steps, and J times a
+The derivatives are the same as on one process (``backends/_hopfield.py``). The steps, and J times a
 vector, are reads of the patterns and derivatives of reads, so each sends D + 2 or D numbers for
-each query. All ranks have the same bits of them, and thus take the same number of steps.
+each query. Their bits are equal on all ranks, which thus take the same number of steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastattn.distributed._read import Reader
 def retrieved(peers: Peers, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """The final state [G, Q, D], in float32 or wider, and the steps of each query [G, Q].
 
-    The arguments are those of the primitive, with the patterns, mask and bias of this rank.
+    The arguments are the primitive's, with the patterns, mask and bias of this rank.
     """
     return _Retrieval.apply(peers, *arguments)
 
@@ -79,7 +79,7 @@ class _OfRanks(Patterns):
         return self.stored.shape[2]  # the number of patterns differs between ranks
 
     def search(self, state: Tensor) -> Found:
-        # Late: import loads no backend.
+        # Imported late, because importing fastattn loads no backend.
         reference = importlib.import_module("fastattn.backends.reference.hopfield")
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval")
         given = (self.stored, self.keys, self.mask, self.bias)
@@ -87,7 +87,7 @@ class _OfRanks(Patterns):
         return reference.hopfield_states(state, *given, steps, read=reader.softmax)
 
     def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
-        """``trace`` is the last state, with the graph that leads to it."""
+        """Repeat the steps; ``trace`` is the last state, with its autograd graph."""
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval, for its derivative")
         compared = self.stored if self.keys is None else self.keys
         leaf = state.detach().requires_grad_()

@@ -14,7 +14,7 @@ OP = "fastattn.distributed.attention"
 
 
 class Exchange:
-    """Messages under way. It holds their tensors until they have been sent and received."""
+    """Messages in flight; holds their tensors until they have been sent and received."""
 
     def __init__(self, peers: Peers, step: str) -> None:
         self._peers, self._step = peers, step
@@ -22,7 +22,7 @@ class Exchange:
         self._tensors: list[Tensor] = []
 
     def start(self, operations: Sequence[tuple[int, dist.P2POp]]) -> None:
-        """Start operations, each with its peer, together."""
+        """Start all operations, each with its peer, together."""
         ranks = [peer for peer, _ in operations]
         self._tensors += [operation.tensor for _, operation in operations]
         try:
@@ -50,7 +50,7 @@ class Exchange:
 
 
 class Peers:
-    """The ranks of a group. All ranks here are ranks in the group. Errors begin with ``op``."""
+    """The ranks of a group, numbered within the group; errors begin with ``op``."""
 
     def __init__(self, group: dist.ProcessGroup | None, op: str = OP) -> None:
         self.group, self.op = group, op
@@ -69,7 +69,7 @@ class Peers:
         """Start to send and receive contiguous tensors; empty ones are neither sent nor received.
 
         Between two ranks, messages arrive in the order in which they were started. So all ranks
-        start theirs in the same order of steps.
+        must start their messages in the same order of steps.
         """
         pairs: list[tuple[Any, int, Tensor]] = [(dist.irecv, *item) for item in receives.items()]
         pairs += [(dist.isend, *item) for item in sends.items()]
@@ -80,7 +80,7 @@ class Peers:
         ]
         exchange = Exchange(self, step)
         if any(operation.tensor.is_cpu for _, operation in operations):
-            for each in operations:  # an error at the start then names its peer
+            for each in operations:  # one by one, so that an error names its peer
                 exchange.start([each])
         elif operations:  # one launch, without which NCCL may wait in a circle
             exchange.start(operations)
@@ -91,7 +91,7 @@ class Peers:
 
 
 def process_group(group: Any, op: str = OP) -> dist.ProcessGroup | None:
-    """The group of a process group, a mesh of one dimension, or None."""
+    """Return the process group for a process group, a one-dimensional mesh, or None."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             f"{op}: torch.distributed is not initialized, call "

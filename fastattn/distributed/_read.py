@@ -24,10 +24,10 @@ from fastattn.distributed._replicated import enter, merged, total
 
 
 class Reader:
-    """The reads of a call, with arguments and results as those of the reference.
+    """The reads of a call, with the arguments and results of the reference's reads.
 
-    The query is the same on all ranks, and so are o and lse; keys, values, mask, bias and p are
-    those of this rank's rows. ``name`` gives the name of a read by its number, from 1 on.
+    The query is the same on all ranks, and so are o and lse; keys, values, mask, bias and p belong
+    to this rank's rows. ``name`` gives the name of a read by its number, from 1 on.
     """
 
     def __init__(self, peers: Peers, name: Callable[[int], str], weights: bool = False) -> None:
@@ -80,7 +80,7 @@ class Reader:
         out, lse = merged(self._peers, step, part, lse_of_part)
         if not self._weights:
             return out, lse, None
-        # The whole softmax is this rank's times exp(lse_r - lse); 0 where it can see no row.
+        # The softmax over all ranks is this rank's times exp(lse_r - lse), 0 without a visible row.
         whole = enter(self._peers, f"the gradient of the weights of {step}", lse)
         share = (lse_of_part - whole).masked_fill(lse_of_part == -torch.inf, -torch.inf).exp()
         return out, lse, p * share[..., None].to(p.dtype)
@@ -94,7 +94,7 @@ class Reader:
         bias: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, None, Tensor | None]:
-        """The same without softmax: the scores are the weights."""
+        """A read without softmax: the scores are the weights."""
         step, u = self._entered(u)
         nothing = u.new_zeros(u.shape[2], u.shape[2])  # H = 0: the result of the hop is o itself
         options = MemoryHopOptions(normalize="none", scale=scale, weights=self._weights)

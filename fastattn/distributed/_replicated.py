@@ -1,9 +1,9 @@
 """Values that all ranks have, and computations of which each rank has a part.
 
 Such a value, for example a query, enters the part of each rank by :func:`enter`. The results of the
-parts become values that all ranks have by :func:`total`, a sum, or :func:`merged`, which merges
-states of attention. Since all ranks then compute the same loss, each has the whole gradient of such
-a result, and the derivatives of sum and merge need no message; that of ``enter`` is the sum over
+parts become replicated values by :func:`total`, a sum, or :func:`merged`, which merges states of
+attention. Since all ranks then compute the same loss, each has the whole gradient of such a result,
+and the derivatives of sum and merge need no message; the derivative of ``enter`` is the sum over
 the parts of all ranks. Sums and merges are in the order of ranks, so all ranks get the same bits.
 """
 
@@ -26,7 +26,7 @@ from fastattn.distributed._peers import Peers
 T = TypeVar("T")
 
 
-# --- what all ranks compare ----------------------------------------------------------------------
+# --- the comparison of the ranks' arguments ------------------------------------------------------
 
 
 def agreed(
@@ -38,9 +38,9 @@ def agreed(
 ) -> tuple[T, list[list[int]]]:
     """Return the call that ``prepare`` makes of this rank's arguments, and the ranks' numbers.
 
-    ``prepare`` also returns what gives the options that must be the same on all ranks, and some
+    ``prepare`` also returns a function of the options that must be the same on all ranks, and some
     ``numbers`` of this rank. If it raises, or the options differ, all ranks raise. Without
-    ``check`` the options are not computed, and the numbers of all ranks are taken to be the same.
+    ``check`` the options are not computed, and the numbers of all ranks are assumed to be equal.
     """
     device = given.device if isinstance(given, Tensor) else torch.device("cpu")
     try:
@@ -49,7 +49,7 @@ def agreed(
         options = compared() if check else {}
     except Exception as error:
         if check is True:
-            with contextlib.suppress(RuntimeError):  # of the comparison; this rank raises its own
+            with contextlib.suppress(RuntimeError):  # of the comparison; this rank's error follows
                 agree(peers, problem(error), (0,) * numbers, device)
         raise
     if check:
@@ -58,9 +58,9 @@ def agreed(
 
 
 def described(name: str, x: Tensor | None, rows: bool = False) -> dict[str, str]:
-    """What to compare of an argument: shape and dtype, and the values of one that all ranks have.
+    """The properties of an argument to compare: shape, dtype, and the values if it is replicated.
 
-    Of one with ``rows``, these are shared out, and their number may differ.
+    With ``rows``, its rows are distributed over the ranks, and their number may differ.
     """
     if x is None:
         return {name: "None"}
@@ -73,7 +73,7 @@ def described(name: str, x: Tensor | None, rows: bool = False) -> dict[str, str]
 
 
 def _checksum(x: Tensor) -> int:
-    """A number of 64 bits that depends on each element and its place."""
+    """A 64-bit checksum that depends on each element and its place."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = x.detach().contiguous().view(-1).view(widths[x.element_size()]).long()
     places = torch.arange(1, 2 * words.numel(), 2, device=x.device)
@@ -85,7 +85,7 @@ def _checksum(x: Tensor) -> int:
 
 
 def enter(peers: Peers, step: str, x: Tensor) -> Tensor:
-    """The same value; its gradient is the sum over the parts of all ranks."""
+    """Return x; its gradient is the sum over the parts of all ranks."""
     return _Enter.apply(peers, step, x)
 
 
@@ -95,7 +95,7 @@ def total(peers: Peers, step: str, x: Tensor) -> Tensor:
 
 
 def merged(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The states of all ranks as one: out [..., Dv] in float32 or wider, lse [...] in float64."""
+    """Merge the states of all ranks: out [..., Dv] in float32 or wider, lse [...] in float64."""
     return _Merged.apply(peers, step, out, lse)
 
 
@@ -140,7 +140,7 @@ class _Merged(torch.autograd.Function):
 
 def merged_states(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`merged`, without a derivative; 16-bit states are merged in float32."""
-    # One message of both: D + 2 float32 numbers a row.
+    # One message with both: D + 2 float32 numbers per row.
     widths = out.shape[-1] * out.element_size(), lse.element_size()
     own = torch.cat([_bytes(out), _bytes(lse[..., None])], -1)
     wide = torch.promote_types(out.dtype, torch.float32)

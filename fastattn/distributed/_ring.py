@@ -7,7 +7,7 @@ in float32 or wider, are merged in the order of the steps:
     lse' = log(exp(lse) + exp(lse_s)),  out' = exp(lse - lse') out + exp(lse_s - lse') out_s
 
 In the backward pass the gradients of a block follow it, one step behind, and each rank adds its
-part. The last one returns them to the owner. A block needs only out and lse of whole rows:
+part. The last rank returns them to the owner. A block needs only out and lse of whole rows:
 
     P_s = exp(S_s - lse),  dS_s = P_s o (dout V_s^T - delta),  delta = sum(dout out) - dlse
 """
@@ -39,11 +39,11 @@ def ring_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
 
 
 class _Block(NamedTuple):
-    """The block of keys that is here in a step."""
+    """The block of keys that this rank holds in a step."""
 
     step: int
     owner: int
-    # key [B, Hkv, Lk of the owner, D] and value; None: no rank from here on needs them
+    # key [B, Hkv, Lk of the owner, D] and value; None: no further rank needs them
     keys: tuple[Tensor, Tensor] | None
 
 
@@ -60,7 +60,7 @@ class _Travel:
         self.widths = [width, call.value.shape[3]]
 
     def blocks(self, key: Tensor, value: Tensor, what: str) -> Iterator[_Block]:
-        """The block of each step; meanwhile that of the next step arrives."""
+        """Yield the block of each step, while the next step's block arrives."""
         held = self.packed(key, value)
         for step in range(max(self.reach) + 1):
             owner = (self.peers.rank - step) % self.size
@@ -127,7 +127,7 @@ class _Ring(torch.autograd.Function):
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, attn_mask, sinks, slopes, out, lse)
         ctx.set_materialize_grads(False)
-        # Without the tensors that autograd keeps.
+        # Drop the tensors that autograd keeps.
         call = replace(call, query=query[:0], key=key[:0], value=value[:0])
         ctx.call = replace(call, attn_mask=None, sinks=None, alibi_slopes=None)
         ctx.ring = travel, schedule, backends
@@ -189,7 +189,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Last(torch.autograd.Function):
-    """Gradients whose own derivative is an error, and what they depend on."""
+    """Makes a second derivative of these gradients an error."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -203,7 +203,7 @@ class _Last(torch.autograd.Function):
 
 
 def _first_state(call: Call, length: int) -> tuple[Tensor, Tensor]:
-    """What an online softmax begins from: nothing, or a sink, whose value is 0."""
+    """The initial state of an online softmax: empty, or a sink, whose value is 0."""
     batch, heads, _, _ = call.query.shape
     out = call.query.new_zeros(batch, heads, length, call.value.shape[3])
     lse = call.query.new_full((batch, heads, length), -torch.inf, dtype=torch.float64)
@@ -213,7 +213,7 @@ def _first_state(call: Call, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _joined(call: Call, states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The runs of queries one after the other."""
+    """Concatenate the results of the runs of queries."""
     if not states:
         return _first_state(call, 0)
     outs, lses = zip(*states, strict=True)
@@ -243,18 +243,18 @@ def _arguments(
 
 
 def _distances(most: int, like: Tensor) -> Tensor:
-    """|d| of a table of the distances from -most to most."""
+    """The absolute distances |d| for d from -most to most."""
     return torch.arange(-most, most + 1, device=like.device).abs()
 
 
 def _of_slopes(grad_table: Tensor, slopes: Tensor) -> Tensor:
-    """The gradient of the slopes [B|1, Hq] from that of their table [B|1, Hq, 2 M + 1]."""
+    """The gradient of the slopes [B|1, Hq] from their table's gradient [B|1, Hq, 2 M + 1]."""
     distances = _distances(grad_table.shape[2] // 2, grad_table)
     return -(grad_table.double() * distances).sum(2).sum_to_size(slopes.shape)
 
 
 class _Rows(NamedTuple):
-    """The whole rows of this rank's queries, in float32 or wider."""
+    """The results of this rank's queries over all keys, in float32 or wider."""
 
     grad_out: Tensor  # [B, Hq, Lq, Dv]
     grad_lse: Tensor | None  # [B, Hq, Lq]
@@ -297,9 +297,9 @@ class _Gradients:
     def __init__(self, travel: _Travel, like: Tensor) -> None:
         self.travel, self.like = travel, like
         self.exchange: Exchange | None = None
-        self.arrived = like  # the sum of the ranks before, for the block of this step
-        self.returned: Tensor | None = None  # the sum of all other ranks for the own block
-        self.kept: tuple[Tensor, Tensor] | None = None  # the own part of the own block
+        self.arrived = like  # the sum of the previous ranks, for the block of this step
+        self.returned: Tensor | None = None  # the sum of all other ranks, for this rank's block
+        self.kept: tuple[Tensor, Tensor] | None = None  # this rank's part for its own block
 
     def add(self, block: _Block, part: tuple[Tensor, Tensor] | None) -> None:
         """Add this rank's part of a block's gradients, and pass the sum on."""

@@ -52,14 +52,14 @@ class Schedule:
         self.pieces = [_pieces(self.queries, keys, window) for keys in call.keys.runs]
         if call.mask is None:
             return
-        # Only this rank reads the mask for its own queries; the others get one bit for each rank.
+        # Each rank reads the mask for its own queries only; the others get one bit per rank.
         self.pieces = [tuple(p for p in ps if _is_visible(call, p)) for ps in self.pieces]
         row = torch.tensor([bool(ps) for ps in self.pieces], device=call.query.device)
         self.needs = torch.stack(gather(peers, row, [peers.size] * peers.size)).cpu()
 
     @property
     def reach(self) -> list[int]:
-        """The steps that the keys of each rank travel in the ring, to the last rank in need."""
+        """The steps that the keys of each rank travel in the ring, up to the last rank in need."""
         order = torch.arange(len(self.needs))
         steps = (order[:, None] - order) % len(order)  # from rank k to rank q
         return (self.needs * steps).amax(0).tolist()
@@ -80,7 +80,7 @@ def _needs(queries: Layout, keys: Layout, window: tuple[int, int]) -> Tensor:
 def _pieces(
     queries: tuple[Run, ...], keys: tuple[Run, ...], window: tuple[int, int]
 ) -> tuple[Piece, ...]:
-    """The pieces with a pair that the window does not exclude."""
+    """The pieces with at least one pair in the window."""
     return tuple(
         Piece(at, run, others)
         for at, run in enumerate(queries)

@@ -1,9 +1,9 @@
-"""Attention to whole sequences by some of the heads on each rank.
+"""Attention to whole sequences, with a part of the heads on each rank.
 
-Of the rows of all heads that a rank has, it sends those of other heads to the ranks of these, so
-each rank gets all rows of its own heads (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). It
-calls attention once, as on one machine, and the rows of the output return to their ranks. Both
-exchanges are permutations, so their derivatives are the inverse exchanges.
+Each rank sends its rows of the other ranks' heads to these ranks, so each rank gets all rows of its
+own heads (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). It calls attention once, as on one
+machine, and the rows of the output return to their ranks. Both exchanges are permutations, so their
+derivatives are the inverse exchanges.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _whole_mask(call: Call, peers: Peers, own: slice) -> Tensor:
 
 
 class _Transposition:
-    """Which rows of which heads of some tensors [B, H, L, D] go where."""
+    """Exchanges rows for heads of tensors [B, H, L, D]."""
 
     def __init__(self, peers: Peers, layouts: Sequence[Layout]) -> None:
         self.peers, self.layouts = peers, layouts
@@ -90,7 +90,7 @@ class _Transposition:
         ]
 
     def to_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse."""
+        """The inverse of :meth:`to_heads`."""
         size, rank = self.peers.size, self.peers.rank
         sends = [
             [_of_rank(x, layout, n) for x, layout in zip(tensors, self.layouts, strict=True)]

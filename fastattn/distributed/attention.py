@@ -52,14 +52,14 @@ def attention(
 
     .. math:: out = softmax(scale \cdot query \, key^T + bias) \, value
 
-    where key and value are those of all ranks. Each rank calls this function with its own rows of
-    one sequence and gets the output of its own queries; the options are the same on all ranks and
-    mean what they mean in :func:`fastattn.scaled_dot_product_attention`. The result is that of one
-    process up to rounding: partial results are kept in float32 or wider (float64 for float64) and
-    are merged in a fixed order, so the same call gives the same bits.
+    where key and value are the rows of all ranks. Each rank calls this function with its own rows
+    of one sequence and gets the output of its own queries; the options are the same on all ranks
+    and mean what they mean in :func:`fastattn.scaled_dot_product_attention`. The result equals the
+    result of one process up to rounding: partial results are kept in float32 or wider (float64 for
+    float64) and are merged in a fixed order, so the same call gives the same bits.
 
-    All ranks of the group make the same calls in the same order, and where one of them computes
-    gradients, all do.
+    All ranks of the group must make the same calls in the same order, and compute gradients of the
+    same calls.
 
     Args:
         query: [B, Hq, L_rank, D], float32, bfloat16, float16 or float64. L_rank may differ between
@@ -69,14 +69,14 @@ def attention(
         value: [B, Hkv, L_rank, Dv].
             The three may be DTensors that are ``Shard(2)`` on one dimension of their mesh, which is
             then the group, and ``Shard(0)``, ``Shard(1)`` or ``Replicate`` on others. The results
-            are DTensors, too. All other tensors are those of this rank.
+            are DTensors, too. All other tensors are local to this rank.
         group: a process group, a one-dimensional ``DeviceMesh``, or None for all ranks.
-        method: how keys reach the queries. "ring": the keys pass from rank to rank while each
-            attends to those that it has. "allgather": each rank first gathers the keys that it
+        method: how keys reach the queries. "ring": the keys pass from rank to rank while each rank
+            attends to the keys that it holds. "allgather": each rank first gathers the keys that it
             needs. "ulysses": the ranks exchange heads for rows, which needs numbers of heads that
             the ranks divide. "auto": of ring and ulysses, the one that receives fewer bytes.
-        layout: the positions of the rows. "contiguous": the rows of rank 0, then those of rank 1,
-            and so on. "zigzag": of 2 n chunks, rank r has chunks r and 2 n - 1 - r, which balances
+        layout: the positions of the rows. "contiguous": the rows of rank 0, then of rank 1, and so
+            on. "zigzag": of 2 n chunks, rank r has chunks r and 2 n - 1 - r, which balances
             causal attention; see :meth:`Layout.zigzag`. A tensor, int32 or int64 [L_rank]: the
             position of each row of this rank. A :class:`Layout`: the positions of all ranks.
         attn_mask: the rows of this rank, broadcastable to [B, Hq, L_rank, L], where L is the number
@@ -94,12 +94,12 @@ def attention(
             and slopes, and the sum over ranks is the whole.
         cu_seqlens: [N + 1], int32 or int64, the same on all ranks: packed sequences, which may
             cross ranks. Sequence n has the positions from cu_seqlens[n] to cu_seqlens[n + 1] - 1,
-            and its queries attend to its keys alone. The last one is the length of queries and keys
-            of all ranks. All other options count positions in the packed row.
-        dropout_p: the probability of dropping a weight, in [0, 1]. The draws are those of one
-            process for the whole sequence, whatever the method, layout and number of ranks.
+            and its queries attend only to its keys. The last element is the length of queries and
+            keys of all ranks. All other options count positions in the packed row.
+        dropout_p: the probability of dropping a weight, in [0, 1]. The draws are the same as on one
+            process with the whole sequence, whatever the method, layout and number of ranks.
         generator: the source of the dropout seed; None is the default generator. Every rank draws
-            a seed, and all take that of rank 0.
+            a seed, and all use the seed of rank 0.
         scale: None is ``1 / sqrt(D)``.
         enable_gqa: allow Hkv < Hq: query head h uses head ``h // (Hq // Hkv)``. Heads of keys are
             never repeated.
@@ -148,7 +148,7 @@ def attention(
 
 
 def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool) -> Call:
-    """Add where all rows are, from the lengths, columns and seeds of every rank, if compared."""
+    """Add the layouts of all rows, from the lengths, columns and seeds of every rank."""
     device, layout = call.query.device, call.layout
     if check:
         call = call.with_seed(every[0][3])

@@ -54,10 +54,10 @@ def decode_attention(
     .. math:: out_b = scaled\_dot\_product\_attention(query_b, K_b, V_b)
 
     where K_b and V_b are the keys and values of sequence b on all ranks. All ranks pass the same
-    arguments, those of :func:`fastattn.decode_attention` on one process, but for the caches, of
-    which each has some positions. All get the same result. Each rank attends to its own keys, and
-    the partial results are merged in the order of ranks; B · Hq · Lq · Dv elements and the
-    logarithms are sent from each rank to each other.
+    arguments as for :func:`fastattn.decode_attention` on one process, except the caches, of which
+    each rank has some positions. All ranks get the same result. Each rank attends to its own keys,
+    and the partial results are merged in the order of ranks; each rank sends B · Hq · Lq · Dv
+    elements and the logarithms to each other rank.
 
     Inference only: the operator has no gradient.
 
@@ -73,20 +73,22 @@ def decode_attention(
         cache_seqlens: [B], or one number: how many keys of each sequence are in the caches of all
             ranks before the call. None: the caches are full.
         group: a process group, a one-dimensional ``DeviceMesh``, or None for all ranks.
-        positions: which positions of a sequence the rows of each rank are for, in increasing order
-            on each rank. None: those of rank 0 first, then those of rank 1, and so on. Blocks that
-            are dealt out one by one fill all ranks evenly.
+        positions: which positions of a sequence each rank holds, in increasing order on each rank.
+            None: rank 0 has the first positions, then rank 1, and so on. Small blocks that are
+            assigned to the ranks in turn fill all ranks evenly.
         key, value: [B, Hkv, L, D] and [B, Hkv, L, Dv], the same on all ranks: rows to append. Each
             is written, in place, on the rank that has its position.
         block_table: [B, P], the pages of this rank's part of each sequence.
         cache_batch_idx: [B], the entry of each sequence in this rank's cache.
         is_causal, scale, window, softcap, sinks: as in :func:`fastattn.decode_attention`.
-        alibi_slopes, relative_bias: as there; they need consecutive positions on each rank.
-        mask: as there, of the positions on all ranks; not a draft tree.
+        alibi_slopes, relative_bias: as in :func:`fastattn.decode_attention`; they need consecutive
+            positions on each rank.
+        mask: as in :func:`fastattn.decode_attention`, for the positions on all ranks; no draft
+            tree.
         layout: "bhnd" or "bnhd".
         return_lse: also return the logarithm of the sum of exponentials.
-        check: compare options, shapes and the values of what is the same on all ranks before
-            anything is computed. Without it the caches of all ranks must have the same capacity, or
+        check: compare options, shapes and the values of replicated arguments before anything is
+            computed. Without it the caches of all ranks must have the same capacity, or
             ``positions`` must be given.
 
     Returns:
@@ -164,7 +166,7 @@ def decode_attention(
         _append(call, cache, peers.rank, before)
     out, lse = _own_part(call, cache, peers.rank, filled, *biases)
     out, lse = merged_states(peers, "the merge of the keys of all ranks", out, lse)
-    if call.sinks is not None:  # a sink of inf has the whole weight
+    if call.sinks is not None:  # a sink of inf has all the weight
         infinite = (call.sinks == torch.inf)[:, :, None]
         out.masked_fill_(infinite[..., None], 0.0)
         lse.masked_fill_(infinite, torch.inf)
@@ -196,7 +198,7 @@ class _Call:
         return self.key_cache.shape[2] * pages
 
     def of(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Pages and entries of some of the sequences, or of some more than once."""
+        """Select pages and entries of sequences, which may repeat."""
         if self.block_table is not None:
             return self.block_table[rows], None
         return None, rows if self.entries is None else self.entries[rows]
@@ -205,16 +207,16 @@ class _Call:
         self, lengths: Tensor, table: Tensor | None, program: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         caches = (self.key_cache, self.value_cache, lengths, self.block_table, self.entries)
-        # A table has the slopes, too.
+        # A table includes the slopes.
         biases = (None if table is not None else self.alibi_slopes, self.sinks, table, program)
         return decode(self.query, *caches, *biases, None, None, None, self.options)
 
 
 def _visible(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | None:
-    """The mask that excludes what a mask and a window exclude."""
+    """Combine a mask and a window into one mask."""
     mask = None if mask is None else masks.cache_mask(_OP, mask)
     right = -1 if right >= query.shape[2] - 1 else right  # no key is beyond the last query
-    left = -1 if left >= 2**31 else left  # no key is as far, and a mask has no such number
+    left = -1 if left >= 2**31 else left  # beyond every key, and beyond the integers of a mask
     if (left, right) == (-1, -1):
         return mask
     window = masks.sliding_window(left, right)
@@ -239,7 +241,7 @@ def _checked_rows(
 
 
 def _compared(call: _Call, seqlens: Any, positions: Layout | None) -> dict[str, str]:
-    """What must be the same on all ranks, by the name of the argument."""
+    """The values that must be the same on all ranks, by argument."""
     found = {"cache_seqlens": repr(seqlens), "positions": repr(positions)}
     if isinstance(seqlens, Tensor):
         found |= described("cache_seqlens", seqlens)
@@ -289,7 +291,7 @@ def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
     sequence, token = (rows >= 0).nonzero(as_tuple=True)
     if not sequence.numel():
         return
-    # Each row as a sequence.
+    # Append each row as a separate sequence.
     own = [x[sequence, :, token][:, :, None] for x in (key, value)]
     where = (rows[sequence, token], *call.of(sequence))
     append((call.key_cache, call.value_cache, *own, *where), AppendOptions())
@@ -323,17 +325,17 @@ def _own_part(
     program: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to this rank's keys of sequences of these lengths."""
-    if call.sinks is not None:  # take part once
+    if call.sinks is not None:  # the sinks must count on one rank only
         finite = call.sinks.masked_fill(call.sinks == torch.inf, -torch.inf)
         call = replace(call, sinks=finite if rank == 0 else None)
     runs = _positions(cache, rank)
     if not runs:
         return _of_no_keys(call)
     own = masks.keys_before(runs, lengths)
-    # The kernel takes the last query to be at the last own key, but it is so far beyond it.
+    # The kernel puts the last query at this rank's last key, but it is this far beyond that key.
     beyond = torch.where(own > 0, lengths - runs[0][0] - own, 0)
     slopes = call.alibi_slopes
-    one_shift = call.query.shape[2] == 1 and call.sinks is None  # of all that the sum contains
+    one_shift = call.query.shape[2] == 1 and call.sinks is None  # one shift for all scores
     if table is not None or (slopes is not None and not one_shift):
         return _by_distance(call, own, beyond, table, program)
     out, lse = call.run(own, None, program)
@@ -345,9 +347,9 @@ def _own_part(
 def _by_distance(
     call: _Call, own: Tensor, beyond: Tensor, table: Tensor | None, program: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same with a table of distances and slopes, shifted by the distance of the last query.
+    """Attention with a table of distances and slopes, shifted by the distance of the last query.
 
-    Sequences with other shifts, or other slopes, take other calls.
+    Sequences with different shifts or slopes need separate calls.
     """
     slopes, query = call.alibi_slopes, call.query
     several = slopes is not None and slopes.shape[0] > 1

@@ -35,19 +35,19 @@ class Layout:
     (tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5]))
     """
 
-    runs: tuple[tuple[Run, ...], ...]  # of each rank, in the order of its rows
+    runs: tuple[tuple[Run, ...], ...]  # for each rank, in the order of its rows
 
     @staticmethod
     def contiguous(lengths: Sequence[int]) -> Layout:
-        """Rank r has the next ``lengths[r]`` positions; a length may be 0."""
+        """Give rank r the next ``lengths[r]`` positions; a length may be 0."""
         starts = itertools.accumulate(_checked(lengths), initial=0)
         return Layout(tuple(_runs([part]) for part in zip(starts, lengths, strict=False)))
 
     @staticmethod
     def zigzag(lengths: Sequence[int]) -> Layout:
-        """Rank r of n has chunks r and 2 n - 1 - r of 2 n chunks; a length may be 0 or odd.
+        """Give rank r of n chunks r and 2 n - 1 - r of 2 n chunks; a length may be 0 or odd.
 
-        A causal mask then leaves the same work to all ranks of equal lengths. The first chunk of an
+        With a causal mask, all ranks of equal lengths then have equal work. The first chunk of an
         odd length is the longer one.
         """
         halves = [(-(-length // 2), length // 2) for length in _checked(lengths)]
@@ -63,7 +63,7 @@ class Layout:
 
     @staticmethod
     def of_positions(positions: Sequence[Tensor]) -> Layout:
-        """From the positions of each rank's rows, 1-D integer tensors.
+        """Make a layout from the positions of each rank's rows, 1-D integer tensors.
 
         Attention is computed run by run, so a layout of few long runs is fast.
         """
@@ -125,7 +125,7 @@ def _runs(parts: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
 
 
 def _parts(positions: Any) -> list[tuple[int, int]]:
-    """Positions one by one, as parts of consecutive ones."""
+    """Split positions into parts of consecutive positions."""
     if not isinstance(positions, Tensor):
         raise wrong_type("Layout", "positions", positions, "Tensor")
     if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):

@@ -1,4 +1,4 @@
-"""Memory hops and Hopfield retrieval over ranks that share out the rows of the memory."""
+"""Memory hops and Hopfield retrieval with the rows of the memory distributed over ranks."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def memory_hop_attention(
         u_{k+1} = \phi(H_k u_k + o_k), \qquad k = 1 \ldots K
 
     where M_k and C_k are the rows of all ranks. All ranks pass the same query and get the same
-    result, that of :func:`fastattn.memory_hop_attention` on one process up to rounding. Each hop
-    sends B · Q · (D + 2) numbers of 32 bits from each rank to each other, however many rows there
-    are; its derivative, B · Q · D. Partial results are in float32 or wider and are merged in the
+    result as :func:`fastattn.memory_hop_attention` on one process, up to rounding. In each hop,
+    each rank sends B · Q · (D + 2) numbers of 32 bits to each other rank, however many rows there
+    are; in its derivative, B · Q · D. Partial results are in float32 or wider and are merged in the
     order of ranks, so the same call gives the same bits, on all ranks.
 
-    All ranks of the group make the same calls in the same order, and where one of them computes
-    gradients, all do.
+    All ranks of the group must make the same calls in the same order, and compute gradients of the
+    same calls.
 
     Args:
         query: [B, D] or [B, Q, D], the same on all ranks.
@@ -67,8 +67,8 @@ def memory_hop_attention(
         hops: K, at least 1.
         hop_proj: [D, D] or [K, D, D], the same on all ranks.
         memory_mask, memory_bias: as in :func:`fastattn.memory_hop_attention`, of this rank's rows.
-        activation, normalize, scale: as there.
-        need_weights: also return the p_k of this rank's rows. Those of all ranks add up to 1.
+        activation, normalize, scale: as in :func:`fastattn.memory_hop_attention`.
+        need_weights: also return the p_k of this rank's rows, which sum to 1 over all ranks.
         check: compare options, shapes, dtypes and the values of ``query`` and ``hop_proj`` before
             anything is computed. Without it, ranks that disagree may wait for each other until the
             group's timeout, or compute different results.
@@ -76,16 +76,16 @@ def memory_hop_attention(
     Returns:
         u_{K+1} in the shape and dtype of ``query``; with ``need_weights`` a pair of it and the
         weights, [B, K, N] ([B, Q, K, N]). Both are differentiable once. All ranks must compute the
-        same loss of u_{K+1}, and each gets its whole gradient: that of query and ``hop_proj`` is
-        the same on all ranks, not a part to be summed. Each rank gets the gradients of its own
-        memory and bias. A loss may have one part of the weights on each rank.
+        same loss of u_{K+1}, and each rank gets its whole gradient: the gradients of query and
+        ``hop_proj`` are the same on all ranks, not parts to be summed. Each rank gets the gradients
+        of its own memory and bias. A loss of the weights may be a sum with one part on each rank.
 
     16-bit memories are converted to float32, one hop at a time.
 
     ``query`` and the memories may be DTensors: the memories ``Shard`` on one dimension of their
     mesh, which is then the group, in the dimension of their rows, and the query ``Replicate``
     there. Other dimensions may share the batch (``Shard(0)`` of all of them). The results are
-    DTensors, too; all other tensors are those of this rank.
+    DTensors, too; all other tensors are local to this rank.
 
     Raises:
         TypeError, ValueError: as :func:`fastattn.memory_hop_attention`.
@@ -135,7 +135,8 @@ def memory_hop_attention(
     reader = Reader(peers, lambda n: f"hop {n} of {hops}", need_weights)
     read = reader.softmax if options.normalize == "softmax" else reader.linear
     tensors = (u, in_rows, out_rows, proj, mask, bias)
-    # The reference's loop calls the reads. Late: import loads no backend.
+    # The reference's loop calls the reads. Imported late, because importing fastattn loads no
+    # backend.
     reference = importlib.import_module("fastattn.backends.reference.memory_hops")
     trace, _, weights = reference.hop_states(*tensors, options, read)
     out = restored(trace[-1].to(u.dtype)[..., : query.shape[-1]])
@@ -167,30 +168,32 @@ def hopfield_retrieve(
 
     .. math:: \xi \leftarrow X^T softmax(\beta X \xi), \qquad out = V^T softmax(\beta X \xi)
 
-    where the rows of X and V are those of all ranks. All ranks pass the same ``state`` and get the
-    same result, that of :func:`fastattn.hopfield_retrieve` on one process up to rounding. Each step
-    sends D + 2 numbers of 32 bits for each query from each rank to each other.
+    where X and V have the rows of all ranks. All ranks pass the same ``state`` and get the same
+    result as :func:`fastattn.hopfield_retrieve` on one process, up to rounding. In each step, each
+    rank sends D + 2 numbers of 32 bits for each query to each other rank.
 
     Args:
         state: [B, H, L, D], [B, L, D] or [L, D], the same on all ranks.
         stored, projection: as in :func:`fastattn.hopfield_retrieve`, with the rows of this rank:
             N may differ between ranks and may be 0.
         group: a process group, a one-dimensional ``DeviceMesh``, or None for all ranks.
-        beta: as there, the same on all ranks.
-        update_steps_max, update_steps_eps, stop: as there.
-        grad: as there. The derivative of each step sends D numbers more for each query; "implicit"
-            sends as much for each of its conjugate gradients, at most 2 D + 2.
-        attn_mask: as there, of this rank's rows.
-        dropout_p: as there. The draws are those of one process that stores the rows of rank 0,
-            then those of rank 1, and so on; every rank draws a seed, and all take that of rank 0.
+        beta: a number or tensor as on one process, the same on all ranks.
+        update_steps_max, update_steps_eps, stop: as in :func:`fastattn.hopfield_retrieve`.
+        grad: as in :func:`fastattn.hopfield_retrieve`. The derivative of each step sends D more
+            numbers for each query; "implicit" sends as many for each of its at most 2 D + 2
+            conjugate gradients.
+        attn_mask: as in :func:`fastattn.hopfield_retrieve`, for this rank's rows.
+        dropout_p: as in :func:`fastattn.hopfield_retrieve`. The draws are the same as on one
+            process with the rows in the order of ranks; every rank draws a seed, and all use the
+            seed of rank 0.
         need_weights: also return the weights of the final reading of this rank's rows.
         need_steps: also return how many steps each query took.
         check: as in :func:`fastattn.distributed.memory_hop_attention`.
 
     Returns:
         As :func:`fastattn.hopfield_retrieve`. All but the steps are differentiable once; the
-        gradients of ``state`` and ``beta`` are whole and the same on all ranks, those of the
-        others are of this rank's rows.
+        gradients of ``state`` and ``beta`` are whole and the same on all ranks; all other gradients
+        are of this rank's rows.
 
     ``state``, ``stored`` and ``projection`` may be DTensors, as in
     :func:`fastattn.distributed.memory_hop_attention`; other dimensions of the mesh may share the
@@ -241,7 +244,7 @@ def hopfield_retrieve(
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
         xi, taken = retrieved(peers, arguments)
-    wide = torch.promote_types(call.state.dtype, torch.float32)  # as autocast casts it
+    wide = torch.promote_types(call.state.dtype, torch.float32)  # of the state after autocast
     xi, keys, values, mask = call.reading(back(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
@@ -272,7 +275,7 @@ def _dropped(
     check: bool,
     device: torch.device,
 ) -> tuple[AttentionOptions, Tensor]:
-    """Dropout with the draws of all rows on one process; the numbers are rows and seeds."""
+    """Dropout with the draws of one process; ``numbers`` are each rank's rows and seed."""
     if not check:
         own = torch.tensor(numbers[peers.rank], device=device)
         found = gather(peers, own, [2] * peers.size, "the comparison of the seeds")
@@ -283,6 +286,6 @@ def _dropped(
 
 
 def _differentiated(given: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments with a gradient: messages of the backward depend on them."""
+    """The arguments with a gradient, on which the messages of the backward depend."""
     found = [n for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
     return {"requires_grad": str(found if torch.is_grad_enabled() else [])}

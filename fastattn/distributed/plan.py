@@ -1,4 +1,4 @@
-"""What each method sends and computes, from the layout and the shapes alone."""
+"""Estimates what each method sends and computes, from only the layout and the shapes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Share:
     sent: int  # bytes
     received: int
     flops: int  # of the matrix products, for visible pairs
-    idle: float  # the part of the time that it waits for other ranks, where computing sets the pace
+    idle: float  # the fraction of time spent waiting for other ranks, if computing is the bound
 
 
 @dataclass(frozen=True)
 class Plan:
     """The shares of all ranks, by method; methods that cannot run are left out.
 
-    ``method`` is that of ``method="auto"``.
+    ``method`` is the choice of ``method="auto"``.
     """
 
     shares: dict[str, tuple[Share, ...]]
     method: str
 
     def __str__(self) -> str:
-        """A line for each method, with the largest share of a rank."""
+        """One line per method, with the largest share of a rank."""
         header = f"{'method':<10} {'sent':>12} {'received':>12} {'GFLOP':>12} {'idle':>6}"
         lines = [header, *(self._line(name, of) for name, of in self.shares.items())]
         return "\n".join(lines)
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What a plan depends on."""
+    """The sizes that a plan depends on."""
 
     queries: Layout
     keys: Layout
@@ -82,10 +82,10 @@ def plan(
     window: tuple[int, int] | None = None,
     backward: bool = False,
 ) -> Plan:
-    """Return what each rank sends, receives and computes in a call of :func:`attention`.
+    """Estimate the bytes and FLOPs of each rank in a call of :func:`attention`.
 
-    Nothing runs, and no other rank is asked. Masks are not known here, and their exclusions and
-    messages are left out.
+    Nothing runs, and there are no messages. The estimate ignores masks, their exclusions and their
+    messages.
 
     Args:
         layout: the positions of all ranks, of queries and keys.
@@ -94,7 +94,7 @@ def plan(
         kv_heads: Hkv; None: ``heads``.
         head_dim: D.
         value_dim: Dv; None: ``head_dim``.
-        dtype: that of query, key and value.
+        dtype: the dtype of query, key and value.
         is_causal: as in :func:`attention`.
         window: as in :func:`attention`.
         backward: add the backward pass.
@@ -130,7 +130,7 @@ def plan(
 
 
 def cheapest(call: Call, ranks: int) -> str:
-    """The method of ``method="auto"``."""
+    """The method that ``method="auto"`` chooses."""
     # Ulysses would have to exchange the rows of a mask, too. Only the ring has a kernel for the
     # gradient of slopes.
     if call.attn_mask is not None or _needs_slopes(call) or not heads_divide(call, ranks):
@@ -172,10 +172,10 @@ def _shares(sizes: _Sizes) -> tuple[tuple[str, tuple[Share, ...]], ...]:
 
 
 class _Counts(NamedTuple):
-    """What each rank sees and needs; tensors int64 [ranks]."""
+    """The pairs that each rank computes and the keys that it needs; tensors int64 [ranks]."""
 
-    pairs: Tensor  # that are visible to the queries of a rank
-    busiest: int  # the sum over the steps of the ring of the most pairs of a rank
+    pairs: Tensor  # the pairs that are visible to the queries of a rank
+    busiest: int  # the sum over the steps of the ring of the busiest rank's pairs
     reach: Tensor  # the steps that the keys of a rank travel in the ring
     takers: Tensor  # the other ranks that need the keys of a rank
     needed: Tensor  # the keys of other ranks that a rank needs
@@ -205,7 +205,7 @@ def _lengths(layout: Layout) -> Tensor:
 
 
 def _of_keys(sizes: _Sizes, ring: bool) -> tuple[Share, ...]:
-    """Of the methods that move keys."""
+    """The shares of a method that moves keys."""
     counts = _counted(sizes.queries, sizes.keys, sizes.window)
     lengths, reach = _lengths(sizes.keys), counts.reach
     if ring:  # keys pass every rank on their way, and their gradients follow one step behind
@@ -214,7 +214,7 @@ def _of_keys(sizes: _Sizes, ring: bool) -> tuple[Share, ...]:
     else:
         sent, received = lengths * counts.takers, counts.needed
         back = sent
-    # The ring sends keys in both passes, the gathered ones are kept. Gradients return in float32.
+    # The ring sends keys in both passes; gathered keys are kept. Gradients return in float32.
     of_keys = sizes.item * (2 if ring and sizes.backward else 1)
     of_gradients = max(sizes.item, 4) if sizes.backward else 0
     unit = sizes.batch * sizes.kv_heads * (sizes.width + sizes.value_width)
@@ -231,21 +231,21 @@ def _of_keys(sizes: _Sizes, ring: bool) -> tuple[Share, ...]:
 
 
 def _passing(lengths: Tensor, first: int, last: Tensor) -> Tensor:
-    """The sum, at each rank, of the lengths of all k from whose rank it is ``first`` to ``last[k]``
-    steps away."""
+    """For each rank, the sum of the lengths of all ranks k that are ``first`` to ``last[k]`` steps
+    before it."""
     n = lengths.numel()
     order, lengths = torch.arange(n), lengths * (last >= first)
     changes = lengths.new_zeros(2 * n + 2)
     changes.index_add_(0, order + first, lengths)
     changes.index_add_(0, order + torch.clamp(last, min=first - 1) + 1, lengths, alpha=-1)
-    return changes.cumsum(0)[: 2 * n].view(2, n).sum(0)  # the second time round the ring
+    return changes.cumsum(0)[: 2 * n].view(2, n).sum(0)  # adds the second turn around the ring
 
 
 def _of_heads(sizes: _Sizes) -> tuple[Share, ...]:
-    """Of the method that exchanges heads for rows."""
+    """The shares of the method that exchanges heads for rows."""
     n = sizes.queries.ranks
     pairs = int(_counted(sizes.queries, sizes.keys, sizes.window).pairs.sum())
-    # Bytes of a row of all heads: query there, output and lse back; key and value there.
+    # Bytes of a row of all heads: query sent, output and lse returned; key and value sent.
     widths = sizes.width + sizes.value_width
     of_query = sizes.batch * sizes.heads * sizes.width * sizes.item
     of_result = sizes.batch * sizes.heads * (sizes.value_width * sizes.item + 8)
@@ -254,7 +254,7 @@ def _of_heads(sizes: _Sizes) -> tuple[Share, ...]:
     shares = []
     for rows, columns in zip(sizes.queries.lengths, sizes.keys.lengths, strict=True):
         others, other_columns = sizes.queries.total - rows, sizes.keys.total - columns
-        # Own rows of the heads of others; others' rows of own heads.
+        # This rank's rows of other ranks' heads; other ranks' rows of this rank's heads.
         there = (rows * of_query + columns * of_keys) * (n - 1) + others * of_result
         back = others * of_query + other_columns * of_keys + rows * of_result * (n - 1)
         sent, received = there // n, back // n
@@ -265,7 +265,7 @@ def _of_heads(sizes: _Sizes) -> tuple[Share, ...]:
 
 
 def _flops(sizes: _Sizes) -> int:
-    """Of one pair in all heads: two products forward, five backward."""
+    """The FLOPs of one pair in all heads: two products forward, five backward."""
     forward = sizes.width + sizes.value_width
     backward = 3 * sizes.width + 2 * sizes.value_width
     both = forward + (backward if sizes.backward else 0)

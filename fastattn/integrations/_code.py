@@ -1,4 +1,4 @@
-"""What the code of a module calls: read from the byte code that its ``forward`` reaches."""
+"""Finds the functions that a module calls, in the byte code that its ``forward`` reaches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from fastattn import compat
 
-# Functions by which attention is called, and those of which it can be made.
+# Functions that compute attention, and functions of which attention can be composed.
 SEEN = {
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
@@ -25,17 +25,17 @@ SEEN = {
     "softmax",
 }
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
-# Packages whose functions are not followed: their names say what they do.
+# Packages whose functions are not followed, because their names suffice.
 _ENDS = ("torch", "numpy", "builtins", "fastattn", "einops", "math")
 
 
 def calls_of(module: nn.Module, known: dict[Any, set[str]]) -> set[str]:
     """The names in ``SEEN`` that the ``forward`` of a module reaches; "product" for any product.
 
-    Followed are methods of the module, functions of its package and others, and what the module
-    keeps in attributes or a function in its closure, but no submodules: those have a ``forward`` of
-    their own. A branch counts whether or not it is taken. ``known`` keeps results from call to
-    call: most modules of a model have the same code as others.
+    Followed are methods of the module, functions of its package and others, and the values of the
+    module's attributes and of closures, but no submodules, which have their own ``forward``. A
+    branch counts whether or not it is taken. ``known`` caches results between calls, because most
+    modules of a model share their code.
     """
     if isinstance(module, torch.jit.ScriptModule):
         text = getattr(module, "code", "")
@@ -47,7 +47,7 @@ def calls_of(module: nn.Module, known: dict[Any, set[str]]) -> set[str]:
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """What the code of a module depends on: its class, what it can call, and its submodules."""
+    """The cache key of a module's code: its class, the values that it can call, its submodules."""
     callables = tuple(
         (name, getattr(value, "func", value) if _is_plain(value) else type(value))
         for name, value in vars(module).items()
@@ -64,7 +64,7 @@ def _read(module: nn.Module) -> set[str]:
     """The names that ``forward`` reaches."""
     found: set[str] = set()
     seen: set[CodeType] = set()
-    # Each with the object that it is a method of.
+    # Each function with the object whose method it is.
     left: list[tuple[Any, Any]] = [(vars(module).get("forward", type(module).forward), module)]
     while left:
         value, owner = left.pop()
@@ -83,13 +83,13 @@ def _read(module: nn.Module) -> set[str]:
             found |= _marks_of_value(meant)
             if not isinstance(meant, nn.Module):
                 left.append((meant, owner))
-                # An object that is called, such as a processor of diffusers.
+                # A callable object, such as a processor of diffusers.
                 left.append((inspect.getattr_static(type(meant), "__call__", None), meant))
     return found
 
 
 def _marks_of_value(value: Any) -> set[str]:
-    """For what the code calls by another name."""
+    """The names in ``SEEN`` of a value that the code calls by another name."""
     if isinstance(value, functools.partial):
         value = value.func
     if value is torch.nn.functional.scaled_dot_product_attention:
@@ -109,7 +109,7 @@ def _is_product(instruction: dis.Instruction) -> bool:
 
 
 def _with_nested(code: CodeType) -> Iterator[CodeType]:
-    """A code and those of the functions defined in it."""
+    """A code object and the code objects of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -117,8 +117,7 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _values(name: str, function: FunctionType, owner: Any, module: nn.Module) -> Iterator[Any]:
-    """What a name in a function may mean: a global, a member of an imported module, an attribute of
-    the object that the function is a method of, or of the module, which processors get."""
+    """The globals, members of modules and attributes that a name in a function may refer to."""
     scope = function.__globals__
     if name in scope:
         yield scope[name]
@@ -133,14 +132,14 @@ def _values(name: str, function: FunctionType, owner: Any, module: nn.Module) ->
 
 
 def _captured(function: FunctionType) -> Iterator[Any]:
-    """The values of the variables that a function takes from the function around it."""
+    """The values of the variables that a function captures from the enclosing function."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned
             yield cell.cell_contents
 
 
 def _python_function(value: Any) -> FunctionType | None:
-    """The function that a call of this value runs, if it is written in Python and is followed."""
+    """The Python function that a call of this value runs, if it is to be followed."""
     while isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, (MethodType, classmethod, staticmethod)):

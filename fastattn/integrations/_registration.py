@@ -1,4 +1,4 @@
-"""What the integrations share: names that are served until they are undone, and version checks."""
+"""Shared by the integrations: registrations that can be undone, and version checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Self = TypeVar("Self", bound="Undoable")
 Name = TypeVar("Name")
 Taken = TypeVar("Taken", contravariant=True)
 
-# For every change that an integration makes. Reentrant: the garbage collector may delete an
+# Guards every change that an integration makes. Reentrant: the garbage collector may delete an
 # accelerated model, which takes the lock, while the same thread holds it.
 lock = threading.RLock()
 
@@ -31,7 +31,7 @@ class Undoable(abc.ABC):
 
 
 class Registry(Protocol[Taken]):
-    """The registry of another library: it serves a name from the first call on to the last."""
+    """The registry of another library, with a reference count for each served name."""
 
     def serve(self, name: Taken) -> None: ...
 
@@ -39,7 +39,7 @@ class Registry(Protocol[Taken]):
 
 
 class Counted(abc.ABC, Generic[Name]):
-    """A registry of one name, which is there from its first registration to the end of its last."""
+    """A registry of one name with a reference count: it is removed with its last registration."""
 
     _registrations = 0
 
@@ -77,7 +77,7 @@ class Registration(Undoable):
                 self._names += (name,)
 
     def undo(self) -> None:
-        """Restore what was registered before. A second call does nothing."""
+        """Restore the previous registration. A second call does nothing."""
         with lock:
             names, self._names = self._names, ()
             for name in names:

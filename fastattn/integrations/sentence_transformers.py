@@ -23,7 +23,7 @@ _LIBRARY = "sentence_transformers"
 OLDEST, BELOW = (6, 2), (7, 0)
 
 _NAME = "fastattn"  # in the registry of transformers
-# What the model passes on to each layer of attention.
+# The arguments that the model passes on to each attention layer.
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 _ABSENT = object()
 
@@ -47,8 +47,8 @@ def unpad_inputs(model: nn.Module) -> Registration:
         ImportError: sentence-transformers is not installed, or its version is out of the range.
         TypeError: ``model`` is not a module.
         ValueError: ``model`` contains no model of sentence-transformers, or one that cannot take
-            packed texts: it takes none, its head reads positions of padded ones, or its attention
-            is not that of transformers' registry.
+            packed texts: it does not accept them, its head reads positions of padded texts, or its
+            attention does not come from transformers' registry.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -75,7 +75,7 @@ def _transformers_in(model: nn.Module) -> Iterator[Any]:
 
 
 def _why_not(module: Any) -> str:
-    """Why packed texts would have another result, or none; "" if they have the same."""
+    """Why packed texts would fail or change the result; "" if they do not."""
     methods = {call["method"] for call in module.modality_config.values()} - {"forward"}
     if "text" not in module.modality_config:
         return "it takes no texts"
@@ -91,7 +91,7 @@ def _why_not(module: Any) -> str:
 
 
 class _Packed:
-    """The modules that pack their texts, each until its last registration is undone."""
+    """The modules that pack their texts, with a reference count for each module."""
 
     def __init__(self) -> None:
         self._registrations = weakref.WeakKeyDictionary[nn.Module, int]()
@@ -129,15 +129,15 @@ _packed = _Packed()
 
 
 def _collator() -> Any:
-    """It packs sequences, and says where each begins."""
+    """The collator that packs sequences and returns the start of each."""
     return importlib.import_module("transformers").DataCollatorWithFlattening(
         return_flash_attn_kwargs=True, return_position_ids=True, return_seq_idx=True
     )
 
 
 def _packs(module: Any, *args: Any, **kwargs: Any) -> bool:
-    """In place of ``Transformer._should_flatten_inputs``: whether this batch is packed."""
+    """Replaces ``Transformer._should_flatten_inputs``: whether this batch is packed."""
     if module.config._attn_implementation != _NAME:
-        return False  # other attention would not separate the texts
+        return False  # another attention function would not separate the texts
     packs: bool = type(module)._should_flatten_inputs(module, *args, **kwargs)
     return packs

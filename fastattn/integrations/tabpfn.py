@@ -1,7 +1,7 @@
 """TabPFN: attention over the features and the rows of tables on fused kernels.
 
-Every architecture of TabPFN asks one registry which backend takes a call of its attention.
-:func:`register` adds ours; tabpfn is imported only then.
+Every architecture of TabPFN looks up the backend of its attention in one registry.
+:func:`register` adds fastattn to it; tabpfn is imported only then.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ OLDEST, BELOW = (9, 0), (10, 0)
 def register() -> Registration:
     """Serve attention of TabPFN's models on CPUs, until it is undone.
 
-    It concerns every estimator and model of the process, of all versions of the architecture,
+    It affects every estimator and model of the process, of all versions of the architecture,
     forward and backward, with and without a cache of the training rows, whose quantised form TabPFN
-    converts before. Queries, keys and values [B, S, H, D] are read where they are, and grouped key
+    dequantises before. Queries, keys and values [B, S, H, D] are read in place, and grouped key
     heads are not repeated. Models on GPUs keep TabPFN's own choice. The linear layers stay
-    PyTorch's: :func:`fastattn.accelerate` takes them, for each model of an estimator.
+    PyTorch's: :func:`fastattn.accelerate` replaces them, for each model of an estimator.
 
     Returns:
         A :class:`Registration`: ``undo()`` restores the previous state; so does the end of a
@@ -46,7 +46,7 @@ def register() -> Registration:
 
 
 class _Backend:
-    """What TabPFN asks of a backend, see ``tabpfn.architectures.shared.attention_backends``."""
+    """A backend by TabPFN's protocol, see ``tabpfn.architectures.shared.attention_backends``."""
 
     name = NAME
 
@@ -67,7 +67,7 @@ class _Backend:
 
 
 class _Registry(Counted[str]):
-    """TabPFN's registry of attention backends: the latest that is registered is asked first."""
+    """TabPFN's registry of attention backends; the latest registration has priority."""
 
     def __init__(self) -> None:
         self._backends: Any = importlib.import_module(

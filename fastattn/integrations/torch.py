@@ -1,8 +1,8 @@
 """PyTorch's own ``scaled_dot_product_attention`` on fused kernels, for a whole process.
 
-:func:`activate` registers our function for the dispatcher operator
+:func:`activate` registers a function of fastattn for the dispatcher operator
 ``aten::scaled_dot_product_attention`` on the CPU. So it serves each call, by whatever import, from
-Python, TorchScript or C++, with no Python name patched.
+Python, TorchScript or C++, without patching a Python name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fastattn.ops.sdpa import keep, planned, plans, prepare, scaled_dot_product_
 __all__ = ["Activation", "activate"]
 
 STOCK = torch.ops.aten.scaled_dot_product_attention.default
-# With gradients recorded, and in inference mode, where tensors have no autograd key.
+# For recorded gradients, and for inference mode, where tensors have no autograd key.
 _KEYS = ("AutogradCPU", "CPU")
 
 _active: set[Activation] = set()
-# Registered by the first activation, and kept: PyTorch frees the functions of a deleted Library
-# even while another thread runs them.
+# Registered by the first activation and never deleted: PyTorch frees the functions of a deleted
+# Library even while another thread runs them.
 _library: torch.library.Library | None = None
 
 
@@ -35,7 +35,7 @@ class Activation:
     """Keeps :func:`activate` in effect until :meth:`undo`, or until the end of a ``with`` block."""
 
     def undo(self) -> None:
-        """Give the operator back to PyTorch, once no other activation is left."""
+        """Give the operator back to PyTorch, unless another activation is in effect."""
         with lock:
             _active.discard(self)
 
@@ -51,10 +51,11 @@ class Activation:
 def activate() -> Activation:
     """Run ``torch.nn.functional.scaled_dot_product_attention`` on fused kernels on the CPU.
 
-    All calls in this process, forward and backward, also those of ``torch.nn.MultiheadAttention``
-    without weights, of timm, diffusers, Whisper and others, and those traced by ``torch.compile``
-    from now on. Arguments, results and gradients are those of PyTorch, within rounding; dropout
-    draws other numbers from the same generator, and a fully masked row is 0.
+    This affects all calls in the process, forward and backward, including calls by
+    ``torch.nn.MultiheadAttention`` without weights, by timm, diffusers, Whisper and others, and
+    calls that ``torch.compile`` traces from now on. Arguments, results and gradients agree with
+    PyTorch's up to rounding; dropout draws other numbers from the same generator, and a fully
+    masked row is 0.
 
     PyTorch serves, as before, whatever :func:`fastattn.scaled_dot_product_attention` does not
     accept: other dtypes and devices, shapes that PyTorch alone broadcasts, NestedTensors, invalid
@@ -64,7 +65,7 @@ def activate() -> Activation:
     Returns:
         An :class:`Activation`. Its ``undo()``, or leaving it as a context manager, gives the
         operator back to PyTorch. Several may be active at once, and end in any order. After the
-        last one, each call still passes through Python, which adds 2 to 3 microseconds.
+        last one, each call still passes through Python, which takes a few microseconds.
 
     ::
 
@@ -86,10 +87,10 @@ def activate() -> Activation:
 
 
 def attend(*args: Any, **options: Any) -> Tensor:
-    """What ``aten::scaled_dot_product_attention`` runs on the CPU, activated or not.
+    """The implementation of ``aten::scaled_dot_product_attention`` on the CPU, activated or not.
 
-    The dispatcher leaves out the arguments at their defaults. Passing them on would cost PyTorch's
-    own calls a microsecond.
+    The dispatcher omits arguments at their defaults. Passing them on would slow PyTorch's own calls
+    down.
     """
     if _active:
         out = _attend(*args, **options)
@@ -100,7 +101,7 @@ def attend(*args: Any, **options: Any) -> Tensor:
 
 
 def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
-    """The same within ``torch.vmap``, whose dispatch key is that of every device."""
+    """:func:`attend` within ``torch.vmap``, whose dispatch key is the same for every device."""
     if query.is_cpu:
         return attend(query, *args, **options)
     stock: Tensor = stock_attention(query, *args, **options)
@@ -108,7 +109,7 @@ def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 _NO_MASK = True  # of fastattn.masks
-# The options that PyTorch's function does not have, in the order of the signature of a plan.
+# The options that PyTorch's function lacks, in the order of the signature of a plan.
 _PARAMETERS = inspect.signature(scaled_dot_product_attention).parameters
 _OPTIONS = Arguments._fields[Arguments._fields.index("window") : -1]
 _DEFAULTS = [_PARAMETERS[name].default for name in _OPTIONS]
@@ -125,7 +126,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return the output of our operator, or None for a call that PyTorch serves.
+    """Return the output of fastattn's operator, or None for a call that PyTorch serves.
 
     Raises:
         RuntimeError: a call in which PyTorch divides by the number of heads of key, 0, which ends
@@ -136,7 +137,7 @@ def _attend(
             "scaled_dot_product_attention: with enable_gqa=True key must have heads (dimension "
             f"-3) if value has, got shapes {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if not torch.backends.cuda.flash_sdp_enabled():  # which holds for the CPU too
+    if not torch.backends.cuda.flash_sdp_enabled():  # the switch applies to the CPU too
         return None
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
@@ -151,13 +152,13 @@ def _attend(
         return None  # PyTorch's result then has the heads of query, without broadcasting
     try:
         if any(hasattr(type(x), "__tensor_flatten__") for x in (query, key, value)):
-            return None  # a wrapper, such as DTensor, has rules for aten only
+            return None  # a wrapper, such as DTensor, has rules only for aten's operators
         operator, call, folding = prepare(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         _check_lengths(key, value)
-        return None  # checks only: PyTorch accepts the call, or raises its own error
+        return None  # PyTorch accepts the call, or raises its own error
     keep(signature, tensors, operator, call)
     result: Tensor = folding.restore(operator(*checks.with_seed(operator, call, None))[0])
     return result

@@ -1,4 +1,4 @@
-"""Where models that were saved whole look for what makes their modules again."""
+"""The import path by which models saved as a whole restore their modules."""
 
 from fastattn.nn._replacement import _new_fused, replace_mha, restore_mha
 

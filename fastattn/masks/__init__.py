@@ -10,17 +10,17 @@
 Masks combine by ``&``, ``|`` and ``~``. Causal masks, windows, prefixes, documents and chunks take
 memory in proportion to the lengths; :func:`from_function`, and a ``BlockMask`` of
 ``torch.nn.attention.flex_attention``, one bit for each pair of a block that is only partly visible.
-A kernel skips blocks of pairs that are not visible, and pays nothing for those that are.
+A kernel skips blocks without a visible pair, and pays nothing for fully visible blocks.
 
-A position is the one that ``causal_alignment`` of the call gives to a query: query i is at position
-i + offset of the keys, where offset is 0, or Lk - Lq for "bottom_right". For packed sequences and
-caches, positions count within each sequence; masks of blocks are not for them. :func:`draft_tree`
-is for caches only.
+``causal_alignment`` of the call decides the positions of queries: query i is at position i + offset
+of the keys, where offset is 0, or Lk - Lq for "bottom_right". For packed sequences and caches,
+positions count within each sequence, and masks of blocks are not supported. :func:`draft_tree` is
+for caches only.
 
-What a kernel reads is built at the first call with given lengths and is kept by the mask, so build
-a mask once for all layers. A ``BlockMask`` is converted again if it has changed since the last
-call; :func:`from_block_mask` converts once. On a GPU, where reading the lengths of packed sequences
-and caches would wait, it is built in each of their calls.
+The mask builds and caches its program for a kernel at the first call with given lengths, so build a
+mask once for all layers. A ``BlockMask`` is converted again if it has changed since the last call;
+:func:`from_block_mask` converts once. On a GPU, where reading the lengths of packed sequences and
+caches would synchronize, each of their calls builds the program.
 """
 
 from fastattn.masks._blocks import MaskMod as MaskMod

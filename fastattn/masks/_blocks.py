@@ -33,7 +33,7 @@ def blocks_of_function(
 
 
 def blocks_of_block_mask(block_mask: Any, lengths: Size, block: Size) -> tuple[Tensor, Tensor]:
-    """The same of a ``BlockMask``: only the pairs of its partial blocks are evaluated."""
+    """Return states and bits of a ``BlockMask``; evaluates only pairs of its partial blocks."""
     (q_len, k_len), (block_q, block_k) = lengths, block
     size = -(-q_len // block_q), -(-k_len // block_k)
     states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, size) * _PARTIAL
@@ -46,9 +46,9 @@ def blocks_of_block_mask(block_mask: Any, lengths: Size, block: Size) -> tuple[T
 def blocks_of_part(
     states: Tensor, bits: Tensor, block: Size, first: Size, lengths: Size
 ) -> tuple[Tensor, Tensor]:
-    """The same of the rectangle that begins at pair ``first``, in blocks of the same size."""
+    """Return states and bits of the rectangle that begins at pair ``first``, in equal blocks."""
     (block_q, block_k), (first_q, first_k) = block, first
-    # A block of zeros, so that the bits of a block without any can be read, too.
+    # Append a block of zeros, which blocks without bits can index.
     bits = torch.nn.functional.pad(bits, (0, 0, 0, 0, 0, 1))
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def _evaluated(
 
 
 def words_of_pairs(pairs: Tensor, words: int) -> Tensor:
-    """Pairs [n, queries, keys] as the bits [n, keys, words] of int32."""
+    """Pack pairs [n, queries, keys] into the bits of int32 [n, keys, words]."""
     pairs = torch.nn.functional.pad(pairs.mT, (0, 32 * words - pairs.shape[1]))
     powers = 1 << torch.arange(32, device=pairs.device)
     values = (pairs.unflatten(2, (words, 32)) * powers).sum(3)  # below 2^32
@@ -116,7 +116,7 @@ def words_of_pairs(pairs: Tensor, words: int) -> Tensor:
 
 
 def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """mask_mod of all combinations, [B, H, queries, keys]."""
+    """Evaluate mask_mod for all combinations, [B, H, queries, keys]."""
 
     def checked(*index: Tensor) -> Tensor:
         try:
@@ -138,7 +138,7 @@ def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Te
 
 
 class _IndexWithTensors(TorchFunctionMode):
-    """Inside, ``x[i]`` gathers even if ``i`` is a tensor without dimensions.
+    """A mode in which ``x[i]`` gathers even if ``i`` is a tensor without dimensions.
 
     PyTorch up to 2.8 reads the value of such an index, which ``torch.vmap`` refuses; yet functions
     of indices begin with it, as in ``document[q] == document[k]``.
@@ -163,7 +163,7 @@ def _is_integers(i: Any) -> bool:
     return isinstance(i, Tensor) and i.dtype in (torch.int64, torch.int32)
 
 
-# Parts of the messages of torch.vmap where a function reads a value.
+# Parts of torch.vmap's messages for functions that read a value.
 _READS_VALUES = (
     "data-dependent",
     ".item()",

@@ -1,4 +1,4 @@
-"""What masks know of a call of attention, and the checks of what they are made of."""
+"""The facts about a call of attention that masks use, and the checks of masks' arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastattn.eager import runs_eagerly
 
 @dataclass
 class Call:
-    """What a mask needs to know of a call."""
+    """The facts about a call that a mask depends on."""
 
     op: str
     batch: int  # sequences
@@ -29,7 +29,7 @@ class Call:
     device: torch.device
 
     def lengths(self) -> tuple[Any, ...] | None:
-        """What a program depends on besides its mask; None if that cannot be read now."""
+        """The values on which a program depends besides its mask; None if they cannot be read."""
         raise NotImplementedError
 
     def positions(self) -> Tensor:
@@ -37,23 +37,23 @@ class Call:
         raise NotImplementedError
 
     def by_query(self, x: Tensor) -> Tensor:
-        """A number of each sequence, [B|1], broadcastable to the positions."""
+        """Reshape one number per sequence, [B|1], to broadcast to the positions."""
         return x[:, None]
 
     def ids_of_queries(self, ids: Tensor) -> Tensor:
-        """The numbers of the queries, where ``ids`` are those of queries and keys, [rows|1, L]."""
+        """The ids of the queries from ``ids`` [rows|1, L] of both queries and keys."""
         return ids
 
     def whole(self) -> tuple[int, int]:
-        """The numbers of queries and keys that a mask of this call has."""
+        """The numbers of queries and keys that a mask for this call must cover."""
         return self.q_len, self.k_len
 
     def within(self, keys: Tensor) -> Tensor:
-        """Bounds of keys of the whole, as indices of the keys of this call."""
+        """Convert bounds in all keys to indices of the keys of this call."""
         return keys.clamp(0, self.k_len)
 
     def cut(self, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of the queries and keys of this call, [rows|1, L], from those of all."""
+        """The ids of this call's queries and keys, [rows|1, L], from the ids of all."""
         return of_queries, of_keys
 
     def padded(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass
 class DenseCall(Call):
-    """Of query [B, Hq, Lq, D] and Lk keys."""
+    """A call with query [B, Hq, Lq, D] and Lk keys."""
 
     heads: int
     offset: int
@@ -76,7 +76,7 @@ class DenseCall(Call):
 
 @dataclass
 class PartCall(DenseCall):
-    """Of a rectangle of a larger call, and of some of its heads. ``offset`` is its first query."""
+    """A rectangle of a larger call, with some of its heads; ``offset`` is its first query."""
 
     first_key: int
     first_head: int
@@ -101,7 +101,7 @@ class PartCall(DenseCall):
 
 @dataclass
 class PackedCall(Call):
-    """Of packed sequences: one entry, with the queries and the keys of all."""
+    """A call with packed sequences: one batch entry with all queries and keys."""
 
     q_starts: Tensor  # [B + 1]
     k_starts: Tensor
@@ -131,7 +131,7 @@ class PackedCall(Call):
 
 @dataclass
 class CacheCall(Call):
-    """Of a cache of Lk keys, whose first ``filled`` ones count; the last query is at the last."""
+    """A call with a cache of Lk keys, the first ``filled`` valid; the last query is at the last."""
 
     filled: Tensor  # [B] int64
 
@@ -143,7 +143,7 @@ class CacheCall(Call):
         return torch.arange(self.q_len, device=self.device) + (self.filled - self.q_len)[:, None]
 
     def ids_of_queries(self, ids: Tensor) -> Tensor:
-        """Numbers [B|1, Lk] are those of positions; a query before all keys has the first."""
+        """The ids of the queries, from ``ids`` [B|1, Lk] of positions, clamped to the first."""
         if self.whole()[1] == 0:
             return ids.new_zeros(1, self.q_len)
         return ids.expand(self.rows, -1).gather(1, self.positions().clamp(min=0))
@@ -151,7 +151,7 @@ class CacheCall(Call):
 
 @dataclass
 class PartOfCacheCall(CacheCall):
-    """Of a cache with some of the positions; ``filled`` counts the keys at all positions."""
+    """A call with a cache of some positions; ``filled`` counts the keys at all positions."""
 
     runs: tuple[tuple[int, int], ...]  # position and length of each run of keys, in their order
     of: int  # the number of all positions
@@ -172,7 +172,7 @@ class PartOfCacheCall(CacheCall):
 
 
 def keys_before(runs: Sequence[tuple[int, int]], positions: Tensor) -> Tensor:
-    """How many keys are before each position, where increasing runs of positions have a key."""
+    """How many keys precede each position, where ``runs`` are the increasing positions of keys."""
     found = torch.zeros_like(positions)
     for position, length in runs:
         found += (positions - position).clamp(0, length)
@@ -180,9 +180,9 @@ def keys_before(runs: Sequence[tuple[int, int]], positions: Tensor) -> Tensor:
 
 
 def _values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """The numbers of tensors of one dimension; None if reading them would wait or be traced.
+    """The elements of one-dimensional tensors; None if reading would synchronize or be traced.
 
-    Not the tensors and their versions: other libraries write to lengths without a new version.
+    Values instead of versions, because other libraries write to lengths without a new version.
     """
     if not all(x.is_cpu and runs_eagerly(x) for x in tensors):
         return None
@@ -190,7 +190,7 @@ def _values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:
 
 
 def exactly(x: Tensor, *sizes: int) -> Tensor:
-    """x, whose last dimensions have these sizes: in a graph of torch.jit.trace, for all calls."""
+    """Fix the last sizes of x, so that a graph of torch.jit.trace rejects other sizes."""
     return x.view(*x.shape[: -len(sizes)], *sizes) if records_trace() else x
 
 
@@ -214,7 +214,7 @@ def check_int(function: str, name: str, value: Any, least: int) -> None:
 
 
 def integers(function: str, name: str, x: Any, shape: str, dims: Sequence[int]) -> Tensor:
-    """A copy, as int32, so that later changes of ``x`` do not count for some calls only."""
+    """Return a copy as int32, so that later changes of ``x`` cannot affect only some calls."""
     check_strided(function, name, x)
     if x.dim() not in dims:
         raise ValueError(f"{function}: {name} must be {shape}, got shape {tuple(x.shape)}")

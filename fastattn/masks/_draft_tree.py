@@ -14,11 +14,11 @@ from fastattn.masks._blocks import words_of_pairs
 from fastattn.masks._calls import CacheCall, Call, check_device, check_rows, exactly
 from fastattn.masks._mask import LeafMask, Mask
 
-_BLOCK = 64  # keys: those that decoding on vectors asks about at once
+_BLOCK = 64  # keys per block, as decoding on vectors tests them at once
 
 
 class _DraftTree(LeafMask):
-    """The keys before the new tokens, and those of the new tokens that ``visible`` has.
+    """Shows the keys before the new tokens, and the new tokens that ``visible`` selects.
 
     The blocks of the new tokens have bits. Blocks before are visible, blocks after are not.
     """
@@ -72,7 +72,7 @@ class _DraftTree(LeafMask):
 
 
 def draft_tree(visible: Tensor) -> Mask:
-    """Keys before the new tokens of a cache, and those of the new tokens that ``visible`` has.
+    """Show the keys before the new tokens of a cache, and the new tokens that ``visible`` selects.
 
     The mask of ``decode_attention`` that verifies several drafts of the next tokens at once
     (https://arxiv.org/abs/2305.09781). Its Lq queries are the last Lq tokens of each sequence.
@@ -80,8 +80,8 @@ def draft_tree(visible: Tensor) -> Mask:
     and, in a tree, its ancestors. All earlier keys are visible.
 
     Tokens are in an order in which parents come first, so no token sees a later one. Both are
-    checked on the CPU in eager execution. ``is_causal`` then excludes nothing more. Windows, ALiBi
-    and relative biases count places in the cache, not depths in the tree.
+    checked on the CPU in eager execution. ``is_causal`` then has no further effect. Windows, ALiBi
+    and relative biases count positions in the cache, not depths in the tree.
 
     Raises TypeError for a tensor that is not boolean, ValueError for one that is not square, a
     token that does not see itself, and one that sees a later token.
@@ -103,7 +103,7 @@ def draft_tree(visible: Tensor) -> Mask:
 
 
 def _checked(visible: Any) -> Tensor:
-    """A copy, so that later changes of ``visible`` do not count for some calls only."""
+    """Check and copy ``visible``, so that later changes cannot affect only some calls."""
     check_strided("draft_tree", "visible", visible)
     if visible.dtype != torch.bool:
         raise TypeError(f"draft_tree: visible must be bool, got {visible.dtype}")

@@ -1,4 +1,4 @@
-"""The masks themselves: what every kind has, their combinations, and masks of blocks."""
+"""The base classes of masks, their combinations, and masks of blocks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from fastattn.masks._calls import (
 )
 from fastattn.masks._observed import Observation, observe
 
-_KEPT = 8  # programs that a mask keeps, of different lengths
-_lock = threading.Lock()  # of what masks keep
+_KEPT = 8  # programs that a mask caches, for different lengths
+_lock = threading.Lock()  # guards the caches of masks
 
 
 class Mask(abc.ABC):
@@ -52,7 +52,7 @@ class Mask(abc.ABC):
     def __or__(self, other: Any) -> Mask:
         return _combined(Kind.ANY_OF, self, other)
 
-    # A BlockMask on the left.
+    # With a BlockMask on the left.
     __rand__ = __and__
     __ror__ = __or__
 
@@ -79,12 +79,12 @@ class Mask(abc.ABC):
     def _program(self, call: Call) -> Tensor:
         self._check(call)
         key = call.lengths()
-        if key is None or not nothing_watches():  # a traced tensor must not stay
+        if key is None or not nothing_watches():  # a traced tensor must not be cached
             return encode(self._steps(call), call.device)
         with _lock:
             kept = self._programs.pop(key, None)
             if kept is not None:
-                self._programs[key] = kept  # the last used is the last to go
+                self._programs[key] = kept  # moved to the end: the least recently used is evicted
         if kept is None:
             with torch.inference_mode(False):  # autograd must be able to save it
                 kept = encode(self._steps(call), call.device)
@@ -103,7 +103,7 @@ def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tenso
 
 
 def dense_mask(op: str, mask: Any) -> Mask:
-    """The mask that is given to a call of attention without packed sequences."""
+    """Check and convert the ``mask`` argument of attention without packed sequences."""
     return _given(op, mask, "Mask or BlockMask (attn_mask takes tensors)")
 
 
@@ -118,14 +118,14 @@ def part_is_visible(mask: Mask, part: PartCall) -> bool:
 
 
 def check_whole(mask: Mask, part: PartCall) -> None:
-    """Raise an error if the mask does not fit the call that a part is of."""
+    """Raise an error if the mask does not fit the larger call of a part."""
     mask._check(part)
 
 
 def packed_program(
     op: str, mask: Any, query: Tensor, key: Tensor, starts: tuple[Tensor, Tensor], last: bool
 ) -> Tensor:
-    """The same for packed query [Tq, Hq, D] and key [Tk, Hkv, D], in sequences from ``starts``.
+    """Return the program for packed query [Tq, Hq, D] and key [Tk, Hkv, D], by ``starts``.
 
     ``last``: the last query of a sequence is at its last key.
     """
@@ -135,14 +135,14 @@ def packed_program(
 
 
 def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tensor) -> Tensor:
-    """The same for query [B, Hq, Lq, D] and the first ``filled`` [B] keys of a cache."""
+    """Return the program for query [B, Hq, Lq, D] and the first ``filled`` [B] keys of a cache."""
     batch, _, q_len, _ = query.shape
     call = CacheCall(op, batch, batch, q_len, capacity, query.device, filled)
     return cache_mask(op, mask)._program(call)
 
 
 def cache_mask(op: str, mask: Any) -> Mask:
-    """The mask that is given to a call of attention to a cache."""
+    """Check and convert the ``mask`` argument of attention to a cache."""
     return _given(op, mask, "Mask")
 
 
@@ -155,7 +155,7 @@ def part_of_cache_program(
     runs: tuple[tuple[int, int], ...],
     of: int,
 ) -> Tensor:
-    """The same for the keys of a cache that has some of the positions, see PartOfCacheCall."""
+    """Return the program for a cache that has some of the positions, see PartOfCacheCall."""
     batch, _, q_len, _ = query.shape
     call = (op, batch, batch, q_len, capacity, query.device, filled, runs, of)
     return mask._program(PartOfCacheCall(*call))
@@ -234,15 +234,15 @@ def _as_mask(where: str, mask: Any) -> Mask | None:
     return _converted(mask)
 
 
-# The conversion of each BlockMask, and what it read.
+# The conversion of each BlockMask, and the values that it read.
 _block_masks: weakref.WeakKeyDictionary[Any, tuple[Observation, Mask]]
 _block_masks = weakref.WeakKeyDictionary()
 
 
 def _converted(block_mask: Any) -> Mask:
-    """The mask of a ``BlockMask``, kept while everything that the conversion read is the same."""
+    """Convert a ``BlockMask``, cached until a value that the conversion read changes."""
     now = observe(block_mask)
-    if now is None or not nothing_watches():  # a traced tensor must not stay
+    if now is None or not nothing_watches():  # a traced tensor must not be cached
         return from_block_mask(block_mask)
     before, mask = _block_masks.get(block_mask, (None, None))
     if mask is None or before != now:
@@ -252,7 +252,7 @@ def _converted(block_mask: Any) -> Mask:
 
 
 class LeafMask(Mask):
-    """A mask without operators; ``negated`` if it is the other pairs."""
+    """A mask without operators; ``negated`` shows the other pairs."""
 
     def __init__(self, name: str, negated: bool) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class LeafMask(Mask):
 
 
 class _Blocks(LeafMask):
-    """The state of each block, and the bits of those that are partly visible."""
+    """Shows pairs by the state of each block, and the bits of partly visible blocks."""
 
     def __init__(
         self,
@@ -343,7 +343,7 @@ def from_function(
     *,
     device: torch.device | str = "cpu",
 ) -> Mask:
-    """The pairs for which ``mask_mod(b, h, q_idx, kv_idx)`` is True, as in ``create_block_mask``.
+    """Show the pairs for which ``mask_mod(b, h, q_idx, kv_idx)`` is True, as ``create_block_mask``.
 
     The function gets four integer tensors without dimensions and returns a boolean one. It is
     evaluated once for each pair, here, by ``torch.vmap`` over 128 queries at a time, so it must not
@@ -365,12 +365,12 @@ def from_function(
 
 
 def from_block_mask(block_mask: Any) -> Mask:
-    """The mask of a ``BlockMask`` of ``torch.nn.attention.flex_attention``.
+    """Convert a ``BlockMask`` of ``torch.nn.attention.flex_attention``.
 
     Attention takes these objects directly, and compares in each call whether they have changed.
     This function converts once: later changes of ``block_mask``, and of tensors that its
-    ``mask_mod`` reads, have no effect. Compiled code, which cannot convert, needs it: call it
-    before. Only the pairs of partial blocks are evaluated.
+    ``mask_mod`` reads, have no effect. Compiled code cannot convert, so call this function before.
+    Only the pairs of partial blocks are evaluated.
     """
     if type(block_mask).__name__ != "BlockMask":
         raise wrong_type("from_block_mask", "block_mask", block_mask, "BlockMask")

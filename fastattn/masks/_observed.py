@@ -1,4 +1,4 @@
-"""What the conversion of a ``BlockMask`` reads, so that a later call knows whether it still holds.
+"""Records the values that the conversion of a ``BlockMask`` read, to detect later changes.
 
 A ``BlockMask`` is an object that callers change: PyTorch's own decoding loop assigns another
 ``mask_mod`` to the same object in each step. A conversion holds as long as all values that it read
@@ -37,7 +37,7 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 class _Unobservable(Exception):
-    """A value whose changes cannot be seen."""
+    """A value whose changes cannot be detected."""
 
 
 class Observation:
@@ -47,7 +47,7 @@ class Observation:
         self._values = values
 
     def kept(self) -> Observation:
-        """The same with copies of the tensors, which the caller may change."""
+        """Copy the tensors, which the caller may change."""
         return Observation([_copy(x) if isinstance(x, Tensor) else x for x in self._values])
 
     def __eq__(self, other: object) -> bool:
@@ -60,7 +60,7 @@ class Observation:
 
 
 def observe(block_mask: Any) -> Observation | None:
-    """The values that the conversion of a ``BlockMask`` reads; None if one cannot be observed."""
+    """The values that the conversion of a ``BlockMask`` reads; None if any cannot be observed."""
     values: list[Any] = []
     try:
         for name in _BLOCK_MASK:
@@ -71,7 +71,7 @@ def observe(block_mask: Any) -> Observation | None:
 
 
 def values_of(function: Any) -> list[Any] | None:
-    """All values that a function reads; None if one cannot be observed."""
+    """All values that a function reads; None if any cannot be observed."""
     try:
         return list(_values(function, set()))
     except _Unobservable:
@@ -95,7 +95,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _values(value: Any, functions: set[FunctionType]) -> Iterator[Any]:
-    """A value as constants, tensors, and objects that do not change."""
+    """Flatten a value into constants, tensors, and immutable objects."""
     kind = type(value)
     if kind in _CONSTANTS or kind in _CONSTANTS_OF_TORCH:
         yield value
@@ -124,8 +124,8 @@ def _is_readable(x: Tensor) -> bool:
 
 
 def _is_steady(value: Any) -> bool:
-    """Whether a module, class or native function means the same in each call."""
-    if isinstance(value, BuiltinFunctionType):  # a method of an object reads the object
+    """Whether a module, class or native function behaves the same in each call."""
+    if isinstance(value, BuiltinFunctionType):  # a bound method reads its object
         return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     return isinstance(value, (ModuleType, type)) and _root(name) in _STEADY
@@ -157,7 +157,7 @@ def _values_of_function(function: FunctionType, functions: set[FunctionType]) ->
 
 @functools.lru_cache(maxsize=256)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The names that a code and the functions within it look up outside of their variables."""
+    """The global names and attributes that a code object and its nested functions look up."""
     if _IMPORT in code.co_code[::2]:
         raise _Unobservable
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]

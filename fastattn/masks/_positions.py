@@ -25,7 +25,7 @@ from fastattn.masks._mask import LeafMask, Mask
 
 
 class _Interval(LeafMask):
-    """The keys from low[i] to high[i] are visible to query i."""
+    """Shows keys low[i] to high[i] to query i."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class _Interval(LeafMask):
 
 
 def causal() -> Mask:
-    """Keys up to the query's own position.
+    """Show keys up to the query's own position.
 
     >>> import torch
     >>> from fastattn import masks, scaled_dot_product_attention
@@ -77,7 +77,7 @@ def _bounds_of_causal(at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
 
 
 def sliding_window(left: int, right: int) -> Mask:
-    """Keys at most ``left`` places before and ``right`` places after the query; -1: all.
+    """Show keys at most ``left`` positions before and ``right`` after the query; -1: all.
 
     >>> from fastattn import masks
     >>> masks.causal() & masks.sliding_window(128, 0)
@@ -96,7 +96,7 @@ def _bounds_of_window(left: int, right: int, at: Tensor, k_len: int) -> tuple[Te
 
 
 def chunked(size: int) -> Mask:
-    """Keys in the query's own chunk of ``size`` positions; usually ``chunked(n) & causal()``."""
+    """Show keys in the query's own chunk of ``size`` positions; usually with ``& causal()``."""
     check_int("chunked", "size", size, 1)
 
     return _Interval(f"chunked({size})", functools.partial(_bounds_of_chunks, size))
@@ -108,7 +108,7 @@ def _bounds_of_chunks(size: int, at: Tensor, k_len: int) -> tuple[Tensor, Tensor
 
 
 def prefix_lm(lengths: int | Tensor) -> Mask:
-    """Keys of the prefix, the first ``lengths`` keys, and those up to the query's own position.
+    """Show the first ``lengths`` keys, the prefix, and all keys up to the query's own position.
 
     ``lengths`` is one number for all sequences, or a tensor [B] of int32 or int64.
     (https://arxiv.org/abs/1910.10683)
@@ -129,7 +129,7 @@ def _bounds_of_prefix(at: Tensor, k_len: int, lengths: int | Tensor) -> tuple[Te
 
 
 class _Documents(LeafMask):
-    """Equal numbers of a query and a key."""
+    """Shows a key to a query with an equal id."""
 
     def __init__(self, ids: Tensor, key_ids: Tensor | None, name: str) -> None:
         super().__init__(name, False)
@@ -151,11 +151,11 @@ class _Documents(LeafMask):
     def _may_see(self, call: Call) -> bool:
         if self.negated:
             return True
-        queries, keys = self._ids(call)  # of the whole batch: more than an entry may see
+        queries, keys = self._ids(call)  # of the whole batch, so this may overestimate
         return bool(torch.isin(queries, keys).any())
 
     def _ids(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The numbers of the queries and of the keys, [rows|1, L]."""
+        """The ids of the queries and of the keys, [rows|1, L]."""
         q_len, k_len = call.whole()
         if self.key_ids is None:
             ids = exactly(self.ids, k_len)
@@ -176,7 +176,7 @@ class _Documents(LeafMask):
 def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | None:
     """The first key of each query's document and the one after the last, [rows, 2, Lq].
 
-    None if the keys of a document are not next to each other, or if that cannot be read now.
+    None if the keys of a document are not contiguous, or if their ids cannot be read.
     """
     if not isinstance(call, DenseCall) or not (queries.is_cpu and nothing_watches()):
         return None
@@ -195,13 +195,13 @@ def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | No
 
 
 def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
-    """Keys with the number of the query: packed documents, segments, groups.
+    """Show keys with the id of the query: packed documents, segments, groups.
 
-    ``ids`` [L] or [B, L], int32 or int64, are the numbers of queries and keys, or of the queries
-    alone if there are ``key_ids`` [Lk] or [B, Lk]. They need not be sorted, but blocks are skipped
-    only where they are nearly so. They must fit int32, which is checked in eager execution only.
-    Those of packed sequences are [Tq], of all rows. Those of a cache are of its positions: without
-    ``key_ids``, a query has the number of its own position.
+    ``ids`` [L] or [B, L], int32 or int64, are the ids of queries and keys, or only of the queries
+    if there are ``key_ids`` [Lk] or [B, Lk]. They need not be sorted, but blocks are skipped only
+    where they are nearly sorted. They must fit int32, which is checked in eager execution only. For
+    packed sequences they are [Tq], of all rows. For a cache they belong to its positions: without
+    ``key_ids``, a query has the id of its position.
 
     >>> import torch
     >>> from fastattn import masks, scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""Modules: drop-in replacements for those of ``torch.nn`` that use fused kernels."""
+"""Drop-in replacements for modules of ``torch.nn``, on fused kernels."""
 
 from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn.additive import AdditiveAttention, BahdanauAttention

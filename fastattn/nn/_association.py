@@ -17,9 +17,9 @@ from fastattn.ops.linear import linear
 class Association(nn.Module):
     """Projects stored patterns, states and values to heads, retrieves, and projects the result.
 
-    The names and shapes of the parameters are those of ``HopfieldCore`` of hflayers, so its
-    checkpoints load. There are H heads: queries and keys have the width ``head_dim``, values the
-    width ``pattern_dim``.
+    The parameters have the names and shapes of hflayers' ``HopfieldCore``, so its checkpoints load.
+    There are H heads: queries and keys have the width ``head_dim``, values the width
+    ``pattern_dim``.
     """
 
     in_proj_weight: Parameter | None
@@ -57,7 +57,7 @@ class Association(nn.Module):
     ) -> None:
         super().__init__()
         static = key_as_static and query_as_static and value_as_static
-        # Without projections the widths are those of the inputs.
+        # Without projections the inputs keep their widths.
         self.static_execution = static and disable_out_projection and not normalize_pattern
         if self.static_execution:
             embed_dim = kdim = vdim = None

@@ -40,7 +40,7 @@ class KeyValueCache:
         return self._pair[0][:, :, :end], self._pair[1][:, :, :end]
 
     def kept(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that do not change; computed in the first call."""
+        """Return keys and values that never change; computed in the first call."""
         if self._pair is None:
             k, v = make()
             self._pair = k, v

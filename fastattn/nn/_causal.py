@@ -43,6 +43,6 @@ class LayerAttention(MultiheadAttention):
 
 
 def into_layer_attention(attention: nn.MultiheadAttention) -> None:
-    """Change the class in place, so parameters and their random numbers stay PyTorch's."""
+    """Change the class in place, so that parameters and random numbers stay PyTorch's."""
     attention.__class__ = LayerAttention
     attention.register_forward_pre_hook(keep_forward_called)

@@ -19,7 +19,7 @@ Module = TypeVar("Module", bound="ContextParallel")
 
 @dataclass(frozen=True)
 class Context:
-    """Where the rows of the inputs are."""
+    """The distribution of the inputs' rows over the ranks."""
 
     group: Any
     method: str
@@ -70,7 +70,7 @@ class Context:
 
 
 class ContextParallel(nn.Module):
-    """What modules with attention have in common: :meth:`context_parallel`."""
+    """Adds :meth:`context_parallel` to a module with attention."""
 
     _context: Context | None = None
 
@@ -85,12 +85,12 @@ class ContextParallel(nn.Module):
         """Let ``forward`` take this rank's rows of sequences, and attend to the keys of all ranks.
 
         It applies to every :class:`fastattn.nn.MultiheadAttention` in the module. Inputs, outputs
-        and padding masks are then those of this rank's rows; an ``attn_mask`` has this rank's rows
-        and a column for each key of all ranks, and a mask of :mod:`fastattn.masks` is of the whole
+        and padding masks then cover only this rank's rows; an ``attn_mask`` has this rank's rows
+        and a column for each key of all ranks, and a mask of :mod:`fastattn.masks` covers the whole
         sequences. ``is_causal=True`` needs no mask and counts in positions of the whole sequence.
-        All else works on rows: positional encodings are the caller's, with
-        :meth:`fastattn.distributed.Layout.positions`. Each rank's gradients of parameters are a
-        part; the sum over the ranks is the whole, as in data parallelism.
+        All other layers work row by row: the caller adds positional encodings, with
+        :meth:`fastattn.distributed.Layout.positions`. Each rank has a part of the gradients of the
+        parameters; their sum over the ranks is the gradient, as in data parallelism.
 
         Args:
             group, method, layout: as in :func:`fastattn.distributed.attention`. In the named
@@ -101,7 +101,7 @@ class ContextParallel(nn.Module):
             The module itself. It is not part of the ``state_dict``.
 
         Raises:
-            ValueError: another ``method`` or ``layout``.
+            ValueError: an unknown ``method`` or ``layout``.
             NotImplementedError: ``add_bias_kv``, ``add_zero_attn`` or ``relative_bias`` in an
                 attention; a :class:`fastattn.nn.Transformer` of tokens. In ``forward``: attention
                 weights, a cache, NestedTensors.
@@ -123,7 +123,7 @@ class ContextParallel(nn.Module):
 
 
 def checked(group: Any, method: Any, layout: Any) -> Context:
-    """The context of valid options."""
+    """Check the options and return their context."""
     from fastattn.distributed import Layout
     from fastattn.distributed._call import LAYOUTS, METHODS
 

@@ -1,4 +1,4 @@
-"""Modules that ``torch.fx.symbolic_trace`` keeps as one node, as it keeps those of torch.nn."""
+"""Modules that ``torch.fx.symbolic_trace`` keeps as one node, as it keeps torch.nn's."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def nested_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over N sequences of lengths L_n, without storing or computing any padding.
 
-    The jagged layout supports any attention without tensors as masks and without appended keys,
-    with gradients; ``mask``, of :mod:`fastattn.masks`, only without weights, which need padding.
+    The jagged layout supports gradients and any attention without mask tensors and appended keys;
+    ``mask``, of :mod:`fastattn.masks`, excludes returning the weights, which need padding.
     The strided layout supports what ``torch.nn.MultiheadAttention`` supports. Returns the output,
     nested as ``query``, and the weights padded with 0, [N, (H,) max L_n, max S_n], or None.
 

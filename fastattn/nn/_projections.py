@@ -1,7 +1,7 @@
 """The projections of multi-head attention, from rows to heads and back.
 
-Users may change any attribute of a module. As in PyTorch, each call reads them, and wrong ones
-raise PyTorch's errors.
+Users may change any attribute of a module. As in PyTorch, each call reads the attributes, and wrong
+values raise PyTorch's errors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def project_query(module: nn.MultiheadAttention, query: Tensor, batch_dim: int) 
 def project_out(module: nn.MultiheadAttention, out: Tensor, batch_dim: int) -> Tensor:
     """[N, H, L, D] -> [N, L, E] or [L, N, E]"""
     order = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
-    # As in PyTorch, out_proj's parameters are read and it is never called; wrappers rely on that.
+    # As in PyTorch, out_proj is never called: its parameters are read, and wrappers rely on that.
     out, weight, bias = out.permute(order).flatten(2), module.out_proj.weight, module.out_proj.bias
     if weight is None:
         raise TypeError("linear(): argument 'weight' (position 2) must be Tensor, not NoneType")

@@ -1,4 +1,4 @@
-"""Replaces modules of PyTorch by ours in a model, and restores them.
+"""Replaces PyTorch's modules in a model by fastattn's, and restores them.
 
 The *class* of each module changes, but the module stays the same object: parameters, buffers,
 hooks, training state, attributes and all references to it, from optimizers, shared parents or
@@ -23,7 +23,7 @@ _OURS = (
     MultiheadAttention,
     Linear,
     PatchEmbedding,
-)  # each on one of PyTorch's
+)  # each derives from a class of PyTorch
 _REPLACED = "_fastattn_replaced"  # set in the module's __dict__ if its class was changed here
 
 
@@ -31,8 +31,8 @@ def replace_mha(model: nn.Module) -> list[str]:
     """Make every ``torch.nn.MultiheadAttention`` in ``model`` run on fused kernels, in place.
 
     A subclass keeps its own methods and attributes: ``fastattn.nn.MultiheadAttention`` follows it
-    in the method resolution order, so its ``super().forward(...)`` calls our class. A subclass
-    whose ``forward`` does not call ``super().forward`` computes the same as before.
+    in the method resolution order and serves its ``super().forward(...)``. A subclass whose
+    ``forward`` does not call ``super().forward`` computes the same as before.
 
     ``torch.nn.TransformerEncoderLayer`` then calls its attention in eval mode too, instead of
     passing the weights to a PyTorch operator, and ``torch.nn.TransformerEncoder`` still skips
@@ -90,10 +90,10 @@ def replace_encoders(model: nn.Module) -> list[str]:
 
 
 def replace(model: nn.Module, ours: Callable[[nn.Module], type | None]) -> list[str]:
-    """Give each module the class that stands for its own and the one that ``ours`` returns.
+    """Give each module the class that combines its own class with the class of ``ours``.
 
     Returns:
-        The names of the modules for which ``ours`` returns one.
+        The names of the modules for which ``ours`` returns a class.
     """
     changed = []
     for name, module in model.named_modules():
@@ -106,7 +106,7 @@ def replace(model: nn.Module, ours: Callable[[nn.Module], type | None]) -> list[
 
 
 def restore(module: nn.Module) -> bool:
-    """Give a module back its class; whether it had been replaced."""
+    """Give a module back its class; return whether it had been replaced."""
     if _REPLACED not in module.__dict__:
         return False
     hook = module.__dict__.pop(_REPLACED)
@@ -119,7 +119,7 @@ def restore(module: nn.Module) -> bool:
 
 
 def _linear_class(module: nn.Module) -> type | None:
-    """Our class for a layer on the CPU that has the forward of one that we replace."""
+    """The class for a layer on the CPU whose ``forward`` is PyTorch's, or None."""
     if isinstance(module, LINEAR):
         return None
     weight, forward = getattr(module, "weight", None), getattr(type(module), "forward", None)
@@ -158,8 +158,8 @@ def _fused_class(stock: type, ours: type) -> type:
             "__reduce_ex__": _reduce_fused,
             "_fastattn_classes": (stock, ours),
         }
-        # One that inherits from PyTorch's comes after stock: this, stock, …, fastattn's, torch's.
-        # So super() in stock finds it. Another one has a forward that calls that of stock.
+        # A class that inherits from PyTorch's comes after stock: this, stock, …, fastattn's,
+        # torch's. So super() in stock finds it. Any other class has a forward that calls stock's.
         inherits = {*ours.__mro__} & {*stock.__mro__} - {nn.Module, object}
         bases = (stock, ours) if inherits else (ours, stock)
         _fused_classes[stock, ours] = type(stock)(stock.__name__, bases, namespace)
@@ -173,23 +173,23 @@ def _stock_class(fused: type) -> type:
     if "_fastattn_classes" in fused.__dict__:
         stock: type = fused.__dict__["_fastattn_classes"][0]
         return stock
-    # A module whose class was changed by others since then keeps it.
+    # A module whose class other code has changed since then keeps that class.
     return fused.__bases__[0] if fused in _OURS else fused
 
 
 def _is_parametrized_class(cls: type) -> bool:
-    """Whether ``torch.nn.utils.parametrize`` made this class: one per module, on the module's."""
+    """Whether ``torch.nn.utils.parametrize`` made this class, one per parametrized module."""
     return cls.__module__ == "torch.nn.utils.parametrize"
 
 
 def _rebased(cls: type, base: type) -> type:
-    """A copy of a class of ``torch.nn.utils.parametrize``, which holds properties, on ``base``."""
+    """Copy a class of ``torch.nn.utils.parametrize``, with its properties, on another ``base``."""
     namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, (base,), namespace)
 
 
 def _reduce_fused(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle by the names of the two classes: the one created here cannot be imported by name."""
+    """Pickle by the names of both classes, because the created class has no importable name."""
     return (
         _new_fused,
         type(self).__dict__["_fastattn_classes"],

@@ -1,4 +1,4 @@
-"""The checks of the numbers that modules are made of."""
+"""The checks of the sizes of modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_sizes(**sizes: Any) -> None:
 
 
 def check_optional_sizes(**sizes: Any) -> None:
-    """The same for arguments that may be None."""
+    """Raise ValueError unless each argument is a positive integer or None."""
     check_sizes(**{name: size for name, size in sizes.items() if size is not None})
 
 

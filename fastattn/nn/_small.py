@@ -1,8 +1,4 @@
-"""Multi-head self-attention in one native call, for sizes where calls cost more than arithmetic.
-
-At 16 positions of width 64 the projections and the attention take 10 µs. The six PyTorch operators
-around them, and the Python code in between, take another 55.
-"""
+"""Multi-head self-attention in one native call, for sizes where calls cost more than arithmetic."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ from torch import Tensor
 from fastattn import compat, dispatch, evidence
 from fastattn.compat import nothing_intercepts
 
-# The largest number of products of the larger projection for this path, filled on first use. Above
-# it another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors if there
-# are fewer rows than vector lanes.
+# The most multiplications of the larger projection for this path, filled on first use. Above it
+# another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors if there are
+# fewer rows than vector lanes.
 _MOST_WORK: dict[torch.dtype, int] = {}
 evidence.on_change(_MOST_WORK.clear)
 _BACKENDS = ("", "cpu")
@@ -37,13 +33,13 @@ def self_attention(
     if out_proj is None:
         return None
     out_parameters = compat.parameters_of(out_proj)
-    try:  # a layer without a bias has the key, too
+    try:  # a layer without a bias has the key with the value None
         w_in, b_in = parameters["in_proj_weight"], parameters["in_proj_bias"]
         w_out, b_out = out_parameters["weight"], out_parameters["bias"]
-    except KeyError:  # computed by a parametrization, pruning or an adapter
+    except KeyError:  # the parameter is computed by a parametrization, pruning or an adapter
         return None
     if (
-        w_in is None  # other widths
+        w_in is None  # kdim or vdim differ from embed_dim
         or w_out is None
         or (b_in is None) != (b_out is None)
         or (module.training and module.dropout > 0)

@@ -183,7 +183,7 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
         Args:
             query: [B, Tq, A].
             value: [B, Tk, Dv].
-            key: [B, Tk, A]; None is value. (The order is that of Keras.)
+            key: [B, Tk, A]; None is value. (The order of the arguments is Keras's.)
             query_mask: [B, Tq] bool, False gives a result of 0.
             value_mask: [B, Tk] bool, False is ignored: the opposite of a ``key_padding_mask``.
             use_causal_mask: exclude the keys after the query's own position.

@@ -1,4 +1,4 @@
-"""Functions that modules call: those of ``torch.nn.functional``, on the fastest kernels."""
+"""Functions of ``torch.nn.functional`` on the fastest kernels, for modules."""
 
 from fastattn.ops.linear import linear
 

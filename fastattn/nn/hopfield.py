@@ -22,9 +22,9 @@ class Hopfield(nn.Module):
     (Hopfield Networks is All You Need, Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217.)
     :math:`\xi` starts as a row of R and takes the steps of :func:`fastattn.hopfield_retrieve`.
 
-    The arguments, their order and their defaults, the names of the parameters and of the results
-    are those of hflayers (https://github.com/ml-jku/hopfield-layers), whose checkpoints load.
-    docs/hopfield.md lists the intended differences.
+    The arguments with their order and defaults, the parameters and the results are named as in
+    hflayers (https://github.com/ml-jku/hopfield-layers), whose checkpoints load. docs/hopfield.md
+    lists the intended differences.
 
     Args:
         input_size: the width of the states, and the default of all other widths.
@@ -412,7 +412,7 @@ class HopfieldLayer(_Wrapper):
 
     Attributes:
         lookup_weights: [1, quantity, E] ([quantity, 1, E] without ``batch_first``).
-        target_weights: the same for the values, or None.
+        target_weights: as ``lookup_weights``, for the values; or None.
     """
 
     def __init__(
@@ -472,7 +472,7 @@ class HopfieldLayer(_Wrapper):
         return self.hopfield(self._inputs(input), *masks)
 
 
-# The arguments that hflayers takes by position after those named above.
+# The arguments that hflayers takes by position after the arguments named above.
 _FURTHER = tuple(
     "normalize_stored_pattern normalize_stored_pattern_affine normalize_state_pattern "
     "normalize_state_pattern_affine normalize_pattern_projection "
@@ -487,7 +487,7 @@ _FURTHER = tuple(
 def _named(
     more: tuple[Any, ...], options: dict[str, Any], quantity: int, learn: bool
 ) -> tuple[dict[str, Any], int, bool]:
-    """The arguments that hflayers takes by position, by name."""
+    """Name the arguments that hflayers takes by position."""
     if len(more) > len(_FURTHER):
         raise TypeError(f"{len(more) - len(_FURTHER)} too many positional arguments")
     given = dict(zip(_FURTHER, more))  # noqa: B905  (see checks.expands_to)

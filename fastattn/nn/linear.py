@@ -1,4 +1,4 @@
-"""Linear layers, and layers that are one, on the fastest GEMM."""
+"""Linear layers, and layers equivalent to one, on the fastest GEMM."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PatchEmbedding(nn.Conv2d):
         p, q = self.kernel_size
         h, w = input.shape[2] // p, input.shape[3] // q
         if h == 0 or w == 0 or input.shape[1] != self.in_channels or not is_of_patches(self):
-            return super().forward(input)  # which raises, or was given other attributes since
+            return super().forward(input)  # an error, or the attributes were changed
         patches = input[:, :, : h * p, : w * q].unflatten(3, (w, q)).unflatten(2, (h, p))
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [B, h, w, C·p·q]
         y = linear(patches, self.weight.flatten(1), self.bias)  # [B, h, w, E]
@@ -57,7 +57,7 @@ class PatchEmbedding(nn.Conv2d):
 
 
 def is_of_patches(module: nn.Conv2d) -> bool:
-    """Whether a convolution maps patches that do not overlap, each by itself."""
+    """Whether a convolution maps non-overlapping patches independently."""
     return (
         module.stride == module.kernel_size
         and module.kernel_size != (1, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bound at import, so that patching our class into torch.nn later causes no recursion.
+# Bound at import, so that patching this module's class into torch.nn later causes no recursion.
 from torch.nn import MultiheadAttention as _Stock
 
 from fastattn import compat
@@ -27,7 +27,7 @@ from fastattn.ops.sdpa import scaled_dot_product_attention
 
 
 def keep_forward_called(module: torch.nn.Module, args: Any) -> None:
-    """A forward-pre-hook that does nothing; its presence makes the encoder layer call us.
+    """A forward-pre-hook that does nothing; its presence makes the encoder layer call ``forward``.
 
     In eval mode without gradients ``torch.nn.TransformerEncoderLayer`` passes the *weights* of its
     attention to a fused operator of PyTorch. It then never calls ``self_attn.forward``, whatever
@@ -42,7 +42,7 @@ class MultiheadAttention(_Stock, ContextParallel):
         out = [head_1, …, head_H] W_oᵀ + b_o              Q = query W_qᵀ + b_q, K and V likewise
 
     Constructor, ``forward``, parameters, ``state_dict``, initial values, random numbers, warnings
-    and errors are those of ``torch.nn.MultiheadAttention``, see its documentation:
+    and errors are as in ``torch.nn.MultiheadAttention``, see its documentation:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html. The paper is
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. Intended differences:
 
@@ -140,10 +140,10 @@ class MultiheadAttention(_Stock, ContextParallel):
             is_causal: a hint that ``attn_mask`` is causal. Without weights and padding the hint is
                 trusted and the mask is not read; otherwise the mask is used. Jagged NestedTensors
                 have no ``attn_mask``: there it means causal attention.
-            mask: a mask of :mod:`fastattn.masks` or a ``BlockMask``: the pairs that take part, in
-                addition to those that the other masks exclude. Not together with ``add_bias_kv`` or
-                ``add_zero_attn``. For jagged NestedTensors, each sequence by itself, as in
-                :func:`fastattn.varlen_attention`, and without weights.
+            mask: a mask of :mod:`fastattn.masks` or a ``BlockMask``: which pairs take part, unless
+                the other masks exclude them. Not together with ``add_bias_kv`` or
+                ``add_zero_attn``. For jagged NestedTensors it applies to each sequence, as in
+                :func:`fastattn.varlen_attention`, and returns no weights.
 
         Returns:
             The output, shaped as ``query``, and the weights (without N if unbatched) or None. Keys
@@ -223,9 +223,9 @@ class MultiheadAttention(_Stock, ContextParallel):
     ) -> tuple[Tensor, Tensor | None]:
         """Input projections, attention and output projection, for tensors of any size.
 
-        With a cache, ``key`` and ``value`` follow the positions in it (self-attention), or are the
-        memory that its keys and values were computed from (cross-attention). Causal queries are
-        then at the last positions of the keys.
+        With a cache, ``key`` and ``value`` follow the cached positions (self-attention), or are the
+        memory from which the cached keys and values were computed (cross-attention). Causal queries
+        are then at the last positions of the keys.
         """
         batch_dim = 0 if self.batch_first or not batched else 1
         if not batched:
@@ -276,7 +276,7 @@ class MultiheadAttention(_Stock, ContextParallel):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
         dropout_p = self.dropout if self.training else 0.0
-        if need_weights and dropout_p > 1:  # without weights PyTorch's error is attention's
+        if need_weights and dropout_p > 1:  # without weights, attention raises PyTorch's error
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
         if self._context is not None:
             masks = (key_padding_mask, attn_mask, is_causal, dropout_p, block_mask)
@@ -323,7 +323,7 @@ class MultiheadAttention(_Stock, ContextParallel):
                 raise unsupported(name)
 
     def _check_call(self, query: Tensor, need_weights: bool, cache: Any = None) -> None:
-        """Raise if a call is not one on shards."""
+        """Raise if a call is not supported under ``context_parallel``."""
         for what, given in (
             ("need_weights=True", need_weights),
             ("a NestedTensor", query.is_nested),
@@ -365,7 +365,7 @@ class MultiheadAttention(_Stock, ContextParallel):
 
 
 def _add_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a batch dimension of size 1; inputs that are the same tensor stay so."""
+    """Add a batch dimension of size 1; inputs that are the same tensor stay the same tensor."""
     q = query[None]
     k = q if key is query else key[None]
     return q, k, (k if value is key else value[None])

@@ -34,11 +34,11 @@ class _Table(nn.Module):
 class RelativeBias(_Table):
     """A bias for each head and each distance of a query and a key.
 
-    ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
+    Pass ``module()`` as ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention`.
 
     Args:
         num_heads: H.
-        max_length: L; sequences may be as long.
+        max_length: L, the maximum length of sequences.
         device, dtype: of the table.
 
     Attributes:
@@ -63,7 +63,7 @@ class RelativeBias(_Table):
 class T5RelativeBias(_Table):
     """The relative position bias of T5, see :class:`fastattn.bias.T5`.
 
-    ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
+    Pass ``module()`` as ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention`.
 
     Args:
         num_heads: H.
@@ -102,7 +102,7 @@ class T5RelativeBias(_Table):
 class WindowRelativeBias(_Table):
     """The relative position bias of Swin, see :class:`fastattn.bias.Window2d`.
 
-    ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
+    Pass ``module()`` as ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention`.
 
     Args:
         num_heads: H.

@@ -46,8 +46,8 @@ class Transformer(nn.Transformer, ContextParallel):
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout: as in
             ``torch.nn.Transformer``, whose defaults are the paper's base model: 512, 8, 6, 6, 2048,
             0.1, and ReLU.
-        activation, custom_encoder, custom_decoder, layer_norm_eps, batch_first: as there.
-        norm_first, bias, device, dtype: as there.
+        activation, custom_encoder, custom_decoder, layer_norm_eps: as in ``torch.nn.Transformer``.
+        batch_first, norm_first, bias, device, dtype: as in ``torch.nn.Transformer``.
         vocab_size: the number of tokens: of one vocabulary, or (source, target).
         tie_embeddings: whether the output shares its weights with the target's table and, with
             one vocabulary, also with the source's.
@@ -59,7 +59,7 @@ class Transformer(nn.Transformer, ContextParallel):
             output: ``nn.Linear`` without bias. None without ``vocab_size``.
     """
 
-    decoder: Any  # ours supports a cache
+    decoder: Any  # TransformerDecoder of this package, which supports a cache
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Transformer(nn.Transformer, ContextParallel):
         if self.src_embedding is not None:
             if src_key_padding_mask is None:
                 src_key_padding_mask = self.padding_of(src)
-            if src_key_padding_mask.numel() == src.numel():  # or it is refused, without reading it
+            if src_key_padding_mask.numel() == src.numel():  # a wrong size raises later
                 src_key_padding_mask = _if_any(src_key_padding_mask)
             src = self._embed("src", src, self.src_embedding, 0)
         return self.encoder(src, src_mask, src_key_padding_mask, src_is_causal)
@@ -215,7 +215,7 @@ class Transformer(nn.Transformer, ContextParallel):
     ) -> Tensor:
         """Return the output for the targets; arguments as in :meth:`forward`.
 
-        With ``cache = model.decoder.new_cache()`` the targets follow those of earlier calls; masks
+        With ``cache = model.decoder.new_cache()`` they continue the targets of earlier calls; masks
         are as in :class:`TransformerDecoder`. The padding of the memory cannot be derived from it:
         pass ``memory_key_padding_mask=model.padding_of(src)``.
         """
@@ -282,7 +282,7 @@ class Transformer(nn.Transformer, ContextParallel):
             logits = self.decode(last, memory, memory_key_padding_mask=hidden, cache=cache)
             more = logits.select(steps, 0).float().log_softmax(-1)  # [N·beams, V]
             more[done] = -math.inf
-            more[done, self.padding_idx] = 0.0  # an ended beam continues with padding, at no cost
+            more[done, self.padding_idx] = 0.0  # an ended beam continues with padding, score 0
             scores, best = (
                 (scores.flatten()[:, None] + more).view(count, beams * more.shape[1]).topk(beams)
             )

@@ -81,10 +81,10 @@ class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
 def _can_be_nested(padding: Tensor | None, src: Tensor) -> bool:
     """Whether PyTorch, which may store the sequences without padding, reads this mask correctly.
 
-    It cannot pad sequences again that have no row, takes every number but 0 for padding, and keeps
-    the sizes in a graph of torch.jit.trace.
+    It cannot pad empty sequences again, takes every number but 0 for padding, and fixes the sizes
+    in a graph of torch.jit.trace.
     """
-    if padding is None or padding.numel() > src.numel():  # too large: not read, but refused
+    if padding is None or padding.numel() > src.numel():  # too large: PyTorch raises later
         return True
     if not runs_eagerly(padding):
         return False
@@ -200,7 +200,7 @@ class TransformerDecoder(nn.TransformerDecoder, ContextParallel):
 
         Args:
             tgt: [N, T, E], [T, N, E] without ``batch_first``, or [T, E]. With a cache, the T
-                positions that follow those in it.
+                positions that follow the cached positions.
             memory: the encoder's output. With a cache it is read in the first call only.
             tgt_mask: [T, T] or [N·H, T, T]. With a cache [T, S], with S all positions so far.
             memory_mask, memory_key_padding_mask, memory_is_causal: as in PyTorch.

@@ -14,7 +14,7 @@ from fastattn.ops import varlen
 from fastattn.ops._sdpa_arguments import Arguments
 
 _NAME = "scaled_dot_product_attention"
-_OF_PACKED = inspect.signature(varlen.varlen_attention).parameters  # packed sequences have these
+_OF_PACKED = inspect.signature(varlen.varlen_attention).parameters  # arguments of packed sequences
 
 
 class JaggedFolding(NamedTuple):

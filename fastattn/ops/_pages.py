@@ -19,7 +19,7 @@ def gather_pages(
 ) -> tuple[Tensor, Tensor]:
     """Validate; copy the rows of all sequences, [Tk, Hkv, D] and [Tk, Hkv, Dv].
 
-    Where the host does not know the lengths, Tk is an upper bound, and the rows after the last
+    If the host does not know the lengths, Tk is an upper bound, and the rows after the last
     sequence are copies of row 0 of page 0, which :func:`varlen_attention` ignores.
     """
     if not isinstance(q, Tensor):
@@ -51,7 +51,7 @@ def gather_pages(
 
 
 def _total(starts: Tensor, table: Tensor, k: Tensor, longest: int | None) -> int:
-    """The number of rows of all sequences; where the host cannot read it, an upper bound."""
+    """The number of rows of all sequences, or an upper bound if the host cannot read it."""
     if runs_eagerly(starts) and not _is_capturing(starts.device):
         return int(starts[-1])
     if k.shape[0] == 0:

@@ -24,7 +24,7 @@ def check_scales(
     key: Any,
     value: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The scales [E, Hkv, N] of both caches, which are still in ``layout``; None without any."""
+    """Check and return the scales [E, Hkv, N] of both caches, given in ``layout``, or None."""
     given = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
     if key_scales is None and value_scales is None:
         for name, (_, cache) in given.items():
@@ -68,7 +68,7 @@ def check_scales(
 
 
 def check_memory(**written: Tensor) -> None:
-    """Appended rows must have memory of their own."""
+    """Check that every appended row has its own memory."""
     for name, x in written.items():
         if any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(
@@ -78,17 +78,17 @@ def check_memory(**written: Tensor) -> None:
 
 
 def outside(rows: tuple[Tensor, Tensor], caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows to append, copied if they may be rows of a cache: writing one would change the next."""
+    """Return the rows to append, copied if they overlap a cache, which is being written."""
     written = {cache.untyped_storage().data_ptr() for cache in caches}
     key, value = (x.clone() if x.untyped_storage().data_ptr() in written else x for x in rows)
     return key, value
 
 
 def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:
-    """Rows of quantised keys and values have scales of their own, so they must not share memory."""
+    """Check that quantised keys and values, which have separate scales, share no memory."""
     if keys.numel() == 0 or keys.stride() != values.stride():
         return
-    # With equal strides, the rows of one begin within those of the other, or they are apart.
+    # With equal strides, either rows of one begin within rows of the other, or they are apart.
     distance = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
     first = keys if distance >= 0 else values
     columns, stride = (first.shape[3], max(first.stride(3), 1)) if first.ndim == 4 else (1, 1)
@@ -101,7 +101,7 @@ def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:
 
 
 def _check_columns(key_cache: Tensor, value_cache: Tensor, key: Any, value: Any) -> None:
-    """Of rows whose keys and values have one scale, the values must be columns of the keys."""
+    """Check that values are columns of the keys, because each row has one scale for both."""
     for name, of_key, of_value in (
         ("value_cache", key_cache, value_cache),
         ("value", key, value),
@@ -115,7 +115,7 @@ def _check_columns(key_cache: Tensor, value_cache: Tensor, key: Any, value: Any)
 
 
 def check_rotated(key_scales: Any, value_scales: Any) -> None:
-    """Values that are columns of rotated keys would be rotated, too."""
+    """Refuse a rotation of keys whose columns are the values: it would rotate the values, too."""
     if runs_eagerly(key_scales, value_scales) and same_memory(key_scales, value_scales):
         raise ValueError(
             f"{_OP}: rotary_cos must be None where value_scales is key_scales, because values "

@@ -43,7 +43,7 @@ def split_bias(bias: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def largest(*sizes: Any) -> Any:
-    """The maximum; a tensor while torch.jit.trace records, which then follows all of the sizes."""
+    """The maximum; a tensor while torch.jit.trace records, so the graph depends on all sizes."""
     if compat.records_trace():
         return torch.stack([torch.as_tensor(size) for size in sizes]).amax()
     return max(sizes)
@@ -52,7 +52,7 @@ def largest(*sizes: Any) -> Any:
 def fold_distances(
     op: str, bias: Any, query: Tensor, most: int, lengths: tuple[Any, ...] | None = None
 ) -> Tensor:
-    """Return the table [1, Hq, 2 M + 1] of a bias that depends on distances alone.
+    """Return the table [1, Hq, 2 M + 1] of a bias that depends only on distances.
 
     It has those up to ``most``, of queries and keys of these ``lengths``: a text with the numbers
     that it names, which the compiler would fix if they were in the text. Without lengths, ``most``
@@ -123,8 +123,8 @@ def t5_buckets(
     else:
         first = torch.zeros_like(distances)
         steps = distances.clamp(min=0)
-    # The bucket of n >= single is single + log(n / single) / log(max_distance / single) of the
-    # others, rounded down. In float32 and in this order, so that it rounds as in T5's own code.
+    # The bucket of n >= single is single plus the part log(n / single) / log(max_distance / single)
+    # of the other buckets, rounded down. In float32 and in this order, to round as T5's own code.
     single = num_buckets // 2
     ratio = torch.log(steps.clamp(min=single).float() / single) / math.log(max_distance / single)
     shared = (single + (ratio * (num_buckets - single)).long()).clamp(max=num_buckets - 1)
@@ -158,5 +158,5 @@ def _window_2d(
         )
     rows = torch.arange(height, dtype=torch.int32, device=table.device) * (2 * width - 1)
     columns = torch.arange(width, dtype=torch.int32, device=table.device)
-    # The view keeps a graph of torch.jit.trace to the number of keys of a window.
+    # The view makes a graph of torch.jit.trace require the number of keys of the window.
     return table.mT, (rows[:, None] + columns).view(k_len)

@@ -22,7 +22,7 @@ def check_rotary(
     new: tuple[Tensor, Tensor] | None,  # [B, Hkv, L, D] and [B, Hkv, L, Dv]
     lengths: Tensor,  # [B] before the new tokens
 ) -> tuple[Tensor | None, ...]:
-    """The tensors of the primitive: cos, sin, positions [B, L] int64 or None, query."""
+    """Return the tensors of the primitive: cos, sin, positions [B, L] int64 or None, query."""
     checks.check_flag(_OP, "rotary_interleaved", interleaved)
     if cos is None and sin is None:
         if positions is not None:
@@ -70,7 +70,7 @@ def check_rotary(
 
 
 def _positions(positions: Any, query: Tensor, length: int) -> Tensor:
-    """Positions [L] or [B, L] as [B, L]."""
+    """Return positions [L] or [B, L] as [B, L]."""
     name, batch = "rotary_positions", query.shape[0]
     dims = positions.dim() if isinstance(positions, Tensor) else 2
     own = checks.check_integers(

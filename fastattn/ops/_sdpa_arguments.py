@@ -143,7 +143,7 @@ def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     n = x.shape[1]
-    if n == heads:  # with heads that are none
+    if n == heads:  # also for 0 heads
         return x
     return x.expand(-1, heads, -1, -1) if n == 1 else x.repeat_interleave(heads // n, 1)
 

@@ -29,7 +29,7 @@ def used_rows(
         word = int(words[wrong][0])
         where = (tokens == word).nonzero()[0].tolist()
         raise IndexError(f"tokens{where} is {word}, but weight has {weight.shape[-2]} rows")
-    number = (used.cumsum(0) - 1).masked_fill(~used, -1)  # new row of each word; -1: padding
+    number = (used.cumsum(0) - 1).masked_fill(~used, -1)  # the new row of each word; -1: padding
     rows = _Rows.apply(weight, words[used].long())
     return number[place], rows, None if padding_idx is None else -1
 

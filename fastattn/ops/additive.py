@@ -70,7 +70,7 @@ def additive_attention(
         differentiable in query, key, value, v, bias and a floating mask, any number of times:
         derivatives beyond the first, and forward mode, go through the reference backend.
 
-    Under autocast all floating arguments are cast as PyTorch casts those of attention.
+    Under autocast all floating arguments are cast as PyTorch casts the arguments of attention.
 
     Raises:
         TypeError: an argument of the wrong type, or a tensor of a dtype other than those listed.

@@ -19,8 +19,8 @@ _OP = "attention_stats"
 # The number of queries whose weights are in memory at once. It is a constant, so the order of the
 # sums over queries does not depend on the batch.
 _BLOCK = 64
-# The weights whose logarithms are in memory at once. Larger results are pages new to the process
-# in each call, whose first touch costs more than the logarithms.
+# The number of weights whose logarithms are in memory at once. Larger results would be fresh pages
+# in each call, whose page faults cost more than the logarithms.
 _IN_CACHE = 1 << 20
 
 
@@ -66,8 +66,8 @@ def attention_stats(
     Args:
         query, key: as in :func:`scaled_dot_product_attention`, but 4-D only: [B, Hq, Lq, D] and
             [B, Hkv, Lk, D]. 16-bit inputs are computed in float32.
-        attn_mask, is_causal, scale, enable_gqa, window, softcap, alibi_slopes: as there.
-        causal_alignment: as there.
+        attn_mask, is_causal, scale, enable_gqa, window, softcap, alibi_slopes, causal_alignment:
+            as in :func:`scaled_dot_product_attention`.
         column_sums, entropy: whether to compute them.
         top_k: how many of the largest weights of every query to return; at most Lk.
         rows: queries whose full rows of weights to return; negative indices count from the end.
@@ -77,8 +77,8 @@ def attention_stats(
         [B, Hq, Lk], ``entropy`` [B, Hq, Lq], ``top_values`` and ``top_indices`` (int64)
         [B, Hq, Lq, top_k], the largest first, and ``rows`` [B, Hq, len(rows), Lk]. A fully masked
         row has weights and entropy 0 and lse -inf. All but the indices are differentiable. A
-        gradient of the entropy or of the largest weights keeps the weights of all blocks; that of
-        the entropy also two tensors of their size.
+        gradient of the entropy or of the largest weights keeps the weights of all blocks in memory;
+        a gradient of the entropy also keeps two tensors of their size.
 
     Raises:
         TypeError, RuntimeError, ValueError: as :func:`scaled_dot_product_attention`, and for
@@ -108,7 +108,7 @@ def attention_stats(
 
     def put(name: str, begin: int, part: Tensor) -> None:
         """Write the result of a block of queries into the whole result, [B, Hq, Lq, ...]."""
-        # Not a list to concatenate: parts kept alive would fragment the memory that blocks free.
+        # No list to concatenate: live parts would fragment the memory that blocks free.
         if name not in results:
             results[name] = part.new_empty((batch, heads, q_len, *part.shape[3:]))
         results[name][:, :, begin : begin + part.shape[2]] = part
@@ -196,7 +196,7 @@ prepare = with_arguments_of(attention_stats, _prepare)
 def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) for each block of queries."""
     query, key, value, mask, *others, options = args
-    if options.offset is None:  # that of all queries, which a block of them does not tell
+    if options.offset is None:  # it follows from the number of all queries, unknown to a block
         raise RuntimeError(
             f"{_OP}: torch.jit.trace would keep the lengths of this call with "
             "causal_alignment='bottom_right': use torch.export or torch.compile"

@@ -63,17 +63,17 @@ def decode_attention(
     first written there in place. ``is_causal``,
     ``window``, ``alibi_slopes``, ``relative_bias`` and masks of positions align the last query with
     the last key. With ``rotary_cos`` and ``rotary_sin``, the new keys are rotated before they are
-    written, and the queries, those of the last Lq new tokens, before they attend
+    written, and the queries (of the last Lq new tokens) before they attend
     (https://arxiv.org/abs/2104.09864): at position n the columns (a, b) of pair r become
 
     .. math:: (a \cos_{n r} - b \sin_{n r}, \; a \sin_{n r} + b \cos_{n r})
 
     The bits of a row depend
-    on its own sequence alone: not on the batch, the number of threads, or the order of the pages.
+    only on its own sequence, not on the batch, the number of threads, or the order of the pages.
 
     Inference only: the operator has no gradient.
 
-    The shapes below are those of ``layout="bhnd"``; with "bnhd", dimensions 1 and 2 of all operands
+    The shapes below are for ``layout="bhnd"``; with "bnhd", dimensions 1 and 2 of all operands
     and of the result are swapped. No layout needs a copy.
 
     Args:
@@ -88,10 +88,10 @@ def decode_attention(
         key, value: [B, Hkv, L, D] and [B, Hkv, L, Dv], rows to append. Both or neither; they need
             ``cache_seqlens``, which itself is not changed.
         key_scales, value_scales: [E, Hkv, N], float32, the scale of each row of quantised caches:
-            a row counts as its numbers times its scale. Appended rows are quantised, after their
-            rotation, with the scale max(abs(x)) / 127 (of float8_e4m3fn: / 448), which is
-            written here. Both or neither. Where the values are the first columns of the keys
-            (``value_cache`` and ``value`` are views), both are one tensor.
+            the value of a row is its elements times its scale. Appended rows are quantised, after
+            their rotation, with the scale max(abs(x)) / 127 (for float8_e4m3fn: / 448), which is
+            written here. Both or neither. If the values are the first columns of the keys
+            (``value_cache`` and ``value`` are views), pass the same tensor for both.
         block_table: [B, P], int32 or int64: the pages of each sequence, in order. Entries beyond
             its length are never read.
         cache_batch_idx: [B], int32 or int64: the entry of each sequence; None means entry b. Not
@@ -108,8 +108,8 @@ def decode_attention(
             a table in each call; as in :func:`scaled_dot_product_attention`.
         mask: None, or a mask of :mod:`fastattn.masks` of positions in the sequences: ``causal``,
             ``sliding_window``, ``chunked``, ``prefix_lm`` with one prefix or lengths [B], and
-            ``document`` with the numbers of all positions of the cache, [N] or [B, N] (of a row of
-            the block table: [P N]), or those of the queries, [Lq] or [B, Lq], and of the keys.
+            ``document`` with the ids of all positions of the cache, [N] or [B, N] (for a row of the
+            block table: [P N]), or with separate ids of the queries, [Lq] or [B, Lq], and the keys.
             ``draft_tree`` says which of the Lq new tokens see each other. Masks combine as usual;
             ``from_function`` and ``BlockMask`` are for equal lengths only.
         rotary_cos, rotary_sin: [M, R / 2], cosines and sines of the angles of each position and
@@ -159,7 +159,7 @@ def decode_attention(
     flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
     signature, plan = plans.find(signed, kind, mask is None, *flags, *bias_kind)
     if plan is not None:
-        # The complete path names a wrong value.
+        # After an error, the complete path below raises a message that names the argument.
         with contextlib.suppress(ValueError):
             others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
             return _planned(plan, *tensors, *others)
@@ -170,7 +170,7 @@ def decode_attention(
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
         if not torch.compiler.is_compiling() and dispatch.forced.get():
-            operator.choose(args)  # or an error, before anything is written
+            operator.choose(args)  # raises before anything is written
         rotated = append_to_cache(*append)
         args = args if rotated is None else (rotated, *args[1:])
     out, lse = operator(*args)
@@ -188,7 +188,7 @@ def _keep(
     if compat.any_requires_grad(*given):
         return
     if append is not None:
-        if entries is not None:  # whether it names an entry twice is asked each time
+        if entries is not None:  # each call must check that it names no entry twice
             return
         if dispatch.choose("append_to_cache", *append) != "cpu":
             return
@@ -233,7 +233,7 @@ def _planned(
         lengths = cache_seqlens.to(torch.int64)
     else:
         length = capacity if cache_seqlens is None else cache_seqlens
-        # One beyond int64 is wrong, too.
+        # Clamped, because a length beyond int64 is an error, too.
         length = min(max(length, -1), 2**62)
         lengths = torch.full((query.shape[0],), length, dtype=torch.int64, device="cpu")
     where = (block_table, cache_batch_idx)
@@ -298,7 +298,7 @@ def _prepare(
     layout: Any,
     return_lse: Any,
 ) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
-    """Validate; return the operator, the primitive's arguments, and those of the append."""
+    """Validate; return the operator, its arguments, and the arguments of the append or None."""
     if layout not in _LAYOUTS:
         raise ValueError(f"{_OP}: layout must be 'bhnd' or 'bnhd', got {layout!r}")
     if not isinstance(query, Tensor):
@@ -349,7 +349,7 @@ def _prepare(
         capacity = capacity * table.shape[1]
         if block_table.dtype == torch.int32:
             table = block_table
-        else:  # a page beyond int32 stays one that does not exist
+        else:  # clamping keeps a page beyond int32 invalid
             table = table.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     elif cache_batch_idx is not None:
         name = "cache_batch_idx"
@@ -445,7 +445,7 @@ def lengths_before(
     capacity: int,
     added: int,
     device: torch.device,
-    pages: tuple[int, int] | None = None,  # in a row of the block table, and keys in a page
+    pages: tuple[int, int] | None = None,  # pages per row of the block table, and keys per page
 ) -> Tensor:
     """How many keys each sequence has before the call, [B] int64."""
     if lengths is None:

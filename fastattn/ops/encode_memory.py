@@ -147,7 +147,7 @@ def _known_factors(
 
 
 def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
-    """l [J, D], in the dtype of the computation."""
+    """The factors l [J, D], in the dtype of the computation."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     dim = weight.shape[-1]
     if isinstance(encoding, Tensor):

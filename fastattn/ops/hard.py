@@ -38,10 +38,10 @@ def hard_attention(
     ==================== =======================================================================
     ``estimator``        the gradient of query and key
     ==================== =======================================================================
-    ``reinforce``        none of ``out``; ``log_prob`` = log p_ij is returned too, for a loss that
+    ``reinforce``        none from ``out``; ``log_prob`` = log p_ij is returned too, for a loss that
                          adds -(reward - baseline) * log_prob (Williams 1992)
-    ``straight_through`` that of soft attention (Bengio et al. 2013, https://arxiv.org/abs/1308.3432)
-    ``gumbel``           that of the weights softmax((log p + g) / temperature), g being the Gumbel
+    ``straight_through`` as for soft attention (Bengio et al. 2013, https://arxiv.org/abs/1308.3432)
+    ``gumbel``           as for the weights softmax((log p + g) / temperature), g being the Gumbel
                          noise that chose j (Jang et al. 2017, https://arxiv.org/abs/1611.01144)
     ==================== =======================================================================
 
@@ -109,7 +109,7 @@ def hard_attention(
         most, chosen = weights.max(-1)
         seen, lost = most != 0, most.isnan()
         rows = chosen[..., None].expand(*chosen.shape, value.shape[-1])
-        # The product gives a row of NaN a gradient of NaN, too.
+        # The product, unlike a selection, also makes the gradient of a NaN row NaN.
         near = value.gather(-2, rows) * torch.where(lost, math.nan, 1.0)[..., None].to(value.dtype)
         out = torch.where(seen[..., None], near, 0.0)
 
@@ -120,7 +120,7 @@ def hard_attention(
         elif estimator == "gumbel":
             soft, heat = _added(attn_mask, None, temperature), temperature
         mean = scaled_dot_product_attention(query, key, value.detach(), soft, scale=scale / heat)
-        out = out + (mean - mean.detach())  # value of out, derivative of mean
+        out = out + (mean - mean.detach())  # the value of out with the derivative of mean
     results = [out]
     if estimator == "reinforce":
         results.append(_log_prob(query, key, attn_mask, scale, chosen, seen, wide))
@@ -155,7 +155,7 @@ def _log_prob(
 
 
 def _added(mask: Tensor | None, noise: Tensor | None, temperature: float = 1.0) -> Tensor | None:
-    """(mask + noise) / temperature, in the polarity of a mask."""
+    """(mask + noise) / temperature, as an additive mask."""
     if noise is None:
         return mask if mask is None or mask.dtype == torch.bool else mask / temperature
     if mask is None:

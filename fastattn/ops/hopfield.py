@@ -49,11 +49,11 @@ def hopfield_retrieve(
     .. math:: \xi \leftarrow X^T softmax(\beta X \xi), \qquad out = V^T softmax(\beta X \xi)
 
     (Hopfield Networks is All You Need, Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217.)
-    :math:`\xi` starts as a row of ``state``, the rows of X are the ``stored`` patterns, and those
-    of V their ``projection``. A query takes at most ``update_steps_max`` steps. It *rests* (has
-    converged) after a step not longer than ``update_steps_eps`` in the Euclidean norm, or not
+    :math:`\xi` starts as a row of ``state``, the rows of X are the ``stored`` patterns, and the
+    rows of V their ``projection``. A query takes at most ``update_steps_max`` steps. It *rests*
+    (has converged) after a step not longer than ``update_steps_eps`` in the Euclidean norm, or not
     longer than the rounding error. One more attention then reads the result, so
-    ``update_steps_max=0`` is plain attention.
+    ``update_steps_max=0`` is ordinary attention.
 
     Args:
         state: [B, H, L, D], [B, L, D] or [L, D]; float32, float64, bfloat16 or float16. 16-bit
@@ -78,7 +78,8 @@ def hopfield_retrieve(
             * "one_step": through the last step only (Bolte et al. 2023,
               https://arxiv.org/abs/2305.13768); no gradient for ``state``.
         attn_mask: broadcastable to the scores [B, H, L, N]. bool: True takes part; floating: added
-            to the scores, of the dtype of ``state`` or float32, differentiable. In every step.
+            to the scores, of the dtype of ``state`` or float32, differentiable. It applies to every
+            step.
         dropout_p: the probability of dropping a weight in the final reading, not in the steps.
         need_weights: also return the weights of the final reading, [B, H, L, N].
         need_steps: also return how many steps each query took, int64 [B, H, L].
@@ -88,7 +89,7 @@ def hopfield_retrieve(
         differentiable, any number of times: derivatives beyond the first go through the reference
         backend. A fully masked row has out = 0.
 
-    Under autocast, state, stored and projection are cast as PyTorch casts those of attention.
+    Under autocast, state, stored and projection are cast as PyTorch casts query, key and value.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -151,7 +152,7 @@ def _planned(
     need_weights: bool,
     need_steps: bool,
 ) -> Any:
-    """The results of a call by its plans."""
+    """Run a call by its plans."""
     rank = state.dim()
     if rank < 4:
         state, stored = lifted(state), lifted(stored)
@@ -165,7 +166,7 @@ def _planned(
         options = steps.with_option("together", max(state.shape[2], 1))
     groups, taken = (state, stored, None, *biases), None
     value = stored if projection is None else projection
-    one = not (need_steps or need_weights) and type(reading) is Plan  # whose kernel is known
+    one = not (need_steps or need_weights) and type(reading) is Plan  # a plan with a fixed kernel
     if one and steps.requires_grad and torch.is_grad_enabled():
         seed = draw_seed(state.device) if reading.options.dropout_p else None
         others = (stored, value, mask, None, seed, None, None, None, None, *NO_TERMS)
@@ -179,7 +180,7 @@ def _planned(
 
 
 def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
-    """The results of the public function, in the dimensions of its state."""
+    """Return the results of the public function, with the dimensions of its state."""
     results = result if isinstance(result, tuple) else (result,)
     if taken is not None:
         results = (*results, taken.abs())
@@ -294,7 +295,7 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
                 mask = mask[0]
         else:
             mask = _of_groups(mask, call.state)
-    if state.shape[-1] == 0:  # the score is the bias; one column of zeros keeps it so
+    if state.shape[-1] == 0:  # only the bias remains: a column of zeros adds 0 to the scores
         pad = torch.nn.functional.pad
         state = pad(state, (0, 1))
         tensors = [None if x is None else pad(x, (0, 1)) for x in tensors]
@@ -337,7 +338,7 @@ def _of_groups(mask: Tensor, state: Tensor) -> Tensor:
 
 
 def _by_kind(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The mask and the bias of the operator: one of them is None."""
+    """Return the operator's mask and bias, one of which is None."""
     return (mask, None) if mask is None or mask.dtype is torch.bool else (None, mask)
 
 

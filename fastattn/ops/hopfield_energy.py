@@ -52,7 +52,7 @@ def hopfield_energy(
         tensor([0.0100, 0.0100])
     """
     checks.check_dense(_NAME, state=state, stored=stored)
-    cast = checks.autocast(state, stored)  # as the attention below casts them
+    cast = checks.autocast(state, stored)  # as in the attention below
     check_patterns(_NAME, *cast)
     scale, factor = check_beta(_NAME, beta, state)
     mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, *cast)
@@ -61,7 +61,8 @@ def hopfield_energy(
     wide = torch.promote_types(state.dtype, torch.float32)
     seen, longest = _seen(stored.detach().to(wide), mask)
     squares = state.to(wide).square().sum(-1)
-    # The difference of two logarithms is divided by beta. Kernels for GPUs have no float64.
+    # Dividing the difference of two logarithms by a small beta would amplify its rounding error.
+    # Kernels for GPUs have no float64.
     small = factor is not None or scale < _SMALL
     exact = torch.float64 if small and state.is_cpu else wide
     beta = torch.full((), scale, dtype=exact, device=state.device) if factor is None else factor
@@ -81,10 +82,10 @@ def hopfield_energy(
 
 
 def _raised(beta: Tensor, largest: Tensor) -> Tensor:
-    """Raise beta [1, H, 1] for each state [B, H, L] whose scores, at most ``largest``, it makes so
-    small that the second-order term of the energy is below its rounding error.
+    """Raise beta [1, H, 1] for each state [B, H, L] whose scores, at most ``largest``, are tiny.
 
-    The first-order term, the mean score, does not depend on beta.
+    Up to the raised beta, the second-order term of the energy is below its rounding error, and the
+    first-order term, the mean score, does not depend on beta.
     """
     limits = torch.finfo(beta.dtype)
     least = limits.eps**0.5 / largest.to(beta.dtype).clamp(min=limits.tiny**0.5)
@@ -92,7 +93,7 @@ def _raised(beta: Tensor, largest: Tensor) -> Tensor:
 
 
 def _seen(stored: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """How many patterns a state can see, and the largest of their squared norms."""
+    """The number of patterns that each state can see, and their largest squared norm."""
     squares = stored.square().sum(-1).unsqueeze(-2)  # [B|1, H, 1, N]
     count = squares.shape[-1]
     if count == 0:

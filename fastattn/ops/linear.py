@@ -21,13 +21,12 @@ _IN_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Apply an affine map to the last dimension, as ``torch.nn.functional.linear``, but on the
-    GEMM that is fastest for the dtype, the size and this processor.
+    r"""Apply an affine map to the last dimension, on the fastest GEMM for the dtype, size and CPU.
 
     .. math:: y = x W^T + b
 
     The three products, y, :math:`dx = dy\,W` and :math:`dW = dy^T x`, are computed by PyTorch, by
-    oneDNN called directly, or by our own kernel, whichever was measured to be fastest
+    oneDNN called directly, or by fastattn's own kernel, whichever was measured to be fastest
     (docs/linear.md has the figures, ``fastattn tune`` measures again). The largest gains are in 16
     bits on processors without 16-bit arithmetic, where PyTorch's products are scalar.
 
@@ -39,15 +38,15 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns:
         [..., N]. Differentiable any number of times. 16-bit results are summed in float32 and
-        rounded once. Where our kernel runs, a row has the same bits in every batch and for every
-        number of threads; ``fastattn.explain("linear", ...)`` says which kernel that is.
+        rounded once. In fastattn's kernel, a row has the same bits in every batch and for every
+        number of threads; ``fastattn.explain("linear", ...)`` says which kernel runs.
 
     Autocast, ``torch.compile``, ``torch.func``, tensor subclasses, other devices and PyTorch's
-    switches (``torch.backends.mkldnn``, the precision of float32 products) have the effect that
-    they have on ``torch.nn.functional.linear``, which also gets the calls that it computes fastest.
+    switches (``torch.backends.mkldnn``, the precision of float32 products) affect this function as
+    they affect ``torch.nn.functional.linear``, which also serves the calls where it is fastest.
 
     Raises:
-        What ``torch.nn.functional.linear`` raises.
+        The errors of ``torch.nn.functional.linear``.
 
     Example:
         >>> x, weight, bias = torch.randn(2, 100, 64), torch.randn(32, 64), torch.randn(32)
@@ -86,14 +85,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer on a forced backend; the others than these two leave it to PyTorch."""
+    """The layer on a forced backend; PyTorch runs it unless that is ``cpu`` or ``reference``."""
     if backend not in ("cpu", "reference") or not _fits(x, weight, bias):
         return F.linear(x, weight, bias)
     return _dispatched(x, weight, bias, _OURS if backend == "cpu" else _OPTIONS)
 
 
 def _cast_as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """PyTorch keeps the weights that it cast, so ours pays only where its products are scalar."""
+    """Leave autocast to PyTorch, which caches cast weights, unless its products are scalar."""
     dtype = torch.get_autocast_dtype("cpu")
     if not products_are_scalar(dtype) or torch.float64 in (x.dtype, weight.dtype):
         return F.linear(x, weight, bias)
@@ -124,7 +123,7 @@ def prepare(
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the arguments are valid, and of the kind that our operator takes."""
+    """Whether the arguments are valid and supported by the operator."""
     return (
         type(x) in _TYPES
         and type(weight) in _TYPES
@@ -140,7 +139,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-# Of each dtype, (rows, M·N·K) -> the GEMM, None for that of F.linear; filled on first use.
+# For each dtype, (rows, M·N·K) -> the GEMM, or None for F.linear; filled on first use.
 _choices: dict[torch.dtype, Callable[[int, int], Any]] = {}
 evidence.on_change(_choices.clear)
 

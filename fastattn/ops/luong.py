@@ -49,7 +49,7 @@ def luong_attention(
     ``window``   which keys a query can see
     ============ ==========================================================================
     ``global``   all
-    ``local-m``  those with abs(j - p_i) <= D; p_i is ``positions``, i unless given
+    ``local-m``  keys with abs(j - p_i) <= D; p_i is ``positions``, i unless given
     ``local-p``  the same, with a predicted p_i; after the softmax the weights are multiplied by
                  exp(-(j - p_i)^2 / (2 s^2)), s = D / 2, and not normalised again
     ============ ==========================================================================
@@ -98,7 +98,7 @@ def luong_attention(
     if positions is None:
         positions = torch.arange(queries, device=query.device)
     p = positions.to(torch.promote_types(query.dtype, torch.float32)).expand(batch, queries)
-    # No GPU kernel reads windows in place, so GPUs use attention over copies of them.
+    # No GPU kernel reads windows in place, so GPUs run attention over copies of the windows.
     if v is None and query.is_cpu:
         center, has_bell = (p, True) if window == "local-p" else (p.detach(), False)
         if plan is None:
@@ -139,7 +139,7 @@ def luong_attention(
         return out, out.new_zeros((batch, queries, keys))
     weights = out.new_zeros((batch, queries, keys))
     weights = weights.scatter_add(2, at, torch.where(seen, near, 0.0))
-    # At NaN, all keys may be in the window.
+    # For a query at NaN, all keys may be in the window.
     lost = p.detach().isnan()[..., None]
     if key_padding_mask is not None:
         lost = lost & ~key_padding_mask[:, None]
@@ -147,7 +147,7 @@ def luong_attention(
 
 
 def _window(p: Tensor, keys: int, D: int, window: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of the W keys of each window: which exist, their indices, and the bell.
+    """Return, for the W keys of each window, which exist, their indices, and the bell.
 
     All are [B, Tq, W]; the index of a key that does not exist is 0.
     """
@@ -208,7 +208,7 @@ def _with_nan(
     v: Tensor | None,
     window: str,
 ) -> tuple[Tensor, Tensor]:
-    """The results of :func:`_gathered` with NaN for each query at NaN, as those of the kernels."""
+    """Set the results of :func:`_gathered` to NaN for queries at NaN, as the kernels do."""
     of_scores = () if v is None else (v.sum(),)
     of_bell = (p,) if window == "local-p" else ()
     of_out = nan_where_lost(p, padding, query, (key, value), *of_scores, *of_bell)
@@ -217,7 +217,7 @@ def _with_nan(
 
 
 def _rows(x: Tensor, row: Tensor) -> Tensor:
-    """Those rows of x [B, Tk, ...], counted through the batch."""
+    """The given rows of x [B, Tk, ...], counted through the batch."""
     return x.flatten(0, 1).index_select(0, row.flatten()).view(*row.shape, *x.shape[2:])
 
 
@@ -231,7 +231,7 @@ def _attend(
     need_weights: bool,
     window: tuple[int, int] | None,
 ) -> Any:
-    """Additive attention if v is given, else dot-product attention; masks and results agree."""
+    """Additive attention if v is given, else dot-product attention, with one interface."""
     if v is not None:
         return additive_attention(
             query,
@@ -258,7 +258,7 @@ def _attend(
 def _project(
     query: Tensor, key: Tensor, method: str, weight: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Query and key whose dot product, or additive score with v, is the score of the method."""
+    """Return query and key whose dot product, or additive score with v, is the method's score."""
     q, k = query.shape[2], key.shape[2]
     if method == "dot":
         if weight is not None:

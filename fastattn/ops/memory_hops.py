@@ -111,7 +111,7 @@ def memory_hop_attention(
                 return plan.first(call)
             u, _, _, weights = plan.all(call)
         except ValueError:
-            pass  # the complete path names a wrong size
+            pass  # the complete path below raises an error that names the argument
         else:
             return u, weights
     operator, arguments = _prepare(*tensors, *options)
@@ -161,7 +161,7 @@ def _prepare(
 
     in_memory = share(in_memory)
     out_memory = None if out_memory is None else share(out_memory)
-    if query.shape[-1] == 0:  # the score is the bias; one column of zeros keeps it so
+    if query.shape[-1] == 0:  # only the bias remains: a column of zeros adds 0 to the scores
         pad = torch.nn.functional.pad
         query, in_memory = pad(query, (0, 1)), pad(in_memory, (0, 1))
         out_memory = None if out_memory is None else pad(out_memory, (0, 1))

@@ -1,4 +1,4 @@
-"""Two partial results of attention made one: the specification."""
+"""Merges two partial results of attention: the specification."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def merge_states(
     Returns:
         ``(out, lse)`` with the shapes and dtypes of ``out_a`` and ``lse_a``. 16-bit outputs are
         merged in float32. A state whose lse is -inf contributes nothing, NaN and inf included, and
-        gets the gradient 0; where both are, out is 0 and lse is -inf. One whose lse is inf has the
-        whole weight, and two of them share it.
+        gets the gradient 0; if both are -inf, out is 0 and lse is -inf. A state whose lse is inf
+        has the whole weight; two such states share it.
 
     Raises:
         TypeError: An argument is not a tensor.

@@ -68,11 +68,11 @@ def scaled_dot_product_attention(
        T = round((1 - dropout_p) * 65536), and otherwise makes it 0
     8. ``out[i]`` is the sum of ``w * value[j]``
 
-    A fully masked row has ``out = 0``, weights 0 and ``lse = -inf`` (with ``sinks``: the sink), and
-    passes no gradient except that of ``lse`` to the sink. NaN or inf in a key or value that no
-    query can see never affects the result.
+    A fully masked row has ``out = 0``, weights 0 and ``lse = -inf`` (with ``sinks``: the sink). It
+    passes no gradient, except from ``lse`` to the sink. NaN or inf in a key or value that no query
+    can see never affects the result.
 
-    The first eight arguments, including their errors, are those of
+    The first eight arguments, including their errors, are the arguments of
     ``torch.nn.functional.scaled_dot_product_attention``. The shapes below have four dimensions. As
     in PyTorch, 2 (no batch, no head), 3 (no batch) or more than 4 are allowed, the batch dimensions
     broadcast, and so does a head dimension of 1. Jagged NestedTensors ``[B, Hq, *, D]`` (or
@@ -304,7 +304,7 @@ def _prepare(
         query, of_bias = _fold_bias(given.relative_bias, query, key, offset)
     if given.mask is not None:
         mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
-    if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
+    if query.shape[3] == 0:  # every score is 0, as with a column of zeros
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in of_bias[2:5])
         of_bias = (*of_bias[:2], *padded, *of_bias[5:])

@@ -17,7 +17,7 @@ from fastattn.library import Operator
 from fastattn.sinusoids import LAYOUTS
 
 plans = Plans()
-# Up to so many elements, writing them twice takes less time than a function of autograd in Python.
+# Up to this many elements, writing them twice is faster than an autograd function in Python.
 _FEW_ELEMENTS = 32768
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -59,7 +59,7 @@ def sinusoidal_encoding(
         layout: one of the four above.
         max_timescale: T, finite and at least 1.
         scale: multiplies ``x``; None is 1, the paper's is ``d ** 0.5``.
-        padding_idx: rows at this position get ``x * scale`` alone, PE = 0.
+        padding_idx: rows at this position get only ``x * scale``, PE = 0.
 
     Positions may be negative: PE(-p) has the opposite sines and the same cosines.
 
@@ -75,7 +75,7 @@ def sinusoidal_encoding(
             ``offset`` and ``positions``, or tensors on different devices.
     """
     signature, options = None, (layout, max_timescale, scale, padding_idx)
-    # Any offset has the same plan.
+    # All offsets share a plan.
     if type(offset) is int and -(2**62) <= offset < 2**62 and (positions is None or not offset):
         signature, plan = plans.find((x, positions), *options)
         if plan is not None:
@@ -91,8 +91,8 @@ def _planned(plan: Plan, x: Tensor, offset: int, positions: Tensor | None) -> Te
     if plan.requires_grad and torch.is_grad_enabled():
         if x.numel() > _FEW_ELEMENTS:
             return encode_positions(x, positions, replace(options, offset=offset))
-        # d out / d x = scale is the derivative of this product, whose node PyTorch makes and runs
-        # in C++. The kernel writes the result over its values, which no derivative reads.
+        # d out / d x = scale is the derivative of this product, whose node PyTorch creates and runs
+        # in C++. The kernel overwrites the values of the product, which no derivative reads.
         out = x * options.scale
     return plan.kernel(x, positions, options=options, offset=offset, out=out)
 
@@ -110,7 +110,7 @@ def sinusoidal_table(
 ) -> Tensor:
     """Return the encodings of positions ``offset``, ..., ``offset + length - 1``: [length, dim].
 
-    The arguments are those of :func:`sinusoidal_encoding`; ``dtype`` and ``device`` default to
+    The arguments are as in :func:`sinusoidal_encoding`; ``dtype`` and ``device`` default to
     PyTorch's defaults. No table is stored: a call costs about as much as reading one.
 
     Raises:

@@ -1,6 +1,6 @@
 """Plots of attention: heat maps and hops with matplotlib, and an interactive HTML page.
 
-matplotlib is an optional dependency (``pip install 'fastattn[plot]'``); :func:`html` needs nothing.
+matplotlib is an optional dependency (``pip install 'fastattn[plot]'``); :func:`html` needs none.
 The weights come from ``need_weights=True``, or from :func:`fastattn.capture`.
 """
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INCHES = 0.28  # per row or column
+_INCHES = 0.28  # inches per row or column
 _LARGEST = 14.0
 
 

@@ -67,7 +67,7 @@ def html(
         data = base64.b64encode(stack.contiguous().numpy().astype("<f4").tobytes()).decode()
         layers.append({"name": name, "shape": list(stack.shape), "x": x, "y": y, "data": data})
     if not layers:
-        raise ValueError("weights must hold those of at least one layer, got none")
+        raise ValueError("weights must hold the weights of at least one layer, got none")
     page = json.dumps({"picker": picker, "layers": layers}, ensure_ascii=False)
     template = resources.files("fastattn.plot").joinpath("page.html").read_text(encoding="utf-8")
     parts = {"title": markup.escape(title), "data": page.replace("<", "\\u003c")}

@@ -26,7 +26,7 @@ class MergeCase(NamedCase):
     spread: float = 2.0  # of lse
     apart: float = 0.0  # added to lse_b, and subtracted from it in every second row
     empty: tuple[str, ...] = ()  # states with empty rows: "a", "b", "both"
-    infinite: tuple[str, ...] = ()  # states with rows of lse = inf, none the same
+    infinite: tuple[str, ...] = ()  # states with rows of lse = inf, at different rows
     poison: bool = False  # NaN and inf in the outputs of empty states
     lse_float64: bool = False
     lse_float32: bool = False  # of outputs in float64

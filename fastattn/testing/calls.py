@@ -1,4 +1,4 @@
-"""What a proof runs: a primitive of a backend, or a public function with gradients."""
+"""The calls that a proof runs: a primitive of a backend, or a public function with gradients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fastattn.backends.primitives import extended
 
 Results = dict[str, Tensor]
 
-_ALWAYS = 7  # how many tensors at the beginning a backend takes, whatever the call
+_ALWAYS = 7  # the number of leading tensors that every backend takes in every call
 
 
 @functools.cache
 def declared(operator: str) -> library.Operator:
-    """The declaration of a primitive: its results, and those of its backward."""
+    """The declaration of a primitive: its results, and the results of its backward."""
     return next(op for op in library.operators.values() if op.name == operator)
 
 
@@ -44,8 +44,8 @@ class Operands:
     tensors: dict[str, Tensor | None]  # by the names of the primitive's parameters
     options: Any
     grads: Mapping[str, Tensor | None] = field(default_factory=dict)  # of out, lse, weights
-    of_backward: dict[str, bool] = field(default_factory=dict)  # the options that only it has
-    clean: Mapping[str, Tensor | None] = field(default_factory=dict)  # instead of NaN and inf
+    of_backward: dict[str, bool] = field(default_factory=dict)  # options of the backward only
+    clean: Mapping[str, Tensor | None] = field(default_factory=dict)  # without NaN and inf
 
     def __getattr__(self, name: str) -> Any:
         """A tensor, or the gradient of a result, by its name."""
@@ -56,7 +56,7 @@ class Operands:
             raise AttributeError(name) from None
 
     def changed(self, **changes: Any) -> Any:
-        """The same with other tensors, gradients (``grad_out``) or options; none is poisoned."""
+        """Return a copy with other tensors, gradients (``grad_out``) or options, unpoisoned."""
         options = changes.pop("options", self.options)
         clean = {name: x for name, x in self.clean.items() if name not in changes}
         tensors = {name: changes.pop(name, x) for name, x in self.tensors.items()}
@@ -67,7 +67,7 @@ class Operands:
 
     @property
     def args(self) -> tuple[Tensor | None, ...]:
-        """The tensors but for optional ones at the end, which a backend need not take."""
+        """The tensors without trailing optional tensors, which a backend need not take."""
         found = list(self.tensors.values())
         while found[-1] is None and len(found) > _ALWAYS:
             found.pop()
@@ -87,7 +87,7 @@ class Operands:
         return found
 
     def cleaned(self, convert: Callable[[Any], Any] = lambda x: x) -> Any:
-        """The same with finite tensors, each of them converted."""
+        """Return a copy with finite tensors, each of them converted."""
         tensors = {name: convert(self.clean.get(name, x)) for name, x in self.tensors.items()}
         grads = {n: convert(self.clean.get(f"grad_{n}", x)) for n, x in self.grads.items()}
         return replace(self, tensors=tensors, grads=grads, clean={})
@@ -117,17 +117,17 @@ class Operands:
         return {name: result.detach() for name, result in results.items()}
 
     def saved(self, results: Results) -> Results:
-        """The results of the forward as its backward gets them."""
+        """The results of the forward in the form that its backward takes."""
         return results
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the results that are not of the judged dtype."""
+        """The dtypes of the results that differ from the judged dtype."""
         own = {f"grad_{name}": x.dtype for name, x in self.tensors.items() if is_tensor(x)}
         wide = torch.promote_types(next(iter(own.values())), torch.float32)
         return {"lse": wide} | own
 
     def computed(self) -> dict[str, torch.dtype]:
-        """The dtypes that results are computed in, where that is not the judged dtype."""
+        """The dtypes in which results are computed, where they differ from the judged dtype."""
         return {}
 
 
@@ -135,10 +135,10 @@ class Operands:
 class Call(Operands):
     """The arguments of a public function by name, and the gradients of its results.
 
-    The floating tensors in ``tensors`` are differentiated, those in ``options`` are not.
+    The floating tensors in ``tensors`` are differentiated, tensors in ``options`` are not.
     """
 
-    plain: Callable[..., Any] | None = None  # another definition than the reference
+    plain: Callable[..., Any] | None = None  # a definition that replaces the reference
 
     def watched(self) -> dict[str, Tensor | None]:
         return {n: x for n, x in (super().watched() | self.options).items() if is_tensor(x)}

@@ -1,4 +1,4 @@
-"""What the cases of all operators share, and the case table of attention.
+"""Shared by the cases of all operators, and the case table of attention.
 
 A case is data: lengths, heads, mask, options, memory layout, which results carry a gradient.
 ``fastattn.testing.inputs`` makes its tensors. Add a value here to cover more.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import Weights
 
-# Tensors in memory where every byte around them is poison, so a wrong read changes the results
+# Every byte around the tensors is poison, so a read out of bounds changes the results.
 
 _GUARD = 2048  # poisoned elements before and after a tensor, a multiple of all vector widths
 
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, Callable[[_New, int, int, int, int], Tensor]] = {
     "expanded_dims": lambda new, b, h, n, d: new(b, h, n, min(d, 1)).expand(b, h, n, d),
     "expanded_all": lambda new, b, h, n, d: new(1, 1, 1, 1).expand(b, h, n, d),
 }
-# Those in which every element has a place of its own, but for the first.
+# The layouts without overlapping elements, except the first.
 STRIDED = [name for name in LAYOUTS if not name.startswith(("contiguous", "expanded"))]
 
 
@@ -60,8 +60,8 @@ def allocate(numel: int, dtype: torch.dtype) -> Tensor:
 def place(values: Tensor, layout: str = "contiguous") -> Tensor:
     """Return a tensor of ``layout`` inside poisoned memory, equal to ``values`` [..., H, L, D].
 
-    The dimensions before the last three are as one, B; missing ones are as 1. An expanded layout
-    repeats the first of the values along its dimension.
+    The dimensions before the last three count as one, B; missing dimensions count as 1. An expanded
+    layout repeats the first of the values along its dimension.
     """
     missing = 4 - values.ndim
     if missing < 0:
@@ -116,9 +116,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _Case = TypeVar("_Case", bound="NamedCase")
 
-# Cases whose gradients would be 0 up to rounding with a gradient of out alone also have one of lse:
-# a query with one visible key has a constant weight, and a bias that is equal for all keys changes
-# no weight. A relative bound cannot judge a gradient of 0.
+# With only a gradient of out, some gradients would be 0 up to rounding, which a relative bound
+# cannot judge: a query with one visible key has a constant weight, and a bias that is equal for all
+# keys changes no weight. Such cases also have a gradient of lse.
 SCALED = ("out", "lse")
 
 
@@ -130,7 +130,7 @@ class NamedCase:
     _: KW_ONLY
     dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
-    draw: int = 0  # another number: other random values
+    draw: int = 0  # the random values depend on it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ def drawn(
     sizes: Mapping[str, Sequence[Any]],
     options: Mapping[str, Sequence[Any]],
 ) -> Iterator[_Case]:
-    """Cases of any sizes, each with up to three options; every value comes up as often.
+    """Draw cases of random sizes, each with up to three options; every value is equally frequent.
 
     A key of ``sizes`` or ``options`` is a field, or several fields that are set together.
     """
@@ -237,7 +237,7 @@ class Draw:
     def placed(
         self, values: Tensor, layout: str = "contiguous", dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The values in the dtype of the case, or another one, in a layout."""
+        """The values in the dtype of the case, or another dtype, in a layout."""
         return place(values.to(dtype or self.dtype), layout)
 
     def seed(self, dropout_p: float) -> Tensor | None:

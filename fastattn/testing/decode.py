@@ -1,8 +1,8 @@
 """The cases of ``decode_attention`` and of ``append_to_cache``, and their proofs.
 
-Each sequence begins in a cache at the rows of ``leftpad``; what no sequence uses is NaN. Besides
-the new rows, appending may change no byte. A quantised row is judged as what it stands for: each
-element is within half the distance of neighbouring numbers of the one that was given.
+Each sequence begins in a cache at the rows of ``leftpad``; unused memory is NaN. Appending must not
+change any byte outside the new rows. A quantised row is judged by its dequantised values: each
+element is within half the distance of neighbouring numbers of the original element.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class CacheCase(HeadCase):
     capacity: int = 0  # keys per entry, or per row of the block table
     page: int = 0  # keys per page; 0: not paged
     leftpad: tuple[int, ...] = ()  # rows before the first key of each sequence
-    shuffled: bool = False  # the order of entries differs from that of the sequences
+    shuffled: bool = False  # entries are in another order than the sequences
     quantised: torch.dtype | None = None  # of the caches
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the other tensors, of the caches
 
     def places(self, draw: torch.Generator) -> Places:
-        """In any order, with three unused entries, or one after another."""
+        """Places in random order, with three unused entries, or consecutive places."""
         batch, page = len(self.lengths), self.page or self.capacity
         pages = -(-self.capacity // page)
         if not (self.page or self.shuffled):
@@ -59,7 +59,7 @@ class CacheCase(HeadCase):
 def filled(
     case: CacheCase, where: Places, rows: list[Tensor], width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A cache of the rows of each sequence, its scales, and what it stands for, with 0 for NaN."""
+    """A cache of the rows of each sequence, its scales, and its dequantised values, NaN as 0."""
     shape = (where.entries, case.of_values[0], where.page, width)
     cache = torch.full(shape, torch.nan, dtype=dtype)
     for b, x in enumerate(rows):
@@ -71,7 +71,7 @@ def filled(
         return place(cache, case.layouts[1]), None, torch.where(cache.isnan(), 0.0, cache)
     numbers, scales = reference.quantise(cache.double(), case.quantised)
     clean = (numbers.double() * scales.double()[..., None]).nan_to_num(0.0)
-    # NaN: any number, and a scale of NaN
+    # NaN becomes any number with a scale of NaN.
     placed = place(scales[..., None], case.layouts[1])[..., 0]
     return place(numbers, case.layouts[1]), placed, clean
 
@@ -86,12 +86,12 @@ class DecodeCase(AttentionCase, CacheCase):
     heads: int = 4
     kv_heads: int | None = 2
     queries: int = 1
-    values: str = "normal"  # ones; inf: normal, but the last of the first sequence
+    values: str = "normal"  # or ones; inf: normal, except the last value of the first sequence
     spread: float = 2.0  # the standard deviation of the queries
     head_dim: int = 32
     sinks: bool = False
     relative_bias: bool = False  # a table of distances
-    tree: str | None = None  # a draft tree; all: the same for all sequences, b: one for each
+    tree: str | None = None  # a draft tree; all: one for all sequences, b: one for each
 
 
 _SIZES: dict[str, Sequence[Any]] = {
@@ -136,7 +136,7 @@ def mixed(name: str, count: int) -> Iterator[DecodeCase]:
         yield replace(case, leftpad=leftpad, values=values)
 
 
-# More chunks than are merged at once, and a window that begins after the first one.
+# More chunks than are merged at once, and a window that begins after the first chunk.
 _LONG = DecodeCase("many-chunks", (9000,), 9000, kv_heads=1, head_dim=16, window=(6500, 0))
 DECODE_CASES = (*mixed("mixed", 240), _LONG)
 
@@ -215,7 +215,7 @@ class AppendCase(CacheCase):
     rotary: int = 0  # rotated columns; 0: no rotation
     interleaved: bool = False
     positions: str | None = None  # bl: any positions for each sequence
-    own_tables: bool = False  # of query's dtype, else float32
+    own_tables: bool = False  # tables of query's dtype instead of float32
 
 
 _APPEND_SIZES: dict[str, Sequence[Any]] = {
@@ -251,7 +251,7 @@ APPEND_CASES = tuple(_cases())
 
 @dataclass(frozen=True)
 class AppendInputs(Operands):
-    """The primitive's arguments, and where the new rows are."""
+    """The primitive's arguments, and the places of the new rows."""
 
     places: tuple[Tensor, Tensor] = field(kw_only=True)  # entries and rows of the caches, [B, L]
 
@@ -276,7 +276,7 @@ class AppendInputs(Operands):
         return self.define(reference)
 
     def define(self, backend: Any) -> Results:
-        """The same results in float64, by operations that have rules of rounding."""
+        """The results in float64, by operations that have rules of rounding."""
         tensors: dict[str, Any] = {n: double(x) for n, x in self.tensors.items()}
         tensors |= dict.fromkeys(_WRITTEN[2:])
         caches = {name: torch.zeros(tensors[name].shape).double() for name in _WRITTEN[:2]}
@@ -337,7 +337,7 @@ def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
 
 
 class _AppendProof(Proof):
-    """Judges quantised rows by the rows that they stand for."""
+    """Judges quantised rows by their dequantised values."""
 
     def judge(
         self, verdict: Verdict, case: Any, dtype: torch.dtype, results: Results, products: Any
@@ -352,7 +352,7 @@ class _AppendProof(Proof):
             scale, want = results[f"{name}_scales"].double(), exact[name]
             of_rows = want.abs().amax(-1) / QUANTISED[case.quantised]
             if not torch.allclose(scale, of_rows, rtol=1e-6, atol=0):
-                verdict.faults.append(f"the scales of {name} are not those of the largest elements")
+                verdict.faults.append(f"the scales of {name} do not match the largest elements")
             off = (results[name].double() * scale[..., None] - want).abs()
             step = of_rows[..., None]
             if case.quantised != torch.int8:  # three bits of mantissa, the least exponent is -6

@@ -23,7 +23,7 @@ _INF = float("inf")
 
 @dataclass(frozen=True)
 class _Operands(Operands):
-    # out and lse of other keys, which those that the backward gets include.
+    # out and lse of other keys, which are merged into the out and lse of the backward.
     elsewhere: tuple[Tensor, Tensor] | None = None
 
     def saved(self, results: Results) -> Results:
@@ -104,7 +104,7 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
 
 
 def of_one_head(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """The tensors [B, 1, ...] without the dimension of heads, others as they are."""
+    """Remove the dimension of heads from tensors [B, 1, ...]; leave others unchanged."""
     return {n: x if x is None or x.ndim < 4 else x[:, 0] for n, x in tensors.items()}
 
 
@@ -121,7 +121,7 @@ def make_mask(case: Any, sizes: tuple[int, ...], draw: Draw) -> Tensor | None:
 
 
 def _poisoned(case: Case, inputs: Operands) -> Operands:
-    """The inputs with NaN and inf in what no pair needs."""
+    """The inputs with NaN and inf in all elements that no visible pair needs."""
     pairs, groups = _visible(inputs), (inputs.key.shape[1], -1)
     hidden_keys = ~pairs.any(2).unflatten(1, groups).any(2)
     parts = []
@@ -266,9 +266,9 @@ MASKS: dict[str, _Mask] = {
 def of_documents(
     case: Case, draw: torch.Generator, rows: int = 1, *, returns: bool = False
 ) -> masks.Mask:
-    """Up to five documents; those of queries and keys begin at about the same share.
+    """Up to five documents, which begin at about the same fraction of queries and keys.
 
-    If one ``returns``, the last one has the number of the first.
+    With ``returns``, the last document has the id of the first.
     """
     starts = torch.rand((rows, 4), generator=draw).sort().values[:, :, None]
     of_queries, of_keys = ((torch.arange(n) >= starts * n).sum(1) for n in (case.q_len, case.k_len))
@@ -277,7 +277,7 @@ def of_documents(
 
 
 def _groups(case: Case, draw: torch.Generator) -> masks.Mask:
-    """Numbers in no order, of queries and keys; some occur on one side only."""
+    """Unsorted ids of queries and keys; some occur on one side only."""
     ids = [torch.randint(n, n + 5, (case.batch, length), generator=draw)
            for n, length in ((0, case.q_len), (2, case.k_len))]  # fmt: skip
     return masks.document(*ids)
@@ -288,7 +288,7 @@ def of_function(case: Case, draw: torch.Generator, mask_mod: masks.MaskMod) -> m
 
 
 def checkered(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Whole and empty blocks, and partial ones; other rows for each head and sequence."""
+    """Whole, empty and partial blocks; each head and sequence has different rows."""
     return ((q // 150 + k // 256 + b) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 300)
 
 

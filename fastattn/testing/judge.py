@@ -2,8 +2,9 @@
 
     max|x - ref| <= 4 noise + eps max|ref|
 
-ref is the operator on the same inputs in float64, noise the deviation of its definition by rounding
-alone, eps that of the dtype that x was computed in. docs/numerics.md explains the bound.
+ref is the operator on the same inputs in float64, noise the deviation of its definition by
+rounding, eps the machine epsilon of the dtype in which x was computed. docs/numerics.md explains
+the bound.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def deviations(
     eps_of: Mapping[str, torch.dtype] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[Deviation]:
-    """Measure each candidate; if some are not of ``dtypes`` or have a wrong shape, only these.
+    """Measure each candidate, or only the candidates with a wrong dtype or shape if there are any.
 
-    ``eps_of`` has the dtype of eps if that is not the candidate's. The noise is drawn until all
-    ratios are below one half, or as often as allowed, with the draws for earlier candidates.
+    ``eps_of`` has the dtype of eps if it is not the candidate's. The noise is drawn until all
+    ratios are below one half, or as often as allowed; draws for earlier candidates are reused.
     """
     eps_of, found = eps_of or {}, list[Deviation]()
     for name, dtype in (dtypes or {}).items():
@@ -134,13 +135,13 @@ class Verdict:
         return max((d.ratio for d in self.deviations), default=0.0)
 
     def add(self, found: Sequence[Deviation]) -> None:
-        """Record deviations, and those that are faults."""
+        """Record deviations, and which of them are faults."""
         self.deviations += found
         self.faults += [str(d) for d in found if not d.ok]
 
 
-# Results that are more exact than those of the definition in float64, by operator and dtype. The
-# tests of the project have some, for dtypes that are as exact as the definition.
+# Functions whose results are more exact than the definition in float64, by operator and dtype. The
+# tests of the project register some, for dtypes that are as exact as the definition.
 EXTENDED: dict[tuple[str, torch.dtype], Callable[[Any], Results]] = {}
 
 
@@ -152,7 +153,7 @@ class Proof:
     cases: Sequence[NamedCase]
     # The inputs of a case, calls.Operands or calls.Call, equal in every call, in poisoned memory.
     make: Callable[[Any, torch.dtype], Any]
-    # The results with the eps of the dtype that they are computed in, not of their own.
+    # The results whose eps is of the dtype in which they are computed.
     coarse: tuple[str, ...] = ()
 
     def __call__(self, case: Any, dtype: torch.dtype, target: Target) -> Verdict:
@@ -174,7 +175,7 @@ class Proof:
     def judge(
         self, verdict: Verdict, case: Any, dtype: torch.dtype, results: Results, products: Any
     ) -> None:
-        """Compare each result by the noise of the dtype that it is computed in."""
+        """Compare each result, with the noise of the dtype in which it is computed."""
         inputs, exact, noise_of = self.expected(case, dtype)
         if results.keys() != exact.keys():
             verdict.faults.append(f"results {sorted(results)}, want {sorted(exact)}")

@@ -59,7 +59,7 @@ HOPFIELD_CASES = (
 
 
 def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
-    # Implicit derivatives are those of a fixed point, so the steps must converge.
+    # Implicit derivatives assume a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0
     spreads = (1.0, sharp / case.head_dim**0.5 * 1.5)
     given = make_inputs(replace(case, spreads=spreads), dtype)

@@ -30,7 +30,7 @@ _Alone = tuple[slice, slice, Operands]  # the rows of queries and keys, and the 
 
 @dataclass(frozen=True)
 class Sequences(Operands):
-    """The arguments of a primitive, and the calls of attention for each sequence alone."""
+    """The arguments of a primitive, and a call of attention for each sequence."""
 
     alone: tuple[_Alone, ...] = ()
 
@@ -129,7 +129,7 @@ def _cached(inputs: Operands) -> Iterator[_Alone]:
 
 
 def _call(inputs: Operands, b: int, options: AttentionOptions, **own: Any) -> Operands:
-    """The call of sequence b, with what all sequences share."""
+    """The call of sequence b, with the shared arguments."""
     slopes = inputs.alibi_slopes
     own["alibi_slopes"] = None if slopes is None else slopes[b % slopes.shape[0]][None]
     names = ("seed", *_SHARED, "distance_buckets")
@@ -141,7 +141,7 @@ class VarlenCase(AttentionCase):
     """One call of ``varlen_attention`` and of its backward."""
 
     q_lengths: tuple[int, ...] = (5, 40, 1, 0, 17)
-    k_lengths: tuple[int, ...] | None = None  # None: those of the queries
+    k_lengths: tuple[int, ...] | None = None  # None: as q_lengths
     after: tuple[int, int] = (0, 0)  # rows of queries and keys after the last sequence, NaN
     bottom_right: bool = False
     sinks: bool = False
@@ -152,7 +152,7 @@ class VarlenCase(AttentionCase):
     grads: tuple[str, ...] = SCALED
 
 
-# Masks of fastattn.masks, made of documents and prefixes: those of all sequences, or of one.
+# Masks of fastattn.masks from documents and prefixes, of all sequences or of one.
 PROGRAMS: dict[str, Callable[[masks.Mask, masks.Mask], masks.Mask]] = {
     "causal": lambda documents, prefix: masks.causal(),
     "prefix": lambda documents, prefix: prefix & masks.sliding_window(30, -1),
@@ -168,7 +168,7 @@ _LAYOUTS = (
     *("expanded_heads", "expanded_dims"),
 )
 _CROSS = ((33, 0, 70, 1, 20, 9), (65, 4, 0, 129, 5, 9))
-# Sequences of one query use the kernel of decoding, others that of panels.
+# Sequences of one query use the decoding kernel, others use panels.
 _MIXED = ((1, 2, 1, 50, 1, 1), (530, 1030, 1, 70, 0, 9))
 _SIZES: dict[str, Sequence[Any]] = {
     "q_lengths k_lengths": [
@@ -256,7 +256,7 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype) -> Sequences:
 
 
 def biases(case: Any, draw: Draw, longest: int) -> dict[str, Tensor | None]:
-    """The sinks and the relative bias, with two distances more than there are."""
+    """The sinks and the relative bias, with two distances more than needed."""
     sinks = (2 * draw.normal(1, case.heads)).to(draw.wide) if case.sinks else None
     table = draw.normal(1, case.heads, 2 * longest + 1) if case.relative_bias else None
     return {"sinks": sinks, "relative_bias": table if table is None else table.to(draw.wide)}

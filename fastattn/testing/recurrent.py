@@ -1,4 +1,4 @@
-"""The cases of additive and of Luong's attention, whose inputs are those of attention."""
+"""The cases of additive and of Luong's attention, on the inputs of attention."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _LUONG_OPTIONS: dict[str, Sequence[Any]] = {
 }
 LUONG_CASES = (
     LuongCase("plain"),
-    # Keys that are one in memory are not padding and others.
+    # Keys that share memory cannot be padding and real at once.
     *(case for case in drawn(LuongCase("mixed"), 44, _LUONG_SIZES, _LUONG_OPTIONS)
       if not (case.poison and case.layouts[0].startswith("expanded"))),
 )  # fmt: skip

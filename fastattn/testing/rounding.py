@@ -1,4 +1,4 @@
-"""The deviation of a result by rounding alone, measured by Monte Carlo arithmetic.
+"""The deviation of a result by rounding only, measured by Monte Carlo arithmetic.
 
 A definition is evaluated several times in float64. In every evaluation each operation adds an error
 as large as rounding to the judged dtype, with a random sign and size. The deviation of the results
@@ -35,7 +35,7 @@ class Noise:
 
     ``definition`` computes the results in float64 on the CPU, deterministically. Elements whose
     reference is not finite are ignored. ``noise[name]`` is the maximum over all draws; ``largest``
-    is that of the draws so far, which only grows.
+    is the maximum over the draws so far.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ def _is_double(x: Any) -> bool:
 
 
 def _packets(names: str) -> list[Any]:
-    """Some versions of PyTorch lack some of them."""
+    """The operators of these names; some versions of PyTorch lack some of them."""
     return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
 
 
-# How many terms each result of a sum has, by the result and the arguments.
+# The number of terms of each element of a sum, from the result and the arguments.
 _ACCUMULATIONS = _packets("index_put index_put_ index_add scatter_add")
 _TERMS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys(_packets("mm bmm mv dot"), lambda _, a, b: a.shape[-1]),
@@ -198,8 +198,7 @@ def _squares(func: Any, result: Tensor, args: Any, kwargs: Any) -> tuple[Tensor,
     return (squares / terms if operation is aten.mean else squares), terms
 
 
-# What PyTorch itself writes as steps, and what it writes with factors of 1 or in its private
-# operations.
+# Operators that PyTorch decomposes, some with factors of 1 or into private operators.
 _COMPOSITES = frozenset(
     _packets(
         "_softmax _safe_softmax _softmax_backward_data _log_softmax logsumexp logaddexp silu"
@@ -216,7 +215,7 @@ def _add_product(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha:
 def _var_mean(
     x: Tensor, dims: Any, unbiased: bool = False, keepdim: bool = False, *, correction: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As normalisation needs it: without a correction."""
+    """Variance and mean without a correction, as normalisation needs them."""
     assert not unbiased
     assert not correction
     mean = x.mean(dims, keepdim=True)

@@ -40,8 +40,7 @@ class Target:
         return self.isa == isa.split(",")[0]  # after the comma: dtypes with another one
 
     def has_own_kernel(self, op: str, dtype: torch.dtype) -> bool:
-        """Is there something to test that no other target has? Emulated tiles run few kernels;
-        the others are those of the vectors below them."""
+        """Whether this target has its own kernel; the vectors below emulated tiles run most."""
         if self.isa != "amx_bf16_emulated":
             return True
         return op in self.module.ON_TILES and dtype in self.module.DTYPES_ON_TILES
@@ -56,7 +55,7 @@ class Target:
         native = importlib.import_module("fastattn._cpu")
         before = native.build_info()["isa"]
         native.set_isa(self.isa)
-        sizes = native.set_all_sizes_on_tiles(True)  # else few of the small cases would run there
+        sizes = native.set_all_sizes_on_tiles(True)  # otherwise few small cases would use tiles
         try:
             yield self.module
         finally:
@@ -64,7 +63,7 @@ class Target:
             native.set_isa(before)
 
     def placed(self, inputs: Any) -> Any:
-        """The inputs of a case, where the target takes them."""
+        """The inputs of a case, on the device of the target."""
         return inputs
 
     def results(self, backend: Any, inputs: Any) -> dict[str, torch.Tensor]:
@@ -76,13 +75,13 @@ class Target:
         return results
 
     def dtype_of_products(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that the factors of products may be rounded to."""
+        """The dtype to which the factors of products may be rounded."""
         return dtype
 
 
 @dataclass(frozen=True)
 class OnGpu(Target):
-    """A backend of the GPU, where the tensors of a case are copied to."""
+    """A backend on the GPU, to which the tensors of a case are copied."""
 
     device: str = "cuda"
 
@@ -93,7 +92,7 @@ class OnGpu(Target):
         return hasattr(self.module, op) and dtype != torch.float64
 
     def dtype_of_products(self, dtype: torch.dtype) -> torch.dtype:
-        """The same; tf32 has the fraction of float16."""
+        """The dtype to which factors may be rounded; tf32 has the precision of float16."""
         return torch.float16 if dtype == torch.float32 and allows_tf32() else dtype
 
 

@@ -1,4 +1,5 @@
-// Activations of the hidden units of an MLP, applied to the sums of a product while they are in cache.
+// Activations of the hidden units of an MLP, applied to the sums of a product while they are in
+// cache.
 #pragma once
 #include "../../params.h"
 #include "../simd/math.h"
@@ -7,8 +8,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// erfc(z) / 2 for z >= 0:  t e^(P(t) - z^2) / 2  with  t = 1 / (1 + z / 2).  P is fitted to z <= 9.5,
-// with an absolute error of 3e-7, which is the relative error of the result.
+// erfc(z) / 2 for z >= 0:  t e^(P(t) - z^2) / 2  with  t = 1 / (1 + z / 2).  P is fitted to
+// z <= 9.5, with an absolute error of 3e-7, which is the relative error of the result.
 FASTATTN_INLINE VecF half_erfc(VecF z) {
   const VecF t = 1.0f / (1.0f + 0.5f * z);
   const VecF p =
@@ -31,7 +32,8 @@ FASTATTN_INLINE VecF gelu(VecF x) {
   return x * select<float>(x < 0.0f, tail, 1.0f - tail);
 }
 
-// Its approximation by tanh:  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2  =  x sigmoid(2 ...)
+// The tanh approximation of gelu:
+//   x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2  =  x sigmoid(2 ...)
 FASTATTN_INLINE VecF gelu_tanh(VecF x) {
   return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
 }
@@ -58,7 +60,7 @@ inline void activate(MlpActivation activation, float* y, int64_t count) {
       return apply<silu>(y, count);
   }
 }
-// In float64 there are none: no layer is fused.
+// No activation in float64: its layers are not fused.
 inline void activate(MlpActivation, double*, int64_t) {}
 
 }  // namespace

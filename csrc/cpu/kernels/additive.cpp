@@ -127,7 +127,7 @@ class Backward : AdditiveRows<P> {
     const int64_t keys = x.direct ? 0 : p.B * p.Lk;
     const auto run_task = [&](Buffers& f, int64_t t)
                               __attribute__((noinline)) { chunk(f, t / x.chunks, t % x.chunks); };
-    if (team == 1) {  // without OpenMP, which a small call would notice
+    if (team == 1) {  // without OpenMP, whose overhead matters for a small call
       Buffers f = allocate(thread_scratch(allocate(nullptr).bytes));
       prepare_vectors(f);
       for (int64_t t = 0; t < tasks; ++t) run_task(f, t);

@@ -36,7 +36,7 @@ constexpr double kHalfLn2High<double> = 0x1.62e42fefa3000p-2;
 template <>
 constexpr double kHalfLn2Low<double> = 1.4117645281515789e-13;
 
-// The bits of a vector, whose sums may overflow.
+// Integers of a vector's bits; their sums may overflow.
 template <class T>
 struct WordsOf {
   typedef VecU type;
@@ -46,8 +46,9 @@ struct WordsOf<double> {
   typedef uint64_t type __attribute__((vector_size(kVectorBytes), may_alias));
 };
 
-// e^(2 x) for |x| <= kFactoredLimit; any number in other lanes, which the caller replaces. The argument is reduced before the multiplication by log2(e),
-// because rounding the product first would cost |x| units in the last place.
+// e^(2 x) for |x| <= kFactoredLimit; other lanes are undefined, and the caller replaces them. The
+// argument is reduced before the multiplication by log2(e), because rounding the product first
+// would cost |x| units in the last place.
 template <class T>
 FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
   constexpr T kRound = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);  // 1.5 * 2^23, 2^52
@@ -153,9 +154,9 @@ FASTATTN_INLINE void gradient_tile(const T* eq, const T* ek, const T* g, int64_t
   store(dv, load(dv) + sum);
 }
 
-// The same from q, k and the bias through tanh, for large, infinite and NaN values. q and k are
-// added first: where they cancel, the sum is exact. A key that the query may not see has g = 0 and
-// is skipped.
+// The gradients of one panel from q, k and the bias through tanh, for large, infinite and NaN
+// values. q and k are added first: where they cancel, the sum is exact. An excluded key has g = 0
+// and is skipped.
 template <class T>
 __attribute__((noinline)) T score_exactly(const T* q, int64_t q_panel, const T* k, int64_t k_panel,
                                           const T* bias, const T* v, int64_t panels) {

@@ -177,7 +177,7 @@ class AdditiveRows {
     if (!(f.query_top <= f.limit)) return;
     exponentials(f.q, to, f.eq);
     if (x.bias == nullptr) return;
-    // e^2(q + b) as a product: a sum of large q and b would be rounded before it meets k.
+    // e^2(q + b) as a product: a sum of large q and b would be rounded before k is added.
     for (int64_t n = 0; n < panels; ++n) {
       const Vec<T> eb = exp_twice<T>(load(f.b + n * W));
       for (int64_t r = 0; r < to; ++r) {
@@ -187,8 +187,8 @@ class AdditiveRows {
     }
   }
 
-  // Returns whether the block is stored in the factored form, e^2k. A block that is there already,
-  // as for the backward pass of a few keys, stays.
+  // Returns whether the block is stored in the factored form, e^2k. A block that is staged already
+  // is reused, as in the backward pass of a few keys.
   bool stage_keys_block(Buffers& f, int64_t b, int64_t j0, int64_t rows) const {
     const Source from = row(p.k, b, j0);
     const int64_t to = round_up(rows, W), *stride = p.k.stride;

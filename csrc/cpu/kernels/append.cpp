@@ -38,7 +38,7 @@ class Append {
     const double elements = static_cast<double>(p.B * p.L) * ((p.Hq + p.Hkv) * p.D + p.Hkv * p.Dv);
     const int64_t tokens = p.B * p.L;
     const int team = team_size(p.threads, tokens, kFlopsPerElement * elements);
-    // Of all rows before the first is written.
+    // All scales are checked before any row is written.
     int fault = static_cast<int>(AppendFault::none);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
@@ -254,7 +254,7 @@ class Append {
     }
     for (int64_t d = begin; d < end; ++d) to[d] = from[d];
   }
-  // The same into scratch, as T. Where S is T, the one above is the better match.
+  // Copies into scratch, as T. Where S is T, overload resolution prefers the function above.
   template <class X>
   static void copy(Row<S> from, Row<X> to, int64_t begin, int64_t end) {
     for (int64_t d = begin; d < end; ++d) to[d] = static_cast<X>(widen(from[d]));

@@ -1,7 +1,6 @@
 // Block sizes are pure functions of the dtype and the head dims. They never depend on the batch,
-// the threads or the load, so the bits of a row do not depend on these. The budgets assume 32 KiB
-// of L1 and 1 MiB of L2 cache per core. With 512 KiB of L2 (Zen 3) half of the keys and a quarter of
-// the queries gave 0.98 of the speed at heads of 128, and nothing at 64.
+// the threads or the load, so neither do the bits of a row. The budgets assume 32 KiB of L1 and
+// 1 MiB of L2 cache per core. Smaller blocks were not faster with 512 KiB of L2 (Zen 3).
 #pragma once
 #include "policy.h"
 

@@ -9,8 +9,8 @@
 // dot products run at once and are summed over their lanes together. Outputs stay in registers for
 // a block.
 //
-// Quantised rows are widened in registers, or multiplied as integers (decode_integers.h). Their scales
-// multiply one score and one weight a row, not its columns: q . (c k) = c (q . k), and
+// Quantised rows are widened in registers, or multiplied as integers (decode_integers.h). Their
+// scales multiply one score and one weight a row, not its columns: q . (c k) = c (q . k), and
 // p (c v) = (p c) v.
 #pragma once
 #include "../threads.h"
@@ -24,12 +24,12 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kMostDecodedRows = 64;  // of queries per pass over the keys
+constexpr int64_t kMostDecodedRows = 64;  // query rows per pass over the keys
 
-// Whether a panel of queries would be slower: up to an eighth of its lanes; up to a quarter where
-// rows are not narrow and not few, and nothing but a window is asked of a pair. 5 to 8 queries then
-// take 0.4 to 0.95 of the time (Zen 4). With 16 columns, 8 keys, a mask or a softcap they would take
-// up to twice as long. Not measured with narrower vectors, nor beside tiles.
+// Whether decoding is faster than a panel of queries: for queries that fill up to a quarter of a
+// vector, or up to half of it where rows are wide and many and the call has no option but a window.
+// Half of a vector is slower with narrow rows, few keys, a mask or a softcap (Zen 4), and was not
+// measured with narrower vectors or on a processor with tiles.
 template <class P>
 bool has_few_queries(const Sequence& p) {
 #if defined(FASTATTN_BASE)
@@ -44,8 +44,8 @@ bool has_few_queries(const Sequence& p) {
   return p.Lq * (measured && plain ? 2 : 4) <= W;
 }
 
-// Whether a sequence is decoded: few rows per key head and no option that is rare in decoding. Only this
-// kernel reads pages: the caller makes sure that it can.
+// Whether this kernel serves a sequence: few rows per key head and no option that is rare in
+// decoding. No other kernel reads pages, so the caller has made sure that this one can.
 template <class P>
 bool is_decoded(const Sequence& p) {
   if (p.pages != nullptr) return true;
@@ -86,8 +86,8 @@ class Decode {
   static constexpr int kPerLane = kPaired ? 2 : 1;  // elements of a row in a lane
   static constexpr int64_t kChunk = 512;            // keys per task
   static constexpr int64_t kBlock = kDecodeBlock;
-  // Bytes of a row up to which several rows are read at a time. With wider rows, the processor's
-  // prefetcher no longer sees one stream: 0.7 to 0.9 of the speed from the last cache (Zen 4).
+  // Bytes of a row up to which several rows are read at a time. Wider rows defeat the processor's
+  // prefetcher, which then no longer sees one stream (Zen 4).
   static constexpr int64_t kNarrow = 128;
 
  public:
@@ -140,8 +140,9 @@ class Decode {
   const int64_t dim, dim_v, chunks_;
 
   // A state is {o [rows][dim_v], m [rows], l [rows]}: the output, the maximum, and the sum of
-  // exponentials. Of pairs, the first of two vectors of o holds the even columns. So does that of q
-  // where words are not pairs. Of integers, columns of o are in the order of join_values().
+  // exponentials. With kPaired, the first of two vectors of o holds the even columns, and so does
+  // the first of two vectors of q unless words are pairs. With `integers`, the columns of o are in
+  // the order of join_values().
   struct Buffers {
     Word* q;      // [rows][dim], zero beyond D
     T* s;         // [rows][kBlock]
@@ -383,7 +384,7 @@ class Decode {
     });
   }
 
-  // The products of a block to the weights of its values, in place.
+  // Turns the products of a block into the weights of its values, in place.
   void weigh(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) const {
     if constexpr (kScaled) {
       scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
@@ -397,7 +398,7 @@ class Decode {
     }
   }
 
-  // The scales of rows [j0, j1), and 1 beyond, where rows are not visible.
+  // The scales of rows [j0, j1), and 1 up to the end of the block, where rows are not visible.
   void scales_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j0, int64_t j1, float* to) const {
     read_scales(scale_rows(x, b, hk, p.pages, p.page_size), j0, j1, to);
     for (int64_t j = j1; j < j0 + kBlock; ++j) to[j - j0] = 1.0f;
@@ -453,8 +454,9 @@ class Decode {
   }
 
   // s[r][j] = q_r . k_j for R rows. Keys are read in memory order, kTogether of them at a time, for
-  // which a vector of a query is loaded once. Lanes are summed as soon as there is a vector of sums.
-  // Past the last key, the last key is read again; the results stay within the block of scores.
+  // which a vector of a query is loaded once. Lanes are summed as soon as there is a vector of
+  // sums. Past the last key, the last key is read again; the results stay within the block of
+  // scores.
   template <int R, int kTogether, class Rows>
   __attribute__((noinline)) void products(const Word* q, Stream<Rows> k, int64_t nk, T* s) const {
     constexpr int kKeys = W / R;
@@ -590,7 +592,7 @@ class Decode {
     }
   }
 
-  // The same sums for a block with NaN or inf values: a weight of zero adds nothing.
+  // Weighted sums of a block with NaN or inf values: a weight of zero adds nothing.
   template <int R, int C, bool kWhole, class Rows>
   __attribute__((noinline)) void visible_only(const T* s, Stream<Rows> v, int64_t nk, int64_t d0,
                                               Vec<T>* acc) const {

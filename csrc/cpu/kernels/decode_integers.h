@@ -18,12 +18,12 @@ namespace {
 constexpr bool kHasIntegers = kVectorBytes == 64;
 
 constexpr int64_t kBytes = kVectorBytes;  // elements of a vector of bytes
-constexpr int kQuads = kLanes<float>;     // of four bytes each in a vector
+constexpr int kQuads = kLanes<float>;     // groups of four bytes in a vector
 // |q . k| <= 128 * 32639 * 512 < 2^31
 constexpr int64_t kWidestInteger = 512;
 
-// Whether this processor has the instruction, and rows of so many columns fit. Tests run its emulation
-// where AVX-512 is emulated.
+// Whether this processor has the instruction and sums over this many columns cannot overflow. Where
+// AVX-512 is emulated, so is the instruction.
 FASTATTN_INLINE bool multiplies_bytes(int64_t columns) {
 #if FASTATTN_EMULATED_AVX512
   return columns <= kWidestInteger;
@@ -33,9 +33,8 @@ FASTATTN_INLINE bool multiplies_bytes(int64_t columns) {
 #endif
 }
 
-// Fewer query rows do not repay putting rows into the order of the products: with one or two rows of
-// 128 columns 0.8 to 0.9 of the speed of widened rows, with four the same, with eight 1.2 to 1.3, with
-// sixteen and more 1.3 to 1.5 (Zen 5).
+// With fewer query rows, reordering the cached rows takes longer than the integer products save
+// (Zen 5).
 constexpr int64_t kFewestIntegerRows = 3;
 
 // sum[l] += a[4 l] b[4 l] + ... + a[4 l + 3] b[4 l + 3], a unsigned, b signed
@@ -43,7 +42,7 @@ FASTATTN_INLINE VecI add_bytes(VecI sum, VecI a, VecI b) {
 #if FASTATTN_EMULATED_AVX512
   return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif FASTATTN_AVX512
-  // Not the intrinsic: kernels are compiled for processors without it.
+  // Inline assembly, because the kernels are compiled without VNNI, which the intrinsic requires.
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
 #else
@@ -86,7 +85,7 @@ FASTATTN_INLINE VecI load_bytes(const Int8* p, int64_t count) {
 struct IntegerQueries {
   int8_t* bytes;  // [rows][2][dim]: high, low; zero beyond D
   float* unit;    // [rows] NaN where an element is not finite
-  int32_t* bias;  // [rows] what k + 128 adds to q . k, in units
+  int32_t* bias;  // [rows] the excess of q . (k + 128) over q . k, in units
   int64_t dim;    // a multiple of kBytes
 
   FASTATTN_INLINE const int8_t* high(int64_t r) const { return bytes + 2 * r * dim; }
@@ -123,8 +122,8 @@ struct IntegerQueries {
   static constexpr int W = kLanes<float>;
 };
 
-// Prefetches the rows that are read next, of `bytes` bytes, in so many steps of the products: all at
-// once would leave the memory idle in between.
+// Prefetches the rows that are read next, of `bytes` bytes each, spread over `steps` steps of the
+// products, so that the memory is never idle.
 class Ahead {
  public:
   FASTATTN_INLINE Ahead(const Stream<AnyRows<Int8>>& rows, int64_t bytes, int64_t steps)
@@ -139,9 +138,9 @@ class Ahead {
   int64_t at_ = 0;
 };
 
-// The keys of a block with keys across the lanes: of each sixteen keys, vector d has four columns from
-// 4 d on, as k + 128, because the instruction takes signed bytes on one side only. Past the last key it
-// is read again.
+// Reorders the keys of a block, with keys across the lanes: of each sixteen keys, vector d has the
+// four columns from 4 d on, as k + 128, because the instruction takes signed bytes on one side
+// only. Lanes past the last key repeat it.
 __attribute__((noinline)) inline void join_keys(const Int8* const* k, int64_t nk, int64_t D,
                                                 int8_t* to) {
   const int64_t dim = round_up(D, kBytes);
@@ -166,7 +165,8 @@ FASTATTN_INLINE VecI splat_bytes(const void* p) {
   return (VecI)splat(quad);
 }
 
-// s[r][j] = q_r . k_j for R rows, keys [0, nk) of a block from join_keys(). C vectors of keys at a time.
+// s[r][j] = q_r . k_j for R rows, keys [0, nk) of a block from join_keys(). C vectors of keys at a
+// time.
 template <int R>
 __attribute__((noinline)) void integer_products(const IntegerQueries& q, int64_t r0,
                                                 const int8_t* k, int64_t nk, int64_t D,
@@ -223,9 +223,9 @@ struct IntegerWeights {
   }
 };
 
-// The values of a block in the order of the products, four keys in each 32 bits: of each 64 columns
-// four vectors, lane 4 n + m of vector i has column 16 n + 4 i + m. Past the last key it is read
-// again; its weight is 0.
+// Reorders the values of a block for the products, four keys in each 32 bits. Each 64 columns are
+// four vectors, and lane 4 n + m of vector i has column 16 n + 4 i + m. Past the last key it is
+// repeated, with a weight of 0.
 __attribute__((noinline)) inline void join_values(const Int8* const* v, int64_t nk, int64_t Dv,
                                                   int8_t* to) {
 #if FASTATTN_AVX512
@@ -248,7 +248,7 @@ __attribute__((noinline)) inline void join_values(const Int8* const* v, int64_t 
 #endif
 }
 
-// The columns of an output that was summed in the order of join_values, as they are.
+// Restores the order of the columns of an output that was summed in the order of join_values().
 FASTATTN_INLINE void reorder_columns(const float* from, int64_t count, float* to) {
   for (int64_t d = 0; d < count; d += kBytes)
     FASTATTN_UNROLL for (int n = 0; n < 4; ++n) FASTATTN_UNROLL for (int i = 0; i < 4; ++i)

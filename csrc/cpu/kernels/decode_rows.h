@@ -1,4 +1,4 @@
-// Where the rows of a cache are that decoding reads, and what it prefetches.
+// The addresses of the cache rows that decoding reads, and their prefetching.
 #pragma once
 #include "../simd/simd.h"
 
@@ -6,14 +6,14 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kDecodeBlock = 64;  // keys whose scores decoding holds at once
+constexpr int64_t kDecodeBlock = 64;  // keys per block of scores in decoding
 
-// The processor's prefetcher stops at the end of a 4 KiB page. So while row j is read, row j of those
-// that are read next is prefetched into the L2 cache: 1.1 to 1.3 times the speed on Zen 3, 1.3 to 1.6
-// on an Intel Xeon (Emerald Rapids, caches of more than L2), the same on Zen 4. Not measured on Arm.
+// The processor's prefetcher stops at the end of a 4 KiB page. So while row j of a block is read,
+// row j of the next block is prefetched into the L2 cache. This is faster on Zen 3 and Emerald
+// Rapids, equally fast on Zen 4, and not measured on Arm.
 constexpr bool kPrefetchesInOrder = kRegisters == 16 || kVectorBytes == 64;
 
-// The addresses of the rows of a block, of elements S, wherever they are.
+// The rows of a block at arbitrary addresses, of elements S.
 template <class S>
 struct BlockRows {
   const S* at[kDecodeBlock];
@@ -24,8 +24,7 @@ struct AnyRows {
   const S* const* at;
   FASTATTN_INLINE const S* row(int64_t j) const { return at[j]; }
 };
-// Rows at one distance from each other: without the look-up a token reads its cache 1.15 times as fast
-// in float32 (Zen 5).
+// Rows with a constant stride, which need no look-up of addresses.
 template <class S>
 struct EvenRows {
   const S* first;
@@ -33,13 +32,13 @@ struct EvenRows {
   FASTATTN_INLINE const S* row(int64_t j) const { return first + j * stride; }
 };
 
-// The rows of a block, and those that are read next.
+// The rows of a block, and the rows to prefetch meanwhile.
 template <class Rows>
 struct Stream {
   Rows now, next;
   int64_t next_count, turns = 1, turn = 0;
   FASTATTN_INLINE auto row(int64_t j) const { return now.row(j); }
-  // Of row j, the lines of `bytes` bytes from element d on.
+  // Prefetches `bytes` bytes of row j, from element d on.
   FASTATTN_INLINE void prefetch(int64_t j, int64_t d, int64_t bytes) const {
     if (j >= next_count || (j & (turns - 1)) != turn) return;
     const char* at = reinterpret_cast<const char*>(next.row(j) + d);

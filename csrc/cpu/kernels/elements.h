@@ -1,6 +1,6 @@
 // Elements of a tensor in float32, bf16 or fp16, whose dtype is known at run time. The kernels that
-// compute in float32 convert elements only where they pack or write a block, so that one kernel serves
-// the three dtypes.
+// compute in float32 convert elements only where they pack or write a block, so that one kernel
+// serves the three dtypes.
 #pragma once
 #include "../../params.h"
 #include "../simd/convert.h"
@@ -9,7 +9,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Whether there are kernels of a dtype. Tests that need one alone compile several times faster.
+// Whether kernels of a dtype are compiled. Tests that need only one dtype compile much faster.
 constexpr bool has_kernels([[maybe_unused]] DType dtype) {
 #if defined(FASTATTN_ONLY_DTYPE)
   return dtype == DType::FASTATTN_ONLY_DTYPE;
@@ -22,7 +22,7 @@ FASTATTN_INLINE int64_t bytes_of(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }
 
-// A pointer to such elements.
+// A pointer to elements whose dtype is known at run time.
 class Elements {
  public:
   Elements(void* data, DType dtype) : at_(static_cast<char*>(data)), dtype_(dtype) {}
@@ -60,7 +60,7 @@ FASTATTN_INLINE const void* address_of(const S* at) {
 }
 FASTATTN_INLINE const void* address_of(Elements at) { return at.address(); }
 
-// The elements if they are of type T, in their place, else null.
+// The address of the elements if they are of type T, else null.
 template <class T, class S>
 FASTATTN_INLINE const T* in_place(const S* from) {
   if constexpr (kSame<T, S>) return from;

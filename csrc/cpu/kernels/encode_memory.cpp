@@ -1,5 +1,5 @@
 // Sentences as memories, m_i = sum_j l_j o A[x_ij] + T_i, and the gradients of A and T. A sentence
-// of padding alone has m_i = 0.
+// of only padding has m_i = 0.
 //
 // The embeddings [B, N, J, D] are never stored. The rows of a sentence's words are added in
 // registers, one block of columns at a time.

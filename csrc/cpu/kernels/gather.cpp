@@ -1,5 +1,5 @@
-// The rows of the sequences of a cache, one after the other, where a kernel reads no pages or no
-// quantised rows: with the scale c_j of row x_j of a quantised cache
+// Gathers the rows of each sequence of a cache, for kernels that read neither pages nor quantised
+// rows. With the scale c_j of row x_j of a quantised cache,
 //
 //   to[b, h, j] = c_j x_j,  begin_b <= j < length_b
 //
@@ -20,7 +20,7 @@ template <class S>
 class Gather {
   typedef decltype(widen(S())) T;
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 64;           // of a task
+  static constexpr int64_t kRows = 64;           // per task
   static constexpr double kFlopsPerElement = 4;  // the time of one element, in flops
 
  public:

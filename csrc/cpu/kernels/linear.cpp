@@ -1,9 +1,9 @@
 // A linear layer:  y = f(x W^T + b), and the matrix products of its backward pass.
 //
-// The tiles are those of attention. 32 rows of x are transposed once into a panel, with the rows
-// across the lanes. The weight is read in place, by broadcast, and never packed. So there is
+// The products use the tiles of attention. 32 rows of x are transposed once into a panel, with the
+// rows across the lanes. The weight is read in place, by broadcast, and never packed. So there is
 // nothing to cache, and a small layer pays for no preparation. The reduction is split into blocks
-// of a fixed length that are added in order. An element's bits therefore depend on K alone, not on
+// of a fixed length that are added in order. An element's bits therefore depend only on K, not on
 // the other rows, the split into tasks, or the threads.
 #include "../threads.h"
 #include "activation.h"
@@ -30,7 +30,7 @@ class Linear {
   static constexpr int kRows = kTransposed ? P::kOutputRows : P::kScoreRows;
   static constexpr int64_t kReduced = kReducedWords * P::kPerWord;  // a panel's part fits L1
   static constexpr int64_t kRowsOfTask = 256;                       // of x
-  static constexpr int64_t kStaged = 96;  // of N: a staged block shares L2 with both
+  static constexpr int64_t kStaged = 96;  // rows of N: a staged block shares L2 with x and y
 
  public:
   explicit Linear(const LinearParams& params)
@@ -116,7 +116,8 @@ class Linear {
     }
   }
 
-  // pack_panel of a transposed x, such as the gradient in that of the weight: no transposition.
+  // pack_panel for an x that is transposed in memory, as in the gradient of the weight: the panel
+  // needs no transposition.
   void pack_dense_columns(Source x, int64_t columns, int64_t lanes, Word* to) const {
     if constexpr (P::kPerWord == 2)
       stage_row_pairs(x, p.x_stride[1], 1, columns, lanes, to, lanes);

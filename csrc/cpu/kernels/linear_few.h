@@ -16,11 +16,11 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Both kernels split the reduction into blocks of so many words, and add the blocks in order.
+// Both kernels split the reduction into blocks of this many words, and add the blocks in order.
 constexpr int64_t kReducedWords = 256;
 
-// Each row of a panel is a stream of its own. The prefetcher of Intel's cores follows 32 streams;
-// these run the instruction set without BF16.
+// Each row of a panel is a separate stream. The prefetcher of Intel's cores follows 32 streams, and
+// Intel's cores run the instruction set without BF16.
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
 template <class T>
 constexpr int64_t kPanelRows = 32;
@@ -31,9 +31,9 @@ constexpr int64_t kPanelRows = kSame<T, double> ? 32 : 64;
 constexpr int64_t kLinesAhead = 4;
 #endif
 
-// What a panel of the weight holds in a lane: a word, or elements of 16 bits that are widened where
-// they are used; they take half the memory of a panel of floats, and writing one takes longer than
-// widening. Those of bf16 are two in a lane of 32 bits.
+// The contents of a lane in a panel of the weight: a word, or elements of 16 bits that are widened
+// at each use, because writing a panel of floats, twice as large, takes longer than widening. A
+// lane of 32 bits holds two bf16 elements.
 template <class P, class S>
 struct Packed {
   typedef typename P::Word type;
@@ -77,11 +77,11 @@ class FewRows {
   static constexpr int64_t kChunk = kLine / P::kPerWord;  // words of a panel: one line of each row
   static constexpr int64_t kAhead = kLinesAhead * kLine;  // elements
   static constexpr int kRows = kSquareRows<E>;
-  // As many sums as the registers hold; three rows take those of four vectors, too.
+  // As many sums as the registers hold. Three rows also have room for four vectors.
   static constexpr int kSums = kRegisters == 32 ? 16 : 8;
 
  public:
-  // With more, both kernels are as fast with AVX2.
+  // With more rows, the tiled kernel is as fast with AVX2.
   static constexpr int64_t kMostRows = 32;
 
   explicit FewRows(const LinearParams& params) : p(params) {}
@@ -130,8 +130,8 @@ class FewRows {
     return buf;
   }
 
-  // Columns [n, n + L) of y. The last group begins earlier, and writes only those that no other
-  // does.
+  // Columns [n, n + L) of y. The last group begins earlier, and writes only the columns that no
+  // other group writes.
   void group(Buffers& buf, const Word* x, int64_t n) const {
     const int64_t n0 = min_of(n, p.N - L), reduced = words<P>(p.K);
     const S* w = static_cast<const S*>(p.w) + n0 * p.w_stride;
@@ -139,7 +139,7 @@ class FewRows {
       const int64_t k1 = min_of(reduced, k0 + kReducedWords);
       for (int64_t k = k0; k < k1; k += kChunk) {
         const int64_t count = min_of(kChunk, k1 - k), column = k * P::kPerWord;
-        // At the end of these rows, the beginning of the next group's.
+        // At the end of these rows, prefetch the beginning of the next group's rows.
         const int64_t ahead = column + kAhead < p.K ? kAhead : L * p.w_stride + kAhead - p.K;
         pack(w + column, min_of(kLine, p.K - column), ahead, buf.panel);
         multiply(x + k, reduced, count, k == k0, buf);
@@ -169,7 +169,7 @@ class FewRows {
     for (int64_t i = skipped; i < L; i += W) store_as<T>(to + i, load(from + i), W);
   }
 
-  // panel[column][lane] of `columns` elements of L rows; reads those `ahead` into L2.
+  // Packs `columns` elements of L rows to panel[column][lane]; prefetches the elements `ahead`.
   __attribute__((noinline)) void pack(const S* w, int64_t columns, int64_t ahead, E* panel) const {
     const int64_t ld = p.w_stride;
     for (int64_t n = 0; n < L; n += kRows, w += kRows * ld, panel += kRows) {

@@ -39,7 +39,8 @@ class InPlace {
  public:
   explicit InPlace(const LinearParams& params) : p(params) {}
 
-  // FewRows does less arithmetic where lanes of a panel would be empty; of eight lanes few are.
+  // FewRows does less arithmetic where lanes of a panel would be empty; with eight lanes, few are
+  // empty.
   static bool serves(const LinearParams& p) {
     const bool is_full = p.M >= (W == 8 ? W : L - 2) || (p.M >= W - 2 && p.M <= W) ||
                          (p.M >= kLeast - 1 && p.M <= kLeast && !is_aliased(p));
@@ -122,7 +123,7 @@ class InPlace {
     }
   }
 
-  // A block of rows [n, end) of the weight: its part that is in memory, and as T.
+  // A block of rows [n, end) of the weight, as it is stored and as T.
   struct Block {
     const S* stored;
     const T* w;
@@ -168,7 +169,7 @@ class InPlace {
     const S* const stored = b.stored + r0 * p.w_stride;
     V acc[kRows][kVectors] = {};
     for (int64_t k = 0; k < b.count;) {
-      // What comes next: later in these rows, or the beginning of the next group's.
+      // Prefetch what is read next: later in these rows, or the beginning of the next group.
       const int64_t next = k + kAhead;
       const S* const ahead = stored + (next < b.left ? next : kGroup * p.w_stride + next - p.K);
       FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)

@@ -1,7 +1,7 @@
 // Transposes cache lines of a few rows, read once.
 //
 // pack.h transposes squares as large as a vector. This reads each row in pieces of 128 bits and
-// puts those of several rows into one vector, so half of the exchanges are loads.
+// combines the pieces of several rows into one vector, so half of the exchanges are loads.
 #pragma once
 #include "policy.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 // Vectors of at most 256 bits, made of pieces of 128: wider ones take longer to put together.
 constexpr int kSquareBytes = min_of(kVectorBytes, 32);
-// The rows of a square, E being what is moved.
+// The rows of a square of elements E.
 template <class E>
 constexpr int kSquareRows = kSquareBytes / static_cast<int>(sizeof(E));
 template <class E>
@@ -66,7 +66,8 @@ FASTATTN_INLINE Square<E> load_pieces(const S* p, [[maybe_unused]] const S* seco
 #endif
 }
 
-// dst[column][row] = one line of each of kSquareRows<E> rows of S, columns of E: an element, or two.
+// dst[column][row] = one line of each of kSquareRows<E> rows of S, columns of E: an element, or
+// two.
 template <class E, class S>
 FASTATTN_INLINE void transpose_lines(const S* rows, int64_t stride, E* dst, int64_t ld) {
   constexpr int n = 16 / sizeof(E), kPerColumn = sizeof(E) / sizeof(S), kColumns = 64 / sizeof(E);

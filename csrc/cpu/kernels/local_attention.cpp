@@ -1,4 +1,4 @@
-// Local attention: query i at position p_i reads a window of rows of its own,
+// Local attention: query i reads the window of rows around its position p_i,
 //
 //   w = softmax(q . k_j),  out = sum_j w_j z_j v_j,      |j - p_i| <= D,
 //
@@ -9,10 +9,11 @@
 //   dk_j = sum_i ds_i(j) q_i,  dv_j = sum_i w_i(j) z_i(j) g_i
 //   dp = sum_j w_j z_j (g . v_j) 4 (j - p) / D^2
 //
-// Nothing outside a window is computed, and padding is not read. A query at NaN is lost: any key that
-// is no padding may be in its window, so its results are NaN, and the gradients of all these keys. The
-// first pass over the queries stores ds and w z. The gradients of the rows are sums over queries in
-// order, by blocks of rows that one task owns, so the bits do not depend on the number of threads.
+// Nothing outside a window is computed, and padding is not read. A query at NaN is lost: any key
+// that is no padding may be in its window, so its results are NaN, and the gradients of all these
+// keys. The first pass over the queries stores ds and w z. The gradients of the rows are sums over
+// queries in order, by blocks of rows that one task owns, so the bits do not depend on the number
+// of threads.
 #include "../../params.h"
 #include "../threads.h"
 #include "blocks.h"
@@ -185,7 +186,7 @@ class LocalAttention {
     for (int64_t n = 0; n < count; ++n) s[n] = T(0);
   }
 
-  // s <- e^(s - max) / sum. If every score is -inf, or one is NaN, the weights are NaN, as in plain
+  // s <- e^(s - max) / sum. If every score is -inf, or one is NaN, the weights are NaN, as in
   // PyTorch.
   static void soften(T* s, int64_t count) {
     for (int64_t n = count; n < (count + W - 1) / W * W; ++n) s[n] = -kInf<T>;

@@ -63,7 +63,7 @@ __attribute__((noinline)) void read_mask_row(const AttentionParams& p, int64_t b
   });
 }
 
-// The same row for all queries.
+// Whether all queries share one row of the mask.
 FASTATTN_INLINE bool is_key_mask(const AttentionParams& p) {
   return p.mask.data != nullptr && (p.mask.stride[2] == 0 || p.Lq == 1);
 }
@@ -123,7 +123,7 @@ FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t 
   return some || !all_excluded(tile, (j1 - j0) * lanes) ? Seen::some : Seen::none;
 }
 
-// bias[j - j0] = that of query i and key j, for one query.
+// bias[j - j0] = the bias of query i and key j, for one query.
 template <class T>
 FASTATTN_INLINE void read_bias_row(const Sequence& p, int64_t b, int64_t h, int64_t i, int64_t j0,
                                    int64_t j1, T* bias) {

@@ -1,8 +1,8 @@
 // Evaluates a mask program, for a region of queries and keys at once or pair by pair.
 //
-// A region where no pair is visible is skipped before its scores are computed, and one where all are
-// costs nothing more, as do the keys of a region that all of its queries see. These answers may be
-// missed: then the region counts as partly visible, and its pairs decide.
+// A region without a visible pair is skipped before its scores are computed. A fully visible region
+// costs nothing extra, and neither do the keys of a region that all of its queries see. These
+// answers are conservative: a region may be reported as partly visible, and its pairs then decide.
 #pragma once
 #include "scores.h"
 
@@ -12,9 +12,8 @@ namespace {
 
 enum class Seen : int { none, some, all };
 
-// Of a region: the keys that have all its visible pairs, {0, 0} if there are none; and those of them
-// that all its queries see, empty if there are none. Keys of the second kind that are not in one
-// piece may be left out.
+// The visible part of a region: `keys` has all visible pairs, {0, 0} without any; `whole` has only
+// keys that all queries see. It may be empty, and leaves out keys that are not in one range.
 struct Region {
   Range keys, whole;
 };
@@ -50,7 +49,7 @@ FASTATTN_INLINE Extremes extremes(const int32_t* x, int64_t count) {
   return e;
 }
 
-// Whether one of x[kPart] is within the extremes.
+// Whether any element of x[kPart] is within the extremes.
 constexpr int64_t kPart = 64;
 FASTATTN_INLINE bool any_within(const int32_t* x, Extremes e) {
   constexpr int W = kLanes<float>;
@@ -82,7 +81,7 @@ class MaskProgram {
     }
   }
 
-  // Of queries [i0, i1) and these keys; neither is empty.
+  // The visible part of queries [i0, i1) and these keys; neither is empty.
   Region region(int64_t i0, int64_t i1, Range keys) const {
     return evaluate<Region>([&](int n) { return region_of_leaf(n, i0, i1, keys); },
                             [](MaskKind kind, const Region& a, const Region& b) {
@@ -104,8 +103,8 @@ class MaskProgram {
   }
 
   // tile[j - j0][lane] = -inf where key j is not visible to query i0 + lane; other values stay. For
-  // queries [i0, i1); i0 is a multiple of the lanes. A few keys at a time: of a block on the edge of
-  // a mask, most keys are visible to all queries or to none.
+  // queries [i0, i1); i0 is a multiple of the lanes. A few keys at a time: of a block on the edge
+  // of a mask, most keys are visible to all queries or to none.
   template <class T>
   void exclude(int64_t i0, int64_t i1, int64_t j0, int64_t j1, int64_t lanes, T* tile) const {
     constexpr int64_t kKeys = 16;
@@ -125,7 +124,7 @@ class MaskProgram {
   const int32_t* data_[kMaskSteps];    // of the leaves: low, or the ids of the queries, or states
   const int32_t* second_[kMaskSteps];  // high, or the ids of the keys
 
-  // The value of the program, from those of its leaves.
+  // The value of the program, from the values of its leaves.
   template <class Value, class Leaf, class Combine>
   FASTATTN_INLINE Value evaluate(Leaf leaf, Combine combine) const {
     if (p.mask_steps == 1) return leaf(0);
@@ -149,7 +148,7 @@ class MaskProgram {
   static Range common(Range a, Range b) { return {max_of(a.begin, b.begin), min_of(a.end, b.end)}; }
   static Range longer(Range a, Range b) { return a.end - a.begin < b.end - b.begin ? b : a; }
 
-  // Of the keys that may have a visible pair, and those of all keys that all queries see.
+  // A region from the keys that may have a visible pair, and a range of keys that all queries see.
   static Region of(Range keys, Range whole) {
     if (keys.begin >= keys.end) return {{0, 0}, {0, 0}};
     return {keys, common(keys, whole)};
@@ -184,7 +183,8 @@ class MaskProgram {
     if (!negated) {
       return of(common(keys, {low.least, high.most}), {low.most, high.least});
     }
-    // j < low or high <= j. On a side where no key is below a low, only those from a high on count.
+    // j < low or high <= j. Where no key is below any low, only keys from the least high on are
+    // visible, and the other way round.
     const Range before{keys.begin, min_of<int64_t>(keys.end, low.least)},
         after{max_of<int64_t>(keys.begin, high.most), keys.end};
     if (low.most <= keys.begin) keys.begin = max_of<int64_t>(keys.begin, high.least);
@@ -361,7 +361,8 @@ class MaskProgram {
   }
 };
 
-// The keys of a range that a mask program leaves for the queries [i0, i1), of which there is one.
+// The keys of a range that a mask program makes visible to the queries [i0, i1), which are not
+// empty.
 FASTATTN_INLINE Range visible_by_program(const Sequence& p, int64_t b, int64_t h, int64_t i0,
                                          int64_t i1, Range keys) {
   if (p.mask_program == nullptr || keys.begin >= keys.end) return keys;

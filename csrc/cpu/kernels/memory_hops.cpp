@@ -57,10 +57,10 @@ class ProjectionGradient : HopSteps<T> {
 // across the lanes.
 constexpr int64_t kMostStreamed = 4;
 
-// Runs the kernel for as many queries of a memory as there are: Panels, or for few of them
-// StreamHops or, of a short memory, ShortHops. A panel of which they fill no more than half is half
-// as wide, with the same bits. Doubles have the wide panels only, because fewer calls are in double
-// than would pay for compiling both.
+// Runs the kernel for the number of queries per memory: Panels for many; for few, StreamHops, or
+// ShortHops if the memory is short. If the queries fill at most half of a panel, a panel of half
+// the width runs, with the same bits. Doubles have only wide panels: calls in double are too rare
+// to compile both.
 template <template <class, int> class Panels, class T, class F>
 void with_kernel(const MemoryHopsParams& p, F run) {
   const int64_t queries = p.shared ? p.B * p.Q : p.Q;
@@ -72,13 +72,13 @@ void with_kernel(const MemoryHopsParams& p, F run) {
   run(Panels<T, kPanelVectors>(p));
 }
 
-// Calls f with a number of the type of the arithmetic of a dtype.
+// Calls f with a value of the type in which a dtype is computed.
 template <class F>
 void with_number(DType dtype, F f) {
   with_arithmetic(dtype, [&](auto policy) { f(typename decltype(policy)::Acc()); });
 }
 
-// A call whose projection is of T: its own, or widened.
+// A call whose projection is of type T, widened if needed.
 template <class T>
 class WithProjection {
  public:

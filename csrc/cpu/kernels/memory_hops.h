@@ -10,7 +10,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kHopBlock = 64;  // rows whose scores are held at once
+constexpr int64_t kHopBlock = 64;  // rows per block of scores
 
 template <class T>
 constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
@@ -19,7 +19,7 @@ constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
 constexpr double kSharp = 0.5;
 
 // The number of memory rows per chunk, the unit of merging and of sharing among threads. It depends
-// on N alone.
+// only on N.
 FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
   const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
   return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
@@ -48,10 +48,10 @@ struct HopPolicy<double> {
   typedef Double type;
 };
 
-// to[i * ld + j] = element (i, j) of A^T B, [rows][vectors], reduced over `terms`; element i of term
-// t of A is A[t * lda + i]. Columns go from right to left, and for each the rows from first to last.
-// So rows may be closer together than their vectors reach: what is written past the end of one is
-// overwritten by the next.
+// to[i * ld + j] = element (i, j) of A^T B, [rows][vectors], reduced over `terms`; element i of
+// term t of A is A[t * lda + i]. Columns go from right to left, and for each the rows from first to
+// last. So ld may be less than whole vectors: values written past the end of a row are overwritten
+// by the next row.
 template <class T>
 __attribute__((noinline)) void outer_products(int64_t rows, const T* A, int64_t lda, const T* B,
                                               int64_t ldb, int64_t vectors, int64_t terms, T* to,
@@ -116,7 +116,7 @@ class HopSteps {
     return {first, p.proj.stride[2], nullptr, kStoredAs<T>};
   }
 
-  // A search keeps the last two states alone, unless it is asked for all.
+  // A search keeps only the last two states, unless the call asks for all.
   bool forgets() const { return p.search && !p.keep; }
 
   // u_k+1 is at 2 k and o_k+1 at 2 k + 1. If `settles`, o_k+1 is u_k+2.
@@ -139,7 +139,7 @@ class HopSteps {
     read_elements(from.data, p.dtype, first, st[3], p.D, x);
     for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
   }
-  // The same of a state of the trace.
+  // x[dp] = a state of the trace, then zeros.
   FASTATTN_INLINE void read_state(int64_t row, int64_t at, T* x) const {
     read_row(trace(row, at), p.D, x);
   }
@@ -170,8 +170,7 @@ class HopSteps {
     double step, state;
   };
   Length length_of_step(const T* u, const T* o) const {
-    // Several sums, because each addition waits for the one before; in float64, where squares do
-    // not overflow.
+    // Several sums hide the latency of an addition; float64, because squares may overflow float32.
     typedef typename InDoubles<T>::type Wide;
     Wide step{}, state{};
     const int64_t whole = p.D / W * W;

@@ -57,9 +57,9 @@ class HopBlocks : protected HopSteps<T> {
   // Space for a block of narrow rows as T, or one row of a gradient.
   struct WideBlock {
     T* rows;           // [kHopBlock][D] if rows are narrow, [dp]
-    const void* from;  // where all rows of the block are stored; null = of no block, or of a part
+    const void* from;  // the whole block whose rows are widened; null = none, or part of a block
   };
-  // Of one thread, for both memories.
+  // The buffers of one thread, for both memories.
   struct WideBlocks {
     WideBlock in, out;
   };
@@ -69,9 +69,9 @@ class HopBlocks : protected HopSteps<T> {
     return {{in, nullptr}, {out, nullptr}};
   }
 
-  // The rows of a block that a query can see, in place or widened. Vectors of 16 bits an element
-  // are widened where they are multiplied. The end of a row that is less than a vector would be
-  // read element by element, so such rows are widened first, and again only for another block.
+  // The rows of a block that a query can see, in place or widened. Whole vectors of 16-bit elements
+  // are widened as they are multiplied. The end of a row that does not fill a vector would be read
+  // element by element, so such rows are widened first, once per block.
   FASTATTN_INLINE StoredRows rows_of(StoredRows stored, const Block& block, WideBlock* wide) const {
     if (is_narrow && p.D != dp) return widen_block(stored, block, wide);
     return {stored.base, stored.stride, block.all ? nullptr : block.at, stored.dtype};

@@ -37,8 +37,8 @@ __attribute__((noinline)) void unpack_rows(const T* src, int64_t ld, const T* fa
   unpack_transposed<T>(src, ld, factor, rows, cols, dst, row_stride, add);
 }
 
-// Shared by both passes: the assignment of queries to lanes, the visible rows, scores and weights. A
-// panel has kVectors vectors of queries.
+// Shared by both passes: the assignment of queries to lanes, the visible rows, scores and weights.
+// A panel has kVectors vectors of queries.
 template <class T, int kVectors>
 class PanelSteps : protected HopSteps<T> {
   typedef HopSteps<T> Base;

@@ -256,7 +256,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     }
   }
 
-  // Adds a block's gradients to those of the memories. The first hop overwrites.
+  // Adds a block's gradients to the gradients of the memories. The first hop overwrites.
   void add_gradients(const Group& f, const Tiles& t, int64_t group, int64_t k, const Block& block,
                      int64_t n1) const {
     spread_rows(t.d_in, block, t.at, n1 - block.n0);

@@ -1,5 +1,5 @@
-// Memory hops of a few queries on a memory of their own, with the width of a row across the lanes:
-// what is the same for short memories (memory_hops_short.h) and long ones (memory_hops_stream.h).
+// Memory hops of a few queries per memory, with the width of a row across the lanes: the part that
+// short memories (memory_hops_short.h) and long ones (memory_hops_stream.h) share.
 //
 // All hops of a query run one after the other, so a memory that fits in the caches comes from main
 // memory once. Backward keeps p and ds of all hops (2 K numbers per row), and writes the gradient
@@ -59,8 +59,7 @@ class RowHops : protected HopBlocks<T> {
 
   // of_group(scratch, group) for every group, shared among the threads; scratch = allocate(arena).
   // A static schedule gives a thread the same memories in every call. Their gradients often reuse
-  // the same allocation and are then still in that thread's cache. At bAbI's size this saves a
-  // third of the time.
+  // the same allocation and are then still in that thread's cache.
   template <class Allocate, class F>
   void each_group(double flops, Allocate allocate, F of_group) const {
     const int team = team_size(p.threads, groups, flops);
@@ -108,7 +107,7 @@ class RowHops : protected HopBlocks<T> {
     return alpha;
   }
 
-  // What e^(s - m) is multiplied by to be p.
+  // The factor that turns e^(s - m) into p.
   FASTATTN_INLINE T normalizer(T m, T l) const {
     return !p.normalize ? T(1) : m == -kInf<T> ? T(0) : T(1) / l;
   }
@@ -244,7 +243,7 @@ class RowHops : protected HopBlocks<T> {
       store(ds + i, p.normalize ? load(s + i) * rest : rest);
     }
   }
-  // to[rows] = what is computed of the rows that a block sees, zeros at the others.
+  // Spreads the values of a block's visible rows to to[rows], with zeros for the other rows.
   static void spread(const Block& block, int64_t rows, const T* from, T* to) {
     if (block.all) return write_row(from, rows, to);
     for (int64_t n = 0; n < rows; ++n) to[n] = T(0);
@@ -303,8 +302,8 @@ class RowHops : protected HopBlocks<T> {
         add_nonzero(rows, coef + n, vector, terms, to);
     };
     if (!is_narrow) {
-      // The end of a row is written as a whole vector, which reaches into the next rows. They are
-      // written after it; rows that would reach past the last one are written elsewhere first.
+      // The end of a row is written as a whole vector, which reaches into the next rows; these are
+      // written after it. Rows that would reach past the last row go through a buffer.
       const int64_t reached = finite ? (dp - 1) / p.D : 0, whole = max_of(n0, n1 - reached);
       T* const to = static_cast<T*>(result) + start;
       sum(n0, whole - n0, to + n0 * p.D);
@@ -322,7 +321,8 @@ class RowHops : protected HopBlocks<T> {
     }
   }
 
-  // The same without the zeros: an excluded row adds nothing, even where a query is not finite.
+  // outer_products() without the terms whose coefficient is 0: an excluded row adds nothing, even
+  // where a query is not finite.
   __attribute__((noinline)) void add_nonzero(int64_t rows, const T* coef, const T* vector,
                                              int64_t terms, T* to) const {
     for (int64_t n = 0; n < rows; ++n)

@@ -1,9 +1,9 @@
 // Memory hops on a short memory: its rows are one block, all of whose scores are in scratch before
 // the softmax.
 //
-// A hop waits for the one before, and what it waits for is a vector of few elements. So a hop has no
-// chunks, no running maximum and nothing to merge; its calls are the products and sums of rows and
-// the step to the next u. Backward recomputes the weights, unless the forward kept them.
+// Each hop depends on the short vector that the previous hop computes, so latency is the bound. A
+// hop has no chunks, no running maximum and nothing to merge: only the products and sums of rows
+// and the step to the next u. Backward recomputes the weights, unless the forward kept them.
 #pragma once
 #include "memory_hops_rows.h"
 

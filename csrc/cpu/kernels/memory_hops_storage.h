@@ -1,5 +1,5 @@
 // The elements of tensors of any dtype, read and written as T, the type of the arithmetic. These
-// are functions, so that the kernels of memory hops are templates of T alone.
+// are functions, so that the kernels of memory hops are templates of only T.
 #pragma once
 #include "mask.h"
 #include "rows.h"
@@ -25,13 +25,13 @@ __attribute__((noinline)) void read_elements(const void* data, DType dtype, int6
   });
 }
 
-// Rows as they are stored.
+// Rows in their storage type.
 struct StoredRows {
   const void* base;
   int64_t stride;     // in elements
   const int64_t* at;  // as in Rows
   DType dtype;
-  // Of the same memory: two views of it may begin at one address.
+  // Whether these are the same rows: two views of a memory may begin at one address.
   FASTATTN_INLINE bool is(const StoredRows& other) const {
     return base == other.base && stride == other.stride;
   }

@@ -3,7 +3,7 @@
 // A block of rows is read once per hop, as input and as output memory, with a running maximum.
 // Backward recomputes the weights from the forward's maximum and sum.
 //
-// Rows are split into chunks that depend on N alone. The chunks are merged in order, whichever
+// Rows are split into chunks that depend only on N. The chunks are merged in order, whichever
 // thread computed them. So the bits depend on neither the batch nor the threads.
 #pragma once
 #include "memory_hops_rows.h"

@@ -1,4 +1,4 @@
-// Two states of attention made one, row by row, with p_a = e^(lse_a - lse) and p_b = e^(lse_b - lse):
+// Merges two states of attention, row by row, with p_a = e^(lse_a - lse) and p_b = e^(lse_b - lse):
 //
 //   lse = log(e^lse_a + e^lse_b),  out = p_a out_a + p_b out_b
 //
@@ -25,10 +25,10 @@ namespace {
 
 template <class P>
 class MergeStates {
-  typedef typename P::Acc T;  // of columns
-  typedef double R;           // of rows
+  typedef typename P::Acc T;  // the type of columns
+  typedef double R;           // the type of lse
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 64;            // of a block
+  static constexpr int64_t kRows = 64;            // per block
   static constexpr double kFlopsPerElement = 20;  // the time of one element, in flops
 
  public:
@@ -86,7 +86,7 @@ class MergeStates {
       *at.of<float>(t) = static_cast<float>(x);
   }
 
-  // A block of rows: what is given, and what their outputs are multiplied by.
+  // A block of rows: their lse, and the factors of their outputs.
   struct Block {
     alignas(kVectorBytes) R lse_a[kRows];
     alignas(kVectorBytes) R lse_b[kRows];
@@ -128,7 +128,7 @@ class MergeStates {
       const Shares<R> share =
           merge_sums<R>(&m, &l, load(block->lse_b + r), splat<R>(1),
                         [](Vec<R> x) __attribute__((always_inline)) { return exp_neg(x); });
-      // One of the two is 1, so their product is the other one.
+      // The larger of the two shares is 1, so their product is the smaller share.
       store(block->lse + r, m + log1p_of(share.mine * share.its));
       const Vec<R> inverse = select<R>(l == R(0), Vec<R>{}, R(1) / l);
       store(block->share_a + r, share.mine * inverse);

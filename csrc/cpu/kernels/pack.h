@@ -145,7 +145,7 @@ FASTATTN_INLINE void interleave(VecF x, VecF y, float* d) {
 #endif
 }
 
-// The same as words of two consecutive columns, the last one padded with zero.
+// Stages rows as words of two consecutive columns, the last word padded with zero.
 FASTATTN_INLINE void stage_pairs(const Bf16* src, int64_t row_stride, int64_t col_stride,
                                  int64_t rows, int64_t cols, float* dst, int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {

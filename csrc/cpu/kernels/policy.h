@@ -1,6 +1,6 @@
 // A policy names the accumulator type and the *word* of a product: one element, or a pair of bf16
-// that one instruction multiplies and adds. Reductions run over words. Its `Source` points to elements
-// of a tensor.
+// that one instruction multiplies and adds. Reductions run over words. Its `Source` points to
+// elements of a tensor.
 #pragma once
 #include "../simd/math.h"
 #include "../simd/simd.h"
@@ -10,8 +10,9 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Whether kernels have variants for small shapes: panels of one vector, more rows at a time in decoding.
-// Each is compiled once more. So float64 has none, and x86 without AVX2, which hardly a machine is.
+// Whether kernels have variants for small shapes: panels of one vector, more rows at a time in
+// decoding. Each variant takes compile time, so float64 and x86 without AVX2, which is rare, have
+// none.
 #if defined(__x86_64__) && !defined(__AVX2__)
 constexpr bool kVariants = false;
 #else
@@ -27,7 +28,7 @@ struct Single {
   static constexpr int kPerWord = 1;
   static constexpr bool kCoarseExp = false;
   static constexpr bool kHasVariants = kVariants;
-  typedef Single OnVectors;  // what runs a part that has no kernel of its own on tiles
+  typedef Single OnVectors;  // the policy of parts that have no kernel on tiles
   // Register tiles: rows x vectors of scores (K rows by queries) and of outputs (channels by
   // queries). The accumulators, the vectors of one step and a broadcast must fit the register file.
   static constexpr int kScoreRows = kRegisters == 32 ? 12 : 6;
@@ -38,7 +39,7 @@ struct Single {
   static FASTATTN_INLINE HalfF multiply_add(HalfF a, HalfF b, HalfF c) { return a * b + c; }
 };
 
-// The same where the storage is known when the kernel is compiled.
+// Single with a storage type that is known when the kernel is compiled.
 template <class StorageT>
 struct SingleOf : Single {
   typedef StorageT Storage;
@@ -169,7 +170,7 @@ FASTATTN_INLINE void with_policy(DType dtype, F f) {
   }
 }
 
-// The same without pairs, for what is no product of matrices.
+// with_policy() without pairs, for kernels without matrix products.
 template <class F>
 FASTATTN_INLINE void with_arithmetic(DType dtype, F f) {
   if constexpr (has_kernels(DType::f64))
@@ -190,7 +191,7 @@ FASTATTN_INLINE void with_stored(DType dtype, F f) {
   }
 }
 
-// The same for any policy.
+// with_storage() for any policy.
 template <class F>
 FASTATTN_INLINE void with_stored(DType dtype, F f) {
   with_arithmetic(dtype, [&](auto policy) { with_stored<decltype(policy)>(dtype, f); });

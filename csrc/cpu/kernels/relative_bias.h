@@ -30,8 +30,8 @@ FASTATTN_INLINE Vec<T> sum_of_biases(Vec<T> a, Vec<T> b) {
   return select<T>((a == excluded) | (b == excluded), excluded, a + b);
 }
 
-// tile[j - j0][lane] = bias[i0 + lane][j] for keys [j0, j1), 0 in the lanes past the last query. With
-// `add` it is added to the tile.
+// tile[j - j0][lane] = bias[i0 + lane][j] for keys [j0, j1), 0 in the lanes past the last query.
+// With `add` it is added to the tile.
 template <class T>
 __attribute__((noinline)) void pack_relative_bias(const AttentionParams& p, int64_t b, int64_t h,
                                                   int64_t i0, int64_t i1, int64_t j0, int64_t j1,
@@ -55,7 +55,7 @@ __attribute__((noinline)) void pack_relative_bias(const AttentionParams& p, int6
   }
 }
 
-// bias[j - j0] = that of query i and key j, for one query; with `add`, added to it.
+// bias[j - j0] = the bias of query i and key j, for one query; with `add`, adds it instead.
 template <class T>
 __attribute__((noinline)) void read_relative_bias_row(const AttentionParams& p, int64_t b,
                                                       int64_t h, int64_t i, int64_t j0, int64_t j1,
@@ -68,7 +68,7 @@ __attribute__((noinline)) void read_relative_bias_row(const AttentionParams& p, 
   }
 }
 
-// Elements of the sums of a table's gradient: whole vectors, and room for a panel of lanes that ends
+// The number of sums of a table's gradient: whole vectors, and room for a panel of lanes that ends
 // past the table.
 template <class T>
 FASTATTN_INLINE int64_t relative_sums(const AttentionParams& p, int64_t lanes) {
@@ -99,8 +99,8 @@ __attribute__((noinline)) void add_relative_gradient(const AttentionParams& p, i
         table[position(p, i + p.offset) - position(p, j)] += ds[i - i0];
     return;
   }
-  // From one key to the one before it the entries move by one lane, so the sums move, in registers,
-  // and lane 0 is complete. Sums in memory would wait for the store of the row before.
+  // From a key to the previous one, the entries shift by one lane. So the sums shift in registers,
+  // and lane 0 is complete. Sums in memory would wait for the previous row's store.
   Vec<T> sum[kVectors] = {};
   T* to = table + i0 + p.offset - (j1 - 1);
   for (int64_t j = j1 - 1; j >= j0; --j, ++to) {

@@ -1,5 +1,5 @@
 // Rows of a matrix against one vector, the width across the lanes: dot products and weighted sums.
-// Used where each query reads rows of its own.
+// Used where each query reads different rows.
 #pragma once
 #include "tile.h"
 
@@ -63,7 +63,7 @@ FASTATTN_INLINE void with_end(int64_t D, F f) {
   f(EndIs<End::part>());
 }
 
-// last_lanes, from which the compiler knows that a part is no vector.
+// last_lanes, which tells the compiler that a part is less than a vector.
 template <class T, End kEnd>
 FASTATTN_INLINE int last_lanes_of(int64_t D) {
   const int last = last_lanes<T>(D);
@@ -120,8 +120,8 @@ FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, From from) {
   return sum_each<T, kRows>(acc[0]);
 }
 
-// s[i] = rows[i] . x for the kRows rows from i on; those past the last of `count` are the last.
-// Stores a whole vector.
+// s[i] = rows[i] . x for the kRows rows from i on; rows past the last of `count` repeat it. Stores
+// a whole vector.
 template <class T, int kRows, End kEnd, class S>
 FASTATTN_INLINE void some_products(Rows<S> rows, int64_t i, int64_t count, int64_t D, const T* x,
                                    T* s) {
@@ -141,9 +141,9 @@ FASTATTN_INLINE void some_products(Rows<S> rows, int64_t i, int64_t count, int64
 // s[i] = rows[i] . x for i < count, of at least as many rows as a vector has lanes. Writes whole
 // vectors.
 //
-// As all products and sums of rows, it is compiled once for all its callers. They pass what a Rows
-// has as numbers, in registers: a struct would be copied through memory by a vector, and such a load
-// waits for the stores of its parts.
+// As all products and sums of rows, it is compiled once for all its callers. They pass the fields
+// of a Rows as separate arguments, in registers: a struct would be copied through memory by a
+// vector load, which waits for the stores of the fields.
 template <class T, End kEnd, class S>
 __attribute__((noinline)) void products_in_order(const S* base, int64_t stride, int64_t count,
                                                  int64_t D, const T* x, T* s) {
@@ -159,7 +159,7 @@ __attribute__((noinline)) void products_in_order(const S* base, int64_t stride, 
   const Rows<S> rows{base, stride, nullptr};
   if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
 }
-// The same for a list of rows, or fewer than a vector has lanes.
+// The products for a list of rows, or for fewer rows than a vector has lanes.
 template <class T, End kEnd, class S>
 __attribute__((noinline)) void products_of_list(const S* base, int64_t stride, const int64_t* list,
                                                 int64_t count, int64_t D, const T* x, T* s) {
@@ -169,7 +169,7 @@ __attribute__((noinline)) void products_of_list(const S* base, int64_t stride, c
   for (; i + kFew < count; i += W) some_products<T, W, kEnd>(rows, i, count, D, x, s);
   if (i < count) some_products<T, kFew, kEnd>(rows, i, count, D, x, s);
 }
-// The same for any rows.
+// s[i] = rows[i] . x for any rows.
 template <class T, bool kWhole = false, class S>
 FASTATTN_INLINE void row_products(const Rows<S>& rows, int64_t count, int64_t D, const T* x, T* s) {
   with_end<T, S, kWhole>(D, [&](auto how) __attribute__((always_inline)) {
@@ -250,7 +250,7 @@ __attribute__((noinline)) void write_sum(const S* base, int64_t stride, const in
   if (left == 1) return sweep(Width<1>(), at_end);
   if constexpr (kEnd == End::piece) sweep(Width<0>(), at_end);
 }
-// The same for any rows.
+// write_sum() for any rows.
 template <class T, bool kWhole = false, class S>
 FASTATTN_INLINE void weighted_sum(const Rows<S>& rows, int64_t count, int64_t D, const T* w,
                                   bool adds, T factor, T* y) {
@@ -283,7 +283,8 @@ FASTATTN_INLINE void write_row(const T* x, int64_t columns, S* row) {
   if (d < columns) store_as<T>(row + d, load(x + d), static_cast<int>(columns - d));
 }
 
-// The same, and products and sums of rows, of elements whose dtype is known at run time.
+// read_row(), write_row(), and products and sums of rows, of elements whose dtype is known at run
+// time.
 template <class T>
 __attribute__((noinline)) void read_row(Elements row, int64_t columns, T* x) {
   with_elements(
@@ -293,8 +294,8 @@ template <class T>
 __attribute__((noinline)) void write_row(const T* x, int64_t columns, Elements row) {
   with_elements(row, [&](auto* to) __attribute__((always_inline)) { write_row(x, columns, to); });
 }
-// s[i] = row i . x and y += sum_i w[i] row i for `count` rows, row i at first + at[i] * stride, or at
-// first + i * stride without a list. Rows of 16 bits are widened piece by piece.
+// s[i] = row i . x and y += sum_i w[i] row i for `count` rows, row i at first + at[i] * stride, or
+// at first + i * stride without a list. Rows of 16 bits are widened piece by piece.
 template <class T>
 __attribute__((noinline)) void products_of(const T* first, int64_t stride, const int64_t* at,
                                            int64_t count, int64_t D, const T* x, T* s) {
@@ -305,8 +306,8 @@ __attribute__((noinline)) void add_rows_of(const T* first, int64_t stride, const
                                            int64_t count, int64_t D, const T* w, T* y) {
   add_rows<T>(Rows<T>{first, stride, at}, count, D, w, T(1), y);
 }
-// of_piece(piece, rows from i0 on, their number, columns from d0 on, their number); rows of `piece` are
-// kPieceColumns apart.
+// Calls of_piece(piece, i0, rows, d0, columns) for each piece of the rows, as floats; rows of
+// `piece` are kPieceColumns apart.
 constexpr int64_t kPieceRows = 32, kPieceColumns = 128;
 template <class F>
 FASTATTN_INLINE void each_piece(Elements first, int64_t stride, const int64_t* at, int64_t count,

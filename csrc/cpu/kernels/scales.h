@@ -1,4 +1,4 @@
-// The rows of a cache of one key head of one sequence, and the scales of those of a quantised one.
+// The rows in a cache of one key head of one sequence, and their scales if they are quantised.
 #pragma once
 #include "../../params.h"
 #include "../simd/simd.h"

@@ -7,7 +7,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// ---- Keys visible by position: i + offset - left <= j <= i + offset + right, k_begin <= j --------
+// ---- Keys visible by position: i + offset - left <= j <= i + offset + right, k_begin <= j -------
 
 struct Range {
   int64_t begin, end;
@@ -98,13 +98,13 @@ FASTATTN_INLINE Vec<T> exponential(const ScoreRule<T>& rule, Vec<T> x) {
     return exp2_neg<Coarse>(x * rule.exponent);
 }
 
-// Whether a row has no visible key, from its maximum and sum. A visible NaN may leave the maximum at
-// -inf, and makes the sum NaN.
+// Whether a row has no visible key, from its maximum and sum. A visible NaN may leave the maximum
+// at -inf, and makes the sum NaN.
 template <class T>
 FASTATTN_INLINE bool sees_nothing(T maximum, T sum) {
   return maximum == -kInf<T> && sum == sum;
 }
-// The same of a row in each lane.
+// The same test for one row per lane.
 template <class T>
 FASTATTN_INLINE Mask<T> see_nothing(Vec<T> maximum, Vec<T> sum) {
   return (maximum == -kInf<T>)&(sum == sum);
@@ -118,8 +118,8 @@ FASTATTN_INLINE VecD log_sum_exp(const ScoreRule<T>& rule, VecD maximum, VecD su
   return select<double>(see_nothing<double>(maximum, sum), splat(-kInf<double>), lse);
 }
 
-// Maximum and sum of the rows of a query head before their first key: -inf and 0, or those of the
-// head's sink, in the unit of S. A sink of inf has the sum inf, so all other weights are 0.
+// The initial maximum and sum of the rows of a query head: -inf and 0, or with a sink its score, in
+// the unit of S, and 1. A sink of inf has the sum inf, so all other weights are 0.
 template <class T>
 struct FirstState {
   T maximum, sum;
@@ -199,8 +199,8 @@ struct LanesOfHead {
 };
 
 // Turns the products S[rows][kVectors] of keys j0... and the queries of `lanes` into scores, -inf
-// where excluded, and finds their maximum over the keys. With softcap, slope_out (if not null) takes
-// d score / d (scale q.k).
+// where excluded, and finds their maximum over the keys. With softcap, slope_out (if not null)
+// takes d score / d (scale q.k).
 template <class T, int kVectors, class Lanes>
 FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S,
                                 int64_t rows, const Lanes& lanes, int64_t j0, Bias<T> bias,
@@ -256,7 +256,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   }
 }
 
-// The same for queries i0... of one head.
+// Turns products into scores for queries i0... of one head.
 template <class T, int kVectors>
 FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S,
                                 int64_t rows, int64_t i0, int64_t i1, int64_t j0, Bias<T> bias,
@@ -383,9 +383,9 @@ FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
 
 // ---- Non-finite values and keys -----------------------------------------------------------------
 
-// In a block with exclusions, 0 * NaN must not reach a query that may not see the row. Such rows
-// are rare: they are zeroed in the staged copy, and their products are added pair by pair where the
-// weight is not zero.
+// In a block with exclusions, 0 * NaN must not reach a query that cannot see the row. Rows with
+// NaN or inf are rare: they are zeroed in the staged copy, and their products are added pair by
+// pair where the weight is not zero.
 template <class S>
 FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows,
                                 int64_t cols) {

@@ -125,7 +125,7 @@ FASTATTN_INLINE Vec<T> zip_upper(Vec<T> a, Vec<T> b, Indices<I...>) {
 
 // One row of n columns: out = x * scale + pe. In 16 bits a tile's rows are short, and the hardware
 // prefetcher does not follow the jump to the next batch row. So that row, `next`, is prefetched
-// while this one streams (0.75 of the time; float32 gains nothing).
+// while this one streams. float32 does not gain from it.
 template <class T, class S>
 void add_row(const S* x, int64_t x_stride, [[maybe_unused]] const S* next, const T* pe, T scale,
              S* out, int64_t out_stride, int64_t n, bool stream) {
@@ -177,8 +177,8 @@ struct Tile {
   int64_t position[kTileRows];
 };
 
-// Moves from the angles at position[r - 1] to those at position[r]. The next position is one
-// addition away; 64-bit products are slow on processors without such an instruction.
+// Advances the angles from position[r - 1] to position[r]. A step to the next position is one
+// addition; 64-bit products are slow on processors without an instruction for them.
 template <class T>
 FASTATTN_INLINE void advance(Angles<T>* angles, const Angles<T>& frequency, const Angles<T>& phase,
                              const int64_t* position, int64_t r) {
@@ -207,7 +207,7 @@ void fill_columns(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_
   }
 }
 
-// The same for all columns at once if they come in pairs: one angle gives both. The last vector
+// PE of all columns at once if they come in pairs: one angle gives sine and cosine. The last vector
 // overlaps the previous one.
 template <class T, class S>
 void fill_pairs(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_t columns,

@@ -1,6 +1,7 @@
 // The state of an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867):
-// m, the greatest score so far, l, the sum of e^(s - m), and o, the sum of e^(s - m) v. What merges
-// the states of two disjoint sets of keys stands here, for decoding, memory hops and merge_states.
+// m, the greatest score so far, l, the sum of e^(s - m), and o, the sum of e^(s - m) v. These
+// functions merge the states of two disjoint sets of keys, for decoding, memory hops and
+// merge_states.
 #pragma once
 #include "../simd/simd.h"
 
@@ -8,13 +9,15 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// What the sums of two states are multiplied by to be those of both; 0 of a state without a key.
+// The factors that rescale the sums of two states to their common maximum; 0 for a state without a
+// key.
 template <class T>
 struct Shares {
   Vec<T> mine, its;
 };
 
-// m and l of both, a state in each lane. weight(x) is e^x of x <= 0 in the unit of the scores.
+// Merges m and l, one pair of states in each lane. weight(x) is e^x of x <= 0 in the unit of the
+// scores.
 template <class T, class Weight>
 FASTATTN_INLINE Shares<T> merge_sums(Vec<T>* m, Vec<T>* l, Vec<T> its_m, Vec<T> its_l,
                                      Weight weight) {
@@ -30,7 +33,7 @@ FASTATTN_INLINE Shares<T> merge_sums(Vec<T>* m, Vec<T>* l, Vec<T> its_m, Vec<T> 
   return share;
 }
 
-// The same for one state, whose shares are in all lanes.
+// Merges one pair of states; their shares are in all lanes.
 template <class T, class Weight>
 FASTATTN_INLINE Shares<T> merge_sums(T* m, T* l, T its_m, T its_l, Weight weight) {
   Vec<T> all_m = splat<T>(*m), all_l = splat<T>(*l);
@@ -39,7 +42,7 @@ FASTATTN_INLINE Shares<T> merge_sums(T* m, T* l, T its_m, T its_l, Weight weight
   return share;
 }
 
-// o of both, [columns] in whole vectors.
+// Merges o, [columns] in whole vectors.
 template <class T>
 FASTATTN_INLINE void merge_outputs(Shares<T> share, T* o, const T* its, int64_t columns) {
   for (int64_t d = 0; d < columns; d += kLanes<T>)

@@ -1,4 +1,5 @@
-// An instruction set on vectors computes everything itself, unless it extends another one.
+// The table of an instruction set on vectors: all kernels are compiled for it, unless it extends
+// another one.
 #if defined(FASTATTN_EXTENDS)
 #define FASTATTN_REST FASTATTN_EXTENDS
 #else

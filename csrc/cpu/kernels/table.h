@@ -1,6 +1,6 @@
-// The table of this instruction set. Attention is its own; FASTATTN_REST names the instruction set
-// whose kernels compute the rest. One that extends another (FASTATTN_EXTENDS) has its own attention and
-// linear layers in bf16 only.
+// The table of this instruction set. Attention is compiled for it; FASTATTN_REST names the
+// instruction set whose kernels compute the rest. An instruction set that extends another one
+// (FASTATTN_EXTENDS) compiles attention and linear layers in bf16 only.
 #pragma once
 #include "../kernel_table.h"
 

@@ -6,11 +6,12 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Static: a thread gets the same tasks in every call. Dynamic: as many at a time, as they finish.
+// Static: a thread gets the same tasks in every call. Any other number: dynamic, with this many
+// tasks at a time.
 constexpr int64_t kStatic = 0;
 
 // task(f, t) for every t < count, each thread with its own f from make(). A team of one is a plain
-// loop: entering and leaving OpenMP takes 0.5 us, which a small call would notice.
+// loop, because the overhead of OpenMP matters for a small call.
 template <class Make, class Task>
 void each_task(int team, int64_t count, int64_t at_a_time, Make make, Task task) {
   const auto run = [&](auto& f, int64_t t) __attribute__((noinline)) { task(f, t); };
@@ -32,7 +33,7 @@ void each_task(int team, int64_t count, int64_t at_a_time, Make make, Task task)
   }
 }
 
-// The same without anything of a thread's own: task(t).
+// task(t) for every t < count, without per-thread state.
 template <class Task>
 void each_task(int team, int64_t count, int64_t at_a_time, Task task) {
   struct Nothing {};

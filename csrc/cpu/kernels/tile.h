@@ -113,9 +113,9 @@ FASTATTN_INLINE void product_rows(int64_t rows, const typename P::Word* A, int64
 }
 
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch uses a
-// matrix-vector product with short chains, whose error ours must match; there, reading keys takes
-// the time. Doubles favour accuracy. Without FMA, products are rounded before they are added, and a
-// long chain has twice PyTorch's rounding error.
+// matrix-vector product with short chains, whose error this must match; short chains are free
+// there, because reading keys is the bound. Doubles favour accuracy. Without FMA, products are
+// rounded before they are added, and a long chain has twice PyTorch's rounding error.
 template <class T>
 FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
 #if defined(__FMA__) || defined(__aarch64__)

@@ -1,4 +1,4 @@
-// A batch as sequences: one rectangle, or many sequences with lengths of their own.
+// A batch as sequences: one rectangle, or many sequences of different lengths.
 #pragma once
 #include "policy.h"
 
@@ -15,7 +15,7 @@ class Sequences {
   int threads() const { return all_.threads; }
   const AttentionParams& all() const { return all_; }
 
-  // The n-th in order of work, with its own lengths, diagonal and pointers.
+  // The n-th sequence in order of work, with its lengths, diagonal and pointers.
   Sequence at(int64_t n) const {
     Sequence s{};
     static_cast<AttentionParams&>(s) = all_;
@@ -70,7 +70,7 @@ class Sequences {
   const AttentionParams& all_;
   const SequencesParams* table_;
 
-  // The middle of the table: a sequence has no other distances, and sums of their gradients only.
+  // Restricts the table and its gradient to the middle: a sequence has no longer distances.
   void narrow_table(Sequence& s, const SequencesParams& t) const {
     const int64_t size = 2 * max_of<int64_t>(1, max_of(s.Lq, s.Lk)) - 1;
     s.relative_bias = moved(
@@ -83,7 +83,7 @@ class Sequences {
   static int64_t size_of(DType dtype) {
     return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
   }
-  // An operand of the accumulator's type, null if it is.
+  // Advances an operand of the accumulator's type; null stays null.
   const void* moved(const void* x, int64_t elements) const {
     if (x == nullptr) return x;
     return static_cast<const char*>(x) +

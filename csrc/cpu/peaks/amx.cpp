@@ -1,5 +1,4 @@
-// The peaks of AMX's tiles. Written from Intel's manual and compiled, but not yet run on a
-// processor with AMX (docs/benchmarks.md says how it is tested without).
+// The peaks of AMX's tiles. docs/benchmarks.md explains how they are tested without AMX.
 #include "peaks.h"
 #include "tiles.h"
 

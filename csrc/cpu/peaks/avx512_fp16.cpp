@@ -1,6 +1,5 @@
-// The peak of multiply-adds that round to fp16. Our kernels accumulate in fp32 and do not use them;
-// other libraries do. Compiled, but not yet run: Intel's Xeons have this unit from Sapphire Rapids
-// on.
+// The peak of multiply-adds that round to fp16, which Intel's Xeons have from Sapphire Rapids on.
+// fastattn's kernels accumulate in fp32 and do not use them; other libraries do.
 #include <immintrin.h>
 
 #include "peaks.h"

@@ -1,5 +1,5 @@
-// The peaks of units that other libraries use and our kernels do not. The reference for a dtype is
-// the fastest arithmetic that any code can reach on this processor. One unit per file, compiled
+// The peaks of units that other libraries use and these kernels do not. The reference for a dtype
+// is the fastest arithmetic that any code can reach on this processor. One unit per file, compiled
 // with its own flags; if the compiler rejects them, the file is left out (FASTATTN_HAVE_PEAK_*, see
 // setup.py).
 #pragma once

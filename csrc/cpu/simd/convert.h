@@ -47,8 +47,8 @@ FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bi
 FASTATTN_INLINE float widen(float x) { return x; }
 FASTATTN_INLINE double widen(double x) { return x; }
 FASTATTN_INLINE float widen(Int8 x) { return x.value; }
-// Its bits, in their places in an f16, are a number 2^8 times smaller, subnormals too. The caller
-// multiplies by kE4m3Unit, once for many. The two codes of NaN become +-480.
+// The bits of an e4m3, moved to their places in an f16, are a number 2^8 times smaller, subnormals
+// too. The caller multiplies by kE4m3Unit, once for many. The two codes of NaN become +-480.
 constexpr float kE4m3Unit = 256.0f;
 FASTATTN_INLINE float widen(E4m3 x) {
   return widen(F16{static_cast<uint16_t>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
@@ -116,7 +116,7 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
     const __m128i raw = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))
                                 : _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n) - 1), p);
     if constexpr (kSame<S, Int8>) return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
-    // Two copies of the sign come first; the second is no part of an f16.
+    // The conversion duplicated the sign bit; the second copy is not part of an f16.
     const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
     return (VecF)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16(~0x4000)));
   }
@@ -222,8 +222,8 @@ FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
   for (int i = 0; i < count; ++i) narrow(lanes[i], p + i);
 }
 
-// The same for a power of two of lanes, known to the compiler: no mask, and fewer bytes. Where
-// lanes are rounded, all of them are stored.
+// Stores a power of two of lanes, known to the compiler: no mask, and fewer bytes. Where lanes are
+// rounded, all of them are stored.
 template <int kWidth, class T, class S>
 FASTATTN_INLINE void store_part(S* p, Vec<T> v) {
   if constexpr (!kSame<T, S> || kWidth == kLanes<T>) {

@@ -1,7 +1,7 @@
 // The instructions of AVX-512 that the kernels use, in plain C++ for a processor with AVX2, so that
-// tests can run the kernels of AVX-512 on processors without. The names are those of the
-// intrinsics, which these functions hide within the namespace of the instruction set: the kernels
-// stay as they are. They give the bits of the processor, except that
+// tests can run the kernels of AVX-512 on processors without. The functions have the names of the
+// intrinsics, which they hide within the namespace of the instruction set, so the kernels need no
+// change. Their results are bitwise equal to the processor's, except that
 //   - rcp14 is rounded to 14 bits, with another error of the same size;
 //   - dpbf16 takes and gives subnormals, which the processor flushes.
 //
@@ -310,9 +310,9 @@ FASTATTN_INLINE __m512d _mm512_fmsub_pd(__m512d a, __m512d b, __m512d c) {
 FASTATTN_INLINE __m512 _mm512_rcp14_ps(__m512 a) {
   return (__m512)((lanes::U32)(1.0f / (lanes::F32)a) & ~0x1ffu);
 }
-// x - round(x), 0 for an infinity.
-// x - round(x), rounded as x is: of small negative x, 1 + x rounded down. w is 0, as large as x, or so
-// close to it that the difference is exact, so that `error` is the exact error of the nearest one.
+// x - round(x), 0 for an infinity; the difference is rounded in the same direction, as for small
+// negative x, where it is 1 + x rounded down. w is 0, as large as x, or so close to x that the
+// difference is exact, so `error` is the exact error of `nearest`.
 FASTATTN_INLINE __m512 _mm512_reduce_ps(__m512 a, int rounding) {
   lanes::expect(rounding == lanes::kNearest || rounding == lanes::kDown);
   return (__m512)lanes::each<lanes::F32>([&](unsigned i) {
@@ -355,7 +355,7 @@ FASTATTN_INLINE __m512 _mm512_dpbf16_ps(__m512 c, __m512bh a, __m512bh b) {
   const __m512 odd = _mm512_fmadd_ps((__m512)odd_of_pairs(x), (__m512)odd_of_pairs(y), c);
   return _mm512_fmadd_ps((__m512)even_of_pairs(x), (__m512)even_of_pairs(y), odd);
 }
-// The numbers of b, then those of a, rounded to nearest, ties to even; subnormals give 0.
+// The elements of b, then the elements of a, rounded to nearest, ties to even; subnormals give 0.
 FASTATTN_INLINE __m512bh _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
   const auto rounded = [](float x) -> uint16_t {
     uint32_t u;

@@ -97,7 +97,7 @@ FASTATTN_INLINE VecD exp_neg(VecD x) {
   return exp2_neg(product, error + x * kRest);
 }
 
-// The same in float32. Subtracting n ln 2 from x first keeps out the rounding error of x log2 e.
+// e^x for x <= 0 in float32. Subtracting n ln 2 from x first avoids the rounding error of x log2 e.
 FASTATTN_INLINE VecF exp_neg(VecF x) {
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23 leaves round(x) in the low mantissa bits
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // ln 2; n kHigh is exact

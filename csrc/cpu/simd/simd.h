@@ -33,7 +33,7 @@
 #define FASTATTN_OPERAND "+w"
 #endif
 
-// AVX-512 is that of x86-64-v4: F, BW, CD, DQ and VL. Its emulation runs where AVX2 does.
+// AVX-512 means x86-64-v4: F, BW, CD, DQ and VL. Its emulation needs AVX2.
 #if FASTATTN_EMULATED_AVX512
 #include "emulated_avx512.h"
 #define FASTATTN_AVX512 1
@@ -191,7 +191,7 @@ FASTATTN_INLINE void store_first(T* p, Vec<T> v, int n) {
   if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, (1u << n) - 1, (__m512)v);
   if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, (1u << n) - 1, (__m512d)v);
 #endif
-  // In pieces of half a vector, a quarter, ...; AVX2's masked store takes 42 operations on Zen 3.
+  // In pieces of half a vector, a quarter, ...: AVX2's masked store is slow on Zen 3.
   alignas(kVectorBytes) T lanes[kLanes<T>];
   store(lanes, v);
   int at = 0;
@@ -315,7 +315,7 @@ FASTATTN_INLINE T max_lanes(Vec<T> v) {
   return m;
 }
 
-// The same by halves, which has half the latency; lanes that are NaN may hide others.
+// The maximum by halves, which has half the latency; a NaN may hide other lanes.
 template <class T>
 FASTATTN_INLINE T largest_lane(Vec<T> v) {
   return over_lanes<T>(
@@ -388,7 +388,7 @@ FASTATTN_INLINE void transpose(Vec<T>* rows) {
   if constexpr (kLanes<T> > 8) transpose_round<T, 8>(rows);
 }
 
-// Within every segment of lanes, the units with an even (Odd = 0) or odd index, those of a first.
+// Within every segment of lanes, the units with an even (Odd = 0) or odd index, units of a first.
 template <int Segment, int Unit, int Odd, int N>
 constexpr int picked_index(int i) {
   constexpr int half = Segment / Unit / 2;

@@ -6,12 +6,11 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Larger results bypass the caches: 0.65 to 0.8 of the time on Zen 4 with 32 MiB of L3, see
-// docs/sinusoidal.md.
+// Larger results bypass the caches. Chosen on Zen 4 with 32 MiB of L3, see docs/sinusoidal.md.
 constexpr int64_t kStreamBytes = 4 << 20;
 
 // Stores a whole vector with a non-temporal store: it is not read soon, and its line need not be
-// fetched first. p is aligned to the size of what is written.
+// fetched first. p is aligned to the number of written bytes.
 template <class T, class S>
 FASTATTN_INLINE void stream_as(S* p, Vec<T> v) {
 #if defined(__SSE2__)

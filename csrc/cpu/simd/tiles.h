@@ -37,7 +37,7 @@ struct HardwareTiles {
   static void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
   }
-  // The same for data that is not read again soon: it does not displace other data from L1.
+  // Loads data that is not read again soon: it does not displace other data from L1.
   template <int T>
   static void load_once(const void* from, int64_t stride) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
@@ -52,9 +52,9 @@ struct HardwareTiles {
   static void multiply_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
-  // The same with fp16, of which subnormals are not flushed. TDPFP16PS is unknown to many assemblers:
-  // VEX.128.F2.0F38.W0 5C /r, where reg is the sum, rm is A, and vvvv, inverted, is B. (TDPBF16PS has
-  // F3 in place of F2: 2 in the last two bits.)
+  // The same product in fp16, which does not flush subnormals. Many assemblers do not know
+  // TDPFP16PS: VEX.128.F2.0F38.W0 5C /r, where reg is the sum, rm is A, and vvvv, inverted, is B.
+  // (TDPBF16PS has F3 in place of F2: 2 in the last two bits.)
   template <int C, int A, int B>
   static void multiply_f16() {
     asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~B & 15) << 3 | 3),
@@ -62,9 +62,9 @@ struct HardwareTiles {
   }
 };
 
-// The same interface in plain C++. What is an illegal instruction on the processor traps here: tiles
-// that are not configured, or whose shapes do not match. A second configure() without a release()
-// is legal on the processor, and traps here, because a kernel has then kept its tiles too long.
+// The same interface in portable C++. It traps where the processor has an illegal instruction: for
+// tiles that are not configured, or whose shapes do not match. It also traps at a second
+// configure() without a release(), which is legal but means that a kernel kept its tiles too long.
 class EmulatedTiles {
  public:
   static constexpr bool kEmulated = true;
@@ -87,7 +87,7 @@ class EmulatedTiles {
   template <int T>
   static void load(const void* from, int64_t stride) {
     Registers& r = in_use();
-    zero<T>();  // also what lies beyond the configured shape
+    zero<T>();  // including elements beyond the configured shape
     for (int row = 0; row < r.config.rows[T]; ++row)
       __builtin_memcpy(r.tile[T][row], static_cast<const char*>(from) + row * stride,
                        r.config.row_bytes[T]);
@@ -134,7 +134,7 @@ class EmulatedTiles {
     __builtin_memcpy(&x, &bits, 4);
     return x;
   }
-  // The bits of x, zero where it is subnormal: of operands as of results, whatever MXCSR says.
+  // The bits of x, with subnormals flushed to zero: operands and results, whatever MXCSR says.
   static uint32_t flushed(uint32_t bits) {
     return (bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits;
   }
@@ -143,14 +143,14 @@ class EmulatedTiles {
     __builtin_memcpy(&bits, &x, 4);
     return flushed(bits);
   }
-  // Subnormals too, whatever MXCSR says.
+  // Also converts subnormals, whatever MXCSR says.
   static float float_of_f16(uint32_t half) {
     const uint32_t sign = (half & 0x8000) << 16, exponent = half & 0x7c00;
     if (exponent == 0) {
       const float size = static_cast<float>(half & 0x3ff) * 0x1p-24f;
       return sign != 0 ? -size : size;
     }
-    // Exponents are biased by 15 and by 127; that of inf and NaN has all bits.
+    // Exponents are biased by 15 and by 127; inf and NaN have all bits of the exponent set.
     const uint32_t rebias = exponent == 0x7c00 ? 2 * 112u << 23 : 112u << 23;
     return float_of(sign | (((half & 0x7fff) << 13) + rebias));
   }

@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
 }
 
 // Turns scores into weights after dropout, no_part() where the pair is excluded. One warp per
-// query. The backward pass also turns the gradients dp of the weights, dO . V, into those of the
-// scores,
+// query. The backward pass also turns the gradients dp of the weights, dO . V, into gradients of
+// the scores,
 //   g = p (dp - sum of p dp).
 template <class T, bool kBackward>
 __global__ void __launch_bounds__(kAdditiveThreads, 2)

@@ -31,7 +31,7 @@ struct DecodeShape {
   using QTile = Tile<T, kRows, kD>;
   using KTile = Tile<T, kKeys, kD>;
   using WarpTile = Tile<T, kKeysOfWarp, kD>;  // the part of one warp
-  // The tiles, and m and l of the rows of each warp.
+  // The tiles of Q, K and V, then m and l of the rows of each warp.
   static constexpr int kTileBytes = QTile::kBytes + 2 * KTile::kBytes;
   static constexpr int kSharedBytes = kTileBytes + kKeyWarps * kRows * 8;
   static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
@@ -96,7 +96,7 @@ FASTATTN_DEVICE void load_rows(const Tile& tile, int columns, int64_t column_str
   }
 }
 
-// The row of the partial sums of query i, head h and split s.
+// The row of query i, head h and split s in the partial sums.
 FASTATTN_DEVICE int64_t part_row(const DecodeArguments& p, int b, int h, int i, int s) {
   return ((b * p.Hq + h) * p.Lq + i) * p.splits + s;
 }
@@ -108,8 +108,8 @@ FASTATTN_DEVICE void enter_cached_sequence(DecodeArguments& p, int b) {
   set_window(p);
 }
 
-// Zeroes the values of a warp's keys that the options hide from all rows, because 0 times NaN or inf
-// would be NaN. Several warps may have the same keys; each clears them before it reads them.
+// Zeroes the values of a warp's keys that the options hide from all rows, because 0 times NaN or
+// inf would be NaN. Several warps may have the same keys; each clears them before it reads them.
 template <class T, int kKeys, int kColumns>
 FASTATTN_DEVICE void clear_unseen_values(const float (&s)[kKeys / 2],
                                          const Tile<T, kKeys, kColumns>& tile) {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
         [&](int r) { return keys.has(j0 + r) ? from.row(j0 + r) : nullptr; });
   };
 
-  // Tiles of a mask program tell something about a step if all rows are in one of them.
+  // The tiles of a mask program describe a step only if all its rows are in one tile.
   const int first_query = row0 / group, last_query = (last_row - 1) / group;
   const bool has_program = p.mask_table != nullptr;
   const bool in_tile = has_program && first_query / kMaskTile == last_query / kMaskTile &&
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
   cp_async_wait<0>();
   softmax.finish();
 
-  // The sums of the warps, added in order. Those of a row are rescaled to m, the maximum over the
+  // Adds the sums of the warps in order. The sums of a row are rescaled to m, the maximum over the
   // warps.
   FASTATTN_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (lane == 0) p.lse[row] = total.lse();
 }
 
-// Appends the new keys and values to those of each sequence. One warp per row of both.
+// Appends the new keys and values to the cache of each sequence. One warp per key and its value.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads)
     append_to_cache_kernel(const __grid_constant__ DecodeArguments p) {

@@ -44,7 +44,7 @@ struct Product {
     uint32_t x[4];
   };
 
-  // The value that a product uses for x.
+  // x as rounded in a product.
   static FASTATTN_DEVICE float factor(float x) { return x; }
 
   static FASTATTN_DEVICE A a_of(const uint32_t (&r)[4]) { return {{r[0], r[1], r[2], r[3]}}; }

@@ -1,8 +1,8 @@
 // Mask programs: which pairs are visible, by leaves and operators in postfix order (params.h).
 //
-// A kernel of its own reads the program once for a call, and evaluates it for every tile of 64 x 64
-// pairs. The other kernels skip the tiles without a visible pair, treat those whose pairs are all
-// visible as in a call without a program, and compute one bit for each pair of the rest, in shared
+// A separate kernel reads the program once per call and evaluates it for every tile of 64 x 64
+// pairs. The other kernels skip tiles without a visible pair, ignore the program in tiles whose
+// pairs are all visible, and compute one bit for each pair of the remaining tiles, in shared
 // memory.
 #pragma once
 #include "../../mask_program.h"
@@ -14,8 +14,8 @@ namespace cuda {
 
 // -- values of a program --------------------------------------------------------------------------
 
-// The value of a program, from those of its leaves, `width` bits each. The stack is one number, its
-// top the lowest bits: read_program chooses the width such that it fits.
+// The value of a program, from the values of its leaves, `width` bits each. The stack is one
+// integer with the top in its lowest bits; read_program chooses a width such that it fits.
 template <class Leaf>
 FASTATTN_DEVICE uint64_t evaluate(const MaskTable& table, int width, Leaf leaf) {
   const uint64_t below = ~uint64_t(0) << width;  // all but the top
@@ -38,8 +38,8 @@ struct MaskProgram {
   const MaskTable& table;
   int b, h;
 
-  // Bit n of the result: is key j + n visible to query i? i < Lq. The keys [j, j + count) are in one
-  // tile; the bits of those that do not exist have any value. count is a power of two up to 32.
+  // Bit n of the result: is key j + n visible to query i? i < Lq. The keys [j, j + count) are in
+  // one tile; the bits of keys past the end are undefined. count is a power of two up to 32.
   FASTATTN_DEVICE uint32_t keys(int i, int j, int count) const {
     const int width = table.width < count ? table.width : count;
     uint32_t word = 0;
@@ -69,7 +69,7 @@ struct MaskProgram {
   }
 
  private:
-  // The entry of a leaf that has fewer of them than the call: they repeat.
+  // The batch entry or head of a leaf that has fewer of them than the call: they repeat.
   static FASTATTN_DEVICE int64_t repeated(int n, int64_t count) {
     return count == 1 ? 0 : static_cast<unsigned>(n) % static_cast<unsigned>(count);
   }
@@ -112,7 +112,7 @@ struct MaskProgram {
     return seen;
   }
 
-  // Whether any, and whether every, pair of the tile that this lane looks at is visible.
+  // Whether any, and whether every, of this lane's pairs of the tile is visible.
   FASTATTN_DEVICE void look_at_leaf(const MaskStep& step, int i0, int j0, bool& any,
                                     bool& every) const {
     const int lane = static_cast<int>(threadIdx.x) & 31;
@@ -158,7 +158,7 @@ FASTATTN_DEVICE Seen* tiles_of(const AttentionArguments& p) {
   return reinterpret_cast<Seen*>(p.mask_table + 1);
 }
 
-// The tiles of a head, and of packed sequences those of sequence b.
+// The tiles of a head; for packed sequences, the tiles of sequence b.
 struct MaskTiles {
   const Seen* tiles = nullptr;  // [tiles of queries, columns], null = all are visible
   int64_t columns = 0;
@@ -173,7 +173,7 @@ struct MaskTiles {
     tiles = tiles_of(p) + row * columns;
   }
 
-  // Of the tile of query i and key j.
+  // How much of the tile of query i and key j is visible.
   FASTATTN_DEVICE Seen at(int i, int j) const {
     return tiles == nullptr ? Seen::all : tiles[i / kMaskTile * columns + j / kMaskTile];
   }

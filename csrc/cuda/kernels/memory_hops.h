@@ -258,8 +258,7 @@ struct Hops {
     return ds;
   }
 
-  // g <- H^T g + more, all in shared memory. Each element of `more` is read by the thread that
-  // wrote it.
+  // g <- H^T g + more, all in shared memory. A thread reads the elements of `more` that it wrote.
   FASTATTN_DEVICE void leave(float* g, const float* more, int k) const {
     const int thread = static_cast<int>(threadIdx.x);
     if (p.proj.data != nullptr) {

@@ -1,4 +1,4 @@
-// Two states of attention made one, with p_a = e^(lse_a - lse) and p_b = e^(lse_b - lse):
+// Merges two states of attention, with p_a = e^(lse_a - lse) and p_b = e^(lse_b - lse):
 //
 //   lse = log(e^lse_a + e^lse_b),  out = p_a out_a + p_b out_b
 //
@@ -8,8 +8,8 @@
 //   dout_a = p_a g,  dlse_a = p_a h + p_a p_b d
 //   dout_b = p_b g,  dlse_b = p_b h - p_a p_b d
 //
-// The work is bound by memory. A row has as many lanes of a warp as it has chunks of columns, or all
-// of them. The output of an empty state, lse = -inf, is not read.
+// The work is bound by memory. A row takes one lane of a warp for each chunk of columns, at most
+// the whole warp. The output of an empty state, lse = -inf, is not read.
 #pragma once
 #include "columns.h"
 #include "softmax_state.h"
@@ -31,7 +31,7 @@ struct JointState {
     const Lse inverse = sum == 0 ? Lse(0) : 1 / sum;
     share_a = x * inverse;
     share_b = y * inverse;
-    // One of the two is 1, so their product is the other one.
+    // The larger of the two shares is 1, so their product is the smaller share.
     if constexpr (sizeof(Lse) == 8)
       lse = most + log1p(x * y);
     else
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kStatesThreads)
   p.lse_dtype == DType::f64 ? row.template merge<double>() : row.template merge<float>();
 }
 
-// Without a number of blocks ptxas keeps to 64 registers, and spills.
+// Without a minimum number of blocks ptxas limits itself to 64 registers, and spills.
 template <class T, int kN>
 __global__ void __launch_bounds__(kStatesThreads, 2)
     merge_states_gradient_kernel(const __grid_constant__ MergeStatesArguments p) {

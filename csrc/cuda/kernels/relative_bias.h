@@ -1,10 +1,10 @@
 // The gradient of a relative bias: for each distance of a table, the sum of dS over its pairs.
 //
 // Positions 0, 1, 2, ...: the pairs are divided into square blocks, and a block of threads takes
-// those of one diagonal. Their distances are less than a block from that of the diagonal, so two
-// diagonals that are not neighbours have no distance in common. The odd ones have a table of their
-// own. Other positions: any two pairs may have the same distance, so one block takes all pairs of a
-// head. Either way each number has one owner, which adds its pairs in one order.
+// all square blocks of one diagonal. Distances on a diagonal differ by less than a block, so two
+// diagonals that are not neighbours have no distance in common, and even and odd diagonals have
+// separate tables. Other positions: any two pairs may have the same distance, so one block takes
+// all pairs of a head. Either way each sum has one owner, which adds its pairs in one order.
 #pragma once
 #include "scores.h"
 
@@ -17,14 +17,15 @@ FASTATTN_BOTH int64_t diagonals_of(const AttentionArguments& p) {
   return p.positions == nullptr ? q_blocks + k_blocks - 1 : 1;
 }
 
-// Packed sequences: the blocks of threads of a head. The host knows the sum of all lengths alone, so
-// a sequence has as many blocks as it has diagonals, or more.
+// Packed sequences: the blocks of threads per head. The host knows only the sum of all lengths, so
+// a sequence may have more blocks than diagonals.
 template <int kBlock>
 FASTATTN_BOTH int64_t packed_diagonals(const AttentionArguments& p) {
   return (p.Lq + p.Lk) / kBlock + p.B;
 }
 
-// Packed sequences: finds the n-th diagonal, and restricts p to its sequence; false if there is none.
+// Packed sequences: finds the n-th diagonal and restricts p to its sequence; false if it does not
+// exist.
 template <int kBlock>
 FASTATTN_DEVICE bool enter_diagonal(AttentionArguments& p, int n, int& b, int& diagonal) {
   const int64_t all_q = p.Lq, all_k = p.Lk;
@@ -39,7 +40,7 @@ FASTATTN_DEVICE bool enter_diagonal(AttentionArguments& p, int n, int& b, int& d
   return p.Lq > 0 && p.Lk > 0 && diagonal < diagonals_of<kBlock>(p);
 }
 
-// The keys that a diagonal has of queries [i0, i0 + kBlock).
+// The keys of a diagonal for queries [i0, i0 + kBlock).
 template <int kBlock>
 FASTATTN_DEVICE Range keys_of_diagonal(const AttentionArguments& p, int diagonal, int i0) {
   const int keys = static_cast<int>(p.Lk);
@@ -50,7 +51,7 @@ FASTATTN_DEVICE Range keys_of_diagonal(const AttentionArguments& p, int diagonal
   return {clamp_int(begin, 0, keys), clamp_int(begin + kBlock, 0, keys)};
 }
 
-// The table of a diagonal, at distance 0.
+// The entry of distance 0 in the table of a diagonal.
 FASTATTN_DEVICE float* table_of_diagonal(const PairsArguments& p, int b, int h, int diagonal) {
   const int64_t head = (diagonal & 1) * p.odd_diagonals + h * p.result_stride[1];
   const int64_t middle = p.q_starts == nullptr ? b * p.result_stride[0] + p.relative_bias_size / 2
@@ -118,7 +119,7 @@ FASTATTN_DEVICE void add_by_distance(const AttentionArguments& p, int i0, int j0
     for (int c = 0, r = 0; c < keys; ++c) {
       const int wanted = d + tile.key_positions[c];
       while (r < queries && tile.query_positions[r] < wanted) ++r;
-      // Several rows may have this position, and the next column may have that of this one.
+      // Several rows may have this position, and the next column may have the position of this one.
       for (int m = r; m < queries && tile.query_positions[m] == wanted; ++m)
         sum += tile.pairs[m][c];
     }
@@ -128,8 +129,8 @@ FASTATTN_DEVICE void add_by_distance(const AttentionArguments& p, int i0, int j0
 
 constexpr int kTableThreads = 128;
 
-// Packed sequences: adds the gradients of their tables, in order. A thread takes one number of the
-// sum. T selects the object file.
+// Packed sequences: adds the gradients of their tables, in order. A thread sums one element. T
+// selects the object file.
 template <class T>
 __global__ void __launch_bounds__(kTableThreads)
     attention_table_kernel(const __grid_constant__ PairsArguments given) {

@@ -37,8 +37,8 @@ FASTATTN_DEVICE Range queries_of_keys(const AttentionArguments& p, int first, in
           clamp_int(int64_t(last) - p.window_begin, 0, lq)};
 }
 
-// The sink of a head: the score of one more key, whose value is 0. -inf if there is none, as for the
-// rows after the last sequence.
+// The sink of a head: the score of one more key, whose value is 0. -inf without a sink, and for
+// the rows after the last sequence.
 FASTATTN_DEVICE float sink_of(const AttentionArguments& p, int b, int h) {
   if (p.sinks == nullptr || b >= p.B) return minus_infinity();
   return static_cast<const float*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
@@ -49,8 +49,8 @@ FASTATTN_DEVICE int position(const AttentionArguments& p, int64_t n) {
   return p.positions == nullptr ? static_cast<int>(n) : p.positions[n];
 }
 
-// The distance of query i and key j in the table of a relative bias. The host checks neither the
-// values of positions nor the lengths of cached sequences: they read nothing outside of the table.
+// The distance of query i and key j in the table of a relative bias. It is clamped to the table,
+// because the host checks neither the values of positions nor the lengths of cached sequences.
 FASTATTN_DEVICE int distance(const AttentionArguments& p, int i, int j) {
   const int most = static_cast<int>(p.relative_bias_size / 2);
   return clamp_int(int64_t(position(p, i + p.offset)) - position(p, j), -most, most);
@@ -92,7 +92,7 @@ struct Options {
     }
   }
 
-  // What the mask and the relative bias add to the score of a visible pair; -inf if one of them
+  // The sum of mask and relative bias for the score of a visible pair; -inf if one of them
   // excludes it.
   FASTATTN_DEVICE float bias(int i, int j) const {
     float sum = 0.0f;

@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
     visible[r] = visible_keys(p, i);
   }
 
-  // A mask program finds the place of its sequence again: kept in registers, it would make float32
-  // with 128 columns spill.
+  // A call with a mask program recomputes the place of its sequence: kept in registers, it would
+  // make float32 with 128 columns spill.
   const auto own = [&] {
     AttentionArguments found = given;
     if (found.q_starts != nullptr) enter_sequence(found, b);
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   set_zero(dq);
   // float32 needs a more accurate delta: dP - delta must be exactly 0 for a query that sees one
   // key. So for float32, and with a gradient of the weights, of the mask or of a relative bias, a
-  // first pass sums what dO . O misses of delta. It uses the same weights as the second pass, where
-  // delta is subtracted.
+  // first pass sums the part of delta that dO . O lacks. It uses the same weights as the second
+  // pass, where delta is subtracted.
   const bool exact = sizeof(Storage) == 4 || (kGeneral && p.exact_delta);
   const float rest[2] = {stats[0].rest, stats[1].rest};
   if (exact) stats[0].rest = stats[1].rest = 0.0f;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
       FASTATTN_UNROLL
       for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
-        // With options no register is free to keep them throughout the loop.
+        // With options no register is free to keep these values throughout the loop.
         const int i = kGeneral ? anew(i0 + place.row(r)) : i0 + place.row(r);
         const Range sees = kGeneral ? visible_keys(p, i) : visible[r];
         Words words{};
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
         }
       }
       if (partly) {
-        // Computed again here: kept in registers across the loop, the positions of the bits spill.
+        // Recomputed here: kept in registers across the loop, the positions of the bits spill.
         const uint32_t hidden = hidden_pairs<kTiles, true>(bits, Place4{anew(place.warp_row)});
         FASTATTN_UNROLL
         for (int n = 0; n < kTiles * 4; ++n)

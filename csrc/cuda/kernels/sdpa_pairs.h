@@ -23,7 +23,7 @@ struct BackwardShape {
   using Passing = Tile<T, kPassing, kD>;
   static constexpr int kTileBytes = 2 * (Staying::kBytes + Passing::kBytes);
   // After the tiles: the statistics and a flag of each streamed row. With options also a bit for
-  // each pair, in words of the rows that stay or of those that are streamed.
+  // each pair, in words of the staying or of the streamed rows.
   static constexpr int kBits = kTileBytes + 20 * kPassing;
   static constexpr int kSharedBytes = kBits + 4 * kStaying;
   static_assert(MaskBits<kStaying, kPassing>::kBytes <= 4 * kStaying, "too many bits");
@@ -63,8 +63,8 @@ FASTATTN_DEVICE float element_at(const void* data, int64_t n) {
   return T::widen(static_cast<const typename T::Storage*>(data)[n]);
 }
 
-// The score of a call without options, less hi. It is not rounded before hi is subtracted, as it
-// was not when lse was computed.
+// The score of a call without options, less hi. As in the forward pass, it is not rounded before
+// the subtraction.
 FASTATTN_DEVICE float plain_score(const AttentionArguments& p, float dot, const RowStats& row) {
   return fmaf(dot, p.scale_float, -row.hi);
 }

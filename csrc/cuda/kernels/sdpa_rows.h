@@ -23,7 +23,7 @@ FASTATTN_DEVICE float max_of_warp(float x) {
 }
 
 // Whether the sink of query i has all the weight: no key is visible, or the sink is inf. Called by
-// one warp. Masks and biases are read only if lse leaves a doubt.
+// one warp. Masks and biases are read only if lse alone does not decide.
 FASTATTN_DEVICE bool sees_only_sink(const AttentionArguments& p, int b, int h, int i, double lse) {
   const double sink = sink_of(p, b, h);
   if (lse == sink && sink == -static_cast<double>(minus_infinity())) return true;
@@ -37,9 +37,9 @@ FASTATTN_DEVICE bool sees_only_sink(const AttentionArguments& p, int b, int h, i
   return max_of_warp(seen ? 1.0f : 0.0f) == 0.0f;
 }
 
-// The maximum score of query i, and the logarithm of the sum of exp(s - hi), the sink included. Used
-// for a row whose scores are so large that their log-sum-exp has lost that sum, even in double. Rare
-// and slow.
+// The maximum score of query i, and the logarithm of the sum of exp(s - hi), the sink included.
+// Used for a row whose scores are so large that adding the logarithm to the maximum loses it, even
+// in double. Rare and slow.
 template <class T>
 FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int i, float& hi,
                                  float& lo) {
@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(kRowsThreads, kExcludes ? 5 : 8)
     attention_rows_kernel(const __grid_constant__ AttentionArguments given) {
   AttentionArguments p = given;
   if (!kExcludes) p.mask.data = nullptr, p.relative_bias = nullptr, p.mask_table = nullptr;
-  // Up to here two floats keep enough bits of a sum's logarithm: 16 for float32, 8 for 16 bits. What
-  // the forward pass has computed is better than exact_stats where scores are large products: that
-  // sums them in another order, and a weight is wrong by e to the difference.
+  // Up to here, lse as two floats keeps enough bits of the logarithm of the sum: 16 for float32, 8
+  // for 16 bits. It is better than exact_stats where scores are large products: exact_stats sums
+  // the products in another order, and a weight is wrong by the exponential of the difference.
   constexpr bool kWide = sizeof(typename T::Storage) == 4;
   constexpr double kExact = static_cast<double>(int64_t(1) << (kWide ? 32 : 40));
   const int lane = static_cast<int>(threadIdx.x) & 31;

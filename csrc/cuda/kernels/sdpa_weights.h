@@ -1,7 +1,8 @@
-// The results that are made of pairs: the weights, and the gradients of an additive mask and of a
-// relative bias. A block of threads owns one block of the result. It recomputes the scores and sums
-// in a fixed order over the heads, for averaged weights, over every dimension in which the mask is
-// broadcast, or over the pairs of a distance (relative_bias.h).
+// The results with an element per pair, or per sum of pairs: the weights, and the gradients of an
+// additive mask and of a relative bias. A block of threads owns one block of the result. It
+// recomputes the scores and sums in a fixed order: for averaged weights over the heads, for a mask
+// over every dimension in which it is broadcast, for a relative bias over the pairs of a distance
+// (relative_bias.h).
 #pragma once
 #include <type_traits>
 

@@ -31,16 +31,16 @@ FASTATTN_DEVICE void exchange_in_fours(uint32_t (&x)[4], int lane) {
   }
 }
 
-// What the sums of a row give: its log-sum-exp, and the factor of its O. The logarithm is left to
-// the end, because O needs the registers.
+// The results of a row's sums: its log-sum-exp, and the factor of its O. The logarithm is computed
+// last, because O needs the registers.
 struct RowTotal {
   double most;
   float sum, factor;
   FASTATTN_DEVICE double lse() const { return most + log(static_cast<double>(sum)); }
 };
 
-// Of the maximum score m and the sum l of exp(s - m) over all keys. The sink joins here, and not as
-// the state before the first key: so it costs the loop nothing, and the lse of a row without
+// The result for the maximum score m and the sum l of exp(s - m) over all keys. The sink is added
+// here and not to the initial state: it then costs the loop nothing, and the lse of a row without
 // visible keys is exactly the sink.
 FASTATTN_DEVICE RowTotal total_of_row(double m, float l, float sink) {
   if (sink == minus_infinity()) return {m, l, l == 0.0f ? 0.0f : 1.0f / l};
@@ -101,22 +101,22 @@ struct OnlineSoftmax {
   }
 };
 
-// What ScaledSoftmax multiplies a score by, to get the exponent of 2: log2 e, but for the rounding of
-// a float. A large score has to be multiplied and divided by the same number.
+// The factor from a score to the exponent of 2 in ScaledSoftmax: log2 e up to the rounding of a
+// float. A large score must be multiplied and divided by the same number.
 FASTATTN_DEVICE double exponents_per_score(float unit) {
   constexpr double kLog2eDouble = 1.4426950408889634;
   return unit == 0.0f ? kLog2eDouble : static_cast<double>(unit * kLog2e) / unit;
 }
 
-// The same for dot products that are not yet multiplied by `unit`. It needs one operation less per
-// score, and is used only where no mask adds values near the largest float. m is scaled; the
-// rounding error of that product changes all weights of a row by the same factor.
+// An OnlineSoftmax for dot products that are not yet multiplied by `unit`. It needs one operation
+// less per score, and is used only where no mask adds values near the largest float. m is scaled;
+// the rounding error of that product changes all weights of a row by the same factor.
 //
-// The factor is at most 2 up to |m| = kExact. Beyond, it would soon be more than a weight in 16 bits
-// can hold, so the maximum is m + low there, and both are subtracted. That is rare, and the loop has
-// no register to spare: so `low` is in shared memory, and |m| says whether it is used. Steps look at
-// it from kRounded on, 512 before: a maximum that leaves it unread follows one that has it only where
-// the earlier sums shrink to 0.
+// That factor is at most 2 up to |m| = kExact. Beyond, it would soon overflow a weight in 16 bits,
+// so the maximum is m + low, and both are subtracted. This is rare, and the loop has no register to
+// spare: `low` is in shared memory and is valid only if |m| >= kExact. Steps handle `low` already
+// from kRounded = kExact - 512 on. So a step that ignores it has a maximum at least 512 above any
+// earlier maximum with a `low`, and the earlier sums shrink to 0 anyway.
 struct ScaledSoftmax : OnlineSoftmax {
   static constexpr float kRounded = 1 << 24, kExact = kRounded + 512;
 
@@ -163,8 +163,8 @@ struct ScaledSoftmax : OnlineSoftmax {
     }
   }
 
-  // Subtracts the new maximum, from + low, from the scores of a row that has one. Other rows of the
-  // warp stay as they are. Returns the factor of earlier sums.
+  // Subtracts the new maximum, from + low, from the scores of a row that has a low; other rows of
+  // the warp are unchanged. Returns the factor of earlier sums.
   template <int kTiles>
   FASTATTN_DEVICE float subtract_first(float (&s)[kTiles * 4], int r, float from, float unit_log2,
                                        float& low) const {
@@ -192,7 +192,7 @@ struct ScaledSoftmax : OnlineSoftmax {
     return exp2_approx((m[r] - from) + (before - after));
   }
 
-  // In units of the score, as `update` has multiplied it: the product that it rounds is undone.
+  // The result in units of the score: undoes the rounded multiplication of `update`.
   FASTATTN_DEVICE RowTotal total(int r, float unit, float sink, const float (&low)[2]) const {
     const double most = static_cast<double>(m[r]) + (has_low(m[r]) ? low[r] : 0.0f);
     return total_of_row(most / exponents_per_score(unit), l[r], sink);

@@ -1,13 +1,13 @@
-// Merging states of an online softmax, {m, l, o}: the greatest score, the sum of e^(s - m) and that
-// of e^(s - m) v, each of a set of keys of its own.
+// Merges states of an online softmax over disjoint sets of keys, {m, l, o}: the greatest score, the
+// sum of e^(s - m) and the sum of e^(s - m) v.
 #pragma once
 #include "scores.h"
 
 namespace fastattn {
 namespace cuda {
 
-// What sums from maximum m on are multiplied by, to be from `most` on; 0 where there is no key. The
-// comparison with `most` keeps inf - inf out.
+// The factor that rescales sums from the maximum m to the maximum `most`; 0 without a key. The
+// comparison with `most` avoids inf - inf.
 FASTATTN_DEVICE float shrink_to(float m, float most) {
   if (m == minus_infinity()) return 0.0f;
   return m == most ? 1.0f : exp2_approx((m - most) * kLog2e);

@@ -1,6 +1,6 @@
-// The kernels, chosen by the types of their arguments. kernels/*.cu are compiled once for each of
-// FASTATTN_ELEMENT = Bf16, F16, F32, and those of attention also for Tf32. The first argument is
-// never read; its type selects the element type.
+// The kernels, as overloads on the element type. kernels/*.cu are compiled once for each of
+// FASTATTN_ELEMENT = Bf16, F16, F32, and attention also for Tf32. The first argument is never read;
+// its type selects the element type.
 #pragma once
 #include <cstdint>
 

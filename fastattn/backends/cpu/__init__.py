@@ -1,4 +1,4 @@
-"""The native CPU module as a backend: most of its functions are primitives as they are.
+"""The native CPU module as a backend; most of its functions are primitives already.
 
 Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
 primitives.
@@ -35,7 +35,7 @@ encode_memory_backward = _cpu.encode_memory_backward
 flex_attention = _cpu.flex_attention
 flex_attention_backward = _cpu.flex_attention_backward
 hopfield_retrieve = _cpu.hopfield_retrieve
-# -1: the host reads how many steps were taken, because there is no device to wait for.
+# -1: the host always reads how many steps were taken, because there is no device to wait for.
 hopfield_retrieve_backward = backward_of_steps(_cpu.hopfield_steps, _cpu.hopfield_backward, -1)
 local_attention = _cpu.local_attention
 local_attention_backward = _cpu.local_attention_backward
@@ -74,7 +74,7 @@ DTYPES_ON_TILES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> str:
-    """Return why ``op`` runs on vectors where the instruction set has tiles; "" if it does not."""
+    """Return why ``op`` does not run on tiles although the instruction set has them, else ""."""
     query, key = tensors.get("query"), tensors.get("key")
     if op not in ON_TILES:
         return "it has no kernel on tiles"
@@ -97,7 +97,7 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -
 
 
 def _few_queries(query: Tensor, key: Tensor, value: Tensor | None, options: Any) -> bool:
-    """At most four; in 16 bits only those of calls that the kernel of decoding serves."""
+    """Whether there are at most four queries, and in 16 bits the decoding kernel serves them."""
     assert value is not None
     rows = query.shape[-2] * query.shape[1] // max(key.shape[1], 1)
     widest = max(key.shape[-1], value.shape[-1])
@@ -107,7 +107,7 @@ def _few_queries(query: Tensor, key: Tensor, value: Tensor | None, options: Any)
 
 
 def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None]) -> str:
-    """Many rows fill tiles, and so do the queries of a head that the kernel of decoding leaves."""
+    """Return why a call of decoding runs on vectors; "" if it runs on tiles."""
     cache = tensors["key_cache"]
     assert cache is not None
     if cache.dtype in QUANTISED:

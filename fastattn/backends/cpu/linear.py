@@ -7,9 +7,9 @@ Most of the arithmetic of a model is here, so the GEMM is chosen by measurement:
 the rule of each kind of processor (docs/linear.md has the figures). There are three:
 
 - ``torch``: ``torch.nn.functional.linear`` and ``torch.mm``. In float32 this is MKL, which is
-  slower than oneDNN on AMD's processors; in 16 bits oneDNN where the processor multiplies them, and
-  scalar code where it does not.
-- ``onednn``: its inner product, called directly, with the bias fused. A call costs 10 µs more.
+  slower than oneDNN on AMD's processors; in 16 bits it is oneDNN on processors with 16-bit
+  products, and scalar code on others.
+- ``onednn``: its inner product, called directly, with the bias fused. A call has more overhead.
 - ``ours``: reads the weight in place, without packing, so small calls cost least. Without 16-bit
   arithmetic it computes in float32 and rounds once at the end.
 """
@@ -39,7 +39,7 @@ _IN_16_BITS = {
 def rule(dtype: torch.dtype) -> evidence.Gemm:
     """The GEMMs of this dtype on this processor."""
     gemm: evidence.Gemm = evidence.choose("gemm", "cpu", dtype=dtype).use
-    if not _IN_16_BITS.get(dtype, True):  # whatever the row says of processors of its kind
+    if not _IN_16_BITS.get(dtype, True):  # overrides the row for this kind of processor
         return gemm._replace(y="ours", dx="ours", dw="ours", few=32, least=2**14, least_grad=2**14)
     if dtype == torch.float32 and gemm.y == "torch" and not torch.backends.mkl.is_available():
         return gemm._replace(y="onednn", dx="onednn")
@@ -63,13 +63,13 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
     chosen: str = getattr(gemm, product)
     if chosen == "onednn" and (compat.onednn_linear is None or not torch.backends.mkldnn.enabled):
         return "torch"
-    if dtype == torch.float32 and allows_bf16_parts():  # PyTorch's are then products of bfloat16
+    if dtype == torch.float32 and allows_bf16_parts():  # PyTorch then multiplies in bfloat16
         return "torch"
     return chosen
 
 
 def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None]:
-    """(rows, M·N·K) -> the GEMM of y if it is not PyTorch's; as :func:`gemm_of`, in less time."""
+    """(rows, M·N·K) -> the GEMM of y unless it is PyTorch's; a faster :func:`gemm_of`."""
     gemm = rule(dtype)
     least = max(gemm.least, 1)
     if {*gemm[:3]} == {"torch"} and not gemm.few and not gemm.ours_up_to:

@@ -1,4 +1,4 @@
-"""What the native module asks of PyTorch, and its numbers of dtypes."""
+"""The functions that the native module calls, and its numbers of the dtypes."""
 
 from __future__ import annotations
 

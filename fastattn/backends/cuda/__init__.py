@@ -1,4 +1,4 @@
-"""The native CUDA module as a backend: most of its functions are primitives as they are.
+"""The native CUDA module as a backend; most of its functions are primitives already.
 
 Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
 primitives. Lengths, pages, entries and starts of sequences stay on the GPU, so the host never waits

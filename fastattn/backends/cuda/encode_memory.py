@@ -1,7 +1,7 @@
 """The gradient of memory encoding on the CUDA kernels.
 
-That of the table is summed without atomics: PyTorch sorts the words by their row of the table, and
-each block of threads sums those of its row.
+The gradient of the table is summed without atomics: PyTorch sorts the words by their row of the
+table, and each block of threads sums the words of its row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def encode_memory_backward(
     counts = (tokens >= 0) & (tokens < rows)
     if options.padding_idx is not None:
         counts &= tokens != options.padding_idx
-    # Words that do not count are sorted after the last row.
+    # Padding is sorted after the last row.
     words, order = torch.where(counts, tokens, rows).flatten(1).sort(stable=True)
     bounds = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
     starts, any_word = torch.searchsorted(words, bounds), counts.any(-1)

@@ -1,4 +1,4 @@
-"""What all adapters share: what the native module asks of PyTorch, and where a call runs."""
+"""Shared by all adapters: the functions that the native module calls, and where a call runs."""
 
 from __future__ import annotations
 

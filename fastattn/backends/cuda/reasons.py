@@ -1,4 +1,4 @@
-"""What the kernels of each operator, forward and backward, have against a call."""
+"""The reasons of each operator's kernels, forward and backward, against a call."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _append(key_cache: Tensor, **others: Any) -> list[str]:
 
 
 def _of_capacity(cache: Tensor, block_table: Tensor | None = None, **_: Any) -> list[str]:
-    """Of the keys that an entry, or a row of the block table, has room for."""
+    """Reasons against the number of keys in an entry, or in a row of the block table."""
     capacity = cache.shape[2] * (1 if block_table is None else block_table.shape[1])
     if capacity > _MAX_LENGTH or cache.shape[0] > _MAX_LENGTH:
         return [f"the cache has more than {_MAX_LENGTH} keys of a sequence, or entries"]

@@ -45,7 +45,7 @@ def varlen_attention_backward(
 def _grad_of_sinks(biases: Any, lse: Tensor, stats: Tensor) -> Tensor | None:
     """Return the gradient of sinks [B|1, Hq] from lse [B, Hq, Lq] and stats [B, Hq, Lq, 4].
 
-    The sum of e^(sink - lse) (dlse - delta) over the rows; ``stats`` are those after the backward.
+    The sum of e^(sink - lse) (dlse - delta) over the rows; ``stats`` come from the backward kernel.
     The sinks are the first of the biases.
     """
     if not biases or biases[0] is None:
@@ -53,8 +53,8 @@ def _grad_of_sinks(biases: Any, lse: Tensor, stats: Tensor) -> Tensor | None:
     sinks: Tensor = biases[0]
     sink = sinks.to(torch.float64)[..., None]
     high, low, delta, rest = stats.to(torch.float64).unbind(-1)
-    # Rows that see no key have high = inf and, without the rows after the last sequence, the
-    # weight 1. A sink of -inf is none, and its rows have the weight 0 whatever is in them.
+    # Fully masked rows have high = inf, and the weight 1 unless they are after the last sequence. A
+    # sink of -inf counts as no sink, and its rows have the weight 0 whatever is in them.
     weight = torch.where(high == math.inf, (lse == sink).double(), (sink - high - low).exp())
     shares = torch.where(sink == -math.inf, 0.0, -weight * (delta + rest))
     return shares.sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)

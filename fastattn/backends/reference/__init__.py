@@ -1,4 +1,4 @@
-"""The reference backend: the definition of every primitive, in plain PyTorch.
+"""The reference backend: the definition of every primitive in PyTorch.
 
 It is slow. It is differentiable any number of times, runs in any floating dtype on any device, and
 works under ``vmap``, ``torch.func`` and ``torch.compile``: no Python branch depends on the values
@@ -48,5 +48,5 @@ from fastattn.backends.reference.varlen import varlen_attention, varlen_attentio
 
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
-    """Return the reasons why this backend cannot run ``op``: there are none."""
+    """Return no reasons: this backend runs every call."""
     return []

@@ -14,8 +14,8 @@ def visible_by_program(
     """Return which pairs a program makes visible, [B|1, Hq|1, Lq, Lk].
 
     ``packed_keys`` [Lk] are the indices of packed keys within their sequences; pairs of different
-    sequences then have no meaning. The steps of a program are read as numbers, so they cannot be
-    traced; its data can.
+    sequences then have no meaning. The steps of a program are read as Python numbers, so only the
+    data of a program can be traced.
     """
     count = int(program[0])
     # One by one: `tolist` fails in a backward pass, within `torch.func.vjp`, of PyTorch 2.6 to 2.8.

@@ -58,7 +58,7 @@ def dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
     sum_j ds_ij k_j and dk_j = sum_i ds_ij q_i: there an excluded pair has ds_ij = 0, and 0 * NaN is
     NaN. So autograd differentiates the product of finite operands, and NaN and inf are added to it.
     """
-    # Not k.mT, which the exporter of ONNX that traces does not know.
+    # Not k.mT, which the tracing ONNX exporter does not support.
     dots = matmul(q, k.transpose(-2, -1))
     if not guarded:
         return dots
@@ -70,8 +70,7 @@ def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     """Return softmax(s) and logsumexp(s) over the last dimension; 0 and -inf for a row of -inf."""
     if s.shape[-1] == 0:
         return s, s.sum(-1) - INF  # amax needs an element
-    # The result does not depend on m, so m is a constant for autograd. In a row of -inf, -inf - m
-    # must not be NaN.
+    # The result does not depend on m, so m is detached. In a row of -inf, -inf - m must not be NaN.
     m = s.detach().amax(-1, keepdim=True)
     m = torch.where(m == -INF, 0.0, m)
     e = torch.exp(s - m)
@@ -94,6 +93,6 @@ def weighted_sum(w: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     pushes = torch.cat([(v == INF) | nan, (v == -INF) | nan], dim=-1)  # [B, Hkv, Lk, 2 * Dv]
     up, down = (matmul(seen.to(w.dtype), pushes.to(w.dtype)) > 0).chunk(2, dim=-1)
     infinite = torch.where(up, INF, 0.0) - torch.where(down, INF, 0.0)
-    # The weights sum to 1, so the product keeps the value and gives the row a non-finite gradient.
+    # The weights sum to 1, so the product keeps the value, and the row's gradient is not finite.
     poison = torch.where(infinite == 0, 0.0, infinite.to(w.dtype) * w.sum(-1, keepdim=True))
     return matmul(w, finite(v)) + poison

@@ -19,9 +19,9 @@ def gradients(
     wanted: Iterable[int],
     grads: Sequence[Tensor | None],
 ) -> Any:
-    """Return a gradient for each argument of ``forward``; None for those that are not ``wanted``.
+    """Return a gradient for each argument of ``forward``, None for an argument not in ``wanted``.
 
-    ``grads`` are the gradients of the results, None for a result without one.
+    ``grads`` are the gradients of the results, None for a result without a gradient.
     """
     places = [n for n in wanted if arguments[n] is not None]
     leaves = [x for n in places if (x := arguments[n]) is not None]

@@ -42,7 +42,7 @@ def decode_attention(
 
     Sequence b uses the first cache_seqlens[b] keys of its entry, or of the pages in its row of the
     block table, without the first cache_leftpad[b]. Its last query is at the position of the last
-    of these keys. A row of a quantised cache counts times its scale.
+    of these keys. A row of a quantised cache is multiplied by its scale.
     """
     _check_places(key_cache, cache_seqlens, block_table, cache_batch_idx)
     key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
@@ -58,7 +58,7 @@ def decode_attention(
     position = torch.arange(key.shape[2], device=query.device)
     lengths = cache_seqlens[:, None, None, None]
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
-    # Keys beyond a sequence have no distance; 0 is in every table.
+    # Keys beyond a sequence have no distance and read entry 0, which every table has.
     distance = torch.where(position < lengths, rows + lengths - query.shape[2] - position, 0)
     filled = position < lengths
     if cache_leftpad is not None:
@@ -203,8 +203,9 @@ def _check_places(
     entries: Tensor | None,  # [B]
     new: int = 0,  # rows to append
 ) -> None:
-    """Raise an error for a page or an entry that does not exist, or a row that would be written
-    twice, on the CPU in eager execution.
+    """Raise an error for a missing page or entry, or a row that would be written twice.
+
+    Checked only on the CPU in eager execution.
     """
     if not (lengths.is_cpu and runs_eagerly(lengths, table, entries)):
         return
@@ -259,7 +260,7 @@ def _of_sequences(
 
 
 def elements(cache: Tensor, *index: Any) -> Tensor:
-    """``cache[index]``. On the CPU, PyTorch 2.6 to 2.8 read no fp8 by an index, only its bytes."""
+    """``cache[index]``; by bytes for fp8, which PyTorch 2.6 to 2.8 cannot index on the CPU."""
     if cache.dtype == torch.float8_e4m3fn:
         return cache.view(torch.uint8)[index].view(cache.dtype)
     return cache[index]

@@ -41,7 +41,7 @@ def encode_memory_backward(
     *,
     options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weight [R, G, rows, D] and temporal [R, G, N, D] (empty without)."""
+    """Return the gradients of weight [R, G, rows, D] and temporal [R, G, N, D] (or empty)."""
     rows = options.rows
     _check_tokens(tokens, rows, options.padding_idx)
     index, counts = _rows_of_tokens(tokens, rows, options.padding_idx)
@@ -67,7 +67,7 @@ def _rows_of_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> tuple
 def _check_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> None:
     """Raise IndexError for a token that is neither the padding nor in [0, rows).
 
-    Only for plain tensors on the CPU, where reading the values costs no synchronization.
+    Only in eager execution on the CPU, where reading the values costs no synchronization.
     """
     if not (tokens.is_cpu and runs_eagerly(tokens)):
         return

@@ -59,9 +59,9 @@ def hopfield_states(
     taken: Tensor | None = None,
     read: Callable[..., tuple[Tensor, Any, Any]] = _attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in the dtype of the computation; ``taken``, if given, fixes each query's steps.
+    """As ``hopfield_retrieve``, in the computation's dtype; ``taken`` may fix each query's steps.
 
-    ``read`` is how a step reads the patterns. The implicit derivative needs p of all of them.
+    ``read`` is how a step reads the patterns. The implicit derivative needs p of all patterns.
     """
     compute = compute_dtype(state.dtype)
     rows = stored.to(compute)

@@ -26,7 +26,7 @@ def linear_backward(
     *,
     options: LinearBackwardOptions,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx = dy W, dW = dyᵀ x, db = Σ dy; None for what is not needed."""
+    """dx = dy W, dW = dyᵀ x, db = Σ dy; None for a gradient that is not needed."""
     wide = torch.promote_types(x.dtype, torch.float32)
     dy, needed = grad_out.to(wide), options.needed
     return (

@@ -25,9 +25,9 @@ def local_attention(
     """Return ``(out, weights)``: query i attends to the keys within ``reach`` of its position.
 
     weights [B, Lq, W] = softmax(q . k) over the keys j from max(0, ceil(p - reach)) on that exist,
-    are in reach and no padding, 0 elsewhere, in the dtype of the computation; out [B, Lq, Dv] = sum
-    weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1. A query at NaN has NaN in both,
-    unless all keys are padding.
+    are in reach and are not padding, 0 elsewhere, in the dtype of the computation; out [B, Lq, Dv]
+    = sum weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1. A query at NaN has NaN in
+    both, unless all keys are padding.
     """
     of_weights = nan_where_lost(positions, padding, query, (key,))
     of_bell = (positions,) if options.bell else ()

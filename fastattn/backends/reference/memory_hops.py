@@ -1,7 +1,7 @@
 """The definition of memory hops.
 
 ``memory_hop_attention`` (Sukhbaatar et al. 2015, https://arxiv.org/abs/1503.08895), for one query
-u_1 and the hops k = 1 ... K, with M_k the rows of its input memory and C_k those of its output
+u_1 and the hops k = 1 ... K, with M_k the rows of its input memory and C_k the rows of its output
 memory:
 
     s_ki = scale * M_ki . u_k + bias_ki
@@ -159,7 +159,7 @@ def _weigh(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without softmax: the scores are the weights, 0 where excluded."""
+    """A hop without softmax: the scores are the weights, 0 where excluded."""
     visible = mask
     if bias is not None:
         kept = bias != -INF

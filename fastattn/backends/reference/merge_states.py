@@ -20,14 +20,14 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``: lse = log(e^lse_a + e^lse_b), out = sum of e^(lse_n - lse) out_n.
 
-    A state whose lse is -inf has no part, whatever its output holds. One of inf has the whole
-    weight, and two of them share it.
+    A state whose lse is -inf contributes nothing, whatever its output holds. A state whose lse is
+    inf has the whole weight; two such states share it.
     """
     empty_a, empty_b = lse_a == -INF, lse_b == -INF
     wide = torch.promote_types(out_a.dtype, torch.float32)
     of_rows = torch.promote_types(wide, lse_a.dtype)
-    # -inf is selected away before it meets an operation whose result or derivative would be NaN.
-    # So are two of inf, whose difference is not a number.
+    # Replace -inf before operations whose result or derivative would be NaN, and also two lse of
+    # inf, whose difference is NaN.
     infinite = (lse_a == INF) & (lse_b == INF)
     safe_a = torch.where(empty_a | infinite, 0.0, lse_a.to(of_rows))
     safe_b = torch.where(empty_b | infinite, 0.0, lse_b.to(of_rows))

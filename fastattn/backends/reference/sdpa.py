@@ -19,13 +19,12 @@ i and key j of one head, with d_ij = i + offset - j:
     w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
     o_i  = sum_j w_ij v_j
 
-The terms with a position query a_i and rows R_b and P_b of two tables are there only if these are
+The terms with a position query a_i and rows R_b and P_b of two tables exist only if these are
 given; d is d_ij, and b the bucket of a distance. The sink is a logit of the query head: a key whose
-value is 0, which every query can see, and to which nothing above applies. A window of -1 is
-unlimited on that side. kept_ij is 0 or 1, drawn by
-Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), see
-:func:`dropout_keep`; T = 0 keeps nothing. There i, j and the head count from ``first_query``,
-``first_key`` and ``first_head``.
+value is 0, which every query can see, and to which none of the steps before lse applies. A window
+of -1 is unlimited on that side. kept_ij is 0 or 1, drawn by Philox4x32-10 (Salmon et al. 2011,
+https://doi.org/10.1145/2063384.2063405), see :func:`dropout_keep`; T = 0 keeps nothing. For the
+draws, i, j and the head count from ``first_query``, ``first_key`` and ``first_head``.
 """
 
 from __future__ import annotations
@@ -241,7 +240,7 @@ def _biases_of_pairs(
 
 
 def _softmax_with_sinks(s: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights of the keys, and logsumexp with the sinks [B|1, Hq], or a sink a row.
+    """The weights of the keys, and logsumexp with the sinks [B|1, Hq], or with one sink per row.
 
     A sink of inf takes all the weight.
     """

@@ -1,8 +1,8 @@
 """The definition of attention over packed sequences.
 
-Packed rows are one long attention in which a query can see only the keys of its own sequence, so
-no shape depends on the lengths. Positions count within a sequence. The draws of the dropout use
-these positions too, with the index of the sequence as the batch.
+Packed rows are one long attention in which a query can see only keys of the same sequence, so no
+shape depends on the lengths. Positions count within a sequence. The draws of the dropout use these
+positions too, with the index of the sequence as the batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def varlen_attention(
     if mask_program is not None:
         rows = query.shape[0], key.shape[0]
         same = same & visible_by_program(mask_program, 1, *rows, packed_keys=k_local)[0, 0]
-    # A pair of two sequences has no distance; 0 is in every table.
+    # A pair of different sequences has no distance and reads entry 0, which every table has.
     distance = torch.where(same, (q_local + offset)[:, None] - k_local, 0)
     sequence = q_sequence.clamp(max=max(batch - 1, 0))
 
@@ -60,7 +60,7 @@ def varlen_attention(
         """[B|1, Hq] as one number per row, [1, Hq, Tq]."""
         if x is None:
             return None
-        if batch == 0:  # rows of no sequence see nothing
+        if batch == 0:  # rows outside all sequences are fully masked
             return x.new_zeros((1, x.shape[1], sequence.shape[0]))
         return x.expand(batch, -1)[sequence].mT[None]
 

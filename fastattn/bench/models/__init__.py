@@ -135,8 +135,8 @@ TIMM_VIT = LibraryModel(
 )
 
 # Peebles and Xie 2023, https://arxiv.org/abs/2212.09748: one step of denoising. The model predicts
-# means and variances of 4 channels. A step is embedded by 256 sinusoids; each layer makes six
-# vectors of it, the end makes two.
+# means and variances of 4 channels. A step is embedded by 256 sinusoids; each layer derives six
+# vectors from it, the last layer two.
 _OF_TOKEN = "12 * P**2 * E"
 _OF_IMAGE = "(N * (256*E + 7 * E**2) + 256*E + 3 * E**2)"
 DIFFUSERS_DIT = LibraryModel(

@@ -31,26 +31,26 @@ class Model(Module):
     PACKAGE = "transformers"
     INSTALL = "pip install fastattn[transformers]"
     PASSES: Sequence[str] = ("fwd", "fwd+bwd")
-    # The name of the class if it is not that of FUNCTION, the sizes of the fields of its
-    # configuration, where a number is the least of a field that limits the length, and arguments.
+    # The name of the class if it differs from FUNCTION, and the fields of its configuration: a
+    # size, a number (the minimum of a field that limits the length), or another argument.
     CLASS, CONFIG = "", ""
     BUILD: Mapping[str, Any] = {}
     CAUSAL = False
     exactly: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     # Formulas of the sizes: the weights of a layer that multiply each token; outside of the layers,
     # the weights and the products with them; the tokens of a sequence; and the pairs of one layer
-    # and head, of which `pairs` counts the mask only.
+    # and head (`pairs` only counts the pairs of the mask).
     LAYER = "4 * E**2 + 2 * E * F"
     OTHER = ("0", "0")
     LENGTH = "L"
     PAIRS = "pairs"
-    ITEMS = ("B * L", "tokens")  # what a call processes
+    ITEMS = ("B * L", "tokens")  # the items that a call processes
     SHAPES: Mapping[str, str] = {}
     stopwatch: Stopwatch
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        # Padding is no work: of its rows there are no visible pairs.
+        # Padding is not counted: its rows have no visible pairs.
         tokens = "pairs // L" if "padding" in self.MASKS else f"B * {self.LENGTH}"
         products = f"{tokens} * N * ({self.LAYER}) + {self.OTHER[1]}"
         pairs = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
@@ -85,7 +85,7 @@ class Model(Module):
 
     def serving(self, attention: str) -> contextlib.AbstractContextManager[Any]:
         """The context of each call, in which the stopwatch measures attention."""
-        if attention == "eager":  # each model has its own, which is in no registry
+        if attention == "eager":  # each model has its own function, outside of the registry
             return contextlib.nullcontext()
         functions = importlib.import_module(self.PACKAGE).AttentionInterface._global_mapping
         watched = _watched(functions[attention], self.stopwatch, before=1)
@@ -152,10 +152,10 @@ class Model(Module):
     # The reference
 
     def exact(self, cell: Cell, x: Inputs) -> Forward:
-        """The model in float64, with plain attention.
+        """The model in float64, with attention by its definition.
 
-        Parts that the model always computes in float32, such as rotary angles, stay in float32, but
-        not those that `exactly` converts. "eager" would compute its softmax in float32, too.
+        Parts that the model always computes in float32, such as rotary angles, stay in float32,
+        unless `exactly` converts them. "eager" would compute its softmax in float32, too.
         """
         _, call = self._bound(cell, x)
 
@@ -166,7 +166,7 @@ class Model(Module):
         return forward
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
-        """The noise of a forward pass is that of one sequence, in a causal model of its start."""
+        """The parts; the noise of a forward pass needs one sequence, or a causal model's start."""
         if not few or cell.passes != "fwd":
             return [{}]
         last = {"B": range(cell["B"] - 1, cell["B"])}
@@ -177,7 +177,7 @@ class Model(Module):
         return [] if is_whole else ["B", "L", *["_"] * x.dim()][: x.dim()]
 
     def unjudged(self, cell: Cell) -> Collection[str]:
-        """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
+        """The gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
         if cell.dtype == "fp32":
             return ()
         summed = (nn.LayerNorm, nn.Embedding)
@@ -194,9 +194,9 @@ class Model(Module):
 
 
 class LibraryModel(Model):
-    """`torch` runs the model as it is, fastattn by `accelerate`."""
+    """`torch` runs the unchanged model, fastattn the model after `accelerate`."""
 
-    TORCH = "the model as it is, the same parameters"
+    TORCH = "the unchanged model, the same parameters"
     CALLER = "torch.nn.functional"  # the module in which layers find the function
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ __all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
 
 @functools.cache
 def get(name: str) -> Operator:
-    """The operator of this name. Raises ValueError for an unknown one."""
+    """The operator of this name. Raises ValueError for an unknown name."""
     known = _OPERATORS | _MODELS
     if name in known:
         return known[name]
@@ -63,6 +63,6 @@ def resolve(name: str) -> str:
 
 
 def names_of(op: str) -> tuple[str, ...]:
-    """The name in OPS, the one in the library, and that without its module."""
+    """The name in OPS, the name in the library, and the latter without its module."""
     function = get(op).FUNCTION
     return op, function, function.removeprefix("nn.")

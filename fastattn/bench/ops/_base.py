@@ -23,7 +23,7 @@ from fastattn.bench.ops._modes import Intercepting, NothingDrawn, defined
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell as Cell
     from fastattn.bench.cells import Draw as Draw
-else:  # for annotations alone, because that module imports the operators
+else:  # only for annotations, because that module imports the operators
     Cell = Draw = Any
 
 Forward = Callable[[], Any]  # returns the output, or a tuple that begins with it
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 23  # elements of the largest intermediate tensor of the float64 
 PAIRS_CHECKED = 1 << 26
 PAIRS_OF_FEW = 1 << 22
 _MULTIPLES = (("H", "Hkv"), ("E", "H"), ("Lk", "P"), ("I", "P"))
-# What a formula may name beside the sizes of a cell.
+# The names that a formula may use besides the sizes of a cell.
 _WORDS = ("dtype", "mask", "weights", "option", "passes", "device")
 _RULES: dict[str, Callable[..., int]] = {
     "attention": _flops.attention_flops,
@@ -58,7 +58,7 @@ class Stopwatch:
 
 
 class Inputs(dict[str, Tensor]):
-    """Tensors by their names, which are attributes too."""
+    """Tensors by name, also as attributes."""
 
     def __getattr__(self, name: str) -> Tensor:
         if name in self:
@@ -67,10 +67,10 @@ class Inputs(dict[str, Tensor]):
 
 
 class Operator:
-    """An operator: its sizes, inputs and cost, its call, and what PyTorch's users write instead.
+    """An operator: its sizes, inputs and cost, its call, and the equivalent code in PyTorch.
 
-    A simple one is an instance, whose keyword arguments replace the attributes and methods below;
-    one with methods of its own is a class that is replaced by its `instance`:
+    A simple operator is an instance, whose keyword arguments replace the attributes and methods
+    below; an operator with further methods is a class that is replaced by its `instance`:
 
         OP = Operator(FUNCTION="learned_scale", SIZES={"B": 1, "E": 512}, ...,
                       arguments=lambda cell, x: ([x.query], {}))
@@ -85,7 +85,7 @@ class Operator:
     ABOUT: str  # the equation, for `bench list`
     TORCH: str = "the equation: torch has no such function"  # what the provider `torch` runs
     SIZES: Mapping[str, int | str]  # keys of --shapes; a default is a number or another key
-    # Formulas, with a message each: of wrong cells, and of cells that PyTorch has nothing for.
+    # Formulas, each with a message: for wrong cells, and for cells that PyTorch does not support.
     REFUSED: Mapping[str, str] = {}
     NOT_IN_TORCH: Mapping[str, str] = {}
     MASKS: Sequence[str] = ("none",)
@@ -96,23 +96,22 @@ class Operator:
     # An entry is a formula of the sizes and of DERIVED ones.
     SHAPES: Mapping[str, str]
     OUTPUT = ""
-    LEARNED: Mapping[str, str] = {}  # the other input that has one, with an option
+    LEARNED: Mapping[str, str] = {}  # the input that has a gradient only with an option
     DERIVED: Mapping[str, Callable[[Cell], int]] = {}
-    # Arguments of the call beside the inputs and those that a mask or weights need, or functions of
-    # the cell.
+    # Further arguments of the call, besides inputs, masks and weights; or functions of the cell.
     KEYWORDS: Mapping[str, Any] = {}
-    ITEMS: tuple[str, str] | None = None  # a formula of what a call processes, and its unit
+    ITEMS: tuple[str, str] | None = None  # a formula of the processed items, and their unit
     # Formulas of the sizes, of `option` and of `pairs`, the visible pairs of one head over the
     # batch. The operations of a pass, by the rules of `fastattn._flops`; `backward` is 0 or 1.
     FLOPS: str
-    READ: Mapping[str, str] = {}  # a size of inputs of which the result needs only so many rows
+    READ: Mapping[str, str] = {}  # for a size of inputs, the number of rows that are read
     # Whether `equation` is the definition, because the reference's needs far more work (all pairs
     # of packed sequences, pages, gathered windows), or its rounding says little about other forms.
     BY_EQUATION = False
     SCALES: Mapping[str, str | float] = {}  # standard deviations of inputs, or formulas; default: 1
-    # The sizes along which parts do not depend on each other, whether a sample of them is checked
-    # if the cell is long, and options with an input of all parts, which are not sampled. `OTHERS`
-    # are the sizes of tensors beside those of SHAPES.
+    # The sizes along which parts are independent; whether only a sample of the parts of a long cell
+    # is checked; and options with an input that all parts share, which are not sampled. `OTHERS`
+    # are the sizes of tensors that SHAPES does not list.
     PARTED: Sequence[str] = ("B",)
     SAMPLED = False
     JOINT: Sequence[str] = ()
@@ -130,7 +129,7 @@ class Operator:
         """Imports the packages of this operator; an ImportError says what to install."""
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
-        """What a call processes, such as tokens, and its unit; None if that is no measure of it."""
+        """The number of items that a call processes, such as tokens, and their unit; or None."""
         return self.ITEMS and (value_of(self.ITEMS[0], cell), self.ITEMS[1])
 
     def check(self, cell: Cell) -> None:
@@ -183,7 +182,7 @@ class Operator:
         return {}
 
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments of the library's function: what it accepts of the cell and the inputs."""
+        """The arguments of the library's function, from the cell and the inputs."""
         parameters = inspect.signature(getattr(fastattn, self.FUNCTION)).parameters
         placed = [name for name, of in parameters.items() if of.default is of.empty]
         heads = cell.sizes.get("H")
@@ -198,9 +197,9 @@ class Operator:
         return [x[name] for name in placed], options | own
 
     def ours(self, cell: Cell, x: Inputs, library: Any = fastattn) -> Forward:
-        """The library's call; a module puts its parameters in place of those inputs.
+        """The library's call; a module replaces its parameters by the inputs of the same names.
 
-        Another library has the same names and arguments, without options that are None or False.
+        Another `library` has the same names and arguments, without options that are None or False.
         """
         args, options = self.arguments(cell, x)
         used = {name: x for name, x in options.items() if x is not None and x is not False}
@@ -208,7 +207,7 @@ class Operator:
         return self.calling(functools.partial(function, *args, **used), x)
 
     def calling(self, function: Forward, x: Inputs) -> Forward:
-        """A call of the library's function, or of another with the same results."""
+        """A call of the library's function, or of another function with the same results."""
         results, dtype = self.results, x.grad_out.dtype
         return function if results is None else lambda: results(function(), dtype)
 
@@ -225,7 +224,7 @@ class Operator:
         return self.eager(cell, x)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
-        """The reasons why PyTorch has nothing for this cell."""
+        """The reasons why PyTorch does not support this cell."""
         return messages(self.NOT_IN_TORCH, cell)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
@@ -275,9 +274,9 @@ class Operator:
         return found | {f"grad_{name}": x for name, x in zip(names, gradients, strict=True)}
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
-        """The parts to compare, or with `few` to measure the noise on; `[{}]` is everything.
+        """The parts to compare, or with `few` the parts for the noise; `[{}]` is everything.
 
-        In a large cell a part is a sequence, or a key head of one; of a long one, in a sample.
+        In a large cell a part is a sequence, or one key head of it; a long cell has a sample.
         """
         joint = cell.option in self.JOINT
         keys = [k for k in self.PARTED if k == "B" or not (joint or cell.weights == "average")]
@@ -293,13 +292,13 @@ class Operator:
         return [{k: range(n, n + 1) for k, n in zip(keys, unit, strict=True)} for unit in units]
 
     def coverage(self, cell: Cell, parts: Sequence[Part]) -> str:
-        """What was compared, for the result file."""
+        """Describe what was compared, for the result file."""
         count = math.prod(cell[key] for key in parts[0])
         what = "(sequence, head)" if "Hkv" in parts[0] else "sequences"
         return "all" if len(parts) == count else f"{len(parts)} of {count} {what}"
 
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
-        """The sizes of an input or an output; those of a mask are its last ones."""
+        """The names of the sizes of an input or an output; a mask has the last names."""
         name = name.removeprefix("grad_")
         output = self.OUTPUT or next(iter(self.SHAPES.values()), "")
         known = {**self.OTHERS, **self.SHAPES, "out": output}
@@ -307,7 +306,7 @@ class Operator:
         return known.get(name, "").split()[-x.dim() :]
 
     def taken(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
-        """The part of each input or output; a key head has the queries of its group."""
+        """The part of each input or output; a key head includes the queries of its group."""
         taken = {}
         for name, whole in x.items():
             for axis, size in enumerate(reversed(self.dims(cell, name, whole)), 1):
@@ -328,7 +327,7 @@ class Operator:
     def _joined(
         self, cell: Cell, found: Sequence[dict[str, Tensor]], shared: Callable[..., Tensor]
     ) -> dict[str, Tensor]:
-        """Outputs of parts, one after another; `shared` joins those that all parts have alike."""
+        """Concatenate the outputs of parts; `shared` joins outputs that all parts share."""
         if len(found) == 1:
             return found[0]
         joined = {}
@@ -349,7 +348,7 @@ class Module(Operator):
     TORCH = "the equation: torch has no such module"
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
-        """The module; `made` is the device and the dtype of its parameters."""
+        """Create the module; `made` has the device and the dtype of its parameters."""
         raise NotImplementedError
 
     def call(self, cell: Cell, module: nn.Module, x: Inputs) -> Any:
@@ -389,11 +388,11 @@ class Module(Operator):
         return self.calling(lambda: self.call(cell, module, x), x)
 
     def loaded(self, make: Callable[..., nn.Module], cell: Cell, x: Inputs) -> nn.Module:
-        """The module with its parameters from `x`, which then has those of the module."""
+        """The module with the parameters of `x`, which then refers to the module's parameters."""
         with NothingDrawn():
             module = make(cell, dtype=x.grad_out.dtype, device=x.grad_out.device)
         own: dict[str, Any] = dict(module.named_parameters())
-        # Not strict, because buffers are no inputs; a parameter that is none raises a KeyError.
+        # Not strict, because buffers are no inputs; a parameter missing in x raises a KeyError.
         module.load_state_dict({name: x[name] for name in own}, strict=False)
         module.train(cell.passes != "fwd")
         x.update(own)

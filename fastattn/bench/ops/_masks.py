@@ -1,4 +1,4 @@
-"""The masks of cells: the visible keys of each query, as bounds, pairs, or masks of the library."""
+"""The masks of cells: the visible keys of each query, as bounds, pairs, or library masks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fastattn import masks
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
 
-DOCUMENTS = 8  # of a sequence with mask=documents
+DOCUMENTS = 8  # documents per sequence with mask=documents
 
 
 def lengths(cell: Cell) -> tuple[int, int]:
-    """The numbers of queries and keys; 0 if the operator has none."""
+    """The numbers of queries and keys, 0 for an operator without them."""
     length = cell.sizes.get("L", 0)
     return cell.sizes.get("Lq", length), cell.sizes.get("Lk", length)
 
@@ -39,12 +39,12 @@ def document_ids(length: int) -> Tensor:
 
 
 def limits_keys(cell: Cell) -> bool:
-    """Whether `keys_of` may leave out keys."""
+    """Whether `keys_of` may exclude keys."""
     return cell.option == "window" or "W" in cell.sizes or cell.mask not in ("none", "bool", "bias")
 
 
 def keys_of(cell: Cell, at: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first visible key of the query at each position of a sequence, and the end of them."""
+    """The beginning and the end of the visible keys, for the query at each position."""
     first, end = torch.zeros_like(at), torch.full_like(at, length)
     if cell.option == "window" or "W" in cell.sizes:
         first, end = at - window_width(cell), at + window_width(cell) + 1
@@ -70,7 +70,7 @@ def visible(cell: Cell, at: Tensor, length: int, device: Any = "cpu") -> Tensor 
 
 
 def mask_of(cell: Cell, *lengths: int) -> masks.Mask | None:
-    """The mask of `fastattn.masks` of the cell, for one length of all sequences or one of each."""
+    """The cell's mask of `fastattn.masks`, for one length or for one length per sequence."""
     if cell.mask == "documents":
         return masks.document(torch.cat([*map(document_ids, lengths)]).to(cell.device))
     if cell.mask == "prefix":

@@ -25,7 +25,7 @@ class Intercepting(TorchFunctionMode):
 
 
 def defined(func: Any, args: Any, kwargs: Any) -> Any:
-    """The definition of a primitive, which PyTorch differentiates, in place of a kernel."""
+    """Run the definition of a primitive, which PyTorch differentiates, in place of a kernel."""
     if (primitive := operators.get(func)) is None:
         return func(*args, **kwargs)
     tensors, options = primitive.split(args)

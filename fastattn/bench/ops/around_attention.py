@@ -40,7 +40,7 @@ class MERGE_STATES(Operator):
 
 @instance
 class ATTENTION_STATS(Operator):
-    """The cost is that of the scores, Q Kᵀ; the sums are O(Lq·Lk) and not counted.
+    """The cost counts the scores, Q Kᵀ; the sums are O(Lq·Lk) and not counted.
 
     The backward is not timed, because it stores the weights, which the function exists to avoid.
     """
@@ -74,8 +74,8 @@ class ATTENTION_STATS(Operator):
 class HARD(Operator):
     """The most probable key instead of a random one, because two computations must agree.
 
-    Every query is close to one key, so that rounding does not decide. The backward is that of soft
-    attention without the product with the values, whose rows are gathered.
+    Every query is close to one key, so that rounding does not decide. The backward costs as much as
+    soft attention's, without the product with the values, whose rows are gathered.
     """
 
     FUNCTION = "hard_attention"

@@ -22,7 +22,7 @@ HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """As a user writes it; True in a boolean mask takes part, another mask is added."""
+    """The softmax as users write it: True in a boolean mask takes part, other masks are added."""
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
@@ -66,7 +66,7 @@ def attn_mask(cell: Cell, draw: Draw, *heads: int) -> dict[str, Tensor]:
 def biases(
     table: Tensor, queries: int, keys: int, visible: Tensor | None = None, offset: int = 0
 ) -> Tensor:
-    """The bias of all pairs [1, H, queries, keys], from one of each distance, [H, 2 M + 1].
+    """The bias of all pairs [1, H, queries, keys], from the biases of distances [H, 2 M + 1].
 
     -inf where `visible` is False. Query 0 is at position `offset`.
     """
@@ -151,10 +151,10 @@ class SDPA(Operator):
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         heads = cell["H"]
-        inputs = attn_mask(cell, draw, heads)  # a bias has the shape of a learned relative one
+        inputs = attn_mask(cell, draw, heads)  # a bias has the shape of a learned relative bias
         if cell.option == "alibi":
             inputs["alibi_slopes"] = (torch.arange(1, heads + 1) * (-8 / heads)).exp2()
-        elif cell.option == "sinks":  # of the size of lse, so that a wrong one shows
+        elif cell.option == "sinks":  # as large as lse, so that a wrong sink shows
             inputs["sinks"] = draw.normal(heads) + math.log(cell["Lk"])
         elif cell.option == "relative":
             inputs["relative_bias"] = draw.normal(heads, 2 * max(cell["Lq"], cell["Lk"]) - 1)
@@ -251,5 +251,5 @@ class FLEX(Operator):
 
 
 def _first_seed() -> tuple[torch.device, torch.Generator]:
-    """The arguments of `draw_seed` in the first call with dropout, which is the one checked."""
+    """The arguments of `draw_seed` in the first call with dropout, whose result is checked."""
     return torch.device("cpu"), torch.Generator().manual_seed(0)

@@ -194,7 +194,7 @@ class MEMN2N(Module):
     SHAPES = {}
     OPTIONS = ("none", "layerwise")
     OUTPUT = "B V"
-    # Adjacent hops share K + 1 tables; layerwise ones have two, and each a projection.
+    # Adjacent hops share K + 1 tables; layerwise hops have two tables, and a projection per hop.
     FLOPS = (
         "2 * B*J*D * ((2 if option == 'layerwise' else K + 1) * N + 1) + "
         "attention(B*K*N, D, D) + products(B*D * (V + (option == 'layerwise') * K*D))"

@@ -1,9 +1,9 @@
 """Attention of packed sequences, and on a cache.
 
-The lengths of packed sequences are those of a padded batch; with S they grow by a constant factor
-from S to L. A paged cache has its pages in random order. The rows of a quantised cache are exact in
-bf16, which torch gets. A latent cache (https://arxiv.org/abs/2405.04434) has the value of a row in
-its key.
+Packed sequences have the lengths of a padded batch; with S they grow by a constant factor from S to
+L. A paged cache has its pages in random order. The rows of a quantised cache are exact in bf16,
+which torch gets. In a latent cache (https://arxiv.org/abs/2405.04434) the value of a row is a part
+of its key.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class VARLEN(Operator):
         return inputs
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
-        """The timing includes padding and packing, which packed inputs and outputs require."""
+        """PyTorch's call; the time includes padding and packing, which packed tensors require."""
         leaves, ends, longest = self.leaves(x), x.cu_seqlens_q, max(_lengths(cell))
         grouped = cell["H"] != cell["Hkv"]
         valid = torch.arange(longest, device=ends.device) < ends.diff()[:, None]  # [B, L]
@@ -86,7 +86,7 @@ class VARLEN(Operator):
 
     def one_by_one(self, cell: Cell, x: Inputs) -> Forward:
         """A loop over the sequences, without padding."""
-        causal = cell.mask == "causal" and cell.option == "none"  # else a mask says it
+        causal = cell.mask == "causal" and cell.option == "none"  # otherwise a mask is passed
         options: dict[str, Any] = {"is_causal": causal, "enable_gqa": cell["H"] != cell["Hkv"]}
         attention = functools.partial(scaled_dot_product_attention, **options)
         masks = zip(_lengths(cell), self._visible(cell, x), strict=True)
@@ -94,7 +94,7 @@ class VARLEN(Operator):
         return with_masks(cell, x, functools.partial(self._of_each, cell, x, attention), *pairs)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        """The definition of attention, for each sequence: it has no pairs of two sequences."""
+        """The definition of attention for each sequence, without pairs across sequences."""
 
         def attention(*tensors: Any) -> Tensor:
             return defined(x, tensors[:3], tensors[3])[0]
@@ -229,13 +229,13 @@ class DECODE(Operator):
 def _cache(
     cell: Cell, x: Inputs, stored: Callable[[Tensor], Tensor] = lambda rows: rows
 ) -> list[Tensor]:
-    """The query, and key and value as they are stored; of a latent cache the value is a view."""
+    """The query, and key and value as stored; in a latent cache the value is a view."""
     key = stored(x.key)
     return [x.query, key, key[..., : cell["Dv"]] if cell.option == "latent" else stored(x.value)]
 
 
 def _numbers(cell: Cell, rows: Tensor) -> Tensor:
-    """The numbers of a quantised cache of these rows."""
+    """The quantised codes of these rows."""
     dtype, scale = _QUANTISED[cell.option]
     x = rows / scale
     return (x.round().clamp(-127, 127) if dtype == torch.int8 else x).to(dtype)

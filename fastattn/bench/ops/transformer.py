@@ -22,7 +22,7 @@ LAYERS = 6  # not a size, because each layer has its own parameters
 
 
 class Twin(Module):
-    """A module that `torch.nn` has, too; in float64 that one is also the definition."""
+    """A module that `torch.nn` has, too; in float64, torch's module is also the definition."""
 
     def __init__(self, function: str, note: str = "", **fields: Any) -> None:
         words = f"nn.{function}, the same parameters{note}"

@@ -1,4 +1,4 @@
-"""The attention function that diffusers' registry gets."""
+"""The attention function for diffusers' registry."""
 
 from __future__ import annotations
 

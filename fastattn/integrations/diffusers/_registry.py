@@ -20,7 +20,7 @@ def register() -> Registration:
     Afterwards ``model.set_attention_backend("fastattn")`` and
     ``diffusers.attention_backend("fastattn")`` run the attention of every model that uses
     diffusers' registry on fused kernels, forward and backward. Models whose processors call
-    PyTorch's function themselves, such as those of ``UNet2DConditionModel``, do not use it:
+    PyTorch's function themselves, such as ``UNet2DConditionModel``, do not use the registry:
     :func:`fastattn.integrations.torch.activate` serves them.
 
     Returns:
@@ -42,7 +42,7 @@ class _Registry(Counted[str]):
     """diffusers' registry of attention functions.
 
     Its names are the members of an enumeration, which Python closes when the class is created. So
-    a new name has to enter the private tables in which ``enum`` finds members.
+    a new name must be added to the private tables in which ``enum`` finds members.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Registry(Counted[str]):
         self._active_before = self._backends._active_backend
 
     def remove(self, name: str) -> None:
-        # `model.set_attention_backend` also makes its choice the one of all other models.
+        # `model.set_attention_backend` also makes its choice the default of all other models.
         if self._backends._active_backend is self._member:
             self._backends.set_active_backend(self._active_before)
         for table in ("_backends", "_constraints", "_supported_arg_names"):

@@ -79,15 +79,16 @@ def attention_forward(
             :class:`CompactBias`. Differentiable.
         s_aux: [Hq], attention sinks: logits that take part in the softmax and have no value.
             Differentiable.
-        sinks: the same, [B, Hq, Lq, n]: n logits for each query.
+        sinks: [B, Hq, Lq, n]: n attention sinks for each query.
         indices: [B, Lq, k], the keys that each query is restricted to.
-        block_indices: [B, G, Lq, k], the same in blocks of ``module.indexer.block_size`` keys; -1
-            is no block. Each of the G rows applies to the next Hq / G heads.
+        block_indices: [B, G, Lq, k], the blocks of ``module.indexer.block_size`` keys that each
+            query is restricted to; -1 is no block. Each of the G rows applies to the next Hq / G
+            heads.
         cu_seq_lens_q, cu_seq_lens_k: [S + 1], the starts of the packed sequences, then the end.
             The rows of all B entries are numbered consecutively.
         cache: the paged cache of continuous batching up to transformers 5.23. It stores key and
-            value, and returns those of all tokens so far; later versions do this in the model. The
-            mask then also separates the sequences.
+            value, and returns the rows of all tokens so far; later versions do this in the model.
+            The mask then also separates the sequences.
         output_attentions: also return the weights; they are also returned if the model records
             them.
         others: arguments that attention does not depend on, or None.
@@ -221,7 +222,7 @@ def _without_mask(
 
 
 def _fitted(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask in the form that our attention takes."""
+    """The mask in the form of fastattn's attention."""
     k_len = key.shape[2]
     if mask.dim() == 2 and mask.shape == (query.shape[0], k_len):  # as for flash attention
         mask = mask[:, None, None, :].bool()
@@ -271,7 +272,7 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
     key, value, mask = call.key, call.value, visible.mask
     left, right, offset = visible.left, visible.right, visible.offset
     used = k_len
-    if call.compact is not None:  # its offset is 0 or that of the last query at the last key
+    if call.compact is not None:  # its offset is 0, or aligns the last query with the last key
         if (left, right) != (-1, -1) and offset != call.compact.offset:
             mask = _with_window(call, visible)
             left = right = -1
@@ -353,8 +354,8 @@ def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: T
 def _with_row_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add a sink to each row of [..., L, Dv]; return out, and the share of the keys [..., L].
 
-    The operators have a sink per head. A sink is a state with the value 0, and one of inf leaves
-    the keys no weight.
+    The operators only have a sink per head. A sink is a state with the value 0, and a sink of inf
+    leaves the keys no weight.
     """
     nothing, all_sink = out.new_zeros(1).expand_as(out), sinks == torch.inf
     finite = torch.where(all_sink, 0.0, sinks.to(lse.dtype))
@@ -373,7 +374,7 @@ def _joined(sinks: Tensor) -> Tensor:
 
 
 def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
-    """The same pairs as a mask [B, 1, Lq, Lk] that also separates the sequences."""
+    """The visible pairs as a mask [B, 1, Lq, Lk] that also separates the sequences."""
     batch = call.query.shape[0]
     q_group, q_place = _places(q_starts, batch, call.query.shape[2])
     k_group, k_place = _places(k_starts, batch, call.key.shape[2])

@@ -18,7 +18,7 @@ from fastattn.integrations._registration import Undoable
 
 @dataclass(frozen=True)
 class CompactBias:
-    """What a layer passes on in place of its bias: a table, and the mask that was added to it."""
+    """Passed on by a layer instead of its bias: a table, and the mask that was added to it."""
 
     relative_bias: T5 | Window2d
     offset: int = 0  # the position of query 0 among the keys
@@ -26,10 +26,11 @@ class CompactBias:
     embedding: nn.Module | None = None  # of T5: its rows are the table
 
     def connected(self) -> CompactBias:
-        """The same with a table that passes gradients on, in a layer that runs a second time.
+        """Return a copy whose table passes gradients, in a layer that runs a second time.
 
-        A reentrant checkpoint runs the layers without gradients first. The tensors that one layer
-        passes to the next are connected when they run again, the table in this object is not.
+        A reentrant checkpoint first runs the layers without gradients. When they run again, it
+        connects the tensors that one layer passes to the next to the graph, but not the table in
+        this object.
         """
         table, embedding = self.relative_bias.table, self.embedding
         if table.requires_grad or embedding is None or not torch.is_grad_enabled():
@@ -37,7 +38,7 @@ class CompactBias:
         weight: Any = embedding.weight
         if not weight.requires_grad:
             return self
-        if not weight.untyped_storage().size():  # of FSDP, which shares it out between two layers
+        if not weight.untyped_storage().size():  # FSDP shards the table between two layers
             raise RuntimeError(
                 "compact_relative_bias: the table of relative positions is sharded in a layer that "
                 "a reentrant checkpoint runs again; pass use_reentrant=False to the checkpoint"
@@ -51,11 +52,11 @@ class CompactBias:
 def compact_relative_bias(model: nn.Module) -> CompactBiases:
     """Pass the tables of T5, MT5 and Swin to the kernels, until it is undone.
 
-    These models make a bias [Hq, L, L] of a small table. Afterwards, while they run with
+    These models expand a small table to a bias [Hq, L, L]. Afterwards, while they run with
     ``attn_implementation="fastattn"``, the kernels read the table, and sum its gradient in place.
     Results are the same up to rounding. Other implementations, a T5 with a static cache and a
-    compiled Swin get the bias as before. ``model`` is changed, not its class and not its
-    ``state_dict``; layers that an earlier call changed are left to it.
+    compiled Swin get the bias as before. ``model`` is changed, but not its class and its
+    ``state_dict``; layers that an earlier call changed are skipped.
 
     Returns:
         A :class:`CompactBiases`: ``undo()`` restores the model; so does the end of a ``with``
@@ -104,7 +105,7 @@ class CompactBiases(Undoable):
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
-    """Each module that makes a bias, the name of its method, and what is put in front of it."""
+    """Yield each module that makes a bias, the name of its method, and the wrapper for it."""
     for module in model.modules():
         if _is(module, "t5 mt5", "Attention") and hasattr(module, "relative_attention_bias"):
             yield module, "compute_bias", functools.partial(_bias_of_t5, module)
@@ -114,7 +115,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., An
 
 
 def _is(module: nn.Module, packages: str, name: str) -> bool:
-    """Whether its class is of one of these models, in a version that uses the registry."""
+    """Whether the module's class belongs to one of these models and uses the registry."""
     source = type(module).__module__
     models = [f"transformers.models.{model}.modeling_{model}" for model in packages.split()]
     return (
@@ -135,7 +136,7 @@ def _bias_of_t5(
     device: Any = None,
     past_seen_tokens: Any = 0,
 ) -> CompactBias | Tensor:
-    """In place of ``T5Attention.compute_bias``."""
+    """Replaces ``T5Attention.compute_bias``."""
     offset = past_seen_tokens
     # A static cache counts its tokens in a tensor, and has keys past the last token.
     known = isinstance(offset, int) and offset in (0, key_length - query_length)
@@ -156,7 +157,7 @@ def _rows_of(embedding: Any) -> Tensor:
 
 
 def _bias_of_swin(layer: Any, config: Any) -> CompactBias | Tensor:
-    """In place of ``SwinRelativePositionBias.forward``."""
+    """Replaces ``SwinRelativePositionBias.forward``."""
     # The compiler cannot trace the sum of another object and the mask.
     if not _is_ours(config) or torch.compiler.is_compiling():
         return type(layer).forward(layer)

@@ -21,7 +21,7 @@ _NAME = "attn_implementation='fastattn_context_parallel'"
 
 @dataclass(frozen=True)
 class Context:
-    """Where the rows are; its methods are transformers' two interfaces."""
+    """The distribution of the rows; its methods are transformers' two interfaces."""
 
     group: Any
     method: str
@@ -43,7 +43,7 @@ class Context:
         output_attentions: bool | None = False,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """As ``fastattn``'s, for the rows of this rank and the keys of all ranks."""
+        """The attention function for the rows of this rank and the keys of all ranks."""
         check_others(module, others)
         if output_attentions or weights_are_recorded(module):
             raise NotImplementedError(f"{_NAME} has no attention weights")

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers: each expert's rows through linear layers by evidence."""
+"""Mixtures of experts of transformers: each expert's rows in linear layers on the fastest GEMM."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def experts_forward(
     GEMM is the fastest for the dtype, the size and the processor.
 
     Args:
-        hidden_states, top_k_index, top_k_weights: x [T, E]; [T, K], an index of ``num_experts`` is
-            no expert; w [T, K].
+        hidden_states, top_k_index, top_k_weights: x [T, E]; [T, K], where the index
+            ``num_experts`` means no expert; w [T, K].
     """
     if not (hidden_states.is_cpu and runs_eagerly(hidden_states, top_k_index, top_k_weights)):
         moe = importlib.import_module("transformers.integrations.moe")
@@ -49,7 +49,7 @@ def experts_forward(
         if len(x):
             h = linear(x, *up)
             found.append(linear(self._apply_gate(h) if self.has_gate else self.act_fn(h), *down))
-    found.append(rows[-1].new_zeros(len(rows[-1]), hidden_states.shape[1]))  # of no expert
+    found.append(rows[-1].new_zeros(len(rows[-1]), hidden_states.shape[1]))  # without an expert
     each = torch.cat(found)
     if getattr(self, "has_post_expert_norm", False):
         each = self.post_expert_norm(each)
@@ -59,7 +59,7 @@ def experts_forward(
 
 
 def _layers(experts: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
-    """The weight and the bias of each expert. `unbind` has one gradient for all."""
+    """The weight and the bias of each expert; `unbind` has one gradient for all."""
     weights = getattr(experts, name).unbind(0)
     biases = (
         getattr(experts, f"{name}_bias").unbind(0) if experts.has_bias else [None] * len(weights)

@@ -59,7 +59,7 @@ class StructuredMask(Tensor):
         return function(*_as_dense(args), **_as_dense(kwargs or {}))
 
     def dense(self) -> Tensor:
-        """The same mask as an ordinary tensor."""
+        """The mask as an ordinary tensor."""
         shape = (*self.shape,)
         return _dense(shape, self.pattern, self.offset, self.padding, self.device)
 
@@ -154,7 +154,7 @@ def attention_mask(
 
     positions = others.get("cache_position")
     read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
-    # A trace only watches: the model must take the same mask as without it.
+    # fastattn.trace only observes: the model must get the same mask as without it.
     if torch.compiler.is_compiling():  # it cannot trace the variable of watchers
         return as_tensor()
     if not (compat.nothing_watches(len(watchers.get())) and all(map(_is_plain, read))):
@@ -193,7 +193,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) -> Pattern:
-    """The same pattern, unlimited on the sides where no key is excluded."""
+    """The pattern, unlimited on the sides where no key is excluded."""
     left, right = pattern.left, pattern.right
     return Pattern(
         -1 if left >= offset + q_len - 1 else left,

@@ -42,7 +42,7 @@ def in_window(distance: Tensor, left: int, right: int) -> Tensor:
 
 
 def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
-    """Return the :class:`Pattern` of ``mask_function``, None if it has none."""
+    """Return the :class:`Pattern` of ``mask_function``, or None for an unsupported function."""
     batch, head, query, key = (_Index(axis) for axis in ("batch", "head", "query", "key"))
     try:
         rule = mask_function(batch, head, query, key)

@@ -25,8 +25,8 @@ def register(override: str | None = None) -> Registration:
     transformers' registry on fused kernels, forward and backward. This includes models for which
     PyTorch's own function is not offered: with a softcap (Gemma 2), attention sinks (GPT-OSS), a
     relative position bias (T5) or attention weights (``output_attentions=True`` in a call).
-    ``model.set_experts_implementation("fastattn")`` multiplies the experts of a mixture by the
-    linear layers that are the fastest here.
+    ``model.set_experts_implementation("fastattn")`` runs the experts of a mixture on the linear
+    layers that are the fastest here.
 
     Args:
         override: None, or ``"sdpa"``: also serve that name, for code that accepts no other, such as
@@ -61,9 +61,9 @@ def context_parallel(
     ranks by :func:`fastattn.distributed.attention`: full, causal and sliding-window attention with
     grouped heads, softcap, sinks and padding. Pass the rank's ``position_ids``
     (:meth:`fastattn.distributed.Layout.positions`), its part of ``attention_mask`` if there is
-    padding, on all ranks or on none, and ``use_cache=False``. A shift of labels is made before the
-    sequence is cut. Each rank's gradients of parameters are a part; the sum over ranks is the
-    whole.
+    padding, on all ranks or on none, and ``use_cache=False``. Shift labels before the sequence is
+    sharded. Each rank has a part of the gradients of the parameters; their sum over the ranks is
+    the gradient.
 
     Args:
         group, method, layout: as in :func:`fastattn.distributed.attention`.
@@ -86,7 +86,7 @@ def context_parallel(
 
 
 class _Registries:
-    """transformers' registries: our functions for each name, and the previous ones."""
+    """transformers' registries: fastattn's functions for each name, and the previous functions."""
 
     def __init__(self, attention_forward: Any, attention_mask: Any, *others: Any) -> None:
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface

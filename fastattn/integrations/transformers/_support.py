@@ -56,7 +56,7 @@ _model_inputs: set[str] = set()
 
 
 def _models_of(config_class: type) -> list[Any]:
-    """The model classes of a config; if it has none, those in its package."""
+    """The model classes of a config, or without any the model classes in its package."""
     models = list(_subclasses(_base_of_models()))
     package = config_class.__module__.rpartition(".")[0]
     return [model for model in models if model.config_class is config_class] or [

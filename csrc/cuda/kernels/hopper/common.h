@@ -30,13 +30,13 @@ enum NamedBarrier {
 };
 
 // A block is launched with this many registers per thread, of 64 Ki, and redistributes them. The
-// producer must give up as many as the consumers take, or the consumers wait for ever.
+// producer must release as many as the consumers take; otherwise the consumers deadlock.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * kLaunchRegisters,
               "more registers than a block has");
-// The registers that a consumer needs beside its sums and scores: addresses, indices, the softmax.
+// Registers of a consumer in addition to its sums and scores: addresses, indices, the softmax.
 constexpr int kSpareRegisters = 40;
 constexpr int kMaxSharedBytes = 227 << 10;  // per block
 
@@ -312,8 +312,8 @@ FASTATTN_DEVICE void store_row(const float* x, float factor, const Tensor4& out,
 
 // Zeroes the rows of a tile whose keys the options hide from all queries, because 0 times NaN or
 // inf would be NaN. any[2 n + e]: can a query of this thread see key 8 n + 2 (lane % 4) + e? Called
-// by all consumers. The flags, [2, kKeys], have two buffers: those of the next call are cleared
-// while these are read.
+// by all consumers. The flags, [2, kKeys], have two buffers: the flags of the next call are cleared
+// while the flags of this call are read.
 template <int kKeys, class Tile>
 FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKeys / 4],
                                   const Tile& tile) {
@@ -330,9 +330,10 @@ FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKey
   barrier_sync(kClearBarrier, kConsumerThreads);
 }
 
-// Without options the stats of a query are kept in units of the exponent, so that p = 2^((unit q . k
-// - hi) - lo) and ds = p (dp - delta). `unit` is the one of the forward pass. The low word counts
-// although the rounding error of q . k is as large: q . k has the same error in the forward pass.
+// Without options the stats of a query are kept in units of the exponent, so that
+// p = 2^((unit q . k - hi) - lo) and ds = p (dp - delta), with the `unit` of the forward pass. The
+// low word matters although the rounding error of q . k is as large, because q . k has the same
+// error in the forward pass.
 FASTATTN_DEVICE float exponent_unit(const AttentionArguments& p) { return p.scale_float * kLog2e; }
 
 template <bool kGeneral>

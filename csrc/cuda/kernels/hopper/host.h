@@ -1,4 +1,4 @@
-// Derives the arguments of a kernel for Hopper from those of a call; host code.
+// Derives the arguments of a kernel for Hopper from the arguments of a call; host code.
 #pragma once
 #include "../../launch.h"
 #include "../../tensor_map.h"

@@ -1,5 +1,5 @@
 // Attention backward for Hopper, the gradients of keys and values: dV = P^T dO, dK = scale dS^T Q.
-// Keys stay and queries are streamed, one head after the other of those that share the keys. The
+// Keys stay and queries are streamed, one after the other of the heads that share the keys. The
 // scores are transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are already in the
 // registers from which the next product reads them.
 //
