@@ -111,8 +111,13 @@ def _dense() -> Iterator[tuple[str, Call]]:
     yield "a learned mask", call(lambda dtype: {"attn_mask": learned.to(dtype)})
     yield "terms of distance and content", call(_terms)
     sides = (L // 4, 4)  # keys are an image of 4 columns
-    yield "a bias of an image", call(
-        lambda dtype: {"relative_bias": bias.Decomposed2d(*(torch.ones(B, H, L, n) for n in sides))}
+    yield (
+        "a bias of an image",
+        call(
+            lambda dtype: {
+                "relative_bias": bias.Decomposed2d(*(torch.ones(B, H, L, n) for n in sides))
+            }
+        ),
     )
     yield "dropout", call(lambda dtype: {"dropout_p": 0.1})
     yield "the weights returned", call(lambda dtype: {"need_weights": True})
