@@ -60,7 +60,9 @@ def hopfield() -> dict[str, Any]:
     return given("state stored values", (2, 3, 8), (2, 6, 8), (2, 6, 4))
 
 
-def luong() -> dict[str, Any]:
+def luong(block: int) -> dict[str, Any]:
+    if block == 1:  # hard attention
+        return given("q k v", (2, 3, 8), (2, 5, 8), (2, 5, 8))
     names = given("query key value W", (2, 30, 8), (2, 40, 8), (2, 40, 8), (8, 8))
     return names | given("W_p v_p W_concat v", (8, 8), (8,), (8, 16), (8,)) | {"keys": 40}
 
@@ -84,6 +86,7 @@ def seeing() -> dict[str, Any]:
         "target": normal(2, 5, 16),
         **dict.fromkeys(("source_words", "target_words", "x_tokens", "y_tokens"), words),
         "sentences": [f"s{n}" for n in range(10)],
+        **dict.fromkeys("qk", normal(2, 3, 20, 8)),
     }
 
 
@@ -101,7 +104,6 @@ def sinusoidal(block: int) -> dict[str, Any]:
 PAGES: dict[str, Callable[..., dict[str, Any]]] = {
     "accelerate": encoder,
     "additive_attention": additive,
-    "attention_stats": lambda: given("q k", (2, 3, 20, 8), (2, 3, 20, 8)),
     "benchmarks": encoder,
     "decode_attention": lambda block: {
         **given("q k v", (2, 4, 1, 128), (2, 2, 1, 128), (2, 2, 1, 128)),
@@ -109,15 +111,10 @@ PAGES: dict[str, Callable[..., dict[str, Any]]] = {
         "Hkv": 2,
         "lengths": torch.tensor([0, 0]),  # of rows that the caches have
     },
-    "encode_memory": lambda: {
-        "tokens": torch.randint(0, 9, (2, 5, 4)),
-        **given("weight tables rows", (9, 8), (4, 9, 8), (4, 5, 8)),
-    },
     "flex_attention": lambda: {
         "mask": fastattn.masks.causal(),
         **given("factor bias q k v", (3,), (8,), *3 * ((2, 3, 8, 4),)),
     },
-    "hard_attention": lambda: given("q k v", (2, 3, 8), (2, 5, 8), (2, 5, 8)),
     "hopfield": hopfield,
     "index": encoder,
     "linear": lambda: {
@@ -129,9 +126,12 @@ PAGES: dict[str, Callable[..., dict[str, Any]]] = {
         "ids": torch.tensor([[0, 0, 1, 1, 1]]),
         **given("query key value", *3 * ((2, 4, 5, 8),)),
     },
-    "memory_hops": lambda: given(
-        "query in_memory out_memory stack memory", (2, 8), *2 * ((2, 6, 8),), (2, 4, 6, 8), (6, 8)
-    ),
+    "memory_hops": lambda: {
+        "tokens": torch.randint(0, 9, (2, 5, 4)),
+        **given("weight tables rows", (9, 8), (4, 9, 8), (4, 5, 8)),
+        **given("query in_memory out_memory", (2, 8), *2 * ((2, 6, 8),)),
+        **given("stack memory", (2, 4, 6, 8), (6, 8)),
+    },
     "merge_states": lambda: given(
         "q prefix_k prefix_v k v", (2, 3, 1, 8), *2 * ((1, 3, 9, 8),), *2 * ((2, 3, 4, 8),)
     ),
