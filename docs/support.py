@@ -110,15 +110,8 @@ def _dense() -> Iterator[tuple[str, Call]]:
     learned = torch.zeros(L, L, requires_grad=True)
     yield "a learned mask", call(lambda dtype: {"attn_mask": learned.to(dtype)})
     yield "terms of distance and content", call(_terms)
-    sides = (L // 4, 4)  # keys are an image of 4 columns
-    yield (
-        "a bias of an image",
-        call(
-            lambda dtype: {
-                "relative_bias": bias.Decomposed2d(*(torch.ones(B, H, L, n) for n in sides))
-            }
-        ),
-    )
+    image = bias.Decomposed2d(torch.ones(B, H, L, L // 4), torch.ones(B, H, L, 4))
+    yield "a bias of an image", call(lambda dtype: {"relative_bias": image})
     yield "dropout", call(lambda dtype: {"dropout_p": 0.1})
     yield "the weights returned", call(lambda dtype: {"need_weights": True})
     yield "lse returned", call(lambda dtype: {"return_lse": True})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import flash_attn, masks
-from fastattn.bias import T5
+from fastattn.bias import T5, Disentangled
 
 LARGEST = 2**63 - 1
 NUMBERS = (
@@ -79,6 +79,10 @@ CALLS: dict[str, tuple[Run, tuple[Tensor, ...]]] = {
     "max_distance": (
         lambda n, q, k, table: sdpa(q, k, k, relative_bias=T5(table, True, n)),
         (*LONG, normal(8, 2)),
+    ),
+    "max_distance-of-terms": (
+        lambda n, q, k, *tables: sdpa(q, k, k, relative_bias=Disentangled(*tables, None, None, n)),
+        (*LONG, normal(9, 2, 16), normal(9, 2, 16)),
     ),
     "hops": (lambda n, u, m: fastattn.memory_hop_attention(u, m, m, hops=n), ROWS),
     "update_steps_max": (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import flash_attn, masks
-from fastattn.bias import T5
+from fastattn.bias import T5, Decomposed2d, Disentangled
 from fastattn.testing import Target
 
 SIZES = {"B": 2, "H": 4, "K": 2, "L": 3, "S": 5, "D": 8, "V": 6, "N": 3, "J": 2}
@@ -92,6 +92,23 @@ CALLS: dict[str, tuple[str, Callable[[Any], Operands], Callable[..., Any]]] = {
         HEADS,
         lambda d: (*heads(d), normal(d.L, d.S), normal(8, d.H)),
         lambda d, *x: sdpa(*x[:4], sinks=torch.ones(d.H), relative_bias=T5(x[4]), **OPTIONS),
+    ),
+    "attention-terms": (
+        HEADS,
+        lambda d: (
+            *heads(d), *(normal(7, d.H, d.D) for _ in "RP"), *(normal(d.H, d.D) for _ in "uv")
+        ),
+        lambda d, *x: sdpa(*x[:3], relative_bias=Disentangled(*x[3:], 9), return_lse=True),
+    ),
+    "attention-image": (
+        HEADS,
+        lambda d: (*heads(d), normal(d.B, d.H, d.L, d.S), normal(d.B, d.H, d.L, 1)),
+        lambda d, *x: sdpa(*x[:3], relative_bias=Decomposed2d(*x[3:]), **OPTIONS),
+    ),
+    "varlen-terms": (
+        HEADS,
+        lambda d: (*packed(d), *(normal(7, d.H, d.D) for _ in "RP")),
+        lambda d, *x: varlen(*x[:3], *starts(d), relative_bias=Disentangled(*x[3:])),
     ),
     "attention-averaged": (
         *(HEADS, heads), lambda d, *x: sdpa(*x, need_weights=True, average_weights=True)

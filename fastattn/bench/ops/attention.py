@@ -17,6 +17,8 @@ from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference import attend, dropout_keep
 from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
 from fastattn.bench.ops._masks import document_ids, lengths, visible, window_width
+from fastattn.bias import Disentangled
+from fastattn.ops._disentangled import distance_buckets
 
 HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
 
@@ -86,6 +88,11 @@ def defined(
     record = AttentionOptions(scale=tensors[0].shape[-1] ** -0.5, **options)
     given: dict[str, Any] = {"keep": x.get("kept"), "sinks": sinks, "relative_bias": table}
     query, key, value = tensors
+    if _TABLES[0] in x:
+        most = max(query.shape[2], key.shape[2])
+        buckets = distance_buckets(torch.arange(-most, most + 1), _SPAN, 2 * _SPAN)
+        tables = [x[name].transpose(0, 1)[None] for name in _TABLES]
+        given["terms"] = (query, *tables, buckets.to(query.device))
     out, _, weights = attend(query, key, value, mask, slopes, None, record, **given)
     return out.to(query.dtype), weights.to(query.dtype)
 
@@ -109,6 +116,7 @@ def with_masks(
 
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
 _DROPOUT = 0.1
+_TABLES, _SPAN = ("query_table", "key_table"), 256  # of DeBERTa's terms
 
 
 @instance
@@ -119,17 +127,21 @@ class SDPA(Operator):
     SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     SHAPES = HEADS
     OUTPUT = "B H Lq Dv"
-    FLOPS = "attention(pairs * H, D, Dv)"
+    FLOPS = "attention(pairs * H, D, Dv) + (option == 'terms') * pairs * H * D * (4 + 8 * backward)"
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
-    OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
+    OPTIONS = (
+        *("none", "window", "softcap", "alibi", "sinks"),
+        *("relative", "terms", "dropout", "learnable"),
+    )
     PARTED, SAMPLED, BY_EQUATION = ("B", "Hkv"), True, True
-    JOINT = ("learnable", "relative")
-    LEARNED = {"relative": "relative_bias", "learnable": "attn_mask"}
+    JOINT = ("learnable", "relative", "terms")
+    LEARNED = {"relative": "relative_bias", "learnable": "attn_mask", "terms": "query_table"}
     OTHERS = {
         **dict.fromkeys(("attn_mask", "kept"), "B H Lq Lk"),
         **dict.fromkeys(("alibi_slopes", "sinks"), "H"),
         "relative_bias": "H distances",
+        **dict.fromkeys(_TABLES, "buckets H D"),
     }
     REFUSED = {
         "option == 'window' and mask not in ('none', 'causal')": (
@@ -142,7 +154,7 @@ class SDPA(Operator):
     }
     NOT_IN_TORCH = {
         "weights != 'none'": "F.scaled_dot_product_attention returns no weights",
-        "option in ('window', 'softcap', 'alibi', 'sinks')": (
+        "option in ('window', 'softcap', 'alibi', 'sinks', 'terms')": (
             "F.scaled_dot_product_attention has no {option}"
         ),
         "option == 'relative' and mask != 'none'": "F.scaled_dot_product_attention has one mask",
@@ -158,6 +170,8 @@ class SDPA(Operator):
             inputs["sinks"] = draw.normal(heads) + math.log(cell["Lk"])
         elif cell.option == "relative":
             inputs["relative_bias"] = draw.normal(heads, 2 * max(cell["Lq"], cell["Lk"]) - 1)
+        elif cell.option == "terms":
+            inputs |= {name: draw.normal(2 * _SPAN + 1, heads, cell["D"]) for name in _TABLES}
         elif cell.option == "dropout":
             scores = (cell["B"], heads, cell["Lq"], cell["Lk"])
             inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
@@ -173,6 +187,9 @@ class SDPA(Operator):
             options["window"] = (window_width(cell), window_width(cell))
         elif cell.option == "softcap":
             options["softcap"] = _SOFTCAP
+        elif cell.option == "terms":
+            of_queries, of_keys = (x[name] for name in _TABLES)
+            options["relative_bias"] = Disentangled(of_queries, of_keys, max_distance=2 * _SPAN)
         elif cell.option == "dropout":
             options |= {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
         return tensors, options
