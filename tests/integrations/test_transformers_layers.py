@@ -178,7 +178,6 @@ def hooked(part: str) -> Any:
         hooked("embeddings.word_embeddings"),
         hooked("embeddings"),
         hooked("encoder"),
-        hooked(""),
         lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None).remove,
         replaced("embeddings", LayerNorm=nn.Sequential(nn.LayerNorm(32))),
         replaced("embeddings.word_embeddings", max_norm=0.01),
