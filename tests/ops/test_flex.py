@@ -41,6 +41,11 @@ CASES: dict[str, tuple[Callable[..., Mod], dict[str, Any]]] = {
         lambda a: lambda s, b, h, q, k: s + a[h, q + 2 * b - k + K_LEN],
         {"a": (HEADS, Q_LEN + K_LEN + 2)},
     ),
+    "by_head": (lambda a: lambda s, b, h, q, k: s + a.detach()[h] * 2 + a[h] ** 2, {"a": (HEADS,)}),
+    "prefix": (
+        lambda a: lambda s, b, h, q, k: torch.where((k <= a[b]) | (q >= k), s, -math.inf),
+        {"a": torch.tensor([3, 20])},
+    ),
     "learned": (lambda a: lambda s, b, h, q, k: s + a[h, q, k], {"a": (HEADS, Q_LEN, K_LEN)}),
     "gathers": (
         lambda a, c: lambda s, b, h, q, k: 2 * s + a[h, q - k + (K_LEN - 1)] * c[h, q, k],
@@ -87,6 +92,30 @@ def window_2d() -> Mod:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         y, x = (q // 8 - k // 8).abs(), (q % 8 - k % 8).abs()
         return torch.where(torch.logical_and(y <= 2, x <= 3), s, float("-inf"))
+
+    return mod
+
+
+@case()
+def neighbours() -> Mod:
+    """The 5 x 5 around each query, moved into the image at its borders."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        y, x = (q // 7).clamp(2, 4), (q % 7).clamp(2, 4)
+        near = ((y - k // 7).abs() <= 2) & ((x - k % 7).abs() <= 2)
+        return torch.where(near, s, float("-inf"))
+
+    return mod
+
+
+@case(slope=(HEADS,), pages=torch.randperm(2 * 9).view(2, 9) - 3)
+def paged(slope: Tensor, pages: Tensor) -> Mod:
+    """Keys are in pages of 8; the table has the logical page of each, below 0 for none."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        page = pages[b, k // 8]
+        score = s - slope[h] * (q - (page * 8 + k % 8)).abs()
+        return torch.where(page >= 0, score, float("-inf"))
 
     return mod
 
@@ -432,8 +461,9 @@ def test_explain_says_what_a_function_is(name: str) -> None:
     options = {"enable_gqa": True, "kernel_options": {"BLOCK_M": 64}}
     found = explain(flex_attention, query, key, value, make(*others), **options)
     table = "a table of distances"
-    kind = {"alibi": table, "softcap": "a softcap", "distances": table, "learned": "a bias",
-            "far": f"a softcap and {table}"}.get(name)  # fmt: skip
+    kinds = dict.fromkeys(("alibi", "by_head", "distances"), table)
+    kinds |= {"softcap": "a softcap", "learned": "a bias", "far": f"a softcap and {table}"}
+    kind = kinds.get(name)
     assert found.op == ("scaled_dot_product_attention" if kind else "flex_attention")
     assert found.notes[0].startswith("kernel_options are ignored")
     why = f"score_mod is {kind}, an option of {found.op}"
