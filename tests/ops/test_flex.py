@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, noop_mask, or_masks
 
 from fastattn import explain, masks
 from fastattn.backends.primitives import FlexOptions
@@ -496,15 +496,30 @@ def test_compiled_code_is_one_graph_for_all_lengths(name: str) -> None:
     assert counted.frame_count == 2  # the second one has a size that changes
 
 
-def test_compiled_code_breaks_its_graph_at_what_it_cannot_trace() -> None:
-    x, counted = operands(32, 32, 32), CompileCounterWithBackend("eager")
-    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, "cpu")
-    run = torch.compile(lambda *x: flex_attention(x[0] * 2, *x[1:]).sin(), backend=counted)
-    for mod in (None, lambda s, b, h, q, k: s + 1.5 * (k - q)):
-        want = flex_attention(x[0] * 2, *x[1:], mod, blocks).sin()
-        torch.testing.assert_close(run(*x, mod, blocks), want)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_code_evaluates_block_masks(scaled: bool) -> None:
+    x, ids = [t.requires_grad_() for t in operands(90, 90, 90)], torch.arange(90) // 20
+    inside = and_masks(lambda b, h, q, k: ids[q] == ids[k], lambda b, h, q, k: q >= k)
+    mod = (lambda s, b, h, q, k: s * (1.5 - h)) if scaled else None
+    run = lambda *x: flex_attention(x[0] * 2, *x[1:3], mod, x[3], return_lse=True)  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for mask in (inside, or_masks(inside, lambda b, h, q, k: (k < 3) & (h == 1)), noop_mask):
+        blocks = create_block_mask(mask, None, 2, 90, 90, "cpu", BLOCK_SIZE=(32, 16))
+        found, want = ((*t, *torch.autograd.grad(t[0].sum() + t[1].sum(), x))
+                       for t in (f(*x, blocks) for f in (compiled, run)))  # fmt: skip
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_compiled_code_raises_the_errors_of_a_trace() -> None:
+    run = torch.compile(lambda *x: flex_attention(*x).sin(), backend="eager")
+    mods: list[Mod] = [lambda s, b, h, q, k: ~(q < k) * s, lambda s, b, h, q, k: torch.erf(s)]
+    torch.testing.assert_close(
+        run(*(x := operands(6, 6, 6)), mods[0]), flex_attention(*x, mods[0]).sin()
+    )
     with pytest.raises(NotImplementedError, match=r"uses erf\(\) in .*test_flex\.py:\d+"):
-        run(*x, lambda s, b, h, q, k: torch.erf(s))
+        run(*x, mods[1])
 
 
 def test_the_examples_of_vmap_are_not_batch_entries() -> None:
