@@ -43,6 +43,16 @@ def blocks_of_block_mask(block_mask: Any, lengths: Size, block: Size) -> tuple[T
     return _evaluated(block_mask.mask_mod, states, lengths, block)
 
 
+def listed_blocks(block_mask: Any, lengths: Size, block: Size) -> tuple[Tensor, Tensor | None]:
+    """The states of a ``BlockMask`` whose partial blocks are all visible, and 1 for full blocks."""
+    size = -(-lengths[0] // block[0]), -(-lengths[1] // block[1])
+    states, full = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, size) * _ALL, None
+    if block_mask.full_kv_num_blocks is not None:
+        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
+        states = torch.maximum(states, full * _ALL)
+    return states, full
+
+
 def blocks_of_part(
     states: Tensor, bits: Tensor, block: Size, first: Size, lengths: Size
 ) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from fastattn.masks._blocks import (
     blocks_of_block_mask,
     blocks_of_function,
     blocks_of_part,
+    listed_blocks,
 )
 from fastattn.masks._calls import (
     CacheCall,
@@ -376,11 +377,31 @@ def from_block_mask(block_mask: Any) -> Mask:
         raise wrong_type("from_block_mask", "block_mask", block_mask, "BlockMask")
     if block_mask.mask_mod is None:
         raise ValueError("from_block_mask: block_mask must have a mask_mod, got None")
+    lengths, block = _sizes(block_mask)
+    blocks = blocks_of_block_mask(block_mask, lengths, block)
+    return _Blocks(_name(lengths), lengths, block, *blocks)
+
+
+def listed(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
+    """The mask of the blocks that are listed, 1 for full ones [B|1, H|1, rows, columns], its size.
+
+    The compiler can trace it, and a ``score_mod`` that calls ``mask_mod`` in the other blocks.
+    """
+    lengths, block = _sizes(block_mask)
+    states, full = listed_blocks(block_mask, lengths, block)
+    bits = states.new_empty(0, block[1], -(-block[0] // 32))
+    return _Blocks("BlockMask", lengths, block, states, bits), full, block
+
+
+def _name(lengths: Size) -> str:
+    return f"BlockMask({lengths[0]} x {lengths[1]})"
+
+
+def _sizes(block_mask: Any) -> tuple[Size, Size]:
+    """The lengths and the size of a block."""
     q_len, k_len = block_mask.seq_lengths
     # A block has bits for all its pairs, so it ends with the last query and key. Kernels are faster
     # with a multiple of 32 queries.
     block_q, block_k = block_mask.BLOCK_SIZE
     block = min(block_q, max(-(-q_len // 32) * 32, 32)), min(block_k, max(k_len, 1))
-    lengths = (q_len, k_len)
-    name = f"BlockMask({q_len} x {k_len})"
-    return _Blocks(name, lengths, block, *blocks_of_block_mask(block_mask, lengths, block))
+    return (q_len, k_len), block

@@ -47,7 +47,7 @@ class Known(NamedTuple):
             distance = torch.arange(-most, most + 1, device=query.device)
             data, none = flat(floating, dtype), query.new_zeros(1, dtype=dtype)
             bias = evaluated(self.table, numbers, data, None, none, (0, head, distance, 0))
-            found["relative_bias"] = bias.expand(heads, -1)
+            found["relative_bias"] = bias.expand(heads, 2 * most + 1)
         return found
 
 

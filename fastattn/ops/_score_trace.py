@@ -375,7 +375,7 @@ def _converted(x: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
 def _filled(value: Any) -> Any:
     def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
         number = (args[-1] if args else kwargs["fill_value"]) if value is None else value
-        return x.like(number)
+        return _converted(x.like(number), kwargs.get("dtype"))
 
     return operation
 

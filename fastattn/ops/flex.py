@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -109,9 +110,7 @@ def flex_attention(
         >>> flex_attention(query, key, value, alibi).shape
         torch.Size([1, 2, 10, 64])
     """
-    if torch.compiler.is_dynamo_compiling() and (
-        type(block_mask).__name__ == "BlockMask" or not compat.COMPILES_RECORDERS
-    ):
+    if torch.compiler.is_dynamo_compiling() and not compat.COMPILES_RECORDERS:
         given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         return _untraced(*given, return_aux=return_aux)
     wants_lse = return_lse
@@ -122,6 +121,8 @@ def flex_attention(
             raise NotImplementedError(f"{_OP}: max_scores of return_aux must be False, got True")
         wants_lse = return_aux.lse
     checks.check_flag(_OP, "return_lse", return_lse)
+    if torch.compiler.is_dynamo_compiling() and type(block_mask).__name__ == "BlockMask":
+        score_mod, block_mask = _masked(score_mod, block_mask)
     options = (block_mask, scale, enable_gqa)
     if score_mod is None:
         results = _as_option(query, key, value, *options, return_lse=wants_lse)
@@ -168,6 +169,22 @@ def _attend(
         return results
     out, lse = results
     return out, lse if query.dtype is torch.float64 else lse.float()
+
+
+def _masked(score_mod: Any, block_mask: Any) -> tuple[Callable[..., Any], Any]:
+    """A function that excludes pairs as a ``BlockMask`` does, and the mask of its listed blocks."""
+    mask, full, (rows, columns) = masks.listed(block_mask)
+
+    def modified(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        visible = block_mask.mask_mod(b, h, q_idx, kv_idx)
+        if full is not None:
+            whole = full[b, h, q_idx // rows, kv_idx // columns]
+            visible = torch.logical_or(whole, visible)
+        if score_mod is not None:
+            score = score_mod(score, b, h, q_idx, kv_idx)
+        return torch.where(visible, score, -math.inf)
+
+    return modified, mask
 
 
 def _exported(given: Any, traced: Any, data: Any, block_mask: Any, scale: Any, gqa: Any) -> Any:

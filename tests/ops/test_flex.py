@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, noop_mask, or_masks
 
 from fastattn import explain, masks
 from fastattn.backends.primitives import FlexOptions
@@ -40,6 +40,11 @@ CASES: dict[str, tuple[Callable[..., Mod], dict[str, Any]]] = {
     "shifted": (
         lambda a: lambda s, b, h, q, k: s + a[h, q + 2 * b - k + K_LEN],
         {"a": (HEADS, Q_LEN + K_LEN + 2)},
+    ),
+    "by_head": (lambda a: lambda s, b, h, q, k: s + a.detach()[h] * 2 + a[h] ** 2, {"a": (HEADS,)}),
+    "prefix": (
+        lambda a: lambda s, b, h, q, k: torch.where((k <= a[b]) | (q >= k), s, -math.inf),
+        {"a": torch.tensor([3, 20])},
     ),
     "learned": (lambda a: lambda s, b, h, q, k: s + a[h, q, k], {"a": (HEADS, Q_LEN, K_LEN)}),
     "gathers": (
@@ -87,6 +92,30 @@ def window_2d() -> Mod:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         y, x = (q // 8 - k // 8).abs(), (q % 8 - k % 8).abs()
         return torch.where(torch.logical_and(y <= 2, x <= 3), s, float("-inf"))
+
+    return mod
+
+
+@case()
+def neighbours() -> Mod:
+    """The 5 x 5 around each query, moved into the image at its borders."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        y, x = (q // 7).clamp(2, 4), (q % 7).clamp(2, 4)
+        near = ((y - k // 7).abs() <= 2) & ((x - k % 7).abs() <= 2)
+        return torch.where(near, s, float("-inf"))
+
+    return mod
+
+
+@case(slope=(HEADS,), pages=torch.randperm(2 * 9).view(2, 9) - 3)
+def paged(slope: Tensor, pages: Tensor) -> Mod:
+    """Keys are in pages of 8; the table has the logical page of each, below 0 for none."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        page = pages[b, k // 8]
+        score = s - slope[h] * (q - (page * 8 + k % 8)).abs()
+        return torch.where(page >= 0, score, float("-inf"))
 
     return mod
 
@@ -432,8 +461,9 @@ def test_explain_says_what_a_function_is(name: str) -> None:
     options = {"enable_gqa": True, "kernel_options": {"BLOCK_M": 64}}
     found = explain(flex_attention, query, key, value, make(*others), **options)
     table = "a table of distances"
-    kind = {"alibi": table, "softcap": "a softcap", "distances": table, "learned": "a bias",
-            "far": f"a softcap and {table}"}.get(name)  # fmt: skip
+    kinds = dict.fromkeys(("alibi", "by_head", "distances"), table)
+    kinds |= {"softcap": "a softcap", "learned": "a bias", "far": f"a softcap and {table}"}
+    kind = kinds.get(name)
     assert found.op == ("scaled_dot_product_attention" if kind else "flex_attention")
     assert found.notes[0].startswith("kernel_options are ignored")
     why = f"score_mod is {kind}, an option of {found.op}"
@@ -466,15 +496,30 @@ def test_compiled_code_is_one_graph_for_all_lengths(name: str) -> None:
     assert counted.frame_count == 2  # the second one has a size that changes
 
 
-def test_compiled_code_breaks_its_graph_at_what_it_cannot_trace() -> None:
-    x, counted = operands(32, 32, 32), CompileCounterWithBackend("eager")
-    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, "cpu")
-    run = torch.compile(lambda *x: flex_attention(x[0] * 2, *x[1:]).sin(), backend=counted)
-    for mod in (None, lambda s, b, h, q, k: s + 1.5 * (k - q)):
-        want = flex_attention(x[0] * 2, *x[1:], mod, blocks).sin()
-        torch.testing.assert_close(run(*x, mod, blocks), want)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_code_evaluates_block_masks(scaled: bool) -> None:
+    x, ids = [t.requires_grad_() for t in operands(90, 90, 90)], torch.arange(90) // 20
+    inside = and_masks(lambda b, h, q, k: ids[q] == ids[k], lambda b, h, q, k: q >= k)
+    mod = (lambda s, b, h, q, k: s * (1.5 - h)) if scaled else None
+    run = lambda *x: flex_attention(x[0] * 2, *x[1:3], mod, x[3], return_lse=True)  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for mask in (inside, or_masks(inside, lambda b, h, q, k: (k < 3) & (h == 1)), noop_mask):
+        blocks = create_block_mask(mask, None, 2, 90, 90, "cpu", BLOCK_SIZE=(32, 16))
+        found, want = ((*t, *torch.autograd.grad(t[0].sum() + t[1].sum(), x))
+                       for t in (f(*x, blocks) for f in (compiled, run)))  # fmt: skip
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_compiled_code_raises_the_errors_of_a_trace() -> None:
+    run = torch.compile(lambda *x: flex_attention(*x).sin(), backend="eager")
+    mods: list[Mod] = [lambda s, b, h, q, k: ~(q < k) * s, lambda s, b, h, q, k: torch.erf(s)]
+    torch.testing.assert_close(
+        run(*(x := operands(6, 6, 6)), mods[0]), flex_attention(*x, mods[0]).sin()
+    )
     with pytest.raises(NotImplementedError, match=r"uses erf\(\) in .*test_flex\.py:\d+"):
-        run(*x, lambda s, b, h, q, k: torch.erf(s))
+        run(*x, mods[1])
 
 
 def test_the_examples_of_vmap_are_not_batch_entries() -> None:

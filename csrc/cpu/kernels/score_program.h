@@ -426,13 +426,20 @@ class ScoreMachine {
       });
     const int64_t rows = to.step != 0 ? rows_ : 1;
     typename IntOf<T>::type element[kScoreRows * L];
-    Int lane{}, apart{};
+    Int lane{}, apart{}, unlike{};
     FASTATTN_UNROLL for (int l = 0; l < W; ++l) lane[l] = l;
     for (int64_t r = 0; r < rows; ++r) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const Int x = within(index.bits(r, n), last);
+        unlike |= x - x[0];
         apart |= x - lane - x[0];
         store(reinterpret_cast<T*>(element + r * L + n * W), (Vec<T>)x);
       }
+    bool alike = true;
+    FASTATTN_UNROLL for (int l = 0; l < W; ++l) alike &= unlike[l] == 0;
+    if (alike)  // of a block of queries
+      return each(to, [&](int64_t r, int n) __attribute__((always_inline)) {
+        return splat<T>(convert(from[element[r * L + n * W]]));
+      });
     if constexpr (kSame<S, T>) {
       bool together = true;
       FASTATTN_UNROLL for (int l = 0; l < W; ++l) together &= apart[l] == 0;
