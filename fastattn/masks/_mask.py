@@ -379,7 +379,8 @@ def from_block_mask(block_mask: Any) -> Mask:
         raise ValueError("from_block_mask: block_mask must have a mask_mod, got None")
     lengths, block = _sizes(block_mask)
     blocks = blocks_of_block_mask(block_mask, lengths, block)
-    return _Blocks(_name(lengths), lengths, block, *blocks)
+    name = f"BlockMask({lengths[0]} x {lengths[1]})"
+    return _Blocks(name, lengths, block, *blocks)
 
 
 def listed(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
@@ -391,10 +392,6 @@ def listed(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
     states, full = listed_blocks(block_mask, lengths, block)
     bits = states.new_empty(0, block[1], -(-block[0] // 32))
     return _Blocks("BlockMask", lengths, block, states, bits), full, block
-
-
-def _name(lengths: Size) -> str:
-    return f"BlockMask({lengths[0]} x {lengths[1]})"
 
 
 def _sizes(block_mask: Any) -> tuple[Size, Size]:

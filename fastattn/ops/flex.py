@@ -87,8 +87,7 @@ def flex_attention(
         All are differentiable, any number of times: derivatives beyond the first, forward mode, and
         GPUs use the reference backend, which stores the scores.
 
-    ``torch.compile`` has the call in one graph, for all sizes, except with a ``BlockMask``:
-    :func:`fastattn.masks.from_block_mask` converts it before. Under autocast, query, key and value
+    ``torch.compile`` has the call in its graph, for all sizes. Under autocast, query, key and value
     are cast as PyTorch casts them.
 
     Raises:
