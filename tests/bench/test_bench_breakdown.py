@@ -38,7 +38,7 @@ def test_the_items_add_up_to_the_call() -> None:
         *(("memory_hops", "B=2,N=5,D=8,K=2", passes) for passes in ("fwd", "fwd+bwd")),
     ],
 )
-def test_every_part_is_measured_and_nothing_stays_replaced(
+def test_every_part_is_measured_and_functions_are_restored(
     op: str, shape: str, passes: str
 ) -> None:
     places = [*breakdown._adapters(), *breakdown._natives(), *breakdown._ALLOCATORS]

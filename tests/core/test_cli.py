@@ -277,7 +277,7 @@ def test_info_lists_one_openmp_runtime(native: ModuleType) -> None:
 
 
 @pytest.mark.complete
-def test_explain_says_what_runs_and_why_not_the_others() -> None:
+def test_explain_names_the_backend_and_reasons_against_others() -> None:
     done = fastattn_command("explain", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "bf16")
     assert done.stdout.count("scaled_dot_product_attention") == 2
     assert "L=8" in done.stdout

@@ -208,7 +208,7 @@ def test_the_range_equals_pyprojects() -> None:
 
 
 @pytest.mark.parametrize(("version", "untested"), [("2.6.0", False), ("2.99.1", True)])
-def test_info_says_what_was_not_tested(
+def test_info_names_untested_versions(
     version: str, untested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)

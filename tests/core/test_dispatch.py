@@ -174,7 +174,7 @@ def test_falling_back_warns_once_for_each_list_of_reasons(replace_cpu: Any) -> N
     assert cpu.calls == []
 
 
-def test_learnable_slopes_run_on_the_reference_and_say_so(replace_cpu: Any) -> None:
+def test_learnable_slopes_run_on_the_reference_and_warn(replace_cpu: Any) -> None:
     cpu = replace_cpu(Recorder())
     slopes = torch.ones(2, requires_grad=True)
     with pytest.warns(FallbackWarning, match="alibi_slopes requires a gradient") as caught:

@@ -45,7 +45,7 @@ def test_a_list_keeps_its_order_and_has_each_once() -> None:
         spelling.names(" , ")
 
 
-def test_what_is_refused_names_the_argument_what_was_given_and_what_is_allowed() -> None:
+def test_errors_name_argument_value_and_choices() -> None:
     with pytest.raises(ValueError, match=r"^--dtype 'int8': allowed are float32 \(fp32\), "):
         spelling.dtypes(["fp32", "int8"], LONG)
     with pytest.raises(ValueError, match=r"^dtype= 'fp64': allowed are fp32 \(float32\), bf16"):

@@ -135,7 +135,7 @@ def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
         (5, torch.float64, "on vectors: the tiles are for bfloat16, float16 and float32"),
     ],
 )
-def test_explain_says_what_runs_on_tiles(
+def test_explain_names_calls_on_tiles(
     chosen_tiles: str, queries: int, dtype: torch.dtype, reason: str
 ) -> None:
     x, memory = torch.ones(1, 1, queries, 8, dtype=dtype), torch.ones(1, 1, 9, 8, dtype=dtype)
@@ -174,7 +174,7 @@ def test_explain_agrees_with_the_bits(
     assert (", on vectors" in reason) == any(torch.equal(x, found) for x in on_vectors), reason
 
 
-def test_explain_says_which_part_runs_beside_the_tiles(chosen_tiles: str) -> None:
+def test_explain_names_parts_that_run_on_vectors(chosen_tiles: str) -> None:
     x = torch.ones(1, 1, 40, 8).bfloat16()
     reason = fastattn.explain("scaled_dot_product_attention", x, x, x, need_weights=True).because
     assert reason.endswith("on tiles; the returned weights on vectors")

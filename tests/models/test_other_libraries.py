@@ -30,7 +30,7 @@ def test_diffusers() -> None:
         assert {call.backend for call in seen} == {""}
 
 
-def test_a_backend_of_diffusers_that_the_user_chose_stays() -> None:
+def test_accelerate_keeps_the_users_backend_of_diffusers() -> None:
     model, _ = flux()
     model.transformer_blocks[0].attn.set_attention_backend("_native_math")
     report = fastattn.accelerate(model)

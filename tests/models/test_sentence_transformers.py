@@ -88,7 +88,7 @@ def test_packed_sentences(kind: str, pooling: str, settings: Any, tmp_path: Path
     assert not is_packed(model)
 
 
-def test_other_attention_gets_padded_sentences(model: Any) -> None:
+def test_other_attention_receives_padded_sentences(model: Any) -> None:
     want = embeddings(model)
     with unpad_inputs(model):
         assert not is_packed(model)

@@ -89,7 +89,7 @@ def test_the_number_of_steps_equals_a_loops(engine: Target, normal: Callable[...
 
 
 @pytest.mark.parametrize("queries", [1, 6])
-def test_takes_as_many_steps_as_it_needs(engine: Target, queries: int) -> None:
+def test_retrieval_runs_until_convergence(engine: Target, queries: int) -> None:
     """xi <- tanh(xi) comes to 0 like 1 / sqrt(t): over a thousand steps, some of them more."""
     stored = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     state = torch.linspace(0.5, 2.0, queries, dtype=torch.float64)[:, None]
@@ -330,7 +330,7 @@ def test_energy_of_visible_patterns(engine: Target, normal: Callable[..., Tensor
     torch.testing.assert_close(hopfield_energy(state, stored, beta=0.8, attn_mask=bias), energy)
 
 
-def test_a_step_goes_down_the_gradient(engine: Target, normal: Callable[..., Tensor]) -> None:
+def test_a_step_descends_the_gradient(engine: Target, normal: Callable[..., Tensor]) -> None:
     """grad E = xi - f(xi), for a number and for a beta of each head."""
     state = normal(2, 3, 5, 4).requires_grad_()
     stored = normal(2, 3, 7, 4)

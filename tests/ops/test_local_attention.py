@@ -97,7 +97,7 @@ def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
         assert not grad[0, [0, 1, 2, 4, 6]].isnan().any()
 
 
-def test_a_factor_that_requires_a_gradient_gets_one() -> None:
+def test_the_gradient_of_a_factor() -> None:
     *leaves, padding, factor = operands()
     factor.requires_grad_()
     with fastattn.use_backend("reference"):

@@ -60,7 +60,7 @@ def test_parts_without_a_visible_pair_are_known() -> None:
     assert (sees(squares, 128, 130), sees(squares, 0, 128)) == (True, False)
 
 
-def test_a_part_is_checked_by_the_whole() -> None:
+def test_a_part_is_validated_by_the_whole_mask() -> None:
     masks.check_whole(masks.document(IDS), part_of((0, 5, 0, 5)))
     with pytest.raises(RuntimeError, match="ids of the queries must have length 300, got 299"):
         masks.check_whole(masks.document(IDS[1:]), part_of((0, 5, 0, 5)))

@@ -152,7 +152,7 @@ def test_a_causal_bias_of_pytorch_equals_its_triangle(
     assert_same(*grads)
 
 
-def test_a_mask_that_requires_no_gradient_gets_none(backend: str) -> None:
+def test_no_gradient_for_a_mask_that_requires_none(backend: str) -> None:
     query, mask = rand(1, 1, 3, 4).requires_grad_(), rand(3, 3)
     attention(query, query, query, mask).sum().backward()
     assert mask.grad is None
@@ -160,7 +160,7 @@ def test_a_mask_that_requires_no_gradient_gets_none(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_float32_mask_goes_with_every_dtype(backend: str, dtype: torch.dtype) -> None:
+def test_a_float32_mask_is_accepted_with_every_dtype(backend: str, dtype: torch.dtype) -> None:
     query, mask = rand(1, 2, 3, 4, dtype=dtype), rand(3, 3, dtype=torch.float32).requires_grad_()
     out = attention(query, query, query, mask)
     assert out.dtype == dtype
