@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fastattn
 
-transformers = pytest.importorskip("transformers", minversion="5.4", reason="its layers return tuples")
+transformers = pytest.importorskip("transformers", minversion="5.4")  # older layers return tuples
 
 SIZES = {
     "hidden_size": 32,
