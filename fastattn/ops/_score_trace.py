@@ -365,11 +365,14 @@ def _power(x: Any, exponent: Any) -> Any:
     return 1 / product if exponent < 0 else product
 
 
-def _converted(x: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
-    dtype = getattr(dtype, "dtype", dtype)
-    if not isinstance(dtype, torch.dtype):  # a device
-        return x
-    return x.to_kind("f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i")
+def _converted(x: Any, *targets: Any, **named: Any) -> Any:
+    """``x.to(...)``: a dtype, also a tensor's, changes the kind; a device changes nothing."""
+    for target in (*targets, named.get("dtype"), named.get("other")):
+        dtype = getattr(target, "dtype", target)
+        if isinstance(dtype, torch.dtype):
+            is_bool = dtype is torch.bool
+            return x.to_kind("f" if dtype.is_floating_point else "b" if is_bool else "i")
+    return x
 
 
 def _filled(value: Any) -> Any:

@@ -269,11 +269,11 @@ class _Trace:
         keeps = nothing_watches()  # a traced tensor must not stay
         found = self.programs.get((batch, wanted)) if keeps else None
         if found is None:
-            steps = torch.tensor(self.steps(wanted), dtype=torch.int32)
+            steps = torch.tensor(self.steps(wanted), dtype=torch.int32, device="cpu")
             own = (self.graph.own(op, wanted, tensors) for op in (Op.BATCH, Op.HEAD))
             with torch.inference_mode(False):  # autograd must be able to save it
-                numbers = torch.tensor([max(batch, 1), *own, *self.numbers], dtype=torch.int32)
-                found = torch.cat([steps, numbers])
+                numbers = [max(batch, 1), *own, *self.numbers]
+                found = torch.cat([steps, torch.tensor(numbers, dtype=torch.int32, device="cpu")])
             if keeps:
                 _keep(self.programs, (batch, wanted), found)
         return found

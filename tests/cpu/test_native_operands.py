@@ -63,8 +63,14 @@ CALLS: dict[str, Callable[[], None]] = {
     for name in (
         *("sdpa-biases", "sdpa-alibi", "sdpa-bias-of-each", "sdpa-window2d", "sdpa-dropout"),
         *("sdpa-disentangled", "sdpa-decomposed2d"),
-        *("varlen-biases", "varlen-causal-alibi", "varlen-dropout", "additive-everything"),
-        *("additive-dropout", "encode-memory", "encode-memory-tables", "hops-of-many-queries"),
+        *("varlen-biases", "varlen-causal-alibi", "varlen-dropout", "varlen-disentangled"),
+        *(
+            "additive-everything",
+            "additive-dropout",
+            "encode-memory",
+            "encode-memory-tables",
+            "hops-of-many-queries",
+        ),
         *("hops-stack-masked", "hopfield-unroll", "hopfield-projected", "hopfield-bias"),
         *("merge-states", "flex"),
     )

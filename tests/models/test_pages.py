@@ -108,7 +108,7 @@ def prepare_other_libraries(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     vision = torchvision_model()
     patch.setattr(library("torchvision").models, "vit_b_16", lambda weights: vision)
     library("x_transformers")
-    return {}
+    return prepare_tabpfn(patch)
 
 
 def check_other_libraries(names: dict[str, Any]) -> None:
@@ -121,6 +121,7 @@ def check_other_libraries(names: dict[str, Any]) -> None:
     stock = names["model"].encode(sentences)
     for ours in ("embeddings", "packed"):
         torch.testing.assert_close(torch.tensor(names[ours]), torch.tensor(stock))
+    check_tabpfn(names)
 
 
 def prepare_tabpfn(patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -200,7 +201,6 @@ PAGES: dict[str, Page] = {
     "accelerate": (prepare_mixed, check_accelerate),
     "integrations/diffusers": (prepare_diffusers, check_diffusers),
     "integrations/other_libraries": (prepare_other_libraries, check_other_libraries),
-    "integrations/tabpfn": (prepare_tabpfn, check_tabpfn),
     "integrations/timm": (prepare_timm, check_timm),
     "migration": (prepare_mixed, check_migration),
 }

@@ -154,18 +154,22 @@ def varlen_biases() -> Case:
     return of(packed_sdpa, tensors, "sinks relative_bias", mask=mask, return_lse=True, **starts)
 
 
+def varlen_disentangled() -> Case:
+    starts = packed()
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *terms: Tensor) -> Any:
+        return packed_sdpa(q, k, v, **starts, relative_bias=Disentangled(*terms, 5))
+
+    return function, (*rows(), rand(7, 2, 4), rand(7, 2, 4), rand(2, 4), rand(2, 4))
+
+
 FORMS: dict[str, Callable[[], Case]] = {
     "varlen": lambda: of(packed_sdpa, rows(), return_lse=True, **packed(rows=6)),
     "varlen-biases": varlen_biases,
     "varlen-causal-alibi": lambda: of(
         packed_sdpa, rows(), is_causal=True, alibi_slopes=SLOPES, **packed()
     ),
-    "varlen-disentangled": lambda: (
-        lambda q, k, v, *terms: packed_sdpa(
-            q, k, v, **packed(), relative_bias=Disentangled(*terms, 5)
-        ),
-        (*rows(), rand(7, 2, 4), rand(7, 2, 4), rand(2, 4), rand(2, 4)),
-    ),
+    "varlen-disentangled": varlen_disentangled,
     "varlen-dropout": lambda: drawn(packed_sdpa, rows(), dropout_p=0.5, **packed()),
     "flash-attention": lambda: of(
         *(flash_attn.flash_attn_func, (rand(2, 3, 2, 4), rand(2, 4, 2, 4), rand(2, 4, 2, 4))),

@@ -42,7 +42,7 @@ FITS: dict[str, Callable[[Any], bool]] = {
     "decode_attention": lambda case: (
         max(case.head_dim, case.value_dim or 0) <= 512 and not (case.quantised or case.leftpad)
     ),
-    "varlen_attention": lambda case: not case.slow,
+    "varlen_attention": lambda case: not case.slow and case.terms is None,
 }
 TABLES = {
     name: [

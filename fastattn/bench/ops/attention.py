@@ -264,7 +264,8 @@ class FLEX(Operator):
             scores = mod(
                 scores, *(n.view([-1 if d == m else 1 for m in range(4)]) for d, n in enumerate(at))
             )
-        return masked_softmax(scores, visible(cell, at[2], cell["Lk"], scores.device)) @ value
+        weights = masked_softmax(scores, visible(cell, at[2], cell["Lk"], scores.device))
+        return weights.to(value.dtype) @ value
 
 
 def _first_seed() -> tuple[torch.device, torch.Generator]:
