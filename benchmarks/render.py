@@ -81,8 +81,8 @@ def gain_of_models(processor: str, result: Result) -> str:
     rows = [ours for _, ours in tables.stock_and_ours(result).values() if ours["comparable"]]
     names = len({row["label"].partition(",")[0] for row in rows})
     return (
-        f"Whole models after `fastattn.accelerate`: {names} models of transformers are "
-        f"{ranges(rows, bold='**')} as fast on {machine_of(processor, result)} "
+        f"After `fastattn.accelerate`, {names} models of transformers run "
+        f"{ranges(rows, bold='**')} as fast as before, on {machine_of(processor, result)} "
         "([docs/performance.md](docs/performance.md#whole-models))."
     )
 
@@ -126,7 +126,7 @@ def readme_block(main: dict[str, Result], figures: dict[str, Result]) -> str:
     command = f"--preset {MAIN}" if name == MAIN else f"--shapes @benchmarks/{name}.txt"
     source = (
         f"{on_threads(shown)}; medians of interleaved rounds, every answer compared with float64 "
-        "before it was timed; – was not measured, or the machine was busy. Commands: "
+        "before it was timed; – means not measured, or measured on a busy machine. Commands: "
         f"`fastattn bench model all`, `fastattn bench run {command}`. All figures: "
         "[docs/performance.md](docs/performance.md); the raw samples: "
         "[benchmarks](benchmarks/README.md); the method: [docs/benchmarks.md](docs/benchmarks.md)."
