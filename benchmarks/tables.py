@@ -59,7 +59,7 @@ FIRST_CELLS = {
     "128 tokens": "attention, 8 × 128 tokens, 12 heads of 64",
     "512 tokens": "attention, 8 × 512 tokens, 12 heads of 64",
     "2048 tokens, causal": "causal attention, 2048 tokens, 16 heads of 64",
-    "next token, 4 queries a key head": "one token on a cache of 4096 keys, 32 heads, 8 key heads of 128",
+    "next token, 4 queries a key head": "one token, a cache of 4096, 32 heads, 8 key heads of 128",
     "MultiheadAttention": "MultiheadAttention, 8 × 512 tokens, 768 wide",
     "tinier": "attention, 16 tokens, 4 heads of 16",
 }

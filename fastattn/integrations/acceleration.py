@@ -327,14 +327,22 @@ def _parts(model: nn.Module, changes: _Changes, refused: dict[str, str]) -> Iter
 
 
 def _linear_layers(model: nn.Module) -> Iterator[Part]:
-    """The linear layers, those alike together."""
+    """The linear layers, those alike together, with their share of the weights."""
     found: dict[tuple[str, ...], list[str]] = {}
+    sizes: dict[str, int] = {}
     for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            own = module.parameters(recurse=False)
+            made = (x for x in own if not isinstance(x, nn.UninitializedParameter))
+            sizes[name] = sum(x.numel() for x in made if x.dim() > 1)
         if isinstance(module, LINEAR):
             weight: torch.Tensor = module.weight
             found.setdefault((type(module).__name__, *_gemms(weight)), []).append(name)
-    for (kind, *rest), names in found.items():
-        yield Part(tuple(names), kind, "linear", *rest)
+    for (kind, backend, reason), names in found.items():
+        share = sum(sizes[name] for name in names) / max(sum(sizes.values()), 1)
+        if backend:
+            reason += f"; {share:.0%} of the weights, embeddings apart"
+        yield Part(tuple(names), kind, "linear", backend, reason)
 
 
 def _encoder_layers(model: nn.Module) -> Iterator[Part]:

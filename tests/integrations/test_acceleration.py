@@ -304,6 +304,14 @@ def test_the_backend_is_that_of_the_dtype_and_of_a_forced_one() -> None:
     )
 
 
+def test_the_report_has_the_share_of_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceleration, "_gemms", lambda weight: ("cpu", "why"))
+    linear, others = nn.Linear(4, 6), (nn.Conv1d(2, 3, 4), nn.LazyConv1d(3, 4))
+    model = nn.Sequential(nn.Embedding(9, 4), linear, *others)
+    (part,) = accelerate(model).linear
+    assert part.reason == "why; 50% of the weights, embeddings apart"
+
+
 def test_a_model_without_attention() -> None:
     report = accelerate(nn.Sequential(nn.ReLU(), nn.Softmax(-1)))
     assert report.parts == report.linear == ()

@@ -137,7 +137,9 @@ def out_of_order(bias: Tensor) -> Mod:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         inner = torch.where((q + k) % 2 == 0, bias[q % 3, k % 5], bias[k % 3, h])
         inner = inner * torch.exp(s - s.detach())  # 1, with a gradient
-        return inner * s + (b * 2 - h).to(s.device, s.dtype) * 0.25 + torch.logical_not(q > k).float()
+        return (
+            inner * s + (b * 2 - h).to(s.device, s.dtype) * 0.25 + torch.logical_not(q > k).float()
+        )
 
     return mod
 
