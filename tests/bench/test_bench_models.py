@@ -41,6 +41,7 @@ OTHERS = {
     "timm_vit": f"B=2,I=8,P=4,{_LAYERS}",
     "diffusers_dit": "B=2,I=8,P=2,N=2,E=16,H=2",
     "openai_whisper": "B=2,L=6,M=5,N=1,E=16,H=4,F=64",
+    "tabpfn": "B=2,L=6,S=4,C=4,N=1,E=192,H=3",  # this width has learned embeddings of columns
 }
 ALL = SMALL | OTHERS
 EVERY = [
@@ -64,7 +65,7 @@ def model_of(op: str) -> Model:
     model = ops.get(op)
     assert isinstance(model, Model)
     if op in OTHERS:
-        library(model.PACKAGE)
+        library(model.FUNCTION.rpartition(".")[0])
     return model
 
 

@@ -5,14 +5,20 @@ A library is imported when a model is built. `selection.WHOLE_MODELS` has the si
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.bench.models._model import LibraryModel, Model
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, value_of
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Part, value_of
 from fastattn.bench.ops._modes import Intercepting
 
 _COMMON = "num_hidden_layers=N num_attention_heads=H intermediate_size=F hidden_size=E"
@@ -204,4 +210,87 @@ OPENAI_WHISPER = LibraryModel(
     build=lambda cell: import_module("whisper").model.AudioEncoder(*(cell[key] for key in "MLEHN")),
     bind=lambda cell, model, given: functools.partial(model, given["input_features"]),
     **_WHISPER,
+)
+
+
+def _by_definition(func: Any, args: Any, kwargs: Any) -> Any:
+    """TabPFN chooses the kernels of PyTorch's attention in each call."""
+    choice = sdpa_kernel(SDPBackend.MATH) if func is F.scaled_dot_product_attention else None
+    with choice or contextlib.nullcontext():
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _column_embeddings() -> Any:
+    """Numbers of the package, whose file cannot be read while errors of rounding are simulated."""
+    return import_module("tabpfn.architectures.shared.column_embeddings").load_column_embeddings()
+
+
+class _TabPFN(LibraryModel):
+    """A cell of the table is one token; attention is within rows, and then within columns."""
+
+    @contextlib.contextmanager
+    def serving(self, attention: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if attention == "fastattn":
+                stack.enter_context(import_module("fastattn.integrations.tabpfn").register())
+            elif attention == "eager":
+                stack.enter_context(self.exactly())
+            stack.enter_context(super().serving(attention))
+            yield
+
+    def build(self, cell: Cell) -> Any:
+        architecture = import_module(self.CALLER)
+        config = architecture.TabPFNV2p6Config(
+            max_num_classes=10, emsize=cell["E"], nlayers=cell["N"], nhead=cell["H"]
+        )
+        with mock.patch.object(architecture, "load_column_embeddings", _column_embeddings):
+            return architecture.get_architecture(config)
+
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
+        known = draw.normal(cell["L"], cell["B"], cell["C"])
+        new = draw.normal(cell["S"], cell["B"], cell["C"])
+        return {"known": known, "new": new, "classes": draw.integers(0, 10, cell["L"], cell["B"])}
+
+    def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
+        """The reference computes one column at a time, because all scores may not fit."""
+        rows = torch.cat((given["known"], given["new"]))
+        chunks = value_of(f"B * {_COLUMNS}", cell) if rows.dtype == torch.float64 else None
+        options = import_module("tabpfn.architectures.interface").PerformanceOptions(chunks)
+        classes = given["classes"].to(rows.dtype)
+        return lambda: model(rows, classes, performance_options=options)
+
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
+        """Everything; the noise is that of the first 64 rows with classes and without."""
+        return [{key: range(min(cell[key], 64)) for key in "LS"}] if few else [{}]
+
+    def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
+        names = {"known": "LBC", "new": "SBC", "classes": "LB", "out": "SB_"}
+        return [*names.get(name, "_" * x.dim())]
+
+
+# Hollmann et al. 2025, https://doi.org/10.1038/s41586-024-08328-6, in version 2.6: 64 learned rows
+# before all others; three features are one column, the classes another. Keys are the L rows with
+# classes and the learned ones.
+_ROWS, _COLUMNS = "(L + S + 64)", "((C + 2) // 3 + 1)"
+_OF_CELL = "(L + S) * (6 * E * ((C + 2) // 3) + 2 * E)"
+_OF_KEY = "N * 2 * E**2"
+TABPFN = _TabPFN(
+    FUNCTION="tabpfn.architectures.tabpfn_v2_6.TabPFNV2p6",
+    ABOUT="N layers of width E, H heads; L rows with classes, S without, C features",
+    PACKAGE="tabpfn",
+    INSTALL="pip install fastattn[tabpfn]",
+    CALLER="tabpfn.architectures.tabpfn_v2_6",
+    exactly=functools.partial(Intercepting, _by_definition),
+    SIZES={"B": 1, "L": 1000, "S": 100, "C": 20, "N": 24, "E": 192, "H": 3},
+    PASSES=("fwd",),
+    LENGTH=f"{_ROWS} * {_COLUMNS}",
+    LAYER="10 * E**2",
+    PAIRS=f"B * {_COLUMNS} * {_ROWS} * ({_COLUMNS} + L + 64)",
+    OTHER=(
+        f"{_OF_KEY} + 8*E + E**2 // 4 + 2*E * (E + 10)",
+        f"B * (L + 64) * {_COLUMNS} * {_OF_KEY} + B * {_OF_CELL}"
+        " + (C + 2) // 3 * (E // 4) * E + B * S * 2*E * (E + 10)",
+    ),
+    ITEMS=("B * (L + S)", "rows"),
 )
