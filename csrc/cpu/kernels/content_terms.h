@@ -46,6 +46,7 @@ class ContentTerms {
   static constexpr int W = kLanes<T>;
   static constexpr bool kPaired = P::kPerWord == 2;
   static constexpr int64_t kPanel = kPanelLanes<P>;
+  static constexpr int64_t kGroup = 2 * P::kScoreRows;  // keys that read the same columns of C
   static constexpr int64_t kChain = kSame<T, double> ? 64 : 256;  // see longest_chain
 
   // The columns of pairs whose distances follow one another. `same` and `next` count how many of
@@ -99,6 +100,7 @@ class ContentTerms {
     Word* table;    // [words of columns][dp], a factor of the gradients
     Word* operand;  // [words of keys or lanes][dp], another one
     Entries of_query, of_key;
+    Range* reach;          // [groups of keys], the columns of C that a group reads
     int64_t b, h, q0, q1;  // the queries of the bands and of C
     Range block;
     const Word* ks;  // [keys][words of D]
@@ -118,6 +120,7 @@ class ContentTerms {
     f.a = a.take<T>(of_queries ? kPanel * columns_of_tile : 0);
     f.c = a.take<T>(of_keys ? keys * columns : 0);
     f.of_query = entries(of_queries), f.of_key = entries(of_keys);
+    f.reach = a.take<Range>(of_keys ? (keys + kGroup - 1) / kGroup : 0);
     if (!backward) return f;
     f.grads = a.take<T>(of_keys ? keys * columns : 0);
     f.pairs = a.take<Word>(of_queries && kPaired ? kPanel / 2 * columns_of_tile : 0);
@@ -233,9 +236,20 @@ class ContentTerms {
     stage_seen(k, sk[2], sk[3], nk, f.operand, f.grads, columns, nc);
     const Word* const by_column =
         pair_up(f.grads, nk, nc, columns, reinterpret_cast<Word*>(f.c));  // C was read
-    add_product<false>(nk, reinterpret_cast<const Word*>(f.grads), columns, f.table, nc, f.dk, dp);
+    for (int64_t j = 0; j < nk; j += kGroup) {
+      const Range reach = f.reach[j / kGroup];
+      const int64_t word = reach.begin / P::kPerWord;
+      add_product<false>(min_of(kGroup, nk - j),
+                         reinterpret_cast<const Word*>(f.grads + j * columns) + word, columns,
+                         f.table + word * dp, reach.end - word * P::kPerWord, f.dk + j * dp, dp);
+    }
     T* const sums = f.sums + (of_queries ? p.buckets * dp : 0) + last * dp;
-    add_product<true>(nc, by_column, columns, f.operand, nk, sums, -dp);
+    for (int64_t c = 0; c < nc; c += kPanel) {
+      const Range readers = keys_reading(f, c);
+      const int64_t word = readers.begin / P::kPerWord;
+      add_product<true>(min_of(kPanel, nc - c), by_column + word * columns + c, columns,
+                        f.operand + word * dp, readers.end - readers.begin, sums - c * dp, -dp);
+    }
     f.q0 = f.q1 = 0;
   }
 
@@ -285,15 +299,33 @@ class ContentTerms {
     return f.q0 + sharing - 1 - i + j - f.block.begin;
   }
 
+  // The range of x[first], ..., x[last].
+  static Range values_of(const int32_t* x, int64_t first, int64_t last) {
+    int32_t least = x[first], most = least;
+    for (int64_t n = first + 1; n <= last; ++n) {
+      least = min_of(least, x[n]);
+      most = max_of(most, x[n]);
+    }
+    return {least, most + 1};
+  }
+
+  // The keys, in whole groups, that read columns of C from c on, of a panel.
+  static Range keys_reading(const Buffers& f, int64_t c) {
+    const int64_t nk = f.block.end - f.block.begin;
+    Range readers{nk, nk};
+    for (int64_t j = 0; j < nk; j += kGroup) {
+      const Range reach = f.reach[j / kGroup];
+      if (reach.begin < c + kPanel && c < reach.end)
+        readers = {min_of(readers.begin, j), min_of(nk, j + kGroup)};
+    }
+    return readers;
+  }
+
   // Entry e is that of b(top - e), and b(low) or b(high) beyond these.
   void find(Entries& to, int64_t top, int64_t low, int64_t high, int64_t count) const {
     const int32_t* const bucket = p.distance_buckets + p.farthest;
-    int32_t least = bucket[low], most = least;
-    for (int64_t d = low + 1; d <= high; ++d) {
-      least = min_of(least, bucket[d]);
-      most = max_of(most, bucket[d]);
-    }
-    to.band = {least, most + 1};
+    to.band = values_of(bucket, low, high);
+    const int32_t most = static_cast<int32_t>(to.band.end - 1);
     for (int64_t e = count - 1; e >= 0; --e) {
       to.at[e] = most - bucket[max_of(low, min_of(high, top - e))];
       const bool follows = e + 1 < count;
@@ -320,9 +352,17 @@ class ContentTerms {
     find(f.of_key, -low, -high, -low, count);
     if (f.grads != nullptr)
       __builtin_memset(f.grads, 0, static_cast<size_t>(nk * columns) * sizeof(T));
+    // Lanes past the last query read entries, too.
+    const int64_t lanes = min_of(sharing, round_up(f.q1 - f.q0, kPanel));
+    for (int64_t j = 0; j < nk; j += kGroup)
+      f.reach[j / kGroup] =
+          values_of(f.of_key.at, max_of<int64_t>(0, nk - j - kGroup), nk - 1 - j + lanes - 1);
     for (int64_t c = 0; c < f.of_key.band.end - f.of_key.band.begin; c += kPanel) {
+      const Range readers = keys_reading(f, c);
+      if (readers.begin == readers.end) continue;
       pack_columns(f, p.key_table, f.of_key.band, c, f.panel, kPanel);
-      multiply(nk, f.ks, f.panel, kPanel, f.c + c, columns);
+      multiply(readers.end - readers.begin, f.ks + readers.begin * dw, f.panel, kPanel,
+               f.c + readers.begin * columns + c, columns);
     }
   }
 
@@ -344,14 +384,8 @@ class ContentTerms {
 
   // The columns of A that a tile reads.
   Range columns_of(const Buffers& f, int64_t i0, int64_t i1, Range r) const {
-    const int32_t* const at = f.of_query.at;
-    const int64_t first = of_pair_in_a(f, i1 - 1, r.begin);
-    int32_t least = at[first], most = least;
-    for (int64_t e = first + 1; e <= of_pair_in_a(f, i0, r.end - 1); ++e) {
-      least = min_of(least, at[e]);
-      most = max_of(most, at[e]);
-    }
-    return {least, most + 1};
+    return values_of(f.of_query.at, of_pair_in_a(f, i1 - 1, r.begin),
+                     of_pair_in_a(f, i0, r.end - 1));
   }
 
   // A = a R^T for a tile, whose columns it returns.
