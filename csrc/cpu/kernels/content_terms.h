@@ -38,24 +38,15 @@ FASTATTN_INLINE VecD gather(const double* base, const int32_t* index) {
   return load(x);
 }
 
-// The arithmetic of one element a word: the gradients of the terms are summed in it.
-template <class T>
-struct ArithmeticOf {
-  typedef Single type;
-};
-template <>
-struct ArithmeticOf<double> {
-  typedef Double type;
-};
-
 template <class P>
 class ContentTerms {
   typedef typename P::Source Source;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
-  typedef typename ArithmeticOf<T>::type Wide;
   static constexpr int W = kLanes<T>;
+  static constexpr bool kPaired = P::kPerWord == 2;
   static constexpr int64_t kPanel = kPanelLanes<P>;
+  static constexpr int64_t kGroup = 2 * P::kScoreRows;  // keys that read the same columns of C
   static constexpr int64_t kChain = kSame<T, double> ? 64 : 256;  // see longest_chain
 
   // The columns of pairs whose distances follow one another. `same` and `next` count how many of
@@ -99,15 +90,17 @@ class ContentTerms {
         columns_of_tile(widest(kPanel)) {}
 
   struct Buffers {
-    Word* temp;    // [lanes][words of D]
-    Word* panel;   // [words of D][lanes], of P
-    Word* packed;  // [words of D][columns], the band of R
-    Word* rows;    // [lanes][words of D], position queries
-    T *a, *c;      // [lanes][columns_of_tile], [keys][columns]
-    T* grads;      // of C
-    T* table;      // [columns][dp], a factor of the gradients
-    T* operand;    // [keys or lanes][dp], another one
+    Word* temp;     // [lanes][words of D]
+    Word* panel;    // [words of D][lanes], of P
+    Word* packed;   // [words of D][columns], the band of R
+    Word* rows;     // [lanes][words of D], position queries
+    T *a, *c;       // [lanes][columns_of_tile], [keys][columns]
+    T* grads;       // of C
+    Word* pairs;    // [words of lanes][columns_of_tile], of the gradients of A
+    Word* table;    // [words of columns][dp], a factor of the gradients
+    Word* operand;  // [words of keys or lanes][dp], another one
     Entries of_query, of_key;
+    Range* reach;          // [groups of keys], the columns of C that a group reads
     int64_t b, h, q0, q1;  // the queries of the bands and of C
     Range block;
     const Word* ks;  // [keys][words of D]
@@ -127,10 +120,12 @@ class ContentTerms {
     f.a = a.take<T>(of_queries ? kPanel * columns_of_tile : 0);
     f.c = a.take<T>(of_keys ? keys * columns : 0);
     f.of_query = entries(of_queries), f.of_key = entries(of_keys);
+    f.reach = a.take<Range>(of_keys ? (keys + kGroup - 1) / kGroup : 0);
     if (!backward) return f;
     f.grads = a.take<T>(of_keys ? keys * columns : 0);
-    f.table = a.take<T>((of_keys ? columns : columns_of_tile) * dp);
-    f.operand = a.take<T>(max_of(keys, kPanel) * dp);
+    f.pairs = a.take<Word>(of_queries && kPaired ? kPanel / 2 * columns_of_tile : 0);
+    f.table = a.take<Word>(words<P>(of_keys ? columns : columns_of_tile) * dp);
+    f.operand = a.take<Word>(words<P>(max_of(keys, kPanel)) * dp);
     return f;
   }
 
@@ -201,7 +196,8 @@ class ContentTerms {
     const Range tile = columns_of(f, i0, i1, r);
     const int64_t nc = tile.end - tile.begin, rows = i1 - i0;
     for (int64_t l = 0; l < rows; ++l)
-      __builtin_memset(f.a + l * columns_of_tile, 0, static_cast<size_t>(nc) * sizeof(T));
+      __builtin_memset(f.a + l * columns_of_tile, 0,
+                       static_cast<size_t>(round_up(nc, P::kPerWord)) * sizeof(T));
     each_square<NV>(f, i0, i1, r, tile, [&](const Square& at) __attribute__((always_inline)) {
       Vec<T> x[W];
       FASTATTN_UNROLL for (int l = 0; l < W; ++l) x[l] =
@@ -222,11 +218,11 @@ class ContentTerms {
     // da += dA R,  dR += dA^T a
     const int64_t *sa = p.position_query.stride, last = f.of_query.band.end - 1 - tile.begin;
     stage_descending(f, p.query_table, last, nc);
-    add_product<false>(rows, f.a, columns_of_tile, f.table, nc, f.sums + tables_size() + i0 * dp,
-                       dp);
-    stage(position_queries(f, i0), sa[2], sa[3], rows, f.operand);
-    clear_unseen(f.operand, rows, f.a, columns_of_tile, nc);
-    add_product<true>(nc, f.a, columns_of_tile, f.operand, rows, f.sums + last * dp, -dp);
+    stage_seen(position_queries(f, i0), sa[2], sa[3], rows, f.operand, f.a, columns_of_tile, nc);
+    const Word* const by_column = pair_up(f.a, rows, nc, columns_of_tile, f.pairs);
+    add_product<false>(rows, reinterpret_cast<const Word*>(f.a), columns_of_tile, f.table, nc,
+                       f.sums + tables_size() + i0 * dp, dp);
+    add_product<true>(nc, by_column, columns_of_tile, f.operand, rows, f.sums + last * dp, -dp);
   }
 
   // dk += dC P,  dP += dC^T k, for the block and the queries of C.
@@ -235,13 +231,25 @@ class ContentTerms {
     const int64_t nk = f.block.end - f.block.begin, *sk = p.k.stride, last = f.of_key.band.end - 1,
                   nc = f.of_key.band.end - f.of_key.band.begin;
     stage_descending(f, p.key_table, last, nc);
-    add_product<false>(nk, f.grads, columns, f.table, nc, f.dk, dp);
     const Source k = P::elements(p.k.data, p.dtype) + f.b * sk[0] + f.h / (p.Hq / p.Hkv) * sk[1] +
                      f.block.begin * sk[2];
-    stage(k, sk[2], sk[3], nk, f.operand);
-    clear_unseen(f.operand, nk, f.grads, columns, nc);
+    stage_seen(k, sk[2], sk[3], nk, f.operand, f.grads, columns, nc);
+    const Word* const by_column =
+        pair_up(f.grads, nk, nc, columns, reinterpret_cast<Word*>(f.c));  // C was read
+    for (int64_t j = 0; j < nk; j += kGroup) {
+      const Range reach = f.reach[j / kGroup];
+      const int64_t word = reach.begin / P::kPerWord;
+      add_product<false>(min_of(kGroup, nk - j),
+                         reinterpret_cast<const Word*>(f.grads + j * columns) + word, columns,
+                         f.table + word * dp, reach.end - word * P::kPerWord, f.dk + j * dp, dp);
+    }
     T* const sums = f.sums + (of_queries ? p.buckets * dp : 0) + last * dp;
-    add_product<true>(nc, f.grads, columns, f.operand, nk, sums, -dp);
+    for (int64_t c = 0; c < nc; c += kPanel) {
+      const Range readers = keys_reading(f, c);
+      const int64_t word = readers.begin / P::kPerWord;
+      add_product<true>(min_of(kPanel, nc - c), by_column + word * columns + c, columns,
+                        f.operand + word * dp, readers.end - readers.begin, sums - c * dp, -dp);
+    }
     f.q0 = f.q1 = 0;
   }
 
@@ -291,15 +299,33 @@ class ContentTerms {
     return f.q0 + sharing - 1 - i + j - f.block.begin;
   }
 
+  // The range of x[first], ..., x[last].
+  static Range values_of(const int32_t* x, int64_t first, int64_t last) {
+    int32_t least = x[first], most = least;
+    for (int64_t n = first + 1; n <= last; ++n) {
+      least = min_of(least, x[n]);
+      most = max_of(most, x[n]);
+    }
+    return {least, most + 1};
+  }
+
+  // The keys, in whole groups, that read columns of C from c on, of a panel.
+  static Range keys_reading(const Buffers& f, int64_t c) {
+    const int64_t nk = f.block.end - f.block.begin;
+    Range readers{nk, nk};
+    for (int64_t j = 0; j < nk; j += kGroup) {
+      const Range reach = f.reach[j / kGroup];
+      if (reach.begin < c + kPanel && c < reach.end)
+        readers = {min_of(readers.begin, j), min_of(nk, j + kGroup)};
+    }
+    return readers;
+  }
+
   // Entry e is that of b(top - e), and b(low) or b(high) beyond these.
   void find(Entries& to, int64_t top, int64_t low, int64_t high, int64_t count) const {
     const int32_t* const bucket = p.distance_buckets + p.farthest;
-    int32_t least = bucket[low], most = least;
-    for (int64_t d = low + 1; d <= high; ++d) {
-      least = min_of(least, bucket[d]);
-      most = max_of(most, bucket[d]);
-    }
-    to.band = {least, most + 1};
+    to.band = values_of(bucket, low, high);
+    const int32_t most = static_cast<int32_t>(to.band.end - 1);
     for (int64_t e = count - 1; e >= 0; --e) {
       to.at[e] = most - bucket[max_of(low, min_of(high, top - e))];
       const bool follows = e + 1 < count;
@@ -326,9 +352,17 @@ class ContentTerms {
     find(f.of_key, -low, -high, -low, count);
     if (f.grads != nullptr)
       __builtin_memset(f.grads, 0, static_cast<size_t>(nk * columns) * sizeof(T));
+    // Lanes past the last query read entries, too.
+    const int64_t lanes = min_of(sharing, round_up(f.q1 - f.q0, kPanel));
+    for (int64_t j = 0; j < nk; j += kGroup)
+      f.reach[j / kGroup] =
+          values_of(f.of_key.at, max_of<int64_t>(0, nk - j - kGroup), nk - 1 - j + lanes - 1);
     for (int64_t c = 0; c < f.of_key.band.end - f.of_key.band.begin; c += kPanel) {
+      const Range readers = keys_reading(f, c);
+      if (readers.begin == readers.end) continue;
       pack_columns(f, p.key_table, f.of_key.band, c, f.panel, kPanel);
-      multiply(nk, f.ks, f.panel, kPanel, f.c + c, columns);
+      multiply(readers.end - readers.begin, f.ks + readers.begin * dw, f.panel, kPanel,
+               f.c + readers.begin * columns + c, columns);
     }
   }
 
@@ -350,14 +384,8 @@ class ContentTerms {
 
   // The columns of A that a tile reads.
   Range columns_of(const Buffers& f, int64_t i0, int64_t i1, Range r) const {
-    const int32_t* const at = f.of_query.at;
-    const int64_t first = of_pair_in_a(f, i1 - 1, r.begin);
-    int32_t least = at[first], most = least;
-    for (int64_t e = first + 1; e <= of_pair_in_a(f, i0, r.end - 1); ++e) {
-      least = min_of(least, at[e]);
-      most = max_of(most, at[e]);
-    }
-    return {least, most + 1};
+    return values_of(f.of_query.at, of_pair_in_a(f, i1 - 1, r.begin),
+                     of_pair_in_a(f, i0, r.end - 1));
   }
 
   // A = a R^T for a tile, whose columns it returns.
@@ -391,47 +419,60 @@ class ContentTerms {
       }
   }
 
-  // dst[n][dp], columns past D are 0.
-  void stage(Source src, int64_t row_stride, int64_t col_stride, int64_t n, T* dst) const {
-    if (dp != p.D) __builtin_memset(dst, 0, static_cast<size_t>(n * dp) * sizeof(T));
-    stage_rows<T>(src, row_stride, col_stride, n, p.D, dst, dp);
-  }
-  // f.table[n][dp], the rows of a table from bucket `last` down.
+  // f.table[words of n][dp], the rows of a table from bucket `last` down.
   void stage_descending(const Buffers& f, const Tensor4& x, int64_t last, int64_t n) const {
-    stage(table(x, f) + last * x.stride[2], -x.stride[2], x.stride[3], n, f.table);
+    stage_padded<P>(table(x, f) + last * x.stride[2], -x.stride[2], x.stride[3], n, p.D, f.table,
+                    dp);
   }
 
-  // Clears the rows of NaN or inf whose gradients [n][ld] are all 0: no pair sees them, and 0 * NaN
-  // must not pass.
-  void clear_unseen(T* operand, int64_t n, const T* grads, int64_t ld, int64_t terms) const {
+  // dst[words of n][dp]. Rows of NaN or inf whose gradients [n][ld] are all 0 are cleared: no pair
+  // sees them, and 0 * NaN must not pass.
+  void stage_seen(Source src, int64_t row_stride, int64_t col_stride, int64_t n, Word* dst,
+                  const T* grads, int64_t ld, int64_t terms) const {
+    stage_padded<P>(src, row_stride, col_stride, n, p.D, dst, dp);
+    if (all_finite(src, row_stride, col_stride, n, p.D)) return;
     for (int64_t row = 0; row < n; ++row) {
-      if (all_finite(operand + row * dp, dp, int64_t(1), int64_t(1), dp)) continue;
+      if (all_finite(src + row * row_stride, row_stride, col_stride, int64_t(1), p.D)) continue;
       bool seen = false;
       for (int64_t t = 0; t < terms && !seen; ++t) seen = grads[row * ld + t] != T(0);
-      if (!seen) __builtin_memset(operand + row * dp, 0, static_cast<size_t>(dp) * sizeof(T));
+      if (!seen) clear_row<P>(dst, row, dp);
     }
   }
 
-  // C[n][dp] += A B, of K terms; A is [n][lda], or [K][lda] with kColumns. B: [K][dp].
+  // Gradients [n][ld] as the words of both products: pairs of columns, in place, and pairs of rows, in
+  // `pairs` [words of n][ld], which is returned. Where a word is one element, both are the gradients.
+  const Word* pair_up(T* grads, int64_t n, int64_t nc, int64_t ld, Word* pairs) const {
+    if constexpr (kPaired) {
+      for (int64_t row = 0; row < n; row += 2)
+        for (int64_t c = 0; c < nc; c += 2 * W) {
+          T *const even = grads + row * ld, *const odd = even + ld;
+          const VecF e0 = load(even + c), e1 = load(even + c + W);
+          store(even + c / 2, P::as_bf16(e0, e1));
+          VecF o0{}, o1{};
+          if (row + 1 < n) {
+            o0 = load(odd + c), o1 = load(odd + c + W);
+            store(odd + c / 2, P::as_bf16(o0, o1));
+          }
+          store(pairs + row / 2 * ld + c, P::as_pairs(e0, o0));
+          store(pairs + row / 2 * ld + c + W, P::as_pairs(e1, o1));
+        }
+      return pairs;
+    }
+    (void)n, (void)nc, (void)ld, (void)pairs;
+    return reinterpret_cast<const Word*>(grads);
+  }
+
+  // C[n][dp] += A B, of K terms; A is [n][lda], or [words of K][lda] with kColumns. B: [words of K][dp].
   template <bool kColumns>
-  void add_product(int64_t n, const T* A, int64_t lda, const T* B, int64_t K, T* C,
+  void add_product(int64_t n, const Word* A, int64_t lda, const Word* B, int64_t K, T* C,
                    int64_t ldc) const {
-    int64_t v = 0;
-    const auto block = [&](auto width) __attribute__((always_inline)) {
-      constexpr int kVectors = decltype(width)::value;
-      for (; v + kVectors * W <= dp; v += kVectors * W)
-        for (int64_t k = 0; k < K; k += kChain)
-          tile_rows<Wide, 6, kVectors, kColumns>(
-              n, A + (kColumns ? k * lda : k), lda, B + k * dp + v, dp, min_of(K - k, kChain),
-              [](int64_t, int) { return Vec<T>{}; },
-              [&](int64_t r, int m, Vec<T> x) __attribute__((always_inline)) {
-                T* to = C + r * ldc + v + m * W;
-                store(to, load(to) + x);
-              });
-    };
-    if constexpr (kRegisters == 32) block(Width<4>());
-    block(Width<2>());
-    block(Width<1>());
+    for (int64_t k = 0; k < words<P>(K); k += kChain)
+      product_rows<P, kColumns>(n, A + (kColumns ? k * lda : k), lda, B + k * dp, dp,
+                                min_of(words<P>(K) - k, kChain), dp / W,
+                                [&](int64_t r, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                                  T* const to = C + r * ldc + v * W;
+                                  store(to, load(to) + x);
+                                });
   }
 };
 

@@ -237,6 +237,32 @@ FASTATTN_INLINE const typename P::Word* stage_reduced(typename P::Source src, in
   }
 }
 
+// Rows as words to reduce over, dst[words of rows][padded], where columns past `cols` are zero.
+template <class P>
+FASTATTN_INLINE void stage_padded(typename P::Source src, int64_t row_stride, int64_t col_stride,
+                                  int64_t rows, int64_t cols, typename P::Word* dst,
+                                  int64_t padded) {
+  if (padded != cols)
+    __builtin_memset(dst, 0,
+                     static_cast<size_t>(words<P>(rows) * padded) * sizeof(typename P::Word));
+  if constexpr (P::kPerWord == 1)
+    stage_rows<typename P::Acc>(src, row_stride, col_stride, rows, cols, dst, padded);
+  else
+    stage_row_pairs(src, row_stride, col_stride, rows, cols, dst, padded);
+}
+
+// Clears row i of what stage_padded() wrote.
+template <class P>
+FASTATTN_INLINE void clear_row(typename P::Word* dst, int64_t i, int64_t padded) {
+  for (int64_t d = 0; d < padded; ++d) {
+    typename P::Word& word = dst[i / P::kPerWord * padded + d];
+    if constexpr (P::kPerWord == 1)
+      word = 0;
+    else
+      word = float_of(bits_of(word) & (i % 2 ? 0x0000ffffu : 0xffff0000u));
+  }
+}
+
 // Rows of up to eight tensors that the processor is to read into its L2 cache, a few lines at a time
 // between products: a burst of more than its L1 has buffers for would wait for memory.
 class RowsAhead {

@@ -239,17 +239,8 @@ class BackwardUnit {
     const int64_t panel = i / L * L, lane = i % L;
     for (int64_t k = 0; k < dw; ++k) f.q[panel * dw + k * L + lane] = Word(0);
     for (int64_t k = 0; k < dvw; ++k) f.g[panel * dvw + k * L + lane] = Word(0);
-    const auto clear_row = [&](Word* rows, int64_t padded) {
-      for (int64_t d = 0; d < padded; ++d) {
-        Word& word = rows[i / P::kPerWord * padded + d];
-        if constexpr (P::kPerWord == 1)
-          word = Word(0);
-        else
-          word = float_of(bits_of(word) & (i % 2 ? 0x0000ffffu : 0xffff0000u));
-      }
-    };
-    clear_row(f.own_q_rows, dp);
-    clear_row(f.own_g_rows, dvp);
+    clear_row<P>(f.own_q_rows, i, dp);
+    clear_row<P>(f.own_g_rows, i, dvp);
   }
 
   // Rows of queries as words to reduce over, columns padded with zero to whole vectors. In place if
@@ -259,13 +250,7 @@ class BackwardUnit {
     const Word* const own = in_place<Word>(src);
     if (own != nullptr && !masked && stride[3] == 1 && stride[2] == padded && cols == padded)
       return own;
-    if (padded != cols)
-      __builtin_memset(dst, 0, static_cast<size_t>(words<P>(p.Lq) * padded) * sizeof(Word));
-    if constexpr (P::kPerWord == 1) {
-      stage_rows<T>(src, stride[2], stride[3], p.Lq, cols, dst, padded);
-    } else {
-      stage_row_pairs(src, stride[2], stride[3], p.Lq, cols, dst, padded);
-    }
+    stage_padded<P>(src, stride[2], stride[3], p.Lq, cols, dst, padded);
     return dst;
   }
 
