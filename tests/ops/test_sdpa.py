@@ -53,7 +53,7 @@ WORK = [
 # Each is the only one that finds some mutant of the kernels.
 NEEDED = (
     *("long-5x4099-heads-2-2", "sinks-nan-queries"),
-    *("relative-grid-decode", "program-documents_b-1x700"),
+    *("relative-grid-decode", "program-documents_b-1x700", "terms-both-every-long"),
 )
 
 
