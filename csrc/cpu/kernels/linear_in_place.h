@@ -27,7 +27,6 @@ class InPlace {
   static constexpr int64_t L = kPanelLanes<P>;  // rows of x in a panel; the last may be one vector
   // The least lanes of a panel: half a vector of 16.
   static constexpr int64_t kLeast = W == 16 ? W / 2 : W;
-  typedef T Half __attribute__((vector_size(kLeast * sizeof(T)), may_alias));
   static constexpr int64_t kGroup = kRegisters == 32 ? 12 : 6;  // rows of the weight
   static constexpr int64_t kColumns = 96;  // of y that are transposed at a time
   static constexpr int64_t kLine = 64 / sizeof(S);
@@ -158,7 +157,7 @@ class InPlace {
   void panel(int64_t lanes, const Block& b, int64_t r0, const T* x, int64_t n, T* y) const {
     if (lanes == L) return tile<kRows, kPanelVectors, Vec<T>>(b, r0, x, n, y);
     if (lanes == W) return tile<kRows, 1, Vec<T>>(b, r0, x, n, y);
-    if constexpr (kLeast < W) tile<kRows, 1, Half>(b, r0, x, n, y);
+    if constexpr (kLeast < W) tile<kRows, 1, HalfF>(b, r0, x, n, y);
   }
 
   template <int64_t kRows, int kVectors, class V>
