@@ -17,7 +17,7 @@ from fastattn.autograd.flex import attention
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._score_program import Op
 from fastattn.backends.primitives import FlexOptions
-from fastattn.call import Plans
+from fastattn.call import Plans, with_arguments_of
 from fastattn.compat import constant_for_compiler
 from fastattn.eager import nothing_watches
 from fastattn.masks import values_of
@@ -156,11 +156,11 @@ def _attend(
         results = _exported(given, traced, data, *options)
         results = results if wants_lse else results[0]
     elif plan is not None:
-        tensors = _operands(given, traced, block_mask)
+        tensors = _operands(given, traced, data, block_mask)
         results = plan.all(tensors) if wants_lse else plan.first(tensors)
     else:
         *tensors, scale = _checked(*given, *options)
-        call = (*_operands(tensors, traced, block_mask), FlexOptions(scale))
+        call = (*_operands(tensors, traced, data, block_mask), FlexOptions(scale))
         if all(x is y for x, y in zip(call, given, strict=False)):
             plans.keep(signature, attention, call, (*given, None, None, None), (*given, data))
         results = attention(*call) if wants_lse else attention(*call)[0]
@@ -198,13 +198,15 @@ def _exported(given: Any, traced: Any, data: Any, block_mask: Any, scale: Any, g
     return reference.flex_attention(*tensors, program, data, options=FlexOptions(scale))
 
 
-def _operands(given: Sequence[Any], traced: _Traced, block_mask: Any) -> tuple[Any, ...]:
+def _operands(
+    given: Sequence[Any], traced: _Traced, data: Tensor | None, block_mask: Any
+) -> tuple[Any, ...]:
     """The tensors of the primitive."""
     query, key, _ = given
     mask = None
     if block_mask is not None:
         mask = masks.program(_OP, block_mask, query, key.shape[2], 0)
-    return *given, *traced.operands(query, traced.data()), mask
+    return *given, *traced.operands(query, data), mask
 
 
 def _as_option(
@@ -378,18 +380,16 @@ def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     return tuple(key), captured
 
 
-def prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
+def _prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: Any,
+    kernel_options: Any,
+    **of_results: Any,
 ) -> tuple[Any, tuple[Any, ...], list[str]]:
     """The operator, its arguments, and notes for ``explain``."""
     checked = _checked(query, key, value, block_mask, scale, enable_gqa)
@@ -398,10 +398,14 @@ def prepare(
     traced = None if score_mod is None else _Traced(score_mod, checked)
     found = None if traced is None else traced.options(checked[0], checked[1])
     if traced is not None and found is None:
-        call = (*_operands(checked[:3], traced, block_mask), FlexOptions(checked[3]))
+        tensors = _operands(checked[:3], traced, traced.data(), block_mask)
+        call = (*tensors, FlexOptions(checked[3]))
         return attention, call, [*notes, "second derivatives run on the reference"]
     if traced is not None and traced.trace.known is not None:
         notes.append(traced.trace.known.reason())
     *tensors, scale = checked
     options = {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask} | (found or {})
     return *sdpa.prepare(*tensors, **options)[:2], notes
+
+
+prepare = with_arguments_of(flex_attention, _prepare)
