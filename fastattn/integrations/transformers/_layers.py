@@ -305,7 +305,7 @@ class _Texts(Plan):
         inside = [*embeddings.modules(), stack, part_of(stack, "layer")]
         super().__init__(inside, [*compat.state_of(model), vars(model.config)])
         self.pooler = compat.children_of(model).get("pooler")
-        self.result = _TEXTS[_name_of(type(model)).removesuffix("Model")]
+        self.result = _TEXTS[name_of(type(model)).removesuffix("Model")]
         self.layers: list[Any] = [*part_of(stack, "layer")]
         self.plans = [planned(x, x.NAMES) for x in self.layers if isinstance(x, FusedLayer)]
         options = None
@@ -325,8 +325,8 @@ class _Texts(Plan):
             not children
             and not compat.are_watched((*inside, *self.layers), does_nothing)
             and {*compat.children_of(model)} <= {"embeddings", _stack_of(model), "pooler"}
-            and _name_of(type(embeddings)) in _EMBEDDINGS
-            and _name_of(type(stack)) in _ENCODERS
+            and name_of(type(embeddings)) in _EMBEDDINGS
+            and name_of(type(stack)) in _ENCODERS
             and all(x is None or (type(x) is nn.Embedding and x.max_norm is None) for x in tables)
             and type(norm) is nn.LayerNorm
             and len(norm.normalized_shape) == 1
@@ -447,7 +447,7 @@ _ENCODERS = {"distilbert.Transformer", *(f"{name}Encoder" for name in _TEXTS)}
 
 def layer_class(module: nn.Module) -> type | None:
     """The class with a native forward for a layer of transformers, None if it has none."""
-    found = _LAYERS.get(_name_of(type(module)))
+    found = _LAYERS.get(name_of(type(module)))
     if found is None:
         return None
     forward: Any = type(module).forward
@@ -457,7 +457,7 @@ def layer_class(module: nn.Module) -> type | None:
 
 def encoder_class(module: nn.Module) -> type | None:
     """The class for a stack of such layers."""
-    name = _name_of(type(module))
+    name = name_of(type(module))
     if name == "mpnet.MPNetEncoder":
         return MPNetStack
     return UnpaddedEncoder if name in _ENCODERS else None
@@ -465,10 +465,11 @@ def encoder_class(module: nn.Module) -> type | None:
 
 def model_class(module: nn.Module) -> type | None:
     """The class for a model of texts with such a stack."""
-    return TextModel if _name_of(type(module)).removesuffix("Model") in _TEXTS else None
+    return TextModel if name_of(type(module)).removesuffix("Model") in _TEXTS else None
 
 
-def _name_of(kind: type) -> str:
+def name_of(kind: type) -> str:
+    """``bert.BertLayer``, of a class of transformers' models; "" for others."""
     folders = kind.__module__.split(".")
     if folders[:2] != ["transformers", "models"] or len(folders) < 4:
         return ""

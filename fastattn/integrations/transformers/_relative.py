@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from fastattn import compat, dispatch
 from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.eager import runs_eagerly
-from fastattn.integrations.transformers._layers import has_gaps
+from fastattn.integrations.transformers._layers import has_gaps, name_of
 from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.nn._encoder_layer import does_nothing, joined
 from fastattn.nn.linear import Linear
 from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.varlen import varlen_attention
-
-__all__ = ["relative_class"]
-
 
 # Tables of layers, and the facts that they depend on.
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Any]]] = weakref.WeakKeyDictionary()
@@ -318,8 +315,5 @@ _CLASSES: dict[str, type] = {
 
 def relative_class(module: nn.Module, unpad: bool = True) -> type | None:
     """The class for a module of transformers, None if there is none."""
-    folders = type(module).__module__.split(".")
-    if folders[:2] != ["transformers", "models"] or len(folders) < 4:
-        return None
-    found = _CLASSES.get(f"{folders[2]}.{type(module).__name__}")
+    found = _CLASSES.get(name_of(type(module)))
     return _UnpaddedDebertaV2Encoder if unpad and found is _DebertaV2Encoder else found
