@@ -14,8 +14,6 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import FlexOptions
 from fastattn.library import Operator
 
-__all__ = ["attention"]
-
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=torch.float64)

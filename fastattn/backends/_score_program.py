@@ -56,8 +56,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FIELDS", "FLAGS", "HEADER", "NAMED", "Flag", "Op", "evaluated"]
-
 HEADER, FIELDS = 10, 5
 FLAGS = 8  # their word
 NAMED = 3  # numbers that steps do not name

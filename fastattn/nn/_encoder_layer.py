@@ -29,20 +29,6 @@ from fastattn.eager import runs_eagerly
 from fastattn.nn.linear import Linear
 from fastattn.nn.mha import keep_forward_called
 
-__all__ = [
-    "FusedEncoder",
-    "FusedEncoderLayer",
-    "Names",
-    "Native",
-    "Plan",
-    "does_nothing",
-    "joined",
-    "may_be_served",
-    "part_of",
-    "planned",
-    "served",
-]
-
 
 class Names(NamedTuple):
     """Where a layer keeps its parts: dotted names of modules, from the layer on."""

@@ -12,8 +12,6 @@ from fastattn import checks
 from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.eager import runs_eagerly
 
-__all__ = ["Terms", "distance_buckets", "fold_image", "fold_terms"]
-
 
 class Terms(NamedTuple):
     """The tensors of the primitive, in its order; packed sequences have the first four."""

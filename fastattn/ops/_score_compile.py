@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from fastattn.backends._score_program import FIELDS, HEADER, NAMED, Flag, Op
 
-__all__ = ["SCORE", "Gather", "Graph"]
-
 SCORE, _SEED = 0, 1  # nodes, and their registers: the score, the gradient of the result
 _QUERIES, _KEYS = 1, 2  # bits of a level
 _LEVELS = {Op.QUERY: _QUERIES, Op.KEY: _KEYS}

@@ -11,8 +11,6 @@ from torch import Tensor
 from fastattn.backends._score_program import Op, evaluated
 from fastattn.ops._score_compile import SCORE, Graph
 
-__all__ = ["Known", "known"]
-
 _INDICES = (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY)
 
 

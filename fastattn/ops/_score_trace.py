@@ -18,8 +18,6 @@ from fastattn.backends._score_program import NAMED, Op
 from fastattn.compat import constant_for_compiler
 from fastattn.ops._score_compile import SCORE, Gather, Graph
 
-__all__ = ["Tracer", "place_of"]
-
 _OP = "flex_attention"
 _INTEGERS = 2**31
 # What a trace may read of a captured tensor: it is traced again if these change.
@@ -164,7 +162,7 @@ class Tracer(TorchFunctionMode):
         return found.to_kind("b") if x.dtype is torch.bool else found
 
     def _number(self, number: int) -> int:
-        """The place of a number among those of the program."""
+        """The place of a number in the list of the program."""
         if number not in self.numbers:
             self.numbers.append(number)
         return NAMED + self.numbers.index(number)

@@ -22,8 +22,6 @@ from fastattn.backends.primitives import AttentionOptions, FlexOptions
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
 
-__all__ = ["flex_attention", "flex_attention_backward"]
-
 
 def flex_attention(
     query: Tensor,  # [B, Hq, Lq, D]
