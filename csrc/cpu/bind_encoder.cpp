@@ -362,7 +362,7 @@ class TextPlan {
     for (size_t n = 0; n < kTensors; ++n) tensors_[n] = tensors[n];
   }
 
-  // Those of the plan, without data where there is none; or nothing, as for a layer.
+  // Views of the tensors, empty for None; false where a layer would not be read either.
   bool read(bool wants_gradients, TensorView* to) const {
     for (size_t n = 0; n < kTensors; ++n) {
       to[n] = {};

@@ -18,7 +18,7 @@ bool pays_on_tiles(DType dtype, int64_t queries, int64_t keys, int64_t columns);
 
 // Whether attention with a cache fills tiles: at least a tile of query rows shares a key head, and
 // one head has fewer rows than a panel, so the rows of several heads are stacked. A mask program or
-// a relative bias excludes this, because its query indices are those of one head.
+// a relative bias excludes this, because its query indices count within one head.
 inline bool fills_tiles(const AttentionParams& p) {
   if (p.mask_program != nullptr || p.relative_bias != nullptr) return false;
   return p.D > 0 && p.Dv > 0 && p.Hkv > 0 && p.Lq < 32 && p.Lq * (p.Hq / p.Hkv) >= 16;

@@ -286,7 +286,7 @@ def test_unpad_false_keeps_the_values_of_padding(calls: list[int]) -> None:
 def test_what_mpnet_leaves_to_stock(calls: list[int]) -> None:
     """Masks of pairs, and of tokens between others; a hook at a layer; its table under a hook."""
     model = text("MPNet", **SIZES)
-    for x in model.parameters():  # larger than those of a new model, whose biases hardly count
+    for x in model.parameters():  # larger than in a new model, whose biases hardly count
         nn.init.normal_(x, std=0.2)
     stock = copy.deepcopy(model)
     fastattn.accelerate(model)

@@ -11,7 +11,7 @@
 //
 // from which the entries of the pairs are read. Their columns are in descending order of the buckets.
 // So where b is linear, a row of C has the entries of consecutive queries one after the other, and a
-// row of A those of consecutive keys, which a transposition brings across the lanes.
+// row of A the entries of consecutive keys, which a transposition brings across the lanes.
 #pragma once
 #include "blocks.h"
 #include "pack.h"

@@ -191,7 +191,7 @@ class Backward {
     const Tasks tasks(count, [&](int64_t n) { return plan(n).tasks; });
     const Tasks sums(count, [&](int64_t n) { return plan(n).sums; });
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-    const bool follow = of_first.heads_follow();  // then those of all sequences do
+    const bool follow = of_first.heads_follow();  // then the heads of all sequences do
     const int64_t chunk =
         follow ? max_of<int64_t>(1, min_of(kHeadsInOrder, tasks.total() / (team * 4))) : 1;
     const auto run_unit = [&](const Sequence& s, const Unit& unit, int64_t n, int64_t own,
