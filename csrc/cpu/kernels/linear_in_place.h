@@ -31,6 +31,8 @@ class InPlace {
   static constexpr int64_t kColumns = 96;  // of y that are transposed at a time
   static constexpr int64_t kLine = 64 / sizeof(S);
   static constexpr int64_t kAhead = 16 * kLine;  // elements; of all rows they would fill half of L1
+  // Whether two blocks of the reduction can be multiplied at a time.
+  static constexpr bool kHasPairs = kGroup > 8 && kSame<S, T>;
   // Above, the tiled kernel repacks less of x for each thread, and its panels stay in L3.
   static constexpr int64_t kMostRows = 128, kMostElements = 1 << 20;
   static constexpr int64_t kMostInCache = 3 << 16;  // elements of x
@@ -38,11 +40,11 @@ class InPlace {
  public:
   explicit InPlace(const LinearParams& params) : p(params) {}
 
-  // FewRows does less arithmetic where lanes of a panel would be empty; with eight lanes, few are
+  // FewRows does less arithmetic where lanes of a panel would be empty. With eight lanes, few are
   // empty.
   static bool serves(const LinearParams& p) {
-    const bool is_full = p.M >= (W == 8 ? W : L - 2) || (p.M >= W - 2 && p.M <= W) ||
-                         (p.M >= kLeast - 1 && p.M <= kLeast && !is_aliased(p));
+    const int64_t lanes = lanes_for(min_of(p.M, L)), empty = max_of<int64_t>(0, lanes - p.M);
+    const bool is_full = W == 8 ? p.M >= W : empty * (is_paired(p) ? 4 : 8) <= lanes;
     return is_full && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
   }
 
@@ -84,36 +86,36 @@ class InPlace {
     Buffers buf;
     const int64_t lanes = round_up(p.M, int64_t(W));
     buf.x = a.take<T>(lanes * (p.K + 1));
-    buf.w = a.take<T>(is_staged() ? kGroup * kReducedWords : 0);
+    buf.w = a.take<T>(kSame<S, T> ? 0 : kGroup * kReducedWords);
     buf.y = a.take<T>(lanes * kColumns);
     buf.ones = a.take<T>(L);
     buf.bytes = a.used();
     return buf;
   }
 
-  // Whether rows of a group are whole pages apart, for which L1 has eight places.
-  static bool is_aliased(const LinearParams& p) {
-    return kGroup > 8 && p.w_stride % (4096 / int64_t(sizeof(S))) == 0;
+  // Whether rows of the weight are whole pages apart. Lines of all rows of a group would then
+  // compete for the eight places of one set of L1, so half a group is multiplied at a time, by two
+  // blocks, which keeps as many sums.
+  static bool is_paired(const LinearParams& p) {
+    return kHasPairs && p.w_stride % (4096 / int64_t(sizeof(S))) == 0;
   }
-
-  // Whether a block is copied: to be widened, or because several panels read it.
-  bool is_staged() const { return !kSame<S, T> || (p.M > L && is_aliased(p)); }
 
   // The panel of x that begins with row m.
   int64_t rows_at(int64_t m) const { return min_of(L, p.M - m); }
-  int64_t lanes_at(int64_t m) const {
-    const int64_t rows = rows_at(m);
-    return rows <= kLeast ? kLeast : rows <= W ? W : L;
-  }
+  int64_t lanes_at(int64_t m) const { return lanes_for(rows_at(m)); }
+  static int64_t lanes_for(int64_t rows) { return rows <= kLeast ? kLeast : rows <= W ? W : L; }
 
   // Columns [n0, n1) of y.
   void columns(const Buffers& buf, int64_t n0, int64_t n1) const {
     // If x leaves L2 while a group is multiplied, each part of it serves all groups at once.
     const int64_t step = p.M * p.K <= kMostInCache ? kGroup : n1 - n0;
     for (int64_t first = n0; first < n1; first += step)
-      for (int64_t k = 0; k < p.K; k += kReducedWords)
+      for (int64_t k = 0, count; k < p.K; k += count) {
+        const bool paired = is_paired(p) && p.K - k >= 2 * kReducedWords;
+        count = min_of(p.K - k, paired ? 2 * kReducedWords : kReducedWords);
         for (int64_t n = first; n < min_of(n1, first + step); n += kGroup)
-          block(buf, n, min_of(n1, n + kGroup), k, n0);
+          block(buf, n, min_of(n1, n + kGroup), k, count, n0);
+      }
     for (int64_t m = 0; m < p.M; m += L) {
       T* const y = buf.y + m * kColumns;
       activate(p.activation, y, round_up(lanes_at(m) * (n1 - n0), int64_t(W)));
@@ -122,7 +124,7 @@ class InPlace {
     }
   }
 
-  // A block of rows [n, end) of the weight, as it is stored and as T.
+  // One or two blocks of rows [n, end) of the weight, as they are stored and as T.
   struct Block {
     const S* stored;
     const T* w;
@@ -131,15 +133,16 @@ class InPlace {
     bool first;
   };
 
-  // y[columns n to end] += W[n to end, k to k + kReducedWords] x
-  void block(const Buffers& buf, int64_t n, int64_t end, int64_t k, int64_t n0) const {
+  // y[columns n to end] += W[n to end, k to k + count] x
+  void block(const Buffers& buf, int64_t n, int64_t end, int64_t k, int64_t count,
+             int64_t n0) const {
     const S* const stored = static_cast<const S*>(p.w) + n * p.w_stride + k;
-    Block b{stored, nullptr, p.w_stride, min_of(p.K - k, kReducedWords), p.K - k, k == 0};
-    if (is_staged()) {
-      b.w = buf.w, b.ldw = b.count;
-      stage_rows<T>(stored, p.w_stride, int64_t(1), end - n, b.count, buf.w, b.count);
-    } else if constexpr (kSame<S, T>) {
+    Block b{stored, nullptr, p.w_stride, count, p.K - k, k == 0};
+    if constexpr (kSame<S, T>) {
       b.w = stored;
+    } else {
+      b.w = buf.w, b.ldw = count;
+      stage_rows<T>(stored, p.w_stride, int64_t(1), end - n, count, buf.w, count);
     }
     for (int64_t m = 0; m < p.M; m += L) {
       const int64_t lanes = lanes_at(m);
@@ -155,40 +158,95 @@ class InPlace {
   // Rows [r0, r0 + kRows) of the block times a panel of x.
   template <int64_t kRows>
   void panel(int64_t lanes, const Block& b, int64_t r0, const T* x, int64_t n, T* y) const {
-    if (lanes == L) return tile<kRows, kPanelVectors, Vec<T>>(b, r0, x, n, y);
-    if (lanes == W) return tile<kRows, 1, Vec<T>>(b, r0, x, n, y);
-    if constexpr (kLeast < W) tile<kRows, 1, HalfF>(b, r0, x, n, y);
+    if (lanes == L) return tiles<kRows, kPanelVectors, Vec<T>>(b, r0, x, n, y);
+    if (lanes == W) return tiles<kRows, 1, Vec<T>>(b, r0, x, n, y);
+    if constexpr (kLeast < W) tiles<kRows, 1, HalfF>(b, r0, x, n, y);
   }
 
   template <int64_t kRows, int kVectors, class V>
+  void tiles(const Block& b, int64_t r0, const T* x, int64_t n, T* y) const {
+    if constexpr (kHasPairs)
+      if (b.count > kReducedWords) {
+        constexpr int64_t kHalf = kRows == 1 ? 1 : kRows / 2;
+        for (int64_t r = r0; r < r0 + kRows; r += kHalf) tile<kHalf, 2, kVectors, V>(b, r, x, n, y);
+        return;
+      }
+    tile<kRows, 1, kVectors, V>(b, r0, x, n, y);
+  }
+
+  // Rows that are ld apart, four of them by one pointer. The address of an element is a pointer, a
+  // multiple of ld and a constant, so that few instructions advance all rows; the compiler would
+  // keep a pointer for each row, which are more than its registers.
+  template <int64_t kRows, class E>
+  struct Rows {
+    const E* fourth[(kRows + 3) / 4];
+    int64_t ld, ld3;
+
+    FASTATTN_INLINE Rows(const E* w, int64_t ld) : ld(ld), ld3(3 * ld) {
+      FASTATTN_UNROLL for (int64_t r = 0; r < kRows; r += 4) {
+        fourth[r / 4] = w + r * ld;
+        asm("" : "+r"(fourth[r / 4]));
+      }
+      asm("" : "+r"(ld3));
+    }
+    FASTATTN_INLINE const E* row(int64_t r) const {
+      return fourth[r / 4] + (r % 4 == 3 ? ld3 : r % 4 * ld);
+    }
+    FASTATTN_INLINE void advance(int64_t count) {
+      FASTATTN_UNROLL for (int64_t r = 0; r < kRows; r += 4) fourth[r / 4] += count;
+    }
+  };
+
+  // kBlocks blocks of the reduction, each with its own sums.
+  template <int64_t kRows, int kBlocks, int kVectors, class V>
   __attribute__((noinline)) void tile(const Block& b, int64_t r0, const T* x, int64_t n,
                                       T* y) const {
     constexpr int64_t width = sizeof(V) / sizeof(T), lanes = kVectors * width;
-    const T* const w = b.w + r0 * b.ldw;
-    const S* const stored = b.stored + r0 * p.w_stride;
-    V acc[kRows][kVectors] = {};
-    for (int64_t k = 0; k < b.count;) {
-      // Prefetch what is read next: later in these rows, or the beginning of the next group.
-      const int64_t next = k + kAhead;
-      const S* const ahead = stored + (next < b.left ? next : kGroup * p.w_stride + next - p.K);
-      FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)
-          __builtin_prefetch(ahead + r * p.w_stride, 0, 2);
-      const int64_t end = min_of(b.count, k + kLine);
-      _Pragma("GCC unroll 2") for (; k < end; ++k) {
+    constexpr int64_t kUnrolled = kRegisters == 32 ? 4 : 2;
+    Rows<kRows, T> w(b.w + r0 * b.ldw, b.ldw);
+    Rows<kRows, S> stored(b.stored + r0 * p.w_stride, p.w_stride);
+    V acc[kBlocks][kRows][kVectors] = {};
+    const auto add_products = [&](int64_t k) __attribute__((always_inline)) {
+      FASTATTN_UNROLL for (int64_t j = 0; j < kBlocks; ++j) {
+        const int64_t at = k + j * kReducedWords;
         V lane[kVectors];
         FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) lane[v] =
-            *reinterpret_cast<const V*>(x + k * lanes + v * width);
+            *reinterpret_cast<const V*>(x + at * lanes + v * width);
         FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)
-            FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) acc[r][v] =
-                w[r * b.ldw + k] * lane[v] + acc[r][v];
+            FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) acc[j][r][v] =
+                w.row(r)[at] * lane[v] + acc[j][r][v];
       }
+    };
+    const int64_t count = b.count / kBlocks;
+    for (int64_t k = 0; k < count; k += kLine) {
+      // Prefetch what is read next: later in these rows, or the beginning of the next group.
+      const int64_t ahead = kBlocks * kAhead;
+      const Rows<kRows, S> next(
+          stored.row(0) + (k + ahead < b.left ? ahead : ahead + kGroup * p.w_stride - p.K),
+          p.w_stride);
+      FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r)
+          FASTATTN_UNROLL for (int64_t j = 0; j < kBlocks; ++j)
+              __builtin_prefetch(next.row(r) + j * kReducedWords, 0, 2);
+      if (k + kLine <= count)
+        for (int64_t i = 0; i < kLine; i += kUnrolled) {
+          FASTATTN_UNROLL for (int64_t u = 0; u < kUnrolled; ++u) add_products(u);
+          w.advance(kUnrolled), x += kUnrolled * lanes;
+        }
+      else
+        for (int64_t i = k; i < count; ++i) {
+          add_products(0);
+          w.advance(1), x += lanes;
+        }
+      stored.advance(kLine);
     }
     const S* const bias = p.bias == nullptr ? nullptr : static_cast<const S*>(p.bias) + n + r0;
     FASTATTN_UNROLL for (int64_t r = 0; r < kRows; ++r) {
       const T added = bias == nullptr ? T(0) : static_cast<T>(widen(bias[r]));
       FASTATTN_UNROLL for (int v = 0; v < kVectors; ++v) {
         V* const at = reinterpret_cast<V*>(y + (r0 + r) * lanes + v * width);
-        *at = b.first ? added + acc[r][v] : *at + acc[r][v];
+        V sum = b.first ? added + acc[0][r][v] : *at + acc[0][r][v];
+        FASTATTN_UNROLL for (int64_t j = 1; j < kBlocks; ++j) sum += acc[j][r][v];
+        *at = sum;
       }
     }
   }
