@@ -87,7 +87,15 @@ def test_any_layout(
 @pytest.mark.parametrize("layout", LAYOUTS[:5])
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(1, 1, 1), (3, 5, 2), (17, 13, 31), (33, 100, 64), (65, 97, 515), (300, 12, 33)],
+    [
+        (1, 1, 1),
+        (3, 5, 2),
+        (17, 13, 31),
+        (33, 100, 64),
+        (65, 97, 515),
+        (40, 29, 1024),
+        (300, 12, 33),
+    ],
 )
 def test_any_size_on_every_instruction_set(
     m: int,
@@ -210,11 +218,12 @@ def test_small_products_are_left_to_pytorch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [700, 1024])
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(
-    dtype: torch.dtype, use: Callable[[str], list[str]], same_for_any_threads: Any
+    k: int, dtype: torch.dtype, use: Callable[[str], list[str]], same_for_any_threads: Any
 ) -> None:
     use("ours")
-    x, weight = torch.randn(700, 700).to(dtype), torch.randn(500, 700).to(dtype)
+    x, weight = torch.randn(700, k).to(dtype), torch.randn(500, k).to(dtype)
     whole = same_for_any_threads(lambda: linear(x, weight))
     for rows in (slice(0, 1), slice(0, 7), slice(3, 40), slice(150, 250), slice(690, 700)):
         assert torch.equal(linear(x[rows], weight), whole[rows])
