@@ -175,19 +175,16 @@ class Linear {
   }
 };
 
-// Computes the layer if it has few rows.
+// Computes the layer by a kernel that does not copy the weight, if one serves it.
 template <class P>
-bool few_rows(const LinearParams& p) {
+bool without_copies(const LinearParams& p) {
   bool done = false;
-  const auto run = [&](auto kernel) {
-    done = kernel.serves(p);
-    if (done) kernel.run();
-  };
   if constexpr (kVariants)
     with_stored<P>(p.dtype, [&](auto stored) __attribute__((always_inline)) {
       typedef decltype(stored) S;
-      if constexpr (kSame<P, Single> && kLanes<float> >= 8) run(InPlace<P, S>(p));
-      if (!done) run(FewRows<P, S>(p));
+      if constexpr (kSame<P, Single> && kLanes<float> >= 8)
+        if ((done = InPlace<P, S>::serves(p))) return InPlace<P, S>::run(p);
+      if ((done = FewRows<P, S>::serves(p))) FewRows<P, S>(p).run();
     });
   return done;
 }
@@ -198,7 +195,7 @@ void linear(const LinearParams& p) {
   if (p.M == 0 || p.N == 0) return;
   with_policy(p.dtype, [&](auto policy) {
     typedef decltype(policy) P;
-    if (few_rows<P>(p)) return;
+    if (without_copies<P>(p)) return;
     if (p.w_transposed)
       Linear<P, true>(p).run();
     else

@@ -1,12 +1,13 @@
-// A linear layer of some rows with AVX2 or AVX-512.
+// A linear layer with AVX2 or AVX-512.
 //
 // As in the tiled kernel, rows of x are transposed once, with the rows across the lanes, and an
 // element of the weight is broadcast. But a few rows of the weight are multiplied from beginning to
 // end before the next begin: prefetchers follow a few streams, no row is copied (16 bits are
 // widened, block by block), and all panels of x use a block while it is in L1. Bound by reading the
-// weight with 8 rows, and by the arithmetic from 32 rows on. The reduction has the blocks of the
-// other kernels, so the bits of a row are the same. Up to half as many rows as lanes are multiplied by
-// half vectors, of which AVX-512 computes two in the time of one.
+// weight with 8 rows, and by the arithmetic from 32 rows on. Many rows are chunks that fit L2. The
+// reduction has the blocks of the other kernels, so the bits of a row are the same. Up to half as
+// many rows as lanes are multiplied by half vectors, of which AVX-512 computes two in the time of
+// one.
 #pragma once
 #include "../threads.h"
 #include "activation.h"
@@ -33,46 +34,47 @@ class InPlace {
   static constexpr int64_t kAhead = 16 * kLine;  // elements; of all rows they would fill half of L1
   // Whether two blocks of the reduction can be multiplied at a time.
   static constexpr bool kHasPairs = kGroup > 8 && kSame<S, T>;
-  // Above, the tiled kernel repacks less of x for each thread, and its panels stay in L3.
-  static constexpr int64_t kMostRows = 128, kMostElements = 1 << 20;
-  static constexpr int64_t kMostInCache = 3 << 16;  // elements of x
+  static constexpr int64_t kChunkRows = 128, kChunkElements = 1 << 20;  // of x, at most
+  static constexpr int64_t kMostInCache = 3 << 16;                      // elements of x
+  static constexpr int64_t kTasksPerThread = 2;
 
  public:
-  explicit InPlace(const LinearParams& params) : p(params) {}
-
   // FewRows does less arithmetic where lanes of a panel would be empty. With eight lanes, few are
   // empty.
   static bool serves(const LinearParams& p) {
     const int64_t lanes = lanes_for(min_of(p.M, L)), empty = max_of<int64_t>(0, lanes - p.M);
     const bool is_full = W == 8 ? p.M >= W : empty * (is_paired(p) ? 4 : 8) <= lanes;
-    return is_full && p.M <= kMostRows && p.M * p.K <= kMostElements && !p.w_transposed;
+    return is_full && !p.w_transposed;
   }
 
-  void run() {
-    const int64_t groups = (p.N + kGroup - 1) / kGroup;
-    const int team = team_size(p.threads, groups, 2.0 * p.M * p.N * p.K);
+  static void run(const LinearParams& p) {
+    const int64_t rows =
+        max_of(L, min_of(kChunkRows, kChunkElements / max_of<int64_t>(1, p.K) / L * L));
+    const int64_t chunks = (p.M + rows - 1) / rows, groups = (p.N + kGroup - 1) / kGroup;
+    const int team = team_size(p.threads, chunks * groups, 2.0 * p.M * p.N * p.K);
+    // Each thread reads one part of the weight for a single chunk. Of more chunks, each is packed
+    // once for each part, so the parts are as few as keep all threads busy.
+    const int64_t wanted = chunks == 1 ? team : kTasksPerThread * team;
+    const int64_t parts = min_of(groups, (wanted + chunks - 1) / chunks);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-      Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
-      const S* x = static_cast<const S*>(p.x);
-      for (int64_t m = 0; m < p.M; m += L)
-        // Of half a vector, the other half is overwritten by the next column.
-        pack_transposed<T>(x + m * p.x_stride[0], p.x_stride[0], p.x_stride[1], rows_at(m), p.K,
-                           round_up(lanes_at(m), int64_t(W)), buf.x + m * p.K, lanes_at(m));
+      LinearParams chunk = p;
+      chunk.M = min_of(p.M, rows);
+      const Buffers buf = allocate(thread_scratch(allocate(nullptr, chunk).bytes), chunk);
       for (int64_t l = 0; l < L; ++l) buf.ones[l] = T(1);
-      // Each thread reads one part of the weight.
-#pragma omp for schedule(static)
-      for (int64_t part = 0; part < team; ++part) {
-        const int64_t end = min_of(p.N, groups * (part + 1) / team * kGroup);
-        for (int64_t n = groups * part / team * kGroup; n < end; n += kColumns)
-          columns(buf, n, min_of(end, n + kColumns));
+#pragma omp for schedule(dynamic)
+      for (int64_t task = 0; task < chunks * parts; ++task) {
+        const int64_t m = task / parts * rows, part = task % parts;
+        chunk.M = min_of(rows, p.M - m);
+        chunk.x = static_cast<const S*>(p.x) + m * p.x_stride[0];
+        chunk.y = static_cast<S*>(p.y) + m * p.y_stride;
+        const int64_t end = min_of(p.N, groups * (part + 1) / parts * kGroup);
+        InPlace(chunk, buf).multiply(groups * part / parts * kGroup, end);
       }
     }
   }
 
  private:
-  const LinearParams& p;
-
   struct Buffers {
     T* x;     // [panels][K][lanes]
     T* w;     // [kGroup][kReducedWords], widened
@@ -81,7 +83,12 @@ class InPlace {
     size_t bytes;
   };
 
-  Buffers allocate(void* base) const {
+  const LinearParams& p;  // of a chunk
+  const Buffers& buf;
+
+  InPlace(const LinearParams& chunk, const Buffers& buffers) : p(chunk), buf(buffers) {}
+
+  static Buffers allocate(void* base, const LinearParams& p) {
     Arena a(base);
     Buffers buf;
     const int64_t lanes = round_up(p.M, int64_t(W));
@@ -106,7 +113,17 @@ class InPlace {
   static int64_t lanes_for(int64_t rows) { return rows <= kLeast ? kLeast : rows <= W ? W : L; }
 
   // Columns [n0, n1) of y.
-  void columns(const Buffers& buf, int64_t n0, int64_t n1) const {
+  void multiply(int64_t n0, int64_t n1) const {
+    const S* const x = static_cast<const S*>(p.x);
+    for (int64_t m = 0; m < p.M; m += L)
+      // Of half a vector, the other half is overwritten by the next column.
+      pack_transposed<T>(x + m * p.x_stride[0], p.x_stride[0], p.x_stride[1], rows_at(m), p.K,
+                         round_up(lanes_at(m), int64_t(W)), buf.x + m * p.K, lanes_at(m));
+    for (int64_t n = n0; n < n1; n += kColumns) columns(n, min_of(n1, n + kColumns));
+  }
+
+  // At most kColumns of them.
+  void columns(int64_t n0, int64_t n1) const {
     // If x leaves L2 while a group is multiplied, each part of it serves all groups at once.
     const int64_t step = p.M * p.K <= kMostInCache ? kGroup : n1 - n0;
     for (int64_t first = n0; first < n1; first += step)
@@ -114,7 +131,7 @@ class InPlace {
         const bool paired = is_paired(p) && p.K - k >= 2 * kReducedWords;
         count = min_of(p.K - k, paired ? 2 * kReducedWords : kReducedWords);
         for (int64_t n = first; n < min_of(n1, first + step); n += kGroup)
-          block(buf, n, min_of(n1, n + kGroup), k, count, n0);
+          block(n, min_of(n1, n + kGroup), k, count, n0);
       }
     for (int64_t m = 0; m < p.M; m += L) {
       T* const y = buf.y + m * kColumns;
@@ -134,8 +151,7 @@ class InPlace {
   };
 
   // y[columns n to end] += W[n to end, k to k + count] x
-  void block(const Buffers& buf, int64_t n, int64_t end, int64_t k, int64_t count,
-             int64_t n0) const {
+  void block(int64_t n, int64_t end, int64_t k, int64_t count, int64_t n0) const {
     const S* const stored = static_cast<const S*>(p.w) + n * p.w_stride + k;
     Block b{stored, nullptr, p.w_stride, count, p.K - k, k == 0};
     if constexpr (kSame<S, T>) {
