@@ -18,11 +18,10 @@ class Facts {
     for (const py::handle each : dictionaries) {
       expect(PyDict_Check(each.ptr()), "dictionaries must be dictionaries");
       const auto owner = py::reinterpret_borrow<py::dict>(each);
-      std::vector<Item> items;
+      dictionaries_.push_back({owner, owner.size()});
       for (const auto& [key, value] : owner)
-        items.push_back(
+        items_.push_back(
             {py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value)});
-      dictionaries_.push_back({owner, items});
     }
     for (const py::handle each : kinds) {
       const auto object = py::reinterpret_borrow<py::object>(each);
@@ -33,13 +32,14 @@ class Facts {
   bool hold() const {
     for (const Kind& each : kinds_)
       if (reinterpret_cast<PyObject*>(Py_TYPE(each.object.ptr())) != each.type.ptr()) return false;
+    const Item* before = items_.data();
     for (const Dictionary& each : dictionaries_) {
-      if (static_cast<size_t>(PyDict_Size(each.owner.ptr())) != each.items.size()) return false;
+      if (static_cast<size_t>(PyDict_Size(each.owner.ptr())) != each.size) return false;
       Py_ssize_t at = 0;
       PyObject *key, *value;
-      for (const Item& before : each.items)
-        if (!PyDict_Next(each.owner.ptr(), &at, &key, &value) || key != before.key.ptr() ||
-            value != before.value.ptr())
+      for (size_t n = 0; n < each.size; ++n, ++before)
+        if (!PyDict_Next(each.owner.ptr(), &at, &key, &value) || key != before->key.ptr() ||
+            value != before->value.ptr())
           return false;
     }
     return true;
@@ -54,10 +54,11 @@ class Facts {
   };
   struct Dictionary {
     py::object owner;
-    std::vector<Item> items;
+    size_t size;
   };
   std::vector<Kind> kinds_;
   std::vector<Dictionary> dictionaries_;
+  std::vector<Item> items_;  // of all dictionaries, so that they are read ahead
 };
 
 }  // namespace fastattn
