@@ -48,14 +48,17 @@ class InPlace {
   }
 
   static void run(const LinearParams& p) {
-    const int64_t rows =
+    const int64_t most =
         max_of(L, min_of(kChunkRows, kChunkElements / max_of<int64_t>(1, p.K) / L * L));
+    // Each thread takes whole rows, if there are enough, which it may also have computed before.
+    const int64_t share = round_up((p.M + p.threads - 1) / p.threads, L);
+    const int64_t rows = p.M >= p.threads * L ? min_of(most, share) : most;
     const int64_t chunks = (p.M + rows - 1) / rows, groups = (p.N + kGroup - 1) / kGroup;
     const int team = team_size(p.threads, chunks * groups, 2.0 * p.M * p.N * p.K);
-    // Each thread reads one part of the weight for a single chunk. Of more chunks, each is packed
-    // once for each part, so the parts are as few as keep all threads busy.
-    const int64_t wanted = chunks == 1 ? team : kTasksPerThread * team;
-    const int64_t parts = min_of(groups, (wanted + chunks - 1) / chunks);
+    // Of fewer rows, each thread reads one part of the weight. Of more, a chunk is packed once for
+    // each part, so the parts are as few as keep all threads busy.
+    const int64_t tasks = p.M <= most ? team : kTasksPerThread * team;
+    const int64_t parts = min_of(groups, (tasks + chunks - 1) / chunks);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
       LinearParams chunk = p;
