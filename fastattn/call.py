@@ -11,6 +11,7 @@ growing cache and batches of new sizes reuse a plan. A plan keeps no tensor aliv
 from __future__ import annotations
 
 import inspect
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -170,17 +171,16 @@ def plan_of(
 
 
 def with_arguments_of(
-    function: Callable[..., Any], prepare: Callable[..., Any]
+    function: Callable[..., Any], prepare: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """``prepare``, which takes every argument by keyword, with the signature of ``function``."""
+    """``prepare``, which takes a named tuple of the arguments of ``function``, with its signature.
+
+    Keyword-only arguments may be given by position.
+    """
     parameters = inspect.signature(function).parameters
-    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-
-    def with_defaults(*args: Any, **options: Any) -> Any:
-        first = zip(parameters, args)  # noqa: B905  (see checks.expands_to)
-        return prepare(**{**defaults, **dict(first), **options})
-
-    return with_defaults
+    defaults = [p.default for p in parameters.values() if p.default is not p.empty]
+    record: Any = namedtuple("Arguments", parameters, defaults=defaults)  # type: ignore[misc]
+    return lambda *args, **options: prepare(record(*args, **options))
 
 
 def only_viewed(prepared: Sequence[Any], originals: Sequence[Any]) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fastattn.checks import check_flag, wrong_type
 from fastattn.library import Operator
 from fastattn.ops import varlen
-from fastattn.ops._sdpa_arguments import Arguments
 
 _NAME = "scaled_dot_product_attention"
 _OF_PACKED = inspect.signature(varlen.varlen_attention).parameters  # arguments of packed sequences
@@ -49,7 +48,7 @@ def same_lengths(x: Any, y: Any) -> bool:
     return x.shape[-2] == y.shape[-2] or torch.equal(x.offsets(), y.offsets())
 
 
-def prepare(given: Arguments) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
+def prepare(given: Any) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
     """Return the operator of packed sequences, its arguments except the seed, and the folding."""
     query, key, value, enable_gqa = given.query, given.key, given.value, given.enable_gqa
     check_flag(_NAME, "enable_gqa", enable_gqa)

@@ -16,30 +16,6 @@ _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
 
 
-class Arguments(NamedTuple):
-    """The arguments of the public function, as the caller gave them."""
-
-    query: Any
-    key: Any
-    value: Any
-    attn_mask: Any
-    alibi_slopes: Any
-    sinks: Any
-    relative_bias: Any
-    mask: Any
-    dropout_p: Any
-    is_causal: Any
-    scale: Any
-    enable_gqa: Any
-    window: Any
-    softcap: Any
-    causal_alignment: Any
-    return_lse: Any
-    need_weights: Any
-    average_weights: Any
-    generator: Any
-
-
 class Folding(NamedTuple):
     """How to restore the caller's leading dimensions from the primitive's [B, H, ...]."""
 
@@ -206,9 +182,9 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
 
 
-def check_flags(given: Arguments) -> None:
+def check_flags(arguments: Any) -> None:
     for name in _FLAGS:
-        checks.check_flag(_NAME, name, getattr(given, name))
+        checks.check_flag(_NAME, name, getattr(arguments, name))
 
 
 def check_combinations(

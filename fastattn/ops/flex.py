@@ -380,18 +380,9 @@ def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     return tuple(key), captured
 
 
-def _prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: Any,
-    enable_gqa: Any,
-    kernel_options: Any,
-    **of_results: Any,
-) -> tuple[Any, tuple[Any, ...], list[str]]:
+def _prepare(args: Any) -> tuple[Any, tuple[Any, ...], list[str]]:
     """The operator, its arguments, and notes for ``explain``."""
+    query, key, value, score_mod, block_mask, scale, enable_gqa, _, kernel_options, _ = args
     checked = _checked(query, key, value, block_mask, scale, enable_gqa)
     notes = ["kernel_options are ignored: they tune PyTorch's kernels for GPUs"]
     notes = [] if kernel_options is None else notes

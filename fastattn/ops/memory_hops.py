@@ -114,7 +114,8 @@ def memory_hop_attention(
             pass  # the complete path below raises an error that names the argument
         else:
             return u, weights
-    operator, arguments = _prepare(*tensors, *options)
+    biases = (hop_proj, memory_mask, memory_bias)
+    operator, arguments = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
     plans.keep(signature, operator, arguments, tensors)
     out, _, _, weights = operator(*arguments)
     if query.shape[-1] == 0:
@@ -122,20 +123,10 @@ def memory_hop_attention(
     return (out, weights) if need_weights else out
 
 
-def _prepare(
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    hop_proj: Tensor | None,
-    memory_mask: Tensor | None,
-    memory_bias: Tensor | None,
-    hops: int,
-    activation: str | None,
-    normalize: str,
-    scale: float,
-    need_weights: bool,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`memory_hop_attention`; return the operator and its own."""
+    query, in_memory, out_memory, hops, hop_proj, memory_mask, memory_bias, *others = args
+    activation, normalize, scale, need_weights = others
     activation = "none" if activation is None else activation
     _check_options(hops, activation, normalize, scale, need_weights)
     query, in_memory = _cast("query", query), _cast("in_memory", in_memory)

@@ -170,18 +170,18 @@ def scaled_dot_product_attention(
     """
     tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
-    options = (
-        *(dropout_p, is_causal, scale, enable_gqa, window, softcap),
-        *(causal_alignment, return_lse, need_weights, average_weights),
-    )
+    flags = (return_lse, need_weights, average_weights)
     signature = None
     if generator is None:
-        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options)
+        options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment)
+        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options, *flags)
         if plan is not None:
             biases = (relative_bias, mask)
             return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
-    operator, call, folding = _prepare(
-        arguments.Arguments(*tensors, relative_bias, mask, *options, generator)
+    operator, call, folding = prepare(
+        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
+        *(causal_alignment, generator, *flags),
     )
     keep(signature, (*tensors, *tables), operator, call)
     # Jagged tensors have no weights.
@@ -250,7 +250,7 @@ def planned(
 
 
 def _prepare(
-    given: arguments.Arguments,
+    given: Any,
 ) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
     """Validate; return the operator, its arguments with None for the seed, and the folding.
 
@@ -339,6 +339,4 @@ def _fold_bias(
     return query, (*fold_relative_bias(_NAME, bias, query, key.shape[2], offset), *NO_TERMS)
 
 
-prepare = with_arguments_of(
-    scaled_dot_product_attention, lambda **given: _prepare(arguments.Arguments(**given))
-)
+prepare = with_arguments_of(scaled_dot_product_attention, _prepare)

@@ -80,7 +80,7 @@ def sinusoidal_encoding(
         signature, plan = plans.find((x, positions), *options)
         if plan is not None:
             return _planned(plan, x, offset, positions)
-    operator, arguments = _prepare(x, positions, offset, *options)
+    operator, arguments = prepare(x, offset, positions, *options)
     plans.keep(signature, operator, arguments, (x, positions))
     return operator(*arguments)
 
@@ -132,16 +132,9 @@ def sinusoidal_table(
     )
 
 
-def _prepare(
-    x: Tensor,
-    positions: Tensor | None,
-    offset: int | Tensor,
-    layout: str,
-    max_timescale: float,
-    scale: float | None,
-    padding_idx: int | None,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`sinusoidal_encoding`; return the operator and its own."""
+    x, offset, positions, layout, max_timescale, scale, padding_idx = args
     _check_x(x)
     check_options(layout, max_timescale, scale, padding_idx)
     offset, positions = locate(x, offset, positions)
