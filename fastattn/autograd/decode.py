@@ -17,13 +17,6 @@ from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
 
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (
-        empty_output(query, value_cache.shape[3]),
-        query.new_empty(query.shape[:3], dtype=torch.float64),
-    )
-
-
 def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("decode_attention has no gradient: it is for inference")
 
@@ -45,22 +38,17 @@ def _pairs(
 
 
 decode = Operator(
-    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? relative_bias, Tensor? mask_program, Tensor? cache_leftpad, "
-    "Tensor? key_scales, Tensor? value_scales)",
+    "decode_attention",
+    "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
+    "block_table?: B *; cache_batch_idx?: B; alibi_slopes?: B|1 Hq; sinks?: 1 Hq; "
+    "relative_bias?: 1 Hq *; mask_program?; cache_leftpad?: B; key_scales?: E Hkv N; "
+    "value_scales?: E Hkv N; Hq % Hkv",
+    "out: B Hq Lq Dv; lse: B Hq Lq",
     options=DecodeOptions,
-    results="out lse",
-    fake=_fake,
+    out_like="query",
     formula=_no_gradient,
     folds=False,
     flops=flops_of_pairs(_pairs),
-    shapes=(
-        "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
-        "block_table: B *; cache_batch_idx: B; alibi_slopes: B|1 Hq; sinks: 1 Hq; "
-        "relative_bias: 1 Hq *; cache_leftpad: B; key_scales: E Hkv N; value_scales: E Hkv N; "
-        "Hq % Hkv"
-    ),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
