@@ -10,6 +10,7 @@ growing cache and batches of new sizes reuse a plan. A plan keeps no tensor aliv
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -47,8 +48,7 @@ class Plan:
 
     def _load(self) -> None:
         self.kernel: Any = self._operator.primitive("cpu")
-        # Whether the kernel can leave out all results but the first.
-        self._skips = "only_first" in inspect.signature(self.kernel).parameters
+        self._skips = _skips_results(self.kernel)
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
         """The results of the operator."""
@@ -74,6 +74,12 @@ class Plan:
                 self._records.clear()
             record = self._records[value] = replace(self.options, **{name: value})
         return record
+
+
+@functools.cache  # reading a native signature takes longer than the rest of a cache miss
+def _skips_results(kernel: Any) -> bool:
+    """Whether a kernel can leave out all results but the first."""
+    return "only_first" in inspect.signature(kernel).parameters
 
 
 class _ChoosingPlan(Plan):

@@ -54,36 +54,25 @@ decode = Operator(
 
 
 _WRITTEN = ("key_cache", "value_cache", "key_scales", "value_scales")
+# No argument has a default: before torch 2.13 the dispatcher omits trailing arguments that equal
+# their defaults, and then does not find the scales, which are written, among the others.
+_APPEND = (
+    "(Tensor(a0!) key_cache, Tensor(a1!) value_cache, Tensor key, Tensor value, "
+    "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? rotary_positions, Tensor? query, Tensor(a11!)? key_scales, "
+    "Tensor(a12!)? value_scales, Tensor? cache_leftpad, bool rotary_interleaved) -> Tensor"
+)
 _TENSORS, _QUERY = 14, 10  # the number of tensors of an append, and the place of the query
 
 
-# Returns the rotated queries; without a rotation, an empty tensor. No argument has a default:
-# before torch 2.13 the dispatcher omits trailing arguments that equal their defaults, and then
-# does not find the scales, which are written, among the rest.
-@torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN)
-def append_operator(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_positions: Tensor | None,
-    query: Tensor | None,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    cache_leftpad: Tensor | None,
-    rotary_interleaved: bool,
-) -> Tensor:
-    tensors = (key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
-    rotary = (rotary_cos, rotary_sin, rotary_positions, query)
-    quantised = (key_scales, value_scales, cache_leftpad)
-    rotated = _append_now((*tensors, *rotary, *quantised), AppendOptions(rotary_interleaved))
+@torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN, schema=_APPEND)
+def append_operator(*args: Any) -> Tensor:
+    """Return the rotated queries; without a rotation, an empty tensor."""
+    *tensors, rotary_interleaved = args
+    rotated, query = _append_now(tensors, AppendOptions(rotary_interleaved)), tensors[_QUERY]
     if rotated is None or query is None:
-        return key.new_empty(0)
+        empty: Tensor = tensors[2].new_empty(0)
+        return empty
     promised = empty_output(query, query.shape[3])
     return rotated if rotated.stride() == promised.stride() else promised.copy_(rotated)
 
