@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.compat import nothing_intercepts as may_plan
+from fastattn.compat import may_plan
 from fastattn.library import Operator
 
 _MOST = 4096  # plans of one function; a model has far fewer signatures

@@ -235,7 +235,9 @@ class Operator:
     def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
             function = self.primitive(backend)
-            return self._completed(function(*dispatch.taken_by(function, tensors), options=options))
+            return self._completed(
+                function(*dispatch.accepted_tensors(function, tensors), options=options)
+            )
         results = self._completed(dispatch.run_reference(self.name, tensors, options))
         # PyTorch's functions may return results in any memory order.
         return _in_layout_of(results, self._fake(*tensors, options))

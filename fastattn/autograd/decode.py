@@ -91,7 +91,9 @@ def _append_fake(*args: Any) -> Tensor:
 def _append_now(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
     name = dispatch.choose("append_to_cache", tensors, options)
     function = dispatch.load(name).append_to_cache  # type: ignore[union-attr]
-    rotated: Tensor | None = function(*dispatch.taken_by(function, tensors), options=options)
+    rotated: Tensor | None = function(
+        *dispatch.accepted_tensors(function, tensors), options=options
+    )
     return rotated
 
 

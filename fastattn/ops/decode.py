@@ -346,10 +346,10 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
         )
     added = 0 if new is None else new[0].shape[2]
     pages = None if table is None else (table.shape[1], key_cache.shape[2])
-    lengths = lengths_before(args.cache_seqlens, batch, capacity, added, device, pages)
+    lengths = checked_lengths(args.cache_seqlens, batch, capacity, added, device, pages)
     leftpad, slopes, sinks = args.cache_leftpad, args.alibi_slopes, args.sinks
     if leftpad is not None:
-        leftpad = _padding_before(leftpad, lengths)
+        leftpad = _checked_padding(leftpad, lengths)
     if slopes is not None:
         slopes = checks.fold_slopes(_OP, slopes, query, query.shape[1], batch)
     if sinks is not None:
@@ -418,7 +418,7 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
         )
 
 
-def lengths_before(
+def checked_lengths(
     lengths: Any,
     batch: int,
     capacity: int,
@@ -442,7 +442,7 @@ def lengths_before(
     return lengths
 
 
-def _padding_before(cache_leftpad: Any, lengths: Tensor) -> Tensor:
+def _checked_padding(cache_leftpad: Any, lengths: Tensor) -> Tensor:
     """How many rows of each sequence are padding, [B] int64."""
     name = "cache_leftpad"
     padding = checks.check_integers(_OP, name, cache_leftpad, "[B]", 1, lengths.device)

@@ -12,7 +12,7 @@ from fastattn import checks
 from fastattn.autograd.encode_memory import encode
 from fastattn.backends.primitives import EncodeMemoryOptions
 from fastattn.call import Plans, with_arguments_of
-from fastattn.eager import nothing_watches
+from fastattn.eager import is_unintercepted
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
 
@@ -158,7 +158,7 @@ def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
             f"encoding must be one of {', '.join(ENCODINGS)}, or a Tensor, got {encoding!r}"
         )
     # Cached between calls, except under a tracer or a mode, which may replace the tensor.
-    make = _known_factors if nothing_watches() else _known_factors.__wrapped__
+    make = _known_factors if is_unintercepted() else _known_factors.__wrapped__
     return make(encoding, words, dim, dtype, weight.device)
 
 
