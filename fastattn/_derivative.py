@@ -171,8 +171,8 @@ def fold_batches(
                 empty = is_placeholder(name, options)
             else:
                 read = places[k]
-                given = read is None or tensors[read] is not None
-                empty = not (given and derivative.wants(options, k))
+                is_absent = read is not None and tensors[read] is None
+                empty = is_absent or not derivative.wants(options, k)
             if empty:
                 unfolded.append(x.expand(n, 0))
             elif derivative and places[k] in shared:

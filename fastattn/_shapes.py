@@ -86,11 +86,11 @@ class Shapes:
             x = tensors[n]
             if x is not None and not any(_fits(x, shape, known) for shape in alternatives):
                 self._refuse(name, x, alternatives, known)
-        for whole, part in self._multiples:
-            if known[whole] % known[part] if known[part] else known[whole]:
+        for whole, divisor in self._multiples:
+            if known[whole] % known[divisor] if known[divisor] else known[whole]:
                 raise RuntimeError(
-                    f"{self.op}: {whole} must be a multiple of {part}, got {known[whole]} and "
-                    f"{known[part]}"
+                    f"{self.op}: {whole} must be a multiple of {divisor}, got {known[whole]} and "
+                    f"{known[divisor]}"
                 )
 
     def sizes(self, tensors: Sequence[Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from fastattn import compat, dispatch, evidence
 from fastattn.compat import may_plan
 from fastattn.library import Operator
 
-_MOST = 4096  # plans of one function; a model has far fewer signatures
-_MOST_VALUES = 64  # of an option that a plan sets in each call
+_MAX_PLANS = 4096  # plans of one function; a model has far fewer signatures
+_MAX_VALUES = 64  # of an option that a plan sets in each call
 
 
 class Plan:
@@ -70,7 +70,7 @@ class Plan:
         """The options with one value replaced; a plan always replaces the same option."""
         record = self._records.get(value)
         if record is None:
-            if len(self._records) >= _MOST_VALUES:
+            if len(self._records) >= _MAX_VALUES:
                 self._records.clear()
             record = self._records[value] = replace(self.options, **{name: value})
         return record
@@ -147,7 +147,7 @@ class Plans:
             self.set(signature, plan)
 
     def set(self, signature: bytes | None, plan: Any) -> None:
-        if len(self._plans) >= _MOST // 2:
+        if len(self._plans) >= _MAX_PLANS // 2:
             self._older, self._plans = self._plans, {}
         self._plans[signature] = plan
 

@@ -32,10 +32,10 @@ def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -
 class _Backward(Operator):
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
         """Convert the lengths of a plan to int64, because a plan also takes int32."""
-        found = super().lifted(tensors)
+        lifted = super().lifted(tensors)
         for n in (self.place_of("cu_seqlens_q"), self.place_of("cu_seqlens_k")):
-            found[n] = found[n].to(torch.int64)
-        return found
+            lifted[n] = lifted[n].to(torch.int64)
+        return lifted
 
 
 packed_attention: Operator = Operator(

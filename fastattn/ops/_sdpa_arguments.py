@@ -142,11 +142,13 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     return mask if folding.rank == 4 else _fold_leading(mask, 3, folding.batch)
 
 
-def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, given: Any) -> str:
+def causal_alignment_of(
+    bias: Any, query: Tensor, key: Tensor, is_causal: Any, alignment: Any
+) -> str:
     """Return the ``causal_alignment`` that makes ``is_causal`` equal to this bias."""
     if is_causal:
         raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True")
-    if given != "upper_left":
+    if alignment != "upper_left":
         raise ValueError(f"{_NAME}: causal_alignment must be left out with a CausalBias")
     lengths = getattr(bias, "seq_len_q", None), getattr(bias, "seq_len_kv", None)  # None: a view
     expected = query.shape[-2], key.shape[-2]

@@ -100,14 +100,14 @@ def attention_stats(
     chosen = [n % q_len for n in rows]
     results: dict[str, Tensor] = {}
 
-    def put(name: str, begin: int, part: Tensor) -> None:
+    def put(name: str, begin: int, block: Tensor) -> None:
         """Write the result of a block of queries into the whole result, [B, Hq, Lq, ...]."""
         # No list to concatenate: live parts would fragment the memory that blocks free.
         if name not in results:
-            results[name] = part.new_empty((batch, heads, q_len, *part.shape[3:]))
-        results[name][:, :, begin : begin + part.shape[2]] = part
+            results[name] = block.new_empty((batch, heads, q_len, *block.shape[3:]))
+        results[name][:, :, begin : begin + block.shape[2]] = block
 
-    sums, found = None, {}
+    sums, of_rows = None, {}
     for begin, lse, w in _blocks(operator, args):
         put("lse", begin, lse.to(w.dtype))
         if column_sums:
@@ -120,14 +120,14 @@ def attention_stats(
             put("top_indices", begin, largest.indices)
         for n in chosen:
             if begin <= n < begin + w.shape[2]:
-                found[n] = w[:, :, n - begin].clone()  # a view would keep the whole block alive
+                of_rows[n] = w[:, :, n - begin].clone()  # a view would keep the whole block alive
     return AttentionStats(
         results["lse"],
         sums if column_sums else None,
         results.get("entropy"),
         results.get("top_values"),
         results.get("top_indices"),
-        torch.stack([found[n] for n in chosen], 2) if chosen else None,
+        torch.stack([of_rows[n] for n in chosen], 2) if chosen else None,
     )
 
 

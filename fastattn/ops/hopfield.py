@@ -135,8 +135,8 @@ def _keep(
 ) -> None:
     """Keep the plans of both operators, unless the patterns are cast, scaled or padded."""
     state, stored, projection, mask = tensors
-    given = (state, stored, stored if projection is None else projection, mask)
-    if only_viewed(reading[:4], given):
+    read_by_attention = (state, stored, stored if projection is None else projection, mask)
+    if only_viewed(reading[:4], read_by_attention):
         of_steps = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
         of_reading = plan_of(attention, reading, any_requires_grad(*tensors))
         if of_steps is not None and of_reading is not None:

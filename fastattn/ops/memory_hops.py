@@ -19,7 +19,7 @@ _NAME = "memory_hop_attention"
 plans = Plans()
 _ACTIVATIONS = ("none", "relu", "tanh", "sigmoid")
 _NORMALIZATIONS = ("softmax", "none")
-_MOST_HOPS = 65536  # sizes in bytes must fit 64 bits
+_MAX_HOPS = 65536  # sizes in bytes must fit 64 bits
 
 
 def memory_hop_attention(
@@ -175,8 +175,8 @@ def _check_options(
     checks.check_int(f"{_NAME}: hops", hops)
     if hops < 1:
         raise ValueError(f"{_NAME}: hops must be at least 1, got {hops}")
-    if hops > _MOST_HOPS:
-        raise ValueError(f"{_NAME}: hops must be at most {_MOST_HOPS}, got {hops}")
+    if hops > _MAX_HOPS:
+        raise ValueError(f"{_NAME}: hops must be at most {_MAX_HOPS}, got {hops}")
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"{_NAME}: activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"
@@ -249,18 +249,18 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
             )
     checks.check_same_device(f"{_NAME}: {name}", x, "query", query)
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]
-    given = x
+    original = x
     if 1 <= x.ndim <= len(batch) + 2:
         x = of_four_dimensions(x, query)
     four = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
-    if x.ndim != 4 or given.ndim > len(batch) + 2 or not _expands_to(x.shape, four):
+    if x.ndim != 4 or original.ndim > len(batch) + 2 or not _expands_to(x.shape, four):
         names = "[N], [B, N] or [B, K, N]"
         if len(batch) == 2:
             names = "[N], [B, N], [B, Q, N] or [B, Q, K, N]"
         sizes = ", ".join(f"{n} = {size}" for n, size in _sizes(batch, hops, rows))
         raise ValueError(
             f"{_NAME}: {name} must be {names} with {sizes} (or 1 for any of them), "
-            f"got shape {shape_of(given)}"
+            f"got shape {shape_of(original)}"
         )
     return x
 

@@ -151,10 +151,10 @@ def _planned(
     """The results of a call by its plan."""
     query, key, value, *starts, slopes, sinks = tensors
     if longest != (None, None):
-        for of, ends, most in zip("qk", starts, longest, strict=True):
-            if most is not None:
-                checks.check_int64(f"{_OP}: max_seqlen_{of}", most)
-            _check_values(of, ends.tolist(), most, None)
+        for of, ends, limit in zip("qk", starts, longest, strict=True):
+            if limit is not None:
+                checks.check_int64(f"{_OP}: max_seqlen_{of}", limit)
+            _check_values(of, ends.tolist(), limit, None)
     if biases != (None, None):
         starts = [x.to(torch.int64) for x in starts]
     seed = draw_seed(query.device) if plan.options.dropout_p else None
@@ -252,19 +252,19 @@ def _fold_bias(
     and the terms of content, for the longest sequence."""
     of: tuple[str] | None = None
     if all(x.is_cpu and runs_eagerly(x) for x in starts):
-        most = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
-        of = (f"a sequence of {most} rows",)
-        most = max(most - 1, 0)
+        rows = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
+        of = (f"a sequence of {rows} rows",)
+        farthest = max(rows - 1, 0)
     else:
-        rows = (query.shape[0], key.shape[0])
-        bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]
+        both = (query.shape[0], key.shape[0])
+        bounds = [n if limit is None else limit for n, limit in zip(both, longest, strict=True)]
         if not compat.records_trace():  # which would keep the number of rows of its own call
-            bounds = [min(n, most) for n, most in zip(rows, bounds, strict=True)]
-        most = largest(*bounds, 1) - 1
+            bounds = [min(n, bound) for n, bound in zip(both, bounds, strict=True)]
+        farthest = largest(*bounds, 1) - 1
     if type(bias) is Disentangled:
-        query, terms = fold_terms(_OP, bias, query, key, most)
+        query, terms = fold_terms(_OP, bias, query, key, farthest)
         return query, None, terms[:4]
-    return query, fold_distances(_OP, bias, query, most, of), _NO_TERMS
+    return query, fold_distances(_OP, bias, query, farthest, of), _NO_TERMS
 
 
 def check_starts(
@@ -295,8 +295,8 @@ def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) ->
         raise ValueError(f"{_OP}: {name} must not decrease, got {starts}")
     if rows is not None and starts[-1] > rows:
         raise ValueError(f"{_OP}: {name} must not end beyond the {rows} rows, got {starts[-1]}")
-    most = max(lengths, default=0)
-    if longest is not None and most > longest:
+    length = max(lengths, default=0)
+    if longest is not None and length > longest:
         raise ValueError(
-            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {most}, got {longest}"
+            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {length}, got {longest}"
         )
