@@ -131,8 +131,8 @@ class Plans:
         call: Sequence[Any],  # the operator's arguments
         originals: Sequence[Any],  # the tensors of the public call that they derive from
         inputs: Sequence[Any] = (),  # of the call; empty: `originals`
-    ) -> None:
-        """Keep the plan of a call that the complete path prepared.
+    ) -> Plan | None:
+        """Keep and return the plan of a call that the complete path prepared.
 
         No plan is kept if the complete path made more than views of the tensors, or if another
         backend than the CPU's kernels serves the call. In ``originals``, None stands for a tensor
@@ -140,11 +140,12 @@ class Plans:
         """
         *tensors, _ = call
         if signature is None or not only_viewed(tensors, originals):
-            return
+            return None
         viewed = any(y is not x for y, x in zip(tensors, originals, strict=False))
         plan = plan_of(operator, call, compat.any_requires_grad(*(inputs or originals)), viewed)
         if plan is not None:
             self.set(signature, plan)
+        return plan
 
     def set(self, signature: bytes | None, plan: Any) -> None:
         if len(self._plans) >= _MAX_PLANS // 2:

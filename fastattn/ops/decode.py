@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -158,11 +157,12 @@ def decode_attention(
         kind, signed = "int", (*signed[:3], None, *signed[4:])
     flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
     signature, plan = plans.find(signed, kind, mask is None, *flags, *bias_kind)
+    others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
     if plan is not None:
-        # After an error, the complete path below raises a message that names the argument.
-        with contextlib.suppress(ValueError):
-            others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
+        try:
             return _planned(plan, tensors, *others)
+        except ValueError:  # the complete path raises a message that names the argument
+            pass
     operator, call, append = prepare(
         *(query, key_cache, value_cache, cache_seqlens, key, value, key_scales, value_scales),
         *(block_table, cache_batch_idx, cache_leftpad, is_causal, scale, window, softcap),
@@ -170,7 +170,9 @@ def decode_attention(
         *(rotary_positions, layout, return_lse),
     )
     if signature is not None:
-        _keep(signature, (*tensors, *tables), call, append)
+        plan = _keep(signature, (*tensors, *tables), call, append)
+        if plan is not None:
+            return _planned(plan, tensors, *others)
     if append is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
@@ -186,21 +188,21 @@ def _keep(
     tensors: tuple[Any, ...],  # of the public call
     call: tuple[Any, ...],  # the operator's arguments
     append: tuple[Any, ...] | None,
-) -> None:
-    """Keep the plan of a call that the complete path prepared."""
+) -> Plan | None:
+    """Keep and return the plan of a call that the complete path prepared."""
     query, key_cache, value_cache, _, _, _, table, entries, leftpad, slopes, sinks, *scales = (
         tensors
     )
     if compat.any_requires_grad(*tensors):
-        return
+        return None
     if append is not None:
         if entries is not None:  # each call must check that it names no entry twice
-            return
+            return None
         if dispatch.choose("append_to_cache", *append) != "cpu":
-            return
+            return None
     biases = (slopes, sinks, None, None, leftpad, *scales[:2])
     in_order = (query, key_cache, value_cache, None, table, entries, *biases)
-    plans.keep(signature, decode, call, in_order)
+    return plans.keep(signature, decode, call, in_order)
 
 
 def _planned(

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.autograd.memory_hops import hop_attention, of_four_dimensions, share
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.call import Plans, with_arguments_of
+from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.checks import shape_of
 from fastattn.library import Operator
 
@@ -99,28 +99,33 @@ def memory_hop_attention(
     options = (hops, activation, normalize, scale, need_weights)
     signature, plan = plans.find(tensors, *options)
     if plan is not None:
-        call: tuple[Tensor | None, ...] = tensors
-        if plan.viewed:
-            memories = (x if x is None else share(x) for x in (in_memory, out_memory))
-            bias = memory_bias
-            if bias is not None and bias.requires_grad:
-                bias = of_four_dimensions(bias, query)
-            call = (query, *memories, hop_proj, memory_mask, bias)
         try:
-            if not need_weights:
-                return plan.first(call)
-            u, _, _, weights = plan.all(call)
-        except ValueError:
-            pass  # the complete path below raises an error that names the argument
-        else:
-            return u, weights
+            return _planned(plan, tensors, need_weights)
+        except ValueError:  # the complete path raises a message that names the argument
+            pass
     biases = (hop_proj, memory_mask, memory_bias)
     operator, arguments = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
-    plans.keep(signature, operator, arguments, tensors)
+    plan = plans.keep(signature, operator, arguments, tensors)
+    if plan is not None:
+        return _planned(plan, tensors, need_weights)
     out, _, _, weights = operator(*arguments)
     if query.shape[-1] == 0:
         out = out[..., :0]
     return (out, weights) if need_weights else out
+
+
+def _planned(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
+    """The results of a call by its plan."""
+    if plan.viewed:
+        query, *memories, hop_proj, mask, bias = tensors
+        memories = [x if x is None else share(x) for x in memories]
+        if bias is not None and bias.requires_grad:
+            bias = of_four_dimensions(bias, query)
+        tensors = (query, *memories, hop_proj, mask, bias)
+    if not need_weights:
+        return plan.first(tensors)
+    u, _, _, weights = plan.all(tensors)
+    return u, weights
 
 
 def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:

@@ -171,19 +171,20 @@ def scaled_dot_product_attention(
     tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
     flags = (return_lse, need_weights, average_weights)
-    signature = None
+    signature = plan = None
     if generator is None:
         options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment)
         signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options, *flags)
-        if plan is not None:
-            biases = (relative_bias, mask)
-            return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
-    operator, call, folding = prepare(
-        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
-        *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
-        *(causal_alignment, generator, *flags),
-    )
-    keep(signature, (*tensors, *tables), operator, call)
+    if plan is None:
+        operator, call, folding = prepare(
+            *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
+            *(causal_alignment, generator, *flags),
+        )
+        plan = keep(signature, (*tensors, *tables), operator, call)
+    if plan is not None:
+        biases = (relative_bias, mask)
+        return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
     out = folding.restore(out)
@@ -199,15 +200,17 @@ def scaled_dot_product_attention(
 
 def keep(
     signature: bytes | None, tensors: tuple[Any, ...], operator: Operator, call: tuple[Any, ...]
-) -> None:
-    """Keep the plan of a call, unless its dimensions were folded or its heads repeated.
+) -> Plan | None:
+    """Keep and return the plan of a call, unless its dimensions were folded or its heads repeated.
 
     The query may be another one: with ``content_bias`` added.
     """
     if signature is None or call[0].shape != tensors[0].shape:
-        return
-    if call[1] is tensors[1] and call[2] is tensors[2]:
-        plans.keep(signature, operator, call, (None, *tensors[1:5], None, tensors[5]), tensors)
+        return None
+    if call[1] is not tensors[1] or call[2] is not tensors[2]:
+        return None
+    in_order = (None, *tensors[1:5], None, tensors[5])
+    return plans.keep(signature, operator, call, in_order, tensors)
 
 
 def planned(

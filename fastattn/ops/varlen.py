@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -124,9 +123,10 @@ def varlen_attention(
     if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
         signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
         if plan is not None:
-            # The complete path names a wrong value.
-            with contextlib.suppress(ValueError):
+            try:
                 return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
+            except ValueError:  # the complete path raises a message that names the argument
+                pass
     operator, call = prepare(
         *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, is_causal, scale),
         *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
@@ -134,7 +134,9 @@ def varlen_attention(
     )
     if call[1] is key and call[2] is value:  # the query may have content_bias added
         in_order = (None, *tensors[1:3], None, None, alibi_slopes, None, sinks)
-        plans.keep(signature, operator, call, in_order, (*tensors, *tables))
+        plan = plans.keep(signature, operator, call, in_order, (*tensors, *tables))
+        if plan is not None:
+            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
     out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out
