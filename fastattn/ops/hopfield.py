@@ -116,7 +116,9 @@ def hopfield_retrieve(
     if update_steps_max != 0:
         groups, back = primitive(call)
         if signature is not None and not (groups[-1].crowded or _is_expanded(stored)):
-            _keep(signature, tensors, groups, _reading(call, dropout_p, need_weights)[1])
+            plan = _keep(signature, tensors, groups, _reading(call, dropout_p, need_weights)[1])
+            if plan is not None:
+                return _planned(*plan, tensors, need_weights, need_steps)
         xi, taken, _ = hopfield_states(*groups)
         xi, taken = back(xi)[..., : call.state.shape[-1]], back(taken)
     elif need_steps:
@@ -132,15 +134,18 @@ def _keep(
     tensors: tuple[Any, ...],
     steps: tuple[Any, ...],  # the arguments of the operator of the steps
     reading: tuple[Any, ...],  # the arguments of the attention that reads the patterns at the end
-) -> None:
+) -> tuple[Plan, Plan] | None:
     """Keep the plans of both operators, unless the patterns are cast, scaled or padded."""
     state, stored, projection, mask = tensors
     read_by_attention = (state, stored, stored if projection is None else projection, mask)
-    if only_viewed(reading[:4], read_by_attention):
-        of_steps = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
-        of_reading = plan_of(attention, reading, any_requires_grad(*tensors))
-        if of_steps is not None and of_reading is not None:
-            plans.set(signature, (of_steps, of_reading))
+    if not only_viewed(reading[:4], read_by_attention):
+        return None
+    of_steps = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
+    of_reading = plan_of(attention, reading, any_requires_grad(*tensors))
+    if of_steps is None or of_reading is None:
+        return None
+    plans.set(signature, (of_steps, of_reading))
+    return of_steps, of_reading
 
 
 def _planned(
