@@ -324,7 +324,7 @@ def reasons(call: Call, dtype: torch.dtype, backends: dict[str, Any]) -> dict[st
     for op, tensors, options in found:
         for name, backend in backends.items():
             if hasattr(backend, op):
-                against[name] += dispatch.reasons_of(backend, op, tensors, options)
+                against[name] += dispatch.reasons_against(backend, op, tensors, options)
             else:
                 against[name].append(f"has no {op}")
     return against

@@ -112,8 +112,8 @@ class _Recorder:
     def watch(
         self, name: str, module: nn.Module, request: dict[str, bool], undo: contextlib.ExitStack
     ) -> None:
-        """Replace the layer's forward by `run`, until `undo`."""
-        run = functools.partial(self.run, name, request)
+        """Replace the layer's forward by `run_and_record`, until `undo`."""
+        run = functools.partial(self.run_and_record, name, request)
         if isinstance(module, MultiheadAttention):
             place = "_watch"
         else:
@@ -127,7 +127,7 @@ class _Recorder:
         module.__dict__[place] = run
         undo.callback(module.__dict__.pop, place)
 
-    def run(
+    def run_and_record(
         self,
         name: str,
         request: dict[str, bool],
@@ -147,7 +147,7 @@ class _Recorder:
             result = out
             if any(bound.arguments[key] != value for key, value in request.items()):
                 bound.arguments.update(request)
-                result = self._once_more(forward, bound, start)
+                result = self._run_for_weights(forward, bound, start)
         weights = result[-1] if isinstance(result, tuple) else None
         if not isinstance(weights, Tensor):
             raise TypeError(
@@ -160,7 +160,7 @@ class _Recorder:
     def record(self, name: str, weights: Tensor) -> None:
         self.weights.setdefault(name, []).append(weights)
 
-    def _once_more(
+    def _run_for_weights(
         self, forward: Callable[..., Any], bound: inspect.BoundArguments, start: Any
     ) -> Any:
         self.paused = True
@@ -270,7 +270,7 @@ def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
 
 @contextlib.contextmanager
 def _called_directly(module: nn.Module) -> Iterator[None]:
-    """Keep fastattn's class from calling `run` again."""
+    """Keep fastattn's class from calling `run_and_record` again."""
     watch = module.__dict__.get("_watch")
     if watch is None:
         yield

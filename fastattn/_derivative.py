@@ -59,18 +59,19 @@ class Derivative:
     def operator_of(self, operator: Operator) -> Operator:
         """The backward operator."""
         grads, reads = self.grads.split(), self.reads.split()
-        kind = "Tensor" if len(grads) == 1 else "Tensor?"
-        tensors = [f"{kind} grad_{name}" for name in grads]
-        tensors += [operator.declared.get(name, f"Tensor {name}") for name in reads]
-        shapes = [operator.shapes]
-        shapes += [f"grad_{name}:{operator.shape_of[name]}" for name in grads]
+        declared, returned = operator.declared, operator.returned
+        optional = "?" * (len(grads) > 1)
+        tensors = [f"grad_{name}{optional}:{returned.shapes[name]}" for name in grads]
+        of_call = declared.shapes
+        tensors += [(declared if name in of_call else returned).item(name) for name in reads]
+        tensors += [f"{whole} % {divisor}" for whole, divisor in declared.multiples]
         return (self.operator or type(operator))(
-            f"{operator.name}_backward({', '.join(tensors)})",
+            f"{operator.name}_backward",
+            ";".join(tensors),
+            ";".join(f"grad_{name}" for name in self.gives.split()),
             options=self.options,
-            results=" ".join(f"grad_{name}" for name in self.gives.split()),
             fake=self.fake or self._fake,
             flops=self._flops_of(operator),
-            shapes=";".join(shapes),
             vmap=self.vmap,
             folds=operator.folds,
             opaque=self.opaque.split(),
@@ -170,8 +171,8 @@ def fold_batches(
                 empty = is_placeholder(name, options)
             else:
                 read = places[k]
-                given = read is None or tensors[read] is not None
-                empty = not (given and derivative.wants(options, k))
+                is_absent = read is not None and tensors[read] is None
+                empty = is_absent or not derivative.wants(options, k)
             if empty:
                 unfolded.append(x.expand(n, 0))
             elif derivative and places[k] in shared:
@@ -187,7 +188,8 @@ def _batched(operator: Operator) -> list[str]:
     """For each tensor: "whole" if its first size is the batch, "one" if it may be 1, else ""."""
     if not operator.folds:
         return [""] * len(operator.names)
-    firsts = [next(iter(operator.shape_of.get(x, "").split()), "") for x in operator.names]
+    shapes = operator.declared.shapes.values()
+    firsts = [next(iter(shape.split()), "") for shape in shapes]
     batch = next(first for first in firsts if first)
     return [
         "whole" if first == batch else "one" if first == f"{batch}|1" else "" for first in firsts

@@ -65,6 +65,11 @@ _BY_NAME: dict[str, _Allowed] = {
 _LIKE = {"value_cache": "key_cache", "lse_b": "lse_a"}  # tensors with the dtype of another tensor
 
 
+def _rule(op: str, name: str) -> _Allowed:
+    rule = _BY_NAME.get(f"{op.removesuffix('_backward')}.{name}") or _BY_NAME.get(name)
+    return rule or (lambda own: (own,))
+
+
 class Dtypes:
     """The dtypes that an operator allows."""
 
@@ -76,11 +81,16 @@ class Dtypes:
 
     def _of_each(self, names: Sequence[str]) -> Iterator[tuple[str, int, _Allowed]]:
         """The name of each tensor, the place of the tensor that decides its dtype, and the rule."""
-        of_op = self.op.removesuffix("_backward")
         for name in names:
             like = names.index(_LIKE[name]) if name in _LIKE else self._leading
-            rule = _BY_NAME.get(f"{of_op}.{name}") or _BY_NAME.get(name)
-            yield name, like, rule or (lambda own: (own,))
+            yield name, like, _rule(self.op, name)
+
+    def leading(self, tensors: Sequence[Any]) -> Any:
+        """The tensor that decides the dtypes."""
+        return tensors[self._leading]
+
+    def of_result(self, name: str, leading: Tensor) -> torch.dtype:
+        return _rule(self.op, name)(leading.dtype)[0]
 
     def check(self, tensors: Sequence[Any]) -> None:
         """Raise a RuntimeError if a tensor has the wrong dtype."""

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.eager import has_plain_memory
+from fastattn.eager import has_strided_memory
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
@@ -120,7 +120,7 @@ def flops_of_pairs(
 
 def values(x: Tensor) -> list[int] | None:
     """The elements of a one-dimensional tensor; None if it has no memory to read."""
-    if type(x) is not Tensor or not has_plain_memory(x):
+    if type(x) is not Tensor or not has_strided_memory(x):
         return None
     numbers: list[int] = compat.run_outside(x.tolist)
     return numbers

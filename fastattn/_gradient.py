@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative, is_placeholder
-from fastattn.eager import nothing_watches
+from fastattn.eager import is_unintercepted
 
 if TYPE_CHECKING:
     from fastattn.library import Operator
@@ -242,7 +242,7 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
 
 def _run_natively(*grads: Tensor | None) -> Any:
-    return nothing_watches() and dispatch.load("cpu").are_plain(*grads)  # type: ignore[union-attr]
+    return is_unintercepted() and dispatch.load("cpu").are_plain(*grads)  # type: ignore[union-attr]
 
 
 def _like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:

@@ -1,12 +1,12 @@
-"""The shapes of an operator's tensors, checked where nothing has checked them before.
+"""The tensors of an operator and their shapes, checked where nothing has checked them before.
 
 Public functions check their arguments. But a graph of ``torch.jit.trace`` calls the operator of the
 dispatcher with tensors of other sizes, and so may a saved program or a caller of ``torch.ops``. A
 kernel would read beyond the end of a tensor that does not fit the others.
 
-Shapes are declared as ``"query: B Hq Lq D; key: B Hkv Lk D; mask: B|1 Lq|1 Lk|1; Hq % Hkv"``:
-``B|1`` may also be 1, ``*`` is any size, ``...`` at the front any sizes (the same for all tensors),
-``S-1`` one less than S, and ``/`` separates shapes of several ranks.
+They are declared as ``"query: B Hq Lq D; key: B Hkv Lk D; mask?: B|1 Lq|1 Lk|1; seed?; Hq % Hkv"``:
+``mask?`` is optional, ``B|1`` may also be 1, ``*`` is any size, ``...`` at the front any sizes (the
+same for all tensors), ``S-1`` one less than S, and ``/`` separates shapes of several ranks.
 """
 
 from __future__ import annotations
@@ -30,23 +30,54 @@ class _Shape(NamedTuple):
     leading: bool  # begins with any sizes
 
 
+class Declared:
+    """The declaration of tensors or results."""
+
+    def __init__(self, text: str) -> None:
+        self.shapes: dict[str, str] = {}  # by name; "" is no declared shape
+        self.optional: set[str] = set()
+        self.multiples: list[tuple[str, str]] = []
+        for item in map(str.strip, text.split(";")):
+            if "%" in item:
+                whole, _, divisor = item.split()
+                self.multiples.append((whole, divisor))
+                continue
+            name, _, shape = item.partition(":")
+            if name.endswith("?"):
+                self.optional.add(name := name.removesuffix("?"))
+            self.shapes[name] = shape.strip()
+
+    def item(self, name: str) -> str:
+        """The declaration of one tensor."""
+        return f"{name}{'?' * (name in self.optional)}:{self.shapes[name]}"
+
+    def schema(self) -> str:
+        """The tensors as arguments of a dispatcher operator."""
+        kinds = {True: "Tensor?", False: "Tensor"}
+        return ", ".join(f"{kinds[name in self.optional]} {name}" for name in self.shapes)
+
+    def sizes(self, name: str, known: Mapping[str, Any], number: int) -> tuple[Any, ...]:
+        """The sizes of a result: of shape ``number`` > 1, or the longest of known sizes."""
+        shapes = [shape.split() for shape in self.shapes[name].split("/")]
+        if number == 1:
+            shape = max((x for x in shapes if known.keys() >= set(x)), key=len)
+        else:
+            shape = shapes[number - 1]
+        return tuple(known[size] for size in shape)
+
+
 class Shapes:
     """The declared shapes of an operator's tensors."""
 
-    def __init__(self, op: str, declared: str, names: Sequence[str]) -> None:
-        self.op = op
-        self._shapes: list[tuple[int, str, tuple[_Shape, ...]]] = []
-        self._multiples: list[tuple[str, str]] = []
-        for item in filter(None, map(str.strip, declared.split(";"))):
-            name, colon, shapes = item.partition(":")
-            if colon and name not in names:  # the shape of a result
-                continue
-            if colon:
-                alternatives = tuple(map(_shape, shapes.split("/")))
-                self._shapes.append((names.index(name), name, alternatives))
-            else:
-                whole, _, part = item.split()
-                self._multiples.append((whole, part))
+    def __init__(self, op: str, declared: Declared) -> None:
+        self.op, self._multiples = op, declared.multiples
+        self._shapes = [
+            (n, name, tuple(map(_shape, shape.split("/"))))
+            for n, (name, shape) in enumerate(declared.shapes.items())
+            if shape
+        ]
+        # The shape of a gradient follows from the other tensors.
+        self._shapes.sort(key=lambda shape: shape[1].startswith("grad_"))
 
     def check(self, tensors: Sequence[Any]) -> None:
         """Raise a RuntimeError if a tensor does not have its shape, or the sizes disagree."""
@@ -55,12 +86,24 @@ class Shapes:
             x = tensors[n]
             if x is not None and not any(_fits(x, shape, known) for shape in alternatives):
                 self._refuse(name, x, alternatives, known)
-        for whole, part in self._multiples:
-            if known[whole] % known[part] if known[part] else known[whole]:
+        for whole, divisor in self._multiples:
+            if known[whole] % known[divisor] if known[divisor] else known[whole]:
                 raise RuntimeError(
-                    f"{self.op}: {whole} must be a multiple of {part}, got {known[whole]} and "
-                    f"{known[part]}"
+                    f"{self.op}: {whole} must be a multiple of {divisor}, got {known[whole]} and "
+                    f"{known[divisor]}"
                 )
+
+    def sizes(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """The sizes by name, without a check."""
+        known: dict[str, Any] = {}
+        for n, _, alternatives in self._shapes:
+            x = tensors[n]
+            for shape in alternatives if x is not None else ():
+                if len(shape.sizes) == x.dim():
+                    pairs = zip(shape.sizes, x.shape, strict=True)
+                    exact = {s.name: size for s, size in pairs if not (s.less or s.may_be_one)}
+                    known = exact | known
+        return known
 
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
         """The tensors with the declared numbers of dimensions.

@@ -10,7 +10,9 @@ growing cache and batches of new sizes reuse a plan. A plan keeps no tensor aliv
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.compat import nothing_intercepts as may_plan
+from fastattn.compat import may_plan
 from fastattn.library import Operator
 
-_MOST = 4096  # plans of one function; a model has far fewer signatures
-_MOST_VALUES = 64  # of an option that a plan sets in each call
+_MAX_PLANS = 4096  # plans of one function; a model has far fewer signatures
+_MAX_VALUES = 64  # of an option that a plan sets in each call
 
 
 class Plan:
@@ -46,8 +48,7 @@ class Plan:
 
     def _load(self) -> None:
         self.kernel: Any = self._operator.primitive("cpu")
-        # Whether the kernel can leave out all results but the first.
-        self._skips = "only_first" in inspect.signature(self.kernel).parameters
+        self._skips = _skips_results(self.kernel)
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
         """The results of the operator."""
@@ -69,10 +70,16 @@ class Plan:
         """The options with one value replaced; a plan always replaces the same option."""
         record = self._records.get(value)
         if record is None:
-            if len(self._records) >= _MOST_VALUES:
+            if len(self._records) >= _MAX_VALUES:
                 self._records.clear()
             record = self._records[value] = replace(self.options, **{name: value})
         return record
+
+
+@functools.cache  # reading a native signature takes longer than the rest of a cache miss
+def _skips_results(kernel: Any) -> bool:
+    """Whether a kernel can leave out all results but the first."""
+    return "only_first" in inspect.signature(kernel).parameters
 
 
 class _ChoosingPlan(Plan):
@@ -124,8 +131,8 @@ class Plans:
         call: Sequence[Any],  # the operator's arguments
         originals: Sequence[Any],  # the tensors of the public call that they derive from
         inputs: Sequence[Any] = (),  # of the call; empty: `originals`
-    ) -> None:
-        """Keep the plan of a call that the complete path prepared.
+    ) -> Plan | None:
+        """Keep and return the plan of a call that the complete path prepared.
 
         No plan is kept if the complete path made more than views of the tensors, or if another
         backend than the CPU's kernels serves the call. In ``originals``, None stands for a tensor
@@ -133,14 +140,15 @@ class Plans:
         """
         *tensors, _ = call
         if signature is None or not only_viewed(tensors, originals):
-            return
+            return None
         viewed = any(y is not x for y, x in zip(tensors, originals, strict=False))
         plan = plan_of(operator, call, compat.any_requires_grad(*(inputs or originals)), viewed)
         if plan is not None:
             self.set(signature, plan)
+        return plan
 
     def set(self, signature: bytes | None, plan: Any) -> None:
-        if len(self._plans) >= _MOST // 2:
+        if len(self._plans) >= _MAX_PLANS // 2:
             self._older, self._plans = self._plans, {}
         self._plans[signature] = plan
 
@@ -170,17 +178,16 @@ def plan_of(
 
 
 def with_arguments_of(
-    function: Callable[..., Any], prepare: Callable[..., Any]
+    function: Callable[..., Any], prepare: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """``prepare``, which takes every argument by keyword, with the signature of ``function``."""
+    """``prepare``, which takes a named tuple of the arguments of ``function``, with its signature.
+
+    Keyword-only arguments may be given by position.
+    """
     parameters = inspect.signature(function).parameters
-    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-
-    def with_defaults(*args: Any, **options: Any) -> Any:
-        first = zip(parameters, args)  # noqa: B905  (see checks.expands_to)
-        return prepare(**{**defaults, **dict(first), **options})
-
-    return with_defaults
+    defaults = [p.default for p in parameters.values() if p.default is not p.empty]
+    record: Any = namedtuple("Arguments", parameters, defaults=defaults)  # type: ignore[misc]
+    return lambda *args, **options: prepare(record(*args, **options))
 
 
 def only_viewed(prepared: Sequence[Any], originals: Sequence[Any]) -> bool:

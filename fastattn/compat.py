@@ -174,7 +174,7 @@ def forward_mode() -> bool:
     return True
 
 
-def nothing_watches(modes: int = 0) -> bool:
+def is_unintercepted(modes: int = 0) -> bool:
     """Whether no compiler, transform, tracer or mode intercepts calls.
 
     Up to ``modes`` modes are allowed.
@@ -184,8 +184,11 @@ def nothing_watches(modes: int = 0) -> bool:
     return forward_ad._current_level < 0 and _jit_trace() is None
 
 
-def nothing_intercepts() -> bool:
-    """``nothing_watches()`` without autocast: one function, because every call needs both."""
+def may_plan() -> bool:
+    """Whether a call may run a plan: ``is_unintercepted()``, and no autocast.
+
+    One function, because every call needs both.
+    """
     return not (
         _compiling()
         or _dispatch_modes()
@@ -414,7 +417,7 @@ def children_of(module: torch.nn.Module) -> dict[str, Any]:
     return dict(module.named_children()) if MISSING else module._modules
 
 
-def are_watched(
+def have_hooks(
     modules: Iterable[torch.nn.Module], harmless: Callable[[Callable[..., Any]], bool]
 ) -> bool:
     """Whether one of these modules has a hook, or an instance's ``forward``, that must be called.
@@ -429,10 +432,10 @@ def are_watched(
                 return True
         if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return True
-    return is_any_watched()
+    return has_global_hook()
 
 
-def is_any_watched() -> bool:
+def has_global_hook() -> bool:
     """Whether a global hook observes all modules."""
     return bool(MISSING) or bool(torch.nn.modules.module._has_any_global_hook())
 
@@ -443,7 +446,7 @@ def hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 def state_of(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries that change whenever `are_watched` or a part of the module does."""
+    """The dictionaries that change whenever `have_hooks` or a part of the module does."""
     return [vars(module), module._parameters, module._buffers, module._modules, *hooks_of(module)]
 
 

@@ -99,18 +99,20 @@ def why_not(
         return [f"has no {op}"]
     if name == "reference":
         return []
-    return list(obstacles) or reasons_of(backend, op, tensors, options)
+    return list(obstacles) or reasons_against(backend, op, tensors, options)
 
 
-def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
+def reasons_against(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
     """Return the reasons of a backend's module against a call; it has the function ``op``."""
     kinds = [None if x is None else x.dtype if x.is_cpu else x.device for x in tensors]
     record: Any = type(options)
     if hasattr(backend, "serves_all") and _serves_all(backend, op, record, *kinds):
         return []
-    given, taken = named(op, tensors), named(op, taken_by(getattr(backend, op), tensors))
-    lacking = [f"has no {name}" for name, x in given.items() if x is not None and name not in taken]
-    return lacking + list(backend.why_not(op, taken, options))
+    by_name = tensors_by_name(op, tensors)
+    accepted = tensors_by_name(op, accepted_tensors(getattr(backend, op), tensors))
+    used = [name for name, x in by_name.items() if x is not None]
+    lacking = [f"has no {name}" for name in used if name not in accepted]
+    return lacking + list(backend.why_not(op, accepted, options))
 
 
 @functools.cache
@@ -119,18 +121,18 @@ def _serves_all(backend: Any, op: str, record: type, *kinds: Any) -> bool:
 
     Finding the reasons of a small call takes as long as its kernel, so the answer is cached.
     """
-    taken = taken_by(getattr(backend, op), kinds)
-    if any(kind is not None for kind in kinds[len(taken) :]):
+    accepted = accepted_tensors(getattr(backend, op), kinds)
+    if any(kind is not None for kind in kinds[len(accepted) :]):
         return False
-    return bool(backend.serves_all(op, named(op, taken), record))
+    return bool(backend.serves_all(op, tensors_by_name(op, accepted), record))
 
 
-def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
+def tensors_by_name(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
     """Return the tensors of a primitive by name; trailing optional tensors may be omitted."""
     return dict(zip(_tensors_of(getattr(load("reference"), op)) or (), tensors, strict=False))
 
 
-def taken_by(function: Callable[..., Any], tensors: Sequence[Any]) -> Sequence[Any]:
+def accepted_tensors(function: Callable[..., Any], tensors: Sequence[Any]) -> Sequence[Any]:
     """Drop trailing optional tensors that ``function`` does not accept."""
     names = _tensors_of(function)
     return tensors if names is None else tensors[: len(names)]

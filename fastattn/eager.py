@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.compat import nothing_watches as nothing_watches
+from fastattn.compat import is_unintercepted as is_unintercepted
 
 # A tensor whose storage was freed, as FSDP does, has the address 0, or, if it is a view, its offset
 # in bytes. So addresses below this one are looked at twice (`was_freed`).
 LOW = 2**32
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_EXACT_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
-def has_plain_memory(t: Tensor) -> bool:
+def has_strided_memory(t: Tensor) -> bool:
     """Whether the values of a tensor are stored in strided memory at its address.
 
     False for a lazy negation, a gradient without memory, a tensor wrapped by a transform (batched
@@ -37,9 +37,9 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
     If False, the call goes through ``torch.ops``, where the tracer, the transform or the subclass
     intercepts it.
     """
-    if not (nothing_watches() and _PLAIN_TYPES.issuperset(map(type, tensors))):
+    if not (is_unintercepted() and _EXACT_TYPES.issuperset(map(type, tensors))):
         return False
-    try:  # as has_plain_memory(), without a call for each
+    try:  # as has_strided_memory(), without a call for each
         for t in tensors:
             if t is not None and (t.is_neg() or (t.data_ptr() < LOW and t.numel())):
                 return False
@@ -48,7 +48,7 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
     return True
 
 
-def is_plain_on_cpu(*tensors: Tensor | None) -> bool:
+def is_eager_on_cpu(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary CPU tensors, and no tracer, transform, compiler or mode is active.
 
     Only then may a branch depend on their values.

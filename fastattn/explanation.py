@@ -153,7 +153,7 @@ def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any], options: Any) -> 
     if not evidence.has_tiles(_instruction_set(native, dtype)):
         return ""
     backend = importlib.import_module("fastattn.backends.cpu")
-    given = dispatch.named(op, tensors)
+    given = dispatch.tensors_by_name(op, tensors)
     against = backend.why_not_tiles(op, given, options)
     if against:
         return f", on vectors: {against}"

@@ -1,16 +1,15 @@
 """Turns a primitive into a PyTorch operator: eager, autograd, ``torch.func``, the compiler.
 
-An :class:`Operator` is declared once, by the schema of its primitive's tensors and the record of
+An :class:`Operator` is declared once, by its primitive's tensors, their shapes, and the record of
 its options (``fastattn.backends.primitives``):
 
     encode = Operator(
-        "encode_memory(Tensor tokens, Tensor weight, Tensor factors, Tensor? temporal)",
+        "encode_memory",
+        "tokens: R B N J; weight: R G V D; factors: J D; temporal?: R G N D",
+        "out: R B G N D",  # the results; shapes are as in fastattn._shapes
         options=EncodeMemoryOptions,
-        results="out",
-        fake=lambda tokens, weight, *rest: ...,  # shapes, dtypes and strides of the results
         derivative=Derivative(...),  # the backward operator, see fastattn._derivative
         flops=lambda results, tokens, *rest, backward=False: ...,  # see fastattn._flops
-        shapes="tokens: R B N J; weight: R G V D; out: R B G N D",  # see fastattn._shapes
     )
     memory = encode(tokens, weight, factors, None, EncodeMemoryOptions(padding_idx=0))
 
@@ -48,7 +47,8 @@ from fastattn import _flops, compat, dispatch
 from fastattn._derivative import Derivative, fold_batches
 from fastattn._dtypes import Dtypes
 from fastattn._gradient import Gradient
-from fastattn._shapes import Shapes
+from fastattn._shapes import Declared, Shapes
+from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
@@ -71,7 +71,10 @@ _NOT_IN_ONNX = {
 class Operator:
     """One primitive, callable on any kind of tensor; see the module's docstring.
 
-    A result with the name of an option is empty unless the option is set. ``opaque`` names tensors
+    A result with the name of an option is empty unless the option is set. ``sizes`` computes the
+    sizes of results that are no sizes of tensors, from the options and the known sizes. The first
+    result has the memory order of the tensor ``out_like``. ``fake`` makes the results of the
+    compiler where this does not declare them. ``opaque`` names tensors
     that the kernels treat as constants: if one of them requires a gradient, the reference runs
     instead. ``recomputed`` names tensors that a derivative through the reference does not read.
     ``not_in_onnx`` maps names of tensors to the reason why a call with them cannot become a part of
@@ -85,13 +88,15 @@ class Operator:
 
     def __init__(
         self,
-        schema: str,
+        name: str,
+        tensors: str,
+        results: str,
         *,
         options: type = NoOptions,
-        results: str = "out",
-        fake: Callable[..., Any],
         flops: Callable[..., int],
-        shapes: str,
+        sizes: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        out_like: str = "",
+        fake: Callable[..., Any] | None = None,
         derivative: Derivative | None = None,
         derivative_of: Derivative | None = None,
         formula: Callable[..., Any] | None = None,
@@ -103,10 +108,9 @@ class Operator:
         derived: Mapping[str, Callable[..., Any]] | None = None,
         checked_by: Sequence[str] = (),
     ) -> None:
-        self.name, tensors = schema.removesuffix(")").split("(")
-        self.declared = {text.split()[1]: text for text in tensors.split(", ")}
-        self.names = list(self.declared)
-        self.results = results.split()
+        self.name = name
+        self.declared, self.returned = Declared(tensors), Declared(results)
+        self.names, self.results = [*self.declared.shapes], [*self.returned.shapes]
         self.returns = len(self.results)
         self._tensors = len(self.names)
         self.options = options
@@ -118,13 +122,11 @@ class Operator:
         self.derived = derived or {}
         self.checked_by = checked_by
         self._lse = self.names.index("lse") if "lse" in self.names else None
-        self._fake, self.flops = fake, flops
-        self.shapes, self.folds = shapes, folds
-        declared = (item.partition(":") for item in shapes.split(";"))
-        # The declared shape of each tensor and result.
-        self.shape_of = {name.strip(): shape for name, colon, shape in declared if colon}
-        self._shapes = Shapes(self.name, shapes, self.names)
-        self._dtypes = Dtypes(self.name, self.names)
+        self.flops, self.folds = flops, folds
+        self._shapes = Shapes(name, self.declared)
+        self._dtypes = Dtypes(name, self.names)
+        self._sizes, self._out_like = sizes, out_like
+        self._fake = fake or self._declared_results
 
         if derivative is not None:
             self.backward = derivative.operator_of(self)
@@ -132,10 +134,10 @@ class Operator:
         self.with_gradient = self.gradient.function(self.run, eager=True)
         self.planned, self.planned_first = map(self.gradient.function_of_plans, (False, True))
         self._traced = self.gradient.function(self._below_autograd, eager=False)
-        arguments = ", ".join(filter(None, (tensors, schema_of(options), "str backend")))
+        arguments = (self.declared.schema(), schema_of(options), "str backend")
         returned = ", ".join(["Tensor"] * self.returns)
         returned = f"({returned})" if self.returns > 1 else returned
-        schema = f"{self.name}({arguments}) -> {returned}"
+        schema = f"{name}({', '.join(filter(None, arguments))}) -> {returned}"
         self.op = self._register(schema, vmap or fold_batches(self, derivative_of))
 
     def __call__(self, *args: Any) -> Any:
@@ -233,7 +235,9 @@ class Operator:
     def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
             function = self.primitive(backend)
-            return self._completed(function(*dispatch.taken_by(function, tensors), options=options))
+            return self._completed(
+                function(*dispatch.accepted_tensors(function, tensors), options=options)
+            )
         results = self._completed(dispatch.run_reference(self.name, tensors, options))
         # PyTorch's functions may return results in any memory order.
         return _in_layout_of(results, self._fake(*tensors, options))
@@ -243,6 +247,21 @@ class Operator:
         if self.returns == 1 or len(results) == self.returns:
             return results
         return (*results, *[None] * (self.returns - len(results)))
+
+    def _declared_results(self, *args: Any) -> Any:
+        """Empty results of the declared shapes and dtypes."""
+        *tensors, options = args
+        known, like = self._shapes.sizes(tensors), self._dtypes.leading(tensors)
+        known |= {} if self._sizes is None else self._sizes(options, known)
+        results = []
+        for name in self.results:
+            wanted = getattr(options, name, True)
+            sizes = self.returned.sizes(name, known, int(wanted)) if wanted else (0,)
+            if name == self.results[0] and self._out_like:
+                results.append(empty_output(tensors[self.place_of(self._out_like)], sizes[-1]))
+            else:
+                results.append(like.new_empty(sizes, dtype=self._dtypes.of_result(name, like)))
+        return results[0] if self.returns == 1 else tuple(results)
 
     def _shaped(self, *args: Any) -> Any:
         """The fake results for arguments of the dispatcher."""

@@ -21,7 +21,7 @@ _DTYPES = (
 )
 
 
-def names(text: str) -> list[str]:
+def name_list(text: str) -> list[str]:
     """argparse type: a comma-separated list, never empty, as an unset shell variable would be."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
@@ -32,7 +32,12 @@ def names(text: str) -> list[str]:
 def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
     """Add a flag whose value is a list of names, [] if it is not given."""
     parser.add_argument(
-        flag, type=names, action="extend", default=[], metavar="LIST", help=words + "; repeatable"
+        flag,
+        type=name_list,
+        action="extend",
+        default=[],
+        metavar="LIST",
+        help=words + "; repeatable",
     )
 
 

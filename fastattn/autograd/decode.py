@@ -17,13 +17,6 @@ from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
 
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (
-        empty_output(query, value_cache.shape[3]),
-        query.new_empty(query.shape[:3], dtype=torch.float64),
-    )
-
-
 def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("decode_attention has no gradient: it is for inference")
 
@@ -45,57 +38,41 @@ def _pairs(
 
 
 decode = Operator(
-    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? relative_bias, Tensor? mask_program, Tensor? cache_leftpad, "
-    "Tensor? key_scales, Tensor? value_scales)",
+    "decode_attention",
+    "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
+    "block_table?: B *; cache_batch_idx?: B; alibi_slopes?: B|1 Hq; sinks?: 1 Hq; "
+    "relative_bias?: 1 Hq *; mask_program?; cache_leftpad?: B; key_scales?: E Hkv N; "
+    "value_scales?: E Hkv N; Hq % Hkv",
+    "out: B Hq Lq Dv; lse: B Hq Lq",
     options=DecodeOptions,
-    results="out lse",
-    fake=_fake,
+    out_like="query",
     formula=_no_gradient,
     folds=False,
     flops=flops_of_pairs(_pairs),
-    shapes=(
-        "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
-        "block_table: B *; cache_batch_idx: B; alibi_slopes: B|1 Hq; sinks: 1 Hq; "
-        "relative_bias: 1 Hq *; cache_leftpad: B; key_scales: E Hkv N; value_scales: E Hkv N; "
-        "Hq % Hkv"
-    ),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
 
 _WRITTEN = ("key_cache", "value_cache", "key_scales", "value_scales")
+# No argument has a default: before torch 2.13 the dispatcher omits trailing arguments that equal
+# their defaults, and then does not find the scales, which are written, among the others.
+_APPEND = (
+    "(Tensor(a0!) key_cache, Tensor(a1!) value_cache, Tensor key, Tensor value, "
+    "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? rotary_positions, Tensor? query, Tensor(a11!)? key_scales, "
+    "Tensor(a12!)? value_scales, Tensor? cache_leftpad, bool rotary_interleaved) -> Tensor"
+)
 _TENSORS, _QUERY = 14, 10  # the number of tensors of an append, and the place of the query
 
 
-# Returns the rotated queries; without a rotation, an empty tensor. No argument has a default:
-# before torch 2.13 the dispatcher omits trailing arguments that equal their defaults, and then
-# does not find the scales, which are written, among the rest.
-@torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN)
-def append_operator(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_positions: Tensor | None,
-    query: Tensor | None,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    cache_leftpad: Tensor | None,
-    rotary_interleaved: bool,
-) -> Tensor:
-    tensors = (key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
-    rotary = (rotary_cos, rotary_sin, rotary_positions, query)
-    quantised = (key_scales, value_scales, cache_leftpad)
-    rotated = _append_now((*tensors, *rotary, *quantised), AppendOptions(rotary_interleaved))
+@torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN, schema=_APPEND)
+def append_operator(*args: Any) -> Tensor:
+    """Return the rotated queries; without a rotation, an empty tensor."""
+    *tensors, rotary_interleaved = args
+    rotated, query = _append_now(tensors, AppendOptions(rotary_interleaved)), tensors[_QUERY]
     if rotated is None or query is None:
-        return key.new_empty(0)
+        empty: Tensor = tensors[2].new_empty(0)
+        return empty
     promised = empty_output(query, query.shape[3])
     return rotated if rotated.stride() == promised.stride() else promised.copy_(rotated)
 
@@ -114,7 +91,9 @@ def _append_fake(*args: Any) -> Tensor:
 def _append_now(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
     name = dispatch.choose("append_to_cache", tensors, options)
     function = dispatch.load(name).append_to_cache  # type: ignore[union-attr]
-    rotated: Tensor | None = function(*dispatch.taken_by(function, tensors), options=options)
+    rotated: Tensor | None = function(
+        *dispatch.accepted_tensors(function, tensors), options=options
+    )
     return rotated
 
 

@@ -12,11 +12,6 @@ from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemo
 from fastattn.library import Operator
 
 
-def _fake(tokens: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    models, batch, slots, _ = tokens.shape
-    return weight.new_empty((models, batch, weight.shape[1], slots, weight.shape[3]))
-
-
 def _fake_backward(
     grad: Tensor, tokens: Tensor, factors: Tensor, options: EncodeMemoryBackwardOptions
 ) -> tuple[Tensor, Tensor]:
@@ -54,9 +49,10 @@ class _Backward(Operator):
 
 
 encode = Operator(
-    "encode_memory(Tensor tokens, Tensor weight, Tensor factors, Tensor? temporal)",
+    "encode_memory",
+    "tokens: R B N J; weight: R G V D; factors: J D; temporal?: R G N D",
+    "out: R B G N D",
     options=EncodeMemoryOptions,
-    fake=_fake,
     # dA[x_ij] += l_j o dm_i, dT_i += dm_i; l is a constant.
     derivative=Derivative(
         grads="out",
@@ -69,7 +65,6 @@ encode = Operator(
         of_call=_of_call,
     ),
     flops=_flops,
-    shapes="tokens: R B N J; weight: R G V D; factors: J D; temporal: R G N D; out: R B G N D",
     opaque=("factors",),
     checked_by=("cpu",),
 )

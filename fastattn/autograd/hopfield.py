@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn._derivative import Derivative
 from fastattn._flops import attention_flops, values
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 from fastattn.library import Operator
-
-
-def _fake(state: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *lead, width = state.shape
-    return (
-        state.new_empty(state.shape),
-        state.new_empty(lead, dtype=torch.int64),
-        state.new_empty((*lead, 2, width), dtype=torch.promote_types(state.dtype, torch.float32)),
-    )
 
 
 def _work(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions) -> int:
@@ -40,10 +30,11 @@ def _flops(
 
 
 hopfield_states = Operator(
-    "hopfield_retrieve(Tensor state, Tensor stored, Tensor? keys, Tensor? mask, Tensor? bias)",
+    "hopfield_retrieve",
+    "state: G Q D; stored: G N D; keys?: G N D; mask?: G|1 Q|1 N|1; bias?: G|1 Q|1 N|1",
+    "out: G Q D; taken: G Q; ends: G Q * D",  # the last two states, or all if they are kept
     options=HopfieldOptions,
-    results="out taken ends",
-    fake=_fake,
+    sizes=lambda options, known: {"*": 2},
     derivative=Derivative(
         grads="out",
         # Not the states: the backward repeats the steps.
@@ -53,7 +44,5 @@ hopfield_states = Operator(
         keeps="trace stats",
     ),
     flops=_flops,
-    shapes="state: G Q D; stored: G N D; keys: G N D; mask: G|1 Q|1 N|1; bias: G|1 Q|1 N|1; "
-    "out: G Q D; taken: G Q; ends: G Q * D",  # the last two states, or all if they are kept
     not_in_onnx={"state": "the number of steps depends on values"},
 )

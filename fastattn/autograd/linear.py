@@ -12,18 +12,15 @@ from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 from fastattn.library import Operator
 
 
-def _fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
 def _flops(results: Any, x: Tensor, weight: Tensor, *rest: Any, backward: bool = False) -> int:
     return product_flops(x.numel() * weight.shape[0], backward)
 
 
 linear = Operator(
-    "linear(Tensor x, Tensor weight, Tensor? bias)",
+    "linear",
+    "x: M K; weight: N K; bias?: N",
+    "out: M N",
     options=LinearOptions,
-    fake=_fake,
     derivative=Derivative(
         grads="out",
         reads="x weight bias",
@@ -31,5 +28,4 @@ linear = Operator(
         options=LinearBackwardOptions,
     ),
     flops=_flops,
-    shapes="x: M K; weight: N K; bias: N; out: M N",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn._derivative import Derivative
@@ -13,23 +12,17 @@ from fastattn.backends.primitives import LocalOptions
 from fastattn.library import Operator
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lead, window = query.shape[:2], rest[-1].rows(key.shape[1])
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty((*lead, value.shape[2])), query.new_empty((*lead, window), dtype=dtype)
-
-
 def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     """The pairs of whole windows, because the existing keys depend on the positions."""
     return query.shape[0] * query.shape[1] * min(2 * rest[-1].reach + 1, key.shape[1])
 
 
 local_attention = Operator(
-    "local_attention(Tensor query, Tensor key, Tensor value, Tensor positions, "
-    "Tensor? padding, Tensor? factor)",
+    "local_attention",
+    "query: B Lq D; key: B Lk D; value: B Lk Dv; positions: B Lq; padding?: B Lk; factor?: B Lq W",
+    "out: B Lq Dv; weights: B Lq W",
     options=LocalOptions,
-    results="out weights",
-    fake=_fake,
+    sizes=lambda options, known: {"W": options.rows(known["Lk"])},
     derivative=Derivative(
         grads="out weights",
         reads="query key value positions padding factor weights",
@@ -37,8 +30,6 @@ local_attention = Operator(
         options=LocalOptions,
     ),
     flops=flops_of_pairs(_pairs),
-    shapes="query: B Lq D; key: B Lk D; value: B Lk Dv; positions: B Lq; padding: B Lk; "
-    "factor: B Lq W; out: B Lq Dv; weights: B Lq W",
     opaque=("factor",),
     checked_by=("cpu",),
 )

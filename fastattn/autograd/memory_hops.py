@@ -16,17 +16,6 @@ from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 
 
-def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lead, hops, weights = query.shape[:-1], rest[-1].hops, rest[-1].weights
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return (
-        query.new_empty(query.shape),
-        query.new_empty((*lead, 2 * hops + 1, query.shape[-1]), dtype=wide),
-        query.new_empty((*lead, hops, 2), dtype=wide),
-        query.new_empty((*lead, hops, in_memory.shape[-2]) if weights else (0,)),
-    )
-
-
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -92,11 +81,12 @@ def of_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
 
 
 hop_attention = Operator(
-    "memory_hop_attention(Tensor query, Tensor in_memory, Tensor? out_memory, Tensor? hop_proj, "
-    "Tensor? memory_mask, Tensor? memory_bias)",
+    "memory_hop_attention",
+    "query: B D / B Q D; in_memory: B|1 N D / B|1 * N D; out_memory?: B|1 N D / B|1 * N D; "
+    "hop_proj?: D D / * D D; memory_mask?: B|1 Q|1 *|1 N|1; memory_bias?: B|1 Q|1 *|1 N|1",
+    "out: B D / B Q D; trace: B * D / B Q * D; stats: B K 2 / B Q K 2; weights: B K N / B Q K N",
     options=MemoryHopOptions,
-    results="out trace stats weights",
-    fake=_fake,
+    sizes=lambda options, known: {"K": options.hops, "*": 2 * options.hops + 1, "2": 2},
     derivative=Derivative(
         grads="out weights",
         # Not the weights, so that the saved tensors do not grow with the memory.
@@ -108,10 +98,6 @@ hop_attention = Operator(
         keeps="kept",
     ),
     flops=_flops,
-    shapes="query: B D / B Q D; in_memory: B|1 N D / B|1 * N D; out_memory: B|1 N D / B|1 * N D; "
-    "hop_proj: D D / * D D; memory_mask: B|1 Q|1 *|1 N|1; memory_bias: B|1 Q|1 *|1 N|1; "
-    "out: B D / B Q D; trace: B * D / B Q * D; stats: B K 2 / B Q K 2; "
-    "weights: B K N / B Q K N",
     checked_by=("cpu",),
 )
 

@@ -12,10 +12,6 @@ from fastattn.backends.primitives import NoOptions
 from fastattn.library import Operator
 
 
-def _fake(out_a: Tensor, lse_a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(out_a), torch.empty_like(lse_a)
-
-
 def _fake_backward(
     grad_out: Tensor | None, grad_lse: Tensor | None, *seen: Any
 ) -> tuple[Tensor, ...]:
@@ -23,9 +19,10 @@ def _fake_backward(
 
 
 merge_states = Operator(
-    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)",
-    results="out lse",
-    fake=_fake,
+    "merge_states",
+    "out_a: ... L Dv; lse_a: ... L; out_b: ... L Dv; lse_b: ... L",
+    "out: ... L Dv; lse: ... L",
+    fake=lambda out_a, lse_a, *rest: (torch.empty_like(out_a), torch.empty_like(lse_a)),
     derivative=Derivative(
         grads="out lse",
         reads="out_a lse_a out_b lse_b",
@@ -34,6 +31,4 @@ merge_states = Operator(
         fake=_fake_backward,
     ),
     flops=lambda _, out_a, *rest, backward=False: (8 if backward else 4) * out_a.numel(),
-    shapes="out_a: ... L Dv; lse_a: ... L; out_b: ... L Dv; lse_b: ... L; "
-    "out: ... L Dv; lse: ... L",
 )

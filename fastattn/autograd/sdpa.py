@@ -6,29 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative
 from fastattn._flops import flops_of_pairs, visible_pairs
-from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.library import Operator
 
 # In place of position_query, query_table, key_table, distance_buckets, row_bias and column_bias.
 NO_TERMS = (None,) * 6
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, q_len, _ = query.shape
-    k_len, weights = key.shape[2], rest[-1].weights
-    shapes = ((0,), (batch, heads, q_len, k_len), (batch, q_len, k_len))
-    return (
-        empty_output(query, value.shape[3]),
-        query.new_empty((batch, heads, q_len), dtype=torch.float64),
-        query.new_empty(shapes[weights]),
-    )
 
 
 def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
@@ -65,13 +52,15 @@ class _Backward(Operator):
 
 
 attention: Operator = Operator(
-    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-    "Tensor? alibi_slopes, Tensor? seed, Tensor? sinks, Tensor? relative_bias, "
-    "Tensor? positions, Tensor? mask_program, Tensor? position_query, Tensor? query_table, "
-    "Tensor? key_table, Tensor? distance_buckets, Tensor? row_bias, Tensor? column_bias)",
+    "scaled_dot_product_attention",
+    "query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; attn_mask?: B|1 Hq|1 Lq|1 Lk|1; "
+    "alibi_slopes?: B|1 Hq; seed?; sinks?: B|1 Hq; relative_bias?: B|1 Hq *; positions?: Lk; "
+    "mask_program?; position_query?: B Hq Lq D; query_table?: B|1 Hq N D; "
+    "key_table?: B|1 Hq N D; distance_buckets?: *; row_bias?: B Hq Lq *; "
+    "column_bias?: B Hq Lq *; Hq % Hkv",
+    "out: B Hq Lq Dv; lse: B Hq Lq; weights: B Hq Lq Lk / B Lq Lk",
     options=AttentionOptions,
-    results="out lse weights",
-    fake=_fake,
+    out_like="query",
     derivative=Derivative(
         grads="out lse weights",
         # Not the weights: O(L) memory.
@@ -85,12 +74,6 @@ attention: Operator = Operator(
         operator=_Backward,
     ),
     flops=flops_of_pairs(_pairs, operator=lambda: attention),
-    shapes="query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; "
-    "attn_mask: B|1 Hq|1 Lq|1 Lk|1; alibi_slopes: B|1 Hq; sinks: B|1 Hq; "
-    "relative_bias: B|1 Hq *; positions: Lk; position_query: B Hq Lq D; "
-    "query_table: B|1 Hq N D; key_table: B|1 Hq N D; distance_buckets: *; "
-    "row_bias: B Hq Lq *; column_bias: B Hq Lq *; Hq % Hkv; "
-    "out: B Hq Lq Dv; lse: B Hq Lq; weights: B Hq Lq Lk / B Lq Lk",
     opaque=("alibi_slopes",),
     checked_by=("cpu",),
     derived={

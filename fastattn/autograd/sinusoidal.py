@@ -25,12 +25,13 @@ def _vmap(
 
 
 encode_positions = Operator(
-    "sinusoidal_encoding(Tensor x, Tensor? positions)",
+    "sinusoidal_encoding",
+    "x: ... L D; positions?",
+    "out: ... L D",
     options=SinusoidalOptions,
     fake=lambda x, *rest: torch.empty_like(x),
     formula=lambda options, grad: grad if options.scale == 1.0 else grad * options.scale,
     vmap=_vmap,
     flops=lambda _, x, *rest: 2 * x.numel(),  # the scale, and the sum
-    shapes="x: ... L D",
     not_in_onnx={"": "its frequencies are constants; export the model instead of its graph"},
 )

@@ -11,17 +11,8 @@ from torch import Tensor
 from fastattn._derivative import Derivative
 from fastattn._flops import flops_of_pairs, values, visible_pairs
 from fastattn.autograd.sdpa import default_scale
-from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.library import Operator
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    rows, heads, _ = query.shape
-    return (
-        empty_output(query, value.shape[2]),
-        query.new_empty((heads, rows), dtype=torch.float64),
-    )
 
 
 def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
@@ -41,20 +32,21 @@ def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -
 class _Backward(Operator):
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
         """Convert the lengths of a plan to int64, because a plan also takes int32."""
-        found = super().lifted(tensors)
+        lifted = super().lifted(tensors)
         for n in (self.place_of("cu_seqlens_q"), self.place_of("cu_seqlens_k")):
-            found[n] = found[n].to(torch.int64)
-        return found
+            lifted[n] = lifted[n].to(torch.int64)
+        return lifted
 
 
 packed_attention: Operator = Operator(
-    "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? seed, Tensor? sinks, "
-    "Tensor? relative_bias, Tensor? mask_program, Tensor? position_query, Tensor? query_table, "
-    "Tensor? key_table, Tensor? distance_buckets)",
+    "varlen_attention",
+    "query: Tq Hq D; key: Tk Hkv D; value: Tk Hkv Dv; cu_seqlens_q: S; cu_seqlens_k: S; "
+    "alibi_slopes?: S-1|1 Hq; seed?; sinks?: 1 Hq; relative_bias?: 1 Hq *; mask_program?; "
+    "position_query?: Tq Hq D; query_table?: 1 Hq N D; key_table?: 1 Hq N D; "
+    "distance_buckets?: *; Hq % Hkv",
+    "out: Tq Hq Dv; lse: Hq Tq",
     options=VarlenOptions,
-    results="out lse",
-    fake=_fake,
+    out_like="query",
     derivative=Derivative(
         grads="out lse",
         reads="query key value cu_seqlens_q cu_seqlens_k alibi_slopes seed out lse "
@@ -66,10 +58,6 @@ packed_attention: Operator = Operator(
     ),
     folds=False,  # draws are indexed by each example's own sequences
     flops=flops_of_pairs(_pairs, operator=lambda: packed_attention),
-    shapes="query: Tq Hq D; key: Tk Hkv D; value: Tk Hkv Dv; cu_seqlens_q: S; cu_seqlens_k: S; "
-    "alibi_slopes: S-1|1 Hq; sinks: 1 Hq; relative_bias: 1 Hq *; Hq % Hkv; "
-    "position_query: Tq Hq D; query_table: 1 Hq N D; key_table: 1 Hq N D; distance_buckets: *; "
-    "out: Tq Hq Dv; lse: Hq Tq",
     opaque=("alibi_slopes",),
     checked_by=("cpu",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-Found = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
-Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+Retrieved = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
+Gradients = tuple[Any, ...]  # of state, stored, keys and the bias, a Tensor or None
 _Self = TypeVar("_Self", bound="Patterns")
 
 
@@ -46,14 +46,14 @@ class Patterns(abc.ABC):
         """Repeat ``taken`` steps of each query; ``most`` is the largest number."""
 
     @abc.abstractmethod
-    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+    def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         """Return the derivative of the steps that ``repeat`` took."""
 
-    def unroll(
+    def backward_through_steps(
         self, grad_out: Tensor, state: Tensor, taken: Tensor, most: int, needed: int
     ) -> Gradients:
         """Return the derivative of ``taken`` steps of each query, at most ``most``."""
-        return self.derive(grad_out, self.repeat(state, taken, most), needed)
+        return self.gradients_of(grad_out, self.repeat(state, taken, most), needed)
 
     def gradients(
         self,
@@ -66,29 +66,33 @@ class Patterns(abc.ABC):
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
         if self.options.grad == "unroll":
             steps = taken.abs()
-            return self.unroll(grad_out, state, steps, self._most(steps), needed)
+            return self.backward_through_steps(
+                grad_out, state, steps, self._most_steps(steps), needed
+            )
         before, last = ends.unbind(2)
         once = torch.ones_like(taken)
         wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
         if self.options.grad == "one_step":
-            _, *derived = wide.unroll(grad_out, before, once, 1, needed)
+            _, *derived = wide.backward_through_steps(grad_out, before, once, 1, needed)
             return self._in_dtypes((torch.zeros_like(before), *derived), state)
 
         # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
         step = wide.repeat(last, once, 1)
         solved, a = _conjugate_gradients(
-            lambda x: wide.derive(x, step, 0)[0],
+            lambda x: wide.gradients_of(x, step, 0)[0],
             grad_out,
             taken > 0,
             2 * self.most_directions + 2,
         )
-        found = wide.unroll(torch.where(solved, a, 0.0), last, once, 1, needed)
-        grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
+        _, *of_solved = wide.backward_through_steps(
+            torch.where(solved, a, 0.0), last, once, 1, needed
+        )
+        grads: list[Tensor | None] = [torch.zeros_like(before), *of_solved]
         if not bool(solved.all()):  # not at a strict minimum
-            rest = torch.where(solved, 0.0, grad_out)
-            left = torch.where(solved.squeeze(-1), 0, taken.abs())
-            start = state.to(ends.dtype)
-            unrolled = wide.unroll(rest, start, left, self._most(left), needed)
+            unsolved = torch.where(solved, 0.0, grad_out)
+            steps = torch.where(solved.squeeze(-1), 0, taken.abs())
+            start, most = state.to(ends.dtype), self._most_steps(steps)
+            unrolled = wide.backward_through_steps(unsolved, start, steps, most, needed)
             unrolled = (torch.where(solved, 0.0, unrolled[0]), *unrolled[1:])
             pairs = zip(grads, unrolled, strict=True)
             grads = [None if x is None or y is None else x + y for x, y in pairs]
@@ -99,7 +103,7 @@ class Patterns(abc.ABC):
         """An upper bound of the rank of J."""
         return min(self.stored.shape[2], self.stored.shape[1])
 
-    def _most(self, taken: Tensor) -> int:
+    def _most_steps(self, taken: Tensor) -> int:
         """The largest number of steps that a query took, and at least one."""
         if 0 <= self.options.steps_max <= self.few_steps:
             return max(self.options.steps_max, 1)
@@ -112,9 +116,7 @@ class Patterns(abc.ABC):
     def _in_dtypes(self, grads: Sequence[Tensor | None], state: Tensor) -> Gradients:
         """Convert the gradients to the dtypes of their tensors."""
         pairs = zip(grads, (state, self.stored, self.keys, self.bias), strict=True)
-        found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
-        assert found[0] is not None
-        return found[0], found[1], found[2], found[3]
+        return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)
 
 
 def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
@@ -140,9 +142,8 @@ def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
         rows = taken.flatten(0, -2)
         *grads, of_bias = patterns.gradients(grad, start, rows, ends, options.needed)
         pairs = zip(grads, tensors, strict=True)
-        found = [x if x is None or y is None else x.view(y.shape) for x, y in pairs]
-        assert found[0] is not None
-        return found[0], found[1], found[2], of_bias
+        shaped = (x if x is None or y is None else x.view(y.shape) for x, y in pairs)
+        return *shaped, of_bias
 
     return hopfield_retrieve_backward
 
@@ -160,10 +161,10 @@ def backward_of_steps(
     @dataclass(frozen=True)
     class Memory(Patterns):
         def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
-            found = take_steps(*self._tensors(state), taken, options=self.options, most=most)
-            return Steps(state, taken, most, *found)
+            states = take_steps(*self._tensors(state), taken, options=self.options, most=most)
+            return Steps(state, taken, most, *states)
 
-        def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+        def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
             state, taken, _, *states = steps
             tensors = (grad_out, *self._tensors(state), taken, *states)
             grads: Gradients = derive_steps(*tensors, options=self.options, needed=needed)

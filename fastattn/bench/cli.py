@@ -12,7 +12,7 @@ from fastattn.bench import commands, summary
 from fastattn.bench.cells import DEVICES
 from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.selection import WHOLE_MODELS, add_passes, add_what
-from fastattn.spelling import names
+from fastattn.spelling import name_list
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     model = add_command(commands.model, "measure whole models")
     words = f"comma-separated: {', '.join(WHOLE_MODELS)}, or all"
-    model.add_argument("models", type=names, metavar="NAME", help=words)
+    model.add_argument("models", type=name_list, metavar="NAME", help=words)
     add_passes(model)
     _add_how(model)
     model.set_defaults(rounds=9, time_budget=300.0, timeout=300.0)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return function(args)
 
 
-_TYPES = {"N": int, "S": float, "FILE": Path, "DIR": Path, "LIST": names}
+_TYPES = {"N": int, "S": float, "FILE": Path, "DIR": Path, "LIST": name_list}
 
 
 def _add(

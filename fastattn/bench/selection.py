@@ -12,7 +12,7 @@ from fastattn import spelling
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES, PASSES, Cell
 from fastattn.bench.shapes import LISTS, Line, parse_line, parse_shapes, read_lines
-from fastattn.spelling import names
+from fastattn.spelling import name_list
 
 
 class Preset(NamedTuple):
@@ -70,7 +70,9 @@ def add_what(parser: argparse.ArgumentParser) -> None:
 def add_passes(what: argparse._ActionsContainer) -> None:
     spelling.add_list(what, "--dtype", "fp32,bf16,fp16, or float32,bfloat16,float16")
     words = ",".join(PASSES)
-    what.add_argument("--pass", dest="passes", type=names, default=[], metavar="LIST", help=words)
+    what.add_argument(
+        "--pass", dest="passes", type=name_list, default=[], metavar="LIST", help=words
+    )
 
 
 def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastattn.backends._hopfield import Found, Gradients, Patterns, Steps
+from fastattn.backends._hopfield import Gradients, Patterns, Retrieved, Steps
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._read import Reader
@@ -60,10 +60,10 @@ class _Retrieval(torch.autograd.Function):
         )
         assert stored_leaf is not None
         patterns = _OfRanks(stored_leaf, keys_leaf, mask, bias_leaf, ctx.options, ctx.peers)
-        found = patterns.gradients(grad_xi, state, taken, ends, needed)
-        given = zip(found, wanted, (state, stored, keys, bias), strict=True)
+        grads = patterns.gradients(grad_xi, state, taken, ends, needed)
+        triples = zip(grads, wanted, (state, stored, keys, bias), strict=True)
         of_state, of_stored, of_keys, of_bias = (
-            grad.to(x.dtype) if want and grad is not None else None for grad, want, x in given
+            grad.to(x.dtype) if want and grad is not None else None for grad, want, x in triples
         )
         return None, of_state, of_stored, of_keys, None, of_bias, None
 
@@ -78,13 +78,13 @@ class _OfRanks(Patterns):
     def most_directions(self) -> int:
         return self.stored.shape[2]  # the number of patterns differs between ranks
 
-    def search(self, state: Tensor) -> Found:
+    def search(self, state: Tensor) -> Retrieved:
         # Imported late, because importing fastattn loads no backend.
         reference = importlib.import_module("fastattn.backends.reference.hopfield")
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval")
-        given = (self.stored, self.keys, self.mask, self.bias)
+        patterns = (self.stored, self.keys, self.mask, self.bias)
         steps = replace(self.options, grad="unroll")
-        return reference.hopfield_states(state, *given, steps, read=reader.softmax)
+        return reference.hopfield_states(state, *patterns, steps, read=reader.softmax)
 
     def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
         """Repeat the steps; ``trace`` is the last state, with its autograd graph."""
@@ -100,14 +100,12 @@ class _OfRanks(Patterns):
                 xi = torch.where((taken > step)[..., None], new, xi)
         return Steps(leaf, taken, most, xi, xi.new_empty(0))
 
-    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+    def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         patterns = (self.stored, self.keys, self.bias)
         wanted = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
         leaves = [steps.state, *(x for x in wanted if x is not None)]
         grads = torch.autograd.grad(
             steps.trace, leaves, grad_out, retain_graph=True, materialize_grads=True
         )
-        found = iter(grads)
-        of_state, *others = (None if x is None else next(found) for x in (steps.state, *wanted))
-        assert of_state is not None
-        return of_state, others[0], others[1], others[2]
+        in_order = iter(grads)
+        return tuple(None if x is None else next(in_order) for x in (steps.state, *wanted))

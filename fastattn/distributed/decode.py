@@ -159,7 +159,7 @@ def decode_attention(
         )
     added = 0 if call.new is None else call.new[0].shape[2]
     batch, device = call.query.shape[0], call.query.device
-    before = one_process.lengths_before(cache_seqlens, batch, cache.total, added, device)
+    before = one_process.checked_lengths(cache_seqlens, batch, cache.total, added, device)
     filled = before + added
     biases = _table(call, cache, filled), _program(call, cache, peers.rank, filled)
     if call.new is not None:

@@ -218,7 +218,7 @@ def hopfield_retrieve(
         if isinstance(beta, Tensor):
             whole_beta = enter(peers, "the gradient of beta", beta)
         limits = (update_steps_max, update_steps_eps, stop, grad)
-        flags = (attn_mask, need_weights, need_steps)
+        flags = (attn_mask, dropout_p, need_weights, need_steps)
         call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *flags)
         p = checks.check_dropout(_RETRIEVE, dropout_p)
         seed = int(draw_seed(state.device)) if p > 0 else 0

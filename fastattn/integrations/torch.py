@@ -7,7 +7,6 @@ Python, TorchScript or C++, without patching a Python name.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.compat import stock_attention
 from fastattn.integrations._registration import lock
-from fastattn.ops._sdpa_arguments import Arguments
-from fastattn.ops.sdpa import keep, planned, plans, prepare, scaled_dot_product_attention
+from fastattn.ops.sdpa import keep, planned, plans, prepare
 
 __all__ = ["Activation", "activate"]
 
@@ -109,10 +107,6 @@ def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 _NO_MASK = True  # of fastattn.masks
-# The options that PyTorch's function lacks, in the order of the signature of a plan.
-_PARAMETERS = inspect.signature(scaled_dot_product_attention).parameters
-_OPTIONS = Arguments._fields[Arguments._fields.index("window") : -1]
-_DEFAULTS = [_PARAMETERS[name].default for name in _OPTIONS]
 
 
 def _attend(
@@ -142,9 +136,7 @@ def _attend(
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
     tensors = (query, key, value, attn_mask, None, None, None)
-    signature, plan = plans.find(
-        tensors, _NO_MASK, dropout_p, is_causal, scale, enable_gqa, *_DEFAULTS
-    )
+    signature, plan = plans.find(tensors, _NO_MASK, dropout_p, is_causal, scale, enable_gqa)
     if plan is not None:
         out: Tensor = planned(plan, *tensors[:6])
         return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn.backends._mask_program import LEAVES, Kind, Leaf, encode
 from fastattn.checks import wrong_type
 from fastattn.compat import records_trace
-from fastattn.eager import nothing_watches
+from fastattn.eager import is_unintercepted
 from fastattn.masks._blocks import (
     MaskMod,
     Size,
@@ -80,7 +80,7 @@ class Mask(abc.ABC):
     def _program(self, call: Call) -> Tensor:
         self._check(call)
         key = call.lengths()
-        if key is None or not nothing_watches():  # a traced tensor must not be cached
+        if key is None or not is_unintercepted():  # a traced tensor must not be cached
             return encode(self._steps(call), call.device)
         with _lock:
             kept = self._programs.pop(key, None)
@@ -243,7 +243,7 @@ _block_masks = weakref.WeakKeyDictionary()
 def _converted(block_mask: Any) -> Mask:
     """Convert a ``BlockMask``, cached until a value that the conversion read changes."""
     now = observe(block_mask)
-    if now is None or not nothing_watches():  # a traced tensor must not be cached
+    if now is None or not is_unintercepted():  # a traced tensor must not be cached
         return from_block_mask(block_mask)
     before, mask = _block_masks.get(block_mask, (None, None))
     if mask is None or before != now:

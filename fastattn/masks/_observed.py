@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.eager import has_plain_memory
+from fastattn.eager import has_strided_memory
 
 _BLOCK_MASK = (
     "seq_lengths",
@@ -120,7 +120,7 @@ def _values(value: Any, functions: set[FunctionType]) -> Iterator[Any]:
 
 
 def _is_readable(x: Tensor) -> bool:
-    return not x.is_nested and x.layout is torch.strided and has_plain_memory(x)
+    return not x.is_nested and x.layout is torch.strided and has_strided_memory(x)
 
 
 def _is_steady(value: Any) -> bool:

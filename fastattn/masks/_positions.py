@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._mask_program import Kind, Leaf
-from fastattn.eager import nothing_watches
+from fastattn.eager import is_unintercepted
 from fastattn.masks._calls import (
     CacheCall,
     Call,
@@ -178,7 +178,7 @@ def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | No
 
     None if the keys of a document are not contiguous, or if their ids cannot be read.
     """
-    if not isinstance(call, DenseCall) or not (queries.is_cpu and nothing_watches()):
+    if not isinstance(call, DenseCall) or not (queries.is_cpu and is_unintercepted()):
         return None
     if min(call.q_len, call.k_len) == 0:
         return None

@@ -129,7 +129,7 @@ class _Layer(Plan):
         self.weight: Tensor = pairs[3][0]
         width = self.weight.shape[0]
         self.is_usual = (
-            not compat.are_watched(inside, does_nothing)
+            not compat.have_hooks(inside, does_nothing)
             and activation > 0
             and all(x is None or type(x) in _LINEAR for x in linear)
             and type(norms[0]) is type(norms[1])
@@ -242,7 +242,7 @@ class FusedEncoder(nn.Module):
 
     def _native(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
         layers: Any = self.layers
-        if src.is_nested or compat.are_watched(layers, does_nothing):
+        if src.is_nested or compat.have_hooks(layers, does_nothing):
             return None
         if any(type(layer).forward.__module__ not in _FORWARDS for layer in layers):
             return None
@@ -275,7 +275,7 @@ def served(
     [B + 1], in int32. ``relative_bias`` [heads, distances] of the scores, in float32, has distance
     0 in the middle. Hooks of the layers themselves are the caller's to look for.
     """
-    if not layers or not compat.nothing_intercepts() or compat.is_any_watched():
+    if not layers or not compat.may_plan() or compat.has_global_hook():
         return None
     kept = [_known.get(layer) for layer in layers]
     plans = tuple([each.native for each in kept if each is not None])
@@ -292,7 +292,7 @@ def served(
 
 def may_be_served(layers: Collection[nn.Module], names: Names) -> bool:
     """Whether :func:`served` would run the layers on some tensor."""
-    if not layers or not compat.nothing_intercepts() or compat.is_any_watched():
+    if not layers or not compat.may_plan() or compat.has_global_hook():
         return False
     kept = [planned(layer, names) for layer in layers]
     return all(each is not None and each.native is not None for each in kept)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.compat import canonical_mask
-from fastattn.eager import is_plain_on_cpu
+from fastattn.eager import is_eager_on_cpu
 
 
 def check_mask_dtypes(
@@ -55,7 +55,7 @@ def is_causal_mask(mask: Tensor) -> bool:
 
     False if its values cannot be read (tracing, transforms, other devices), or if it is learned.
     """
-    if mask.dim() != 2 or mask.requires_grad or not is_plain_on_cpu(mask):
+    if mask.dim() != 2 or mask.requires_grad or not is_eager_on_cpu(mask):
         return False
     future = torch.ones_like(mask, dtype=torch.bool).triu_(1)
     if mask.dtype == torch.bool:
@@ -147,6 +147,6 @@ def _padding_mask(mask: Tensor | None, batch: int, source: int, appended: int) -
 
 def _only_excludes(mask: Tensor) -> bool:
     """Whether a floating mask holds only 0 and -inf. False if its values cannot be read."""
-    if mask.requires_grad or not is_plain_on_cpu(mask):
+    if mask.requires_grad or not is_eager_on_cpu(mask):
         return False
     return bool(((mask == 0) | (mask == float("-inf"))).all())

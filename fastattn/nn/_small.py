@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.compat import nothing_intercepts
+from fastattn.compat import may_plan
 
 # The most multiplications of the larger projection for this path, filled on first use. Above it
 # another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors if there are
@@ -47,7 +47,7 @@ def self_attention(
         or module.bias_k is not None
         or module.bias_v is not None
         or not module._qkv_same_embed_dim  # changed by the user: PyTorch raises an error
-        or not nothing_intercepts()
+        or not may_plan()
         or dispatch.forced.get() not in _BACKENDS
         or not x.is_cpu
         or x.dim() != 3

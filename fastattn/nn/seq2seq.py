@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.checks import check_dense
-from fastattn.eager import is_plain_on_cpu
+from fastattn.eager import is_eager_on_cpu
 from fastattn.nn._cache import DecoderCache
 from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._leaf import is_symbolic, leaf
@@ -326,7 +326,7 @@ class Transformer(nn.Transformer, ContextParallel):
 
 def _if_any(padding: Tensor) -> Tensor | None:
     """Return None if the mask hides nothing and its values can be read."""
-    return None if is_plain_on_cpu(padding) and not padding.any() else padding
+    return None if is_eager_on_cpu(padding) and not padding.any() else padding
 
 
 def _sizes(vocab_size: Any, padding_idx: int) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fastattn.checks import check_flag, wrong_type
 from fastattn.library import Operator
 from fastattn.ops import varlen
-from fastattn.ops._sdpa_arguments import Arguments
 
 _NAME = "scaled_dot_product_attention"
 _OF_PACKED = inspect.signature(varlen.varlen_attention).parameters  # arguments of packed sequences
@@ -49,13 +48,13 @@ def same_lengths(x: Any, y: Any) -> bool:
     return x.shape[-2] == y.shape[-2] or torch.equal(x.offsets(), y.offsets())
 
 
-def prepare(given: Arguments) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
+def prepare(args: Any) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
     """Return the operator of packed sequences, its arguments except the seed, and the folding."""
-    query, key, value, enable_gqa = given.query, given.key, given.value, given.enable_gqa
+    query, key, value, enable_gqa = args.query, args.key, args.value, args.enable_gqa
     check_flag(_NAME, "enable_gqa", enable_gqa)
-    if given.attn_mask is not None:
+    if args.attn_mask is not None:
         raise RuntimeError(f"{_NAME}: attn_mask must be None if query is jagged")
-    if given.need_weights or given.average_weights:
+    if args.need_weights or args.average_weights:
         raise RuntimeError(f"{_NAME}: need_weights must be False if query is jagged")
     (q, q_starts), (k, k_starts), (v, _) = (
         _packed(name, x, query) for name, x in (("query", query), ("key", key), ("value", value))
@@ -73,8 +72,8 @@ def prepare(given: Arguments) -> tuple[Operator, tuple[Any, ...], JaggedFolding]
             f"{_NAME}: query and key must have the same number of heads without enable_gqa=True, "
             f"got {q.shape[1]} and {k.shape[1]}"
         )
-    given = given._replace(query=q, key=k, value=v)
-    options = {name: x for name, x in given._asdict().items() if name in _OF_PACKED}
+    args = args._replace(query=q, key=k, value=v)
+    options = {name: x for name, x in args._asdict().items() if name in _OF_PACKED}
     operator, arguments = varlen.prepare(cu_seqlens_q=q_starts, cu_seqlens_k=k_starts, **options)
     return operator, arguments, JaggedFolding(q_starts, query.dim() == 4)
 

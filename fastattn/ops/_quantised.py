@@ -25,14 +25,14 @@ def check_scales(
     value: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check and return the scales [E, Hkv, N] of both caches, given in ``layout``, or None."""
-    given = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
+    of_caches = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
     if key_scales is None and value_scales is None:
-        for name, (_, cache) in given.items():
+        for name, (_, cache) in of_caches.items():
             if cache.dtype in QUANTISED:
                 raise ValueError(f"{_OP}: {name}_cache of {cache.dtype} needs {name}_scales")
         return None, None
-    found = []
-    for name, (scales, cache) in given.items():
+    checked = []
+    for name, (scales, cache) in of_caches.items():
         if scales is None:
             raise ValueError(f"{_OP}: key_scales and value_scales must be given together")
         if cache.dtype not in QUANTISED:
@@ -55,16 +55,16 @@ def check_scales(
                 f"{_OP}: {name}_scales must have the shape {tuple(cache.shape[:3])} of the rows of "
                 f"{name}_cache, got {tuple(scales.shape)}"
             )
-        found.append(scales if layout == "bhnd" else scales.transpose(1, 2))
+        checked.append(scales if layout == "bhnd" else scales.transpose(1, 2))
     if key is not None:
-        check_memory(key_scales=found[0], value_scales=found[1])
-        if runs_eagerly(key_cache, value_cache, *found, key, value):
-            if same_memory(*found):
+        check_memory(key_scales=checked[0], value_scales=checked[1])
+        if runs_eagerly(key_cache, value_cache, *checked, key, value):
+            if same_memory(*checked):
                 _check_columns(key_cache, value_cache, key, value)
             else:
                 _check_apart("cache", key_cache, value_cache)
-                _check_apart("scales", *found)
-    return found[0], found[1]
+                _check_apart("scales", *checked)
+    return checked[0], checked[1]
 
 
 def check_memory(**written: Tensor) -> None:

@@ -16,30 +16,6 @@ _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
 
 
-class Arguments(NamedTuple):
-    """The arguments of the public function, as the caller gave them."""
-
-    query: Any
-    key: Any
-    value: Any
-    attn_mask: Any
-    alibi_slopes: Any
-    sinks: Any
-    relative_bias: Any
-    mask: Any
-    dropout_p: Any
-    is_causal: Any
-    scale: Any
-    enable_gqa: Any
-    window: Any
-    softcap: Any
-    causal_alignment: Any
-    return_lse: Any
-    need_weights: Any
-    average_weights: Any
-    generator: Any
-
-
 class Folding(NamedTuple):
     """How to restore the caller's leading dimensions from the primitive's [B, H, ...]."""
 
@@ -166,11 +142,13 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     return mask if folding.rank == 4 else _fold_leading(mask, 3, folding.batch)
 
 
-def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, given: Any) -> str:
+def causal_alignment_of(
+    bias: Any, query: Tensor, key: Tensor, is_causal: Any, alignment: Any
+) -> str:
     """Return the ``causal_alignment`` that makes ``is_causal`` equal to this bias."""
     if is_causal:
         raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True")
-    if given != "upper_left":
+    if alignment != "upper_left":
         raise ValueError(f"{_NAME}: causal_alignment must be left out with a CausalBias")
     lengths = getattr(bias, "seq_len_q", None), getattr(bias, "seq_len_kv", None)  # None: a view
     expected = query.shape[-2], key.shape[-2]
@@ -206,9 +184,9 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
 
 
-def check_flags(given: Arguments) -> None:
+def check_flags(arguments: Any) -> None:
     for name in _FLAGS:
-        checks.check_flag(_NAME, name, getattr(given, name))
+        checks.check_flag(_NAME, name, getattr(arguments, name))
 
 
 def check_combinations(

@@ -12,7 +12,7 @@ from fastattn import checks
 from fastattn._seed import draw_seed
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.call import Plans
+from fastattn.call import Plans, with_arguments_of
 from fastattn.checks import shape_of
 from fastattn.library import Operator
 
@@ -88,36 +88,25 @@ def additive_attention(
     """
     tensors = (query, key, value, v, bias, attn_mask, key_padding_mask)
     signature, plan = plans.find(tensors, dropout_p, is_causal, need_weights)
+    if plan is None:
+        operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
+        if query is call[0]:  # a query without a batch has no plan
+            plan = plans.keep(signature, operator, call, tensors[:5], tensors)
     if plan is not None:
         mask = _combined(attn_mask, key_padding_mask)
         seed = draw_seed(query.device) if dropout_p else None
         run = plan.all if need_weights else plan.first
         return run((query, key, value, v, bias, mask, seed))
-    operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
-    if query is call[0]:  # a query without a batch has no plan
-        plans.keep(signature, operator, call, tensors[:5], tensors)
     out, weights = operator(*checks.with_seed(operator, call, None))
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out
 
 
-def prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    v: Any,
-    bias: Any = None,
-    attn_mask: Any = None,
-    key_padding_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    need_weights: Any = False,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator and its arguments, except the seed."""
-    tensors: tuple[Any, ...] = (query, key, value, v)
-    if bias is not None:
-        tensors = (*tensors, bias)
+    attn_mask, key_padding_mask, dropout_p, is_causal, need_weights = args[5:]
+    tensors: tuple[Any, ...] = args[: 4 if args.bias is None else 5]
     _check_tensors(tensors)
     checks.check_bool(f"{_NAME}: is_causal", is_causal)
     checks.check_bool(f"{_NAME}: need_weights", need_weights)
@@ -134,6 +123,9 @@ def prepare(
         mask = _mask(attn_mask, key_padding_mask, query, key, batched)
     options = AdditiveOptions(causal=is_causal, dropout_p=dropout_p, weights=need_weights)
     return additive, (query, key, value, v, more[0] if more else None, mask, None, options)
+
+
+prepare = with_arguments_of(additive_attention, _prepare)
 
 
 # --- validation ------------------------------------------------------------------------------

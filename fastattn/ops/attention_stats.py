@@ -92,28 +92,22 @@ def attention_stats(
         >>> stats.column_sums[0, 0], stats.rows[0, 0, 0]
         (tensor([2.0833, 1.0833, 0.5833, 0.2500]), tensor([0.2500, 0.2500, 0.2500, 0.2500]))
     """
-    operator, args = _prepare(
-        *(query, key, attn_mask, column_sums, entropy, top_k, rows),
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        causal_alignment=causal_alignment,
+    operator, args = prepare(
+        *(query, key, attn_mask, is_causal, scale, enable_gqa, column_sums, entropy, top_k, rows),
+        *(window, softcap, alibi_slopes, causal_alignment),
     )
     batch, heads, q_len, _ = args[0].shape
     chosen = [n % q_len for n in rows]
     results: dict[str, Tensor] = {}
 
-    def put(name: str, begin: int, part: Tensor) -> None:
+    def put(name: str, begin: int, block: Tensor) -> None:
         """Write the result of a block of queries into the whole result, [B, Hq, Lq, ...]."""
         # No list to concatenate: live parts would fragment the memory that blocks free.
         if name not in results:
-            results[name] = part.new_empty((batch, heads, q_len, *part.shape[3:]))
-        results[name][:, :, begin : begin + part.shape[2]] = part
+            results[name] = block.new_empty((batch, heads, q_len, *block.shape[3:]))
+        results[name][:, :, begin : begin + block.shape[2]] = block
 
-    sums, found = None, {}
+    sums, of_rows = None, {}
     for begin, lse, w in _blocks(operator, args):
         put("lse", begin, lse.to(w.dtype))
         if column_sums:
@@ -126,14 +120,14 @@ def attention_stats(
             put("top_indices", begin, largest.indices)
         for n in chosen:
             if begin <= n < begin + w.shape[2]:
-                found[n] = w[:, :, n - begin].clone()  # a view would keep the whole block alive
+                of_rows[n] = w[:, :, n - begin].clone()  # a view would keep the whole block alive
     return AttentionStats(
         results["lse"],
         sums if column_sums else None,
         results.get("entropy"),
         results.get("top_values"),
         results.get("top_indices"),
-        torch.stack([found[n] for n in chosen], 2) if chosen else None,
+        torch.stack([of_rows[n] for n in chosen], 2) if chosen else None,
     )
 
 
@@ -148,17 +142,13 @@ def _entropy(weights: Tensor) -> Tensor:
     return torch.cat(tuple(parts), 1)
 
 
-def _prepare(
-    query: Any,
-    key: Any,
-    attn_mask: Any,
-    column_sums: Any,
-    entropy: Any,
-    top_k: Any,
-    rows: Any,
-    **options: Any,
-) -> tuple[Operator, tuple[Any, ...]]:
+_OF_ATTENTION = "is_causal scale enable_gqa window softcap alibi_slopes causal_alignment".split()
+
+
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate, and return attention's operator and its arguments, with the weights."""
+    query, key, attn_mask, top_k, rows = args.query, args.key, args.attn_mask, args.top_k, args.rows
+    options = {name: getattr(args, name) for name in _OF_ATTENTION}
     for name, x in (("query", query), ("key", key)):
         if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
             raise checks.not_dense(_OP, name, x)
@@ -166,8 +156,8 @@ def _prepare(
             raise ValueError(f"{_OP}: {name} must be [B, H, L, D], got shape {tuple(x.shape)}")
         if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16):
             query, key = (query.float(), key) if name == "query" else (query, key.float())
-    checks.check_bool(f"{_OP}: column_sums", column_sums)
-    checks.check_bool(f"{_OP}: entropy", entropy)
+    checks.check_bool(f"{_OP}: column_sums", args.column_sums)
+    checks.check_bool(f"{_OP}: entropy", args.entropy)
     checks.check_int(f"{_OP}: top_k", top_k)
     if not isinstance(rows, Sequence) or any(
         not isinstance(n, int) or isinstance(n, bool) for n in rows
@@ -180,14 +170,14 @@ def _prepare(
     # The weights are exact, even where autocast would round query and key.
     device = query.device.type if isinstance(query, Tensor) else "cpu"
     with without_autocast(device):
-        operator, args, _ = sdpa.prepare(query, key, value, attn_mask, need_weights=True, **options)
-    q_len, k_len = args[0].shape[2], args[1].shape[2]
+        operator, call, _ = sdpa.prepare(query, key, value, attn_mask, need_weights=True, **options)
+    q_len, k_len = call[0].shape[2], call[1].shape[2]
     if not 0 <= top_k <= k_len:
         raise ValueError(f"{_OP}: top_k must be between 0 and the {k_len} keys, got {top_k}")
     for n in rows:
         if not -q_len <= n < q_len:
             raise ValueError(f"{_OP}: rows must name some of the {q_len} queries, got {n}")
-    return operator, args
+    return operator, call
 
 
 prepare = with_arguments_of(attention_stats, _prepare)

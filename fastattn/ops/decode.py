@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -158,63 +157,57 @@ def decode_attention(
         kind, signed = "int", (*signed[:3], None, *signed[4:])
     flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
     signature, plan = plans.find(signed, kind, mask is None, *flags, *bias_kind)
+    others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
     if plan is not None:
-        # After an error, the complete path below raises a message that names the argument.
-        with contextlib.suppress(ValueError):
-            others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
-            return _planned(plan, *tensors, *others)
-    operator, args, append = _prepare(*tensors, relative_bias, mask, *flags)
+        try:
+            return _planned(plan, tensors, *others)
+        except ValueError:  # the complete path raises a message that names the argument
+            pass
+    operator, call, append = prepare(
+        *(query, key_cache, value_cache, cache_seqlens, key, value, key_scales, value_scales),
+        *(block_table, cache_batch_idx, cache_leftpad, is_causal, scale, window, softcap),
+        *(alibi_slopes, sinks, relative_bias, mask, rotary_cos, rotary_sin, rotary_interleaved),
+        *(rotary_positions, layout, return_lse),
+    )
     if signature is not None:
-        _keep(signature, (*tensors, *tables), args, append)
+        plan = _keep(signature, (*tensors, *tables), call, append)
+        if plan is not None:
+            return _planned(plan, tensors, *others)
     if append is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
         if not torch.compiler.is_compiling() and dispatch.forced.get():
-            operator.choose(args)  # raises before anything is written
+            operator.choose(call)  # raises before anything is written
         rotated = append_to_cache(*append)
-        args = args if rotated is None else (rotated, *args[1:])
-    out, lse = operator(*args)
-    out = out.transpose(1, 2) if layout == "bnhd" else out
-    if not return_lse:
-        return out
-    return out, lse if out.dtype is torch.float64 else lse.float()
+        call = call if rotated is None else (rotated, *call[1:])
+    return _returned(operator(*call), layout, return_lse)
 
 
 def _keep(
-    signature: bytes, given: tuple[Any, ...], args: tuple[Any, ...], append: tuple[Any, ...] | None
-) -> None:
-    """Keep the plan of a call that the complete path prepared."""
-    query, key_cache, value_cache, _, _, _, table, entries, leftpad, slopes, sinks, *scales = given
-    if compat.any_requires_grad(*given):
-        return
+    signature: bytes,
+    tensors: tuple[Any, ...],  # of the public call
+    call: tuple[Any, ...],  # the operator's arguments
+    append: tuple[Any, ...] | None,
+) -> Plan | None:
+    """Keep and return the plan of a call that the complete path prepared."""
+    query, key_cache, value_cache, _, _, _, table, entries, leftpad, slopes, sinks, *scales = (
+        tensors
+    )
+    if compat.any_requires_grad(*tensors):
+        return None
     if append is not None:
         if entries is not None:  # each call must check that it names no entry twice
-            return
+            return None
         if dispatch.choose("append_to_cache", *append) != "cpu":
-            return
+            return None
     biases = (slopes, sinks, None, None, leftpad, *scales[:2])
     in_order = (query, key_cache, value_cache, None, table, entries, *biases)
-    plans.keep(signature, decode, args, in_order)
+    return plans.keep(signature, decode, call, in_order)
 
 
 def _planned(
     plan: Plan,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Tensor | int | None,
-    key: Tensor | None,
-    value: Tensor | None,
-    block_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_positions: Tensor | None,
+    tensors: tuple[Any, ...],  # as decode_attention signs them
     relative_bias: Tensor | T5 | None,
     mask: masks.Mask | None,
     rotary_interleaved: bool,
@@ -222,10 +215,14 @@ def _planned(
     return_lse: bool,
 ) -> Any:
     """The results of a call by its plan."""
+    query, key_cache, value_cache, cache_seqlens, key, value, block_table, *others = tensors
+    entries, leftpad, slopes, sinks, key_scales, value_scales, *others = others
+    rotary_cos, rotary_sin, rotary_positions = others
     table = program = None
+    scales = (key_scales, value_scales)
     if key_scales is not None:
         caches = (key_cache, value_cache, layout, key, value)
-        key_scales, value_scales = check_scales(key_scales, value_scales, *caches)
+        scales = check_scales(key_scales, value_scales, *caches)
     if layout == "bnhd":
         query, key_cache, value_cache = (x.transpose(1, 2) for x in (query, key_cache, value_cache))
     capacity = key_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
@@ -236,7 +233,6 @@ def _planned(
         # Clamped, because a length beyond int64 is an error, too.
         length = min(max(length, -1), 2**62)
         lengths = torch.full((query.shape[0],), length, dtype=torch.int64, device="cpu")
-    where = (block_table, cache_batch_idx)
     if key is not None and value is not None:
         if 0 in key_cache.stride() or 0 in value_cache.stride():
             check_memory(key_cache=key_cache, value_cache=value_cache)
@@ -249,13 +245,11 @@ def _planned(
             own, new = (rotary_positions, rotary_interleaved, query), (key, value)
             rotary = check_rotary(rotary_cos, rotary_sin, *own, new, lengths)
             options = AppendOptions(rotary_interleaved)
-        call = (key_cache, value_cache, key, value, lengths, *where, *rotary)
+        call = (key_cache, value_cache, key, value, lengths, block_table, entries, *rotary)
         cpu: Any = dispatch.load("cpu")
-        rotated = cpu.append_to_cache(
-            *call, key_scales, value_scales, cache_leftpad, options=options
-        )
+        rotated = cpu.append_to_cache(*call, *scales, leftpad, options=options)
         query = query if rotated is None else rotated
-        written = (key_cache, value_cache, key_scales, value_scales)
+        written = (key_cache, value_cache, *scales)
         torch.autograd.graph.increment_version([x for x in written if x is not None])
         lengths = lengths + key.shape[2]
     if relative_bias is not None:
@@ -263,42 +257,24 @@ def _planned(
     if mask is not None:
         program = masks.cache_program(_OP, mask, query, capacity, lengths)
     slopes, sinks = (x[None] if x is not None and x.dim() == 1 else x for x in (slopes, sinks))
-    biases = (slopes, sinks, table, program, cache_leftpad, key_scales, value_scales)
-    out, lse = plan.all((query, key_cache, value_cache, lengths, *where, *biases))
+    biases = (slopes, sinks, table, program, leftpad, *scales)
+    results = plan.all((query, key_cache, value_cache, lengths, block_table, entries, *biases))
+    return _returned(results, layout, return_lse)
+
+
+def _returned(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> Any:
+    """The results of the public function."""
+    out, lse = results
     out = out.transpose(1, 2) if layout == "bnhd" else out
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def _prepare(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    cache_seqlens: Any,
-    key: Any,
-    value: Any,
-    block_table: Any,
-    cache_batch_idx: Any,
-    cache_leftpad: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    key_scales: Any,
-    value_scales: Any,
-    rotary_cos: Any,
-    rotary_sin: Any,
-    rotary_positions: Any,
-    relative_bias: Any,
-    mask: Any,
-    is_causal: Any,
-    scale: Any,
-    window: Any,
-    softcap: Any,
-    rotary_interleaved: Any,
-    layout: Any,
-    return_lse: Any,
-) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
     """Validate; return the operator, its arguments, and the arguments of the append or None."""
+    query, key_cache, value_cache = args.query, args.key_cache, args.value_cache
+    key, value, layout = args.key, args.value, args.layout
     if layout not in _LAYOUTS:
         raise ValueError(f"{_OP}: layout must be 'bhnd' or 'bnhd', got {layout!r}")
     if not isinstance(query, Tensor):
@@ -309,7 +285,8 @@ def _prepare(
     for name, x in operands.items():
         checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
         checks.check_constant(_OP, name, x)
-        quantised = name.endswith("_cache") and (key_scales is not None or x.dtype in QUANTISED)
+        is_scaled = args.key_scales is not None or x.dtype in QUANTISED
+        quantised = name.endswith("_cache") and is_scaled
         if x.dtype != query.dtype and not quantised:
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
@@ -317,9 +294,10 @@ def _prepare(
     checks.check_dtypes(_OP, query, query, query)
     if key is not None:
         check_memory(key_cache=key_cache, value_cache=value_cache)
-    scales = check_scales(key_scales, value_scales, key_cache, value_cache, layout, key, value)
-    checks.check_flag(_OP, "is_causal", is_causal)
-    checks.check_flag(_OP, "return_lse", return_lse)
+    caches = (key_cache, value_cache, layout, key, value)
+    scales = check_scales(args.key_scales, args.value_scales, *caches)
+    checks.check_flag(_OP, "is_causal", args.is_causal)
+    checks.check_flag(_OP, "return_lse", args.return_lse)
     if layout == "bnhd":
         operands = {name: x.transpose(1, 2) for name, x in operands.items()}
     query, key_cache, value_cache = (
@@ -334,11 +312,12 @@ def _prepare(
             f"got shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
     if new is not None:
-        check_new(*new, query, key_cache, value_cache, cache_seqlens)
+        check_new(*new, query, key_cache, value_cache, args.cache_seqlens)
         if runs_eagerly(*new, key_cache, value_cache):
             new = outside(new, (key_cache, value_cache))
 
     batch, device = query.shape[0], query.device
+    block_table, cache_batch_idx = args.block_table, args.cache_batch_idx
     table = entries = None
     capacity = key_cache.shape[2]
     if block_table is not None:
@@ -369,32 +348,34 @@ def _prepare(
         )
     added = 0 if new is None else new[0].shape[2]
     pages = None if table is None else (table.shape[1], key_cache.shape[2])
-    lengths = lengths_before(cache_seqlens, batch, capacity, added, device, pages)
-    if cache_leftpad is not None:
-        cache_leftpad = _padding_before(cache_leftpad, lengths)
-    if alibi_slopes is not None:
-        alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
+    lengths = checked_lengths(args.cache_seqlens, batch, capacity, added, device, pages)
+    leftpad, slopes, sinks = args.cache_leftpad, args.alibi_slopes, args.sinks
+    if leftpad is not None:
+        leftpad = _checked_padding(leftpad, lengths)
+    if slopes is not None:
+        slopes = checks.fold_slopes(_OP, slopes, query, query.shape[1], batch)
     if sinks is not None:
         checks.check_constant(_OP, "sinks", sinks)
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
-    scores = checks.score_options(_OP, query, scale, softcap, window, is_causal)
-    rotary = check_rotary(
-        rotary_cos, rotary_sin, rotary_positions, rotary_interleaved, query, new, lengths
-    )
+    of_scores = (args.scale, args.softcap, args.window, args.is_causal)
+    scores = checks.score_options(_OP, query, *of_scores)
+    tables = (args.rotary_cos, args.rotary_sin, args.rotary_positions)
+    rotary = check_rotary(*tables, args.rotary_interleaved, query, new, lengths)
     append = None
     if new is not None:
-        if rotary_cos is not None and scales[0] is not None:
+        if args.rotary_cos is not None and scales[0] is not None:
             check_rotated(*scales)
         where = (lengths, table, entries)
-        tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, cache_leftpad)
-        append = (tensors, AppendOptions(rotary_interleaved and rotary_cos is not None))
+        tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, leftpad)
+        interleaved = args.rotary_interleaved and args.rotary_cos is not None
+        append = (tensors, AppendOptions(interleaved))
         lengths = lengths + added
-    if relative_bias is not None:
-        relative_bias = fold_table(relative_bias, query, lengths, capacity)
-    mask_program = None
-    if mask is not None:
-        mask_program = masks.cache_program(_OP, mask, query, capacity, lengths)
-    biases = (alibi_slopes, sinks, relative_bias, mask_program, cache_leftpad, *scales)
+    of_distances = mask_program = None
+    if args.relative_bias is not None:
+        of_distances = fold_table(args.relative_bias, query, lengths, capacity)
+    if args.mask is not None:
+        mask_program = masks.cache_program(_OP, args.mask, query, capacity, lengths)
+    biases = (slopes, sinks, of_distances, mask_program, leftpad, *scales)
     tensors = (query, key_cache, value_cache, lengths, table, entries, *biases)
     return decode, (*tensors, DecodeOptions(**scores)), append
 
@@ -439,7 +420,7 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
         )
 
 
-def lengths_before(
+def checked_lengths(
     lengths: Any,
     batch: int,
     capacity: int,
@@ -463,7 +444,7 @@ def lengths_before(
     return lengths
 
 
-def _padding_before(cache_leftpad: Any, lengths: Tensor) -> Tensor:
+def _checked_padding(cache_leftpad: Any, lengths: Tensor) -> Tensor:
     """How many rows of each sequence are padding, [B] int64."""
     name = "cache_leftpad"
     padding = checks.check_integers(_OP, name, cache_leftpad, "[B]", 1, lengths.device)

@@ -12,7 +12,7 @@ from fastattn import checks
 from fastattn.autograd.encode_memory import encode
 from fastattn.backends.primitives import EncodeMemoryOptions
 from fastattn.call import Plans, with_arguments_of
-from fastattn.eager import nothing_watches
+from fastattn.eager import is_unintercepted
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
 
@@ -76,27 +76,20 @@ def encode_memory(
         ValueError: shapes that do not match, an unknown encoding, or tensors on different devices.
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
-    tensors = (tokens, weight, temporal)
-    options = (encoding, padding_idx, sparse)
-    signature, plan = plans.find(tensors, *options)
+    signature, plan = plans.find((tokens, weight, temporal), encoding, padding_idx, sparse)
+    if plan is None:
+        operator, arguments = prepare(tokens, weight, encoding, temporal, padding_idx, sparse)
+        plan = plans.keep(signature, operator, arguments, (tokens, weight, None, temporal))
     if plan is not None:
         factors = _factors(encoding, tokens.shape[-1], weight)
         return plan.all((tokens, weight, factors, temporal))
-    operator, arguments = _prepare(*tensors, *options)
-    plans.keep(signature, operator, arguments, (tokens, weight, None, temporal))
     out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
 
 
-def _prepare(
-    tokens: Tensor,
-    weight: Tensor,
-    temporal: Tensor | None,
-    encoding: str | Tensor,
-    padding_idx: int | None,
-    sparse: bool,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`encode_memory`; return the operator and its arguments."""
+    tokens, weight, encoding, temporal, padding_idx, sparse = args
     _check(tokens, weight, temporal, padding_idx)
     checks.check_bool("sparse", sparse)
     if sparse:
@@ -166,7 +159,7 @@ def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
             f"encoding must be one of {', '.join(ENCODINGS)}, or a Tensor, got {encoding!r}"
         )
     # Cached between calls, except under a tracer or a mode, which may replace the tensor.
-    make = _known_factors if nothing_watches() else _known_factors.__wrapped__
+    make = _known_factors if is_unintercepted() else _known_factors.__wrapped__
     return make(encoding, words, dim, dtype, weight.device)
 
 

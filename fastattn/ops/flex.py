@@ -19,7 +19,7 @@ from fastattn.backends._score_program import Op
 from fastattn.backends.primitives import FlexOptions
 from fastattn.call import Plans, with_arguments_of
 from fastattn.compat import constant_for_compiler
-from fastattn.eager import nothing_watches
+from fastattn.eager import is_unintercepted
 from fastattn.masks import values_of
 from fastattn.ops import sdpa
 from fastattn.ops._score_compile import Graph
@@ -268,7 +268,7 @@ class _Trace:
 
     def program(self, batch: int, wanted: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
         """The program without captured integers."""
-        keeps = nothing_watches()  # a traced tensor must not stay
+        keeps = is_unintercepted()  # a traced tensor must not stay
         found = self.programs.get((batch, wanted)) if keeps else None
         if found is None:
             steps = torch.tensor(self.steps(wanted), dtype=torch.int32, device="cpu")
@@ -345,7 +345,7 @@ class _Traced:
     def operands(self, query: Tensor, data: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The program and its data."""
         # Where modes or transforms are active, a tensor may not say that it requires a gradient.
-        every, grad = not nothing_watches(), torch.is_grad_enabled()
+        every, grad = not is_unintercepted(), torch.is_grad_enabled()
         if torch.compiler.is_dynamo_compiling():
             every = False
         wanted = tuple(
@@ -366,7 +366,7 @@ class _Traced:
 def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Tensor]]:
     """What a trace depends on, None if that is not known, and the captured tensors."""
     captured: list[Tensor] = []
-    if not nothing_watches() or (values := values_of(score_mod)) is None:
+    if not is_unintercepted() or (values := values_of(score_mod)) is None:
         return None, captured
     key: list[Any] = [dtype, device]
     for x in values:
@@ -380,18 +380,9 @@ def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     return tuple(key), captured
 
 
-def _prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: Any,
-    enable_gqa: Any,
-    kernel_options: Any,
-    **of_results: Any,
-) -> tuple[Any, tuple[Any, ...], list[str]]:
+def _prepare(args: Any) -> tuple[Any, tuple[Any, ...], list[str]]:
     """The operator, its arguments, and notes for ``explain``."""
+    query, key, value, score_mod, block_mask, scale, enable_gqa, _, kernel_options, _ = args
     checked = _checked(query, key, value, block_mask, scale, enable_gqa)
     notes = ["kernel_options are ignored: they tune PyTorch's kernels for GPUs"]
     notes = [] if kernel_options is None else notes

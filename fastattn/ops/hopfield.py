@@ -109,13 +109,16 @@ def hopfield_retrieve(
     signature, plan = plans.find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
     if plan is not None and not _is_expanded(stored):
         steps, reading = plan
-        return _planned(steps, reading, *tensors, need_weights, need_steps)
-    call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
+        return _planned(steps, reading, tensors, need_weights, need_steps)
+    others = (beta, *limits, attn_mask, dropout_p, need_weights, need_steps)
+    call: _Call = prepared(state, stored, projection, *others)
     xi, taken = call.state, None
     if update_steps_max != 0:
         groups, back = primitive(call)
         if signature is not None and not (groups[-1].crowded or _is_expanded(stored)):
-            _keep(signature, tensors, groups, _reading(call, dropout_p, need_weights)[1])
+            plan = _keep(signature, tensors, groups, _reading(call, dropout_p, need_weights)[1])
+            if plan is not None:
+                return _planned(*plan, tensors, need_weights, need_steps)
         xi, taken, _ = hopfield_states(*groups)
         xi, taken = back(xi)[..., : call.state.shape[-1]], back(taken)
     elif need_steps:
@@ -131,28 +134,29 @@ def _keep(
     tensors: tuple[Any, ...],
     steps: tuple[Any, ...],  # the arguments of the operator of the steps
     reading: tuple[Any, ...],  # the arguments of the attention that reads the patterns at the end
-) -> None:
+) -> tuple[Plan, Plan] | None:
     """Keep the plans of both operators, unless the patterns are cast, scaled or padded."""
     state, stored, projection, mask = tensors
-    given = (state, stored, stored if projection is None else projection, mask)
-    if only_viewed(reading[:4], given):
-        of_steps = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
-        of_reading = plan_of(attention, reading, any_requires_grad(*tensors))
-        if of_steps is not None and of_reading is not None:
-            plans.set(signature, (of_steps, of_reading))
+    read_by_attention = (state, stored, stored if projection is None else projection, mask)
+    if not only_viewed(reading[:4], read_by_attention):
+        return None
+    of_steps = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
+    of_reading = plan_of(attention, reading, any_requires_grad(*tensors))
+    if of_steps is None or of_reading is None:
+        return None
+    plans.set(signature, (of_steps, of_reading))
+    return of_steps, of_reading
 
 
 def _planned(
     steps: Plan,
     reading: Plan,
-    state: Tensor,
-    stored: Tensor,
-    projection: Tensor | None,
-    mask: Tensor | None,
+    tensors: tuple[Any, ...],  # state, stored, projection, mask
     need_weights: bool,
     need_steps: bool,
 ) -> Any:
     """Run a call by its plans."""
+    state, stored, projection, mask = tensors
     rank = state.dim()
     if rank < 4:
         state, stored = lifted(state), lifted(stored)
@@ -189,12 +193,12 @@ def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
     return results if len(results) > 1 else results[0]
 
 
-def _prepare(dropout_p: Any, **given: Any) -> tuple[Operator, tuple[Any, ...]]:
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator (attention if there are no steps) and its arguments."""
-    call = prepared(**given)
+    call = _prepared(args)
     if call.steps_max != 0:
         return hopfield_states, primitive(call)[0]
-    return _reading(call, dropout_p, False)
+    return _reading(call, args.dropout_p, False)
 
 
 prepare = with_arguments_of(hopfield_retrieve, _prepare)
@@ -227,22 +231,12 @@ class _Call(NamedTuple):
         return xi, key, value, self.mask
 
 
-def prepared(
-    state: Any,
-    stored: Any,
-    projection: Any,
-    beta: Any,
-    update_steps_max: Any,
-    update_steps_eps: Any,
-    stop: Any,
-    grad: Any,
-    attn_mask: Any,
-    need_weights: Any,
-    need_steps: Any,
-) -> _Call:
-    _check_options(update_steps_max, update_steps_eps, stop, grad)
-    checks.check_bool(f"{_NAME}: need_weights", need_weights)
-    checks.check_bool(f"{_NAME}: need_steps", need_steps)
+def _prepared(args: Any) -> _Call:
+    state, stored, projection, attn_mask = args.state, args.stored, args.projection, args.attn_mask
+    steps_max, eps = args.update_steps_max, args.update_steps_eps
+    _check_options(steps_max, eps, args.stop, args.grad)
+    checks.check_bool(f"{_NAME}: need_weights", args.need_weights)
+    checks.check_bool(f"{_NAME}: need_steps", args.need_steps)
     checks.check_dense(_NAME, state=state, stored=stored)
     state, stored = checks.autocast(state, stored)
     check_patterns(_NAME, state, stored)
@@ -251,7 +245,7 @@ def prepared(
         (projection,) = checks.autocast(projection)
         _check_projection(projection, stored)
     mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, state, stored)
-    scale, factor = check_beta(_NAME, beta, state)
+    scale, factor = check_beta(_NAME, args.beta, state)
     stored = share(lifted(stored))
     keys = None
     if factor is not None:
@@ -265,11 +259,14 @@ def prepared(
         projection,
         mask,
         scale,
-        -1 if update_steps_max is None else update_steps_max,
-        checks.as_double(f"{_NAME}: update_steps_eps", update_steps_eps),
-        stop,
-        grad,
+        -1 if steps_max is None else steps_max,
+        checks.as_double(f"{_NAME}: update_steps_eps", eps),
+        args.stop,
+        args.grad,
     )
+
+
+prepared = with_arguments_of(hopfield_retrieve, _prepared)
 
 
 def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:

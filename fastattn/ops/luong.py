@@ -84,10 +84,10 @@ def luong_attention(
         >>> luong_attention(x, x, x, window="local-m", D=2, need_weights=True)[1][0, 10, 7:14]
         tensor([0.0000, 0.2000, 0.2000, 0.2000, 0.2000, 0.2000, 0.0000])
     """
-    given = (query, key, value, weight, positions, key_padding_mask)
+    tensors = (query, key, value, weight, positions, key_padding_mask)
     signature, plan = None, None
     if positions is not None:
-        signature, plan = plans.find(given, method, window, D, dropout_p, need_weights)
+        signature, plan = plans.find(tensors, method, window, D, dropout_p, need_weights)
     if plan is None:
         _check(query, key, value, method, window, D, positions, key_padding_mask)
     query, key, v = _project(query, key, method, weight)
@@ -114,7 +114,7 @@ def luong_attention(
             kept = torch.nn.functional.dropout(ones, dropped)
         call = (query, key, value, center, key_padding_mask, kept)
         if plan is None:
-            plans.keep(signature, local_attention, (*call, options), (), given)
+            plans.keep(signature, local_attention, (*call, options), (), tensors)
             out, near = local_attention(*call, options)
         elif need_weights:
             out, near = plan.all(call)

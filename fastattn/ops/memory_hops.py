@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.autograd.memory_hops import hop_attention, of_four_dimensions, share
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.call import Plans, with_arguments_of
+from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.checks import shape_of
 from fastattn.library import Operator
 
@@ -19,7 +19,7 @@ _NAME = "memory_hop_attention"
 plans = Plans()
 _ACTIVATIONS = ("none", "relu", "tanh", "sigmoid")
 _NORMALIZATIONS = ("softmax", "none")
-_MOST_HOPS = 65536  # sizes in bytes must fit 64 bits
+_MAX_HOPS = 65536  # sizes in bytes must fit 64 bits
 
 
 def memory_hop_attention(
@@ -99,43 +99,39 @@ def memory_hop_attention(
     options = (hops, activation, normalize, scale, need_weights)
     signature, plan = plans.find(tensors, *options)
     if plan is not None:
-        call: tuple[Tensor | None, ...] = tensors
-        if plan.viewed:
-            memories = (x if x is None else share(x) for x in (in_memory, out_memory))
-            bias = memory_bias
-            if bias is not None and bias.requires_grad:
-                bias = of_four_dimensions(bias, query)
-            call = (query, *memories, hop_proj, memory_mask, bias)
         try:
-            if not need_weights:
-                return plan.first(call)
-            u, _, _, weights = plan.all(call)
-        except ValueError:
-            pass  # the complete path below raises an error that names the argument
-        else:
-            return u, weights
-    operator, arguments = _prepare(*tensors, *options)
-    plans.keep(signature, operator, arguments, tensors)
+            return _planned(plan, tensors, need_weights)
+        except ValueError:  # the complete path raises a message that names the argument
+            pass
+    biases = (hop_proj, memory_mask, memory_bias)
+    operator, arguments = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
+    plan = plans.keep(signature, operator, arguments, tensors)
+    if plan is not None:
+        return _planned(plan, tensors, need_weights)
     out, _, _, weights = operator(*arguments)
     if query.shape[-1] == 0:
         out = out[..., :0]
     return (out, weights) if need_weights else out
 
 
-def _prepare(
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    hop_proj: Tensor | None,
-    memory_mask: Tensor | None,
-    memory_bias: Tensor | None,
-    hops: int,
-    activation: str | None,
-    normalize: str,
-    scale: float,
-    need_weights: bool,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _planned(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
+    """The results of a call by its plan."""
+    if plan.viewed:
+        query, *memories, hop_proj, mask, bias = tensors
+        memories = [x if x is None else share(x) for x in memories]
+        if bias is not None and bias.requires_grad:
+            bias = of_four_dimensions(bias, query)
+        tensors = (query, *memories, hop_proj, mask, bias)
+    if not need_weights:
+        return plan.first(tensors)
+    u, _, _, weights = plan.all(tensors)
+    return u, weights
+
+
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`memory_hop_attention`; return the operator and its own."""
+    query, in_memory, out_memory, hops, hop_proj, memory_mask, memory_bias, *others = args
+    activation, normalize, scale, need_weights = others
     activation = "none" if activation is None else activation
     _check_options(hops, activation, normalize, scale, need_weights)
     query, in_memory = _cast("query", query), _cast("in_memory", in_memory)
@@ -184,8 +180,8 @@ def _check_options(
     checks.check_int(f"{_NAME}: hops", hops)
     if hops < 1:
         raise ValueError(f"{_NAME}: hops must be at least 1, got {hops}")
-    if hops > _MOST_HOPS:
-        raise ValueError(f"{_NAME}: hops must be at most {_MOST_HOPS}, got {hops}")
+    if hops > _MAX_HOPS:
+        raise ValueError(f"{_NAME}: hops must be at most {_MAX_HOPS}, got {hops}")
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"{_NAME}: activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"
@@ -258,18 +254,18 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
             )
     checks.check_same_device(f"{_NAME}: {name}", x, "query", query)
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]
-    given = x
+    original = x
     if 1 <= x.ndim <= len(batch) + 2:
         x = of_four_dimensions(x, query)
     four = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
-    if x.ndim != 4 or given.ndim > len(batch) + 2 or not _expands_to(x.shape, four):
+    if x.ndim != 4 or original.ndim > len(batch) + 2 or not _expands_to(x.shape, four):
         names = "[N], [B, N] or [B, K, N]"
         if len(batch) == 2:
             names = "[N], [B, N], [B, Q, N] or [B, Q, K, N]"
         sizes = ", ".join(f"{n} = {size}" for n, size in _sizes(batch, hops, rows))
         raise ValueError(
             f"{_NAME}: {name} must be {names} with {sizes} (or 1 for any of them), "
-            f"got shape {shape_of(given)}"
+            f"got shape {shape_of(original)}"
         )
     return x
 

@@ -73,8 +73,8 @@ def prepare(
 
 
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
-    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    for name, x in given.items():
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, x in states.items():
         checks.check_strided(_NAME, name, x)
         if x.device != out_a.device:
             raise RuntimeError(

@@ -170,20 +170,21 @@ def scaled_dot_product_attention(
     """
     tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
-    options = (
-        *(dropout_p, is_causal, scale, enable_gqa, window, softcap),
-        *(causal_alignment, return_lse, need_weights, average_weights),
-    )
-    signature = None
+    flags = (return_lse, need_weights, average_weights)
+    signature = plan = None
     if generator is None:
-        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options)
-        if plan is not None:
-            biases = (relative_bias, mask)
-            return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
-    operator, call, folding = _prepare(
-        arguments.Arguments(*tensors, relative_bias, mask, *options, generator)
-    )
-    keep(signature, (*tensors, *tables), operator, call)
+        options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment)
+        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options, *flags)
+    if plan is None:
+        operator, call, folding = prepare(
+            *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
+            *(causal_alignment, generator, *flags),
+        )
+        plan = keep(signature, (*tensors, *tables), operator, call)
+    if plan is not None:
+        biases = (relative_bias, mask)
+        return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
     out = folding.restore(out)
@@ -198,16 +199,18 @@ def scaled_dot_product_attention(
 
 
 def keep(
-    signature: bytes | None, given: tuple[Any, ...], operator: Operator, call: tuple[Any, ...]
-) -> None:
-    """Keep the plan of a call, unless its dimensions were folded or its heads repeated.
+    signature: bytes | None, tensors: tuple[Any, ...], operator: Operator, call: tuple[Any, ...]
+) -> Plan | None:
+    """Keep and return the plan of a call, unless its dimensions were folded or its heads repeated.
 
     The query may be another one: with ``content_bias`` added.
     """
-    if signature is None or call[0].shape != given[0].shape:
-        return
-    if call[1] is given[1] and call[2] is given[2]:
-        plans.keep(signature, operator, call, (None, *given[1:5], None, given[5]), given)
+    if signature is None or call[0].shape != tensors[0].shape:
+        return None
+    if call[1] is not tensors[1] or call[2] is not tensors[2]:
+        return None
+    in_order = (None, *tensors[1:5], None, tensors[5])
+    return plans.keep(signature, operator, call, in_order, tensors)
 
 
 def planned(
@@ -250,43 +253,43 @@ def planned(
 
 
 def _prepare(
-    given: arguments.Arguments,
+    args: Any,  # the arguments of the public function
 ) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
     """Validate; return the operator, its arguments with None for the seed, and the folding.
 
     All errors are raised here, before any computation.
     """
-    if _jagged.is_jagged(given.query):
-        return _jagged.prepare(given)
-    query, key, value = given.query, given.key, given.value
+    if _jagged.is_jagged(args.query):
+        return _jagged.prepare(args)
+    query, key, value = args.query, args.key, args.value
     arguments.check_tensors(query, key, value)
-    arguments.check_flags(given)
-    dropout_p, attn_mask = given.dropout_p, given.attn_mask
-    is_causal, causal_alignment = given.is_causal, given.causal_alignment
+    arguments.check_flags(args)
+    dropout_p, attn_mask = args.dropout_p, args.attn_mask
+    is_causal, causal_alignment = args.is_causal, args.causal_alignment
     if dropout_p != 0.0 or type(dropout_p) is not float:
         dropout_p = checks.check_dropout(_NAME, dropout_p)
-    of_scores = (given.scale, given.softcap, given.window)
+    of_scores = (args.scale, args.softcap, args.window)
     scores = checks.score_options(_NAME, query, *of_scores, is_causal)
-    if given.generator is not None:
-        checks.check_generator(_NAME, given.generator, query.device)
+    if args.generator is not None:
+        checks.check_generator(_NAME, args.generator, query.device)
     if attn_mask is not None and checks.is_causal_bias(attn_mask):
         causal_alignment = arguments.causal_alignment_of(
             attn_mask, query, key, is_causal, causal_alignment
         )
         attn_mask, is_causal, scores["window_right"] = None, True, 0
     arguments.check_combinations(
-        attn_mask, is_causal, given.need_weights, given.average_weights, causal_alignment
+        attn_mask, is_causal, args.need_weights, args.average_weights, causal_alignment
     )
 
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(_NAME, query, key, value)
-    query, key, value, folding = arguments.fold(query, key, value, given.enable_gqa)
+    query, key, value, folding = arguments.fold(query, key, value, args.enable_gqa)
     if attn_mask is not None:
         attn_mask = arguments.fold_mask(attn_mask, query, key.shape[2], folding)
-    slopes = given.alibi_slopes
+    slopes = args.alibi_slopes
     if slopes is not None:
         slopes = arguments.fold_slopes(slopes, query, folding)
-    sinks = given.sinks
+    sinks = args.sinks
     if sinks is not None:
         sinks = checks.check_sinks(
             _NAME,
@@ -300,10 +303,10 @@ def _prepare(
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
     mask_program = None
     of_bias: Sequence[Tensor | None] = _NO_BIAS
-    if given.relative_bias is not None:
-        query, of_bias = _fold_bias(given.relative_bias, query, key, offset)
-    if given.mask is not None:
-        mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
+    if args.relative_bias is not None:
+        query, of_bias = _fold_bias(args.relative_bias, query, key, offset)
+    if args.mask is not None:
+        mask_program = masks.program(_NAME, args.mask, query, key.shape[2], offset)
     if query.shape[3] == 0:  # every score is 0, as with a column of zeros
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in of_bias[2:5])
@@ -316,7 +319,7 @@ def _prepare(
         **scores,
         offset=of_call,
         dropout_p=dropout_p,
-        weights=(2 if given.average_weights else 1) if given.need_weights else 0,
+        weights=(2 if args.average_weights else 1) if args.need_weights else 0,
     )
     biases = (attn_mask, slopes, None, sinks, *of_bias[:2], mask_program, *of_bias[2:])
     return attention, (query, key, value, *biases, options), folding
@@ -331,14 +334,12 @@ def _fold_bias(
     """The query, to which a bias of content may be added, and the operands: a table of distances,
     positions, and the terms of content."""
     if type(bias) is Disentangled:
-        most = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
-        query, terms = fold_terms(_NAME, bias, query, key, most)
+        farthest = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
+        query, terms = fold_terms(_NAME, bias, query, key, farthest)
         return query, (None, None, *terms)
     if type(bias) is Decomposed2d:
         return query, (None, None, *fold_image(_NAME, bias, query, key.shape[2]))
     return query, (*fold_relative_bias(_NAME, bias, query, key.shape[2], offset), *NO_TERMS)
 
 
-prepare = with_arguments_of(
-    scaled_dot_product_attention, lambda **given: _prepare(arguments.Arguments(**given))
-)
+prepare = with_arguments_of(scaled_dot_product_attention, _prepare)

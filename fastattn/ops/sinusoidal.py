@@ -74,18 +74,18 @@ def sinusoidal_encoding(
         ValueError: an unknown layout, shapes that do not broadcast, ``max_timescale`` below 1, both
             ``offset`` and ``positions``, or tensors on different devices.
     """
-    signature, options = None, (layout, max_timescale, scale, padding_idx)
+    options = (layout, max_timescale, scale, padding_idx)
+    signature = plan = None
     # All offsets share a plan.
     if type(offset) is int and -(2**62) <= offset < 2**62 and (positions is None or not offset):
         signature, plan = plans.find((x, positions), *options)
-        if plan is not None:
-            return _planned(plan, x, offset, positions)
-    operator, arguments = _prepare(x, positions, offset, *options)
-    plans.keep(signature, operator, arguments, (x, positions))
-    return operator(*arguments)
+    if plan is None:
+        operator, arguments = prepare(x, offset, positions, *options)
+        plan = plans.keep(signature, operator, arguments, (x, positions))
+    return operator(*arguments) if plan is None else _planned(plan, x, offset, positions)
 
 
-def _planned(plan: Plan, x: Tensor, offset: int, positions: Tensor | None) -> Tensor:
+def _planned(plan: Plan, x: Tensor, offset: Any, positions: Tensor | None) -> Tensor:
     """The result of a call by its plan."""
     options, out = plan.options, None
     if plan.requires_grad and torch.is_grad_enabled():
@@ -132,16 +132,9 @@ def sinusoidal_table(
     )
 
 
-def _prepare(
-    x: Tensor,
-    positions: Tensor | None,
-    offset: int | Tensor,
-    layout: str,
-    max_timescale: float,
-    scale: float | None,
-    padding_idx: int | None,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`sinusoidal_encoding`; return the operator and its own."""
+    x, offset, positions, layout, max_timescale, scale, padding_idx = args
     _check_x(x)
     check_options(layout, max_timescale, scale, padding_idx)
     offset, positions = locate(x, offset, positions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -120,17 +119,24 @@ def varlen_attention(
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     longest = (max_seqlen_q, max_seqlen_k)
     flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
-    signature, biases = None, (relative_bias, mask)
+    signature = None
     if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
         signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
         if plan is not None:
-            # The complete path names a wrong value.
-            with contextlib.suppress(ValueError):
-                return _planned(plan, *tensors, *biases, longest, return_lse)
-    operator, call = _prepare(*tensors, *biases, *longest, *flags, generator)
+            try:
+                return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
+            except ValueError:  # the complete path raises a message that names the argument
+                pass
+    operator, call = prepare(
+        *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, is_causal, scale),
+        *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
+        *(causal_alignment, generator, return_lse),
+    )
     if call[1] is key and call[2] is value:  # the query may have content_bias added
         in_order = (None, *tensors[1:3], None, None, alibi_slopes, None, sinks)
-        plans.keep(signature, operator, call, in_order, (*tensors, *tables))
+        plan = plans.keep(signature, operator, call, in_order, (*tensors, *tables))
+        if plan is not None:
+            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
     out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out
@@ -139,79 +145,70 @@ def varlen_attention(
 
 def _planned(
     plan: Plan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_starts: Tensor,
-    k_starts: Tensor,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    relative_bias: Tensor | T5 | Disentangled | None,
-    mask: masks.Mask | None,
+    tensors: tuple[Any, ...],  # as varlen_attention signs them
+    biases: tuple[Any, Any],
     longest: tuple[int | None, int | None],
     return_lse: bool,
 ) -> Any:
     """The results of a call by its plan."""
-    table = program = None
-    terms: Sequence[Tensor | None] = _NO_TERMS
+    query, key, value, *starts, slopes, sinks = tensors
     if longest != (None, None):
-        for of, starts, most in (("q", q_starts, longest[0]), ("k", k_starts, longest[1])):
-            if most is not None:
-                checks.check_int64(f"{_OP}: max_seqlen_{of}", most)
-            _check_values(of, starts.tolist(), most, None)
-    if relative_bias is not None or mask is not None:
-        both = q_starts, k_starts = q_starts.to(torch.int64), k_starts.to(torch.int64)
-        if relative_bias is not None:
-            query, table, terms = _fold_bias(relative_bias, query, key, both, longest)
-        if mask is not None:
-            last = plan.options.bottom_right
-            program = masks.packed_program(_OP, mask, query, key, both, last)
+        for of, ends, limit in zip("qk", starts, longest, strict=True):
+            if limit is not None:
+                checks.check_int64(f"{_OP}: max_seqlen_{of}", limit)
+            _check_values(of, ends.tolist(), limit, None)
+    if biases != (None, None):
+        starts = [x.to(torch.int64) for x in starts]
     seed = draw_seed(query.device) if plan.options.dropout_p else None
-    biases = (slopes, seed, sinks, table, program, *terms)
-    tensors = (query, key, value, q_starts, k_starts, *biases)
+    of_heads, last = (slopes, seed, sinks), plan.options.bottom_right
+    tensors = _operands(query, key, value, starts, of_heads, biases, longest, last)
     if not return_lse:
         return plan.first(tensors)
     out, lse = plan.all(tensors)
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def _prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    relative_bias: Any,
-    mask: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    window: Any,
-    softcap: Any,
-    causal_alignment: Any,
-    return_lse: Any,
-    generator: Any,
-) -> tuple[Operator, tuple[Any, ...]]:
+def _operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Sequence[Tensor],
+    of_heads: tuple[Tensor | None, ...],  # slopes, seed and sinks
+    biases: tuple[Any, Any],  # relative_bias and mask
+    longest: tuple[int | None, int | None],
+    bottom_right: bool,
+) -> tuple[Any, ...]:
+    """The tensors of the operator."""
+    relative_bias, mask = biases
+    table = program = None
+    terms: Sequence[Tensor | None] = _NO_TERMS
+    if relative_bias is not None:
+        query, table, terms = _fold_bias(relative_bias, query, key, starts, longest)
+    if mask is not None:
+        program = masks.packed_program(_OP, mask, query, key, (starts[0], starts[1]), bottom_right)
+    return query, key, value, *starts, *of_heads, table, program, *terms
+
+
+def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator and its arguments, with None for the seed."""
+    query, key, value, generator = args.query, args.key, args.value, args.generator
     if not isinstance(query, Tensor):
         raise checks.wrong_type(_OP, "query", query, "Tensor")
     tensors = (("query", query, "Hq, D"), ("key", key, "Hkv, D"), ("value", value, "Hkv, Dv"))
     for name, x, dims in tensors:
         checks.check_tensor(_OP, name, x, f"[T, {dims}]", 3, query.device)
-    checks.check_flag(_OP, "is_causal", is_causal)
-    checks.check_flag(_OP, "return_lse", return_lse)
-    dropout_p = checks.check_dropout(_OP, dropout_p)
-    scores = checks.score_options(_OP, query, scale, softcap, window, is_causal)
+    checks.check_flag(_OP, "is_causal", args.is_causal)
+    checks.check_flag(_OP, "return_lse", args.return_lse)
+    dropout_p = checks.check_dropout(_OP, args.dropout_p)
+    of_scores = (args.scale, args.softcap, args.window, args.is_causal)
+    scores = checks.score_options(_OP, query, *of_scores)
     if generator is not None:
         checks.check_generator(_OP, generator, query.device)
-    if causal_alignment not in ("upper_left", "bottom_right"):
+    bottom_right = args.causal_alignment == "bottom_right"
+    if not bottom_right and args.causal_alignment != "upper_left":
         raise ValueError(
             f"{_OP}: causal_alignment must be 'upper_left' or 'bottom_right', "
-            f"got {causal_alignment!r}"
+            f"got {args.causal_alignment!r}"
         )
 
     query, key, value = checks.autocast(query, key, value)
@@ -223,29 +220,24 @@ def _prepare(
             f"{_OP}: key and value must have the same number of rows, "
             f"got shapes {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    q_starts = check_starts("q", cu_seqlens_q, query.device, max_seqlen_q, query.shape[0])
-    k_starts = check_starts("k", cu_seqlens_k, query.device, max_seqlen_k, key.shape[0])
+    longest, device = (args.max_seqlen_q, args.max_seqlen_k), query.device
+    q_starts = check_starts("q", args.cu_seqlens_q, device, longest[0], query.shape[0])
+    k_starts = check_starts("k", args.cu_seqlens_k, device, longest[1], key.shape[0])
     if q_starts.shape != k_starts.shape:
         raise ValueError(
             f"{_OP}: cu_seqlens_q and cu_seqlens_k must have the same length, "
             f"got {q_starts.shape[0]} and {k_starts.shape[0]}"
         )
-    if alibi_slopes is not None:
-        batch = q_starts.shape[0] - 1
-        alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
+    slopes, sinks = args.alibi_slopes, args.sinks
+    if slopes is not None:
+        slopes = checks.fold_slopes(_OP, slopes, query, query.shape[1], q_starts.shape[0] - 1)
     if sinks is not None:
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
-    starts, bottom_right = (q_starts, k_starts), causal_alignment == "bottom_right"
-    table, terms = None, _NO_TERMS
-    if relative_bias is not None:
-        given = (max_seqlen_q, max_seqlen_k)
-        query, table, terms = _fold_bias(relative_bias, query, key, starts, given)
-    mask_program = None
-    if mask is not None:
-        mask_program = masks.packed_program(_OP, mask, query, key, starts, bottom_right)
+    starts, of_heads = (q_starts, k_starts), (slopes, None, sinks)
+    biases = (args.relative_bias, args.mask)
+    tensors = _operands(query, key, value, starts, of_heads, biases, longest, bottom_right)
     options = VarlenOptions(**scores, bottom_right=bottom_right, dropout_p=dropout_p)
-    biases = (alibi_slopes, None, sinks, table, mask_program, *terms)
-    return packed_attention, (query, key, value, *starts, *biases, options)
+    return packed_attention, (*tensors, options)
 
 
 prepare = with_arguments_of(varlen_attention, _prepare)
@@ -255,26 +247,26 @@ def _fold_bias(
     bias: Any,
     query: Tensor,
     key: Tensor,
-    starts: tuple[Tensor, Tensor],
+    starts: Sequence[Tensor],
     longest: tuple[int | None, int | None],
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
     """The query, to which a bias of content may be added, the table of distances [1, Hq, 2 M + 1],
     and the terms of content, for the longest sequence."""
     of: tuple[str] | None = None
     if all(x.is_cpu and runs_eagerly(x) for x in starts):
-        most = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
-        of = (f"a sequence of {most} rows",)
-        most = max(most - 1, 0)
+        rows = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
+        of = (f"a sequence of {rows} rows",)
+        farthest = max(rows - 1, 0)
     else:
-        rows = (query.shape[0], key.shape[0])
-        bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]
+        both = (query.shape[0], key.shape[0])
+        bounds = [n if limit is None else limit for n, limit in zip(both, longest, strict=True)]
         if not compat.records_trace():  # which would keep the number of rows of its own call
-            bounds = [min(n, most) for n, most in zip(rows, bounds, strict=True)]
-        most = largest(*bounds, 1) - 1
+            bounds = [min(n, bound) for n, bound in zip(both, bounds, strict=True)]
+        farthest = largest(*bounds, 1) - 1
     if type(bias) is Disentangled:
-        query, terms = fold_terms(_OP, bias, query, key, most)
+        query, terms = fold_terms(_OP, bias, query, key, farthest)
         return query, None, terms[:4]
-    return query, fold_distances(_OP, bias, query, most, of), _NO_TERMS
+    return query, fold_distances(_OP, bias, query, farthest, of), _NO_TERMS
 
 
 def check_starts(
@@ -305,8 +297,8 @@ def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) ->
         raise ValueError(f"{_OP}: {name} must not decrease, got {starts}")
     if rows is not None and starts[-1] > rows:
         raise ValueError(f"{_OP}: {name} must not end beyond the {rows} rows, got {starts[-1]}")
-    most = max(lengths, default=0)
-    if longest is not None and most > longest:
+    length = max(lengths, default=0)
+    if longest is not None and length > longest:
         raise ValueError(
-            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {most}, got {longest}"
+            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {length}, got {longest}"
         )

@@ -96,7 +96,7 @@ class Operands:
         """The results of a backend and the gradients, by name."""
         op = declared(self.operator)
         forward = getattr(backend, op.name)
-        found = forward(*dispatch.taken_by(forward, self.args), options=self.options)
+        found = forward(*dispatch.accepted_tensors(forward, self.args), options=self.options)
         found = found if isinstance(found, tuple) else (found,)
         results = dict(zip(op.results, found, strict=True))
         if any(grad is not None for grad in self.grads.values()):
@@ -105,7 +105,7 @@ class Operands:
             args = [known[name] for name in op.backward.names]
             backward = getattr(backend, op.backward.name)
             options: Any = extended(op.backward.options, self.options, **self.of_backward)
-            gradients = backward(*dispatch.taken_by(backward, args), options=options)
+            gradients = backward(*dispatch.accepted_tensors(backward, args), options=options)
             named = zip(op.backward.results, gradients, strict=False)
             results |= {name: grad for name, grad in named if grad is not None}
         if not getattr(self.options, "weights", True):

@@ -289,7 +289,9 @@ class AppendInputs(Operands):
     def _appended(self, backend: Any, tensors: dict[str, Any]) -> Tensor | None:
         function = backend.append_to_cache
         args = list(replace(self, tensors=tensors).args)
-        rotated: Tensor | None = function(*dispatch.taken_by(function, args), options=self.options)
+        rotated: Tensor | None = function(
+            *dispatch.accepted_tensors(function, args), options=self.options
+        )
         return rotated
 
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -310,7 +312,9 @@ def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:
     def new(heads: int, rows: int, width: int) -> Tensor:
         return draw.placed(2 * draw.normal(batch, heads, rows, width), case.layouts[0])
 
-    tensors: dict[str, Tensor | None] = dict.fromkeys(dispatch.named("append_to_cache", range(13)))
+    tensors: dict[str, Tensor | None] = dict.fromkeys(
+        dispatch.tensors_by_name("append_to_cache", range(13))
+    )
     if case.rotary:
         angles = 3 * draw.normal(case.capacity, case.rotary // 2)
         of_tables = dtype if case.own_tables else draw.wide

@@ -163,7 +163,7 @@ class Proof:
         with target.active() as backend:
             primitive = inputs.primitive()
             if primitive is not None:
-                verdict.declined = dispatch.reasons_of(backend, self.operator, *primitive)
+                verdict.declined = dispatch.reasons_against(backend, self.operator, *primitive)
                 if verdict.declined:
                     return verdict
             watch = Watch(**inputs.watched())

@@ -379,7 +379,7 @@ def test_the_cpu_has_no_reason_against_what_it_always_serves() -> None:
     for operator in library.operators.values():
         if not hasattr(cpu, operator.name):
             continue
-        names = dispatch.named(operator.name, [torch.ones(1)] * 20)
+        names = dispatch.tensors_by_name(operator.name, [torch.ones(1)] * 20)
         kinds = dict.fromkeys(names, torch.float32) | {"alibi_slopes": None}
         if not cpu.serves_all(operator.name, kinds, operator.options):
             continue

@@ -40,9 +40,9 @@ def test_an_operator_is_found_by_each_of_its_names(op: str) -> None:
 def test_a_list_keeps_its_order_and_has_each_once() -> None:
     assert spelling.dtypes(["half", "fp32", "float16"], SHORT) == ["fp16", "fp32"]
     assert spelling.dtypes([], SHORT) == []
-    assert spelling.names(" fp32, ,bf16 ") == ["fp32", "bf16"]
+    assert spelling.name_list(" fp32, ,bf16 ") == ["fp32", "bf16"]
     with pytest.raises(argparse.ArgumentTypeError, match="names nothing"):
-        spelling.names(" , ")
+        spelling.name_list(" , ")
 
 
 def test_errors_name_argument_value_and_choices() -> None:

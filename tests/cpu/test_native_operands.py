@@ -159,7 +159,7 @@ def test_native_functions_refuse_what_their_operators_refuse(
                 return results[0] if isinstance(results, tuple) else results
 
             first_with(x)
-            missing = [(None, None)] * ("?" not in operator.declared[operator.names[place]])
+            missing = [(None, None)] * (operator.names[place] not in operator.declared.optional)
             for wrong, meaning in (*missing, *variants(x)):
                 if fits(operator, [*tensors[:place], wrong, *tensors[place + 1 :]]):
                     continue

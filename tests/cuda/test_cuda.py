@@ -493,7 +493,7 @@ def test_a_table_that_does_not_fit_is_not_read(
 def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
     inputs = make_inputs(Case("plain"), changes.pop("dtype", torch.float16))
     op = "scaled_dot_product_attention"
-    tensors = {**dispatch.named(op, inputs.args)}
+    tensors = {**dispatch.tensors_by_name(op, inputs.args)}
     if "mask" in changes:
         tensors["attn_mask"] = changes.pop("mask")
     reasons: list[str] = adapter.why_not(op, tensors, replace(inputs.options, **changes))

@@ -266,7 +266,7 @@ def _retrieve(
     need_steps: bool = False,
 ) -> Any:
     limits = (update_steps_max, update_steps_eps, stop, grad)
-    call = hopfield.prepared(state, stored, projection, beta, *limits, attn_mask, False, False)
+    call = hopfield.prepared(state, stored, projection, beta, *limits, attn_mask)
     arguments, back = hopfield.primitive(call)
     xi, taken = arguments[0], torch.zeros(arguments[0].shape[:-1], dtype=torch.int64)
     if update_steps_max != 0:

@@ -32,7 +32,7 @@ EMULATED = "import emulator, emulated\nrun_on = [emulated.Emulated(emulator.load
 # Its arguments: which cases, and for each operator how many pairs of a case and a dtype to step by.
 # Each target begins with another pair.
 _CASES = """
-from fastattn.dispatch import reasons_of
+from fastattn.dispatch import reasons_against
 from attention_cases import PROOFS
 for argument in sys.argv[2:]:
     operator, every = argument.split("=")
@@ -46,7 +46,7 @@ for argument in sys.argv[2:]:
                         print(operator, case.name, dtype, target, flush=True)
                         inputs = proof.make(case, dtype)
                         given = inputs.primitive()
-                        if given is None or not reasons_of(backend, operator, *given):
+                        if given is None or not reasons_against(backend, operator, *given):
                             target.results(backend, inputs)
 """
 

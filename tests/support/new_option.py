@@ -28,9 +28,9 @@ class _ExtendedBackward(AttentionBackwardOptions):
 def assert_declined(backend: Any, dtype: torch.dtype) -> None:
     """Assert that a call runs on the backend exactly if it leaves the option at its default."""
     x, lse = torch.ones(1, 2, 16, 8, dtype=dtype), torch.ones(1, 2, 16, dtype=torch.float64)
-    forward = dispatch.named(_OP, (x, x, x))
+    forward = dispatch.tensors_by_name(_OP, (x, x, x))
     given = (x, None, None, x, x, x, None, None, None, x, lse)
-    backward = dispatch.named(f"{_OP}_backward", given)
+    backward = dispatch.tensors_by_name(f"{_OP}_backward", given)
     for sharpness, reasons in ((1.0, []), (2.0, ["has no sharpness"])):
         options: Any = Extended(scale=1.0, sharpness=sharpness)
         assert backend.why_not(_OP, forward, options) == reasons
@@ -43,12 +43,12 @@ def assert_tensor_declined(backend: Any, dtype: torch.dtype) -> None:
     x = torch.ones(1, 2, 16, 8, dtype=dtype)
     known = [x if name in ("query", "key", "value") else None for name in attention.names]
     options = AttentionOptions(scale=1.0)
-    names = (*dispatch.named(_OP, known), "tilt")
+    names = (*dispatch.tensors_by_name(_OP, known), "tilt")
     with mock.patch.object(
         dispatch, "named", lambda op, tensors: dict(zip(names, tensors, strict=False))
     ):
         for tilt, reasons in ((None, []), (x, ["has no tilt"])):
-            assert dispatch.reasons_of(backend, _OP, (*known, tilt), options) == reasons
+            assert dispatch.reasons_against(backend, _OP, (*known, tilt), options) == reasons
     function = getattr(backend, _OP)
-    out, *_ = function(*dispatch.taken_by(function, (*known, None)), options=options)
+    out, *_ = function(*dispatch.accepted_tensors(function, (*known, None)), options=options)
     assert out.shape == x.shape

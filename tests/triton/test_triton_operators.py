@@ -155,8 +155,8 @@ def test_outputs_in_float64_are_declined_whatever_lse_is() -> None:
     backend = TRITON.module
     out, lse = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2)
     for op, given in (("merge_states", ()), ("merge_states_backward", (None, lse))):
-        tensors = dispatch.named(op, (*given, out, lse, out, lse))
+        tensors = dispatch.tensors_by_name(op, (*given, out, lse, out, lse))
         (reason,) = backend.why_not(op, tensors, NoOptions())
         assert "float64 is not one of" in reason
         args = (*given, out.float(), lse.double(), out.float(), lse.double())
-        assert backend.why_not(op, dispatch.named(op, args), NoOptions()) == []
+        assert backend.why_not(op, dispatch.tensors_by_name(op, args), NoOptions()) == []

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastattn.backends._alloc import summed_to
 from fastattn.backends._hopfield import (
-    Found,
     Gradients,
     Patterns,
+    Retrieved,
     Steps,
     backward_on,
 )
@@ -42,7 +42,7 @@ class _Memory(Patterns):
         options = MemoryHopOptions(steps, scale=self.options.scale)
         return options_of(state, *self.memories, mask, bias, options, shared=False)
 
-    def search(self, state: Tensor) -> Found:
+    def search(self, state: Tensor) -> Retrieved:
         options = self.options
         *lead, width = state.shape
         o = self.hops(state, 1)
@@ -79,7 +79,7 @@ class _Memory(Patterns):
         _, trace, stats = run_forward(state, o, MemoryHopOptions())
         return Steps(state, taken, most, trace, stats)
 
-    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+    def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         state, taken, most, trace, stats = steps
         o = self.hops(state, most)._replace(p_taken=taken)
         bits = needed
@@ -126,7 +126,7 @@ def hopfield_retrieve(
     bias: Tensor | None,  # [G|1, Q|1, N|1]
     *,
     options: HopfieldOptions,
-) -> Found:
+) -> Retrieved:
     """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
     return _Memory(stored, keys, mask, bias, options).search(state)
 

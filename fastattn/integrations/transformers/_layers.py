@@ -161,7 +161,7 @@ class UnpaddedEncoder(nn.Module):
         if more.get("output_hidden_states") or more.get("return_dict", True) is False:
             return False
         given = more.get("cu_seq_lens_q")
-        return given is None and compat.nothing_intercepts() and not anything_is_recorded()
+        return given is None and compat.may_plan() and not anything_is_recorded()
 
     def _may_pack(self) -> bool:
         """Whether the attention of all layers is ours, and no hook reads the positions."""
@@ -169,7 +169,7 @@ class UnpaddedEncoder(nn.Module):
         attentions = [m for m in inside if {"config", "scaling"} <= vars(m).keys()]
         if not attentions or not all(map(_is_ours, attentions)):
             return False
-        return not compat.are_watched(inside, does_nothing)
+        return not compat.have_hooks(inside, does_nothing)
 
 
 def _padding_of_boolean(mask: Any, x: Tensor) -> Tensor | None:
@@ -223,7 +223,7 @@ class MPNetStack(Native):
     def _packed(self, x: Tensor, mask: Any) -> Tensor | None:
         layers: Any = self.layer
         embedding: Any = self.relative_attention_bias
-        if x.dim() != 3 or compat.are_watched((*layers, embedding), does_nothing):
+        if x.dim() != 3 or compat.have_hooks((*layers, embedding), does_nothing):
             return None
         if type(embedding) is not nn.Embedding or self.training:
             return None
@@ -276,7 +276,7 @@ class TextModel(Native):
         cu_seq_lens_k: Any = None,
         **more: Any,
     ) -> Any:
-        if not compat.nothing_intercepts() or compat.is_any_watched() or anything_is_recorded():
+        if not compat.may_plan() or compat.has_global_hook() or anything_is_recorded():
             return None
         if cu_seq_lens_q is not cu_seq_lens_k or not _is_plain((), more):
             return None
@@ -323,7 +323,7 @@ class _Texts(Plan):
         tables = [children.pop(f"{x}_embeddings", None) for x in ("word", "position", "token_type")]
         is_usual = (
             not children
-            and not compat.are_watched((*inside, *self.layers), does_nothing)
+            and not compat.have_hooks((*inside, *self.layers), does_nothing)
             and {*compat.children_of(model)} <= {"embeddings", _stack_of(model), "pooler"}
             and name_of(type(embeddings)) in _EMBEDDINGS
             and name_of(type(stack)) in _ENCODERS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.eager import has_plain_memory
+from fastattn.eager import has_strided_memory
 from fastattn.integrations.transformers._patterns import Pattern, in_window, pattern_of
 from fastattn.integrations.transformers._support import takes_any_mask
 from fastattn.library import watchers
@@ -157,7 +157,7 @@ def attention_mask(
     # fastattn.trace only observes: the model must get the same mask as without it.
     if torch.compiler.is_compiling():  # it cannot trace the variable of watchers
         return as_tensor()
-    if not (compat.nothing_watches(len(watchers.get())) and all(map(_is_plain, read))):
+    if not (compat.is_unintercepted(len(watchers.get())) and all(map(_is_plain, read))):
         return as_tensor()
     pattern = pattern_of(mask_function)
     if pattern is None:
@@ -189,7 +189,7 @@ def attention_mask(
 
 
 def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and has_plain_memory(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and has_strided_memory(x)
 
 
 def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) -> Pattern:

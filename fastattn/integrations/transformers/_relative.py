@@ -33,10 +33,10 @@ def _facts(rows: Tensor, layers: list[Any]) -> Any:
 
     It has the bits of all values, which is 5 ms for the layers of DeBERTa-base.
     """
-    if torch.is_grad_enabled() or not runs_eagerly(rows) or not compat.nothing_intercepts():
+    if torch.is_grad_enabled() or not runs_eagerly(rows) or not compat.may_plan():
         return None
     native: Any = dispatch.load("cpu")
-    if isinstance(native, str) or compat.are_watched(layers, does_nothing):
+    if isinstance(native, str) or compat.have_hooks(layers, does_nothing):
         return None
     if any(type(x).forward not in (nn.Linear.forward, Linear.forward) for x in layers):
         return None
@@ -198,7 +198,7 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
         if not all(isinstance(layer.attention.self, _DebertaV2) for layer in me.layer):
             return False
         inside = [module for module in self.modules() if module is not self]
-        return compat.nothing_intercepts() and not compat.are_watched(inside, does_nothing)
+        return compat.may_plan() and not compat.have_hooks(inside, does_nothing)
 
 
 class _Wav2Vec2Conformer(nn.Module):
