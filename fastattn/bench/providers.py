@@ -20,7 +20,6 @@ that have the names and arguments of this library's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,25 +87,18 @@ class Torch:
     """The best that PyTorch has: its fused attention, its module, or the plain equation."""
 
     ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
-    # A kernel of scaled_dot_product_attention, "loop" over packed sequences, or all in "float32".
-    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn", "loop", "float32")
+    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn")  # kernels of its attention
     variant = ""
 
     def select(self, variant: str) -> None:
-        self.variant = variant
-        if variant not in ("loop", "float32"):
-            name = "" if variant == "math" else "_ATTENTION"
-            entered.close()
-            entered.enter_context(sdpa_kernel(getattr(SDPBackend, variant.upper() + name)))
+        self.variant, suffix = variant, "" if variant == "math" else "_ATTENTION"
+        entered.close()
+        entered.enter_context(sdpa_kernel(getattr(SDPBackend, variant.upper() + suffix)))
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__}
 
     def why_not(self, cell: Cell) -> list[str]:
-        if self.variant == "loop":
-            return [] if cell.op == "varlen" else ["it has no packed sequences to loop over"]
-        if self.variant == "float32":
-            return ["its gradients would be float32's"] if cell.passes != "fwd" else []
         if self.variant and cell.op not in ("sdpa", "mha"):
             return ["it does not call scaled_dot_product_attention"]
         if self.variant in ("efficient", "cudnn") and cell.device == "cpu":
@@ -118,15 +110,7 @@ class Torch:
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         """The forward pass that is timed."""
-        op: Any = ops.get(cell.op)
-        if self.variant == "float32":
-            floats = {name: x.float() for name, x in inputs.items() if x.is_floating_point()}
-            wide = dataclasses.replace(cell, dtype="fp32")
-            call, dtype = op.theirs(wide, ops.Inputs(inputs | floats)), TORCH_DTYPES[cell.dtype]
-            return lambda: tuple(out.to(dtype) for out in ops.as_tuple(call()))
-        make = op.one_by_one if self.variant == "loop" else op.theirs
-        forward: ops.Forward = make(cell, inputs)
-        return forward
+        return ops.get(cell.op).theirs(cell, inputs)
 
 
 class Eager(Torch):
@@ -281,19 +265,13 @@ class Functions(Torch):
 
 
 class OnnxRuntime(SdpaOnly):
-    ABOUT = "onnxruntime: Attention of opset 23; @mha: MultiHeadAttention of com.microsoft"
+    ABOUT = "onnxruntime: Attention of opset 23 (forward, fp32)"
     THREADS_OF_TORCH = False
     RUNS_MODELS = True
-    VARIANTS = ("mha",)
     REFUSED = _FORWARD_IN_FP32 | {
         "mask == 'causal' and Lq != Lk": "it aligns the causal diagonal differently when Lq is not "
         "Lk",
     }
-    variant = ""
-
-    def select(self, variant: str) -> None:
-        self.variant, unmasked = variant, "mask in ('bool', 'documents')"
-        self.REFUSED = self.REFUSED | {unmasked: "no {mask} mask is supported here", **_UNGROUPED}
 
     def versions(self) -> dict[str, str]:
         import onnx
@@ -305,34 +283,21 @@ class OnnxRuntime(SdpaOnly):
         if cell.op in ops.MODELS:
             with _exported(cell, inputs) as (path, arguments):
                 return _session(path, arguments)
-        if not self.variant:
-            kept = {name: inputs[name] for name in _NAMES if name in inputs}
-            if "attn_mask" in kept:  # onnxruntime needs all of its rows
-                shape = (*inputs.attn_mask.shape[:-2], cell["Lq"], cell["Lk"])
-                kept["attn_mask"] = inputs.attn_mask.expand(shape).contiguous()
-            causal = int(cell.mask == "causal")
-            return _one_node(kept, f"Attention <is_causal={causal}> ({', '.join(kept)})")
-        kept = {name: inputs[name].transpose(1, 2).flatten(2).contiguous() for name in _NAMES[:3]}
-        if cell.mask == "padding":
-            kept["padding"] = inputs.attn_mask[:, 0, 0].int()
-        elif cell.mask == "bias":
-            kept["bias"] = inputs.attn_mask[None].contiguous()
-        places = ("query", "key", "value", "", "padding", "bias")
-        given = ", ".join(name if name in kept else '""' for name in places)
-        options = f"num_heads={cell['H']}, unidirectional={int(cell.mask == 'causal')}"
-        call = _one_node(kept, f"com.microsoft.MultiHeadAttention <{options}> ({given})")
-        # A view of [B, L, H·D] as [B, H, L, D].
-        heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
-        return lambda: [call()[0].reshape(heads).transpose(0, 2, 1, 3)]
+        kept = {name: inputs[name] for name in _NAMES if name in inputs}
+        if "attn_mask" in kept:  # onnxruntime needs all of its rows
+            shape = (*inputs.attn_mask.shape[:-2], cell["Lq"], cell["Lk"])
+            kept["attn_mask"] = inputs.attn_mask.expand(shape).contiguous()
+        causal = int(cell.mask == "causal")
+        return _one_node(kept, f"Attention <is_causal={causal}> ({', '.join(kept)})")
 
 
 def _one_node(inputs: dict[str, Tensor], node: str) -> Callable[[], list[Any]]:
     """A call of a model of one node, which is written in ONNX's text format."""
     from onnx.parser import parse_model
 
-    kinds = {torch.float32: "float", torch.bool: "bool", torch.int32: "int32"}
+    kinds = {torch.float32: "float", torch.bool: "bool"}
     declared = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
-    head = '<ir_version: 11, opset_import: ["": 23, "com.microsoft": 1]>'
+    head = '<ir_version: 11, opset_import: ["": 23]>'
     model = parse_model(f"{head} attention ({declared}) => (float[] out) {{ out = {node} }}")
     return _session(model.SerializeToString(), inputs)
 

@@ -97,21 +97,19 @@ def defined(
     return out.to(query.dtype), weights.to(query.dtype)
 
 
-def with_masks(
-    cell: Cell, x: Inputs, call: Callable[..., Tensor], *pairs: tuple[int, int, Tensor | None]
+def with_mask(
+    cell: Cell, x: Inputs, call: Callable[[Any], Tensor], queries: int, keys: int, seen: Any
 ) -> Forward:
-    """A call of PyTorch with a mask for each entry of `pairs`: queries, keys, and visible pairs.
+    """A call of PyTorch with its mask, which has all biases if there is a table of them.
 
-    A table of biases becomes masks, in each call if it has a gradient.
+    With a gradient of the table each call makes the mask.
     """
-    table = x.get("relative_bias")
-
-    def made() -> list[Tensor | None]:
-        return [seen if table is None else biases(table, q, k, seen) for q, k, seen in pairs]
-
-    if table is None or cell.passes == "fwd":
-        return functools.partial(call, *made())
-    return lambda: call(*made())
+    if "relative_bias" not in x:
+        return functools.partial(call, seen)
+    make = functools.partial(biases, x.relative_bias, queries, keys, seen)
+    if cell.passes == "fwd":
+        return functools.partial(call, make())
+    return lambda: call(make())
 
 
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
@@ -198,7 +196,7 @@ class SDPA(Operator):
         options: Any = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
         query, key, value = (x[name] for name in HEADS)
         call = functools.partial(scaled_dot_product_attention, query, key, value, **options)
-        return with_masks(cell, x, call, (cell["Lq"], cell["Lk"], x.get("attn_mask")))
+        return with_mask(cell, x, call, cell["Lq"], cell["Lk"], x.get("attn_mask"))
 
     def equation(self, cell: Cell, x: Inputs) -> tuple[Tensor, ...]:
         """The definition."""

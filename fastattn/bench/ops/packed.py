@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
 from fastattn.bench.ops._masks import mask_of, padding_lengths, visible
-from fastattn.bench.ops.attention import HEADS, biases, defined, with_masks
+from fastattn.bench.ops.attention import HEADS, biases, defined, with_mask
 from fastattn.bias import T5
 from fastattn.ops._relative_bias import fold_distances
 
@@ -82,37 +82,14 @@ class VARLEN(Operator):
             out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped)
             return out.transpose(1, 2)[valid]
 
-        return with_masks(cell, x, call, (longest, longest, seen))
-
-    def one_by_one(self, cell: Cell, x: Inputs) -> Forward:
-        """A loop over the sequences, without padding."""
-        causal = cell.mask == "causal" and cell.option == "none"  # otherwise a mask is passed
-        options: dict[str, Any] = {"is_causal": causal, "enable_gqa": cell["H"] != cell["Hkv"]}
-        attention = functools.partial(scaled_dot_product_attention, **options)
-        masks = zip(_lengths(cell), self._visible(cell, x), strict=True)
-        pairs = [(n, n, None if causal else mask) for n, mask in masks]
-        return with_masks(cell, x, functools.partial(self._of_each, cell, x, attention), *pairs)
+        return with_mask(cell, x, call, longest, longest, seen)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         """The definition of attention for each sequence, without pairs across sequences."""
-
-        def attention(*tensors: Any) -> Tensor:
-            return defined(x, tensors[:3], tensors[3])[0]
-
-        return self._of_each(cell, x, attention, *self._visible(cell, x))
-
-    def _visible(self, cell: Cell, x: Inputs) -> list[Tensor | None]:
-        return [visible(cell, *sequence, x.query.device) for sequence in self.sequences(cell)]
-
-    def _of_each(
-        self, cell: Cell, x: Inputs, attention: Callable[..., Tensor], *masks: Tensor | None
-    ) -> Tensor:
-        """The outputs [T, H, D] of an attention on [1, H, L, D] of each sequence."""
-        tensors = (x.split(_lengths(cell)) for x in self.leaves(x))
-        outs = (
-            attention(*(x.transpose(0, 1)[None] for x in parts), mask)
-            for *parts, mask in zip(*tensors, masks, strict=True)
-        )
+        outs, parts = [], zip(*(x.split(_lengths(cell)) for x in self.leaves(x)), strict=True)
+        for sequence, tensors in zip(self.sequences(cell), parts, strict=True):
+            seen = visible(cell, *sequence, x.query.device)
+            outs.append(defined(x, [x.transpose(0, 1)[None] for x in tensors], seen)[0])
         return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
