@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(breakdown, "--json FILE", "write raw samples and the environment")
     _add(breakdown, "--plot FILE", "write the picture")
 
-    a_result, next_to_it = "a .json file that `run` wrote", "(default: next to the results)"
+    a_result = "a .json file that `run` wrote"
     compare = add_command(commands.compare, "compare two results; can fail on a slowdown")
     compare.add_argument("before", type=Path, help=a_result)
     compare.add_argument("after", type=Path, help="the file to compare with it")
@@ -59,17 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     plot = add_command(commands.plot, "plot a result")
     plot.add_argument("results", type=Path, help=a_result)
-    words = "which plot (default: %(default)s); all writes one file for each"
-    _add(plot, "--metric", words, "speedup", choices=(*commands.PLOTS, "all"))
-    _add(plot, "--plot FILE", f"output file {next_to_it}")
+    _add(plot, "--plot FILE", "output file (default: next to the results)")
     _add(plot, "--theme", "", "light", choices=("light", "dark"))
-
-    report = add_command(commands.report, "write a result as one HTML file")
-    report.add_argument("results", type=Path, help=a_result)
-    _add(report, "--out FILE", f"output file {next_to_it}")
-    _add(report, "--title", "", "Attention, measured")
-
-    _add_threads(add_command(commands.roofline, "measure the peaks of this machine"))
 
     record = add_command(commands.record, "record the shapes that a program computes")
     _add(record, "--out FILE", "", "shapes.txt")
@@ -115,8 +106,6 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
     how = parser.add_argument_group("how to measure")
     _add(how, "--device", "the device of the tensors", "cpu", choices=DEVICES)
-    words = "cold: flush the caches before every call (default: warm)"
-    _add(how, "--cache", words, "warm", choices=("warm", "cold"))
     _add_threads(how)
     _add(how, "--seed N", "seed of the inputs and of the order of providers", 0)
     _add(how, "--time-budget S", "time limit for the complete run, in seconds", 60.0)

@@ -17,17 +17,16 @@ from typing import Any
 
 import torch
 
-from fastattn.bench import machine, ops, recording, results, runner, summary
+from fastattn.bench import ops, recording, results, runner, summary
 from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.providers import PROVIDERS, check_name, load, variants
-from fastattn.bench.results import QUIET_SHARE, CellResult, Result
+from fastattn.bench.results import CellResult, Result
 from fastattn.bench.selection import PRESETS, WHOLE_MODELS, cells_of, check_names
 from fastattn.bench.summary import Row, summarise
 from fastattn.bench.worker import usable_cpus
 
 # The exit codes, see docs/benchmarks.md.
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
-PLOTS = ("speedup", "roofline")
 PICTURES = (".png", ".svg", ".pdf")
 NO_PLOTS = "matplotlib is missing (pip install 'fastattn[bench]')"
 # The metrics of `compare`, and their columns: a value, and the ends of its interval if it has one.
@@ -176,10 +175,10 @@ def check_threads(threads: int | None) -> int:
     return threads or torch.get_num_threads()
 
 
-def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
+def draw(result: Result, path: Path, **look: str) -> None:
     from fastattn.bench import plots  # imports matplotlib
 
-    plots.draw(result, path, kind, theme)
+    plots.draw(result, path, **look)
 
 
 def list_all(args: argparse.Namespace) -> int:
@@ -273,34 +272,8 @@ def plot(args: argparse.Namespace) -> int:
     """Plot a result."""
     path = args.plot or args.results.with_suffix(".png")
     check_picture(path)
-    result = results.load(args.results)
-    for kind in PLOTS if args.metric == "all" else (args.metric,):
-        is_only = args.metric != "all" and (args.plot or kind == "speedup")
-        name = path if is_only else path.with_name(f"{path.stem}-{kind}{path.suffix}")
-        if not _written(name, partial(draw, result, kind=kind, theme=args.theme)):
-            return UNWRITTEN
-    return OK
-
-
-def report(args: argparse.Namespace) -> int:
-    """Write a result as one self-contained HTML file."""
-    from fastattn.bench import plots  # imports matplotlib
-
-    path = args.out or args.results.with_suffix(".html")
-    result = results.load(args.results)
-    return OK if _written(path, partial(plots.report, result, title=args.title)) else UNWRITTEN
-
-
-def roofline(args: argparse.Namespace) -> int:
-    """Measure the peaks of this machine."""
-    threads = check_threads(args.threads)
-    torch.set_num_threads(threads)
-    rates, share = machine.measure_all(threads)
-    print(f"{threads} thread{'s' if threads > 1 else ''}")
-    print("\n".join(machine.roof_lines(rates)))
-    if share < QUIET_SHARE:
-        print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
-    return OK
+    write = partial(draw, results.load(args.results), theme=args.theme)
+    return OK if _written(path, write) else UNWRITTEN
 
 
 def record(args: argparse.Namespace) -> int:
@@ -328,7 +301,7 @@ def breakdown(args: argparse.Namespace) -> int:
     if path := placed(args.json):
         _written(path, lambda path: results.save_json(result, summarise(result), path))
     if args.plot:
-        _written(args.plot, lambda path: draw(result, path, "breakdown"))
+        _written(args.plot, lambda path: draw(result, path, kind="breakdown"))
     wrong = [found for found in result.cells if not found.outcomes["call"].ok]
     for found in wrong:
         print(f"WRONG: {found.cell.name}: {found.outcomes['call'].reason}", file=sys.stderr)

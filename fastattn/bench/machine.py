@@ -222,25 +222,3 @@ def words_of(kind: str, peak: Peak) -> str:
         words += f" {_UNIT[peak.unit or kind][0]}"
     note = "" if peak.method == "measured" else f", {peak.method}"
     return f"{words} {peak.rate:.0f} {unit}{note}"
-
-
-def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
-    """Measures every peak; also returns the least share of the cores that it received."""
-    peaks, least = {}, 1.0
-    for kind in KINDS:
-        found = [measure_peak(kind, threads, 0.3) for _ in range(3)]
-        peaks[kind] = max((peak for peak, _ in found), key=lambda peak: peak.rate)
-        peaks[kind].samples = [peak.rate for peak, _ in found]
-        least = min(least, *(share for _, share in found))
-    return peaks, least
-
-
-def roof_lines(peaks: dict[str, Peak]) -> list[str]:
-    """The peaks, and the intensity from which arithmetic is the limit."""
-    lines, read = [], peaks["read_bandwidth"].rate
-    for kind, peak in peaks.items():
-        line = f"{words_of(kind, peak)} ({min(peak.samples):.1f} to {max(peak.samples):.1f})"
-        if kind in KIND_OF_DTYPE.values():
-            line += f"; the limit from {peak.rate / read:.1f} FLOP per byte on"
-        lines.append(line)
-    return lines

@@ -122,7 +122,7 @@ def differences(before: Result, after: Result) -> list[str]:
     found = []
     for where, names in (
         ("environment", ("cpu", "isa", "torch", "fastattn", "commit", "python")),
-        ("settings", ("threads", "cache", "seed", "baseline")),
+        ("settings", ("threads", "seed", "baseline")),
     ):
         old, new = getattr(before, where), getattr(after, where)
         changed = (name for name in names if old.get(name) != new.get(name))

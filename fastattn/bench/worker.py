@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import io
 import math
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastattn import dispatch, scaled_dot_product_attention, use_backend
 from fastattn.bench import machine, ops
@@ -118,13 +116,6 @@ def usable_cpus(threads: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))[:threads]
 
 
-@functools.cache
-def _larger_than_caches(device: str) -> Tensor:
-    """A buffer twice as large as the last-level cache: writing it evicts all other data."""
-    count = 2 * machine.last_level_bytes() // 4 if device == "cpu" else 64 << 20
-    return torch.zeros(count, device=device)
-
-
 def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None:
     """The largest growth of the process during a call; None if unknown.
 
@@ -190,7 +181,7 @@ class Probe:
         return best * 1e6
 
 
-MAX_INNER = {False: 10_000, True: 10}  # by cold: flushing caches takes longer than most calls
+MAX_INNER = 10_000
 NEEDS_WARMING = 0.2  # seconds; longer calls spend little of their time on refilling caches
 # Seconds of calls, or of probes if these take long, before a sample. After waiting for its turn, a
 # processor takes milliseconds to reach its speed.
@@ -204,7 +195,7 @@ class Worker:
     call: Callable[[], Any] | None = None
     inner = 1
     seconds = 0.0  # of one call, estimated
-    device, cold = "cpu", False
+    device = "cpu"
     stopwatch = Stopwatch()
     probe: Callable[[], float]
 
@@ -220,7 +211,7 @@ class Worker:
         self.probe()  # loads the code
         return {"about": self.provider.ABOUT, "versions": self.provider.versions()}
 
-    def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
+    def prepare(self, cell: Cell, seed: int, sample: float) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, and its memory."""
         self.call = None  # frees the previous cell before this one is measured
         ops.get(cell.op).require()
@@ -234,11 +225,11 @@ class Worker:
         )
         del kept
         peak_bytes = peak_extra_bytes(call, cell.device)  # the first call loads the code
-        self.device, self.cold = cell.device, cold
+        self.device = cell.device
         self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
         self.call, self.seconds = call, self._seconds(call, 1)
         count = math.ceil(sample / max(self.seconds, 1e-9))
-        self.inner = max(1, min(MAX_INNER[cold], count))
+        self.inner = max(1, min(MAX_INNER, count))
         return {"outputs": saved.getvalue(), "inner": self.inner, "peak_bytes": peak_bytes}
 
     def time(self) -> dict[str, Any]:
@@ -268,11 +259,7 @@ class Worker:
         return taken
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
-        """The duration of so many calls; flushing the caches before each is not timed."""
-        if self.cold and count > 1:
-            return sum(self._seconds(call, 1) for _ in range(count))
-        if self.cold:
-            _larger_than_caches(self.device).add_(1)
+        """The duration of so many calls."""
         machine.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):

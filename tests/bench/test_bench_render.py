@@ -1,11 +1,10 @@
-"""Rendering of results: comparisons, pictures, the report, the roofline; and the documentation's
+"""Rendering of results: comparisons and pictures; and the documentation's
 figures, rendered from raw results, in a folder for each processor.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -94,50 +93,17 @@ def test_compare_names_different_conditions(
     assert bench("compare", str(before), str(after), "--fail-slower", "often") == commands.USAGE
 
 
-# Pictures and the report
+# The picture
 
 
-def test_every_picture_is_drawn_under_a_unique_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = saved(two_lengths(), tmp_path / "results.json")
-    picture = str(tmp_path / "p.svg")
-    assert bench("plot", str(path), "--metric", "all", "--plot", picture) == commands.OK
-    for kind in commands.PLOTS:
-        assert "<svg" in (tmp_path / f"p-{kind}.svg").read_text()
-        assert bench("plot", str(path), "--metric", kind, "--plot", picture) == commands.OK
-        assert "<svg" in Path(picture).read_text()
-
-
-def test_the_report_is_one_self_contained_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = saved(two_lengths(), tmp_path / "results.json")
-    assert bench("report", str(path), "--title", "A <title>") == commands.OK
-    text = (tmp_path / "results.html").read_text()
-    # No address that a browser would ask, and no other style
-    assert not re.findall(r"""\s(?:xlink:)?(?:src|href|action)=["'](?!#|data:).*""", text)
-    assert not re.findall(r"@import|url\(http", text)
-    assert text.count("<tr>") == 1 + 6
-    assert "<title>A &lt;title&gt;</title>" in text
-    assert "broken&lt;b&gt;" in text
-    assert "out is &lt;i&gt;off&lt;/i&gt; &amp; more" in text
-    assert text.count("<svg") == len(commands.PLOTS)
-
-
-# The roof, and the columns
-
-
-def test_the_roof_is_the_lower_of_compute_and_memory() -> None:
-    warm = two_lengths()
-    row = summary.summarise(warm)[1]
-    assert row["intensity"] == 100
-    assert row["roof_gflops"] == 200  # what fits in the caches is not bound by memory
-    warm.cells[0].bytes_touched = 10**8  # beyond any cache: one FLOP per byte at 30 GB/s
-    assert summary.summarise(warm)[1]["roof_gflops"] == pytest.approx(30)
-    cold = two_lengths()
-    printed = "\n".join(machine.roof_lines(cold.peaks))
-    assert "reading memory 30 GB/s (30.0 to 30.0)" in printed
-    assert "copying it 25 GB/s, torch copy (25.0 to 25.0)" in printed
-    assert "the limit from 6.7 FLOP per byte on" in printed
+    picture = tmp_path / f"p.{suffix}"
+    assert bench("plot", str(path), "--plot", str(picture)) == commands.OK
+    assert (b"<svg" in picture.read_bytes()) == (suffix == "svg")
+    assert bench("plot", str(path), "--plot", str(tmp_path / "p.xyz")) == commands.USAGE
 
 
 def load_render(name: str = "render") -> ModuleType:
