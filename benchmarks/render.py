@@ -270,7 +270,6 @@ TABLES = {
     BREAKDOWN: tables.breakdown_table,
     PEERS: tables.peers_table,
     MODELS: tables.models_table,
-    "libraries": tables.models_table,
 }
 
 
