@@ -188,7 +188,7 @@ def list_all(args: argparse.Namespace) -> int:
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
         shapes = ", ".join(f"{x} [{', '.join(sizes.split())}]" for x, sizes in op.SHAPES.items())
         about = f"{op.FUNCTION}: {op.ABOUT}" + f"; {shapes}" * bool(shapes)
-        operators[name] = [about, f"{keys}; torch: {op.TORCH}"]
+        operators[name] = [about, keys]
     models = {name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()}
     for title, entries in {
         "Operators (--op)": operators,

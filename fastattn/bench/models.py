@@ -31,7 +31,6 @@ class Model(Module):
     `last_hidden_state` unless `bind` selects another. All parameters have gradients.
     """
 
-    TORCH = 'attn_implementation="sdpa", the same parameters'
     PACKAGE = "transformers"  # also the extra of fastattn that installs it
     PASSES: Sequence[str] = ("fwd", "fwd+bwd")
     # Fields of the configuration: a size, a number (the minimum of a field that limits the length),
@@ -306,7 +305,6 @@ def _column_embeddings() -> Any:
 class _TabPFN(Model):
     """A cell of the table is one token; attention is within rows, and then within columns."""
 
-    TORCH = "the unchanged model, the same parameters"
     PACKAGE, ARCHITECTURE = "tabpfn", "tabpfn.architectures.tabpfn_v2_6"
 
     @contextlib.contextmanager

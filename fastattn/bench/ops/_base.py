@@ -10,10 +10,12 @@ import operator
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn import _flops, compat
@@ -83,7 +85,6 @@ class Operator:
 
     FUNCTION: str  # its name in `fastattn`; "nn.Name" for a module
     ABOUT: str  # the equation, for `bench list`
-    TORCH: str = "the equation: torch has no such function"  # what the provider `torch` runs
     SIZES: Mapping[str, int | str]  # keys of --shapes; a default is a number or another key
     # Formulas, each with a message: for wrong cells, and for cells that PyTorch does not support.
     REFUSED: Mapping[str, str] = {}
@@ -119,6 +120,8 @@ class Operator:
     stopwatch: Stopwatch | None = None  # measures the attention in a call that does other work too
     # Selects the compared outputs of a call's result, given the dtype of the cell.
     results: Any = None
+    # (cell, x) -> the result as a user of PyTorch computes it who has no such function.
+    equation: Any = None
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -211,13 +214,13 @@ class Operator:
         results, dtype = self.results, x.grad_out.dtype
         return function if results is None else lambda: results(function(), dtype)
 
-    def equation(self, cell: Cell, x: Inputs) -> Any:
-        """The result as a user of PyTorch computes it, without any fused attention."""
-        raise NotImplementedError
-
     def eager(self, cell: Cell, x: Inputs) -> Forward:
-        """The call of the provider `torch-eager`."""
-        return lambda: self.equation(cell, x)
+        """The call of the provider `torch-eager`: without any fused attention."""
+        if self.equation is not None:
+            return lambda: self.equation(cell, x)
+        if self.why_not_theirs(cell):
+            return within(functools.partial(fastattn.use_backend, "reference"), self.ours(cell, x))
+        return within(functools.partial(sdpa_kernel, SDPBackend.MATH), self.theirs(cell, x))
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         """The call of the provider `torch`: the best that PyTorch has."""
@@ -246,13 +249,8 @@ class Operator:
         """The definition of the call in float64."""
         if self.BY_EQUATION:
             return self.eager(cell, x)
-        forward = self.ours(cell, x)
-
-        def in_double() -> Any:
-            with compat.through_the_dispatcher(), Intercepting(defined):
-                return forward()
-
-        return in_double
+        defining = functools.partial(Intercepting, defined)
+        return within(compat.through_the_dispatcher, within(defining, self.ours(cell, x)))
 
     def expected(self, cell: Cell, x: Inputs, parts: Sequence[Part]) -> dict[str, Tensor]:
         """All outputs by name in float64, a part at a time, to bound the memory."""
@@ -345,8 +343,6 @@ class Operator:
 class Module(Operator):
     """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
 
-    TORCH = "the equation: torch has no such module"
-
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         """Create the module; `made` has the device and the dtype of its parameters."""
         raise NotImplementedError
@@ -401,6 +397,16 @@ class Module(Operator):
 
 def instance(kind: type[Operator]) -> Any:
     return kind()
+
+
+def within(context: Callable[[], AbstractContextManager[Any]], forward: Forward) -> Forward:
+    """A call in a context, which is made for each call."""
+
+    def call() -> Any:
+        with context():
+            return forward()
+
+    return call
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -143,7 +143,6 @@ def _added(cell: Cell, x: Inputs) -> Forward:
 _OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}}
 _SINUSOIDAL = _OF_ROWS | {
     "ABOUT": "x·√E + PE(position)",
-    "TORCH": "x * sqrt(E) + table[:L]",
     "FLOPS": "(2 - backward) * B*L*E",
     "eager": _added,
 }
@@ -161,7 +160,6 @@ POSITIONAL = Module(
 SINUSOIDAL_TABLE = Operator(
     FUNCTION="sinusoidal_table",
     ABOUT="PE(0), ..., PE(L − 1)",
-    TORCH="sin and cos of an outer product, in fp64 and rounded",
     SIZES={"L": 512, "E": 512},
     PASSES=("fwd",),
     SHAPES={},
@@ -178,7 +176,6 @@ SINUSOIDAL_TABLE = Operator(
 LEARNED = Module(
     FUNCTION="nn.LearnedPositionalEncoding",
     ABOUT="x + weight[position], L learned rows",
-    TORCH="x + nn.Parameter[:L]",
     FLOPS="B*L*E",
     make=lambda cell, **made: LearnedPositionalEncoding(cell["L"], cell["E"], **made),
     equation=lambda cell, x: x.x + x.weight,

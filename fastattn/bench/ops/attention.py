@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from fastattn import masks
-from fastattn._seed import draw_seed
-from fastattn.backends.primitives import AttentionOptions
-from fastattn.backends.reference import attend, dropout_keep
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, Part, instance
 from fastattn.bench.ops._masks import document_ids, lengths, visible, window_width
 from fastattn.bias import Disentangled
-from fastattn.ops._disentangled import distance_buckets
 
 HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
 
@@ -78,25 +74,6 @@ def biases(
     return found if visible is None else found.masked_fill(~visible, -torch.inf)
 
 
-def defined(
-    x: Mapping[str, Tensor], tensors: Sequence[Tensor], mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """The definition of attention: the output, and the weights [B, H, Lq, Lk]."""
-    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    names = ("alibi_slopes", "sinks", "relative_bias")
-    slopes, sinks, table = (x[name][None] if name in x else None for name in names)
-    record = AttentionOptions(scale=tensors[0].shape[-1] ** -0.5, **options)
-    given: dict[str, Any] = {"keep": x.get("kept"), "sinks": sinks, "relative_bias": table}
-    query, key, value = tensors
-    if _TABLES[0] in x:
-        most = max(query.shape[2], key.shape[2])
-        buckets = distance_buckets(torch.arange(-most, most + 1), _SPAN, 2 * _SPAN)
-        tables = [x[name].transpose(0, 1)[None] for name in _TABLES]
-        given["terms"] = (query, *tables, buckets.to(query.device))
-    out, _, weights = attend(query, key, value, mask, slopes, None, record, **given)
-    return out.to(query.dtype), weights.to(query.dtype)
-
-
 def with_mask(
     cell: Cell, x: Inputs, call: Callable[[Any], Tensor], queries: int, keys: int, seen: Any
 ) -> Forward:
@@ -113,7 +90,6 @@ def with_mask(
 
 
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
-_DROPOUT = 0.1
 _TABLES, _SPAN = ("query_table", "key_table"), 256  # of DeBERTa's terms
 
 
@@ -121,7 +97,6 @@ _TABLES, _SPAN = ("query_table", "key_table"), 256  # of DeBERTa's terms
 class SDPA(Operator):
     FUNCTION = "scaled_dot_product_attention"
     ABOUT = "softmax(Q Kᵀ / √D) V"
-    TORCH = "F.scaled_dot_product_attention"
     SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     SHAPES = HEADS
     OUTPUT = "B H Lq Dv"
@@ -132,11 +107,11 @@ class SDPA(Operator):
         *("none", "window", "softcap", "alibi", "sinks"),
         *("relative", "terms", "dropout", "learnable"),
     )
-    PARTED, SAMPLED, BY_EQUATION = ("B", "Hkv"), True, True
+    PARTED, SAMPLED = ("B", "Hkv"), True
     JOINT = ("learnable", "relative", "terms")
     LEARNED = {"relative": "relative_bias", "learnable": "attn_mask", "terms": "query_table"}
     OTHERS = {
-        **dict.fromkeys(("attn_mask", "kept"), "B H Lq Lk"),
+        "attn_mask": "B H Lq Lk",
         **dict.fromkeys(("alibi_slopes", "sinks"), "H"),
         "relative_bias": "H distances",
         **dict.fromkeys(_TABLES, "buckets H D"),
@@ -170,9 +145,6 @@ class SDPA(Operator):
             inputs["relative_bias"] = draw.normal(heads, 2 * max(cell["Lq"], cell["Lk"]) - 1)
         elif cell.option == "terms":
             inputs |= {name: draw.normal(2 * _SPAN + 1, heads, cell["D"]) for name in _TABLES}
-        elif cell.option == "dropout":
-            scores = (cell["B"], heads, cell["Lq"], cell["Lk"])
-            inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
         return inputs
 
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -189,7 +161,8 @@ class SDPA(Operator):
             of_queries, of_keys = (x[name] for name in _TABLES)
             options["relative_bias"] = Disentangled(of_queries, of_keys, max_distance=2 * _SPAN)
         elif cell.option == "dropout":
-            options |= {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
+            # The first call is checked; it has the same seed everywhere.
+            options |= {"dropout_p": 0.1, "generator": torch.Generator().manual_seed(0)}
         return tensors, options
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
@@ -198,26 +171,15 @@ class SDPA(Operator):
         call = functools.partial(scaled_dot_product_attention, query, key, value, **options)
         return with_mask(cell, x, call, cell["Lq"], cell["Lk"], x.get("attn_mask"))
 
-    def equation(self, cell: Cell, x: Inputs) -> tuple[Tensor, ...]:
-        """The definition."""
-        width = window_width(cell) if cell.option == "window" else -1
-        out, weights = defined(
-            *(x, [x[name] for name in HEADS], x.get("attn_mask")),
-            window_left=width,
-            window_right=0 if cell.mask == "causal" else width,
-            softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
-            dropout_p=_DROPOUT if cell.option == "dropout" else 0.0,
-        )
-        if cell.weights == "none":
-            return (out,)
-        return out, weights.mean(1) if cell.weights == "average" else weights
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
+        """The pairs that dropout keeps depend on their place in the whole."""
+        return [{}] if cell.option == "dropout" else super().parts(cell, seed, few=few)
 
 
 @instance
 class FLEX(Operator):
     FUNCTION = "flex_attention"
     ABOUT = "softmax(score_mod(Q Kᵀ / √D)) V"
-    TORCH = "the equation: FlexAttention has no backward on CPUs; see torch-flex"
     SIZES, SHAPES, OUTPUT, FLOPS = SDPA.SIZES, SDPA.SHAPES, SDPA.OUTPUT, SDPA.FLOPS
     MASKS = ("none", "causal", "documents")
     OPTIONS = ("none", "softcap", "alibi", "bias", "terms")
@@ -255,7 +217,7 @@ class FLEX(Operator):
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         groups = cell["H"] // cell["Hkv"]
-        key, value = (x[name].repeat_interleave(groups, 1) for name in ("key", "value"))
+        key, value = (y.repeat_interleave(groups, 1) for y in (x.key, x.value))
         scores = x.query @ key.mT * cell["D"] ** -0.5
         at = [torch.arange(n, device=scores.device) for n in scores.shape]
         if mod := self.score_mod(cell, x):
@@ -264,8 +226,3 @@ class FLEX(Operator):
             )
         weights = masked_softmax(scores, visible(cell, at[2], cell["Lk"], scores.device))
         return weights.to(value.dtype) @ value
-
-
-def _first_seed() -> tuple[torch.device, torch.Generator]:
-    """The arguments of `draw_seed` in the first call with dropout, whose result is checked."""
-    return torch.device("cpu"), torch.Generator().manual_seed(0)

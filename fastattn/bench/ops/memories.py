@@ -173,7 +173,6 @@ def _encoded(tokens: Tensor, table: Tensor, temporal: Tensor | None = None) -> T
 ENCODE_MEMORY = Operator(
     FUNCTION="encode_memory",
     ABOUT="mᵢ = Σⱼ lⱼ ∘ A xᵢⱼ + Tᵢ of N sentences of J words",
-    TORCH="(embedding * l * mask).sum(2) + T",
     SIZES={"B": 32, "N": 50, "J": 11, "V": 175, "D": 50},
     SHAPES={"weight": "V D", "temporal": "N D"},
     OUTPUT="B N D",
@@ -189,7 +188,6 @@ ENCODE_MEMORY = Operator(
 class MEMN2N(Module):
     FUNCTION = "nn.MemN2N"
     ABOUT = "stories of N sentences and questions of J of V words, K hops, adjacent or layerwise"
-    TORCH = "the same network in plain PyTorch"
     SIZES = {"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3}
     SHAPES = {}
     OPTIONS = ("none", "layerwise")
@@ -232,7 +230,6 @@ class MEMN2N(Module):
 class KEY_VALUE_MEMORY(Operator):
     FUNCTION = "nn.KeyValueMemory"
     ABOUT = "softmax(q Kᵀ / √D) V of L queries and N full slots"
-    TORCH = "F.scaled_dot_product_attention"
     SIZES = {"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"}
     SHAPES = {"query": "B L D", "keys": "B N D", "values": "B N Dv"}
     OUTPUT = "B L Dv"
@@ -248,6 +245,3 @@ class KEY_VALUE_MEMORY(Operator):
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         attention = functional.scaled_dot_product_attention
         return partial(attention, x.query, x["keys"], x["values"])
-
-    def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        return softmax_weights(x.query, x["keys"]) @ x["values"]

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
 from fastattn.bench.ops._masks import mask_of, padding_lengths, visible
-from fastattn.bench.ops.attention import HEADS, biases, defined, with_mask
+from fastattn.bench.ops.attention import HEADS, biases, with_mask
 from fastattn.bias import T5
 from fastattn.ops._relative_bias import fold_distances
 
@@ -39,7 +40,6 @@ def _lengths(cell: Cell) -> list[int]:
 class VARLEN(Operator):
     FUNCTION = "varlen_attention"
     ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L"
-    TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
     SIZES = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
     REFUSED = {"S > L": "S={S} is more than L={L}"}
     SHAPES = {"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"}
@@ -85,22 +85,23 @@ class VARLEN(Operator):
         return with_mask(cell, x, call, longest, longest, seen)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        """The definition of attention for each sequence, without pairs across sequences."""
-        outs, parts = [], zip(*(x.split(_lengths(cell)) for x in self.leaves(x)), strict=True)
-        for sequence, tensors in zip(self.sequences(cell), parts, strict=True):
-            seen = visible(cell, *sequence, x.query.device)
-            outs.append(defined(x, [x.transpose(0, 1)[None] for x in tensors], seen)[0])
-        return torch.cat([out[0].transpose(0, 1) for out in outs])
+        """Of each sequence, because the reference's definition computes all pairs of all rows."""
+        outs, parts = [], (x.split(_lengths(cell)) for x in self.leaves(x))
+        for (rows, length), *tensors in zip(self.sequences(cell), *parts, strict=True):
+            seen = visible(cell, rows, length, x.query.device)
+            if cell.option == "relative":
+                seen = biases(x.relative_bias, length, length, seen)
+            query, key, value = (x.transpose(0, 1)[None] for x in tensors)
+            with sdpa_kernel(SDPBackend.MATH):
+                out = scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
 
 
 @instance
 class DECODE(Operator):
     FUNCTION = "decode_attention"
     ABOUT = "the newest Lq tokens on a full cache of Lk; with P, in pages of P keys"
-    TORCH = (
-        "F.scaled_dot_product_attention on the contiguous cache; with option=latent, on the "
-        "complete keys as values, and the first Dv columns of its result"
-    )
     SIZES = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "Dv": "D", "P": 0}
     SHAPES = HEADS
     OUTPUT = "B H Lq Dv"
@@ -114,9 +115,6 @@ class DECODE(Operator):
     REFUSED = {
         "mask != 'none' and Lq > Lk": "mask={mask}: Lq={Lq} is more than Lk={Lk}",
         "option == 'latent' and Dv > D": "option=latent: Dv={Dv} is more than D={D} of a key",
-    }
-    NOT_IN_TORCH = {
-        "option == 't5' and mask != 'none'": "F.scaled_dot_product_attention has one mask",
     }
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
@@ -178,12 +176,11 @@ class DECODE(Operator):
         query, key, value = _cache(cell, x)
         latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
         queries, keys = cell["Lq"], cell["Lk"]
-        causal, mask = cell.mask == "causal" and queries == keys and cell.option != "t5", None
+        causal = cell.mask == "causal" and queries == keys and cell.option not in ("t5", "latent")
+        mask = None if causal else visible(cell, *self.sequences(cell)[0], query.device)
         if cell.option == "t5":
             # Of three dimensions, PyTorch's fused kernel would refuse it.
-            mask = biases(_distances(cell, x), queries, keys, offset=keys - queries)
-        elif not causal or latent:
-            mask = visible(cell, *self.sequences(cell)[0], query.device)
+            mask = biases(_distances(cell, x), queries, keys, mask, offset=keys - queries)
         if not latent:
             options: dict[str, Any] = {"is_causal": causal, "enable_gqa": group > 1}
             call = scaled_dot_product_attention
@@ -196,11 +193,6 @@ class DECODE(Operator):
             return out.unflatten(2, (group, -1)).flatten(1, 2)
 
         return of_keys
-
-    def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        given = {"relative_bias": _distances(cell, x)} if cell.option == "t5" else {}
-        seen = visible(cell, *self.sequences(cell)[0], x.query.device)
-        return defined(given, _cache(cell, x), seen, offset=cell["Lk"] - cell["Lq"])[0]
 
 
 def _cache(

@@ -89,7 +89,6 @@ class BAHDANAU_DECODER(Module):
 
     FUNCTION = "nn.BahdanauAttention, L steps"
     ABOUT = "L steps of a GRU cell with Bahdanau's attention to S rows, A units"
-    TORCH = "the same steps, the equation and torch's GRU cell"
     SIZES = {"B": 1, "L": 20, "S": 40, "E": 256, "A": 256}
     SHAPES = {"targets": "B L E", "memory": "B S E", "state": "B E"}
     FLOPS = "additive(B*L*S, A, E) + products(B*E * (S*A + L * (A + 9*E)))"

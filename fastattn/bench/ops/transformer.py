@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn.nn
 from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module
@@ -24,9 +23,8 @@ LAYERS = 6  # not a size, because each layer has its own parameters
 class Twin(Module):
     """A module that `torch.nn` has, too; in float64, torch's module is also the definition."""
 
-    def __init__(self, function: str, note: str = "", **fields: Any) -> None:
-        words = f"nn.{function}, the same parameters{note}"
-        super().__init__(FUNCTION=f"nn.{function}", TORCH=words, **fields)
+    def __init__(self, function: str, **fields: Any) -> None:
+        super().__init__(FUNCTION=f"nn.{function}", **fields)
 
     def build(self, library: Any, cell: Cell, **made: Any) -> Any:
         """The module of `library`, which is `fastattn.nn` or `torch.nn`: a layer, or a stack."""
@@ -48,15 +46,6 @@ class Twin(Module):
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         return self.ours(cell, x, nn)
-
-    def eager(self, cell: Cell, x: Inputs) -> Forward:
-        forward = self.theirs(cell, x)
-
-        def with_scores() -> Any:
-            with sdpa_kernel(SDPBackend.MATH):
-                return forward()
-
-        return with_scores
 
     def exact(self, cell: Cell, x: Inputs) -> Forward:
         """In training mode and in one step, without PyTorch's fused layers."""
@@ -195,7 +184,6 @@ DECODER = _Decoder(
 )
 TRANSFORMER = _Transformer(
     "Transformer",
-    "; stepwise, each prefix from its start",
     ABOUT=f"{LAYERS} encoder layers and {LAYERS} causal decoder layers with GELU",
     SIZES=_WITH_MEMORY,
     SHAPES={"src": "B S E", "tgt": "B L E"},
