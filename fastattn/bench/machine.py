@@ -8,7 +8,6 @@ or `torch.sum`, and marked as an estimate. The copy rate counts both reads and w
 from __future__ import annotations
 
 import functools
-import math
 import platform
 import re
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from fastattn import dispatch
 from fastattn._processor import described
@@ -199,14 +199,8 @@ def _estimate(kind: str, seconds: float, device: str) -> Peak:
         matrix = ones(size, size, dtype=_MM_DTYPES.get(kind))
         call = functools.partial(torch.mm, matrix, matrix)
         work, method = 2 * size**3, "torch.mm estimate"
-    call()
-    synchronize(device)
-    best, end = math.inf, time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        call()
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return Peak(work / best / 1e9, method)
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return Peak(work / min(timer.blocked_autorange(min_run_time=seconds).times) / 1e9, method)
 
 
 def synchronize(device: str) -> None:

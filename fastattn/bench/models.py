@@ -20,8 +20,17 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Part, Stopwatch, value_of
-from fastattn.bench.ops._modes import Intercepting
+from fastattn.bench.ops._base import (
+    Cell,
+    Draw,
+    Forward,
+    Inputs,
+    Intercepting,
+    Module,
+    Part,
+    Stopwatch,
+    value_of,
+)
 
 
 class Model(Module):
@@ -73,7 +82,7 @@ class Model(Module):
         """The arguments of the model: random tokens, and which of them are not padding."""
         inputs = {"input_ids": draw.integers(0, cell["V"], cell["B"], cell["L"])}
         if cell.mask == "padding":
-            inputs["attention_mask"] = draw.valid(cell["B"], cell["L"]).long()
+            inputs["attention_mask"] = draw.valid(cell, cell["L"]).long()
         return inputs
 
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:

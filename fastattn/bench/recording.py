@@ -27,7 +27,7 @@ from torch.nn import functional
 from fastattn import compat
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES, TORCH_DTYPES
-from fastattn.bench.ops._modes import Intercepting
+from fastattn.bench.ops._base import Intercepting
 from fastattn.bench.shapes import shape_text
 from fastattn.library import operators
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
@@ -148,13 +147,6 @@ def json_lines(head: dict[str, Any], **lists: Iterable[dict[str, Any]]) -> str:
     for name, entries in lists.items():
         lines.append(f"{json.dumps(name)}: [\n" + ",\n".join(map(text, entries)) + "\n]")
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def save_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else ["op"])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def load(path: Path) -> Result:

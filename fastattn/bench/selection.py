@@ -78,7 +78,12 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
     check_names("--pass", args.passes, PASSES)
     given = {"dtype": spelling.dtypes(args.dtype, dtypes), "pass": args.passes}
     if args.models:
-        return model_cells(args.models, given)
+        check_names("model", args.models, [*WHOLE_MODELS, "all"])
+        chosen = "models" if "all" in args.models else ",".join(args.models)
+        if not (cells := preset_cells(chosen, given)):
+            models = ", ".join(args.models)
+            raise ValueError(f"--pass {','.join(args.passes)}: {models} has no such pass")
+        return cells
     given |= {key: [vars(args)[key]] for key in ("mask", "weights", "option") if vars(args)[key]}
     wanted = [ops.resolve(name) for name in args.op]
     if args.shapes and args.preset:
@@ -89,6 +94,7 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
             lines += read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
         return [cell for line in lines for cell in cells_in(line, given, wanted)]
     preset = args.preset or ("all" if wanted else "quick")
+    check_names("--preset", preset.split(","), [*PRESETS, "all"])
     cells = [cell for cell in preset_cells(preset, given) if not wanted or cell.op in wanted]
     if not cells:
         raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
@@ -106,23 +112,11 @@ Lists = Mapping[str, Sequence[str]]
 _NONE: Lists = {}
 
 
-def model_cells(names: Sequence[str], given: Lists = _NONE) -> list[Cell]:
-    """The cells of whole models; `all` is every model. Raises ValueError for an unknown name."""
-    check_names("model", names, [*WHOLE_MODELS, "all"])
-    chosen = WHOLE_MODELS if "all" in names else dict.fromkeys(names)
-    lines = (line for name in chosen for line in WHOLE_MODELS[name])
-    cells = [cell for line in lines for cell in cells_in(line, given, preset="models")]
-    if not cells:
-        raise ValueError(f"--pass {','.join(given['pass'])}: {', '.join(names)} has no such pass")
-    return cells
-
-
 def preset_cells(name: str, given: Lists = _NONE) -> list[Cell]:
-    """The cells of presets, such as "a,b" or "all"."""
+    """The cells of presets and whole models, such as "a,b" or "all"."""
     cells: list[Cell] = []
-    check_names("--preset", name.split(","), [*PRESETS, "all"])
     for preset in ALL if name == "all" else name.split(","):
-        lines = PRESETS[preset].lines
+        lines = _FOUND[preset].lines
         found = [cell for line in lines for cell in cells_in(line, given, preset=preset)]
         if preset in COMMON_FIRST:
             found.sort(key=lambda c: (c.label in RARER, DTYPES.index(c.dtype), c.passes != "fwd"))

@@ -63,8 +63,7 @@ class WorkerProcess:
                 # Ctrl-C reaches only the parent, which then ends the workers.
                 start_new_session=True,
             )
-        if cpus and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self._process.pid, cpus)
+        os.sched_setaffinity(self._process.pid, cpus)
 
     def ask(self, timeout: float, do: str, **request: Any) -> Any:
         """Sends a request, returns the reply; raises ProviderError on an error, crash or hang."""
@@ -111,8 +110,6 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 def usable_cpus(threads: int) -> list[int]:
     """The processors that workers are pinned to: the first `threads` that this process may use."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []
     return sorted(os.sched_getaffinity(0))[:threads]
 
 
@@ -138,7 +135,7 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None
         ctypes.CDLL(None).malloc_trim(0)
         (process / "clear_refs").write_text("5")  # resets VmHWM to the current size
         before = resident("VmRSS")
-    except (OSError, AttributeError, KeyError):
+    except OSError:  # a container may forbid it
         return None
     call()
     return max(0, resident("VmHWM") - before)
@@ -284,9 +281,8 @@ def _settle() -> None:
 
 def main() -> None:
     # Linux kills this process when its parent dies, even during a call that hangs.
-    with contextlib.suppress(OSError, AttributeError):
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     connection, worker = Connection(int(sys.argv[1])), Worker()
     while True:
         try:

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from bench_results import a_result, bench, cell_of
 
-from fastattn.bench import commands, machine, results, summary
+from fastattn.bench import cli, machine, results, summary
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 
 XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6}
@@ -50,9 +50,9 @@ def saved(result: Result, path: Path) -> Path:
 @pytest.mark.parametrize(
     ("scale", "limit", "code", "verdict"),
     [
-        (1.0, "5%", commands.OK, "SAME"),
-        (1.2, "5%", commands.FAULTS, "SLOWER"),
-        (1.2, "0.3", commands.OK, "SLOWER"),
+        (1.0, "5%", cli.OK, "SAME"),
+        (1.2, "5%", cli.FAULTS, "SLOWER"),
+        (1.2, "0.3", cli.OK, "SLOWER"),
     ],
 )
 def test_compare_fails_where_a_row_became_slower(
@@ -71,7 +71,7 @@ def test_compare_fails_where_a_row_became_slower(
     assert printed.count("torch: SAME") == 2
     assert complaints.count("WORSE by more than 5%") == (2 if code else 0)
     # A ratio to the baseline of the same run is comparable between machines.
-    assert bench("compare", str(before), str(after), "--metric", "speedup") == commands.OK
+    assert bench("compare", str(before), str(after), "--metric", "speedup") == cli.OK
     assert verdict in capsys.readouterr().out
 
 
@@ -82,28 +82,27 @@ def test_compare_names_different_conditions(
     other.environment["torch"], other.settings["threads"] = "3", 8
     before = saved(two_lengths(), tmp_path / "a.json")
     after = saved(other, tmp_path / "b.json")
-    assert bench("compare", str(before), str(after)) == commands.OK
+    assert bench("compare", str(before), str(after)) == cli.OK
     printed = capsys.readouterr().out
     assert "Different conditions: torch: 2 and 3" in printed
     assert "Different conditions: threads: 1 and 8" in printed
     assert "2 rows: 0 better, 0 worse, 2 the same" in printed
     assert "4 rows are in one result alone: sdpa B=1,H=2,L=32,D=8 fp32 fwd torch" in printed
     nothing = saved(two_lengths(lengths=(8,)), tmp_path / "c.json")
-    assert bench("compare", str(before), str(nothing)) == commands.USAGE
-    assert bench("compare", str(before), str(after), "--fail-slower", "often") == commands.USAGE
+    assert bench("compare", str(before), str(nothing)) == cli.USAGE
+    assert bench("compare", str(before), str(after), "--fail-slower", "often") == cli.USAGE
 
 
 # The picture
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_picture_is_drawn(theme: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = saved(two_lengths(), tmp_path / "results.json")
-    picture = tmp_path / f"p.{suffix}"
-    assert bench("plot", str(path), "--plot", str(picture)) == commands.OK
-    assert (b"<svg" in picture.read_bytes()) == (suffix == "svg")
-    assert bench("plot", str(path), "--plot", str(tmp_path / "p.xyz")) == commands.USAGE
+    from fastattn.bench import plots
+
+    plots.draw(two_lengths(), tmp_path / "p.svg", theme=theme)
+    assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
 def load_render(name: str = "render") -> ModuleType:

@@ -14,8 +14,9 @@ from fastattn.bench.ops._base import Forward, Inputs, Operator, as_tuple
 
 def _operators_of(*files: str) -> dict[str, Operator]:
     modules = (vars(import_module(f"fastattn.bench.{file}")) for file in files)
-    found = (item for module in modules for item in module.items())
-    return {name.lower(): x for name, x in found if isinstance(x, Operator)}
+    named = (item for module in modules for item in module.items() if item[0].isupper())
+    made = ((name, x() if Operator in getattr(x, "__mro__", ()) else x) for name, x in named)
+    return {name.lower(): x for name, x in made if isinstance(x, Operator)}
 
 
 _FILES = "attention transformer packed around_attention recurrent memories".split()
@@ -25,7 +26,7 @@ MODELS = tuple(_MODELS)
 LOOPS = ("bahdanau_decoder",)  # around modules of the library
 OPS = tuple(name for name in _OPERATORS if name not in LOOPS)
 
-__all__ = ["FLEX", "LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator"]
+__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator"]
 __all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
 
 

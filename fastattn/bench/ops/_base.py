@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 import fastattn
 from fastattn import _flops, compat
-from fastattn.bench.ops._masks import lengths, padding_lengths
-from fastattn.bench.ops._modes import Intercepting, NothingDrawn, defined
+from fastattn.backends import reference
+from fastattn.library import operators
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell as Cell
@@ -72,7 +73,7 @@ class Operator:
     """An operator: its sizes, inputs and cost, its call, and the equivalent code in PyTorch.
 
     A simple operator is an instance, whose keyword arguments replace the attributes and methods
-    below; an operator with further methods is a class that is replaced by its `instance`:
+    below; an operator with further methods is a class, of which `ops` makes the instance:
 
         OP = Operator(FUNCTION="learned_scale", SIZES={"B": 1, "E": 512}, ...,
                       arguments=lambda cell, x: ([x.query], {}))
@@ -145,9 +146,9 @@ class Operator:
 
     def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
         """The positions of the queries and the number of keys, for each sequence."""
-        queries, keys = lengths(cell)
+        queries, keys = cell.lengths
         padded = cell.mask == "padding"
-        counts = padding_lengths(cell["B"], keys) if padded else [keys] * cell.sizes.get("B", 1)
+        counts = cell.padded(keys) if padded else [keys] * cell.sizes.get("B", 1)
         return [(torch.arange(queries), count) for count in counts]
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
@@ -395,10 +396,6 @@ class Module(Operator):
         return module
 
 
-def instance(kind: type[Operator]) -> Any:
-    return kind()
-
-
 def within(context: Callable[[], AbstractContextManager[Any]], forward: Forward) -> Forward:
     """A call in a context, which is made for each call."""
 
@@ -427,3 +424,39 @@ def messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
 
 def _names(cell: Cell) -> dict[str, Any]:
     return {**{name: getattr(cell, name) for name in _WORDS}, **cell.sizes}
+
+
+# Contexts that intercept what runs inside them
+
+
+class Intercepting(TorchFunctionMode):
+    """Calls `run(func, args, kwargs)` for a function of PyTorch or a dispatched one of fastattn."""
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
+def defined(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the definition of a primitive, which PyTorch differentiates, in place of a kernel."""
+    if (primitive := operators.get(func)) is None:
+        return func(*args, **kwargs)
+    tensors, options = primitive.split(args)
+    return getattr(reference, primitive.name)(*tensors, options=options)
+
+
+class NothingDrawn(compat.DispatchMode):
+    """Fills new weights with 0 instead of random numbers, which is faster.
+
+    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))

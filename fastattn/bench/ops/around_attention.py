@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator, instance
-from fastattn.bench.ops._masks import visible
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator
 from fastattn.bench.ops.attention import softmax_weights
 from fastattn.nn import HeadNetwork, LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
 
-@instance
 class MERGE_STATES(Operator):
     """It is memory bound: it reads two outputs and writes one, with 4 operations per element."""
 
@@ -38,7 +36,6 @@ class MERGE_STATES(Operator):
         return inputs
 
 
-@instance
 class ATTENTION_STATS(Operator):
     """The cost counts the scores, Q Kᵀ; the sums are O(Lq·Lk) and not counted.
 
@@ -63,14 +60,13 @@ class ATTENTION_STATS(Operator):
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         key = x.key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
-        seen = visible(cell, *self.sequences(cell)[0], key.device)
+        seen = cell.visible(*self.sequences(cell)[0], key.device)
         weights = softmax_weights(x.query, key, seen)
         found = [weights.sum(-2), torch.special.entr(weights).sum(-1)]
         found += [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
         return torch.cat(found, -1)
 
 
-@instance
 class HARD(Operator):
     """The most probable key instead of a random one, because two computations must agree.
 
@@ -104,7 +100,6 @@ class HARD(Operator):
         return out + (mean - mean.detach())  # the value of `out`, the derivative of `mean`
 
 
-@instance
 class HEAD_NETWORK(Module):
     FUNCTION = "nn.HeadNetwork"
     ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, F hidden units"

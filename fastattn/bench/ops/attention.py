@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from fastattn import masks
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, Part, instance
-from fastattn.bench.ops._masks import document_ids, lengths, visible, window_width
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, Part
 from fastattn.bias import Disentangled
 
 HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
@@ -43,12 +42,12 @@ def weighted(cell: Cell, weights: Tensor, value: Tensor) -> Any:
 
 def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
     """True takes part: [B, 1, Lk] for padding, [Lq, Lk] for other masks; None: all, or a bias."""
-    queries, keys = lengths(cell)
+    queries, keys = cell.lengths
     if cell.mask == "padding":
-        return draw.valid(cell["B"], keys)[:, None, :]
+        return draw.valid(cell, keys)[:, None, :]
     if cell.mask == "bool":
         return draw.visible(queries, keys)
-    return None if cell.mask == "none" else visible(cell, torch.arange(queries), keys)
+    return None if cell.mask == "none" else cell.visible(torch.arange(queries), keys)
 
 
 def attn_mask(cell: Cell, draw: Draw, *heads: int) -> dict[str, Tensor]:
@@ -93,7 +92,6 @@ _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible i
 _TABLES, _SPAN = ("query_table", "key_table"), 256  # of DeBERTa's terms
 
 
-@instance
 class SDPA(Operator):
     FUNCTION = "scaled_dot_product_attention"
     ABOUT = "softmax(Q Kᵀ / √D) V"
@@ -151,10 +149,10 @@ class SDPA(Operator):
         tensors, options = super().arguments(cell, x)
         options["average_weights"] = cell.weights == "average"
         if cell.mask == "documents":
-            ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+            ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
             options |= {"attn_mask": None, "mask": masks.document(*ids)}
         if cell.option == "window":
-            options["window"] = (window_width(cell), window_width(cell))
+            options["window"] = (cell.window, cell.window)
         elif cell.option == "softcap":
             options["softcap"] = _SOFTCAP
         elif cell.option == "terms":
@@ -176,7 +174,6 @@ class SDPA(Operator):
         return [{}] if cell.option == "dropout" else super().parts(cell, seed, few=few)
 
 
-@instance
 class FLEX(Operator):
     FUNCTION = "flex_attention"
     ABOUT = "softmax(score_mod(Q Kᵀ / √D)) V"
@@ -209,7 +206,7 @@ class FLEX(Operator):
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
         if cell.mask == "documents":
-            ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+            ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
             options["block_mask"] = masks.document(*ids)
         elif cell.mask == "causal":
             options["block_mask"] = masks.causal()
@@ -224,5 +221,5 @@ class FLEX(Operator):
             scores = mod(
                 scores, *(n.view([-1 if d == m else 1 for m in range(4)]) for d, n in enumerate(at))
             )
-        weights = masked_softmax(scores, visible(cell, at[2], cell["Lk"], scores.device))
+        weights = masked_softmax(scores, cell.visible(at[2], cell["Lk"], scores.device))
         return weights.to(value.dtype) @ value

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator
 from fastattn.bench.ops.attention import masked_softmax, softmax_weights
 from fastattn.nn import Hopfield, HopfieldLayer, HopfieldPooling, KeyValueMemory, MemN2N
 from fastattn.ops.encode_memory import encoding_factors
@@ -155,7 +155,7 @@ MEMORY_HOPS = Operator(
     KEYWORDS={"hops": itemgetter("K")},
     REFUSED=_SHARED,
     others=lambda cell, draw: (
-        {"memory_mask": draw.valid(cell["B"], cell["N"])} if cell.mask == "padding" else {}
+        {"memory_mask": draw.valid(cell, cell["N"])} if cell.mask == "padding" else {}
     ),
     equation=_hops,
 )
@@ -184,7 +184,6 @@ ENCODE_MEMORY = Operator(
 )
 
 
-@instance
 class MEMN2N(Module):
     FUNCTION = "nn.MemN2N"
     ABOUT = "stories of N sentences and questions of J of V words, K hops, adjacent or layerwise"
@@ -226,7 +225,6 @@ class MEMN2N(Module):
         return u @ (x.answer if own else embedding[-1]).T
 
 
-@instance
 class KEY_VALUE_MEMORY(Operator):
     FUNCTION = "nn.KeyValueMemory"
     ABOUT = "softmax(q Kᵀ / √D) V of L queries and N full slots"

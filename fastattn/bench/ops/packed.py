@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
-from fastattn.bench.ops._masks import mask_of, padding_lengths, visible
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator
 from fastattn.bench.ops.attention import HEADS, biases, with_mask
 from fastattn.bias import T5
 from fastattn.ops._relative_bias import fold_distances
@@ -31,12 +30,11 @@ _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 def _lengths(cell: Cell) -> list[int]:
     batch, shortest, longest = cell["B"], cell["S"], cell["L"]
     if not shortest:
-        return padding_lengths(batch, longest)
+        return cell.padded(longest)
     step = (longest / shortest) ** (1 / max(batch - 1, 1))
     return [round(longest / step**n) for n in range(batch)]
 
 
-@instance
 class VARLEN(Operator):
     FUNCTION = "varlen_attention"
     ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L"
@@ -48,7 +46,7 @@ class VARLEN(Operator):
     DERIVED = {"T": lambda cell: sum(_lengths(cell))}
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "relative")
-    KEYWORDS = {"mask": lambda cell: mask_of(cell, *_lengths(cell))}
+    KEYWORDS = {"mask": lambda cell: cell.library_mask(*_lengths(cell))}
     BY_EQUATION = True
 
     def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
@@ -68,7 +66,7 @@ class VARLEN(Operator):
         valid = torch.arange(longest, device=ends.device) < ends.diff()[:, None]  # [B, L]
         seen = valid[:, None, None]
         for b, n in enumerate(_lengths(cell)):
-            square = visible(cell, torch.arange(n), n)
+            square = cell.visible(torch.arange(n), n)
             if square is not None:  # a row of padding sees all keys of its sequence: no NaN
                 seen = seen.expand(-1, -1, longest, -1).contiguous()  # [B, 1, L, L]
                 seen[b, 0, :n, :n] = square
@@ -88,7 +86,7 @@ class VARLEN(Operator):
         """Of each sequence, because the reference's definition computes all pairs of all rows."""
         outs, parts = [], (x.split(_lengths(cell)) for x in self.leaves(x))
         for (rows, length), *tensors in zip(self.sequences(cell), *parts, strict=True):
-            seen = visible(cell, rows, length, x.query.device)
+            seen = cell.visible(rows, length, x.query.device)
             if cell.option == "relative":
                 seen = biases(x.relative_bias, length, length, seen)
             query, key, value = (x.transpose(0, 1)[None] for x in tensors)
@@ -98,7 +96,6 @@ class VARLEN(Operator):
         return torch.cat(outs)
 
 
-@instance
 class DECODE(Operator):
     FUNCTION = "decode_attention"
     ABOUT = "the newest Lq tokens on a full cache of Lk; with P, in pages of P keys"
@@ -159,7 +156,7 @@ class DECODE(Operator):
 
         tensors = _cache(cell, x, stored)
         options: dict[str, Any] = {
-            "mask": mask_of(cell, cell["Lk"]),
+            "mask": cell.library_mask(cell["Lk"]),
             "is_causal": cell.mask == "causal",
             "block_table": table,
         }
@@ -177,7 +174,7 @@ class DECODE(Operator):
         latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
         queries, keys = cell["Lq"], cell["Lk"]
         causal = cell.mask == "causal" and queries == keys and cell.option not in ("t5", "latent")
-        mask = None if causal else visible(cell, *self.sequences(cell)[0], query.device)
+        mask = None if causal else cell.visible(*self.sequences(cell)[0], query.device)
         if cell.option == "t5":
             # Of three dimensions, PyTorch's fused kernel would refuse it.
             mask = biases(_distances(cell, x), queries, keys, mask, offset=keys - queries)

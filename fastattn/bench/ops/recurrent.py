@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.bench.ops._base import Cell, Draw, Inputs, Module, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Inputs, Module, Operator
 from fastattn.bench.ops.attention import (
     attn_mask,
     masked_softmax,
@@ -80,7 +80,6 @@ BAHDANAU = Module(
 )
 
 
-@instance
 class BAHDANAU_DECODER(Module):
     """L steps of a GRU, each with its own attention; the keys U memory are computed once.
 
@@ -128,7 +127,6 @@ class BAHDANAU_DECODER(Module):
 # Luong's attention
 
 
-@instance
 class LUONG(Operator):
     FUNCTION = "luong_attention"
     ABOUT = "softmax(qᵀ Wᵧ k) V; local-m if the half width W < Lk; P=1: local-p, random positions"

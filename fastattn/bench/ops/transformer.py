@@ -52,11 +52,6 @@ class Twin(Module):
         return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
 
 
-class _Linear(Twin):
-    def build(self, library: Any, cell: Cell, **made: Any) -> Any:
-        return library.Linear(cell["K"], cell["N"], **made)
-
-
 class _Mha(Twin):
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """In `key_padding_mask` and a boolean `attn_mask`, True is ignored."""
@@ -140,8 +135,9 @@ _WITH_MEMORY = {"B": 8, "L": 128, "S": "L", "E": 512, "H": 8, "F": 2048}
 _X: dict[str, Any] = {"SIZES": _SIZES, "SHAPES": {"x": "B L E"}}
 _X_AND_MEMORY: dict[str, Any] = {"SIZES": _WITH_MEMORY, "SHAPES": {"x": "B L E", "memory": "B S E"}}
 
-LINEAR = _Linear(
+LINEAR = Twin(
     "Linear",
+    build=lambda library, cell, **made: library.Linear(cell["K"], cell["N"], **made),
     ABOUT="x Wᵀ + b, W [N, K]",
     SIZES={"M": 1024, "K": 768, "N": "K"},
     SHAPES={"x": "M K"},
