@@ -290,7 +290,7 @@ def list_all(args: argparse.Namespace) -> int:
     operators = {}
     for name, op in ((name, ops.get(name)) for name in ops.OPS):
         sizes = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
-        shapes = [f"; {x} [{', '.join(sizes.split())}]" for x, sizes in op.SHAPES.items()]
+        shapes = [f"; {x} [{', '.join(dims.split())}]" for x, dims in op.leaf_shapes.items()]
         operators[name] = [f"{op.FUNCTION}: {op.ABOUT}{''.join(shapes)}", sizes]
     for title, entries in {
         "Operators (--op)": operators,

@@ -55,7 +55,6 @@ class Model(Module):
     LENGTH = "L"
     PAIRS = "pairs"
     ITEMS = ("B * L", "tokens")  # the items that a call processes
-    SHAPES: Mapping[str, str] = {}
     stopwatch: Stopwatch
 
     def __init__(self, **fields: Any) -> None:
@@ -65,7 +64,7 @@ class Model(Module):
         products = f"{tokens} * N * ({self.LAYER}) + {self.OTHER[1]}"
         pairs = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
         self.FLOPS = f"N * attention({pairs}, E, E) + products({products})"
-        self.OUTPUT, self.stopwatch = f"B {self.LENGTH} E", Stopwatch()
+        self.SHAPES, self.stopwatch = f"out: B {self.LENGTH} E", Stopwatch()
 
     # Defined by each model
 

@@ -217,7 +217,8 @@ def test_a_missing_library_leaves_the_other_rows(
     monkeypatch.setitem(sys.modules, "tabpfn", None)
     path = tmp_path / "models.json"
     shapes = (f"--shapes=tabpfn {ALL['tabpfn']}", f"--shapes=bert {SMALL['bert']}")
-    run = ("--threads", "1", "--rounds", "1", "--quiet", "--timeout", "300", "--json", str(path))
+    run = ("--threads", "1", "--rounds", "1", "--quiet", "--timeout", "300", "--time-budget", "300")
+    run = (*run, "--json", str(path))
     assert bench("run", *shapes, *run) == 0
     document = json.loads(path.read_text())
     assert [row["provider"] for row in document["rows"]] == ["torch", "fastattn"] * 2

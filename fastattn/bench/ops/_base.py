@@ -94,10 +94,9 @@ class Operator:
     WEIGHTS: Sequence[str] = ("none",)
     OPTIONS: Sequence[str] = ("none",)
     PASSES: Sequence[str] = ("fwd", "bwd", "fwd+bwd")
-    # The inputs that have a gradient, in order, and the output, which may be like the first input.
-    # An entry is a formula of the sizes and of DERIVED ones.
-    SHAPES: Mapping[str, str]
-    OUTPUT = ""
+    # The inputs that have a gradient, in order, and "out", if it is not like the first input: names
+    # with formulas of the sizes and of DERIVED ones, such as "query: B Lq D; out: B Lq".
+    SHAPES = ""
     LEARNED: Mapping[str, str] = {}  # the input that has a gradient only with an option
     DERIVED: Mapping[str, Callable[[Cell], int]] = {}
     # Further arguments of the call, besides inputs, masks and weights; or functions of the cell.
@@ -128,6 +127,16 @@ class Operator:
         vars(self).update(fields)
 
     # Sizes and cost
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, str]:
+        """The entries of SHAPES, and "out"."""
+        shapes = dict(entry.split(": ") for entry in self.SHAPES.split("; ") if entry)
+        return {**shapes, "out": shapes.get("out", next(iter(shapes.values()), ""))}
+
+    @property
+    def leaf_shapes(self) -> dict[str, str]:
+        return {name: sizes for name, sizes in self.shapes.items() if name != "out"}
 
     def require(self) -> None:
         """Imports the packages of this operator; an ImportError says what to install."""
@@ -160,25 +169,24 @@ class Operator:
         return counts[0], counts[1]
 
     def shape(self, cell: Cell, sizes: str, **read: int) -> list[int]:
-        """The shape that an entry of SHAPES, or OUTPUT, describes; `read` replaces sizes."""
+        """The shape that an entry of SHAPES describes; `read` replaces sizes."""
         derived = {name: size(cell) for name, size in self.DERIVED.items()}
-        sizes = sizes or next(iter(self.SHAPES.values()))
         return [value_of(size, cell, **derived | read) for size in sizes.split()]
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         """The number of elements of all inputs, and of the output."""
-        inputs = (math.prod(self.shape(cell, sizes, **read)) for sizes in self.SHAPES.values())
-        return sum(inputs), math.prod(self.shape(cell, self.OUTPUT))
+        inputs = (math.prod(self.shape(cell, sizes, **read)) for sizes in self.leaf_shapes.values())
+        return sum(inputs), math.prod(self.shape(cell, self.shapes["out"]))
 
     # Inputs and calls
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         """All inputs by name: the leaves, `grad_out`, masks and others."""
         drawn = {}
-        for name, sizes in self.SHAPES.items():
+        for name, sizes in self.leaf_shapes.items():
             scale = float(value_of(str(self.SCALES.get(name, 1.0)), cell))
             drawn[name] = draw.normal(*self.shape(cell, sizes), scale=scale)
-        grad_out = self.shape(cell, self.OUTPUT) if len(self.PASSES) > 1 else (0,)
+        grad_out = self.shape(cell, self.shapes["out"]) if len(self.PASSES) > 1 else (0,)
         return Inputs(self.others(cell, draw) | drawn | {"grad_out": draw.normal(*grad_out)})
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
@@ -234,7 +242,7 @@ class Operator:
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
         learned = self.LEARNED.get(cell.option)
-        return [*self.SHAPES, *([learned] if learned else [])]
+        return [*self.leaf_shapes, *([learned] if learned else [])]
 
     def parameters(self, cell: Cell) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the parameters of a module, by name and in its order."""
@@ -242,7 +250,7 @@ class Operator:
 
     def leaves(self, x: Inputs) -> list[Tensor]:
         """The inputs of SHAPES."""
-        return [x[name] for name in self.SHAPES]
+        return [x[name] for name in self.leaf_shapes]
 
     # The exact result
 
@@ -299,8 +307,7 @@ class Operator:
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
         """The names of the sizes of an input or an output; a mask has the last names."""
         name = name.removeprefix("grad_")
-        output = self.OUTPUT or next(iter(self.SHAPES.values()), "")
-        known = {**self.OTHERS, **self.SHAPES, "out": output}
+        known = {**self.OTHERS, **self.shapes}
         known["weights"] = "B H Lq Lk" if x.dim() == 4 else "B Lq Lk"
         return known.get(name, "").split()[-x.dim() :]
 
@@ -353,7 +360,7 @@ class Module(Operator):
         return module(*self.leaves(x), **self.KEYWORDS)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return (*self.SHAPES, *self.parameters(cell))
+        return (*self.leaf_shapes, *self.parameters(cell))
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         arguments, output = super().elements(cell, **read)

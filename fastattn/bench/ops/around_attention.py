@@ -18,7 +18,7 @@ class MERGE_STATES(Operator):
     FUNCTION = "merge_states"
     ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b)"
     SIZES = {"B": 8, "H": 8, "L": 512, "D": 64}
-    SHAPES = {"out_a": "B H L D", "lse_a": "B H L", "out_b": "B H L D", "lse_b": "B H L"}
+    SHAPES = "out_a: B H L D; lse_a: B H L; out_b: B H L D; lse_b: B H L"
     FLOPS = "products(2 * B*H*L*D)"
     BY_EQUATION = True
 
@@ -48,8 +48,7 @@ class ATTENTION_STATS(Operator):
     REFUSED = {"K > Lk": "K={K} is more than Lk={Lk}"}
     MASKS = ("none", "causal")
     PASSES = ("fwd",)
-    SHAPES = {"query": "B H Lq D", "key": "B Hkv Lk D"}
-    OUTPUT = "B H Lk+Lq*(1+K)"  # joined
+    SHAPES = "query: B H Lq D; key: B Hkv Lk D; out: B H Lk+Lq*(1+K)"  # joined
     FLOPS = "attention(pairs * H, D, 0)"
     KEYWORDS = {"top_k": lambda cell: cell["K"]}
 
@@ -77,8 +76,7 @@ class HARD(Operator):
     FUNCTION = "hard_attention"
     ABOUT = "V of the key with the largest q·k, straight_through"
     SIZES = {"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
-    SHAPES = {"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"}
-    OUTPUT = "B H Lq Dv"
+    SHAPES = "query: B H Lq D; key: B H Lk D; value: B H Lk Dv; out: B H Lq Dv"
     FLOPS = "attention(pairs * H, D, 0) + backward * 2 * pairs * H * Dv"
     KEYWORDS = {"estimator": "straight_through", "deterministic": True}
 
@@ -104,7 +102,7 @@ class HEAD_NETWORK(Module):
     FUNCTION = "nn.HeadNetwork"
     ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, F hidden units"
     SIZES = {"B": 8, "H": 8, "L": 128, "D": 64, "F": 64}
-    SHAPES = {"x": "B H L D"}
+    SHAPES = "x: B H L D"
     FLOPS = "products(2 * B*H*L*D*F)"
 
     def make(self, cell: Cell, **made: Any) -> HeadNetwork:
@@ -135,7 +133,7 @@ def _added(cell: Cell, x: Inputs) -> Forward:
     return lambda: rows * cell["E"] ** 0.5 + table
 
 
-_OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": {"x": "B L E"}}
+_OF_ROWS = {"SIZES": {"B": 1, "L": 512, "E": 512}, "SHAPES": "x: B L E"}
 _SINUSOIDAL = _OF_ROWS | {
     "ABOUT": "x·√E + PE(position)",
     "FLOPS": "(2 - backward) * B*L*E",
@@ -157,8 +155,7 @@ SINUSOIDAL_TABLE = Operator(
     ABOUT="PE(0), ..., PE(L − 1)",
     SIZES={"L": 512, "E": 512},
     PASSES=("fwd",),
-    SHAPES={},
-    OUTPUT="L E",
+    SHAPES="out: L E",
     FLOPS="L*E",  # a sine counts as one operation
     # The table has no input; this tensor carries dtype and device.
     others=lambda cell, draw: {"like": draw.normal(0)},

@@ -15,7 +15,7 @@ from fastattn import masks
 from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, Part
 from fastattn.bias import Disentangled
 
-HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
+HEADS = "query: B H Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; out: B H Lq Dv"
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -97,7 +97,6 @@ class SDPA(Operator):
     ABOUT = "softmax(Q Kᵀ / √D) V"
     SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     SHAPES = HEADS
-    OUTPUT = "B H Lq Dv"
     FLOPS = "attention(pairs * H, D, Dv) + (option == 'terms') * pairs * H * D * (4 + 8 * backward)"
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
@@ -165,7 +164,7 @@ class SDPA(Operator):
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         options: Any = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
-        query, key, value = (x[name] for name in HEADS)
+        query, key, value = self.leaves(x)
         call = functools.partial(scaled_dot_product_attention, query, key, value, **options)
         return with_mask(cell, x, call, cell["Lq"], cell["Lk"], x.get("attn_mask"))
 
@@ -177,7 +176,7 @@ class SDPA(Operator):
 class FLEX(Operator):
     FUNCTION = "flex_attention"
     ABOUT = "softmax(score_mod(Q Kᵀ / √D)) V"
-    SIZES, SHAPES, OUTPUT, FLOPS = SDPA.SIZES, SDPA.SHAPES, SDPA.OUTPUT, SDPA.FLOPS
+    SIZES, SHAPES, FLOPS = SDPA.SIZES, SDPA.SHAPES, SDPA.FLOPS
     MASKS = ("none", "causal", "documents")
     OPTIONS = ("none", "softcap", "alibi", "bias", "terms")
     BY_EQUATION = True

@@ -37,7 +37,7 @@ HOPFIELD = Operator(
     FUNCTION="hopfield_retrieve",
     ABOUT="ξ ← Xᵀ softmax(X ξ / √D), K steps and a readout; stored patterns X of S = 1 are shared",
     SIZES={"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3},
-    SHAPES={"state": "B H L D", "stored": "S H N D"},
+    SHAPES="state: B H L D; stored: S H N D",
     # Small, so that the steps contract; diverging steps would amplify rounding errors.
     SCALES={"state": 0.5, "stored": 0.5},
     FLOPS="attention(B*H*L*N * (K + 1), D, D)",
@@ -59,8 +59,7 @@ HOPFIELD_ENERGY = Operator(
     FUNCTION="hopfield_energy",
     ABOUT="−lse(β X ξ) / β + ξ·ξ / 2 + constants, β = 1 / √D",
     SIZES={"B": 4, "H": 8, "L": 128, "N": 128, "D": 64},
-    SHAPES={"state": "B H L D", "stored": "B H N D"},
-    OUTPUT="B H L",
+    SHAPES="state: B H L D; stored: B H N D; out: B H L",
     FLOPS="attention(B*H*L*N, D, 0)",
     results=lambda found, dtype: found.to(dtype),
     equation=_energy,
@@ -118,16 +117,15 @@ _ABOUT = "states retrieve from "
 HOPFIELD_MODULE = _Hopfield(
     *(Hopfield, _ABOUT + "N patterns", 4, 128, "B*N"),
     PREFIX="",
-    SHAPES={"state": "B L E", "stored": "B N E"},
+    SHAPES="state: B L E; stored: B N E",
     call=lambda cell, module, x: module((x.stored, x.state, x.stored)),
 )
 HOPFIELD_LAYER = _Hopfield(
-    *(HopfieldLayer, _ABOUT + "N learned patterns", 4, 128, "N"), SHAPES={"state": "B L E"}
+    *(HopfieldLayer, _ABOUT + "N learned patterns", 4, 128, "N"), SHAPES="state: B L E"
 )
 HOPFIELD_POOLING = _Hopfield(
     *(HopfieldPooling, "L learned states retrieve from bags of N patterns", 32, 1, "B*N"),
-    SHAPES={"stored": "B N E"},
-    OUTPUT="B L*E",
+    SHAPES="stored: B N E; out: B L*E",
 )
 
 # Memory networks
@@ -149,7 +147,7 @@ MEMORY_HOPS = Operator(
     SIZES={"B": 32, "S": "B", "N": 50, "D": 20, "K": 3},
     MASKS=("none", "padding"),
     WEIGHTS=("none", "per-head"),
-    SHAPES={"query": "B D", "in_memory": "S N D", "out_memory": "S N D"},
+    SHAPES="query: B D; in_memory: S N D; out_memory: S N D",
     SCALES={"in_memory": 0.1, "out_memory": 0.1},
     FLOPS="attention(B*K*N, D, D)",
     KEYWORDS={"hops": itemgetter("K")},
@@ -174,8 +172,7 @@ ENCODE_MEMORY = Operator(
     FUNCTION="encode_memory",
     ABOUT="mᵢ = Σⱼ lⱼ ∘ A xᵢⱼ + Tᵢ of N sentences of J words",
     SIZES={"B": 32, "N": 50, "J": 11, "V": 175, "D": 50},
-    SHAPES={"weight": "V D", "temporal": "N D"},
-    OUTPUT="B N D",
+    SHAPES="weight: V D; temporal: N D; out: B N D",
     SCALES={"weight": 0.1, "temporal": 0.1},
     FLOPS="B*N*D * (2*J + 1)",
     READ={"V": "min(V, B*N*J)"},
@@ -188,9 +185,8 @@ class MEMN2N(Module):
     FUNCTION = "nn.MemN2N"
     ABOUT = "stories of N sentences and questions of J of V words, K hops, adjacent or layerwise"
     SIZES = {"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3}
-    SHAPES = {}
+    SHAPES = "out: B V"
     OPTIONS = ("none", "layerwise")
-    OUTPUT = "B V"
     # Adjacent hops share K + 1 tables; layerwise hops have two tables, and a projection per hop.
     FLOPS = (
         "2 * B*J*D * ((2 if option == 'layerwise' else K + 1) * N + 1) + "
@@ -229,8 +225,7 @@ class KEY_VALUE_MEMORY(Operator):
     FUNCTION = "nn.KeyValueMemory"
     ABOUT = "softmax(q Kᵀ / √D) V of L queries and N full slots"
     SIZES = {"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"}
-    SHAPES = {"query": "B L D", "keys": "B N D", "values": "B N Dv"}
-    OUTPUT = "B L Dv"
+    SHAPES = "query: B L D; keys: B N D; values: B N Dv; out: B L Dv"
     FLOPS = "attention(B*L*N, D, Dv)"
 
     def ours(self, cell: Cell, x: Inputs, library: Any = None) -> Forward:

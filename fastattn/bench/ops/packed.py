@@ -40,7 +40,7 @@ class VARLEN(Operator):
     ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L"
     SIZES = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
     REFUSED = {"S > L": "S={S} is more than L={L}"}
-    SHAPES = {"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"}
+    SHAPES = "query: T H D; key: T Hkv D; value: T Hkv D"
     FLOPS = "attention(pairs * H, D, D)"
     LEARNED = {"relative": "relative_bias"}
     DERIVED = {"T": lambda cell: sum(_lengths(cell))}
@@ -101,7 +101,6 @@ class DECODE(Operator):
     ABOUT = "the newest Lq tokens on a full cache of Lk; with P, in pages of P keys"
     SIZES = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "Dv": "D", "P": 0}
     SHAPES = HEADS
-    OUTPUT = "B H Lq Dv"
     FLOPS = "attention(pairs * H, D, Dv)"
     MASKS = ("none", "causal", "documents", "prefix", "window")
     OPTIONS = ("none", "t5", *_QUANTISED, "latent")

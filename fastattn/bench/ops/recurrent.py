@@ -35,8 +35,7 @@ ADDITIVE = Operator(
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256, "Dv": "A"},
     MASKS=("none", "causal", "padding", "bool", "bias"),
     WEIGHTS=("none", "per-head"),
-    SHAPES={"query": "B Lq A", "key": "B Lk A", "value": "B Lk Dv", "v": "A", "bias": "A"},
-    OUTPUT="B Lq Dv",
+    SHAPES="query: B Lq A; key: B Lk A; value: B Lk Dv; v: A; bias: A; out: B Lq Dv",
     OTHERS={"attn_mask": "B Lq Lk"},
     others=attn_mask,
     equation=_added,
@@ -53,7 +52,7 @@ ADDITIVE_MODULE = Module(
     FUNCTION="nn.AdditiveAttention",
     ABOUT="softmax(scale·tanh(q + m)) M, m the rows of the memory M",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "A": 256},
-    SHAPES={"query": "B Lq A", "memory": "B Lk A"},
+    SHAPES="query: B Lq A; memory: B Lk A",
     FLOPS="additive(pairs, A, A)",
     make=lambda cell, **made: AdditiveAttention(dim=cell["A"], **made),
     equation=lambda cell, x: _without_masks(x.query, x.memory, x.scale, x.memory),
@@ -68,7 +67,7 @@ BAHDANAU = Module(
     FUNCTION="nn.BahdanauAttention",
     ABOUT="softmax(v·tanh(W q + U m)) M, A units",
     SIZES={"B": 8, "Lq": 64, "Lk": "Lq", "E": 256, "A": 256},
-    SHAPES={"query": "B Lq E", "memory": "B Lk E"},
+    SHAPES="query: B Lq E; memory: B Lk E",
     FLOPS="additive(pairs, A, E) + products(B * (Lq + Lk) * E*A)",
     KEYWORDS={"need_weights": False},
     make=lambda cell, **made: _bahdanau(cell["E"], cell["A"], **made),
@@ -89,7 +88,7 @@ class BAHDANAU_DECODER(Module):
     FUNCTION = "nn.BahdanauAttention, L steps"
     ABOUT = "L steps of a GRU cell with Bahdanau's attention to S rows, A units"
     SIZES = {"B": 1, "L": 20, "S": 40, "E": 256, "A": 256}
-    SHAPES = {"targets": "B L E", "memory": "B S E", "state": "B E"}
+    SHAPES = "targets: B L E; memory: B S E; state: B E"
     FLOPS = "additive(B*L*S, A, E) + products(B*E * (S*A + L * (A + 9*E)))"
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
@@ -134,8 +133,7 @@ class LUONG(Operator):
     REFUSED = {"P > 1": "P={P} is more than 1"}  # local-p, or 0
     MASKS = ("none", "padding")
     WEIGHTS = ("none", "per-head")
-    SHAPES = {"query": "B Lq D", "key": "B Lk D", "value": "B Lk Dv", "weight": "D D"}
-    OUTPUT = "B Lq Dv"
+    SHAPES = "query: B Lq D; key: B Lk D; value: B Lk Dv; weight: D D; out: B Lq Dv"
     OTHERS = {"key_padding_mask": "B Lk", "positions": "B Lq"}
     SCALES = {"weight": "1 / D"}
     FLOPS = "attention(pairs, D, Dv) + products(B*Lq * D**2)"
@@ -180,7 +178,7 @@ def _general(x: Inputs, weight: Tensor) -> Tensor:
 
 _ON_A_MEMORY: dict[str, Any] = {
     "SIZES": {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256},
-    "SHAPES": {"query": "B Lq D", "memory": "B Lk D"},
+    "SHAPES": "query: B Lq D; memory: B Lk D",
     # For scores of about 1, because they are not divided by √D.
     "parameter": lambda name, shape, draw: draw.normal(*shape, scale=1 / shape[-1]),
     "results": lambda found, dtype: found[0],

@@ -132,23 +132,22 @@ _OF_DECODER = (
 )
 _SIZES = {"B": 8, "L": 128, "E": 512, "H": 8, "F": 2048}
 _WITH_MEMORY = {"B": 8, "L": 128, "S": "L", "E": 512, "H": 8, "F": 2048}
-_X: dict[str, Any] = {"SIZES": _SIZES, "SHAPES": {"x": "B L E"}}
-_X_AND_MEMORY: dict[str, Any] = {"SIZES": _WITH_MEMORY, "SHAPES": {"x": "B L E", "memory": "B S E"}}
+_X: dict[str, Any] = {"SIZES": _SIZES, "SHAPES": "x: B L E"}
+_X_AND_MEMORY: dict[str, Any] = {"SIZES": _WITH_MEMORY, "SHAPES": "x: B L E; memory: B S E"}
 
 LINEAR = Twin(
     "Linear",
     build=lambda library, cell, **made: library.Linear(cell["K"], cell["N"], **made),
     ABOUT="x Wᵀ + b, W [N, K]",
     SIZES={"M": 1024, "K": 768, "N": "K"},
-    SHAPES={"x": "M K"},
-    OUTPUT="M N",
+    SHAPES="x: M K; out: M N",
     FLOPS="products(M*K*N)",
 )
 MHA = _Mha(
     "MultiheadAttention",
     ABOUT="self-attention with H heads and its projections, batch_first",
     SIZES={"B": 1, "L": 512, "E": 512, "H": 8},
-    SHAPES={"x": "B L E"},
+    SHAPES="x: B L E",
     MASKS=("none", "causal", "padding", "bool", "bias"),
     WEIGHTS=("none", "average", "per-head"),
     FLOPS="attention(pairs, E, E) + products(4 * B*L * E**2)",
@@ -182,7 +181,6 @@ TRANSFORMER = _Transformer(
     "Transformer",
     ABOUT=f"{LAYERS} encoder layers and {LAYERS} causal decoder layers with GELU",
     SIZES=_WITH_MEMORY,
-    SHAPES={"src": "B S E", "tgt": "B L E"},
-    OUTPUT="B L E",
+    SHAPES="src: B S E; tgt: B L E; out: B L E",
     FLOPS=f"{LAYERS} * ({_OF_SOURCE} + {_OF_DECODER})",
 )
