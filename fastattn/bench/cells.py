@@ -16,10 +16,10 @@ from torch import Tensor
 from fastattn import masks
 from fastattn.bench import ops
 from fastattn.bench.ops._base import value_of
-from fastattn.bench.shapes import shape_text
 
 DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
+Defaults = Mapping[str, "int | str"]  # of sizes: numbers, or other keys
 DOCUMENTS = 8  # documents per sequence with mask=documents
 DEVICES = ("cpu", "cuda")
 # float64 can be explained but not measured, because the check needs a wider type.
@@ -147,6 +147,26 @@ class Cell:
         device = "" if self.device == "cpu" else f"on {self.device}"
         words = [self.op, self.shape, self.dtype, self.passes, options, device]
         return " ".join(word for word in words if word)
+
+
+def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
+    """Format sizes in this grammar, leaving out defaults and zeros."""
+    parts = []
+    for key, default in defaults.items():
+        size = sizes.get(key, 0)
+        if key == "Lq" and defaults.get("Lk") == "Lq" and sizes["Lk"] == size:
+            parts.append(f"L={size}")
+        elif size and (not isinstance(default, str) or sizes[default] != size):
+            parts.append(f"{key}={size}")
+    return ",".join(parts)
+
+
+def with_defaults(given: Mapping[str, int], defaults: Defaults) -> dict[str, int]:
+    """The sizes in the order of the operator; a missing size has its default."""
+    shape: dict[str, int] = {}
+    for key, default in defaults.items():
+        shape[key] = given.get(key, shape[default] if isinstance(default, str) else default)
+    return shape
 
 
 def options_in_words(mask: str, weights: str, option: str) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from fastattn.bench import ops, recording, results, runner, summary
 from fastattn.bench.cells import DEVICES
 from fastattn.bench.machine import describe_environment, processor_slug
-from fastattn.bench.providers import DEFAULT, PROVIDERS, check_name, load, variants
+from fastattn.bench.providers import DEFAULT, PROVIDERS, check_name, load
 from fastattn.bench.results import CellResult, Result
 from fastattn.bench.selection import (
     PRESETS,
@@ -38,8 +38,6 @@ from fastattn.spelling import names
 
 # The exit codes, see docs/benchmarks.md.
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
-PICTURES = (".png", ".svg", ".pdf")
-NO_PLOTS = "matplotlib is missing (pip install 'fastattn[bench]')"
 
 
 def run_model(args: argparse.Namespace) -> int:
@@ -89,9 +87,12 @@ def run_cells(args: argparse.Namespace) -> int:
         "md": lambda path: path.write_text(text),
     }
     if any(row["ms"] is not None for row in rows) and find_spec("matplotlib"):
-        writers["png"] = partial(_draw, result, "speedup")
+        from fastattn.bench import plots  # imports matplotlib
+
+        writers["png"] = partial(plots.draw, result)
     elif folder:
-        print(f"No plot: nothing was measured, or {NO_PLOTS}", file=sys.stderr)
+        missing = "matplotlib is missing (pip install 'fastattn[bench]')"
+        print(f"No plot: nothing was measured, or {missing}", file=sys.stderr)
     files = {folder / f"results.{kind}": write for kind, write in writers.items() if folder}
     if path := placed(args.json, args.device):
         files[path] = writers["json"]
@@ -121,7 +122,7 @@ def _settings(args: argparse.Namespace) -> tuple[runner.Settings, Sequence[str]]
         among = ",".join(args.providers)
         raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")
     # Some of several libraries may be missing; their rows say so.
-    missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
+    missing = [ops.get(op).missing() for op in dict.fromkeys(cell.op for cell in cells)]
     if all(missing):
         raise ValueError(missing[0])
     return runner.Settings(**{n: vars(args)[n] for n in runner.Settings.__annotations__}), metrics
@@ -147,12 +148,6 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _draw(result: Result, kind: str, path: Path) -> None:
-    from fastattn.bench import plots  # imports matplotlib
-
-    plots.draw(result, path, kind)
 
 
 def _written(path: Path, write: Callable[[Path], Any]) -> bool:
@@ -196,16 +191,10 @@ def breakdown(args: argparse.Namespace) -> int:
     threads = _threads(args.threads)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
-    if args.plot and args.plot.suffix not in PICTURES:
-        raise ValueError(f"--plot {args.plot}: the name must end with {', '.join(PICTURES)}")
-    if args.plot and not find_spec("matplotlib"):
-        raise ValueError(f"--plot {args.plot}: {NO_PLOTS}")
     result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
     print(parts.table(result))
     if path := placed(args.json):
         _written(path, partial(results.save_json, result, summarise(result)))
-    if args.plot:
-        _written(args.plot, partial(_draw, result, "breakdown"))
     wrong = [found for found in result.cells if not found.outcomes["call"].ok]
     for found in wrong:
         print(f"WRONG: {found.cell.name}: {found.outcomes['call'].reason}", file=sys.stderr)
@@ -312,7 +301,7 @@ def _about_provider(name: str) -> list[str]:
         about = ", ".join(f"{of} {version}" for of, version in provider.versions().items())
     except Exception as error:  # also covers a broken installation
         about = f"unavailable: {error}"
-    kinds = ", ".join(f"{name}@{kind}" for kind in variants(name))
+    kinds = ", ".join(f"{name}@{kind}" for kind in provider.VARIANTS)
     return [text for text in (provider.ABOUT, about, kinds) if text]
 
 
@@ -348,7 +337,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parts, "--seed N", "", 0)
     _add(parts, "--rounds N", "", 50)
     _add(parts, "--json FILE", "write raw samples and the environment")
-    _add(parts, "--plot FILE", "write the picture")
 
     comparison = add_command("compare", compare, "compare two results; can fail on a slowdown")
     comparison.add_argument("before", type=Path, help="a .json file that `run` wrote")

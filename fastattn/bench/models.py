@@ -101,12 +101,12 @@ class Model(Module):
 
     # Derived
 
-    def require(self) -> None:
+    def missing(self) -> str:
         try:
             import_module(self.PACKAGE)
         except (ImportError, RuntimeError) as error:  # RuntimeError: built for another PyTorch
-            install = f"pip install fastattn[{self.PACKAGE}]"
-            raise ImportError(f"{self.FUNCTION} needs {install} ({error})") from error
+            return f"{self.FUNCTION} needs pip install fastattn[{self.PACKAGE}] ({error})"
+        return ""
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)

@@ -1,7 +1,4 @@
-"""The pictures of a result: speed-ups and shares of the peak, and the budgets of small calls.
-
-Needs matplotlib.
-"""
+"""The picture of a result: speed-ups and shares of the peak. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fastattn.bench import breakdown, summary
+from fastattn.bench import summary
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, summarise
 
@@ -38,13 +35,13 @@ _LOOK: dict[str, Any] = {
 THEMES: dict[str, Any] = {"light": _LOOK, "dark": {**plt.style.library["dark_background"], **_LOOK}}
 
 
-def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
-    """Writes one of the pictures; the suffix of the file selects the format."""
+def draw(result: Result, path: Path, theme: str = "light") -> None:
+    """Writes the picture; the suffix of the file selects the format."""
     rows = [row for row in summarise(result) if row["ms"] is not None]
     if not rows:
         raise ValueError("nothing was timed, so there is nothing to plot")
     with plt.rc_context(THEMES[theme]):
-        save(_breakdown(result) if kind == "breakdown" else _speedup(result, rows), path)
+        save(_speedup(result, rows), path)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -110,26 +107,3 @@ def _bars(axes: Axes, bars: dict[float, Row], height: float, metric: str, **look
     widths = [value - start for value in values]
     drawn = axes.barh(list(bars), widths, height * 0.92, left=start, **look)
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontsize=8)
-
-
-def _breakdown(result: Result) -> Figure:
-    """The budget of each call as a bar of its items; a line marks the floor."""
-    cells = [found for found in result.cells if found.rounds]
-    budgets = [breakdown.microseconds(found) for found in cells]
-    figure, axes = plt.subplots(figsize=(9, 1.8 + 0.36 * len(cells)))
-    left = [0.0] * len(cells)
-    for item, words in breakdown.BUDGET.items():
-        widths = [max(0.0, times[item]) for times in budgets]
-        axes.barh(range(len(cells)), widths, 0.7, left=left, label=words)
-        left = [at + width for at, width in zip(left, widths, strict=True)]
-    for place, times in enumerate(budgets):
-        if times["floor"] > 1:
-            ends, colour = [place - 0.42, place + 0.42], plt.rcParams["text.color"]
-            axes.plot([times["floor"]] * 2, ends, color=colour)
-    names = [f"{found.cell.op} {found.cell.shape} {found.cell.passes}" for found in cells]
-    axes.set_yticks(range(len(cells)), names)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set_title("Microseconds of a call; a line: an autograd.Function that does nothing")
-    figure.legend(loc="outside lower left", ncols=2)
-    return figure

@@ -357,7 +357,7 @@ class OpenVino(Runtime):
         return lambda: [request.infer(arrays, share_inputs=True, share_outputs=True)[0]]
 
 
-PROVIDERS: dict[str, Callable[[], Any]] = {
+PROVIDERS: dict[str, Any] = {
     "fastattn": Fastattn,
     "torch": Torch,
     "torch-eager": Eager,
@@ -372,11 +372,6 @@ def isa_of(name: str) -> str:
     """The instruction set that `name` forces, or an empty string."""
     provider, _, variant = name.partition("@")
     return variant if provider == "fastattn" and variant in ISAS else ""
-
-
-def variants(name: str) -> Sequence[str]:
-    """The variants of a provider. Imports its module, but not its packages."""
-    return tuple(getattr(load(name.partition("@")[0]), "VARIANTS", ()))
 
 
 def load(name: str) -> Any:
@@ -400,6 +395,7 @@ def check_name(name: str) -> None:
         raise ValueError(
             f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or an importable module"
         )
-    if "@" in name and provider in PROVIDERS and variant not in variants(name):
-        known = ", ".join(f"{provider}@{v}" for v in variants(name)) or "none"
+    allowed = PROVIDERS[provider].VARIANTS if provider in PROVIDERS else (variant,)
+    if "@" in name and variant not in allowed:
+        known = ", ".join(f"{provider}@{v}" for v in allowed) or "none"
         raise ValueError(f"--providers {name!r}: variants of {provider} are {known}")

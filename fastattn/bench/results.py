@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn.bench import ops
-from fastattn.bench.cells import Cell
-from fastattn.bench.shapes import with_defaults
+from fastattn.bench.cells import Cell, with_defaults
 
 FORMAT = "fastattn-bench"
 VERSION = 2

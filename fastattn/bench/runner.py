@@ -204,7 +204,7 @@ class Runner:
         """The outcome of a provider; its status is not ok if the provider is not measured."""
         if seconds <= 0:
             return Outcome("SKIPPED", "the time budget was used up")
-        if missing := ops.missing(found.cell.op):
+        if missing := ops.get(found.cell.op).missing():
             return Outcome("UNAVAILABLE", missing)
         if name not in self.workers:
             provider = self.result.providers[name]

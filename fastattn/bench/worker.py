@@ -211,7 +211,6 @@ class Worker:
     def prepare(self, cell: Cell, seed: int, sample: float) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, and its memory."""
         self.call = None  # frees the previous cell before this one is measured
-        ops.get(cell.op).require()
         inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
         call = self.provider.prepare(cell, ops.Inputs(inputs))
         kept, names, saved = [*map(torch.as_tensor, call())], output_names(cell), io.BytesIO()

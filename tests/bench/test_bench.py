@@ -11,9 +11,9 @@ from bench_results import SMALL, bench, parse
 
 import fastattn
 from fastattn.bench import cli, ops, selection
+from fastattn.bench.cells import shape_text
 from fastattn.bench.providers import PROVIDERS
-from fastattn.bench.selection import PRESETS, preset_cells
-from fastattn.bench.shapes import parse_shapes, shape_text
+from fastattn.bench.selection import PRESETS, parse_shapes, preset_cells
 
 # Shapes
 

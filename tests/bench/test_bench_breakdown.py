@@ -86,6 +86,3 @@ def test_the_command_writes_a_result_that_is_rendered(
     assert not any(row["impossible"] for row in summary.summarise(result))
     assert "autograd" in load_render().results_page({"here": {"breakdown": result}})
     assert main([*command, "--rounds", "0"]) == cli.USAGE
-    assert main([*command, "--plot", "picture.xyz"]) == cli.USAGE
-    named = "picture.xyz: the name must end with .png, .svg, .pdf"
-    assert named in capsys.readouterr().err

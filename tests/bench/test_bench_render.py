@@ -101,7 +101,7 @@ def test_a_picture_is_drawn(theme: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from fastattn.bench import plots
 
-    plots.draw(two_lengths(), tmp_path / "p.svg", theme=theme)
+    plots.draw(two_lengths(), tmp_path / "p.svg", theme)
     assert "<svg" in (tmp_path / "p.svg").read_text()
 
 

@@ -138,8 +138,9 @@ class Operator:
     def leaf_shapes(self) -> dict[str, str]:
         return {name: sizes for name, sizes in self.shapes.items() if name != "out"}
 
-    def require(self) -> None:
-        """Imports the packages of this operator; an ImportError says what to install."""
+    def missing(self) -> str:
+        """What to install before this operator can be measured; "" if it has all that it needs."""
+        return ""
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
         """The number of items that a call processes, such as tokens, and their unit; or None."""
