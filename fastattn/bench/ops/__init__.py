@@ -19,7 +19,7 @@ def _operators_of(*files: str) -> dict[str, Operator]:
     return {name.lower(): x for name, x in made if isinstance(x, Operator)}
 
 
-_FILES = "attention transformer around_attention recurrent memories".split()
+_FILES = "attention transformer around_attention memories".split()
 _OPERATORS = _operators_of(*(f"ops.{file}" for file in _FILES))
 _MODELS = _operators_of("models")  # their library is imported when one is built
 MODELS = tuple(_MODELS)
