@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import inspect
 import json
 import math
@@ -19,19 +18,11 @@ from typing import Any
 
 import torch
 
-from fastattn.bench import ops, recording, results, runner, summary
+from fastattn.bench import ops, recording, results, runner, selection, summary
 from fastattn.bench.cells import DEVICES
 from fastattn.bench.machine import describe_environment, processor_slug
 from fastattn.bench.providers import DEFAULT, PROVIDERS, check_name, load
 from fastattn.bench.results import CellResult, Result
-from fastattn.bench.selection import (
-    PRESETS,
-    WHOLE_MODELS,
-    add_passes,
-    add_what,
-    cells_of,
-    check_names,
-)
 from fastattn.bench.summary import Row, summarise
 from fastattn.bench.worker import usable_cpus
 from fastattn.spelling import names
@@ -83,7 +74,6 @@ def run_cells(args: argparse.Namespace) -> int:
     print(text)
     writers: dict[str, Callable[[Path], Any]] = {
         "json": partial(results.save_json, result, rows),
-        "csv": partial(_write_csv, rows),
         "md": lambda path: path.write_text(text),
     }
     if any(row["ms"] is not None for row in rows) and find_spec("matplotlib"):
@@ -105,9 +95,9 @@ def _settings(args: argparse.Namespace) -> tuple[runner.Settings, Sequence[str]]
     for name in args.providers:
         check_name(name)
     args.providers = list(dict.fromkeys(args.providers))
-    args.cells = cells = [replace(cell, device=args.device) for cell in cells_of(args)]
+    args.cells = cells = [replace(cell, device=args.device) for cell in selection.cells_of(args)]
     metrics = args.metric or summary.default_metrics(cells)
-    check_names("--metric", metrics, tuple(summary.METRICS))
+    selection.check_names("--metric", metrics, tuple(summary.METRICS))
     args.threads = _threads(args.threads)
     args.baseline = args.baseline or ("torch" if "torch" in args.providers else args.providers[0])
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -141,13 +131,6 @@ def placed(path: Path | None, device: str = "cpu") -> Path | None:
     if path is None or "{processor}" not in str(path):
         return path
     return Path(str(path).replace("{processor}", processor_slug(describe_environment(device))))
-
-
-def _write_csv(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _written(path: Path, write: Callable[[Path], Any]) -> bool:
@@ -191,7 +174,9 @@ def breakdown(args: argparse.Namespace) -> int:
     threads = _threads(args.threads)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
-    result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
+    result = parts.measure(
+        selection.cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed
+    )
     print(parts.table(result))
     if path := placed(args.json):
         _written(path, partial(results.save_json, result, summarise(result)))
@@ -284,9 +269,9 @@ def list_all(args: argparse.Namespace) -> int:
     for title, entries in {
         "Operators (--op)": operators,
         "Whole models (bench model NAME)": {
-            name: [line.label for line in lines] for name, lines in WHOLE_MODELS.items()
+            name: [line.label for line in lines] for name, lines in selection.WHOLE_MODELS.items()
         },
-        "Presets (--preset)": {name: [preset.about] for name, preset in PRESETS.items()},
+        "Presets (--preset)": {name: [preset.about] for name, preset in selection.PRESETS.items()},
         "Providers (--providers)": {name: _about_provider(name) for name in PROVIDERS},
     }.items():
         print(f"\n{title}")
@@ -321,18 +306,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return command
 
     run_parser = add_command("run", run_cells, "measure operators and modules")
-    add_what(run_parser)
+    selection.add_what(run_parser)
     _add_how(run_parser)
 
     model = add_command("model", run_model, "measure whole models")
-    words = f"comma-separated: {', '.join(WHOLE_MODELS)}, or all"
+    words = f"comma-separated: {', '.join(selection.WHOLE_MODELS)}, or all"
     model.add_argument("models", type=names, metavar="NAME", help=words)
-    add_passes(model)
+    selection.add_passes(model)
     _add_how(model)
     model.set_defaults(rounds=9, time_budget=300.0, timeout=300.0)
 
     parts = add_command("breakdown", breakdown, "measure where the time of small calls goes")
-    add_what(parts)
+    selection.add_what(parts)
     _add(parts, "--threads N", _OF_THREADS)
     _add(parts, "--seed N", "", 0)
     _add(parts, "--rounds N", "", 50)
@@ -394,7 +379,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
     words = "{processor} in a path is replaced by the folder of this machine, see `bench env`"
     out = parser.add_argument_group("output", words)
-    _add(out, "--out DIR", "write results.json after every cell, and at the end .csv, .md and .png")
+    _add(out, "--out DIR", "write results.json after every cell, and at the end .md and .png")
     _add(out, "--json FILE", "write raw samples and the environment")
     out.add_argument("--resume", action="store_true", help="continue the run in --out")
     words = f"columns of the table, comma-separated: {', '.join(summary.METRICS)}"

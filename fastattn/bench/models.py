@@ -20,17 +20,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn.bench.ops._base import (
-    Cell,
-    Draw,
-    Forward,
-    Inputs,
-    Intercepting,
-    Module,
-    Part,
-    Stopwatch,
-    value_of,
-)
+from fastattn.bench.ops import _base
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Intercepting, Module, Part
 
 
 class Model(Module):
@@ -55,7 +46,7 @@ class Model(Module):
     LENGTH = "L"
     PAIRS = "pairs"
     ITEMS = ("B * L", "tokens")  # the items that a call processes
-    stopwatch: Stopwatch
+    stopwatch: _base.Stopwatch
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -64,7 +55,7 @@ class Model(Module):
         products = f"{tokens} * N * ({self.LAYER}) + {self.OTHER[1]}"
         pairs = "B * L * (L + 1) // 2" if self.CAUSAL else self.PAIRS
         self.FLOPS = f"N * attention({pairs}, E, E) + products({products})"
-        self.SHAPES, self.stopwatch = f"out: B {self.LENGTH} E", Stopwatch()
+        self.SHAPES, self.stopwatch = f"out: B {self.LENGTH} E", _base.Stopwatch()
 
     # Defined by each model
 
@@ -109,8 +100,8 @@ class Model(Module):
         return ""
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
-        weights = value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
-        tokens = value_of(f"B * {self.LENGTH} * E", cell)
+        weights = _base.value_of(f"N * ({self.LAYER}) + {self.OTHER[0]}", cell)
+        tokens = _base.value_of(f"B * {self.LENGTH} * E", cell)
         return weights + tokens, tokens
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
@@ -206,7 +197,7 @@ def _by_definition(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _watched(function: Any, watch: Stopwatch, before: int = 0) -> Any:
+def _watched(function: Any, watch: _base.Stopwatch, before: int = 0) -> Any:
     """A function, with `before` arguments before query, key and value, whose calls are timed."""
 
     @functools.wraps(function)
@@ -293,7 +284,7 @@ class _LlamaDecode(Model):
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         cached = f"2 * B*N*Hkv*L * E // H + N * ({self.LAYER}) + {self.OTHER[0]}"
-        return value_of(cached, cell), cell["B"] * cell["V"]
+        return _base.value_of(cached, cell), cell["B"] * cell["V"]
 
 
 LLAMA_DECODE = _LlamaDecode(
@@ -343,7 +334,7 @@ class _TabPFN(Model):
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
         """The reference computes one column at a time, because all scores may not fit."""
         rows = torch.cat((given["known"], given["new"]))
-        chunks = value_of(f"B * {_COLUMNS}", cell) if rows.dtype == torch.float64 else None
+        chunks = _base.value_of(f"B * {_COLUMNS}", cell) if rows.dtype == torch.float64 else None
         options = import_module("tabpfn.architectures.interface").PerformanceOptions(chunks)
         classes = given["classes"].to(rows.dtype)
         return lambda: model(rows, classes, performance_options=options)

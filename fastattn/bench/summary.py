@@ -14,16 +14,7 @@ from typing import Any
 from fastattn.bench import ops, results
 from fastattn.bench.cells import Cell, options_in_words
 from fastattn.bench.machine import KIND_OF_DTYPE, KINDS, words_of
-from fastattn.bench.results import (
-    MIN_KEPT,
-    CellResult,
-    Result,
-    Round,
-    Usual,
-    quiet_rounds,
-    speedup,
-    usual_states,
-)
+from fastattn.bench.results import CellResult, Result, Round
 
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
@@ -46,11 +37,11 @@ Row = dict[str, Any]
 
 def summarise(result: Result) -> list[Row]:
     """One flat row per cell and provider. Missing values are None."""
-    usual = usual_states(result.cells)
+    usual = results.usual_states(result.cells)
     return [row for cell in result.cells for row in rows_of(result, cell, usual)]
 
 
-def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> list[Row]:
+def rows_of(result: Result, found: CellResult, usual: Mapping[str, results.Usual]) -> list[Row]:
     """The rows of one cell."""
     cell, baseline, rows = found.cell, result.settings["baseline"], []
     for provider, outcome in found.outcomes.items():
@@ -59,14 +50,14 @@ def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> li
         row |= {"pass": cell.passes, "provider": provider, "peak_mb": peak_mb}
         # With too few undisturbed rounds all of them count, and the row is marked as busy.
         timed = [turn for turn in found.rounds if provider in turn.ms]
-        kept = [turn for turn in quiet_rounds(found.rounds) if provider in turn.ms]
-        busy = len(kept) < MIN_KEPT
+        kept = [turn for turn in results.quiet_rounds(found.rounds) if provider in turn.ms]
+        busy = len(kept) < results.MIN_KEPT
         used = timed if busy else kept
         if outcome.ok and used:
             row |= {"rounds": len(used), "discarded": len(timed) - len(used), "busy": busy}
             row |= {"baseline": baseline, **_metrics(result, found, used, provider)}
             if provider != baseline:
-                row |= speedup(found.rounds, baseline, provider, usual) or {}
+                row |= results.speedup(found.rounds, baseline, provider, usual) or {}
         rows.append(row)
     return rows
 
@@ -159,7 +150,7 @@ def default_metrics(cells: Sequence[Cell]) -> Sequence[str]:
 
 def progress(result: Result, found: CellResult, total: int) -> str:
     """A line about the cell that was measured last."""
-    rows = rows_of(result, found, usual_states(result.cells))
+    rows = rows_of(result, found, results.usual_states(result.cells))
     outcomes = "; ".join(f"{row['provider']} {_short(row)}" for row in rows)
     return f"[{len(result.cells)}/{total}] {found.cell.name}: {outcomes}"
 
