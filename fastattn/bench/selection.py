@@ -167,21 +167,21 @@ class Preset(NamedTuple):
 
 def _read_presets() -> dict[str, Preset]:
     """The sections of presets.txt, and the whole models, which have no description."""
-    found: dict[str, Preset] = {}
+    presets: dict[str, Preset] = {}
     for text in Path(__file__).with_name("presets.txt").read_text(encoding="utf-8").splitlines():
         if text.startswith("["):
             section, _, about = text[1:].partition("] ")
-            found[section] = Preset(about, [])
+            presets[section] = Preset(about, [])
         elif text and not text.startswith("#"):
             tags, _, shape = text.rpartition(": ")
             for name in (section, *(tags.split(",") if tags else ())):
-                found.setdefault(name, Preset("", [])).lines.append(parse_line(shape))
-    return found
+                presets.setdefault(name, Preset("", [])).lines.append(parse_line(shape))
+    return presets
 
 
-_FOUND = _read_presets()
-PRESETS = {name: preset for name, preset in _FOUND.items() if preset.about}
-WHOLE_MODELS = {name: preset.lines for name, preset in _FOUND.items() if not preset.about}
+_SECTIONS = _read_presets()
+PRESETS = {name: preset for name, preset in _SECTIONS.items() if preset.about}
+WHOLE_MODELS = {name: preset.lines for name, preset in _SECTIONS.items() if not preset.about}
 # Short runs may end after any cell, so these presets have the common cells first.
 COMMON_FIRST = ("quick", "dropin")
 RARER = ("BERT-base MHA, 512 tokens", "BERT-base MHA, 512 tokens, weights returned")
@@ -261,7 +261,7 @@ def preset_cells(name: str, given: Lists = _NONE) -> list[Cell]:
     """The cells of presets and whole models, such as "a,b" or "all"."""
     cells: list[Cell] = []
     for preset in ALL if name == "all" else name.split(","):
-        lines = _FOUND[preset].lines
+        lines = _SECTIONS[preset].lines
         found = [cell for line in lines for cell in cells_in(line, given, preset=preset)]
         if preset in COMMON_FIRST:
             found.sort(key=lambda c: (c.label in RARER, DTYPES.index(c.dtype), c.passes != "fwd"))

@@ -247,12 +247,12 @@ class Worker:
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
         _settle()
-        taken: dict[str, Any] = {"ms": seconds / inner * 1e3, "pushed": pushed}
+        sample: dict[str, Any] = {"ms": seconds / inner * 1e3, "pushed": pushed}
         if probes:
-            taken["probes"] = probes
+            sample["probes"] = probes
         if watch.seconds > watched:
-            taken["attention"] = (watch.seconds - watched) / seconds
-        return taken
+            sample["attention"] = (watch.seconds - watched) / seconds
+        return sample
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
         """The duration of so many calls."""

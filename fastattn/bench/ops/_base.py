@@ -264,8 +264,8 @@ class Operator:
 
     def expected(self, cell: Cell, x: Inputs, parts: Sequence[Part]) -> dict[str, Tensor]:
         """All outputs by name in float64, a part at a time, to bound the memory."""
-        found = [self._expected(cell, Inputs(self.taken(cell, x, part))) for part in parts]
-        return self._joined(cell, found, functools.partial(functools.reduce, torch.add))
+        of_parts = [self._expected(cell, Inputs(self.part_of(cell, x, part))) for part in parts]
+        return self._joined(cell, of_parts, functools.partial(functools.reduce, torch.add))
 
     def _expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
         own = self.parameters(cell)  # the module converts them
@@ -278,8 +278,8 @@ class Operator:
             outputs = as_tuple(self.exact(cell, x)())
             leaves = [x[name] for name in names]
             gradients = torch.autograd.grad(outputs[0], leaves, x.grad_out) if names else ()
-        found = dict(zip(("out", "weights"), (y.detach() for y in outputs), strict=False))
-        return found | {f"grad_{name}": x for name, x in zip(names, gradients, strict=True)}
+        named = dict(zip(("out", "weights"), (y.detach() for y in outputs), strict=False))
+        return named | {f"grad_{name}": x for name, x in zip(names, gradients, strict=True)}
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
         """The parts to compare, or with `few` the parts for the noise; `[{}]` is everything.
@@ -312,36 +312,36 @@ class Operator:
         known["weights"] = "B H Lq Lk" if x.dim() == 4 else "B Lq Lk"
         return known.get(name, "").split()[-x.dim() :]
 
-    def taken(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def part_of(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
         """The part of each input or output; a key head includes the queries of its group."""
-        taken = {}
+        narrowed = {}
         for name, whole in x.items():
             for axis, size in enumerate(reversed(self.dims(cell, name, whole)), 1):
                 key = "Hkv" if size == "H" and "Hkv" in part else size
                 if key in part and whole.shape[-axis] > 1:
                     each = cell[size] // cell[key]
                     whole = whole.narrow(-axis, part[key].start * each, len(part[key]) * each)
-            taken[name] = whole
-        return taken
+            narrowed[name] = whole
+        return narrowed
 
     def selected(
         self, cell: Cell, outputs: Mapping[str, Tensor], parts: Sequence[Part]
     ) -> dict[str, Tensor]:
         """The parts of outputs, in the layout of `expected`."""
-        taken = [self.taken(cell, outputs, part) for part in parts]
-        return self._joined(cell, taken, operator.itemgetter(0))
+        of_parts = [self.part_of(cell, outputs, part) for part in parts]
+        return self._joined(cell, of_parts, operator.itemgetter(0))
 
     def _joined(
-        self, cell: Cell, found: Sequence[dict[str, Tensor]], shared: Callable[..., Tensor]
+        self, cell: Cell, of_parts: Sequence[dict[str, Tensor]], shared: Callable[..., Tensor]
     ) -> dict[str, Tensor]:
         """Concatenate the outputs of parts; `shared` joins outputs that all parts share."""
-        if len(found) == 1:
-            return found[0]
+        if len(of_parts) == 1:
+            return of_parts[0]
         joined = {}
-        for name, x in found[0].items():
-            parts = [of[name] for of in found]
+        for name, x in of_parts[0].items():
+            tensors = [outputs[name] for outputs in of_parts]
             is_parted = "B" in self.dims(cell, name, x)
-            joined[name] = torch.cat(parts) if is_parted else shared(parts)
+            joined[name] = torch.cat(tensors) if is_parted else shared(tensors)
         return joined
 
     def unjudged(self, cell: Cell) -> Collection[str]:
