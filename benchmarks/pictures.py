@@ -1,4 +1,4 @@
-"""The picture of README.md: the table of the first screen, a dot for each processor."""
+"""The pictures of the documentation that `bench` does not draw."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from tables import DTYPES, Speeds
 
-from fastattn.bench import plots
+from fastattn.bench import breakdown, plots
+from fastattn.bench.results import Result
 
 _COLOURS = ("#7d8590", "#2f81f7", "#d1742f", "#3f9a6c", "#a371f7", "#c9a227")  # of the processors
 _MARKERS = "sD^ovP"
 
 
 def across(found: dict[str, Speeds], theme: str) -> Figure:
-    """The speed-ups of all processors, on a logarithmic axis, a panel for each dtype."""
+    """The table of the first screen of README.md: a panel for each dtype, a dot for a processor."""
     with plt.rc_context(plots.THEMES[theme]):
         return _across(found)
 
@@ -39,4 +40,32 @@ def _across(found: dict[str, Speeds]) -> Figure:
     panels[0].set_ylim(len(lines) - 0.5, -0.5)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=len(labels))
+    return figure
+
+
+def budgets(result: Result, theme: str) -> Figure:
+    """The budget of each call as a bar of its items; a line marks the floor."""
+    with plt.rc_context(plots.THEMES[theme]):
+        return _budgets(result)
+
+
+def _budgets(result: Result) -> Figure:
+    cells = [found for found in result.cells if found.rounds]
+    times_of = [breakdown.microseconds(found) for found in cells]
+    figure, axes = plt.subplots(figsize=(9, 1.8 + 0.36 * len(cells)))
+    left = [0.0] * len(cells)
+    for item, words in breakdown.BUDGET.items():
+        widths = [max(0.0, times[item]) for times in times_of]
+        axes.barh(range(len(cells)), widths, 0.7, left=left, label=words)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    for place, times in enumerate(times_of):
+        if times["floor"] > 1:
+            ends, colour = [place - 0.42, place + 0.42], plt.rcParams["text.color"]
+            axes.plot([times["floor"]] * 2, ends, color=colour)
+    names = [f"{found.cell.op} {found.cell.shape} {found.cell.passes}" for found in cells]
+    axes.set_yticks(range(len(cells)), names)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_title("Microseconds of a call; a line: an autograd.Function that does nothing")
+    figure.legend(loc="outside lower left", ncols=2)
     return figure

@@ -270,7 +270,6 @@ TABLES = {
     BREAKDOWN: tables.breakdown_table,
     PEERS: tables.peers_table,
     MODELS: tables.models_table,
-    "libraries": tables.models_table,
 }
 
 
@@ -332,10 +331,9 @@ def main() -> int:
     speeds = first_speeds(on_most_processors(main_results, named(FIGURES))[1])
     for theme in plots.THEMES:
         plots.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
-    for name, kind in ((MAIN, "speedup"), (BREAKDOWN, "breakdown")):
-        for result in list(named(name).values())[:1]:
-            for theme in plots.THEMES:
-                plots.draw(result, IMAGES / f"{name}-{theme}.png", kind, theme)
+        plots.draw(next(iter(main_results.values())), IMAGES / f"{MAIN}-{theme}.png", theme)
+        for result in list(named(BREAKDOWN).values())[:1]:
+            plots.save(pictures.budgets(result, theme), IMAGES / f"{BREAKDOWN}-{theme}.png")
     pages = ", ".join(str(path.relative_to(ROOT)) for path in texts)
     print(f"Written: {pages}, and the pictures in {IMAGES.name}/")
     return 0

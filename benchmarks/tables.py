@@ -303,7 +303,10 @@ def _tokens(row: Row | None) -> str:
 
 
 # Ways of PyTorch beside its function, in the words of a heading.
-_OTHERS = {"torch@loop": "as a loop in torch", "torch-flex": "as FlexAttention, compiled"}
+_OTHERS = {
+    **dict.fromkeys(("torch@loop", "benchmarks.torch_loop"), "as a loop in torch"),
+    "torch-flex": "as FlexAttention, compiled",
+}
 
 
 def _times_as_fast(ours: Row, theirs: Row | None) -> str:

@@ -27,8 +27,7 @@ from fastattn import dispatch, evidence, spelling
 from fastattn.bench import machine, ops
 from fastattn.bench.cells import DTYPES, make_inputs
 from fastattn.bench.providers import run_passes
-from fastattn.bench.selection import cells_in
-from fastattn.bench.shapes import parse_line
+from fastattn.bench.selection import cells_in, parse_line
 from fastattn.evidence import ATTENTION, Gemm, Row
 from fastattn.testing import PROOFS, OnGpu, Target
 from fastattn.verify import results_of

@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn import masks
 from fastattn.bench import ops
 from fastattn.bench.ops._base import value_of
-from fastattn.bench.ops._masks import keys_of, lengths, limits_keys, padding_lengths
-from fastattn.bench.shapes import shape_text
 
 DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
+Defaults = Mapping[str, "int | str"]  # of sizes: numbers, or other keys
+DOCUMENTS = 8  # documents per sequence with mask=documents
 DEVICES = ("cpu", "cuda")
 # float64 can be explained but not measured, because the check needs a wider type.
 TORCH_DTYPES = {
@@ -67,6 +69,68 @@ class Cell:
     def __getitem__(self, key: str) -> int:
         return self.sizes[key]
 
+    # The masks: the visible keys of each query, as bounds, pairs, or masks of the library
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The numbers of queries and keys, 0 for an operator without them."""
+        length = self.sizes.get("L", 0)
+        return self.sizes.get("Lq", length), self.sizes.get("Lk", length)
+
+    def padded(self, keys: int) -> list[int]:
+        """The valid keys of each sequence, evenly spaced from a quarter to three quarters."""
+        spread = max(self["B"] - 1, 1)
+        shares = [0.25 + 0.5 * b / spread for b in range(self["B"])] if self["B"] > 1 else [0.5]
+        return [max(1, round(keys * share)) for share in shares]
+
+    @property
+    def window(self) -> int:
+        """The largest distance of a visible key: W, or with a window a quarter of the keys."""
+        return self.sizes.get("W") or max(1, self.lengths[1] // 4)
+
+    @property
+    def limits_keys(self) -> bool:
+        """Whether `keys_of` may exclude keys."""
+        is_local = self.option == "window" or "W" in self.sizes
+        return is_local or self.mask not in ("none", "bool", "bias")
+
+    def keys_of(self, at: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The beginning and the end of the visible keys, for the query at each position."""
+        first, end = torch.zeros_like(at), torch.full_like(at, length)
+        if self.option == "window" or "W" in self.sizes:
+            first, end = at - self.window, at + self.window + 1
+        elif self.mask == "window":
+            first = at - self.window
+        elif self.mask == "documents":
+            own = at * DOCUMENTS // (at.max() + 1)
+            first, end = (-(-number * length // DOCUMENTS) for number in (own, own + 1))
+        if self.mask in ("causal", "window"):
+            end = at + 1
+        elif self.mask == "prefix":
+            end = (at + 1).clamp(min=length // 2)
+        return first.clamp(0, length), end.clamp(max=length)
+
+    def visible(self, at: Tensor, length: int, device: Any = "cpu") -> Tensor | None:
+        """The visible pairs [queries, length] of the queries at these positions; None: all."""
+        if not self.limits_keys:
+            return None
+        first, end = self.keys_of(at[:, None], length)
+        keys = torch.arange(length)
+        return ((first <= keys) & (keys < end)).to(device)
+
+    def documents(self, length: int) -> Tensor:
+        """The document of each row, [length]."""
+        return (torch.arange(length) * DOCUMENTS // max(length, 1)).to(self.device)
+
+    def library_mask(self, *lengths: int) -> masks.Mask | None:
+        """The mask of `fastattn.masks`, for one length or for one length per sequence."""
+        if self.mask == "documents":
+            return masks.document(torch.cat([*map(self.documents, lengths)]))
+        if self.mask == "prefix":
+            several = torch.tensor([length // 2 for length in lengths], device=self.device)
+            return masks.prefix_lm(several if len(lengths) > 1 else lengths[0] // 2)
+        return masks.sliding_window(self.window, 0) if self.mask == "window" else None
+
     @property
     def itemsize(self) -> int:
         return TORCH_DTYPES[self.dtype].itemsize
@@ -83,6 +147,26 @@ class Cell:
         device = "" if self.device == "cpu" else f"on {self.device}"
         words = [self.op, self.shape, self.dtype, self.passes, options, device]
         return " ".join(word for word in words if word)
+
+
+def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
+    """Format sizes in this grammar, leaving out defaults and zeros."""
+    parts = []
+    for key, default in defaults.items():
+        size = sizes.get(key, 0)
+        if key == "Lq" and defaults.get("Lk") == "Lq" and sizes["Lk"] == size:
+            parts.append(f"L={size}")
+        elif size and (not isinstance(default, str) or sizes[default] != size):
+            parts.append(f"{key}={size}")
+    return ",".join(parts)
+
+
+def with_defaults(given: Mapping[str, int], defaults: Defaults) -> dict[str, int]:
+    """The sizes in the order of the operator; a missing size has its default."""
+    shape: dict[str, int] = {}
+    for key, default in defaults.items():
+        shape[key] = given.get(key, shape[default] if isinstance(default, str) else default)
+    return shape
 
 
 def options_in_words(mask: str, weights: str, option: str) -> list[str]:
@@ -142,9 +226,9 @@ class Draw:
         return visible
 
     @staticmethod
-    def valid(batch: int, keys: int) -> Tensor:
+    def valid(cell: Cell, keys: int) -> Tensor:
         """[batch, keys], True where the key is not padding."""
-        return torch.arange(keys) < torch.tensor(padding_lengths(batch, keys))[:, None]
+        return torch.arange(keys) < torch.tensor(cell.padded(keys))[:, None]
 
 
 def make_inputs(cell: Cell, seed: int) -> ops.Inputs:
@@ -168,9 +252,9 @@ def visible_pairs(cell: Cell, seed: int = 0) -> int:
     if cell.mask == "bool":
         mask = make_inputs(cell, seed)["attn_mask"]
         return cell["B"] * int((~mask if cell.op == "mha" else mask).sum())
-    if not (limits_keys(cell) or op.DERIVED):  # without a tensor, which may be too large
-        return cell.sizes.get("B", 1) * math.prod(lengths(cell))
-    bounds = (keys_of(cell, *sequence) for sequence in op.sequences(cell))
+    if not (cell.limits_keys or op.DERIVED):  # without a tensor, which may be too large
+        return cell.sizes.get("B", 1) * math.prod(cell.lengths)
+    bounds = (cell.keys_of(*sequence) for sequence in op.sequences(cell))
     return sum(int((end - first).clamp(min=0).sum()) for first, end in bounds)
 
 
@@ -187,8 +271,8 @@ def bytes_touched(cell: Cell) -> int:
     op = ops.get(cell.op)
     inputs, outputs = op.elements(cell)
     read = {size: int(value_of(rows, cell)) for size, rows in op.READ.items()}
-    if "Lk" in cell.sizes and limits_keys(cell) and cell.mask != "padding":
-        first, end = keys_of(cell, *op.sequences(cell)[0])
+    if "Lk" in cell.sizes and cell.limits_keys and cell.mask != "padding":
+        first, end = cell.keys_of(*op.sequences(cell)[0])
         read["Lk"] = int(end.max() - first.min())
     forward = op.elements(cell, **read)[0] + outputs
     return cell.itemsize * _of_pass(cell, forward, forward + inputs + outputs)

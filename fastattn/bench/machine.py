@@ -8,7 +8,6 @@ or `torch.sum`, and marked as an estimate. The copy rate counts both reads and w
 from __future__ import annotations
 
 import functools
-import math
 import platform
 import re
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from fastattn import dispatch
 from fastattn._processor import described
@@ -199,14 +199,8 @@ def _estimate(kind: str, seconds: float, device: str) -> Peak:
         matrix = ones(size, size, dtype=_MM_DTYPES.get(kind))
         call = functools.partial(torch.mm, matrix, matrix)
         work, method = 2 * size**3, "torch.mm estimate"
-    call()
-    synchronize(device)
-    best, end = math.inf, time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        call()
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return Peak(work / best / 1e9, method)
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return Peak(work / min(timer.blocked_autorange(min_run_time=seconds).times) / 1e9, method)
 
 
 def synchronize(device: str) -> None:
@@ -222,25 +216,3 @@ def words_of(kind: str, peak: Peak) -> str:
         words += f" {_UNIT[peak.unit or kind][0]}"
     note = "" if peak.method == "measured" else f", {peak.method}"
     return f"{words} {peak.rate:.0f} {unit}{note}"
-
-
-def measure_all(threads: int) -> tuple[dict[str, Peak], float]:
-    """Measures every peak; also returns the least share of the cores that it received."""
-    peaks, least = {}, 1.0
-    for kind in KINDS:
-        found = [measure_peak(kind, threads, 0.3) for _ in range(3)]
-        peaks[kind] = max((peak for peak, _ in found), key=lambda peak: peak.rate)
-        peaks[kind].samples = [peak.rate for peak, _ in found]
-        least = min(least, *(share for _, share in found))
-    return peaks, least
-
-
-def roof_lines(peaks: dict[str, Peak]) -> list[str]:
-    """The peaks, and the intensity from which arithmetic is the limit."""
-    lines, read = [], peaks["read_bandwidth"].rate
-    for kind, peak in peaks.items():
-        line = f"{words_of(kind, peak)} ({min(peak.samples):.1f} to {max(peak.samples):.1f})"
-        if kind in KIND_OF_DTYPE.values():
-            line += f"; the limit from {peak.rate / read:.1f} FLOP per byte on"
-        lines.append(line)
-    return lines

@@ -20,10 +20,9 @@ that have the names and arguments of this library's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn import dispatch, evidence
-from fastattn._version import __version__
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell
 from fastattn.bench.ops._base import messages
-from fastattn.bench.ops._masks import document_ids
 from fastattn.bench.ops.transformer import Twin
 from fastattn.dispatch import BACKENDS, PRIORITY
 from fastattn.evidence import ATTENTION
@@ -84,29 +81,32 @@ _NAMES = ("query", "key", "value", "attn_mask")  # the inputs of sdpa
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
 
 
-class Torch:
+class Provider:
+    """A provider, and its packages, which are imported to name their versions."""
+
+    ABOUT: str
+    PACKAGES: Sequence[str] = ("torch",)
+    VARIANTS: Sequence[str] = ()
+    THREADS_OF_TORCH = True
+
+    def versions(self) -> dict[str, str]:
+        modules = ((name, importlib.import_module(name)) for name in self.PACKAGES)
+        return {name: str(getattr(of, "__version__", "of no version")) for name, of in modules}
+
+
+class Torch(Provider):
     """The best that PyTorch has: its fused attention, its module, or the plain equation."""
 
     ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
-    # A kernel of scaled_dot_product_attention, "loop" over packed sequences, or all in "float32".
-    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn", "loop", "float32")
+    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn")  # kernels of its attention
     variant = ""
 
     def select(self, variant: str) -> None:
-        self.variant = variant
-        if variant not in ("loop", "float32"):
-            name = "" if variant == "math" else "_ATTENTION"
-            entered.close()
-            entered.enter_context(sdpa_kernel(getattr(SDPBackend, variant.upper() + name)))
-
-    def versions(self) -> dict[str, str]:
-        return {"torch": torch.__version__}
+        self.variant, suffix = variant, "" if variant == "math" else "_ATTENTION"
+        entered.close()
+        entered.enter_context(sdpa_kernel(getattr(SDPBackend, variant.upper() + suffix)))
 
     def why_not(self, cell: Cell) -> list[str]:
-        if self.variant == "loop":
-            return [] if cell.op == "varlen" else ["it has no packed sequences to loop over"]
-        if self.variant == "float32":
-            return ["its gradients would be float32's"] if cell.passes != "fwd" else []
         if self.variant and cell.op not in ("sdpa", "mha"):
             return ["it does not call scaled_dot_product_attention"]
         if self.variant in ("efficient", "cudnn") and cell.device == "cpu":
@@ -118,15 +118,7 @@ class Torch:
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         """The forward pass that is timed."""
-        op: Any = ops.get(cell.op)
-        if self.variant == "float32":
-            floats = {name: x.float() for name, x in inputs.items() if x.is_floating_point()}
-            wide = dataclasses.replace(cell, dtype="fp32")
-            call, dtype = op.theirs(wide, ops.Inputs(inputs | floats)), TORCH_DTYPES[cell.dtype]
-            return lambda: tuple(out.to(dtype) for out in ops.as_tuple(call()))
-        make = op.one_by_one if self.variant == "loop" else op.theirs
-        forward: ops.Forward = make(cell, inputs)
-        return forward
+        return ops.get(cell.op).theirs(cell, inputs)
 
 
 class Eager(Torch):
@@ -156,21 +148,6 @@ class Compiled(Torch):
         return torch.compile(super().forward(cell, inputs), dynamic=False)
 
 
-class SdpaOnly:
-    """A provider that has no operator but OPS, and refuses the cells that formulas describe."""
-
-    OPS: Sequence[str] = ("sdpa",)
-    REFUSED: Mapping[str, str]
-    RUNS_MODELS = False
-
-    def why_not(self, cell: Cell) -> list[str]:
-        if self.RUNS_MODELS and cell.op in ops.MODELS:
-            return messages(_FORWARD_IN_FP32, cell)
-        if cell.op not in self.OPS:
-            return [f"only {' and '.join(self.OPS)} is supported here"]
-        return messages(self.REFUSED, cell)
-
-
 _PLAIN = {
     "weights != 'none'": "it returns no weights",
     "option != 'none'": "no {option} is supported here",
@@ -181,25 +158,24 @@ _FORWARD_IN_FP32 = _PLAIN | {
     "dtype != 'fp32'": "it takes fp32",
     "passes != 'fwd'": "it has no backward",
 }
-_UNGROUPED = {"H != Hkv": "it has no grouped heads"}
 
 
-class Flex(SdpaOnly, Torch):
+class Flex(Torch):
     """FlexAttention; each cell gets its own graph, compiled for its exact sizes."""
 
     ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
     VARIANTS = ()
-    OPS = ("sdpa", "flex")
-    REFUSED = _FORWARD_ON_CPU
 
     def why_not(self, cell: Cell) -> list[str]:
-        return super().why_not(cell) or (messages(_PLAIN, cell) if cell.op == "sdpa" else [])
+        if cell.op not in ("sdpa", "flex"):
+            return ["only sdpa and flex are supported here"]
+        return messages(_FORWARD_ON_CPU | (_PLAIN if cell.op == "sdpa" else {}), cell)
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         mask, options = inputs.get("attn_mask", torch.empty(0)), dict[str, Any]()
-        q_ids, k_ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+        q_ids, k_ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
         visible: dict[str, Callable[..., Tensor]] = {
             "bool": lambda b, h, i, j: mask[i, j],
             "causal": lambda b, h, i, j: i >= j,
@@ -230,6 +206,7 @@ class Fastattn(Torch):
     """
 
     ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as without a native build"
+    PACKAGES = ("fastattn", "torch")
     SM_80 = "sm_80"  # the CUDA kernels without those for Hopper
     VARIANTS = (*BACKENDS, SM_80, *ISAS)
 
@@ -238,9 +215,6 @@ class Fastattn(Torch):
         self.variant = "cuda" if variant == self.SM_80 else variant if variant in BACKENDS else ""
         if variant == self.SM_80 and not isinstance(dispatch.load("cuda"), str):
             importlib.import_module("fastattn._cuda").allow_hopper(False)
-
-    def versions(self) -> dict[str, str]:
-        return {"fastattn": __version__, **super().versions()}
 
     def why_not(self, cell: Cell) -> list[str]:
         backend = dispatch.load(name := self._backend(cell))
@@ -261,13 +235,11 @@ class Fastattn(Torch):
 class Functions(Torch):
     """A module with functions and modules of the names and arguments of this library."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.ABOUT = (module.__doc__ or module.__name__).strip().splitlines()[0]
+    VARIANTS = ()
 
-    def versions(self) -> dict[str, str]:
-        package = importlib.import_module(self.module.__name__.partition(".")[0])
-        return {package.__name__: str(getattr(package, "__version__", "of no version"))}
+    def __init__(self, module: Any) -> None:
+        self.module, self.PACKAGES = module, [module.__name__.partition(".")[0]]
+        self.ABOUT = (module.__doc__ or module.__name__).strip().splitlines()[0]
 
     def why_not(self, cell: Cell) -> list[str]:
         op = ops.get(cell.op)
@@ -280,72 +252,38 @@ class Functions(Torch):
         return ops.get(cell.op).ours(cell, inputs, self.module)
 
 
-class OnnxRuntime(SdpaOnly):
-    ABOUT = "onnxruntime: Attention of opset 23; @mha: MultiHeadAttention of com.microsoft"
+class Runtime(Provider):
+    """Another runtime, which gets sdpa as its own operator, and whole models in ONNX's format."""
+
     THREADS_OF_TORCH = False
-    RUNS_MODELS = True
-    VARIANTS = ("mha",)
-    REFUSED = _FORWARD_IN_FP32 | {
-        "mask == 'causal' and Lq != Lk": "it aligns the causal diagonal differently when Lq is not "
-        "Lk",
-    }
-    variant = ""
+    REFUSED: Mapping[str, str]  # cells of sdpa
 
-    def select(self, variant: str) -> None:
-        self.variant, unmasked = variant, "mask in ('bool', 'documents')"
-        self.REFUSED = self.REFUSED | {unmasked: "no {mask} mask is supported here", **_UNGROUPED}
-
-    def versions(self) -> dict[str, str]:
-        import onnx
-        import onnxruntime
-
-        return {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__}
+    def why_not(self, cell: Cell) -> list[str]:
+        if cell.op not in ("sdpa", *ops.MODELS):
+            return ["only sdpa and whole models are supported here"]
+        refused = messages(_FORWARD_IN_FP32, cell)
+        return refused + (messages(self.REFUSED, cell) if cell.op == "sdpa" else [])
 
     def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
-        if cell.op in ops.MODELS:
-            with _exported(cell, inputs) as (path, arguments):
-                return _session(path, arguments)
-        if not self.variant:
-            kept = {name: inputs[name] for name in _NAMES if name in inputs}
-            if "attn_mask" in kept:  # onnxruntime needs all of its rows
-                shape = (*inputs.attn_mask.shape[:-2], cell["Lq"], cell["Lk"])
-                kept["attn_mask"] = inputs.attn_mask.expand(shape).contiguous()
-            causal = int(cell.mask == "causal")
-            return _one_node(kept, f"Attention <is_causal={causal}> ({', '.join(kept)})")
-        kept = {name: inputs[name].transpose(1, 2).flatten(2).contiguous() for name in _NAMES[:3]}
-        if cell.mask == "padding":
-            kept["padding"] = inputs.attn_mask[:, 0, 0].int()
-        elif cell.mask == "bias":
-            kept["bias"] = inputs.attn_mask[None].contiguous()
-        places = ("query", "key", "value", "", "padding", "bias")
-        given = ", ".join(name if name in kept else '""' for name in places)
-        options = f"num_heads={cell['H']}, unidirectional={int(cell.mask == 'causal')}"
-        call = _one_node(kept, f"com.microsoft.MultiHeadAttention <{options}> ({given})")
-        # A view of [B, L, H·D] as [B, H, L, D].
-        heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
-        return lambda: [call()[0].reshape(heads).transpose(0, 2, 1, 3)]
+        if cell.op == "sdpa":
+            given = {name: inputs[name] for name in _NAMES if name in inputs}
+            return self.call_of(self.attention(cell, given), given)
+        op: Any = ops.get(cell.op)
+        model, given = op.with_arguments(cell, inputs)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder, "model.onnx"))
+            options: dict[str, Any] = {"input_names": list(given), "external_data": True}
+            call = _Call(cell, model).eval()
+            torch.onnx.export(call, (), path, kwargs=dict(given), verbose=False, **options)
+            return self.call_of(path, given)
 
+    def attention(self, cell: Cell, inputs: dict[str, Tensor]) -> Any:
+        """A model of one operator; it may change the inputs to what the operator takes."""
+        raise NotImplementedError
 
-def _one_node(inputs: dict[str, Tensor], node: str) -> Callable[[], list[Any]]:
-    """A call of a model of one node, which is written in ONNX's text format."""
-    from onnx.parser import parse_model
-
-    kinds = {torch.float32: "float", torch.bool: "bool", torch.int32: "int32"}
-    declared = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
-    head = '<ir_version: 11, opset_import: ["": 23, "com.microsoft": 1]>'
-    model = parse_model(f"{head} attention ({declared}) => (float[] out) {{ out = {node} }}")
-    return _session(model.SerializeToString(), inputs)
-
-
-def _session(model: bytes | str, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
-    """A call of a model in ONNX's format, or of a file that has it."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    feed = {name: x.numpy() for name, x in inputs.items()}
-    return lambda: list(session.run(None, feed))
+    def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
+        """A call of a model, or of the file of a model."""
+        raise NotImplementedError
 
 
 class _Call(nn.Module):
@@ -361,46 +299,52 @@ class _Call(nn.Module):
         return out
 
 
-@contextlib.contextmanager
-def _exported(cell: Cell, inputs: ops.Inputs) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """A file with a whole model in ONNX's format, and its inputs by their names."""
-    op: Any = ops.get(cell.op)
-    model, given = op.with_arguments(cell, inputs)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder, "model.onnx"))
-        options: dict[str, Any] = {"input_names": list(given), "external_data": True}
-        call = _Call(cell, model).eval()
-        torch.onnx.export(call, (), path, kwargs=dict(given), verbose=False, **options)
-        yield path, given
+class OnnxRuntime(Runtime):
+    ABOUT = "onnxruntime: Attention of opset 23 (forward, fp32)"
+    PACKAGES = ("onnxruntime", "onnx")
+    REFUSED: Mapping[str, str] = {
+        "mask == 'causal' and Lq != Lk": "it aligns the diagonal differently when Lq is not Lk"
+    }
+
+    def attention(self, cell: Cell, inputs: dict[str, Tensor]) -> bytes:
+        """In ONNX's text format."""
+        from onnx.parser import parse_model
+
+        if (mask := inputs.get("attn_mask")) is not None:  # onnxruntime needs all of its rows
+            shape = (*mask.shape[:-2], cell["Lq"], cell["Lk"])
+            inputs["attn_mask"] = mask.expand(shape).contiguous()
+        kinds = {torch.float32: "float", torch.bool: "bool"}
+        given = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
+        node = f"Attention <is_causal={int(cell.mask == 'causal')}> ({', '.join(inputs)})"
+        head = '<ir_version: 11, opset_import: ["": 23]>'
+        model = parse_model(f"{head} attention ({given}) => (float[] out) {{ out = {node} }}")
+        return model.SerializeToString()
+
+    def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        feed = {name: x.numpy() for name, x in inputs.items()}
+        return lambda: list(session.run(None, feed))
 
 
-class OpenVino(SdpaOnly):
+class OpenVino(Runtime):
     ABOUT = "OpenVINO: scaled_dot_product_attention of opset 13 (forward, fp32)"
-    THREADS_OF_TORCH = False
-    RUNS_MODELS = True
-    REFUSED = _FORWARD_IN_FP32 | _UNGROUPED
+    PACKAGES = ("openvino",)
+    REFUSED: Mapping[str, str] = {"H != Hkv": "it has no grouped heads"}
 
-    def versions(self) -> dict[str, str]:
-        import openvino
-
-        return {"openvino": openvino.__version__}
-
-    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
+    def attention(self, cell: Cell, inputs: dict[str, Tensor]) -> Any:
         import openvino
         from openvino import opset13
 
-        if cell.op in ops.MODELS:
-            with _exported(cell, inputs) as (path, arguments):
-                return self._compiled(openvino.Core().read_model(path), arguments)
-        given = {name: inputs[name] for name in _NAMES if name in inputs}
         kinds = {torch.float32: openvino.Type.f32, torch.bool: openvino.Type.boolean}
-        parameters = [
-            opset13.parameter(list(x.shape), kinds[x.dtype], name=name) for name, x in given.items()
-        ]
-        node = opset13.scaled_dot_product_attention(*parameters, causal=cell.mask == "causal")
-        return self._compiled(openvino.Model([node], parameters), given)
+        given = [opset13.parameter([*x.shape], kinds[x.dtype], name=n) for n, x in inputs.items()]
+        node = opset13.scaled_dot_product_attention(*given, causal=cell.mask == "causal")
+        return openvino.Model([node], given)
 
-    def _compiled(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
+    def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
         import openvino
 
         options = {
@@ -408,12 +352,12 @@ class OpenVino(SdpaOnly):
             # By default it computes fp32 models in bf16 if the processor supports bf16.
             "INFERENCE_PRECISION_HINT": "f32",
         }
-        request = openvino.compile_model(model, "CPU", options).create_infer_request()
+        request = openvino.Core().compile_model(model, "CPU", options).create_infer_request()
         arrays = [x.numpy() for x in inputs.values()]
         return lambda: [request.infer(arrays, share_inputs=True, share_outputs=True)[0]]
 
 
-PROVIDERS: dict[str, Callable[[], Any]] = {
+PROVIDERS: dict[str, Any] = {
     "fastattn": Fastattn,
     "torch": Torch,
     "torch-eager": Eager,
@@ -428,11 +372,6 @@ def isa_of(name: str) -> str:
     """The instruction set that `name` forces, or an empty string."""
     provider, _, variant = name.partition("@")
     return variant if provider == "fastattn" and variant in ISAS else ""
-
-
-def variants(name: str) -> Sequence[str]:
-    """The variants of a provider. Imports its module, but not its packages."""
-    return tuple(getattr(load(name.partition("@")[0]), "VARIANTS", ()))
 
 
 def load(name: str) -> Any:
@@ -456,6 +395,7 @@ def check_name(name: str) -> None:
         raise ValueError(
             f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or an importable module"
         )
-    if "@" in name and provider in PROVIDERS and variant not in variants(name):
-        known = ", ".join(f"{provider}@{v}" for v in variants(name)) or "none"
+    allowed = PROVIDERS[provider].VARIANTS if provider in PROVIDERS else (variant,)
+    if "@" in name and variant not in allowed:
+        known = ", ".join(f"{provider}@{v}" for v in allowed) or "none"
         raise ValueError(f"--providers {name!r}: variants of {provider} are {known}")

@@ -26,9 +26,8 @@ from torch.nn import functional
 
 from fastattn import compat
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPES, TORCH_DTYPES
-from fastattn.bench.ops._modes import Intercepting
-from fastattn.bench.shapes import shape_text
+from fastattn.bench.cells import DTYPES, TORCH_DTYPES, shape_text
+from fastattn.bench.ops._base import Intercepting
 from fastattn.library import operators
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
@@ -16,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn.bench import ops
-from fastattn.bench.cells import Cell
-from fastattn.bench.shapes import with_defaults
+from fastattn.bench.cells import Cell, with_defaults
 
 FORMAT = "fastattn-bench"
 VERSION = 2
@@ -122,7 +120,7 @@ def differences(before: Result, after: Result) -> list[str]:
     found = []
     for where, names in (
         ("environment", ("cpu", "isa", "torch", "fastattn", "commit", "python")),
-        ("settings", ("threads", "cache", "seed", "baseline")),
+        ("settings", ("threads", "seed", "baseline")),
     ):
         old, new = getattr(before, where), getattr(after, where)
         changed = (name for name in names if old.get(name) != new.get(name))
@@ -148,13 +146,6 @@ def json_lines(head: dict[str, Any], **lists: Iterable[dict[str, Any]]) -> str:
     for name, entries in lists.items():
         lines.append(f"{json.dumps(name)}: [\n" + ",\n".join(map(text, entries)) + "\n]")
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def save_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else ["op"])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def load(path: Path) -> Result:

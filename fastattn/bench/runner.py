@@ -42,7 +42,6 @@ class Settings:
     providers: Sequence[str] = DEFAULT
     baseline: str = "torch"
     threads: int = field(default_factory=torch.get_num_threads)
-    cache: str = "warm"  # or "cold": the caches are flushed before every call
     seed: int = 0
     time_budget: float = 60.0  # seconds for the complete run
     rounds: int = 15  # the required number of comparable rounds per cell
@@ -205,7 +204,7 @@ class Runner:
         """The outcome of a provider; its status is not ok if the provider is not measured."""
         if seconds <= 0:
             return Outcome("SKIPPED", "the time budget was used up")
-        if missing := ops.missing(found.cell.op):
+        if missing := ops.get(found.cell.op).missing():
             return Outcome("UNAVAILABLE", missing)
         if name not in self.workers:
             provider = self.result.providers[name]
@@ -237,7 +236,7 @@ class Runner:
             reason = f"the fp64 reference cannot be computed: {first_line}"
             found.outcomes |= {name: Outcome("ERROR", reason) for name in ready}
             return
-        request = {"seed": seed, "sample": SAMPLE_SECONDS, "cold": self.settings.cache == "cold"}
+        request = {"seed": seed, "sample": SAMPLE_SECONDS}
         for name in ready:
             reply = self._ask(name, found, "prepare", cell=found.cell, **request)
             if reply is not None:

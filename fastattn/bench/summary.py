@@ -14,16 +14,7 @@ from typing import Any
 from fastattn.bench import ops, results
 from fastattn.bench.cells import Cell, options_in_words
 from fastattn.bench.machine import KIND_OF_DTYPE, KINDS, words_of
-from fastattn.bench.results import (
-    MIN_KEPT,
-    CellResult,
-    Result,
-    Round,
-    Usual,
-    quiet_rounds,
-    speedup,
-    usual_states,
-)
+from fastattn.bench.results import CellResult, Result, Round
 
 # Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
@@ -37,7 +28,7 @@ _COLUMNS = (
     "op preset label shape device dtype pass mask weights option provider status reason max_error "
     "relative_error bound peak_mb rounds discarded busy ms ms_q1 ms_q3 ms_low ms_high gflops "
     "peak_gflops percent_of_peak percent_low percent_high impossible gbs percent_of_bandwidth "
-    "intensity roof_gflops percent_of_roof baseline speedup speedup_low speedup_high comparable "
+    "baseline speedup speedup_low speedup_high comparable "
     "verdict items_per_second item attention_share speedup_limit"
 ).split()
 
@@ -46,11 +37,11 @@ Row = dict[str, Any]
 
 def summarise(result: Result) -> list[Row]:
     """One flat row per cell and provider. Missing values are None."""
-    usual = usual_states(result.cells)
+    usual = results.usual_states(result.cells)
     return [row for cell in result.cells for row in rows_of(result, cell, usual)]
 
 
-def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> list[Row]:
+def rows_of(result: Result, found: CellResult, usual: Mapping[str, results.Usual]) -> list[Row]:
     """The rows of one cell."""
     cell, baseline, rows = found.cell, result.settings["baseline"], []
     for provider, outcome in found.outcomes.items():
@@ -59,14 +50,14 @@ def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> li
         row |= {"pass": cell.passes, "provider": provider, "peak_mb": peak_mb}
         # With too few undisturbed rounds all of them count, and the row is marked as busy.
         timed = [turn for turn in found.rounds if provider in turn.ms]
-        kept = [turn for turn in quiet_rounds(found.rounds) if provider in turn.ms]
-        busy = len(kept) < MIN_KEPT
+        kept = [turn for turn in results.quiet_rounds(found.rounds) if provider in turn.ms]
+        busy = len(kept) < results.MIN_KEPT
         used = timed if busy else kept
         if outcome.ok and used:
             row |= {"rounds": len(used), "discarded": len(timed) - len(used), "busy": busy}
             row |= {"baseline": baseline, **_metrics(result, found, used, provider)}
             if provider != baseline:
-                row |= speedup(found.rounds, baseline, provider, usual) or {}
+                row |= results.speedup(found.rounds, baseline, provider, usual) or {}
         rows.append(row)
     return rows
 
@@ -74,13 +65,11 @@ def rows_of(result: Result, found: CellResult, usual: Mapping[str, Usual]) -> li
 def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: str) -> Row:
     samples = [turn.ms[provider] for turn in rounds]
     ms, (low, high) = results.median(samples), results.median_interval(samples)
-    intensity, gflops = found.flops / found.bytes_touched, found.flops / ms / 1e6
     metrics: Row = {
         "ms": ms,
         "ms_low": low,
         "ms_high": high,
-        "gflops": gflops,
-        "intensity": intensity,
+        "gflops": found.flops / ms / 1e6,
         "ms_q1": results.quantile(samples, 0.25),
         "ms_q3": results.quantile(samples, 0.75),
         "gbs": found.bytes_touched / ms / 1e6,
@@ -89,21 +78,17 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
     # measurements beside the rounds have the best of the run.
     bandwidth = result.peaks.get("read_bandwidth")
     read = [turn.read or (bandwidth.rate if bandwidth else 0.0) for turn in rounds]
-    from_memory = is_from_memory(result, found) and min(read) > 0
-    if from_memory:
+    if is_from_memory(result, found) and min(read) > 0:
         shares = [found.bytes_touched / x / 1e4 / of for x, of in zip(samples, read, strict=True)]
         metrics["percent_of_bandwidth"] = results.median(shares)
     if KIND_OF_DTYPE[found.cell.dtype] in result.peaks:
         peaks = [turn.peak for turn in rounds]
         percents = [found.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
         low, high = results.median_interval(percents)
-        metrics["peak_gflops"] = roof = results.median(peaks)
+        metrics["peak_gflops"] = results.median(peaks)
         metrics["percent_of_peak"] = results.median(percents)
         metrics["percent_low"], metrics["percent_high"] = low, high
         metrics["impossible"] = low > _highest_percent(result, found)
-        if from_memory:
-            roof = min(roof, results.median(read) * intensity)
-        metrics["roof_gflops"], metrics["percent_of_roof"] = roof, 100 * gflops / roof
     if (items := ops.get(found.cell.op).items(found.cell)) is not None:
         metrics["items_per_second"], metrics["item"] = items[0] / ms * 1e3, items[1]
     # For a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
@@ -114,9 +99,8 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
 
 
 def is_from_memory(result: Result, found: CellResult) -> bool:
-    """Whether data is read from memory: caches are flushed, or are much smaller than the data."""
-    cache = result.environment["last_cache"]
-    return result.settings.get("cache") == "cold" or found.bytes_touched > _BEYOND_CACHES * cache
+    """Whether data is read from memory, because it is much larger than the caches."""
+    return found.bytes_touched > _BEYOND_CACHES * result.environment["last_cache"]
 
 
 def _highest_percent(result: Result, found: CellResult) -> float:
@@ -135,7 +119,6 @@ METRICS = {
     "gflops": ("GFLOP/s",),
     "peak": ("% of peak",),
     "gbs": ("GB/s",),
-    "roof": ("% of roof",),
     "memory": ("peak MB",),
     "error": ("rel. error",),
     "speedup": ("speed-up",),
@@ -151,7 +134,6 @@ STEP_METRICS = ("time", "rate", "peak", "memory", "error", "speedup")
 _NUMBERS = {
     "GFLOP/s": ("gflops", "{:.0f}"),
     "GB/s": ("gbs", "{:.1f}"),
-    "% of roof": ("percent_of_roof", "{:.0f}"),
     "peak MB": ("peak_mb", "{:.1f}"),
     "rel. error": ("relative_error", "{:.1e}"),
     "attention": ("attention_share", "{:.1%}"),
@@ -168,7 +150,7 @@ def default_metrics(cells: Sequence[Cell]) -> Sequence[str]:
 
 def progress(result: Result, found: CellResult, total: int) -> str:
     """A line about the cell that was measured last."""
-    rows = rows_of(result, found, usual_states(result.cells))
+    rows = rows_of(result, found, results.usual_states(result.cells))
     outcomes = "; ".join(f"{row['provider']} {_short(row)}" for row in rows)
     return f"[{len(result.cells)}/{total}] {found.cell.name}: {outcomes}"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import io
 import math
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastattn import dispatch, scaled_dot_product_attention, use_backend
 from fastattn.bench import machine, ops
@@ -65,8 +63,7 @@ class WorkerProcess:
                 # Ctrl-C reaches only the parent, which then ends the workers.
                 start_new_session=True,
             )
-        if cpus and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self._process.pid, cpus)
+        os.sched_setaffinity(self._process.pid, cpus)
 
     def ask(self, timeout: float, do: str, **request: Any) -> Any:
         """Sends a request, returns the reply; raises ProviderError on an error, crash or hang."""
@@ -113,16 +110,7 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 def usable_cpus(threads: int) -> list[int]:
     """The processors that workers are pinned to: the first `threads` that this process may use."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []
     return sorted(os.sched_getaffinity(0))[:threads]
-
-
-@functools.cache
-def _larger_than_caches(device: str) -> Tensor:
-    """A buffer twice as large as the last-level cache: writing it evicts all other data."""
-    count = 2 * machine.last_level_bytes() // 4 if device == "cpu" else 64 << 20
-    return torch.zeros(count, device=device)
 
 
 def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None:
@@ -147,7 +135,7 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None
         ctypes.CDLL(None).malloc_trim(0)
         (process / "clear_refs").write_text("5")  # resets VmHWM to the current size
         before = resident("VmRSS")
-    except (OSError, AttributeError, KeyError):
+    except OSError:  # a container may forbid it
         return None
     call()
     return max(0, resident("VmHWM") - before)
@@ -190,7 +178,7 @@ class Probe:
         return best * 1e6
 
 
-MAX_INNER = {False: 10_000, True: 10}  # by cold: flushing caches takes longer than most calls
+MAX_INNER = 10_000
 NEEDS_WARMING = 0.2  # seconds; longer calls spend little of their time on refilling caches
 # Seconds of calls, or of probes if these take long, before a sample. After waiting for its turn, a
 # processor takes milliseconds to reach its speed.
@@ -204,7 +192,7 @@ class Worker:
     call: Callable[[], Any] | None = None
     inner = 1
     seconds = 0.0  # of one call, estimated
-    device, cold = "cpu", False
+    device = "cpu"
     stopwatch = Stopwatch()
     probe: Callable[[], float]
 
@@ -220,10 +208,9 @@ class Worker:
         self.probe()  # loads the code
         return {"about": self.provider.ABOUT, "versions": self.provider.versions()}
 
-    def prepare(self, cell: Cell, seed: int, sample: float, cold: bool) -> dict[str, Any]:
+    def prepare(self, cell: Cell, seed: int, sample: float) -> dict[str, Any]:
         """Prepares a call; returns its outputs, as a file of torch.save, and its memory."""
         self.call = None  # frees the previous cell before this one is measured
-        ops.get(cell.op).require()
         inputs = {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
         call = self.provider.prepare(cell, ops.Inputs(inputs))
         kept, names, saved = [*map(torch.as_tensor, call())], output_names(cell), io.BytesIO()
@@ -234,11 +221,11 @@ class Worker:
         )
         del kept
         peak_bytes = peak_extra_bytes(call, cell.device)  # the first call loads the code
-        self.device, self.cold = cell.device, cold
+        self.device = cell.device
         self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()
         self.call, self.seconds = call, self._seconds(call, 1)
         count = math.ceil(sample / max(self.seconds, 1e-9))
-        self.inner = max(1, min(MAX_INNER[cold], count))
+        self.inner = max(1, min(MAX_INNER, count))
         return {"outputs": saved.getvalue(), "inner": self.inner, "peak_bytes": peak_bytes}
 
     def time(self) -> dict[str, Any]:
@@ -260,19 +247,15 @@ class Worker:
         pushed = (times_pushed() - lost) / (time.perf_counter() - began)
         gc.enable()
         _settle()
-        taken: dict[str, Any] = {"ms": seconds / inner * 1e3, "pushed": pushed}
+        sample: dict[str, Any] = {"ms": seconds / inner * 1e3, "pushed": pushed}
         if probes:
-            taken["probes"] = probes
+            sample["probes"] = probes
         if watch.seconds > watched:
-            taken["attention"] = (watch.seconds - watched) / seconds
-        return taken
+            sample["attention"] = (watch.seconds - watched) / seconds
+        return sample
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
-        """The duration of so many calls; flushing the caches before each is not timed."""
-        if self.cold and count > 1:
-            return sum(self._seconds(call, 1) for _ in range(count))
-        if self.cold:
-            _larger_than_caches(self.device).add_(1)
+        """The duration of so many calls."""
         machine.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
@@ -297,9 +280,8 @@ def _settle() -> None:
 
 def main() -> None:
     # Linux kills this process when its parent dies, even during a call that hangs.
-    with contextlib.suppress(OSError, AttributeError):
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     connection, worker = Connection(int(sys.argv[1])), Worker()
     while True:
         try:

@@ -10,10 +10,10 @@ import torch
 from bench_results import SMALL, bench, parse
 
 import fastattn
-from fastattn.bench import commands, ops, selection
+from fastattn.bench import cli, ops, selection
+from fastattn.bench.cells import shape_text
 from fastattn.bench.providers import PROVIDERS
-from fastattn.bench.selection import PRESETS, preset_cells
-from fastattn.bench.shapes import parse_shapes, shape_text
+from fastattn.bench.selection import PRESETS, parse_shapes, preset_cells
 
 # Shapes
 
@@ -144,20 +144,20 @@ def test_preset_cells_have_unique_names(name: str) -> None:
 def test_wrong_arguments_are_named(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench("run", *arguments) == commands.USAGE
+    assert bench("run", *arguments) == cli.USAGE
     assert named in capsys.readouterr().err
 
 
 def test_commands_providers_and_the_environment_are_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert bench() == commands.USAGE
+    assert bench() == cli.USAGE
     printed = capsys.readouterr().err
     assert all(name in printed for name in ("run", "compare", "record", "list"))
-    assert bench("list") == commands.OK
+    assert bench("list") == cli.OK
     printed = capsys.readouterr().out
     assert all(name in printed for name in [*PROVIDERS, *PRESETS])
-    assert bench("env") == commands.OK
+    assert bench("env") == cli.OK
     environment = json.loads(capsys.readouterr().out)
     assert environment["torch"] == torch.__version__
     assert environment["cpu"]
@@ -183,7 +183,7 @@ def test_a_file_that_is_no_result_is_named(
 ) -> None:
     path = tmp_path / "strange.json"
     path.write_text(text, encoding="latin-1")
-    assert bench("plot", str(path)) == commands.USAGE
+    assert bench("compare", str(path), str(path)) == cli.USAGE
     printed = capsys.readouterr().err
     assert "strange.json" in printed
     assert named in printed

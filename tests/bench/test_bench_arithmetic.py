@@ -8,13 +8,12 @@ import itertools
 import pytest
 from bench_results import TINY, a_result, cell_of
 
-from fastattn.bench import commands, ops, results, summary
+from fastattn.bench import cli, ops, results, summary
 from fastattn.bench.cells import (
     Cell,
     bytes_touched,
     flops,
     make_inputs,
-    padding_lengths,
     visible_pairs,
 )
 from fastattn.bench.results import Round
@@ -46,7 +45,7 @@ def test_work_is_counted_for_visible_pairs_only(
     drawn, visible = make_inputs(cell, 3).get("attn_mask"), seen(cell, range(q_len), q_len, kv_len)
     pairs = cell["B"] * len(visible)
     if mask == "padding":
-        pairs = q_len * sum(padding_lengths(cell["B"], kv_len))
+        pairs = q_len * sum(cell.padded(kv_len))
     elif mask == "bool":
         assert drawn is not None
         pairs = cell["B"] * int(drawn.sum())
@@ -104,10 +103,8 @@ def test_verdicts() -> None:
 FASTER = {"torch": 4.0, "ours": 2.0}
 
 
-def rows_of(*rounds: Round, **settings: str) -> list[summary.Row]:
-    result = a_result([*rounds])
-    result.settings |= settings
-    return summary.summarise(result)
+def rows_of(*rounds: Round) -> list[summary.Row]:
+    return summary.summarise(a_result([*rounds]))
 
 
 def test_metrics_of_known_rounds() -> None:
@@ -150,10 +147,11 @@ def test_shares_use_the_peak_measured_in_the_same_round() -> None:
         assert row[name] == pytest.approx(80)
     alone = [Round((1e3, 1e3), FASTER, read=40.0)] * 3
     shared = [Round((1e3, 1e3), {"torch": 8.0, "ours": 4.0}, read=20.0)] * 3
-    row = rows_of(*alone, *shared, cache="cold")[1]
-    touched = a_result([]).cells[0].bytes_touched
-    assert row["percent_of_bandwidth"] == pytest.approx(100 * touched / 2e-3 / 40e9)
-    assert row["roof_gflops"] == pytest.approx(min(1e3, 30 * row["intensity"]))
+    result = a_result([*alone, *shared])
+    result.environment["last_cache"] = 1  # all data comes from memory
+    touched = result.cells[0].bytes_touched
+    share = summary.summarise(result)[1]["percent_of_bandwidth"]
+    assert share == pytest.approx(100 * touched / 2e-3 / 40e9)
 
 
 def test_a_rate_above_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,8 +161,8 @@ def test_a_rate_above_the_measured_peak_is_impossible(capsys: pytest.CaptureFixt
     assert not torch_row["impossible"]
     assert "IMPOSSIBLE" in summary.table([ours])
     assert "1 IMPOSSIBLE" in " ".join(summary.closing(result, rows))
-    assert commands.exit_code("complete", rows) == commands.FAULTS
-    assert commands.exit_code("complete", rows[:1]) == commands.OK
+    assert cli.exit_code("complete", rows) == cli.FAULTS
+    assert cli.exit_code("complete", rows[:1]) == cli.OK
     printed = capsys.readouterr().err
     assert "ours ran at 125 % of the peak measured beside it, 95 % interval 125 to 125 %" in printed
     assert not summary.summarise(a_result(rounds, method="torch.mm estimate"))[1]["impossible"]

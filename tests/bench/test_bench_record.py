@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import fastattn
-from fastattn.bench import commands, record, selection
+from fastattn.bench import cli, record, selection
 from fastattn.bench.cells import Cell
 
 
@@ -133,5 +133,5 @@ def test_a_program_is_recorded_and_its_exit_code_kept(
 def test_only_python_programs_are_recorded(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench("record", *words) == commands.USAGE
+    assert bench("record", *words) == cli.USAGE
     assert "is no Python program" in capsys.readouterr().err

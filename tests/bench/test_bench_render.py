@@ -1,11 +1,10 @@
-"""Rendering of results: comparisons, pictures, the report, the roofline; and the documentation's
+"""Rendering of results: comparisons and pictures; and the documentation's
 figures, rendered from raw results, in a folder for each processor.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,7 @@ from types import ModuleType
 import pytest
 from bench_results import a_result, bench, cell_of
 
-from fastattn.bench import commands, machine, results, summary
+from fastattn.bench import cli, machine, results, summary
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 
 XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6}
@@ -51,9 +50,9 @@ def saved(result: Result, path: Path) -> Path:
 @pytest.mark.parametrize(
     ("scale", "limit", "code", "verdict"),
     [
-        (1.0, "5%", commands.OK, "SAME"),
-        (1.2, "5%", commands.FAULTS, "SLOWER"),
-        (1.2, "0.3", commands.OK, "SLOWER"),
+        (1.0, "5%", cli.OK, "SAME"),
+        (1.2, "5%", cli.FAULTS, "SLOWER"),
+        (1.2, "0.3", cli.OK, "SLOWER"),
     ],
 )
 def test_compare_fails_where_a_row_became_slower(
@@ -72,7 +71,7 @@ def test_compare_fails_where_a_row_became_slower(
     assert printed.count("torch: SAME") == 2
     assert complaints.count("WORSE by more than 5%") == (2 if code else 0)
     # A ratio to the baseline of the same run is comparable between machines.
-    assert bench("compare", str(before), str(after), "--metric", "speedup") == commands.OK
+    assert bench("compare", str(before), str(after), "--metric", "speedup") == cli.OK
     assert verdict in capsys.readouterr().out
 
 
@@ -83,61 +82,27 @@ def test_compare_names_different_conditions(
     other.environment["torch"], other.settings["threads"] = "3", 8
     before = saved(two_lengths(), tmp_path / "a.json")
     after = saved(other, tmp_path / "b.json")
-    assert bench("compare", str(before), str(after)) == commands.OK
+    assert bench("compare", str(before), str(after)) == cli.OK
     printed = capsys.readouterr().out
     assert "Different conditions: torch: 2 and 3" in printed
     assert "Different conditions: threads: 1 and 8" in printed
     assert "2 rows: 0 better, 0 worse, 2 the same" in printed
     assert "4 rows are in one result alone: sdpa B=1,H=2,L=32,D=8 fp32 fwd torch" in printed
     nothing = saved(two_lengths(lengths=(8,)), tmp_path / "c.json")
-    assert bench("compare", str(before), str(nothing)) == commands.USAGE
-    assert bench("compare", str(before), str(after), "--fail-slower", "often") == commands.USAGE
+    assert bench("compare", str(before), str(nothing)) == cli.USAGE
+    assert bench("compare", str(before), str(after), "--fail-slower", "often") == cli.USAGE
 
 
-# Pictures and the report
+# The picture
 
 
-def test_every_picture_is_drawn_under_a_unique_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_picture_is_drawn(theme: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = saved(two_lengths(), tmp_path / "results.json")
-    picture = str(tmp_path / "p.svg")
-    assert bench("plot", str(path), "--metric", "all", "--plot", picture) == commands.OK
-    for kind in commands.PLOTS:
-        assert "<svg" in (tmp_path / f"p-{kind}.svg").read_text()
-        assert bench("plot", str(path), "--metric", kind, "--plot", picture) == commands.OK
-        assert "<svg" in Path(picture).read_text()
+    from fastattn.bench import plots
 
-
-def test_the_report_is_one_self_contained_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = saved(two_lengths(), tmp_path / "results.json")
-    assert bench("report", str(path), "--title", "A <title>") == commands.OK
-    text = (tmp_path / "results.html").read_text()
-    # No address that a browser would ask, and no other style
-    assert not re.findall(r"""\s(?:xlink:)?(?:src|href|action)=["'](?!#|data:).*""", text)
-    assert not re.findall(r"@import|url\(http", text)
-    assert text.count("<tr>") == 1 + 6
-    assert "<title>A &lt;title&gt;</title>" in text
-    assert "broken&lt;b&gt;" in text
-    assert "out is &lt;i&gt;off&lt;/i&gt; &amp; more" in text
-    assert text.count("<svg") == len(commands.PLOTS)
-
-
-# The roof, and the columns
-
-
-def test_the_roof_is_the_lower_of_compute_and_memory() -> None:
-    warm = two_lengths()
-    row = summary.summarise(warm)[1]
-    assert row["intensity"] == 100
-    assert row["roof_gflops"] == 200  # what fits in the caches is not bound by memory
-    warm.cells[0].bytes_touched = 10**8  # beyond any cache: one FLOP per byte at 30 GB/s
-    assert summary.summarise(warm)[1]["roof_gflops"] == pytest.approx(30)
-    cold = two_lengths()
-    printed = "\n".join(machine.roof_lines(cold.peaks))
-    assert "reading memory 30 GB/s (30.0 to 30.0)" in printed
-    assert "copying it 25 GB/s, torch copy (25.0 to 25.0)" in printed
-    assert "the limit from 6.7 FLOP per byte on" in printed
+    plots.draw(two_lengths(), tmp_path / "p.svg", theme)
+    assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
 def load_render(name: str = "render") -> ModuleType:

@@ -7,7 +7,7 @@ import argparse
 from fastattn.bench import cli, ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
-from fastattn.bench.shapes import parse_shapes
+from fastattn.bench.selection import parse_shapes
 from fastattn.cli import main
 
 # One small shape of each operator: all sizes differ where they may.

@@ -14,19 +14,20 @@ from fastattn.bench.ops._base import Forward, Inputs, Operator, as_tuple
 
 def _operators_of(*files: str) -> dict[str, Operator]:
     modules = (vars(import_module(f"fastattn.bench.{file}")) for file in files)
-    found = (item for module in modules for item in module.items())
-    return {name.lower(): x for name, x in found if isinstance(x, Operator)}
+    named = (item for module in modules for item in module.items() if item[0].isupper())
+    made = ((name, x() if Operator in getattr(x, "__mro__", ()) else x) for name, x in named)
+    return {name.lower(): x for name, x in made if isinstance(x, Operator)}
 
 
-_FILES = "attention transformer packed around_attention recurrent memories".split()
+_FILES = "attention transformer around_attention memories".split()
 _OPERATORS = _operators_of(*(f"ops.{file}" for file in _FILES))
 _MODELS = _operators_of("models")  # their library is imported when one is built
 MODELS = tuple(_MODELS)
 LOOPS = ("bahdanau_decoder",)  # around modules of the library
 OPS = tuple(name for name in _OPERATORS if name not in LOOPS)
 
-__all__ = ["FLEX", "LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator"]
-__all__ += ["as_tuple", "get", "missing", "names_of", "resolve"]
+__all__ = ["LOOPS", "MODELS", "OPS", "Forward", "Inputs", "Operator"]
+__all__ += ["as_tuple", "get", "names_of", "resolve"]
 
 
 @functools.cache
@@ -44,15 +45,6 @@ def get(name: str) -> Operator:
     if not isinstance(operator, Operator):
         raise ValueError(f"--op {name!r} has no OP that is a fastattn.bench.ops.Operator")
     return operator
-
-
-def missing(name: str) -> str:
-    """What to install before an operator can be measured; "" if it has all that it needs."""
-    try:
-        get(name).require()
-    except ImportError as error:
-        return str(error)
-    return ""
 
 
 def resolve(name: str) -> str:

@@ -10,15 +10,18 @@ import operator
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 import fastattn
 from fastattn import _flops, compat
-from fastattn.bench.ops._masks import lengths, padding_lengths
-from fastattn.bench.ops._modes import Intercepting, NothingDrawn, defined
+from fastattn.backends import reference
+from fastattn.library import operators
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell as Cell
@@ -70,7 +73,7 @@ class Operator:
     """An operator: its sizes, inputs and cost, its call, and the equivalent code in PyTorch.
 
     A simple operator is an instance, whose keyword arguments replace the attributes and methods
-    below; an operator with further methods is a class that is replaced by its `instance`:
+    below; an operator with further methods is a class, of which `ops` makes the instance:
 
         OP = Operator(FUNCTION="learned_scale", SIZES={"B": 1, "E": 512}, ...,
                       arguments=lambda cell, x: ([x.query], {}))
@@ -83,7 +86,6 @@ class Operator:
 
     FUNCTION: str  # its name in `fastattn`; "nn.Name" for a module
     ABOUT: str  # the equation, for `bench list`
-    TORCH: str = "the equation: torch has no such function"  # what the provider `torch` runs
     SIZES: Mapping[str, int | str]  # keys of --shapes; a default is a number or another key
     # Formulas, each with a message: for wrong cells, and for cells that PyTorch does not support.
     REFUSED: Mapping[str, str] = {}
@@ -92,10 +94,9 @@ class Operator:
     WEIGHTS: Sequence[str] = ("none",)
     OPTIONS: Sequence[str] = ("none",)
     PASSES: Sequence[str] = ("fwd", "bwd", "fwd+bwd")
-    # The inputs that have a gradient, in order, and the output, which may be like the first input.
-    # An entry is a formula of the sizes and of DERIVED ones.
-    SHAPES: Mapping[str, str]
-    OUTPUT = ""
+    # The inputs that have a gradient, in order, and "out", if it is not like the first input: names
+    # with formulas of the sizes and of DERIVED ones, such as "query: B Lq D; out: B Lq".
+    SHAPES = ""
     LEARNED: Mapping[str, str] = {}  # the input that has a gradient only with an option
     DERIVED: Mapping[str, Callable[[Cell], int]] = {}
     # Further arguments of the call, besides inputs, masks and weights; or functions of the cell.
@@ -119,14 +120,27 @@ class Operator:
     stopwatch: Stopwatch | None = None  # measures the attention in a call that does other work too
     # Selects the compared outputs of a call's result, given the dtype of the cell.
     results: Any = None
+    # (cell, x) -> the result as a user of PyTorch computes it who has no such function.
+    equation: Any = None
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
 
     # Sizes and cost
 
-    def require(self) -> None:
-        """Imports the packages of this operator; an ImportError says what to install."""
+    @functools.cached_property
+    def shapes(self) -> dict[str, str]:
+        """The entries of SHAPES, and "out"."""
+        shapes = dict(entry.split(": ") for entry in self.SHAPES.split("; ") if entry)
+        return {**shapes, "out": shapes.get("out", next(iter(shapes.values()), ""))}
+
+    @property
+    def leaf_shapes(self) -> dict[str, str]:
+        return {name: sizes for name, sizes in self.shapes.items() if name != "out"}
+
+    def missing(self) -> str:
+        """What to install before this operator can be measured; "" if it has all that it needs."""
+        return ""
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
         """The number of items that a call processes, such as tokens, and their unit; or None."""
@@ -142,9 +156,9 @@ class Operator:
 
     def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
         """The positions of the queries and the number of keys, for each sequence."""
-        queries, keys = lengths(cell)
+        queries, keys = cell.lengths
         padded = cell.mask == "padding"
-        counts = padding_lengths(cell["B"], keys) if padded else [keys] * cell.sizes.get("B", 1)
+        counts = cell.padded(keys) if padded else [keys] * cell.sizes.get("B", 1)
         return [(torch.arange(queries), count) for count in counts]
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
@@ -156,25 +170,24 @@ class Operator:
         return counts[0], counts[1]
 
     def shape(self, cell: Cell, sizes: str, **read: int) -> list[int]:
-        """The shape that an entry of SHAPES, or OUTPUT, describes; `read` replaces sizes."""
+        """The shape that an entry of SHAPES describes; `read` replaces sizes."""
         derived = {name: size(cell) for name, size in self.DERIVED.items()}
-        sizes = sizes or next(iter(self.SHAPES.values()))
         return [value_of(size, cell, **derived | read) for size in sizes.split()]
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         """The number of elements of all inputs, and of the output."""
-        inputs = (math.prod(self.shape(cell, sizes, **read)) for sizes in self.SHAPES.values())
-        return sum(inputs), math.prod(self.shape(cell, self.OUTPUT))
+        inputs = (math.prod(self.shape(cell, sizes, **read)) for sizes in self.leaf_shapes.values())
+        return sum(inputs), math.prod(self.shape(cell, self.shapes["out"]))
 
     # Inputs and calls
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         """All inputs by name: the leaves, `grad_out`, masks and others."""
         drawn = {}
-        for name, sizes in self.SHAPES.items():
+        for name, sizes in self.leaf_shapes.items():
             scale = float(value_of(str(self.SCALES.get(name, 1.0)), cell))
             drawn[name] = draw.normal(*self.shape(cell, sizes), scale=scale)
-        grad_out = self.shape(cell, self.OUTPUT) if len(self.PASSES) > 1 else (0,)
+        grad_out = self.shape(cell, self.shapes["out"]) if len(self.PASSES) > 1 else (0,)
         return Inputs(self.others(cell, draw) | drawn | {"grad_out": draw.normal(*grad_out)})
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
@@ -211,13 +224,13 @@ class Operator:
         results, dtype = self.results, x.grad_out.dtype
         return function if results is None else lambda: results(function(), dtype)
 
-    def equation(self, cell: Cell, x: Inputs) -> Any:
-        """The result as a user of PyTorch computes it, without any fused attention."""
-        raise NotImplementedError
-
     def eager(self, cell: Cell, x: Inputs) -> Forward:
-        """The call of the provider `torch-eager`."""
-        return lambda: self.equation(cell, x)
+        """The call of the provider `torch-eager`: without any fused attention."""
+        if self.equation is not None:
+            return lambda: self.equation(cell, x)
+        if self.why_not_theirs(cell):
+            return within(functools.partial(fastattn.use_backend, "reference"), self.ours(cell, x))
+        return within(functools.partial(sdpa_kernel, SDPBackend.MATH), self.theirs(cell, x))
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         """The call of the provider `torch`: the best that PyTorch has."""
@@ -230,7 +243,7 @@ class Operator:
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         """The inputs of this cell that have a gradient, in order."""
         learned = self.LEARNED.get(cell.option)
-        return [*self.SHAPES, *([learned] if learned else [])]
+        return [*self.leaf_shapes, *([learned] if learned else [])]
 
     def parameters(self, cell: Cell) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the parameters of a module, by name and in its order."""
@@ -238,7 +251,7 @@ class Operator:
 
     def leaves(self, x: Inputs) -> list[Tensor]:
         """The inputs of SHAPES."""
-        return [x[name] for name in self.SHAPES]
+        return [x[name] for name in self.leaf_shapes]
 
     # The exact result
 
@@ -246,18 +259,13 @@ class Operator:
         """The definition of the call in float64."""
         if self.BY_EQUATION:
             return self.eager(cell, x)
-        forward = self.ours(cell, x)
-
-        def in_double() -> Any:
-            with compat.through_the_dispatcher(), Intercepting(defined):
-                return forward()
-
-        return in_double
+        defining = functools.partial(Intercepting, defined)
+        return within(compat.through_the_dispatcher, within(defining, self.ours(cell, x)))
 
     def expected(self, cell: Cell, x: Inputs, parts: Sequence[Part]) -> dict[str, Tensor]:
         """All outputs by name in float64, a part at a time, to bound the memory."""
-        found = [self._expected(cell, Inputs(self.taken(cell, x, part))) for part in parts]
-        return self._joined(cell, found, functools.partial(functools.reduce, torch.add))
+        of_parts = [self._expected(cell, Inputs(self.part_of(cell, x, part))) for part in parts]
+        return self._joined(cell, of_parts, functools.partial(functools.reduce, torch.add))
 
     def _expected(self, cell: Cell, x: Inputs) -> dict[str, Tensor]:
         own = self.parameters(cell)  # the module converts them
@@ -270,8 +278,8 @@ class Operator:
             outputs = as_tuple(self.exact(cell, x)())
             leaves = [x[name] for name in names]
             gradients = torch.autograd.grad(outputs[0], leaves, x.grad_out) if names else ()
-        found = dict(zip(("out", "weights"), (y.detach() for y in outputs), strict=False))
-        return found | {f"grad_{name}": x for name, x in zip(names, gradients, strict=True)}
+        named = dict(zip(("out", "weights"), (y.detach() for y in outputs), strict=False))
+        return named | {f"grad_{name}": x for name, x in zip(names, gradients, strict=True)}
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
         """The parts to compare, or with `few` the parts for the noise; `[{}]` is everything.
@@ -300,41 +308,40 @@ class Operator:
     def dims(self, cell: Cell, name: str, x: Tensor) -> list[str]:
         """The names of the sizes of an input or an output; a mask has the last names."""
         name = name.removeprefix("grad_")
-        output = self.OUTPUT or next(iter(self.SHAPES.values()), "")
-        known = {**self.OTHERS, **self.SHAPES, "out": output}
+        known = {**self.OTHERS, **self.shapes}
         known["weights"] = "B H Lq Lk" if x.dim() == 4 else "B Lq Lk"
         return known.get(name, "").split()[-x.dim() :]
 
-    def taken(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def part_of(self, cell: Cell, x: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
         """The part of each input or output; a key head includes the queries of its group."""
-        taken = {}
+        narrowed = {}
         for name, whole in x.items():
             for axis, size in enumerate(reversed(self.dims(cell, name, whole)), 1):
                 key = "Hkv" if size == "H" and "Hkv" in part else size
                 if key in part and whole.shape[-axis] > 1:
                     each = cell[size] // cell[key]
                     whole = whole.narrow(-axis, part[key].start * each, len(part[key]) * each)
-            taken[name] = whole
-        return taken
+            narrowed[name] = whole
+        return narrowed
 
     def selected(
         self, cell: Cell, outputs: Mapping[str, Tensor], parts: Sequence[Part]
     ) -> dict[str, Tensor]:
         """The parts of outputs, in the layout of `expected`."""
-        taken = [self.taken(cell, outputs, part) for part in parts]
-        return self._joined(cell, taken, operator.itemgetter(0))
+        of_parts = [self.part_of(cell, outputs, part) for part in parts]
+        return self._joined(cell, of_parts, operator.itemgetter(0))
 
     def _joined(
-        self, cell: Cell, found: Sequence[dict[str, Tensor]], shared: Callable[..., Tensor]
+        self, cell: Cell, of_parts: Sequence[dict[str, Tensor]], shared: Callable[..., Tensor]
     ) -> dict[str, Tensor]:
         """Concatenate the outputs of parts; `shared` joins outputs that all parts share."""
-        if len(found) == 1:
-            return found[0]
+        if len(of_parts) == 1:
+            return of_parts[0]
         joined = {}
-        for name, x in found[0].items():
-            parts = [of[name] for of in found]
+        for name, x in of_parts[0].items():
+            tensors = [outputs[name] for outputs in of_parts]
             is_parted = "B" in self.dims(cell, name, x)
-            joined[name] = torch.cat(parts) if is_parted else shared(parts)
+            joined[name] = torch.cat(tensors) if is_parted else shared(tensors)
         return joined
 
     def unjudged(self, cell: Cell) -> Collection[str]:
@@ -345,8 +352,6 @@ class Operator:
 class Module(Operator):
     """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
 
-    TORCH = "the equation: torch has no such module"
-
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         """Create the module; `made` has the device and the dtype of its parameters."""
         raise NotImplementedError
@@ -356,7 +361,7 @@ class Module(Operator):
         return module(*self.leaves(x), **self.KEYWORDS)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return (*self.SHAPES, *self.parameters(cell))
+        return (*self.leaf_shapes, *self.parameters(cell))
 
     def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
         arguments, output = super().elements(cell, **read)
@@ -399,8 +404,14 @@ class Module(Operator):
         return module
 
 
-def instance(kind: type[Operator]) -> Any:
-    return kind()
+def within(context: Callable[[], AbstractContextManager[Any]], forward: Forward) -> Forward:
+    """A call in a context, which is made for each call."""
+
+    def call() -> Any:
+        with context():
+            return forward()
+
+    return call
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
@@ -421,3 +432,39 @@ def messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
 
 def _names(cell: Cell) -> dict[str, Any]:
     return {**{name: getattr(cell, name) for name in _WORDS}, **cell.sizes}
+
+
+# Contexts that intercept what runs inside them
+
+
+class Intercepting(TorchFunctionMode):
+    """Calls `run(func, args, kwargs)` for a function of PyTorch or a dispatched one of fastattn."""
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
+def defined(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the definition of a primitive, which PyTorch differentiates, in place of a kernel."""
+    if (primitive := operators.get(func)) is None:
+        return func(*args, **kwargs)
+    tensors, options = primitive.split(args)
+    return getattr(reference, primitive.name)(*tensors, options=options)
+
+
+class NothingDrawn(compat.DispatchMode):
+    """Fills new weights with 0 instead of random numbers, which is faster.
+
+    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))

@@ -1,26 +1,23 @@
-"""`scaled_dot_product_attention`: O = softmax(Q Kᵀ / √D) V; masks and weights of all operators."""
+"""Softmax attention, dense, packed and on a cache; masks and weights of all operators."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from fastattn import masks
-from fastattn._seed import draw_seed
-from fastattn.backends.primitives import AttentionOptions
-from fastattn.backends.reference import attend, dropout_keep
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, instance
-from fastattn.bench.ops._masks import document_ids, lengths, visible, window_width
-from fastattn.bias import Disentangled
-from fastattn.ops._disentangled import distance_buckets
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Operator, Part
+from fastattn.bias import T5, Disentangled
+from fastattn.ops._relative_bias import fold_distances
 
-HEADS = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
+HEADS = "query: B H Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; out: B H Lq Dv"
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -47,12 +44,12 @@ def weighted(cell: Cell, weights: Tensor, value: Tensor) -> Any:
 
 def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
     """True takes part: [B, 1, Lk] for padding, [Lq, Lk] for other masks; None: all, or a bias."""
-    queries, keys = lengths(cell)
+    queries, keys = cell.lengths
     if cell.mask == "padding":
-        return draw.valid(cell["B"], keys)[:, None, :]
+        return draw.valid(cell, keys)[:, None, :]
     if cell.mask == "bool":
         return draw.visible(queries, keys)
-    return None if cell.mask == "none" else visible(cell, torch.arange(queries), keys)
+    return None if cell.mask == "none" else cell.visible(torch.arange(queries), keys)
 
 
 def attn_mask(cell: Cell, draw: Draw, *heads: int) -> dict[str, Tensor]:
@@ -78,55 +75,30 @@ def biases(
     return found if visible is None else found.masked_fill(~visible, -torch.inf)
 
 
-def defined(
-    x: Mapping[str, Tensor], tensors: Sequence[Tensor], mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """The definition of attention: the output, and the weights [B, H, Lq, Lk]."""
-    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    names = ("alibi_slopes", "sinks", "relative_bias")
-    slopes, sinks, table = (x[name][None] if name in x else None for name in names)
-    record = AttentionOptions(scale=tensors[0].shape[-1] ** -0.5, **options)
-    given: dict[str, Any] = {"keep": x.get("kept"), "sinks": sinks, "relative_bias": table}
-    query, key, value = tensors
-    if _TABLES[0] in x:
-        most = max(query.shape[2], key.shape[2])
-        buckets = distance_buckets(torch.arange(-most, most + 1), _SPAN, 2 * _SPAN)
-        tables = [x[name].transpose(0, 1)[None] for name in _TABLES]
-        given["terms"] = (query, *tables, buckets.to(query.device))
-    out, _, weights = attend(query, key, value, mask, slopes, None, record, **given)
-    return out.to(query.dtype), weights.to(query.dtype)
-
-
-def with_masks(
-    cell: Cell, x: Inputs, call: Callable[..., Tensor], *pairs: tuple[int, int, Tensor | None]
+def with_mask(
+    cell: Cell, x: Inputs, call: Callable[[Any], Tensor], queries: int, keys: int, seen: Any
 ) -> Forward:
-    """A call of PyTorch with a mask for each entry of `pairs`: queries, keys, and visible pairs.
+    """A call of PyTorch with its mask, which has all biases if there is a table of them.
 
-    A table of biases becomes masks, in each call if it has a gradient.
+    With a gradient of the table each call makes the mask.
     """
-    table = x.get("relative_bias")
-
-    def made() -> list[Tensor | None]:
-        return [seen if table is None else biases(table, q, k, seen) for q, k, seen in pairs]
-
-    if table is None or cell.passes == "fwd":
-        return functools.partial(call, *made())
-    return lambda: call(*made())
+    if "relative_bias" not in x:
+        return functools.partial(call, seen)
+    make = functools.partial(biases, x.relative_bias, queries, keys, seen)
+    if cell.passes == "fwd":
+        return functools.partial(call, make())
+    return lambda: call(make())
 
 
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
-_DROPOUT = 0.1
 _TABLES, _SPAN = ("query_table", "key_table"), 256  # of DeBERTa's terms
 
 
-@instance
 class SDPA(Operator):
     FUNCTION = "scaled_dot_product_attention"
     ABOUT = "softmax(Q Kᵀ / √D) V"
-    TORCH = "F.scaled_dot_product_attention"
     SIZES = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     SHAPES = HEADS
-    OUTPUT = "B H Lq Dv"
     FLOPS = "attention(pairs * H, D, Dv) + (option == 'terms') * pairs * H * D * (4 + 8 * backward)"
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
@@ -134,11 +106,11 @@ class SDPA(Operator):
         *("none", "window", "softcap", "alibi", "sinks"),
         *("relative", "terms", "dropout", "learnable"),
     )
-    PARTED, SAMPLED, BY_EQUATION = ("B", "Hkv"), True, True
+    PARTED, SAMPLED = ("B", "Hkv"), True
     JOINT = ("learnable", "relative", "terms")
     LEARNED = {"relative": "relative_bias", "learnable": "attn_mask", "terms": "query_table"}
     OTHERS = {
-        **dict.fromkeys(("attn_mask", "kept"), "B H Lq Lk"),
+        "attn_mask": "B H Lq Lk",
         **dict.fromkeys(("alibi_slopes", "sinks"), "H"),
         "relative_bias": "H distances",
         **dict.fromkeys(_TABLES, "buckets H D"),
@@ -172,55 +144,41 @@ class SDPA(Operator):
             inputs["relative_bias"] = draw.normal(heads, 2 * max(cell["Lq"], cell["Lk"]) - 1)
         elif cell.option == "terms":
             inputs |= {name: draw.normal(2 * _SPAN + 1, heads, cell["D"]) for name in _TABLES}
-        elif cell.option == "dropout":
-            scores = (cell["B"], heads, cell["Lq"], cell["Lk"])
-            inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
         return inputs
 
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
         options["average_weights"] = cell.weights == "average"
         if cell.mask == "documents":
-            ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+            ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
             options |= {"attn_mask": None, "mask": masks.document(*ids)}
         if cell.option == "window":
-            options["window"] = (window_width(cell), window_width(cell))
+            options["window"] = (cell.window, cell.window)
         elif cell.option == "softcap":
             options["softcap"] = _SOFTCAP
         elif cell.option == "terms":
             of_queries, of_keys = (x[name] for name in _TABLES)
             options["relative_bias"] = Disentangled(of_queries, of_keys, max_distance=2 * _SPAN)
         elif cell.option == "dropout":
-            options |= {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
+            # The first call is checked; it has the same seed everywhere.
+            options |= {"dropout_p": 0.1, "generator": torch.Generator().manual_seed(0)}
         return tensors, options
 
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         options: Any = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
-        query, key, value = (x[name] for name in HEADS)
+        query, key, value = self.leaves(x)
         call = functools.partial(scaled_dot_product_attention, query, key, value, **options)
-        return with_masks(cell, x, call, (cell["Lq"], cell["Lk"], x.get("attn_mask")))
+        return with_mask(cell, x, call, cell["Lq"], cell["Lk"], x.get("attn_mask"))
 
-    def equation(self, cell: Cell, x: Inputs) -> tuple[Tensor, ...]:
-        """The definition."""
-        width = window_width(cell) if cell.option == "window" else -1
-        out, weights = defined(
-            *(x, [x[name] for name in HEADS], x.get("attn_mask")),
-            window_left=width,
-            window_right=0 if cell.mask == "causal" else width,
-            softcap=_SOFTCAP if cell.option == "softcap" else 0.0,
-            dropout_p=_DROPOUT if cell.option == "dropout" else 0.0,
-        )
-        if cell.weights == "none":
-            return (out,)
-        return out, weights.mean(1) if cell.weights == "average" else weights
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
+        """The pairs that dropout keeps depend on their place in the whole."""
+        return [{}] if cell.option == "dropout" else super().parts(cell, seed, few=few)
 
 
-@instance
 class FLEX(Operator):
     FUNCTION = "flex_attention"
     ABOUT = "softmax(score_mod(Q Kᵀ / √D)) V"
-    TORCH = "the equation: FlexAttention has no backward on CPUs; see torch-flex"
-    SIZES, SHAPES, OUTPUT, FLOPS = SDPA.SIZES, SDPA.SHAPES, SDPA.OUTPUT, SDPA.FLOPS
+    SIZES, SHAPES, FLOPS = SDPA.SIZES, SDPA.SHAPES, SDPA.FLOPS
     MASKS = ("none", "causal", "documents")
     OPTIONS = ("none", "softcap", "alibi", "bias", "terms")
     BY_EQUATION = True
@@ -249,7 +207,7 @@ class FLEX(Operator):
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
         if cell.mask == "documents":
-            ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+            ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
             options["block_mask"] = masks.document(*ids)
         elif cell.mask == "causal":
             options["block_mask"] = masks.causal()
@@ -257,17 +215,215 @@ class FLEX(Operator):
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         groups = cell["H"] // cell["Hkv"]
-        key, value = (x[name].repeat_interleave(groups, 1) for name in ("key", "value"))
+        key, value = (y.repeat_interleave(groups, 1) for y in (x.key, x.value))
         scores = x.query @ key.mT * cell["D"] ** -0.5
         at = [torch.arange(n, device=scores.device) for n in scores.shape]
         if mod := self.score_mod(cell, x):
             scores = mod(
                 scores, *(n.view([-1 if d == m else 1 for m in range(4)]) for d, n in enumerate(at))
             )
-        weights = masked_softmax(scores, visible(cell, at[2], cell["Lk"], scores.device))
+        weights = masked_softmax(scores, cell.visible(at[2], cell["Lk"], scores.device))
         return weights.to(value.dtype) @ value
 
 
-def _first_seed() -> tuple[torch.device, torch.Generator]:
-    """The arguments of `draw_seed` in the first call with dropout, whose result is checked."""
-    return torch.device("cpu"), torch.Generator().manual_seed(0)
+# Packed sequences have the lengths of a padded batch; with S they grow by a constant factor from S
+# to L. A paged cache has its pages in random order. The rows of a quantised cache are exact in
+# bf16, which torch gets. In a latent cache (https://arxiv.org/abs/2405.04434) the value of a row is
+# a part of its key.
+
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+# The dtype and the scale of a quantised cache.
+_QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
+
+
+def _lengths(cell: Cell) -> list[int]:
+    batch, shortest, longest = cell["B"], cell["S"], cell["L"]
+    if not shortest:
+        return cell.padded(longest)
+    step = (longest / shortest) ** (1 / max(batch - 1, 1))
+    return [round(longest / step**n) for n in range(batch)]
+
+
+class VARLEN(Operator):
+    FUNCTION = "varlen_attention"
+    ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L"
+    SIZES = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
+    REFUSED = {"S > L": "S={S} is more than L={L}"}
+    SHAPES = "query: T H D; key: T Hkv D; value: T Hkv D"
+    FLOPS = "attention(pairs * H, D, D)"
+    LEARNED = {"relative": "relative_bias"}
+    DERIVED = {"T": lambda cell: sum(_lengths(cell))}
+    MASKS = ("none", "causal", "documents", "prefix", "window")
+    OPTIONS = ("none", "relative")
+    KEYWORDS = {"mask": lambda cell: cell.library_mask(*_lengths(cell))}
+    BY_EQUATION = True
+
+    def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
+        return [(torch.arange(n), n) for n in _lengths(cell)]
+
+    def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
+        lengths = _lengths(cell)
+        inputs = dict.fromkeys(_ENDS, torch.tensor([0, *lengths]).cumsum(0))
+        if cell.option == "relative":
+            inputs["relative_bias"] = draw.normal(cell["H"], 2 * max(lengths) - 1)
+        return inputs
+
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        """PyTorch's call; the time includes padding and packing, which packed tensors require."""
+        leaves, ends, longest = self.leaves(x), x.cu_seqlens_q, max(_lengths(cell))
+        grouped = cell["H"] != cell["Hkv"]
+        valid = torch.arange(longest, device=ends.device) < ends.diff()[:, None]  # [B, L]
+        seen = valid[:, None, None]
+        for b, n in enumerate(_lengths(cell)):
+            square = cell.visible(torch.arange(n), n)
+            if square is not None:  # a row of padding sees all keys of its sequence: no NaN
+                seen = seen.expand(-1, -1, longest, -1).contiguous()  # [B, 1, L, L]
+                seen[b, 0, :n, :n] = square
+
+        def padded(x: Tensor) -> Tensor:
+            batch = x.new_zeros(*valid.shape, *x.shape[1:])
+            return batch.index_put((valid,), x).transpose(1, 2)
+
+        def call(mask: Tensor) -> Tensor:
+            query, key, value = (padded(x) for x in leaves)
+            out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped)
+            return out.transpose(1, 2)[valid]
+
+        return with_mask(cell, x, call, longest, longest, seen)
+
+    def equation(self, cell: Cell, x: Inputs) -> Tensor:
+        """Of each sequence, because the reference's definition computes all pairs of all rows."""
+        outs, parts = [], (x.split(_lengths(cell)) for x in self.leaves(x))
+        for (rows, length), *tensors in zip(self.sequences(cell), *parts, strict=True):
+            seen = cell.visible(rows, length, x.query.device)
+            if cell.option == "relative":
+                seen = biases(x.relative_bias, length, length, seen)
+            query, key, value = (x.transpose(0, 1)[None] for x in tensors)
+            with sdpa_kernel(SDPBackend.MATH):
+                out = scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+
+class DECODE(Operator):
+    FUNCTION = "decode_attention"
+    ABOUT = "the newest Lq tokens on a full cache of Lk; with P, in pages of P keys"
+    SIZES = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "Dv": "D", "P": 0}
+    SHAPES = HEADS
+    FLOPS = "attention(pairs * H, D, Dv)"
+    MASKS = ("none", "causal", "documents", "prefix", "window")
+    OPTIONS = ("none", "t5", *_QUANTISED, "latent")
+    PARTED, SAMPLED, JOINT = ("B", "Hkv"), True, ("t5",)
+    BY_EQUATION = True
+    PASSES, ITEMS = ("fwd",), ("B * Lq", "tokens")
+
+    REFUSED = {
+        "mask != 'none' and Lq > Lk": "mask={mask}: Lq={Lq} is more than Lk={Lk}",
+        "option == 'latent' and Dv > D": "option=latent: Dv={Dv} is more than D={D} of a key",
+    }
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        return ("query", "key") if cell.option == "latent" else super().leaf_names(cell)
+
+    def sequences(self, cell: Cell) -> Sequence[tuple[Tensor, int]]:
+        """The newest tokens are the queries."""
+        newest = torch.arange(cell["Lk"] - cell["Lq"], cell["Lk"]).clamp(min=0)
+        return [(newest, cell["Lk"])] * cell["B"]
+
+    def elements(self, cell: Cell, **read: int) -> tuple[int, int]:
+        """Two scales of a quantised row count as elements, too."""
+        inputs, outputs = super().elements(cell, **read)
+        rows = cell["B"] * cell["Hkv"] * read.get("Lk", cell["Lk"])
+        width = cell["D"] + cell["Dv"]
+        stored = (width + 2 * 4) / cell.itemsize if cell.option in _QUANTISED else width
+        stored = cell["D"] if cell.option == "latent" else stored
+        return inputs + int(rows * stored) - rows * width, outputs
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        inputs = super().inputs(cell, draw)
+        if cell.option == "latent":
+            del inputs["value"]
+        if cell.option in _QUANTISED:
+            for name in ("key", "value"):
+                numbers, scale = _numbers(cell, inputs[name]), _QUANTISED[cell.option][1]
+                inputs[name] = numbers.to(draw.dtype) * scale
+        if cell.option == "t5":
+            inputs["buckets"] = draw.normal(32, cell["H"])
+        if cell["P"]:
+            pages = cell["B"] * cell["Lk"] // cell["P"]
+            order = torch.randperm(pages, generator=draw.generator)
+            inputs["block_table"] = order.view(cell["B"], -1).int()
+        return inputs
+
+    def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        table = x.get("block_table")
+
+        def stored(rows: Tensor) -> Tensor:
+            rows = _numbers(cell, rows) if cell.option in _QUANTISED else rows
+            return rows if table is None else _in_pages(rows, table, cell["P"])
+
+        tensors = _cache(cell, x, stored)
+        options: dict[str, Any] = {
+            "mask": cell.library_mask(cell["Lk"]),
+            "is_causal": cell.mask == "causal",
+            "block_table": table,
+        }
+        if cell.option == "t5":
+            options["relative_bias"] = T5(x.buckets, bidirectional=False)
+        if cell.option in _QUANTISED:
+            rows, scale = tensors[1].shape[:3], _QUANTISED[cell.option][1]
+            for name in ("key_scales", "value_scales"):
+                options[name] = torch.full(rows, scale, device=tensors[1].device)
+        return tensors, options
+
+    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+        """With option=latent, the fastest form that PyTorch has: docs/benchmarks.md explains it."""
+        query, key, value = _cache(cell, x)
+        latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]
+        queries, keys = cell["Lq"], cell["Lk"]
+        causal = cell.mask == "causal" and queries == keys and cell.option not in ("t5", "latent")
+        mask = None if causal else cell.visible(*self.sequences(cell)[0], query.device)
+        if cell.option == "t5":
+            # Of three dimensions, PyTorch's fused kernel would refuse it.
+            mask = biases(_distances(cell, x), queries, keys, mask, offset=keys - queries)
+        if not latent:
+            options: dict[str, Any] = {"is_causal": causal, "enable_gqa": group > 1}
+            call = scaled_dot_product_attention
+            return functools.partial(call, query, key, value, mask, **options)
+        rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, H / Hkv Lq, D]
+        of_rows = None if mask is None else mask.repeat(group, 1)
+
+        def of_keys() -> Tensor:
+            out = scaled_dot_product_attention(rows, key, key, of_rows)[..., : cell["Dv"]]
+            return out.unflatten(2, (group, -1)).flatten(1, 2)
+
+        return of_keys
+
+
+def _cache(
+    cell: Cell, x: Inputs, stored: Callable[[Tensor], Tensor] = lambda rows: rows
+) -> list[Tensor]:
+    """The query, and key and value as stored; in a latent cache the value is a view."""
+    key = stored(x.key)
+    return [x.query, key, key[..., : cell["Dv"]] if cell.option == "latent" else stored(x.value)]
+
+
+def _numbers(cell: Cell, rows: Tensor) -> Tensor:
+    """The quantised codes of these rows."""
+    dtype, scale = _QUANTISED[cell.option]
+    x = rows / scale
+    return (x.round().clamp(-127, 127) if dtype == torch.int8 else x).to(dtype)
+
+
+def _distances(cell: Cell, x: Inputs) -> Tensor:
+    """The bias of every distance, [H, 2 M + 1]."""
+    buckets, most = T5(x.buckets, bidirectional=False), max(cell["Lq"], cell["Lk"]) - 1
+    return fold_distances("decode_attention", buckets, x.query, most)[0].to(x.query.dtype)
+
+
+def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
+    """[B, Hkv, Lk, D] as [pages, Hkv, size, D], with each page at its place in the table."""
+    pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+    placed = torch.empty_like(pages)
+    placed[table.flatten().long()] = pages  # index_copy_ has no fp8
+    return placed

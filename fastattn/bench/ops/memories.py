@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator, instance
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module, Operator
 from fastattn.bench.ops.attention import masked_softmax, softmax_weights
 from fastattn.nn import Hopfield, HopfieldLayer, HopfieldPooling, KeyValueMemory, MemN2N
 from fastattn.ops.encode_memory import encoding_factors
@@ -37,7 +37,7 @@ HOPFIELD = Operator(
     FUNCTION="hopfield_retrieve",
     ABOUT="ξ ← Xᵀ softmax(X ξ / √D), K steps and a readout; stored patterns X of S = 1 are shared",
     SIZES={"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3},
-    SHAPES={"state": "B H L D", "stored": "S H N D"},
+    SHAPES="state: B H L D; stored: S H N D",
     # Small, so that the steps contract; diverging steps would amplify rounding errors.
     SCALES={"state": 0.5, "stored": 0.5},
     FLOPS="attention(B*H*L*N * (K + 1), D, D)",
@@ -59,8 +59,7 @@ HOPFIELD_ENERGY = Operator(
     FUNCTION="hopfield_energy",
     ABOUT="−lse(β X ξ) / β + ξ·ξ / 2 + constants, β = 1 / √D",
     SIZES={"B": 4, "H": 8, "L": 128, "N": 128, "D": 64},
-    SHAPES={"state": "B H L D", "stored": "B H N D"},
-    OUTPUT="B H L",
+    SHAPES="state: B H L D; stored: B H N D; out: B H L",
     FLOPS="attention(B*H*L*N, D, 0)",
     results=lambda found, dtype: found.to(dtype),
     equation=_energy,
@@ -118,16 +117,15 @@ _ABOUT = "states retrieve from "
 HOPFIELD_MODULE = _Hopfield(
     *(Hopfield, _ABOUT + "N patterns", 4, 128, "B*N"),
     PREFIX="",
-    SHAPES={"state": "B L E", "stored": "B N E"},
+    SHAPES="state: B L E; stored: B N E",
     call=lambda cell, module, x: module((x.stored, x.state, x.stored)),
 )
 HOPFIELD_LAYER = _Hopfield(
-    *(HopfieldLayer, _ABOUT + "N learned patterns", 4, 128, "N"), SHAPES={"state": "B L E"}
+    *(HopfieldLayer, _ABOUT + "N learned patterns", 4, 128, "N"), SHAPES="state: B L E"
 )
 HOPFIELD_POOLING = _Hopfield(
     *(HopfieldPooling, "L learned states retrieve from bags of N patterns", 32, 1, "B*N"),
-    SHAPES={"stored": "B N E"},
-    OUTPUT="B L*E",
+    SHAPES="stored: B N E; out: B L*E",
 )
 
 # Memory networks
@@ -149,13 +147,13 @@ MEMORY_HOPS = Operator(
     SIZES={"B": 32, "S": "B", "N": 50, "D": 20, "K": 3},
     MASKS=("none", "padding"),
     WEIGHTS=("none", "per-head"),
-    SHAPES={"query": "B D", "in_memory": "S N D", "out_memory": "S N D"},
+    SHAPES="query: B D; in_memory: S N D; out_memory: S N D",
     SCALES={"in_memory": 0.1, "out_memory": 0.1},
     FLOPS="attention(B*K*N, D, D)",
     KEYWORDS={"hops": itemgetter("K")},
     REFUSED=_SHARED,
     others=lambda cell, draw: (
-        {"memory_mask": draw.valid(cell["B"], cell["N"])} if cell.mask == "padding" else {}
+        {"memory_mask": draw.valid(cell, cell["N"])} if cell.mask == "padding" else {}
     ),
     equation=_hops,
 )
@@ -173,10 +171,8 @@ def _encoded(tokens: Tensor, table: Tensor, temporal: Tensor | None = None) -> T
 ENCODE_MEMORY = Operator(
     FUNCTION="encode_memory",
     ABOUT="mᵢ = Σⱼ lⱼ ∘ A xᵢⱼ + Tᵢ of N sentences of J words",
-    TORCH="(embedding * l * mask).sum(2) + T",
     SIZES={"B": 32, "N": 50, "J": 11, "V": 175, "D": 50},
-    SHAPES={"weight": "V D", "temporal": "N D"},
-    OUTPUT="B N D",
+    SHAPES="weight: V D; temporal: N D; out: B N D",
     SCALES={"weight": 0.1, "temporal": 0.1},
     FLOPS="B*N*D * (2*J + 1)",
     READ={"V": "min(V, B*N*J)"},
@@ -185,15 +181,12 @@ ENCODE_MEMORY = Operator(
 )
 
 
-@instance
 class MEMN2N(Module):
     FUNCTION = "nn.MemN2N"
     ABOUT = "stories of N sentences and questions of J of V words, K hops, adjacent or layerwise"
-    TORCH = "the same network in plain PyTorch"
     SIZES = {"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3}
-    SHAPES = {}
+    SHAPES = "out: B V"
     OPTIONS = ("none", "layerwise")
-    OUTPUT = "B V"
     # Adjacent hops share K + 1 tables; layerwise hops have two tables, and a projection per hop.
     FLOPS = (
         "2 * B*J*D * ((2 if option == 'layerwise' else K + 1) * N + 1) + "
@@ -228,14 +221,11 @@ class MEMN2N(Module):
         return u @ (x.answer if own else embedding[-1]).T
 
 
-@instance
 class KEY_VALUE_MEMORY(Operator):
     FUNCTION = "nn.KeyValueMemory"
     ABOUT = "softmax(q Kᵀ / √D) V of L queries and N full slots"
-    TORCH = "F.scaled_dot_product_attention"
     SIZES = {"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"}
-    SHAPES = {"query": "B L D", "keys": "B N D", "values": "B N Dv"}
-    OUTPUT = "B L Dv"
+    SHAPES = "query: B L D; keys: B N D; values: B N Dv; out: B L Dv"
     FLOPS = "attention(B*L*N, D, Dv)"
 
     def ours(self, cell: Cell, x: Inputs, library: Any = None) -> Forward:
@@ -248,6 +238,3 @@ class KEY_VALUE_MEMORY(Operator):
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         attention = functional.scaled_dot_product_attention
         return partial(attention, x.query, x["keys"], x["values"])
-
-    def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        return softmax_weights(x.query, x["keys"]) @ x["values"]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn.nn
 from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Module
@@ -24,9 +23,8 @@ LAYERS = 6  # not a size, because each layer has its own parameters
 class Twin(Module):
     """A module that `torch.nn` has, too; in float64, torch's module is also the definition."""
 
-    def __init__(self, function: str, note: str = "", **fields: Any) -> None:
-        words = f"nn.{function}, the same parameters{note}"
-        super().__init__(FUNCTION=f"nn.{function}", TORCH=words, **fields)
+    def __init__(self, function: str, **fields: Any) -> None:
+        super().__init__(FUNCTION=f"nn.{function}", **fields)
 
     def build(self, library: Any, cell: Cell, **made: Any) -> Any:
         """The module of `library`, which is `fastattn.nn` or `torch.nn`: a layer, or a stack."""
@@ -49,23 +47,9 @@ class Twin(Module):
     def theirs(self, cell: Cell, x: Inputs) -> Forward:
         return self.ours(cell, x, nn)
 
-    def eager(self, cell: Cell, x: Inputs) -> Forward:
-        forward = self.theirs(cell, x)
-
-        def with_scores() -> Any:
-            with sdpa_kernel(SDPBackend.MATH):
-                return forward()
-
-        return with_scores
-
     def exact(self, cell: Cell, x: Inputs) -> Forward:
         """In training mode and in one step, without PyTorch's fused layers."""
         return self.eager(dataclasses.replace(cell, passes="fwd+bwd", option="none"), x)
-
-
-class _Linear(Twin):
-    def build(self, library: Any, cell: Cell, **made: Any) -> Any:
-        return library.Linear(cell["K"], cell["N"], **made)
 
 
 class _Mha(Twin):
@@ -148,22 +132,22 @@ _OF_DECODER = (
 )
 _SIZES = {"B": 8, "L": 128, "E": 512, "H": 8, "F": 2048}
 _WITH_MEMORY = {"B": 8, "L": 128, "S": "L", "E": 512, "H": 8, "F": 2048}
-_X: dict[str, Any] = {"SIZES": _SIZES, "SHAPES": {"x": "B L E"}}
-_X_AND_MEMORY: dict[str, Any] = {"SIZES": _WITH_MEMORY, "SHAPES": {"x": "B L E", "memory": "B S E"}}
+_X: dict[str, Any] = {"SIZES": _SIZES, "SHAPES": "x: B L E"}
+_X_AND_MEMORY: dict[str, Any] = {"SIZES": _WITH_MEMORY, "SHAPES": "x: B L E; memory: B S E"}
 
-LINEAR = _Linear(
+LINEAR = Twin(
     "Linear",
+    build=lambda library, cell, **made: library.Linear(cell["K"], cell["N"], **made),
     ABOUT="x Wᵀ + b, W [N, K]",
     SIZES={"M": 1024, "K": 768, "N": "K"},
-    SHAPES={"x": "M K"},
-    OUTPUT="M N",
+    SHAPES="x: M K; out: M N",
     FLOPS="products(M*K*N)",
 )
 MHA = _Mha(
     "MultiheadAttention",
     ABOUT="self-attention with H heads and its projections, batch_first",
     SIZES={"B": 1, "L": 512, "E": 512, "H": 8},
-    SHAPES={"x": "B L E"},
+    SHAPES="x: B L E",
     MASKS=("none", "causal", "padding", "bool", "bias"),
     WEIGHTS=("none", "average", "per-head"),
     FLOPS="attention(pairs, E, E) + products(4 * B*L * E**2)",
@@ -195,10 +179,8 @@ DECODER = _Decoder(
 )
 TRANSFORMER = _Transformer(
     "Transformer",
-    "; stepwise, each prefix from its start",
     ABOUT=f"{LAYERS} encoder layers and {LAYERS} causal decoder layers with GELU",
     SIZES=_WITH_MEMORY,
-    SHAPES={"src": "B S E", "tgt": "B L E"},
-    OUTPUT="B L E",
+    SHAPES="src: B S E; tgt: B L E; out: B L E",
     FLOPS=f"{LAYERS} * ({_OF_SOURCE} + {_OF_DECODER})",
 )
