@@ -217,7 +217,7 @@ $(WHEELS)/.stamp-tools: .ci/requirements/wheel.txt
 
 # Sphinx, its theme and what they need go into a folder that only this target imports from. The pages keep
 # their places in the repository, so the first one is not the root of the site.
-docs: build $(VENV)/.stamp-docs docs/triton-launches.md docs/results.md ## the documentation site, in site/; warnings are errors
+docs: build $(VENV)/.stamp-docs docs/results.md ## the documentation site, in site/; warnings are errors
 	rm -rf site
 	PYTHONPATH=$(abspath $(VENV))/docs:docs $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto -c docs . site
 	cp -r docs/images site/docs/
@@ -225,10 +225,6 @@ docs: build $(VENV)/.stamp-docs docs/triton-launches.md docs/results.md ## the d
 
 docs/results.md: $(wildcard benchmarks/*.py) $(wildcard benchmarks/results/*/*.json)
 	$(BIN)/python benchmarks/render.py --page $@
-
-# What Triton's compiler makes of the commonest calls: a minute of compiling, so it is made and not kept.
-docs/triton-launches.md: tools/triton_aot.py $(wildcard fastattn/backends/triton/*.py) | $(VENV)/.stamp-test
-	$(BIN)/python tools/triton_aot.py --out $@
 
 $(VENV)/.stamp-docs: .ci/requirements/docs.txt | $(VENV)/.stamp-venv
 	rm -rf $(VENV)/docs
