@@ -83,7 +83,10 @@ NAMES = """
     torch.nn.Module()._compiled_call_impl
     torch.nn.Module()._forward_hooks
     torch.nn.Module()._forward_pre_hooks
-    torch.nn.modules.module._has_any_global_hook
+    torch.nn.modules.module._global_backward_pre_hooks
+    torch.nn.modules.module._global_backward_hooks
+    torch.nn.modules.module._global_forward_pre_hooks
+    torch.nn.modules.module._global_forward_hooks
     torch.nn.TransformerDecoderLayer._ff_block
     torch.nn.functional._mha_shape_check
     torch.nn.functional._canonical_mask
@@ -435,9 +438,13 @@ def have_hooks(
     return has_global_hook()
 
 
+# Hooks of all modules by their numbers. PyTorch 2.6 has no function that looks into all of them.
+_global_hooks = [value for path, value in _found.items() if "._global_" in path]
+
+
 def has_global_hook() -> bool:
     """Whether a global hook observes all modules."""
-    return bool(MISSING) or bool(torch.nn.modules.module._has_any_global_hook())
+    return bool(MISSING) or any(_global_hooks)
 
 
 def hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:

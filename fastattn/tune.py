@@ -52,26 +52,17 @@ _OURS_UP_TO = 2**24 - 1
 _FASTER = 0.97  # required ratio of times; a smaller gain is noise
 _ROUNDS, _SECONDS = 7, 3.0  # the minimum rounds and seconds of a race
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_WIDTHS = (64, 128, 256, 512)  # of heads, in the table of launches
-_TABLE = Path("fastattn-triton.json")
 
 _Call = Callable[[], Any]
 _On = Callable[[], contextlib.AbstractContextManager[Any]]  # selects a candidate within its block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cuda, launches = "cuda: ", "launches: "
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="the device (default: cuda if available)")
     add("--reset", action="store_true", help="delete the measurements, then exit")
-    add("--launches", action="store_true", help=cuda + "search the launches of the Triton kernels "
-        "instead of the order of the backends")  # fmt: skip
-    spelling.add_list(parser, "--op", cuda + f"only these operators: {', '.join(MEASURED)}")
+    spelling.add_list(parser, "--op", f"cuda: only these operators: {', '.join(MEASURED)}")
     spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
-    add("--width", action="append", type=int, choices=_WIDTHS, default=[],
-        help=launches + "only heads up to this width, and wider than the next smaller choice; "
-        "may be repeated")  # fmt: skip
-    add("--out", type=Path, help=launches + f"the file of the table (default: {_TABLE})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,19 +73,10 @@ def run(args: argparse.Namespace) -> int:
     operators = spelling.operators(args.op, MEASURED)
     dtypes = [_DTYPES[name] for name in spelling.dtypes(args.dtype, _DTYPES)]
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("width", "out"):
-        if getattr(args, name) and not args.launches:
-            raise ValueError(f"--{name} is for --launches")
-    if device == "cpu" and (operators or args.launches):
-        name = "op" if operators else "launches"
-        raise ValueError(f"--{name} is for --device cuda, but this is --device cpu")
+    if device == "cpu" and operators:
+        raise ValueError("--op is for --device cuda, but this is --device cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("PyTorch sees no GPU here")
-    if args.launches:
-        from fastattn.backends.triton import _search  # Triton may be missing
-
-        _search.search(operators, dtypes, args.width or _WIDTHS, args.out or _TABLE)
-        return 0
     dtypes = dtypes or list(_DTYPES.values())
     path = on_cpu(dtypes) if device == "cpu" else on_gpu(operators or list(MEASURED), dtypes)
     if path is None:

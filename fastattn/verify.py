@@ -13,21 +13,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from xml.etree import ElementTree
 
 import torch
 
 from fastattn import dispatch, evidence, spelling
 from fastattn.testing import PROOFS, OnGpu, Target, Verdict, targets
-from fastattn.testing.cases import NamedCase
+from fastattn.testing.cases import FLOATS, NamedCase
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="check only every tenth case")
     size.add_argument("--complete", action="store_true", help="check the slow cases too")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the results as JUnit XML")
 
 
 @dataclass
@@ -113,8 +105,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {worst.case!r}")
     else:
         print(f"all {len(results)} checks passed")
-    if args.junit:
-        _write_junit(args.junit, results)
     return 1 if failed else 0
 
 
@@ -201,30 +191,3 @@ def _print_table(results: list[_Result]) -> None:
             f"{op:30}{target:26}{dtype:10}{len(group):7}{failed:8}{declined:10}"
             f"  {worst.verdict.ratio:.2f} x the bound ({worst.case.name})"
         )
-
-
-def _write_junit(path: Path, results: list[_Result]) -> None:
-    """Write one test suite, with one test case per check."""
-    suite = ElementTree.Element(
-        "testsuite",
-        name="fastattn verify",
-        tests=str(len(results)),
-        failures=str(sum(not result.verdict.ok for result in results)),
-        skipped=str(sum(bool(result.verdict.declined) for result in results)),
-        time=f"{sum(result.seconds for result in results):.3f}",
-    )
-    for result in results:
-        element = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=f"{result.op}.{result.target}.{result.dtype}",
-            name=result.case.name,
-            time=f"{result.seconds:.4f}",
-        )
-        if result.verdict.faults:
-            faults = result.verdict.faults
-            ElementTree.SubElement(element, "failure", message=faults[0]).text = "\n".join(faults)
-        elif result.verdict.declined:
-            reasons = "; ".join(result.verdict.declined)
-            ElementTree.SubElement(element, "skipped", message=reasons)
-    ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)

@@ -10,18 +10,13 @@ import functools
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import compat_without
 import pytest
 import torch
 from child_process import run_python
-from compat_cases import operators
-from compat_tools import SLOW_TOOLS, TOOLS
-from compat_ways import QUICK, SLOW, check_operator
 
 import fastattn
 from fastattn import _openmp, compat, info
@@ -98,23 +93,7 @@ def test_no_other_file_has_a_private_name() -> None:
     assert not {path: names for path, names in found.items() if names}
 
 
-# --- each way, and each name taken away -----------------------------------------------------------
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", QUICK + SLOW, ids=lambda f: f.__name__)
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("operator", operators())
-@pytest.mark.filterwarnings("ignore")
-def test_each_way_of_each_operator(operator: str, way: Callable[..., Any]) -> None:
-    check_operator(operator, way)
-
-
-@pytest.mark.parametrize("tool", TOOLS + SLOW_TOOLS, ids=lambda f: f.__name__)
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore")
-def test_each_tool(tool: Callable[[], None]) -> None:
-    tool()
+# --- each name taken away -------------------------------------------------------------------------
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -134,8 +113,17 @@ def test_calls_without_a_name(names: list[str]) -> None:
 
 
 @pytest.mark.complete
-def test_every_way_without_a_name() -> None:
-    _run(compat_without.__file__, "--all", "torch._C._len_torch_dispatch_stack")
+@pytest.mark.parametrize(
+    ("tests", "selected"),
+    [
+        ("operators", "functional_derivatives or checkpoint"),
+        # Without what the fast route alone does or says.
+        ("batched_gradients", "not a_batch_is_one and not sparse_gradients"),
+    ],
+)
+def test_derivatives_without_a_name(tests: str, selected: str) -> None:
+    arguments = ("-q", "-k", selected, f"tests/core/test_{tests}.py")
+    _run(compat_without.__file__, "torch._C._len_torch_dispatch_stack", "--", *arguments)
 
 
 def test_a_missing_dispatch_mode_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +182,10 @@ def test_a_version_out_of_range_is_refused_by_name(version: str, errors: dict[st
 @pytest.mark.parametrize("version", _TAKEN)
 def test_a_version_in_range_is_accepted(version: str, errors: dict[str, str]) -> None:
     assert errors[version] == ""
+
+
+def test_a_checked_version_lacks_no_name() -> None:
+    assert compat.is_untested() or not compat.MISSING
 
 
 def test_the_range_equals_pyprojects() -> None:

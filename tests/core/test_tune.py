@@ -275,27 +275,11 @@ def test_tune_without_a_gpu_is_a_clear_error(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "allowed"),
-    [(["--width", "65"], "64, 128"), (["--nothing"], "unrecognized")],
-)
-def test_a_wrong_argument_is_named(
-    arguments: list[str], allowed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["tune", *arguments])
-    assert stop.value.code == 2
-    assert allowed in capsys.readouterr().err.replace("'", "")
-
-
-@pytest.mark.parametrize(
     ("device", "arguments", "message"),
     [
         ("cpu", ["--op", "decode_attention"], "--op is for --device cuda"),
-        ("cpu", ["--launches"], "--launches is for --device cuda"),
         ("cpu", ["--op", "softmax"], "--op 'softmax': allowed are"),
         ("cpu", ["--dtype", "int8"], "--dtype 'int8': allowed are bfloat16"),
-        ("cpu", ["--width", "64"], "--width is for --launches"),
-        ("cuda", ["--out", "x.json"], "--out is for --launches"),
     ],
 )
 def test_an_argument_of_another_device_is_refused(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from child_process import run_python
@@ -42,7 +40,7 @@ def test_verify_needs_no_numpy() -> None:
 
 
 def test_a_wrong_result_fails_verify(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = reference.scaled_dot_product_attention_backward
 
@@ -56,16 +54,10 @@ def test_a_wrong_result_fails_verify(
         scaled_dot_product_attention_backward = staticmethod(wrong)
 
     monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
-    report = tmp_path / "report.xml"
-    assert cli.main([*ONE, "--dtype", "float32", "--junit", str(report)]) == 1
+    assert cli.main([*ONE, "--dtype", "float32"]) == 1
     printed = capsys.readouterr().out
     assert "FAIL plain float32 reference: grad_value" in printed
     assert "--dtype float32 --case plain" in printed
-    suite = ElementTree.parse(report).getroot()
-    assert (suite.get("tests"), suite.get("failures")) == ("1", "1")
-    failure = suite.find("testcase/failure")
-    assert failure is not None
-    assert "grad_value" in str(failure.get("message"))
 
 
 @pytest.mark.complete
@@ -88,19 +80,17 @@ def test_an_exception_is_a_failure_of_its_case_alone(
     assert table_row.split()[4] == "0"
 
 
-def test_declined_cases_are_counted_and_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_declined_cases_are_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Declines:
         why_not = staticmethod(lambda *args, **options: ["not today"])
         scaled_dot_product_attention = staticmethod(reference.scaled_dot_product_attention)
 
     monkeypatch.setattr(Target, "module", property(lambda _: Declines))
-    report = tmp_path / "report.xml"
-    assert cli.main([*ONE, "--junit", str(report)]) == 0
-    suite = ElementTree.parse(report).getroot()
-    assert suite.get("skipped") == "4"
-    assert 'message="not today"' in report.read_text()
+    assert cli.main(ONE) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(OP)]
+    assert [row[3:6] for row in rows] == [["1", "0", "1"]] * 4  # checks, failed, declined
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What test_compat.py runs where PyTorch lacks a private name.
 
-    python tests/support/compat_without.py torch.Tensor()._base ...    # the commonest calls
-    python tests/support/compat_without.py --all torch.Tensor()._base  # every way of a call
+    python tests/support/compat_without.py torch.Tensor()._base ...  # the commonest calls
+    python tests/support/compat_without.py torch.Tensor()._base -- tests/core/test_operators.py
 
 Each name has a process of its own, forked before fastattn is imported. PyTorch itself needs most of
 the names, so it lacks one only while `fastattn.compat` is imported.
@@ -19,9 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from compat_cases import loss_of, operators, rand, softmax_over
-from compat_tools import TOOLS
-from compat_ways import QUICK, SLOW, check_operator
+from torch.nn.functional import scaled_dot_product_attention as stock_attention
 from torch.testing import assert_close
 
 
@@ -86,18 +84,18 @@ def _import_without(path: str) -> Any:
 
 
 def check_calls(fa: Any) -> None:
-    leaves = [rand(2, 2, 5, 4, seed=n).requires_grad_() for n in range(3)]
-
-    def gradients(f: Any) -> Any:
-        return torch.autograd.grad(loss_of(f)(*leaves), leaves)
-
-    ours = gradients(fa.scaled_dot_product_attention)
-    assert_close(ours, gradients(lambda q, k, v: softmax_over(q @ k.mT / 2, v)))
     torch.manual_seed(0)
+    leaves = [torch.randn(2, 2, 5, 4).double().requires_grad_() for _ in range(3)]
+
+    def gradients(attend: Any) -> Any:
+        return torch.autograd.grad(attend(*leaves).sin().sum(), leaves)
+
+    assert_close(gradients(fa.scaled_dot_product_attention), gradients(stock_attention))
     stock = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
     module = fa.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
     module.load_state_dict(stock.state_dict())
-    x, padding = rand(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
     with torch.no_grad():
         assert_close(module(x, x, x, padding), stock(x, x, x, padding))
     grads = [
@@ -107,26 +105,21 @@ def check_calls(fa: Any) -> None:
     assert_close(*grads)
 
 
-def check_all(fa: Any) -> None:
-    for way in QUICK + SLOW:
-        for name in operators():
-            check_operator(name, way)
-    for tool in TOOLS:
-        tool()
-
-
-def main(paths: list[str]) -> int:
-    check = check_all if paths[0] == "--all" else check_calls
+def main(paths: list[str], tests: list[str]) -> int:
+    """Check each name; return the number of names without which a call or a test fails."""
     failed = 0
-    for path in paths[check is check_all :]:
+    for path in paths:
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 warnings.simplefilter("ignore")
-                check(_import_without(path))
-                status = 0
+                package = _import_without(path)
+                status = pytest.main(["-p", "no:cacheprovider", *tests]) if tests else 0
+                if not tests:
+                    check_calls(package)
             except Exception:
+                status = 1
                 print(f"without {path}:\n{traceback.format_exc()}", flush=True)
             finally:
                 os._exit(status)
@@ -135,4 +128,6 @@ def main(paths: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    names = sys.argv[1:]
+    at = names.index("--") if "--" in names else len(names)
+    sys.exit(main(names[:at], names[at + 1 :]))

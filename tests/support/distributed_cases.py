@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import zlib
@@ -11,13 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed_runs import as_operations
 from torch import Tensor
 
 import fastattn
 from fastattn import masks
-from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
-from fastattn.checks import draw_seed
 from fastattn.distributed import Layout
 from fastattn.testing.cases import drawn
 
@@ -204,54 +203,44 @@ def layout_of(case: Case, ranks: int) -> Layout:
     return Layout.of_positions(torch.tensor(order).split(lengths))
 
 
+def results_of(
+    case: Case, attend: Callable[..., Any], tensors: dict[str, Tensor], **more: Any
+) -> dict[str, Tensor]:
+    """Results and gradients; ``tensors`` has the gradients of the results too."""
+    tensors = tensors.copy()
+    grads = [tensors.pop(name) for name in ("grad_out", "grad_lse")]
+    leaves = {
+        name: x.detach().requires_grad_()
+        for name, x in tensors.items()
+        if name in DIFFERENTIATED and x.is_floating_point()
+        if name != "alibi_slopes" or case.slopes == "differentiated"
+    }
+    is_grouped = case.heads[0] != case.heads[1]
+    results = attend(
+        **tensors | leaves, **case.options, **more, enable_gqa=is_grouped, return_lse=True
+    )
+    grads = [grad.to(x.dtype) for grad, x in zip(grads, results, strict=True)]
+    gradients = torch.autograd.grad(results, list(leaves.values()), grads)
+    found = {name: x.detach() for name, x in zip(("out", "lse"), results, strict=True)}
+    return found | {f"grad_{name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
 def definition(case: Case) -> dict[str, Tensor]:
-    """The results and gradients of one process, in float64."""
+    """The results and gradients of one process in float64, as single operations of PyTorch."""
     given = {n: x.double() if x.is_floating_point() else x for n, x in whole(case).items()}
-    options = AttentionOptions(
-        scale=case.options.get("scale", case.widths[0] ** -0.5),
-        window_left=case.options.get("window", (-1, -1))[0],
-        window_right=0
-        if case.options.get("is_causal")
-        else case.options.get("window", (-1, -1))[1],
-        softcap=case.options.get("softcap", 0.0),
-        dropout_p=case.options.get("dropout_p", 0.0),
-    )
-    seed = None
-    if options.dropout_p:
-        seed = draw_seed(torch.device("cpu"), **generator(case))
-    if case.poisoned:
-        for name in ("key", "value"):
-            given[name] = given[name][:, :, :-1]
-    sinks, slopes = (given[n][None] if n in given else None for n in ("sinks", "alibi_slopes"))
-    attn_mask, program = given.get("attn_mask"), None
-    if case.mask:
-        program = masks.program("test", MASKS[case.mask](), given["query"], L, 0)
-    tensors = (given["query"], given["key"], given["value"], attn_mask, slopes, seed)
-    last = (sinks, None, None, program)
-    out, lse, _ = reference.scaled_dot_product_attention(*tensors, *last, options=options)
-    needs_mask = case.attn_mask in ("added", "columns")
-    back = extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask)
-    grads = reference.scaled_dot_product_attention_backward(
-        given["grad_out"], given["grad_lse"], None, *tensors, out, lse, *last, options=back
-    )
-    found = {"out": out, "lse": lse}
-    found |= dict(zip(("grad_query", "grad_key", "grad_value"), grads, strict=False))
-    if needs_mask:
-        found["grad_attn_mask"] = grads[3]
-    if sinks is not None:
-        found["grad_sinks"] = grads[4][0]
-    if case.slopes == "differentiated":
-        leaf = slopes.requires_grad_()
-        results = reference.scaled_dot_product_attention(*tensors, *last, options=options)[:2]
-        given_grads = (given["grad_out"], given["grad_lse"])
-        found["grad_alibi_slopes"] = torch.autograd.grad(results, leaf, given_grads)[0][0]
-    if case.poisoned:  # the key that no query can see has no gradient
-        for name in ("grad_key", "grad_value"):
-            found[name] = torch.nn.functional.pad(found[name], (0, 0, 0, 1))
+    hidden = ("key", "value") if case.poisoned else ()  # the last key, which no query can see
+    given |= {name: given[name][:, :, :-1] for name in hidden}
+    mask = MASKS[case.mask]() if case.mask else None
+    with as_operations():
+        found = results_of(
+            case, fastattn.scaled_dot_product_attention, given, **generator(case), mask=mask
+        )
+    for name in hidden:
+        found[f"grad_{name}"] = torch.nn.functional.pad(found[f"grad_{name}"], (0, 0, 0, 1))
     return found
 
 
-def shard(case: Case, rank: int, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def shard(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     """This rank's arguments and the gradients of its results."""
     every = whole(case)
     own = layout_of(case, ranks).positions(rank)
@@ -266,43 +255,28 @@ def shard(case: Case, rank: int, ranks: int) -> tuple[dict[str, Tensor], dict[st
             found[name] = x[:, :, rows]
         else:
             found[name] = x.clone()
-    grads = {name: found.pop(name) for name in ("grad_out", "grad_lse")}
-    return found, grads
+    return found
 
 
 def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     """The results and gradients of one rank."""
-    tensors, grads = shard(case, rank, ranks)
-    leaves = {}
-    for name, x in tensors.items():
-        wanted = name in DIFFERENTIATED and x.is_floating_point()
-        wanted &= name != "alibi_slopes" or case.slopes == "differentiated"
-        tensors[name] = x.detach().requires_grad_(wanted)
-        if wanted:
-            leaves[name] = tensors[name]
     layout: Any = case.layout
     if layout not in ("contiguous", "zigzag"):
         layout = layout_of(case, ranks)
         layout = layout if case.lengths == "even" else layout.positions(rank)
     packed = STARTS if case.mask == "packed" else None
     mask = MASKS[case.mask]() if case.mask and packed is None else None
-    with fastattn.use_backend(case.backend or None) if case.backend else torch.enable_grad():
-        out, lse = fastattn.distributed.attention(
-            **tensors,
-            **case.options,
+    with fastattn.use_backend(case.backend) if case.backend else contextlib.nullcontext():
+        return results_of(
+            case,
+            fastattn.distributed.attention,
+            shard(case, rank, ranks),
             **generator(case, rank),
             method=case.method,
             layout=layout,
             mask=mask,
             cu_seqlens=packed,
-            enable_gqa=case.heads[0] != case.heads[1],
-            return_lse=True,
         )
-        found = torch.autograd.grad(
-            (out, lse), list(leaves.values()), (grads["grad_out"], grads["grad_lse"].to(lse.dtype))
-        )
-    results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"grad_{n}": g for n, g in zip(leaves, found, strict=True)}
 
 
 def run_cases(cases: Sequence[Case] = CASES) -> dict[str, Any]:

@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_runs import run_twice
+from distributed_runs import as_operations, run_twice
 from torch import Tensor
 
 import fastattn
-from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions
-from fastattn.checks import draw_seed
-from fastattn.ops import hopfield, memory_hops
 
 N, D = 12, 6
 LENGTHS = {1: [12], 2: [9, 3], 3: [7, 0, 5]}
@@ -238,48 +234,11 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
 
 
 def definition(case: Case) -> dict[str, Tensor]:
-    """One process, in float64, by operations of PyTorch."""
+    """One process, in float64, as single operations of PyTorch."""
     tensors = {n: x.double() if x.is_floating_point() else x for n, x in whole(case).items()}
-    function = {"memory_hop_attention": _hop, "hopfield_retrieve": _retrieve}[case.function]
-    return computed(case, tensors, function, lambda x, n: gradient(case, n, x).double())
-
-
-def _hop(**given: Any) -> Any:
-    _, (*tensors, options) = memory_hops.prepare(**given)
-    out, _, _, weights = reference.memory_hop_attention(*tensors, options=options)
-    return (out, weights) if options.weights else out
-
-
-def _retrieve(
-    state: Tensor,
-    stored: Tensor,
-    projection: Tensor | None = None,
-    *,
-    beta: Any = None,
-    update_steps_max: int | None = None,
-    update_steps_eps: float = 1e-4,
-    stop: str = "query",
-    grad: str = "unroll",
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    need_weights: bool = False,
-    need_steps: bool = False,
-) -> Any:
-    limits = (update_steps_max, update_steps_eps, stop, grad)
-    call = hopfield.prepared(state, stored, projection, beta, *limits, attn_mask)
-    arguments, back = hopfield.primitive(call)
-    xi, taken = arguments[0], torch.zeros(arguments[0].shape[:-1], dtype=torch.int64)
-    if update_steps_max != 0:
-        xi, taken, _ = reference.hopfield_states(*arguments)
-    key = call.stored if call.keys is None else call.keys
-    value = call.stored if call.projection is None else call.projection
-    batch = call.state.shape[0]
-    keys_and_values = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    options = AttentionOptions(scale=call.scale, dropout_p=dropout_p)
-    seed = draw_seed(state.device) if dropout_p else None
-    out, _, p = reference.attend(back(xi), *keys_and_values, call.mask, None, seed, options)
-    found = [out, *([p] if need_weights else []), *([back(taken).abs()] if need_steps else [])]
-    return tuple(hopfield.lowered(x, state.ndim) for x in found)
+    function = getattr(fastattn, case.function)
+    with as_operations():
+        return computed(case, tensors, function, lambda x, n: gradient(case, n, x).double())
 
 
 def joined(case: Case, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,15 +1,25 @@
-"""Each call of a table twice on this rank."""
+"""Each call of a table twice on this rank, and definitions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fastattn
+
 Results = dict[str, Tensor]
+
+
+@contextlib.contextmanager
+def as_operations() -> Iterator[None]:
+    """Public functions run the reference, as single operations of PyTorch: in forward mode."""
+    with fastattn.use_backend("reference"), torch.autograd.forward_ad.dual_level():
+        yield
 
 
 def run_twice(

@@ -22,7 +22,7 @@ PRODUCTS = {"attention_forward", "attention_backward_query", "attention_backward
 def _compiled(*arguments: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None and not REQUIRE_NATIVE:
         pytest.skip("triton is not installed")
-    child = run_python(str(TOOL), "--json", *arguments, TRITON_INTERPRET="0")
+    child = run_python(str(TOOL), *arguments, TRITON_INTERPRET="0")
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 

@@ -73,9 +73,10 @@ def modified_scores(program: Any, data: Tensor | None, score: Tensor) -> Tensor:
     if isinstance(program, Tensor):
         header = [int(n) for n in program[:HEADER]]
         steps = HEADER + header[0] + FIELDS * sum(header[1:6])
-        words, numbers, captured = program.tensor_split((steps, steps + header[-1]))
-        batch, _, _, *named = numbers.tolist()
-        program, b = (words.tolist(), named, captured.long()), b % batch
+        *numbers, captured = program.tensor_split((steps, steps + header[-1]))
+        # One by one: `tolist` fails within `torch.func.vjp` of PyTorch 2.6 to 2.8.
+        words, (batch, _, _, *named) = ([int(n) for n in part] for part in numbers)
+        program, b = (words, named, captured.long()), b % batch
     words, named, captured = program
     found = evaluated(words, named, data, captured, score, (b, h, q, k))
     return torch.broadcast_to(found, score.shape)

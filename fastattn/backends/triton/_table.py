@@ -6,17 +6,15 @@ registers and within the GPU's shared memory: ``tests/triton/test_triton_aot.py`
 common ones, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may
 name a JSON file that takes precedence, of the form
 ``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages, greedy]], ...]}}}``, where greedy
-is optional; ``python -m fastattn tune --launches`` measures such a table.
+is optional.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,23 +176,9 @@ def _entry(text: str) -> tuple[int, Launch]:
 
 ARCHITECTURES = _parsed(_LAUNCHES)
 
-_trials: dict[str, Launch] = {}
-
-
-@contextlib.contextmanager
-def trying(kernel: str, launch: Launch) -> Iterator[None]:
-    """Use this launch for a kernel instead of the table's within the block; for measurements."""
-    _trials[kernel] = launch
-    try:
-        yield
-    finally:
-        del _trials[kernel]
-
 
 def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
     """Return the launch of a kernel for rows of ``width`` elements."""
-    if kernel in _trials:
-        return _trials[kernel]
     if architecture == "interpreter":
         return _INTERPRETER
     for up_to, launch in table_of(architecture)[kernel][bits]:

@@ -1,4 +1,4 @@
-"""`fastattn tune --launches` without a GPU: the descent, and the file of its results."""
+"""The table of launches, and the user's."""
 
 from __future__ import annotations
 
@@ -8,30 +8,8 @@ from typing import Any
 
 import pytest
 
-from fastattn.backends.triton._search import fastest
-
 _table: Any = pytest.importorskip("fastattn.backends.triton._table", exc_type=ImportError)
 Launch = _table.Launch
-
-
-def test_the_search_skips_launches_that_fail() -> None:
-    def measure(call: Any) -> float:
-        launch = _table.choose("sm_90", "forward", 16, 64)
-        if launch.BN > 64:
-            raise RuntimeError("out of shared memory")
-        return abs(launch.BM - 32) + 2 * abs(launch.warps - 4) + launch.stages + 100 / launch.BN
-
-    messages: list[str] = []
-    found = fastest("forward", Launch(128, 16, 8, 3), lambda: None, measure, messages.append)
-    assert found == Launch(32, 64, 4, 1)
-    assert any("does not run: RuntimeError" in line for line in messages)
-    assert _table.choose("sm_90", "forward", 16, 64) == Launch(128, 64, 8, 3)
-
-
-def test_a_difference_within_noise_changes_nothing() -> None:
-    start = Launch(64, 64, 8, 2)
-    times = iter([1.0] + [0.99] * 20)
-    assert fastest("forward", start, lambda: None, lambda _: next(times), lambda _: None) == start
 
 
 @pytest.fixture
