@@ -51,8 +51,16 @@ enum class ScoreOp : int32_t {
   reduce = 41,
   scatter = 42,
   absolute_integers = 43,
+  sine = 44,
+  cosine = 45,
+  exponential_minus_one = 46,
+  logarithm_of_one_plus = 47,
+  error_function = 48,
+  power = 49,
+  arctangent = 50,
+  exponential_of_two = 51,
 };
-constexpr int32_t kScoreOps = 44;
+constexpr int32_t kScoreOps = 52;
 
 struct ScoreStep {
   int32_t op;       // ScoreOp
@@ -170,7 +178,7 @@ class ScoreProgramReader {
     }
     const bool two = (op >= ScoreOp::add && op <= ScoreOp::divide) || op == ScoreOp::minimum ||
                      op == ScoreOp::maximum || (op >= ScoreOp::less && op <= ScoreOp::one_of) ||
-                     op == ScoreOp::select;
+                     op == ScoreOp::select || op == ScoreOp::power || op == ScoreOp::arctangent;
     if (two && !is_register(s.b)) return "a register";
     return op == ScoreOp::select && !is_register(s.c) ? "a register" : nullptr;
   }
