@@ -59,8 +59,9 @@ enum class ScoreOp : int32_t {
   power = 49,
   arctangent = 50,
   exponential_of_two = 51,
+  number = 52,
 };
-constexpr int32_t kScoreOps = 52;
+constexpr int32_t kScoreOps = 53;
 
 struct ScoreStep {
   int32_t op;       // ScoreOp
@@ -165,6 +166,7 @@ class ScoreProgramReader {
     if (!is_register(s.to)) return "a register";
     const auto op = static_cast<ScoreOp>(s.op);
     if (op <= ScoreOp::key) return nullptr;
+    if (op == ScoreOp::number) return is_number(s.a) ? nullptr : "a number";
     if (!is_register(s.a)) return "a register";
     if (op == ScoreOp::gather || op == ScoreOp::gather_integer || op == ScoreOp::scatter) {
       if (!is_number(s.b) || !is_number(s.c)) return "a number";

@@ -28,6 +28,7 @@ The operations, on registers a, b and c unless numbers are named:
 
 ==============  ====================================================================
 CONST, INT      the double with the words a and b; the integer a
+NUMBER          the number at a
 BATCH ... KEY   the indices of the pair
 GATHER          element B + a of the data, for a register a clamped to C elements, where B and C
                 are the numbers at b and c
@@ -70,7 +71,7 @@ Op = IntEnum(
     "Op",
     "CONST INT BATCH HEAD QUERY KEY GATHER GATHER_INT INDEX ADD SUB MUL DIV NEG ABS MIN MAX EXP "
     "LOG TANH SIGMOID SQRT FLOOR LT LE EQ IADD ISUB IMUL IDIV IMOD ILT ILE IEQ AND OR XOR NOT "
-    "SELECT TO_FLOAT TO_INT REDUCE SCATTER IABS SIN COS EXPM1 LOG1P ERF POW ATAN2 EXP2",
+    "SELECT TO_FLOAT TO_INT REDUCE SCATTER IABS SIN COS EXPM1 LOG1P ERF POW ATAN2 EXP2 NUMBER",
     start=0,
 )
 
@@ -94,6 +95,8 @@ def evaluated(
             found[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
         elif op == Op.INT:
             found[to] = torch.tensor(a, device=score.device)
+        elif op == Op.NUMBER:
+            found[to] = torch.tensor(numbers[a], device=score.device)
         elif op in (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY):
             found[to] = indices[op - Op.BATCH]
         elif op == Op.INDEX:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastattn.backends._score_program import NAMED, Op
-from fastattn.compat import constant_for_compiler
+from fastattn.compat import constant_for_compiler, is_symbolic
 from fastattn.ops._score_compile import SCORE, Gather, Graph
 
 _OP = "flex_attention"
@@ -75,10 +75,9 @@ class Tracer(TorchFunctionMode):
         if isinstance(result, Tensor) and result.dim() == 0:
             result = self.number(result)
         if not isinstance(result, Number):
-            raise TypeError(
-                f"{_OP}: score_mod must return a tensor without dimensions, got "
-                f"{type(result).__name__}"
-            )
+            shape = getattr(result, "shape", None)
+            got = type(result).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise TypeError(f"{_OP}: score_mod must return a tensor without dimensions, got {got}")
         return result.to_kind("f").node
 
     def __torch_function__(
@@ -105,6 +104,7 @@ class Tracer(TorchFunctionMode):
             x, index = args
             index = index if isinstance(index, tuple) else (index,)
             return (x if isinstance(x, (Partial, Row)) else Partial(self, x, ())).at(index)
+        args = [Partial(self, x, ()) if isinstance(x, Tensor) and x.dim() else x for x in args]
         rows = any(isinstance(x, (Partial, Row)) for x in args)
         operation = (_OF_ROWS if rows else {}).get(name) or _OPERATIONS.get(name)
         if operation is None:
@@ -131,6 +131,9 @@ class Tracer(TorchFunctionMode):
             return Partial(self, x, ()).at(())
         if isinstance(x, bool):
             return Number(self, graph.integer(-int(x)), "b")
+        if isinstance(x, int) and is_symbolic(x):
+            node = graph.add(Op.NUMBER, numbers=(self._number(x),))
+            return Number(self, node, "i").to_kind(kind or "i")
         if isinstance(x, int) and kind != "f":
             if not -_INTEGERS <= x < _INTEGERS:
                 raise _unsupported(f"the number {x}", "which does not fit int32")
@@ -269,8 +272,8 @@ class Row(Recorded):
         return self.element(range(self.shape[0])[index[0]])
 
     def reduced(self, combine: Callable[[Any, Any], Any], dim: Any = -1, **named: Any) -> Any:
-        if dim not in (-1, 0, None) or named:
-            raise TypeError(f"of a row: dim={dim}, {named}")
+        if named or not (dim is None or (isinstance(dim, int) and dim in (-1, 0))):
+            raise TypeError("of a row, whose dim is -1 or 0")
         return functools.reduce(combine, (self.element(n) for n in range(self.shape[0])))
 
 

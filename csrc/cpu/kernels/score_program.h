@@ -166,6 +166,8 @@ class ScoreMachine {
       }
       case ScoreOp::integer:
         return fill(s.to, integer(s.a));
+      case ScoreOp::number:
+        return fill(s.to, integer(number(s.a)));
       case ScoreOp::batch:
         return fill(s.to, integer(entry_));
       case ScoreOp::head:
