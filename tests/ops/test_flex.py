@@ -326,6 +326,14 @@ def test_functions_of_any_argument(name: str, size: float, engine: Any) -> None:
             assert (found - wanted).abs().max() <= 3 * torch.finfo(dtype).eps * wanted.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_log_sum_exp_of_16_bits_is_that_of_float32(dtype: torch.dtype, engine: Any) -> None:
+    query, key, value = (torch.randn(2, 2, 100, 64).to(dtype) for _ in range(3))
+    _, lse = flex_attention(query, key, value, return_lse=True)
+    exact = (query.double() @ key.double().mT / 8).logsumexp(-1)
+    assert (lse - exact).abs().max() <= 1e-5
+
+
 EXACT: dict[str, Callable[[Any], Any]] = {
     name: getattr(torch, name) for name in "sign trunc round frac ceil floor".split()
 } | {

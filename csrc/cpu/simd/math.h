@@ -25,7 +25,7 @@ FASTATTN_INLINE Vec<T> horner(Vec<T> x, T first, Rest... rest) {
 // for weights that are rounded to bf16, whose sum is not), 2.0e-9 (fp32), 3e-18 (fp64).
 template <bool Coarse>
 FASTATTN_INLINE VecF exp2_slope(VecF f) {  // (2^f - 1) / f
-  if constexpr (Coarse) 
+  if constexpr (Coarse)
     return horner<float>(f, 0.693124211f, 0.240240991f, 0.0559064262f, 0.00958285201f);
   return horner<float>(f, 0.693147203f, 0.240226479f, 0.0555033247f, 0.00961843736f, 0.00133988745f,
                        0.000153533622f);
