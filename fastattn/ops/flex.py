@@ -409,6 +409,8 @@ def _prepare(
     if traced is not None and found is None:
         tensors = _operands(checked[:3], traced, traced.data(), block_mask)
         call = (*tensors, FlexOptions(checked[3]))
+        if (device := checked[0].device.type) != "cpu":
+            notes.append(f"only the CPU has kernels: on {device} the reference stores all scores")
         return attention, call, [*notes, "second derivatives run on the reference"]
     if traced is not None and traced.trace.known is not None:
         notes.append(traced.trace.known.reason())

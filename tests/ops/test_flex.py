@@ -578,6 +578,12 @@ def test_explain_says_what_a_function_is(name: str) -> None:
     assert all(note in str(found) for note in found.notes)
 
 
+def test_explain_says_that_other_devices_have_no_kernel() -> None:
+    x = [t.to("meta") for t in operands(6, 6, 6)]
+    found = explain(flex_attention, x[0], x[1], x[2], lambda s, *_: s * s)
+    assert found.notes[0] == "only the CPU has kernels: on meta the reference stores all scores"
+
+
 @pytest.mark.parametrize("name", ["learned", "gathers", "shared", "documents", "far"])
 def test_compiled_code_is_one_graph_for_all_lengths(name: str) -> None:
     make, captured = CASES[name]
