@@ -51,8 +51,17 @@ enum class ScoreOp : int32_t {
   reduce = 41,
   scatter = 42,
   absolute_integers = 43,
+  sine = 44,
+  cosine = 45,
+  exponential_minus_one = 46,
+  logarithm_of_one_plus = 47,
+  error_function = 48,
+  power = 49,
+  arctangent = 50,
+  exponential_of_two = 51,
+  number = 52,
 };
-constexpr int32_t kScoreOps = 44;
+constexpr int32_t kScoreOps = 53;
 
 struct ScoreStep {
   int32_t op;       // ScoreOp
@@ -157,6 +166,7 @@ class ScoreProgramReader {
     if (!is_register(s.to)) return "a register";
     const auto op = static_cast<ScoreOp>(s.op);
     if (op <= ScoreOp::key) return nullptr;
+    if (op == ScoreOp::number) return is_number(s.a) ? nullptr : "a number";
     if (!is_register(s.a)) return "a register";
     if (op == ScoreOp::gather || op == ScoreOp::gather_integer || op == ScoreOp::scatter) {
       if (!is_number(s.b) || !is_number(s.c)) return "a number";
@@ -170,7 +180,7 @@ class ScoreProgramReader {
     }
     const bool two = (op >= ScoreOp::add && op <= ScoreOp::divide) || op == ScoreOp::minimum ||
                      op == ScoreOp::maximum || (op >= ScoreOp::less && op <= ScoreOp::one_of) ||
-                     op == ScoreOp::select;
+                     op == ScoreOp::select || op == ScoreOp::power || op == ScoreOp::arctangent;
     if (two && !is_register(s.b)) return "a register";
     return op == ScoreOp::select && !is_register(s.c) ? "a register" : nullptr;
   }

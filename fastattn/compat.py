@@ -225,6 +225,13 @@ def constant_for_compiler(function: Function) -> Function:
     return function
 
 
+def is_symbolic(x: int) -> bool:
+    """Whether the compiler keeps this number as a symbol. 2.13; other versions were not checked."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    return not torch.fx.experimental.symbolic_shapes.has_static_value(x)
+
+
 # Whether the compiler can look into the recorders of a score_mod and its mode. 2.13; other versions
 # were not checked.
 COMPILES_RECORDERS = (_version() or OLDEST) >= (2, 13)

@@ -28,12 +28,13 @@ The operations, on registers a, b and c unless numbers are named:
 
 ==============  ====================================================================
 CONST, INT      the double with the words a and b; the integer a
+NUMBER          the number at a
 BATCH ... KEY   the indices of the pair
 GATHER          element B + a of the data, for a register a clamped to C elements, where B and C
                 are the numbers at b and c
 GATHER_INT      the same of the captured integers
 INDEX           C a, for a register a clamped to B elements; below 0 it counts from the end
-ADD ... FLOOR   of floating numbers; LT, LE, EQ give booleans
+ADD ... FLOOR   of floating numbers, and SIN ... EXP2; LT, LE, EQ give booleans
 IADD ... IEQ    of integers; IDIV is rounded down, and 0 for a divisor of 0; IABS too
 AND ... NOT     of the bits
 SELECT          b where a, else c; without a derivative if b is c
@@ -70,7 +71,7 @@ Op = IntEnum(
     "Op",
     "CONST INT BATCH HEAD QUERY KEY GATHER GATHER_INT INDEX ADD SUB MUL DIV NEG ABS MIN MAX EXP "
     "LOG TANH SIGMOID SQRT FLOOR LT LE EQ IADD ISUB IMUL IDIV IMOD ILT ILE IEQ AND OR XOR NOT "
-    "SELECT TO_FLOAT TO_INT REDUCE SCATTER IABS",
+    "SELECT TO_FLOAT TO_INT REDUCE SCATTER IABS SIN COS EXPM1 LOG1P ERF POW ATAN2 EXP2 NUMBER",
     start=0,
 )
 
@@ -94,6 +95,8 @@ def evaluated(
             found[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
         elif op == Op.INT:
             found[to] = torch.tensor(a, device=score.device)
+        elif op == Op.NUMBER:
+            found[to] = torch.tensor(numbers[a], device=score.device)
         elif op in (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY):
             found[to] = indices[op - Op.BATCH]
         elif op == Op.INDEX:
@@ -124,14 +127,15 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
 
 _UNARY: dict[int, Callable[..., Tensor]] = {
     **{Op[name.upper()]: getattr(torch, name)
-       for name in "abs exp log tanh sigmoid sqrt floor".split()},
+       for name in "abs exp exp2 expm1 log log1p tanh sigmoid sqrt floor sin cos erf".split()},
     Op.NEG: torch.neg, Op.IABS: torch.abs, Op.NOT: torch.bitwise_not,
     Op.TO_INT: lambda x: x.to(torch.int64),
 }  # fmt: skip
 _BINARY: dict[int, Callable[..., Tensor]] = {
     **{Op[kind + name.upper()]: getattr(torch, name)
        for name in "add sub mul lt le eq".split() for kind in ("", "I")},
-    Op.DIV: torch.div, Op.MIN: torch.minimum, Op.MAX: torch.maximum,
+    Op.DIV: torch.div, Op.POW: torch.pow, Op.ATAN2: torch.atan2,
+    Op.MIN: torch.minimum, Op.MAX: torch.maximum,
     Op.IDIV: _divided, Op.IMOD: lambda a, b: a - _divided(a, b) * b,
     Op.AND: torch.bitwise_and, Op.OR: torch.bitwise_or, Op.XOR: torch.bitwise_xor,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -111,25 +112,25 @@ class Graph:
                 differentiable.add(n)
             if node.op in _FLAT or (node.op is Op.SELECT and node.args[1] == node.args[2]):
                 differentiable.discard(n)
-        parts: dict[int, list[int]] = {value: [_SEED]}
+        contributions: dict[int, list[int]] = {value: [_SEED]}
         gradient, scatters = self.const(0.0), []
         for n in range(value, -1, -1):
-            if n not in parts or n not in differentiable:
+            if n not in contributions or n not in differentiable:
                 continue
-            total = self._total(parts[n], self.nodes[n].level)
+            total = self._sum_contributions(contributions[n], self.nodes[n].level)
             if n == SCORE:
                 gradient = total
             elif n in self.gathers:
                 scatters.append((n, total))
             else:
-                for arg, part in self._pulled(n, total):
+                for arg, contribution in self._backward_of(n, total):
                     if arg in differentiable:
-                        parts.setdefault(arg, []).append(part)
+                        contributions.setdefault(arg, []).append(contribution)
         return gradient, scatters
 
-    def _total(self, parts: list[int], level: int) -> int:
+    def _sum_contributions(self, contributions: list[int], level: int) -> int:
         by_level: dict[int, int] = {}
-        for n in parts:
+        for n in contributions:
             own = self.nodes[n].level
             by_level[own] = self.add(Op.ADD, by_level[own], n) if own in by_level else n
         sums = [
@@ -141,7 +142,7 @@ class Graph:
             total = self.add(Op.ADD, total, n)
         return total
 
-    def _pulled(self, n: int, g: int) -> list[tuple[int, int]]:
+    def _backward_of(self, n: int, g: int) -> list[tuple[int, int]]:
         """The arguments of a node, and what its gradient ``g`` adds to each one's."""
         add, node = self.add, self.nodes[n]
         op, (a, b, c) = node.op, (*node.args, 0, 0, 0)[:3]
@@ -172,12 +173,35 @@ class Graph:
             return [(b, add(Op.SELECT, a, g, zero)), (c, add(Op.SELECT, a, zero, g))]
         if op is Op.EXP:
             return [(a, add(Op.MUL, g, n))]
+        if op is Op.EXP2:
+            return [(a, add(Op.MUL, g, add(Op.MUL, n, self.const(math.log(2)))))]
         if op is Op.LOG:
             return [(a, add(Op.DIV, g, a))]
         if op is Op.TANH:
             return [(a, add(Op.MUL, g, add(Op.SUB, one, add(Op.MUL, n, n))))]
         if op is Op.SIGMOID:
             return [(a, add(Op.MUL, g, add(Op.MUL, n, add(Op.SUB, one, n))))]
+        if op is Op.SIN:
+            return [(a, add(Op.MUL, g, add(Op.COS, a)))]
+        if op is Op.COS:
+            return [(a, add(Op.NEG, add(Op.MUL, g, add(Op.SIN, a))))]
+        if op is Op.EXPM1:
+            return [(a, add(Op.MUL, g, add(Op.ADD, n, one)))]
+        if op is Op.LOG1P:
+            return [(a, add(Op.DIV, g, add(Op.ADD, one, a)))]
+        if op is Op.ERF:
+            slope = add(Op.EXP, add(Op.NEG, add(Op.MUL, a, a)))
+            return [(a, add(Op.MUL, g, add(Op.MUL, self.const(2 / math.sqrt(math.pi)), slope)))]
+        if op is Op.POW:  # 0 where PyTorch has 0, not NaN: of a^0, and of the exponent of 0
+            slope = add(Op.MUL, b, add(Op.POW, a, add(Op.SUB, b, one)))
+            of_a = add(Op.SELECT, add(Op.EQ, b, zero), zero, add(Op.MUL, g, slope))
+            flat = add(Op.AND, add(Op.EQ, a, zero), add(Op.LE, zero, b))
+            slope = add(Op.SELECT, flat, zero, add(Op.MUL, n, add(Op.LOG, a)))
+            return [(a, of_a), (b, add(Op.MUL, g, slope))]
+        if op is Op.ATAN2:
+            square = add(Op.ADD, add(Op.MUL, a, a), add(Op.MUL, b, b))
+            shares = (add(Op.DIV, x, square) for x in (b, add(Op.NEG, a)))
+            return [(x, add(Op.MUL, g, share)) for x, share in zip((a, b), shares, strict=True)]
         assert op is Op.SQRT
         return [(a, add(Op.DIV, g, add(Op.MUL, self.const(2.0), n)))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastattn.backends._score_program import NAMED, Op
-from fastattn.compat import constant_for_compiler
+from fastattn.compat import constant_for_compiler, is_symbolic
 from fastattn.ops._score_compile import SCORE, Gather, Graph
 
 _OP = "flex_attention"
 _INTEGERS = 2**31
+_LONGEST_ROW = 64
 # What a trace may read of a captured tensor: it is traced again if these change.
 _LAYOUT = {"get", "size", "dim", "numel", "len", "is_floating_point"}
 _MAKES_CONSTANT = {"tensor", "zeros", "ones", "full", "scalar_tensor"}
@@ -73,10 +75,9 @@ class Tracer(TorchFunctionMode):
         if isinstance(result, Tensor) and result.dim() == 0:
             result = self.number(result)
         if not isinstance(result, Number):
-            raise TypeError(
-                f"{_OP}: score_mod must return a tensor without dimensions, got "
-                f"{type(result).__name__}"
-            )
+            shape = getattr(result, "shape", None)
+            got = type(result).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise TypeError(f"{_OP}: score_mod must return a tensor without dimensions, got {got}")
         return result.to_kind("f").node
 
     def __torch_function__(
@@ -102,11 +103,18 @@ class Tracer(TorchFunctionMode):
         if name == "getitem":
             x, index = args
             index = index if isinstance(index, tuple) else (index,)
-            return (x if isinstance(x, Partial) else Partial(self, x, ())).at(index)
-        operation = _OPERATIONS.get(name)
+            return (x if isinstance(x, (Partial, Row)) else Partial(self, x, ())).at(index)
+        args = [Partial(self, x, ()) if isinstance(x, Tensor) and x.dim() else x for x in args]
+        rows = any(isinstance(x, (Partial, Row)) for x in args)
+        operation = (_OF_ROWS if rows else {}).get(name) or _OPERATIONS.get(name)
         if operation is None:
             raise _unsupported(f"{name}()")
         try:
+            if rows:
+                args = [x.row() if isinstance(x, Partial) else x for x in args]
+                if name in _OF_ROWS:
+                    return operation(*args, **kwargs)
+                return Row.of(self, name, args, kwargs)
             first, *others = args
             return operation(self.number(first), *others, **kwargs)
         except TypeError as error:
@@ -123,6 +131,9 @@ class Tracer(TorchFunctionMode):
             return Partial(self, x, ()).at(())
         if isinstance(x, bool):
             return Number(self, graph.integer(-int(x)), "b")
+        if isinstance(x, int) and is_symbolic(x):
+            node = graph.add(Op.NUMBER, numbers=(self._number(x),))
+            return Number(self, node, "i").to_kind(kind or "i")
         if isinstance(x, int) and kind != "f":
             if not -_INTEGERS <= x < _INTEGERS:
                 raise _unsupported(f"the number {x}", "which does not fit int32")
@@ -199,7 +210,7 @@ def _refused(name: str) -> Any:
 
 for _name in (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs "
-    "eq ne lt le gt ge and rand or ror xor rxor invert getitem"
+    "eq ne lt le gt ge and rand or ror xor rxor invert pos lshift rshift matmul getitem"
 ).split():
     setattr(Recorded, f"__{_name}__", _recorded(f"__{_name}__"))
 for _name in "bool int float index len iter".split():
@@ -223,6 +234,47 @@ class Partial(Recorded):
         if len(found) < dims:
             return Partial(tracer, self.tensor, found)
         return tracer.gathered(self.tensor, found)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape[len(self.index) :]
+
+    def row(self) -> Row:
+        if len(self.shape) != 1 or not 0 < self.shape[0] <= _LONGEST_ROW:
+            raise _unsupported(
+                f"a part of shape {tuple(self.shape)} of a captured tensor",
+                f"but only elements and rows of at most {_LONGEST_ROW} of them are numbers",
+            )
+        return Row(self.tracer, self.shape[0], lambda n: self.at((n,)))
+
+
+class Row(Recorded):
+    """A short row of a captured tensor, or what is computed from rows element by element."""
+
+    def __init__(self, tracer: Tracer, size: int, element: Callable[[int], Any]) -> None:
+        self.tracer, self.shape, self.element = tracer, torch.Size((size,)), element
+
+    @classmethod
+    def of(cls, tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Row:
+        sizes = sorted({x.shape[0] for x in args if isinstance(x, Row)} - {1}) or [1]
+        if len(sizes) > 1:
+            raise TypeError(f"rows of {sizes} elements do not match")
+
+        def element(n: int) -> Any:  # made where it is used: few are alive at a time
+            each = [x.at((n if x.shape[0] > 1 else 0,)) if isinstance(x, Row) else x for x in args]
+            return tracer.record(name, each, kwargs)
+
+        return cls(tracer, sizes[0], element)
+
+    def at(self, index: tuple[Any, ...]) -> Any:
+        if len(index) != 1 or not isinstance(index[0], int):
+            raise _unsupported("another index of a row", "which must be a number")
+        return self.element(range(self.shape[0])[index[0]])
+
+    def reduced(self, combine: Callable[[Any, Any], Any], dim: Any = -1, **named: Any) -> Any:
+        if named or not (dim is None or (isinstance(dim, int) and dim in (-1, 0))):
+            raise TypeError("of a row, whose dim is -1 or 0")
+        return functools.reduce(combine, (self.element(n) for n in range(self.shape[0])))
 
 
 class Number(Recorded):
@@ -299,6 +351,11 @@ def _bits(op: Op, logical: bool) -> Any:
     return operation
 
 
+def _binary(op: Op, x: Any, other: Any) -> Number:
+    a, b, _ = _promoted(x, other, "f")
+    return a.add_node(op, b)
+
+
 def _unary(op: Op) -> Any:
     return lambda x: x.to_kind("f").add_node(op)
 
@@ -309,11 +366,16 @@ def _reversed(name: str) -> Any:
 
 def _divided(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode is None:
-        a, b, _ = _promoted(x, other, "f")
-        return a.add_node(Op.DIV, b)
+        return _binary(Op.DIV, x, other)
+    a, b, kind = _promoted(x, other, "i")
+    if rounding_mode == "trunc":
+        if kind == "f":
+            return _truncated(_binary(Op.DIV, a, b))
+        flip = a.add_node(Op.XOR, b).lt(0)  # a quotient below 0 is rounded up
+        down, up = (_OPERATIONS["floordiv"](x, b) for x in (a, _OPERATIONS["neg"](a)))
+        return _where(flip, _OPERATIONS["neg"](up), down)
     if rounding_mode != "floor":
         raise TypeError(f"rounding_mode={rounding_mode!r}")
-    a, b, kind = _promoted(x, other, "i")
     return a.add_node(Op.IDIV, b) if kind == "i" else a.add_node(Op.DIV, b).floor()
 
 
@@ -355,12 +417,45 @@ def _power(x: Any, exponent: Any) -> Any:
     known = isinstance(exponent, (int, float))
     if known and abs(exponent) == 0.5:
         return x.sqrt() if exponent > 0 else 1 / x.sqrt()
-    if not known or exponent != int(exponent) or abs(exponent) > 16:
-        raise TypeError("the exponent must be a whole number up to 16, or 0.5")
+    if not known or abs(exponent) > 16 or exponent != int(exponent):
+        return _binary(Op.POW, x, exponent)
     product = x.like(1)
     for bit in f"{abs(int(exponent)):b}":
         product = product * product * x if bit == "1" else product * product
     return 1 / product if exponent < 0 else product
+
+
+def _shifted(x: Any, bits: Any, to: str) -> Any:
+    if x.kind != "i" or not isinstance(bits, int) or not 0 <= bits < 31:
+        raise TypeError("which must be an integer, by a number of bits from 0 to 30")
+    return _OPERATIONS[to](x, 2**bits)
+
+
+def _truncated(x: Any) -> Any:
+    return x if x.kind != "f" else _where(x < 0, -(-x).floor(), x.floor())
+
+
+def _rounded(x: Any) -> Any:
+    """Halves to even numbers."""
+    if x.kind != "f":
+        return x
+    down = x.floor()
+    odd = (down * 0.5).floor() * 2 != down
+    up = (x - down > 0.5) | ((x - down == 0.5) & odd)
+    return down + up.to_kind("f")
+
+
+def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
+    y = x.to_kind("f") * beta
+    soft = (y.maximum(0.0) + (-y.abs()).exp().log1p()) / beta  # without an overflow
+    return _where(y > threshold, x, soft)
+
+
+def _gelu(x: Any, *, approximate: str = "none") -> Any:
+    if approximate == "none":
+        return x * 0.5 * (1 + (x * math.sqrt(0.5)).erf())
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return x * 0.5 * (1 + inner.tanh())
 
 
 def _converted(x: Any, *targets: Any, **named: Any) -> Any:
@@ -386,8 +481,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "floordiv": lambda x, other: _divided(x, other, rounding_mode="floor"),
     "mod": _remainder,
     "pow": _power,
-    "rpow": lambda x, base: (x.to_kind("f") * math.log(base)).exp(),
     "neg": lambda x: x.add_node(Op.NEG) if x.kind == "f" else 0 - x,
+    "pos": lambda x: x,
+    "lshift": functools.partial(_shifted, to="mul"),
+    "rshift": functools.partial(_shifted, to="floordiv"),
     "abs": lambda x: x.add_node(Op.ABS if x.kind == "f" else Op.IABS),
     "ne": _compared(Op.EQ, Op.IEQ, negates=True),
     "gt": _compared(Op.LT, Op.ILT, swaps=True),
@@ -399,16 +496,38 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "min": _extreme(Op.MIN),
     "max": _extreme(Op.MAX),
     "clamp": _clamped,
+    "clamp_min": lambda x, min: _clamped(x, min),
+    "clamp_max": lambda x, max: _clamped(x, None, max),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamped(x, min_val, max_val),
     "floor": lambda x: x.add_node(Op.FLOOR) if x.kind == "f" else x,
     "ceil": lambda x: -(-x).floor(),
-    "exp2": lambda x: (x * math.log(2)).exp(),
-    "log1p": lambda x: (1 + x).log(),
+    "trunc": _truncated,
+    "round": _rounded,
+    "frac": lambda x: x - _truncated(x),
+    "fmod": lambda x, other: x - _divided(x, other, rounding_mode="trunc") * other,
+    "sign": lambda x: (x > 0).to_kind(x.kind) - (x < 0).to_kind(x.kind),
+    "isnan": lambda x: x != x,
+    "isinf": lambda x: x.abs() == math.inf,
+    "isfinite": lambda x: x.abs() < math.inf,
     "log2": lambda x: x.log() * (1 / math.log(2)),
+    "log10": lambda x: x.log() * (1 / math.log(10)),
+    "tan": lambda x: x.sin() / x.cos(),
+    "asin": lambda x: x.atan2(((1 - x) * (1 + x)).sqrt()),
+    "acos": lambda x: ((1 - x) * (1 + x)).sqrt().atan2(x),
+    "atan": lambda x: x.atan2(1.0),
+    "atan2": lambda y, x: _binary(Op.ATAN2, y, x),
+    "sinh": lambda x: (x.expm1() - (-x).expm1()) * 0.5,
+    "cosh": lambda x: 1 + 2 * (x * 0.5).sinh().square(),
+    "hypot": lambda x, y: (x * x + y * y).sqrt(),
     "rsqrt": lambda x: 1 / x.sqrt(),
     "reciprocal": lambda x: 1 / x,
     "square": lambda x: x * x,
     "relu": lambda x, inplace=False: _where(x <= 0, 0, x),
+    "leaky_relu": lambda x, negative_slope=0.01, **_: _where(x > 0, x, x * negative_slope),
     "silu": lambda x, inplace=False: x * x.sigmoid(),
+    "gelu": _gelu,
+    "softplus": _softplus,
+    "logsigmoid": lambda x: -_softplus(-x, threshold=math.inf),
     "to": _converted,
     "clone": lambda x: x,
     # A selection between a number and itself has no derivative, see Graph.
@@ -421,7 +540,7 @@ for _name in "add sub mul".split():
     _OPERATIONS[_name] = _arithmetic(Op[_name.upper()], Op["I" + _name.upper()])
 for _name in "eq lt le".split():
     _OPERATIONS[_name] = _compared(Op[_name.upper()], Op["I" + _name.upper()])
-for _name in "exp log tanh sigmoid sqrt".split():
+for _name in "exp exp2 expm1 log log1p tanh sigmoid sqrt sin cos erf".split():
     _OPERATIONS[_name] = _unary(Op[_name.upper()])
 for _name in "and or xor".split():
     _OPERATIONS[_name] = _bits(Op[_name.upper()], False)
@@ -430,11 +549,34 @@ for _pair in (
     "div=truediv divide=truediv true_divide=truediv floor_divide=floordiv remainder=mod "
     "multiply=mul subtract=sub negative=neg absolute=abs minimum=min maximum=max clip=clamp "
     "bitwise_and=and bitwise_or=or bitwise_xor=xor bitwise_not=invert type=to type_as=to "
-    "new_zeros=zeros_like new_ones=ones_like new_full=full_like"
+    "new_zeros=zeros_like new_ones=ones_like new_full=full_like fix=trunc arcsin=asin arccos=acos "
+    "arctan=atan arctan2=atan2 bitwise_left_shift=lshift bitwise_right_shift=rshift positive=pos "
+    "log_sigmoid=logsigmoid"
 ).split():
     _alias, _, _of = _pair.partition("=")
     _OPERATIONS[_alias] = _OPERATIONS[_of]
-for _name in "add sub mul truediv floordiv mod and or xor".split():
+for _name in "add sub mul truediv floordiv mod pow and or xor".split():
     _OPERATIONS[f"r{_name}"] = _reversed(_name)
 for _name in "float double half bfloat16 int long bool".split():
     _OPERATIONS[_name] = functools.partial(_converted, dtype=getattr(torch, _name))
+
+
+def _dot(x: Any, y: Any) -> Any:
+    return Row.of(x.tracer, "mul", (x, y), {}).reduced(operator.add)
+
+
+# Of rows alone; all others are applied to each element.
+_OF_ROWS: dict[str, Callable[..., Any]] = {
+    "sum": lambda x, dim=-1, **named: x.reduced(operator.add, dim, **named),
+    "mean": lambda x, dim=-1, **named: x.reduced(operator.add, dim, **named) / x.shape[0],
+    "amax": lambda x, dim=-1, **named: x.reduced(torch.maximum, dim, **named),
+    "amin": lambda x, dim=-1, **named: x.reduced(torch.minimum, dim, **named),
+    "norm": lambda x, p=2, dim=-1: _norm(x, p, dim),
+    **dict.fromkeys("dot vdot inner matmul".split(), _dot),
+}
+
+
+def _norm(x: Any, p: Any, dim: Any) -> Any:
+    if p != 2:
+        raise TypeError(f"p={p!r}")
+    return Row.of(x.tracer, "square", (x,), {}).reduced(operator.add, dim).sqrt()

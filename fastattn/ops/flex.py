@@ -30,6 +30,7 @@ __all__ = ["flex_attention"]
 
 _OP = "flex_attention"
 _MOST = 256  # traces, and programs of each
+_WHOLE = 2**30  # the block of the BlockMask that PyTorch makes where no mask is given
 plans = Plans(rows=3)
 
 
@@ -59,13 +60,14 @@ def flex_attention(
     interpret them, and their derivative, on tiles of scores.
 
     ``score_mod(score, b, h, q_idx, kv_idx)`` gets tensors without dimensions and returns one. It
-    may use arithmetic, comparisons, ``torch.where``, minima, maxima, ``clamp``, ``abs``, ``tanh``,
-    ``sigmoid``, ``exp``, ``log``, ``sqrt``, ``floor``, integer arithmetic of the indices (as int32;
-    a division by 0 gives 0), and elements of captured tensors of any shape: ``bias[h, q_idx -
-    kv_idx]``. A negative index counts from the end; others are clamped to the tensor, where
-    PyTorch raises or reads outside. All is computed in float32 (float64 for float64). A score of
-    -inf excludes its pair. The function is recorded again when its code, a number or a shape that
-    it captures has changed; captured tensors are read in each call, and receive gradients.
+    may use arithmetic, comparisons, ``torch.where``, minima, maxima, elementary functions
+    (docs/flex_attention.md lists them), integer arithmetic of the indices (as int32; a division by
+    0 gives 0), elements of captured tensors of any shape, ``bias[h, q_idx - kv_idx]``, and sums
+    over short rows of captured tensors. A negative index counts from the end; others are clamped to
+    the tensor, where PyTorch raises or reads outside. All is computed in float32 (float64 for
+    float64). A score of -inf excludes its pair. The function is recorded again when its code, a
+    number or a shape that it captures has changed; captured tensors are read in each call, and
+    receive gradients.
 
     Args:
         query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides.
@@ -120,6 +122,7 @@ def flex_attention(
             raise NotImplementedError(f"{_OP}: max_scores of return_aux must be False, got True")
         wants_lse = return_aux.lse
     checks.check_flag(_OP, "return_lse", return_lse)
+    block_mask = _unless_whole(block_mask)
     if torch.compiler.is_dynamo_compiling() and type(block_mask).__name__ == "BlockMask":
         score_mod, block_mask = _masked(score_mod, block_mask)
     options = (block_mask, scale, enable_gqa)
@@ -134,6 +137,11 @@ def flex_attention(
 
 
 _untraced = untraced(flex_attention)
+
+
+def _unless_whole(block_mask: Any) -> Any:
+    is_whole = type(block_mask).__name__ == "BlockMask" and block_mask.BLOCK_SIZE[0] == _WHOLE
+    return None if is_whole else block_mask
 
 
 def _attend(
@@ -383,6 +391,7 @@ def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any,
 def _prepare(args: Any) -> tuple[Any, tuple[Any, ...], list[str]]:
     """The operator, its arguments, and notes for ``explain``."""
     query, key, value, score_mod, block_mask, scale, enable_gqa, _, kernel_options, _ = args
+    block_mask = _unless_whole(block_mask)
     checked = _checked(query, key, value, block_mask, scale, enable_gqa)
     notes = ["kernel_options are ignored: they tune PyTorch's kernels for GPUs"]
     notes = [] if kernel_options is None else notes
@@ -391,6 +400,8 @@ def _prepare(args: Any) -> tuple[Any, tuple[Any, ...], list[str]]:
     if traced is not None and found is None:
         tensors = _operands(checked[:3], traced, traced.data(), block_mask)
         call = (*tensors, FlexOptions(checked[3]))
+        if (device := checked[0].device.type) != "cpu":
+            notes.append(f"only the CPU has kernels: on {device} the reference stores all scores")
         return attention, call, [*notes, "second derivatives run on the reference"]
     if traced is not None and traced.trace.known is not None:
         notes.append(traced.trace.known.reason())

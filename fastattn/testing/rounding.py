@@ -233,7 +233,8 @@ _STEPS: dict[Any, Callable[..., Any]] = {
 _ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
 _ROUNDED_ONCE = "add sub rsub mul div add_ sub_ mul_ div_ reciprocal sqrt square frac remainder"
 _ELEMENTARY = (
-    "exp exp2 expm1 log log1p log2 tanh sigmoid pow rsqrt sin cos erf special_entr sigmoid_ tanh_"
+    "exp exp2 expm1 log log1p log2 tanh sigmoid pow rsqrt sin cos tan asin acos atan atan2"
+    " sinh cosh erf special_entr sigmoid_ tanh_"
     " tanh_backward sigmoid_backward norm linalg_vector_norm"
 )
 _UNITS = dict.fromkeys(_packets(_ROUNDED_ONCE), 1) | dict.fromkeys(_packets(_ELEMENTARY), 2)

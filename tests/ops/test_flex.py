@@ -132,6 +132,49 @@ def functions(bias: Tensor) -> Mod:
     return mod
 
 
+@case(bias=(HEADS,))
+def waves(bias: Tensor) -> Mod:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        x, i = s + bias[h], q.to(s.dtype)
+        angles = torch.atan2(x, 1 + bias[h] ** 2) + torch.asin(0.9 * torch.sin(i * 0.1)) + x.atan()
+        angles = angles - torch.acos(0.5 * torch.tanh(x))
+        whole = (q >> 2) - torch.div(q - k, 3, rounding_mode="trunc") + (k & 6)
+        return (
+            torch.sin(3 * x)
+            + torch.cos(40 * x) * torch.tan(s.tanh())
+            + angles
+            + 0.1 * whole.to(s.dtype)
+        )
+
+    return mod
+
+
+@case(bias=(HEADS,))
+def powers(bias: Tensor) -> Mod:
+    gelu = torch.nn.functional.gelu
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        x = s + bias[h]
+        power = (1 + s.abs()) ** bias[h].sigmoid() + torch.exp2(-x.abs()) - torch.expm1(-x * x)
+        bell = torch.erf(x) - gelu(x) + gelu(s, approximate="tanh") + 1.5 ** torch.tanh(x)
+        return power + bell + torch.sinh(s.tanh()) * torch.cosh(s.tanh()) + torch.log1p(x * x)
+
+    return mod
+
+
+@case(place=(K_LEN, 3), factor=(3,))
+def far_apart(place: Tensor, factor: Tensor) -> Mod:
+    """Distances of rows of captured tensors."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        apart = (place[q] - place[k]) * factor
+        size = (1 + place[q].norm(dim=-1)) * (1 + place[k].square().mean(-1))
+        angle = torch.acos((place[q] * place[k]).sum(-1) / (4 + 4 * size))
+        return s - (1 + apart.square().sum(-1)).sqrt() + angle - apart.amax(-1) * place[k, 2]
+
+    return mod
+
+
 @case(bias=(3, 5))
 def out_of_order(bias: Tensor) -> Mod:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -221,11 +264,16 @@ def written(r: random.Random, depth: int, kind: str = "s") -> str:
     shared = f"({x} + {y})", f"({x} - {y})", f"abs({x})", f"torch.maximum({x} + 0 * {y}, {y})"
     m, n = written(r, depth - 1, "i"), written(r, 0, "i")
     if kind == "i":
-        return r.choice((*shared, f"({x} * 2)", f"({x} // 3)", f"({x} % ({n} * 0 + 5))"))
+        bits = f"({x} & 6)", f"({x} ^ {y})", f"(~{x} >> 1)"
+        return r.choice((*shared, *bits, f"({x} * 2)", f"({x} // 3)", f"({x} % ({n} * 0 + 5))"))
     test = f"({m} {r.choice(('<', '<=', '>', '!='))} {n}) {r.choice('&|^')} ({x} < {y})"
     of_one = (f"torch.{name}({x})" for name in ("tanh", "sigmoid", "relu"))
+    of_one = (*of_one, *(f"torch.{name}({x})" for name in ("sin", "cos", "erf", "atan")))
     bounded = f"torch.exp(torch.tanh({x}))", f"torch.log(2 + torch.tanh({x}))", f"-({x})"
-    others = f"({x} * {y})", f"({x} / (2 + abs({y})))", f"torch.where({test}, {x}, {y})"
+    bounded = *bounded, f"torch.tan(torch.tanh({x}))", f"torch.log1p(abs({x}))"
+    bounded = *bounded, f"torch.expm1(-abs({x}))", f"torch.exp2(torch.tanh({x}))"
+    powers = f"(1 + abs({x})) ** torch.tanh({y})", f"torch.atan2({x}, 1 + abs({y}))"
+    others = *powers, f"({x} * {y})", f"({x} / (2 + abs({y})))", f"torch.where({test}, {x}, {y})"
     return r.choice((*shared, *of_one, *bounded, *others, f"({x}).clamp(-1, 0.7)"))
 
 
@@ -253,6 +301,58 @@ def test_a_block_mask_selects_after_the_function(name: str, engine: Any) -> None
     own = masks.causal() | masks.sliding_window(2, 1)
     distance = torch.arange(Q_LEN)[:, None] - torch.arange(K_LEN)
     judged(*CASES[name], torch.float32, (distance >= -1), block_mask=own)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e2, 1e4, 1e6, 1e8, 1e30])
+@pytest.mark.parametrize("name", "sin cos tan exp2 expm1 log1p erf atan sinh".split())
+def test_functions_of_any_argument(name: str, size: float, engine: Any) -> None:
+    function = getattr(torch, name)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.linspace(-1, 1, 997, dtype=torch.float64) * size
+        if name in ("exp2", "expm1", "sinh"):
+            x = x.clamp(-80, 80)
+        x = x.clamp(-0.75) if name == "log1p" else x
+        x = x.to(dtype)[None, None, :, None].requires_grad_()
+        one = x.new_ones(1, 1, 1, 1)
+        _, lse = flex_attention(x, one, one, lambda s, *_: function(s), scale=1, return_lse=True)
+        exact = x.detach().double().requires_grad_()
+        want = function(exact)[..., 0]
+        seen = want.isfinite()
+        grads = (
+            torch.autograd.grad(lse[seen].sum(), x),
+            torch.autograd.grad(want[seen].sum(), exact),
+        )
+        for found, wanted in ((lse[seen], want[seen]), *zip(*grads, strict=True)):
+            assert (found - wanted).abs().max() <= 3 * torch.finfo(dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_log_sum_exp_of_16_bits_is_that_of_float32(dtype: torch.dtype, engine: Any) -> None:
+    query, key, value = (torch.randn(2, 2, 100, 64).to(dtype) for _ in range(3))
+    _, lse = flex_attention(query, key, value, return_lse=True)
+    exact = (query.double() @ key.double().mT / 8).logsumexp(-1)
+    assert (lse - exact).abs().max() <= 1e-5
+
+
+EXACT: dict[str, Callable[[Any], Any]] = {
+    name: getattr(torch, name) for name in "sign trunc round frac ceil floor".split()
+} | {
+    "fmod": lambda x: torch.fmod(x, 1.5),
+    "remainder": lambda x: x % 1.5,
+    "div": lambda x: torch.div(x, 0.5, rounding_mode="trunc"),
+    "clamp": lambda x: torch.clamp_min(x, -1.5).clamp_max(2) + torch.nn.functional.hardtanh(x),
+    "leaky_relu": lambda x: torch.nn.functional.leaky_relu(x, 0.25) ** 3,
+    "tests": lambda x: torch.where(torch.isnan(1 / x * 0) | torch.isinf(x), 1.0, x),
+    "rows": lambda x: x * (torch.arange(3) + 1.0).mean() + torch.arange(3.0).dot(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_functions_without_rounding(name: str, engine: Any) -> None:
+    x = torch.arange(-20, 21)[None, None, :, None] * 0.25
+    one = x.new_ones(1, 1, 1, 1)
+    _, lse = flex_attention(x, one, one, lambda s, *_: EXACT[name](s), scale=1, return_lse=True)
+    assert torch.equal(lse, EXACT[name](x)[..., 0])
 
 
 def operands(*sizes: int) -> list[Tensor]:
@@ -401,15 +501,18 @@ def test_computed_and_constant_tensors_are_read_in_each_call() -> None:
 @pytest.mark.parametrize(
     ("mod", "message"),
     [
-        (lambda s, b, h, q, k: torch.sin(s), r"sin\(\) in .*test_flex\.py:\d+, which has no"),
+        (lambda s, b, h, q, k: s.lgamma(), r"lgamma\(\) in .*test_flex\.py:\d+, which has no"),
         (
             lambda s, b, h, q, k: s if q > k else s + 1,
             r"bool\(\) in .*test_flex.* use torch\.where",
         ),
         (lambda s, b, h, q, k: math.exp(s), r"float\(\) in .*test_flex"),
-        (lambda s, b, h, q, k: s**k, ".* the exponent must be a whole number"),
+        (lambda s, b, h, q, k: torch.where(s, s, 1), r"where\(\) with .* must be boolean"),
+        (lambda s, b, h, q, k: s + (q << k), r"lshift\(\) with .* by a number of bits"),
         (lambda s, b, h, q, k: s + torch.ones(6)[s], ".*which must be integers"),
-        (lambda s, b, h, q, k: s + torch.ones(6, 6)[q], "Partial in .*, which is no number"),
+        (lambda s, b, h, q, k: torch.ones(6, 65)[q] * s, r"a part of shape \(65,\) .* 64"),
+        (lambda s, b, h, q, k: (torch.ones(6, 5)[q] * torch.ones(6)).sum(), r"mul.*\[5, 6\]"),
+        (lambda s, b, h, q, k: s + torch.ones(6, 5)[q].sum(k), r"sum\(\) with"),
         (lambda s, b, h, q, k: s + torch.ones(0)[q], r"a captured tensor of torch\.float32"),
         (lambda s, b, h, q, k: s + 2**40 * q, ".*does not fit int32"),
     ],
@@ -423,6 +526,8 @@ def test_what_has_no_kernel_is_an_error_with_its_line(mod: Mod, message: str) ->
     ("error", "message", "options"),
     [
         (TypeError, "must return a tensor without dim", {"score_mod": lambda *_: None}),
+        (TypeError, r"without dimensions, got shape \(5,\)", {
+            "score_mod": lambda s, b, h, q, k: torch.ones(6, 5)[q] * s}),
         (TypeError, "argument 'score_mod' must be a function", {"score_mod": 3}),
         (ValueError, "same number of heads", {"key": torch.ones(1, 1, 6, 8)}),
         (ValueError, "same batch", {"value": torch.ones(1, 2, 7, 8)}),
@@ -473,6 +578,12 @@ def test_explain_says_what_a_function_is(name: str) -> None:
     assert all(note in str(found) for note in found.notes)
 
 
+def test_explain_says_that_other_devices_have_no_kernel() -> None:
+    x = [t.to("meta") for t in operands(6, 6, 6)]
+    found = explain(flex_attention, x[0], x[1], x[2], lambda s, *_: s * s)
+    assert found.notes[0] == "only the CPU has kernels: on meta the reference stores all scores"
+
+
 @pytest.mark.parametrize("name", ["learned", "gathers", "shared", "documents", "far"])
 def test_compiled_code_is_one_graph_for_all_lengths(name: str) -> None:
     make, captured = CASES[name]
@@ -516,11 +627,11 @@ def test_compiled_code_evaluates_block_masks(scaled: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
 def test_compiled_code_raises_the_errors_of_a_trace() -> None:
     run = torch.compile(lambda *x: flex_attention(*x).sin(), backend="eager")
-    mods: list[Mod] = [lambda s, b, h, q, k: ~(q < k) * s, lambda s, b, h, q, k: torch.erf(s)]
+    mods: list[Mod] = [lambda s, b, h, q, k: ~(q < k) * s, lambda s, b, h, q, k: s.lgamma()]
     torch.testing.assert_close(
         run(*(x := operands(6, 6, 6)), mods[0]), flex_attention(*x, mods[0]).sin()
     )
-    with pytest.raises(NotImplementedError, match=r"uses erf\(\) in .*test_flex\.py:\d+"):
+    with pytest.raises(NotImplementedError, match=r"uses lgamma\(\) in .*test_flex\.py:\d+"):
         run(*x, mods[1])
 
 

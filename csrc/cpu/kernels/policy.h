@@ -96,15 +96,6 @@ struct PairBf16 {
   static constexpr bool kHalves = false;
 #endif
 
-  // A pair of 1.0 in each lane.
-  static FASTATTN_INLINE VecF ones() {
-    VecI pair = VecI{} + 0x3f803f80;
-#if defined(__aarch64__)
-    asm("" : "+w"(pair));  // GCC 12 takes a constant 1.0 of bf16 for one of fp16
-#endif
-    return (VecF)pair;
-  }
-
   // (a0, a1, ..., b0, b1, ...), rounded to bf16.
   static FASTATTN_INLINE VecF as_bf16(VecF a, VecF b) {
 #if FASTATTN_AVX512_BF16

@@ -42,19 +42,46 @@ struct FloatFormat<double> {
   static constexpr int64_t kRootHalf = 0x3fe6a09e667f3bcd;
 };
 
-// e^x = 2^n 2^f. 2^n is two factors, because n may be beyond the exponents of either.
+// 2^n 2^f, where n is a whole number plus kShift. 2^n is two factors, because n may be beyond the
+// exponents of either.
+template <class T>
+FASTATTN_INLINE Vec<T> exp2_of_parts(Vec<T> shifted, Vec<T> f) {
+  typedef FloatFormat<T> F;
+  const Mask<T> whole = (Mask<T>)shifted - (Mask<T>)splat<T>(F::kShift), half = whole >> 1;
+  const auto power = [](Mask<T> e) __attribute__((always_inline)) {
+    return (Vec<T>)((e + F::kBias) << F::kFraction);
+  };
+  return exp2_fraction<false>(f) * power(half) * power(whole - half);
+}
+
 template <class T>
 FASTATTN_INLINE Vec<T> exp_of(Vec<T> x) {
   typedef FloatFormat<T> F;
   x = max_of(splat<T>(F::kLeast), x);
   x = select<T>(x > F::kMost, splat<T>(F::kMost), x);
   const Vec<T> shifted = x * kLog2E<T> + F::kShift, n = shifted - F::kShift;
+  return exp2_of_parts<T>(shifted, ((x - n * F::kHigh) - n * F::kLow) * kLog2E<T>);
+}
+
+template <class T>
+FASTATTN_INLINE Vec<T> exp2_of(Vec<T> x) {
+  typedef FloatFormat<T> F;
+  constexpr T kLeast = F::kLeast * kLog2E<T>, kMost = F::kMost * kLog2E<T>;
+  x = max_of(splat<T>(kLeast), x);
+  x = select<T>(x > kMost, splat<T>(kMost), x);
+  const Vec<T> shifted = x + F::kShift;
+  return exp2_of_parts<T>(shifted, x - (shifted - F::kShift));
+}
+
+// e^x - 1. For |x| < 1 it is (2^n - 1) + 2^n (2^f - 1), which keeps the relative accuracy of small x.
+template <class T>
+FASTATTN_INLINE Vec<T> expm1_of(Vec<T> x) {
+  typedef FloatFormat<T> F;
+  Vec<T> power;
+  const Vec<T> n = round_of(x * kLog2E<T>, &power);
   const Vec<T> f = ((x - n * F::kHigh) - n * F::kLow) * kLog2E<T>;
-  const Mask<T> whole = (Mask<T>)shifted - (Mask<T>)splat<T>(F::kShift), half = whole >> 1;
-  const auto power = [](Mask<T> e) __attribute__((always_inline)) {
-    return (Vec<T>)((e + F::kBias) << F::kFraction);
-  };
-  return exp2_fraction<false>(f) * power(half) * power(whole - half);
+  const Vec<T> near = (power - T(1)) + power * (f * exp2_slope<false>(f));
+  return select<T>((x < T(1)) & (x > T(-1)), near, exp_of<T>(x) - T(1));
 }
 
 // log x = n log 2 + log m,  sqrt(1/2) <= m < sqrt(2)
@@ -72,6 +99,40 @@ FASTATTN_INLINE Vec<T> log_of_any(Vec<T> x) {
   r = select<T>(x == kInf<T>, x, r);
   r = select<T>(x == T(0), splat<T>(-kInf<T>), r);
   return select<T>(x >= T(0), r, splat<T>(static_cast<T>(__builtin_nan(""))));
+}
+
+// log(1 + x). The rounding error of y = 1 + x is added as its first-order term, error / y.
+template <class T>
+FASTATTN_INLINE Vec<T> log1p_of_any(Vec<T> x) {
+  const Vec<T> y = T(1) + x, r = log_of_any<T>(y);
+  return select<T>((x < T(1)) & (x > T(-1)), r + (x - (y - T(1))) / y, r);
+}
+
+// Sine and cosine of radians up to kFarthest: x = n pi / 2 + r. In double, pi / 2 has three parts, and
+// the products of the first two with n are exact.
+constexpr double kFarthest = 0x1p20;
+template <class T>
+FASTATTN_INLINE Waves<T> waves_of_radians(Vec<T> x) {
+  typedef double Wide __attribute__((vector_size(kLanes<T> * 8), may_alias));
+  constexpr double kQuarters = 0.63661977236758134308, kTurns = 0.15915494309189533577;
+  constexpr double kPi2[] = {0x1.921fb544p+0, 0x1.0b4611a6p-34, 0x1.3198a2e037073p-69};
+  const Wide y = __builtin_convertvector(x, Wide);
+  const Wide n = (y * kQuarters + FloatFormat<double>::kShift) - FloatFormat<double>::kShift;
+  const Wide r = ((y - n * kPi2[0]) - n * kPi2[1]) - n * kPi2[2];
+  const Mask<T> quadrant = __builtin_convertvector(n, Mask<T>) << (8 * sizeof(T) - 2);
+  return waves<T>(quadrant, __builtin_convertvector(r * kTurns, Vec<T>));
+}
+
+// Where |x| is beyond kFarthest, and of no other lane, the C library's function.
+template <class T>
+FASTATTN_INLINE Vec<T> far_lanes(Vec<T> x, Vec<T> near, double (*exact)(double)) {
+  const Mask<T> far = (x > static_cast<T>(kFarthest)) | (x < static_cast<T>(-kFarthest));
+  Mask<T> any = far;
+  FASTATTN_UNROLL for (int l = 1; l < kLanes<T>; ++l) any[0] |= far[l];
+  if (any[0] != 0)
+    for (int l = 0; l < kLanes<T>; ++l)
+      if (far[l] != 0) near[l] = static_cast<T>(exact(static_cast<double>(x[l])));
+  return near;
 }
 
 template <class T>

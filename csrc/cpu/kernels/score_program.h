@@ -166,6 +166,8 @@ class ScoreMachine {
       }
       case ScoreOp::integer:
         return fill(s.to, integer(s.a));
+      case ScoreOp::number:
+        return fill(s.to, integer(number(s.a)));
       case ScoreOp::batch:
         return fill(s.to, integer(entry_));
       case ScoreOp::head:
@@ -277,6 +279,22 @@ class ScoreMachine {
           const Int x = (Int)a;
           return x < 0 ? (Int)((Unsigned)Int{} - (Unsigned)x) : x;
         });
+      case ScoreOp::sine:
+        FASTATTN_UNARY(far_lanes<T>(a, waves_of_radians<T>(a).sine, __builtin_sin));
+      case ScoreOp::cosine:
+        FASTATTN_UNARY(far_lanes<T>(a, waves_of_radians<T>(a).cosine, __builtin_cos));
+      case ScoreOp::exponential_of_two:
+        FASTATTN_UNARY(exp2_of<T>(a));
+      case ScoreOp::exponential_minus_one:
+        FASTATTN_UNARY(expm1_of<T>(a));
+      case ScoreOp::logarithm_of_one_plus:
+        FASTATTN_UNARY(log1p_of_any<T>(a));
+      case ScoreOp::error_function:
+        return by_lane(s, s.a, [](double a, double) { return __builtin_erf(a); });
+      case ScoreOp::power:
+        return by_lane(s, s.b, [](double a, double b) { return __builtin_pow(a, b); });
+      case ScoreOp::arctangent:
+        return by_lane(s, s.b, [](double a, double b) { return __builtin_atan2(a, b); });
     }
   }
 #undef FASTATTN_BINARY
@@ -356,6 +374,20 @@ class ScoreMachine {
     bool found = true;
     FASTATTN_UNROLL for (int l = 0; l < W; ++l) found &= apart[l] == 0;
     return found;
+  }
+
+  // to = f(a, b) of the C library, in double.
+  template <class F>
+  void by_lane(const ScoreStep& s, int32_t second, F f) const {
+    const Register a = at(s.a), b = at(second), to = at(s.to);
+    const int lanes = lanes_of(to);
+    each(to, [&](int64_t r, int n) __attribute__((always_inline)) {
+      Vec<T> x = a.value(r, n);
+      const Vec<T> y = b.value(r, n);
+      for (int l = 0; l < lanes; ++l)
+        x[l] = static_cast<T>(f(static_cast<double>(x[l]), static_cast<double>(y[l])));
+      return lanes == 1 ? splat<T>(x[0]) : x;
+    });
   }
 
   template <class F>

@@ -432,19 +432,18 @@ class Forward {
       }
       return nk;
     } else {
-      // Pairs of keys, rounded to bf16. The sum is that of the rounded values, so that the weights
-      // add up to one.
+      // Pairs of keys, rounded to bf16. Their sum is not: it has the accuracy of a log-sum-exp in
+      // float32, by which users merge results.
       if (nk % 2)
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
             store(S + nk * lanes + n * W, splat<T>(-kInf<T>));
-      const VecF ones = P::ones();
       _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; j += 2)
           FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const T* s = S + j * lanes + n * W;
         const VecF even = exponential<true>(rule, load(s) - reference[n]);
         const VecF odd = exponential<true>(rule, load(s + lanes) - reference[n]);
         VecI pair = pack_pair(even, odd);
-        sum[n] = P::multiply_add((VecF)pair, ones, sum[n]);
+        sum[n] += even + odd;
         if constexpr (kDrop) {
           const uint32_t* keep = buf.keep + j / 2 * lanes + n * W;
           pair &= (VecI)load(reinterpret_cast<const float*>(keep));

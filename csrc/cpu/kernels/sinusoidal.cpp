@@ -21,11 +21,6 @@ constexpr int64_t kTileBytes = 16 * 1024;  // half of the smallest L1; the rest 
 constexpr int64_t kTileRows = 64;
 constexpr double kFlopsPerElement = 20;  // cost of one element, in flops
 
-template <class T>
-constexpr auto kSignBit = static_cast<int64_t>(uint64_t{1} << 63);
-template <>
-constexpr auto kSignBit<float> = INT32_MIN;
-
 // The angles of one vector of columns, as 64-bit fractions of a turn.
 template <class T>
 struct Angles {
@@ -41,47 +36,6 @@ FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
     a.part[i] = *reinterpret_cast<const Unaligned*>(p + i * kLanes<double>);
   }
   return a;
-}
-
-// sin(2 pi t) = t P(t^2) for |t| <= 1/8, the leading coefficient in two parts. Relative error 3e-9
-// and 3e-18.
-FASTATTN_INLINE VecF sin_turns(VecF t, VecF tt) {
-  const VecF rest = horner<float>(tt, -41.3416615f, 81.5923536f, -75.3935628f);
-  return t * 6.28318548f + t * (rest * tt - 1.95191750e-7f);
-}
-FASTATTN_INLINE VecD sin_turns(VecD t, VecD tt) {
-  const VecD rest =
-      horner<double>(tt, -41.341702240399631464, 81.605249275944509706, -76.705859703315063442,
-                     42.058684902041629787, -15.093797504376454335, 3.7807261516868835485);
-  return t * 6.2831853071795862320 + t * (rest * tt + 2.2410e-16);
-}
-
-// cos(2 pi t) = 1 + t^2 Q(t^2) for |t| <= 1/8. Error 2e-10 and 2e-19.
-FASTATTN_INLINE VecF cos_turns(VecF tt) {
-  return horner<float>(tt, 1.0f, -19.7392088f, 64.9393687f, -85.4487638f, 59.4217088f);
-}
-FASTATTN_INLINE VecD cos_turns(VecD tt) {
-  return horner<double>(tt, 1.0, -19.739208802178717230, 64.939394022668241848,
-                        -85.456817206643137462, 60.244641352520257615, -26.426253253452795356,
-                        7.9032056385801089484, -1.6990072619667402197);
-}
-
-template <class T>
-struct Waves {
-  Vec<T> sine, cosine;
-};
-
-// Sine and cosine of an angle that is t of a turn, |t| <= 1/8, plus the quadrant in the two top
-// bits. Per quadrant, the sines are sin t, cos t, -sin t, -cos t; the cosines are one quadrant
-// ahead.
-template <class T>
-FASTATTN_INLINE Waves<T> waves(Mask<T> quadrant, Vec<T> t) {
-  constexpr int kSign = 8 * sizeof(T) - 1;
-  const Vec<T> tt = t * t, s = sin_turns(t, tt), c = cos_turns(tt);
-  const Mask<T> odd = (quadrant << 1) >> kSign, second_bit = (quadrant << 1) & kSignBit<T>;
-  const Mask<T> sign = quadrant & kSignBit<T>;
-  return {(Vec<T>)((Mask<T>)select<T>(odd, c, s) ^ sign),
-          (Vec<T>)((Mask<T>)select<T>(odd, s, c) ^ sign ^ second_bit)};
 }
 
 template <int... I>
