@@ -53,16 +53,15 @@ class TableLayer {
   TensorView keys, values;          // [B C, N, 1, D], of the first head; no data: of the known rows
   char *first_keys, *first_values;  // [B C, N, 1, D], null: not wanted
 
-  void check() const {
-    expect_multiple(H, E, "num_heads");
+  // Whether all tensors have the dtype and the sizes of the layer, and dense rows.
+  bool is_usual() const {
+    bool usual = H > 0 && E % H == 0 && N > 0 && F > 0 && (is_cached() || N <= R);
     for (const Attention* each : {&rows, &columns})
       for (const Linear* part : {&each->query, &each->key, &each->value, &each->out})
-        check(*part, E, E);
-    check(first, F, E), check(second, E, F);
-    for (const Norm& norm : norms) check_row(norm.gamma, E), check_row(norm.beta, E);
-  }
-  // Whether the cache has the first head of every column.
-  bool is_cache_usual() const {
+        usual = usual && fits(*part, E, E);
+    usual = usual && fits(first, F, E) && fits(second, E, F);
+    for (const Norm& norm : norms) usual = usual && fits(norm.gamma, E) && fits(norm.beta, E);
+    if (!usual || !is_cached()) return usual;
     for (const TensorView* each : {&keys, &values})
       if (!each->has_sizes({B * C, N, 1, E / H}) || each->stride[3] != 1) return false;
     return true;
@@ -114,18 +113,13 @@ class TableLayer {
     return std::max<int64_t>(1, cells() / std::max<int64_t>(1, R));
   }
 
-  void expect_part(bool holds) const {
-    expect(holds, "parts must be dense, of the dtype of x, and of the sizes of its cells");
-  }
-  void check(const Linear& part, int64_t n, int64_t k) const {
+  static bool fits(const Linear& part, int64_t n, int64_t k) {
     const TensorView& w = part.weight;
-    expect_part(w.data != nullptr && w.dtype == dtype && w.has_sizes({n, k}) &&
-                (w.stride[1] == 1 || k == 1));
-    check_row(part.bias, n);
+    return w.data != nullptr && w.has_sizes({n, k}) && (w.stride[1] == 1 || k == 1) &&
+           fits(part.bias, n);
   }
-  void check_row(const TensorView& row, int64_t n) const {
-    expect_part(row.data == nullptr ||
-                (row.dtype == dtype && row.has_sizes({n}) && (row.stride[0] == 1 || n == 1)));
+  static bool fits(const TensorView& row, int64_t n) {
+    return row.data == nullptr || (row.has_sizes({n}) && (row.stride[0] == 1 || n == 1));
   }
 
   // task(t, scratch) for each t, on all threads.
@@ -295,7 +289,7 @@ struct TableCall {
 // rows and in columns each query, key, value and out, of the MLP first and second, and of three norms,
 // whose weights may be None. eps: of the norms. keys, values: [B C, N, 1, D], or None. With `in_place` the
 // result is x. Returns y, and with `keeps` the keys and values of the first head; None where the layer's
-// own forward must run: a tensor is not plain memory of x's dtype, or requires a gradient that is wanted.
+// own forward must run: a tensor is not plain memory, is unusual, or requires a gradient that is wanted.
 py::object table_layer(const TableCall& c, py::handle parts, py::handle eps, int64_t num_heads,
                        int64_t known, bool rms, bool in_place, bool keeps, bool wants_gradients) {
   TableLayer t{};
@@ -324,11 +318,9 @@ py::object table_layer(const TableCall& c, py::handle parts, py::handle eps, int
   }
   if (!reads(c.keys, &t.keys) || !reads(c.values, &t.values)) return none();
   t.F = t.first.weight.size[0], t.rms = rms, t.threads = threads();
-  const bool is_cached = !c.keys.is_none();
-  if (is_cached) t.N = t.keys.rank > 1 ? t.keys.size[1] : 0;
-  if (t.N <= 0 || t.F == 0 || (!is_cached && t.N > t.R)) return none();
-  t.check();
-  if (is_cached && (keeps || !t.is_cache_usual())) return none();
+  if (!c.keys.is_none()) t.N = t.keys.rank > 1 ? t.keys.size[1] : 0;
+  if (c.keys.is_none() != c.values.is_none() || (keeps && !c.keys.is_none()) || !t.is_usual())
+    return none();
   t.x = static_cast<const char*>(x.data);
   py::object y = py::reinterpret_borrow<py::object>(c.x);
   if (in_place)

@@ -43,8 +43,8 @@ def register() -> Registration:
     It affects every estimator and model of the process, of all versions of the architecture,
     forward and backward, with and without a cache of the training rows, whose quantised form TabPFN
     dequantises before. Queries, keys and values [B, S, H, D] are read in place, and grouped key
-    heads are not repeated. Models on GPUs keep TabPFN's own choice. The linear layers stay
-    PyTorch's: :func:`fastattn.accelerate` replaces them, for each model of an estimator.
+    heads are not repeated. Models on GPUs keep TabPFN's own choice. :func:`fastattn.accelerate`
+    calls this function, and also serves the layers and linear layers of one model.
 
     Returns:
         A :class:`Registration`: ``undo()`` restores the previous state; so does the end of a
@@ -159,7 +159,8 @@ class FusedBlock(Native):
         cache = (None, None) if cached is None else (cached.key, cached.value)
         wants_gradients = torch.is_grad_enabled()
         calls = {"in_place": in_place, "keeps": keeps, "wants_gradients": wants_gradients}
-        return run(x, *cache, known=known, **plan.options, **calls)
+        eps = tuple(_default_eps(x.dtype) if each is None else each for each in plan.eps)
+        return run(x, *cache, eps=eps, known=known, **plan.options, **calls)
 
     def why_not_native(self) -> str:
         plan = _planned(self)
@@ -203,10 +204,9 @@ class _Block(Plan):
         )
         if not is_usual:
             return None
-        dtype = linear[0].weight.dtype
+        self.eps = [x.eps for x in norms]
         return {
             "parts": tuple((x.weight, getattr(x, "bias", None)) for x in (*linear, *norms)),
-            "eps": tuple(_default_eps(dtype) if x.eps is None else x.eps for x in norms),
             "num_heads": attentions[0].num_heads,
             "rms": isinstance(norms[0], nn.RMSNorm),
         }

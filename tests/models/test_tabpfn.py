@@ -151,27 +151,32 @@ def test_bits_of_a_layer(block: nn.Module) -> None:
 
 
 def test_layers_that_run_as_before(block: nn.Module, native: mock.Mock) -> None:
-    """With gradients, hooks or parts that differ, and after `restore`."""
-    stock = type(block)
+    """With gradients, unusual strides, hooks or parts that differ, and after `restore`."""
+    stock, parts = type(block), block
     report = fastattn.accelerate(block.float())
     assert [(part.calls, part.backend) for part in report.layers] == [("a layer of tables", "cpu")]
     x = cells(1, 4, 3)
     wanted = block(x, 3, None)[0]
     assert wanted.requires_grad
-    with torch.no_grad():
-        block(x.double()[..., ::2].repeat(1, 1, 1, 2).float().transpose(1, 2), 3, None)
-        assert native.call_args.kwargs["wants_gradients"] is False
-        before = native.call_count
-        parts: Any = block
-        handle = parts.layernorm_mlp.register_forward_hook(lambda *_: None)
+
+    def same(x: Tensor = x) -> None:
         torch.testing.assert_close(block(x, 3, None)[0], wanted)
-        assert "watched by a hook" in parts.why_not_native()
+
+    with torch.no_grad():
+        same(x.transpose(1, 2).contiguous().transpose(1, 2))
+        first: Any = parts.mlp[0]  # type: ignore[index]
+        first.weight = nn.Parameter(first.weight.t().contiguous().t())
+        same()
+        before = native.call_count
+        handle = first.register_forward_hook(lambda *_: None)
+        same()
+        assert "watched by a hook" in block.why_not_native()  # type: ignore[operator]
         handle.remove()
-        parts.mlp[1] = nn.GELU(approximate="tanh")
+        parts.mlp[1] = nn.GELU(approximate="tanh")  # type: ignore[index, operator]
         block(x, 3, None)
         assert native.call_count == before
-        parts.mlp[1] = nn.GELU()
-        torch.testing.assert_close(block(x, 3, None)[0], wanted)
+        parts.mlp[1] = nn.GELU()  # type: ignore[index, operator]
+        same()
         assert native.call_count == before + 1
     fastattn.restore(block)
     assert type(block) is stock

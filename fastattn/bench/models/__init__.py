@@ -232,9 +232,7 @@ class _TabPFN(LibraryModel):
     @contextlib.contextmanager
     def serving(self, attention: str) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if attention == "fastattn":
-                stack.enter_context(import_module("fastattn.integrations.tabpfn").register())
-            elif attention == "eager":
+            if attention == "eager":
                 stack.enter_context(self.exactly())
             stack.enter_context(super().serving(attention))
             yield
