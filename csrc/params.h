@@ -315,11 +315,11 @@ struct NormParams {
   const void* scale;         // [E], of x; null = 1
   const void* residual;      // [rows, E], null = 0
   void* sum;                 // [rows, E], s; null = not wanted; may be x or residual
-  const void* gamma;         // [E], null = s is all that is wanted
+  const void* gamma;         // [E], null = 1
   const void* beta;          // [E], null = 0
   double eps;
   bool rms;   // divide by the root of the mean square, without subtracting the mean
-  void* out;  // [rows, E]; may be x or residual
+  void* out;  // [rows, E], null = s is all that is wanted; may be x or residual
 };
 
 // Additive attention, forward and backward, on the operands of attention with one head: D is the

@@ -18,6 +18,7 @@ append_to_cache: Callable[..., Any]
 hopfield_backward: Callable[..., Any]  # of the steps; by name also `needed`
 hopfield_steps: Callable[..., Any]  # repeats `taken` steps, at most `most`: states, statistics
 self_attention: Callable[..., Any]  # of a small layer, or None; see csrc/cpu/bind_linear.cpp
+table_layer: Callable[..., Any]  # or None; see csrc/cpu/bind_table_layer.cpp
 
 # Layers of an encoder on rows without padding, embeddings and layers of texts, and their plans:
 # csrc/cpu/bind_encoder.cpp, facts.h.

@@ -6,6 +6,7 @@
 #include "bind_flex.cpp"
 #include "bind_linear.cpp"
 #include "bind_sdpa.cpp"
+#include "bind_table_layer.cpp"
 #include "bind_varlen.cpp"
 
 namespace fastattn {
@@ -21,6 +22,8 @@ void define_attention(py::module_& m) {
   define<&flex_attention_backward>(m, "flex_attention_backward");
   define<&linear>(m, "linear", "");
   define<&self_attention>(m, "self_attention", "num_heads, batch_first, causal, recorded");
+  define<&table_layer>(m, "table_layer",
+                       "parts, eps, num_heads, known, rms, in_place, keeps, wants_gradients");
   define<&varlen_attention>(m, "varlen_attention");
   define<&varlen_attention_backward>(m, "varlen_attention_backward");
   m.def("decodes_on_tiles", &heads_decode_on_tiles);

@@ -309,9 +309,7 @@ class _TabPFN(Model):
     @contextlib.contextmanager
     def serving(self, attention: str) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if attention == "fastattn":
-                stack.enter_context(import_module("fastattn.integrations.tabpfn").register())
-            elif attention == "eager":
+            if attention == "eager":
                 stack.enter_context(Intercepting(_by_definition))
             caller = import_module(self.ARCHITECTURE)
             function = _watched(caller.scaled_dot_product_attention, self.stopwatch)

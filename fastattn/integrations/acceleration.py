@@ -16,7 +16,7 @@ from torch import nn
 from fastattn import dispatch, evidence
 from fastattn._table import as_html, as_text
 from fastattn.explanation import explain
-from fastattn.integrations import diffusers, transformers
+from fastattn.integrations import diffusers, tabpfn, transformers
 from fastattn.integrations._code import calls_of
 from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
@@ -105,6 +105,8 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
       change.
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
+    - layers of TabPFN, by its registry, as after :func:`fastattn.integrations.tabpfn.register`,
+      which **holds for the whole process**; those of versions 2 to 2.6 are one native call each.
     - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
       :func:`fastattn.integrations.torch.activate`. **This one holds for the whole process**, not
       for this model alone, and for the CPU only. It is used if the model has such code.
@@ -193,6 +195,7 @@ class _Changes:
         for library, serve in (
             ("transformers", self._transformers),
             ("diffusers", self._diffusers),
+            ("tabpfn", self._tabpfn),
         ):
             if library in sys.modules:  # otherwise no module is of it
                 try:
@@ -274,6 +277,13 @@ class _Changes:
                 self._remember(processor, "_attention_backend")
                 names = sys.modules["diffusers.models.attention_dispatch"].AttentionBackendName
                 processor._attention_backend = names(_NAME)
+
+    def _tabpfn(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        if any(map(tabpfn.is_of_tabpfn, modules.values())):
+            self._register("tabpfn", tabpfn.register)
+            replaced = replace(model, tabpfn.block_class)
+            self._replaced += [weakref.ref(modules[name]) for name in replaced]
 
     def _register(self, library: str, register: Callable[[], Registration]) -> None:
         if library not in self._registrations:

@@ -6,13 +6,28 @@ Every architecture of TabPFN looks up the backend of its attention in one regist
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import math
+import weakref
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from fastattn import compat, dispatch, evidence
 from fastattn.integrations._registration import Counted, Registration, check_version
+from fastattn.nn._encoder_layer import (
+    LINEAR,
+    Native,
+    Plan,
+    does_nothing,
+    is_exact_gelu,
+    largest_layer,
+    part_of,
+)
 from fastattn.ops import scaled_dot_product_attention
 
 __all__ = ["Registration", "register"]
@@ -28,8 +43,8 @@ def register() -> Registration:
     It affects every estimator and model of the process, of all versions of the architecture,
     forward and backward, with and without a cache of the training rows, whose quantised form TabPFN
     dequantises before. Queries, keys and values [B, S, H, D] are read in place, and grouped key
-    heads are not repeated. Models on GPUs keep TabPFN's own choice. The linear layers stay
-    PyTorch's: :func:`fastattn.accelerate` replaces them, for each model of an estimator.
+    heads are not repeated. Models on GPUs keep TabPFN's own choice. :func:`fastattn.accelerate`
+    calls this function, and also serves the layers and linear layers of one model.
 
     Returns:
         A :class:`Registration`: ``undo()`` restores the previous state; so does the end of a
@@ -86,3 +101,158 @@ class _Registry(Counted[str]):
 def _registry() -> _Registry:
     check_version("tabpfn", OLDEST, BELOW)
     return _Registry()
+
+
+# The architectures whose layers have the equation of csrc/cpu/bind_table_layer.cpp.
+_ARCHITECTURES = [f"tabpfn.architectures.tabpfn_{version}" for version in ("v2", "v2_5", "v2_6")]
+_PROJECTIONS = [f"{x}_projection" for x in ("q", "k", "v", "out")]
+_ATTENTIONS = ("per_sample_attention_between_features", "per_column_attention_between_cells")
+_NORMS = ("layernorm_mha1", "layernorm_mha2", "layernorm_mlp")
+_CELLS = 256  # at least as many multiply a weight at a time
+
+
+class FusedBlock(Native):
+    """The forward of TabPFN's layer in one native call, where it can be.
+
+    .. math::
+
+        a = norm_1(x + A(x)), \\quad b = norm_2(a + B(a)), \\quad y = norm_3(b + MLP(b))
+
+    A is attention within each row, B within each column. Beside y, its memory is small.
+    """
+
+    WHAT = "a layer of tables"
+
+    def forward(
+        self,
+        x_BRCE_container: list[Tensor] | Tensor,
+        single_eval_pos: int,
+        save_peak_memory_factor: int | None,
+        *,
+        cached_kv: Any = None,
+        return_kv: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """As ``TabPFNBlock``, which takes x [B, R, C, E] out of a list, and with a factor of memory
+        writes the result in its place."""
+        x = x_BRCE_container[0] if isinstance(x_BRCE_container, list) else x_BRCE_container
+        in_place = save_peak_memory_factor is not None
+        made = self._fused(x, single_eval_pos, cached_kv, in_place, return_kv)
+        if made is None:
+            stock: Any = super()
+            named = {"cached_kv": cached_kv, "return_kv": return_kv}
+            result: tuple[Tensor, Any] = stock.forward(
+                x_BRCE_container, single_eval_pos, save_peak_memory_factor, **named
+            )
+            return result
+        y, key, value = made
+        if isinstance(x_BRCE_container, list):
+            del x_BRCE_container[0]
+        return y, _cache_entry()(key=key, value=value) if return_kv else None
+
+    def _fused(self, x: Any, known: int, cached: Any, in_place: bool, keeps: bool) -> Any:
+        if not compat.nothing_intercepts() or compat.is_any_watched():
+            return None
+        plan = _planned(self)
+        if plan is None or plan.options is None or plan.why_not(x.dtype):
+            return None
+        run: Any = dispatch.load("cpu").table_layer  # type: ignore[union-attr]
+        cache = (None, None) if cached is None else (cached.key, cached.value)
+        wants_gradients = torch.is_grad_enabled()
+        calls = {"in_place": in_place, "keeps": keeps, "wants_gradients": wants_gradients}
+        eps = tuple(_default_eps(x.dtype) if each is None else each for each in plan.eps)
+        return run(x, *cache, eps=eps, known=known, **plan.options, **calls)
+
+    def why_not_native(self) -> str:
+        plan = _planned(self)
+        if plan is None or plan.options is None:
+            return "a part of it is of another class, is watched by a hook, or has unusual options"
+        weight = plan.options["parts"][0][0]
+        if not weight.is_cpu:
+            return f"it is on {weight.device}"
+        return plan.why_not(weight.dtype)
+
+
+class _Block(Plan):
+    """The native plan of a layer: the options of its call, None if it can have none."""
+
+    options: dict[str, Any] | None = None
+
+    def __init__(self, block: nn.Module) -> None:
+        inside = [x for x in block.modules() if x is not block]
+        super().__init__(inside, compat.state_of(block))
+        with contextlib.suppress(AttributeError, KeyError):  # other parts than the usual
+            self.options = self._read(block, inside)
+
+    def _read(self, block: nn.Module, inside: list[nn.Module]) -> dict[str, Any] | None:
+        attentions = [part_of(block, name) for name in _ATTENTIONS]
+        linear = [part_of(x, name) for x in attentions for name in _PROJECTIONS]
+        linear += [part_of(block, "mlp.0"), part_of(block, "mlp.2")]
+        norms = [part_of(block, name) for name in _NORMS]
+        self.width, self.hidden = linear[-1].weight.shape
+        kinds = {type(x) for x in (*attentions, *norms)}
+        is_usual = (
+            not compat.are_watched(inside, does_nothing)
+            and all(type(x) in LINEAR for x in linear)
+            and all(kind.__module__ == type(block).__module__ for kind in kinds)
+            and len({type(x) for x in norms}) == 1
+            and all(x.normalized_shape == (self.width,) for x in norms)
+            and all(x.num_heads == attentions[0].num_heads for x in attentions)
+            and all(x.weight.shape == (self.width, self.width) for x in linear[:8])
+            and type(block.mlp) is nn.Sequential
+            and len(block.mlp) == 3
+            and is_exact_gelu(part_of(block, "mlp.1"))
+        )
+        if not is_usual:
+            return None
+        self.eps = [x.eps for x in norms]
+        return {
+            "parts": tuple((x.weight, getattr(x, "bias", None)) for x in (*linear, *norms)),
+            "num_heads": attentions[0].num_heads,
+            "rms": isinstance(norms[0], nn.RMSNorm),
+        }
+
+    def why_not(self, dtype: torch.dtype) -> str:
+        if _CELLS * self.width * self.hidden <= largest_layer(dtype):
+            return ""
+        name = str(dtype).removeprefix("torch.")
+        return f"its operators are faster in {name} on this processor, or it has no such kernel"
+
+
+_blocks: weakref.WeakKeyDictionary[nn.Module, _Block] = weakref.WeakKeyDictionary()
+evidence.on_change(_blocks.clear)
+
+
+def _planned(block: nn.Module) -> _Block | None:
+    plan = _blocks.get(block)
+    if plan is None or not plan.holds():
+        if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
+            return None
+        plan = _blocks[block] = _Block(block)
+    return plan
+
+
+@functools.cache
+def _default_eps(dtype: torch.dtype) -> float:
+    """The eps of an RMSNorm without one, which differs between versions of PyTorch."""
+    x = torch.full((1,), 2.0**-10, dtype=dtype)
+    eps = float((x / F.rms_norm(x, (1,))).double().square() - x.double().square())
+    known = [torch.finfo(each).eps for each in (torch.float32, dtype)]
+    return min(known, key=lambda each: abs(math.log(max(eps, 1e-30) / each)))
+
+
+@functools.cache
+def _cache_entry() -> Any:
+    return importlib.import_module("tabpfn.architectures.kv_cache").KVCacheEntry
+
+
+def block_class(module: nn.Module) -> type | None:
+    """The class with a native forward for a layer of TabPFN, None if it has none."""
+    kind = type(module)
+    return (
+        FusedBlock if kind.__name__ == "TabPFNBlock" and kind.__module__ in _ARCHITECTURES else None
+    )
+
+
+def is_of_tabpfn(module: nn.Module) -> bool:
+    """Whether the class of a module is of TabPFN's architectures."""
+    return type(module).__module__.startswith("tabpfn.architectures.")

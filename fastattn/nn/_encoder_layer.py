@@ -70,7 +70,7 @@ _ACTIVATIONS: dict[Any, int] = {
 }
 _LIBRARIES = ("torch.", "transformers.")
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
-_LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
+LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -131,7 +131,7 @@ class _Layer(Plan):
         self.is_usual = (
             not compat.have_hooks(inside, does_nothing)
             and activation > 0
-            and all(x is None or type(x) in _LINEAR for x in linear)
+            and all(x is None or type(x) in LINEAR for x in linear)
             and type(norms[0]) is type(norms[1])
             and all(type(x) in _NORMS and len(x.normalized_shape) == 1 for x in norms)
             and all(x is None or type(x) is float for x in eps)
@@ -344,6 +344,16 @@ def _forget() -> None:
 
 
 evidence.on_change(_forget)
+
+
+def largest_layer(dtype: torch.dtype) -> int:
+    """The largest rows·E·F for which the products of a native layer are as fast as others."""
+    return _most(dtype)[0] if dtype in _DTYPES else 0
+
+
+def is_exact_gelu(module: nn.Module) -> bool:
+    """Whether a module is GELU without an approximation."""
+    return type(module) is nn.GELU and _activation(module) == _GELU
 
 
 def does_nothing(hook: Any) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from gemms import cpu, native_layers
 from libraries import library
 from library_models import TABPFN, tabpfn_model
 from torch import Tensor, nn
 from transformers_runs import assert_same
+from within_bound import assert_right
 
 import fastattn
+from fastattn.bench.models import TABPFN as TABPFN_BY_DEFINITION
 
 TRAINED = 30
 
@@ -78,6 +84,102 @@ def test_accelerated_in_16_bits(model: nn.Module) -> None:
             ours = model(*table(torch.bfloat16), task_type="multiclass")
         fastattn.restore(model)
     assert (ours - exact).abs().max() < 2 * (stock - exact).abs().max()
+
+
+# Tables, rows, columns and rows with classes: tasks of several columns, and of a few of their rows.
+SHAPES = ((2, 5, 3, 4), (1, 600, 2, 530), (2, 3, 300, 2), (1, 7, 1, 7))
+
+
+@pytest.fixture(params=["v2_5", "v2_6"])
+def block(request: pytest.FixtureRequest) -> nn.Module:
+    found: nn.Module = tabpfn_model(request.param).blocks[0]  # type: ignore[index]
+    return found
+
+
+@pytest.fixture
+def native() -> Iterator[mock.Mock]:
+    """Counts the native calls; layers of any size take them, on any processor."""
+    with native_layers(), mock.patch.object(cpu, "table_layer", wraps=cpu.table_layer) as called:
+        yield called
+
+
+def cells(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, 192, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_a_layer(
+    shape: tuple[int, ...], dtype: torch.dtype, block: nn.Module, native: mock.Mock
+) -> None:
+    """And the keys and values of its cache, with which new rows have the same bits."""
+    *sizes, known = shape
+    block, x = block.to(dtype), cells(*sizes, dtype=dtype)
+    exact = copy.deepcopy(block).double()
+    fastattn.accelerate(block)
+
+    def results(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        y, cache = layer([x], known, None, return_kv=True)
+        return {"y": y, "key": cache.key, "value": cache.value}
+
+    got = results(block, x)
+    assert torch.equal(block(x, known, None)[0], got["y"])
+    cache = library("tabpfn.architectures.kv_cache").KVCacheEntry(got["key"], got["value"])
+    new = block(x[:, known:].contiguous(), 0, None, cached_kv=cache)[0]
+    assert torch.equal(new, got["y"][:, known:])
+    assert native.call_count == 3
+    assert torch.equal(block([in_place := x.clone()], known, 8)[0], got["y"])
+    assert torch.equal(in_place, got["y"])
+    fastattn.restore(block)
+    with TABPFN_BY_DEFINITION.exactly():
+        assert_right(got, lambda: results(exact, x.double()))
+
+
+@torch.no_grad()
+def test_bits_of_a_layer(block: nn.Module) -> None:
+    """They depend on the table alone, not on threads or other tables."""
+    fastattn.accelerate(block.float())
+    x, threads = cells(3, 300, 2), torch.get_num_threads()
+    want = torch.cat([block(each[None], 280, None)[0] for each in x])
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(block(x, 280, None)[0], want)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_layers_that_run_as_before(block: nn.Module, native: mock.Mock) -> None:
+    """With gradients, unusual strides, hooks or parts that differ, and after `restore`."""
+    stock, parts = type(block), block
+    report = fastattn.accelerate(block.float())
+    assert [(part.calls, part.backend) for part in report.layers] == [("a layer of tables", "cpu")]
+    x = cells(1, 4, 3)
+    wanted = block(x, 3, None)[0]
+    assert wanted.requires_grad
+
+    def same(x: Tensor = x) -> None:
+        torch.testing.assert_close(block(x, 3, None)[0], wanted)
+
+    with torch.no_grad():
+        same(x.transpose(1, 2).contiguous().transpose(1, 2))
+        first: Any = parts.mlp[0]  # type: ignore[index]
+        first.weight = nn.Parameter(first.weight.t().contiguous().t())
+        same()
+        before = native.call_count
+        handle = first.register_forward_hook(lambda *_: None)
+        same()
+        assert "watched by a hook" in block.why_not_native()  # type: ignore[operator]
+        handle.remove()
+        parts.mlp[1] = nn.GELU(approximate="tanh")  # type: ignore[index, operator]
+        block(x, 3, None)
+        assert native.call_count == before
+        parts.mlp[1] = nn.GELU()  # type: ignore[index, operator]
+        same()
+        assert native.call_count == before + 1
+    fastattn.restore(block)
+    assert type(block) is stock
 
 
 def test_registrations_end_in_any_order() -> None:

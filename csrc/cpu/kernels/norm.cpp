@@ -62,7 +62,7 @@ class Norm {
       store(s + i, v);
       total += v;
     }
-    if (p.gamma == nullptr) return;
+    if (p.out == nullptr) return;
     const float size = static_cast<float>(p.E);
     const float mean = p.rms ? 0.0f : sum_of(total) / size;
     VecF squares{};
@@ -77,7 +77,8 @@ class Norm {
     S* out = static_cast<S*>(p.out) + r * p.E;
     for (int64_t i = 0; i < p.E; i += W) {
       const int n = lanes(p.E - i);
-      VecF v = (load(s + i) - mean) * scale * load_as<float>(gamma + i, n);
+      VecF v = (load(s + i) - mean) * scale;
+      if (gamma != nullptr) v *= load_as<float>(gamma + i, n);
       if (beta != nullptr) v += load_as<float>(beta + i, n);
       store_as<float>(out + i, v, n);
     }

@@ -50,7 +50,7 @@ varlen_attention = _cpu.varlen_attention
 varlen_attention_backward = _cpu.varlen_attention_backward
 # Without options.
 encode_texts, encoder_layers = _cpu.encode_texts, _cpu.encoder_layers
-self_attention = _cpu.self_attention
+self_attention, table_layer = _cpu.self_attention, _cpu.table_layer
 EncoderPlan, Facts, TextPlan = _cpu.EncoderPlan, _cpu.Facts, _cpu.TextPlan
 are_plain, fingerprint, signature = _cpu.are_plain, _cpu.fingerprint, _cpu.signature
 
