@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-Found = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
+Retrieved = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Self = TypeVar("_Self", bound="Patterns")
 
@@ -22,7 +22,7 @@ class Steps(NamedTuple):
 
     state: Tensor  # [G, Q, D]
     taken: Tensor  # [G, Q]
-    most: int  # no query takes more
+    max_steps: int  # no query takes more
     trace: Tensor  # all states; each backend has its own layout
     stats: Tensor  # [G, Q, most, 2]
 
@@ -42,18 +42,18 @@ class Patterns(abc.ABC):
     few_steps: ClassVar[int] = 8
 
     @abc.abstractmethod
-    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
-        """Repeat ``taken`` steps of each query; ``most`` is the largest number."""
+    def repeat_steps(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
+        """Repeat ``taken`` steps of each query; ``max_steps`` is the largest number."""
 
     @abc.abstractmethod
-    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
-        """Return the derivative of the steps that ``repeat`` took."""
+    def differentiate(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+        """Return the derivative of the steps that ``repeat_steps`` took."""
 
-    def unroll(
-        self, grad_out: Tensor, state: Tensor, taken: Tensor, most: int, needed: int
+    def backward_through_steps(
+        self, grad_out: Tensor, state: Tensor, taken: Tensor, max_steps: int, needed: int
     ) -> Gradients:
-        """Return the derivative of ``taken`` steps of each query, at most ``most``."""
-        return self.derive(grad_out, self.repeat(state, taken, most), needed)
+        """Return the derivative of ``taken`` steps of each query, at most ``max_steps``."""
+        return self.differentiate(grad_out, self.repeat_steps(state, taken, max_steps), needed)
 
     def gradients(
         self,
@@ -66,55 +66,62 @@ class Patterns(abc.ABC):
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
         if self.options.grad == "unroll":
             steps = taken.abs()
-            return self.unroll(grad_out, state, steps, self._most(steps), needed)
+            return self.backward_through_steps(
+                grad_out, state, steps, self._max_steps(steps), needed
+            )
         before, last = ends.unbind(2)
-        once = torch.ones_like(taken)
+        one_step = torch.ones_like(taken)
         wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
         if self.options.grad == "one_step":
-            _, *derived = wide.unroll(grad_out, before, once, 1, needed)
+            _, *derived = wide.backward_through_steps(grad_out, before, one_step, 1, needed)
             return self._in_dtypes((torch.zeros_like(before), *derived), state)
 
         # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
-        step = wide.repeat(last, once, 1)
+        step = wide.repeat_steps(last, one_step, 1)
         solved, a = _conjugate_gradients(
-            lambda x: wide.derive(x, step, 0)[0],
+            lambda x: wide.differentiate(x, step, 0)[0],
             grad_out,
             taken > 0,
-            2 * self.most_directions + 2,
+            2 * self.max_directions + 2,
         )
-        found = wide.unroll(torch.where(solved, a, 0.0), last, once, 1, needed)
-        grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
+        grads_of_minima = wide.backward_through_steps(
+            torch.where(solved, a, 0.0), last, one_step, 1, needed
+        )
+        grads: list[Tensor | None] = [torch.zeros_like(grads_of_minima[0]), *grads_of_minima[1:]]
         if not bool(solved.all()):  # not at a strict minimum
-            rest = torch.where(solved, 0.0, grad_out)
-            left = torch.where(solved.squeeze(-1), 0, taken.abs())
+            unsolved_grad = torch.where(solved, 0.0, grad_out)
+            unsolved_steps = torch.where(solved.squeeze(-1), 0, taken.abs())
             start = state.to(ends.dtype)
-            unrolled = wide.unroll(rest, start, left, self._most(left), needed)
+            unrolled = wide.backward_through_steps(
+                unsolved_grad, start, unsolved_steps, self._max_steps(unsolved_steps), needed
+            )
             unrolled = (torch.where(solved, 0.0, unrolled[0]), *unrolled[1:])
             pairs = zip(grads, unrolled, strict=True)
             grads = [None if x is None or y is None else x + y for x, y in pairs]
         return self._in_dtypes(grads, state)
 
     @property
-    def most_directions(self) -> int:
+    def max_directions(self) -> int:
         """An upper bound of the rank of J."""
         return min(self.stored.shape[2], self.stored.shape[1])
 
-    def _most(self, taken: Tensor) -> int:
+    def _max_steps(self, taken: Tensor) -> int:
         """The largest number of steps that a query took, and at least one."""
         if 0 <= self.options.steps_max <= self.few_steps:
             return max(self.options.steps_max, 1)
         return max(int(taken.max()), 1) if taken.numel() else 1
 
     def _to(self: _Self, dtype: torch.dtype) -> _Self:
+        """The patterns in this dtype; the mask is unchanged."""
         keys, bias = (x if x is None else x.to(dtype) for x in (self.keys, self.bias))
         return replace(self, stored=self.stored.to(dtype), keys=keys, bias=bias)
 
     def _in_dtypes(self, grads: Sequence[Tensor | None], state: Tensor) -> Gradients:
         """Convert the gradients to the dtypes of their tensors."""
         pairs = zip(grads, (state, self.stored, self.keys, self.bias), strict=True)
-        found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
-        assert found[0] is not None
-        return found[0], found[1], found[2], found[3]
+        converted = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
+        assert converted[0] is not None
+        return converted[0], converted[1], converted[2], converted[3]
 
 
 def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
@@ -135,14 +142,14 @@ def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
         tensors = (state, stored, keys)
         flat: list[Any] = [x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors)]
-        grad, start, held, compared = flat
-        patterns = memory(held, compared, mask, bias, options)
-        rows = taken.flatten(0, -2)
-        *grads, of_bias = patterns.gradients(grad, start, rows, ends, options.needed)
+        grad, start, flat_stored, flat_keys = flat
+        patterns = memory(flat_stored, flat_keys, mask, bias, options)
+        flat_steps = taken.flatten(0, -2)
+        *grads, grad_bias = patterns.gradients(grad, start, flat_steps, ends, options.needed)
         pairs = zip(grads, tensors, strict=True)
-        found = [x if x is None or y is None else x.view(y.shape) for x, y in pairs]
-        assert found[0] is not None
-        return found[0], found[1], found[2], of_bias
+        shaped = [x if x is None or y is None else x.view(y.shape) for x, y in pairs]
+        assert shaped[0] is not None
+        return shaped[0], shaped[1], shaped[2], grad_bias
 
     return hopfield_retrieve_backward
 
@@ -159,17 +166,20 @@ def backward_of_steps(
 
     @dataclass(frozen=True)
     class Memory(Patterns):
-        def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
-            found = take_steps(*self._tensors(state), taken, options=self.options, most=most)
-            return Steps(state, taken, most, *found)
+        def repeat_steps(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
+            states = take_steps(
+                *self._tensors(state), taken, options=self.options, max_steps=max_steps
+            )
+            return Steps(state, taken, max_steps, *states)
 
-        def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+        def differentiate(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
             state, taken, _, *states = steps
             tensors = (grad_out, *self._tensors(state), taken, *states)
             grads: Gradients = derive_steps(*tensors, options=self.options, needed=needed)
             return grads
 
         def _tensors(self, state: Tensor) -> tuple[Tensor | None, ...]:
+            """The tensors of a retrieval, in the order of the native functions."""
             return state, self.stored, self.keys, self.mask, self.bias
 
     Memory.few_steps = few_steps
@@ -183,8 +193,8 @@ def backward_of_steps(
         *tensors_of_steps, _, trace, stats = (*tensors, None, None)[:10]
         if trace is None:
             return derive_again(*tensors[:8], options=options)
-        kept = (*tensors_of_steps, trace, stats)
-        grads: Gradients = derive_steps(*kept, options=options, needed=options.needed)
+        saved = (*tensors_of_steps, trace, stats)
+        grads: Gradients = derive_steps(*saved, options=options, needed=options.needed)
         return grads
 
     return hopfield_retrieve_backward
@@ -193,7 +203,7 @@ def backward_of_steps(
 def _conjugate_gradients(
     slope: Callable[[Tensor], Tensor],  # J times a vector of each query, J symmetric
     b: Tensor,
-    trusted: Tensor,
+    solvable: Tensor,
     steps: int,  # twice as many as would be exact without rounding
 ) -> tuple[Tensor, Tensor]:
     """Solve (1 - J) a = b for each query [G, Q, D]; return which queries succeeded, and a.
@@ -203,9 +213,9 @@ def _conjugate_gradients(
     """
     tolerance = 16 * torch.finfo(b.dtype).eps
     a, residual, direction = torch.zeros_like(b), b, b
-    size = (b * b).sum(-1, keepdim=True)
-    enough = tolerance * tolerance * size
-    solved, sound = size == 0, trusted[..., None]
+    norm = (b * b).sum(-1, keepdim=True)
+    target = tolerance * tolerance * norm
+    solved, sound = norm == 0, solvable[..., None]
     for _ in range(steps):
         moving = sound & ~solved
         if not bool(moving.any()):
@@ -214,10 +224,10 @@ def _conjugate_gradients(
         curvature = (direction * image).sum(-1, keepdim=True)
         sound = sound & (solved | (curvature > 0))
         moving = moving & sound
-        length = torch.where(moving, size / curvature, 0.0)
-        a = torch.where(moving, a + length * direction, a)
-        residual = torch.where(moving, residual - length * image, residual)
-        smaller = torch.where(moving, (residual * residual).sum(-1, keepdim=True), size)
-        direction = torch.where(moving, residual + smaller / size * direction, direction)
-        size, solved = smaller, solved | (smaller <= enough)
+        step = torch.where(moving, norm / curvature, 0.0)
+        a = torch.where(moving, a + step * direction, a)
+        residual = torch.where(moving, residual - step * image, residual)
+        new_norm = torch.where(moving, (residual * residual).sum(-1, keepdim=True), norm)
+        direction = torch.where(moving, residual + new_norm / norm * direction, direction)
+        norm, solved = new_norm, solved | (new_norm <= target)
     return sound & solved, a

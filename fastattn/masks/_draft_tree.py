@@ -97,9 +97,9 @@ def draft_tree(visible: Tensor) -> Mask:
             [ True,  True,  True,  True, False],
             [ True,  True,  True, False,  True]])
     """
-    own = _checked(visible)
-    shape = list(own.shape)
-    return _DraftTree(own if own.dim() == 3 else own[None], f"draft_tree({shape})")
+    checked = _checked(visible)
+    shape = list(checked.shape)
+    return _DraftTree(checked if checked.dim() == 3 else checked[None], f"draft_tree({shape})")
 
 
 def _checked(visible: Any) -> Tensor:
@@ -118,6 +118,7 @@ def _checked(visible: Any) -> Tensor:
 
 
 def _check_order(visible: Tensor) -> None:
+    """Raise ValueError for a token that sees a later one, or not itself."""
     later = visible.triu(1).nonzero()
     if later.numel():
         token, other = later[0, -2:].tolist()

@@ -36,6 +36,7 @@ def merge_states(
     lse = torch.where(empty_a, torch.where(empty_b, -INF, safe_b), lse)
 
     def part(out: Tensor, share: Tensor, empty: Tensor, alone: Tensor) -> Tensor:
+        """share * out: 0 for an empty state, all of ``out`` if the other one is empty."""
         share = torch.where(empty, 0.0, torch.where(alone, 1.0, share)).to(wide)
         return share[..., None] * torch.where(empty[..., None], 0.0, out.to(wide))
 

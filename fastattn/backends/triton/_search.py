@@ -50,11 +50,11 @@ def search(
                 for kernel, call in _CALLS[op](dtype, width):
                     bits = 8 * dtype.itemsize
                     start = _table.choose(architecture, kernel, bits, width)
-                    found = fastest(kernel, start, call, measure, print)
-                    of_kernel = table.setdefault(architecture, {}).setdefault(kernel, {})
-                    rows = dict(of_kernel.get(str(bits), ()))
-                    rows[width] = list(found)
-                    of_kernel[str(bits)] = sorted(map(list, rows.items()))
+                    best = fastest(kernel, start, call, measure, print)
+                    by_bits = table.setdefault(architecture, {}).setdefault(kernel, {})
+                    rows = dict(by_bits.get(str(bits), ()))
+                    rows[width] = list(best)
+                    by_bits[str(bits)] = sorted(map(list, rows.items()))
                     out.write_text(json.dumps(table, indent=1) + "\n")
     print(f"written to {out}; to use it, set FASTATTN_TRITON_TABLE={out.resolve()}")
 
@@ -72,6 +72,7 @@ def fastest(
     times: dict[Any, float] = {}
 
     def time_of(launch: Any) -> float:
+        """The measured seconds of a launch, inf if it does not run; each is measured once."""
         if launch not in times:
             try:
                 with trying(kernel, launch):
@@ -93,6 +94,7 @@ def fastest(
 
 
 def _neighbours(launch: Any) -> Iterator[Any]:
+    """The launches with one parameter halved, doubled, or changed by one step."""
     for rows in (launch.BM // 2, launch.BM * 2):
         if 16 <= rows <= 128:
             yield launch._replace(BM=rows)
@@ -132,13 +134,13 @@ def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
     )
     yield "forward", attend
     yield "forward_masked", functools.partial(attend, bias)
-    plain, biased = backward_of(None), backward_of(bias)
-    yield "statistics", plain
-    yield "backward_query", plain
-    yield "backward_key_value", plain
-    yield "backward_query_masked", biased
-    yield "backward_key_value_masked", biased
-    yield "backward_mask", biased
+    without_mask, with_mask = backward_of(None), backward_of(bias)
+    yield "statistics", without_mask
+    yield "backward_query", without_mask
+    yield "backward_key_value", without_mask
+    yield "backward_query_masked", with_mask
+    yield "backward_key_value_masked", with_mask
+    yield "backward_mask", with_mask
 
 
 def _decode(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
