@@ -168,7 +168,7 @@ def backward_of_steps(
     class Memory(Patterns):
         def repeat_steps(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
             states = take_steps(
-                *self._tensors(state), taken, options=self.options, max_steps=max_steps
+                *self._tensors(state), taken, options=self.options, most=max_steps
             )
             return Steps(state, taken, max_steps, *states)
 
