@@ -273,7 +273,7 @@ bool requires_gradient(py::handle x) {
   return is_true(PyObject_GetAttr(x.ptr(), found.requires_grad));
 }
 
-int64_t number_of_call(DType dtype, std::initializer_list<py::handle> tensors) {
+int64_t call_key(DType dtype, std::initializer_list<py::handle> tensors) {
   bool wants = false;
   for (const py::handle x : tensors) {
     if (x.is_none()) continue;

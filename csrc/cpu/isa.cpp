@@ -142,15 +142,15 @@ std::atomic<bool> all_sizes_on_tiles{false};
 
 const KernelTable* find(const std::string& name) {
   std::string reason = "this build has no such instruction set";
-  const auto found = [&](const Entry& e) {
+  const auto matches = [&](const Entry& e) {
     if (name != e.table->isa) return false;
     reason = e.why_not();
     return reason.empty();
   };
   for (const Entry& e : kEntries)
-    if (found(e)) return e.table;
+    if (matches(e)) return e.table;
   for (const Entry& e : kEmulated)
-    if (found(e)) return e.table;
+    if (matches(e)) return e.table;
   std::string allowed;
   for (const std::string& isa : supported_isas()) allowed += (allowed.empty() ? "" : ", ") + isa;
   throw std::invalid_argument("FASTATTN_CPU_ISA: \"" + name + "\" is not available here: " +
@@ -240,11 +240,11 @@ void set_default_isa(const std::string& spelled) {
 }
 
 std::string current_isa() {
-  const std::string most = kernels(DType::f32).isa;
-  std::string spelled = most;
+  const std::string isa_of_float32 = kernels(DType::f32).isa;
+  std::string spelled = isa_of_float32;
   for (int i = 1; i < kDtypes; ++i) {
     const std::string isa = kernels(static_cast<DType>(i)).isa;
-    if (isa != most) spelled += std::string(",") + kDtypeNames[i] + "=" + isa;
+    if (isa != isa_of_float32) spelled += std::string(",") + kDtypeNames[i] + "=" + isa;
   }
   return spelled;
 }

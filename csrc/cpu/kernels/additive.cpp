@@ -281,8 +281,8 @@ class Backward : AdditiveRows<P> {
   __attribute__((noinline)) void gradients_of(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     for (int64_t n = 0; n < panels; ++n) {
       for (int64_t i = q.begin; i < q.end; i += kQ) {
-        const int64_t seen = visible_to_any(p, i, min_of(q.end, i + kQ)).end;
-        const int64_t count = round_up(max_of<int64_t>(0, min_of(keys, seen - j0)), 2);
+        const int64_t visible_end = visible_to_any(p, i, min_of(q.end, i + kQ)).end;
+        const int64_t count = round_up(max_of<int64_t>(0, min_of(keys, visible_end - j0)), 2);
         const int64_t at = n * kPanel + (i - q.begin) * W;
         gradient_tile<T, kCoarse, kQ>(f.eq + at, f.k + n * kPanel, f.d + (i - q.begin) * ld + j0,
                                       ld, count, f.dq + at, f.dk + n * kPanel, f.dv + n * W);

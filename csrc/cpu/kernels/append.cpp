@@ -165,13 +165,13 @@ class Append {
 
   // Returns false if an element is not finite, or too large for the scale.
   bool scale_of(const T* x, int64_t count, float* scale) const {
-    T most = 0, not_finite = 0;
+    T max_magnitude = 0, not_finite = 0;
     for (int64_t d = 0; d < count; ++d) {
       const T magnitude = x[d] < 0 ? -x[d] : x[d];
-      most = magnitude > most ? magnitude : most;
+      max_magnitude = magnitude > max_magnitude ? magnitude : max_magnitude;
       not_finite += x[d] - x[d];
     }
-    *scale = max_of(static_cast<float>(most / largest), __FLT_MIN__);
+    *scale = max_of(static_cast<float>(max_magnitude / largest), __FLT_MIN__);
     return not_finite == 0 && *scale <= __FLT_MAX__ / unit;
   }
 

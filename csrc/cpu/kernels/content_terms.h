@@ -136,7 +136,7 @@ class ContentTerms {
   }
 
   // The keys of the tiles that follow; ks: staged.
-  void open(Buffers& f, int64_t b, int64_t h, Range block, const Word* ks) const {
+  void set_key_block(Buffers& f, int64_t b, int64_t h, Range block, const Word* ks) const {
     if (f.b != b || f.h != h || f.block.begin != block.begin || f.block.end != block.end)
       f.q0 = f.q1 = 0;
     f.b = b, f.h = h, f.block = block, f.ks = ks;
@@ -301,12 +301,12 @@ class ContentTerms {
 
   // The range of x[first], ..., x[last].
   static Range values_of(const int32_t* x, int64_t first, int64_t last) {
-    int32_t least = x[first], most = least;
+    int32_t min = x[first], max = min;
     for (int64_t n = first + 1; n <= last; ++n) {
-      least = min_of(least, x[n]);
-      most = max_of(most, x[n]);
+      min = min_of(min, x[n]);
+      max = max_of(max, x[n]);
     }
-    return {least, most + 1};
+    return {min, max + 1};
   }
 
   // The keys, in whole groups, that read columns of C from c on, of a panel.
@@ -325,9 +325,9 @@ class ContentTerms {
   void find(Entries& to, int64_t top, int64_t low, int64_t high, int64_t count) const {
     const int32_t* const bucket = p.distance_buckets + p.farthest;
     to.band = values_of(bucket, low, high);
-    const int32_t most = static_cast<int32_t>(to.band.end - 1);
+    const int32_t last = static_cast<int32_t>(to.band.end - 1);
     for (int64_t e = count - 1; e >= 0; --e) {
-      to.at[e] = most - bucket[max_of(low, min_of(high, top - e))];
+      to.at[e] = last - bucket[max_of(low, min_of(high, top - e))];
       const bool follows = e + 1 < count;
       to.same[e] = follows && to.at[e + 1] == to.at[e] ? to.same[e + 1] + 1 : 1;
       to.next[e] = follows && to.at[e + 1] == to.at[e] + 1 ? to.next[e + 1] + 1 : 1;
@@ -433,9 +433,9 @@ class ContentTerms {
     if (all_finite(src, row_stride, col_stride, n, p.D)) return;
     for (int64_t row = 0; row < n; ++row) {
       if (all_finite(src + row * row_stride, row_stride, col_stride, int64_t(1), p.D)) continue;
-      bool seen = false;
-      for (int64_t t = 0; t < terms && !seen; ++t) seen = grads[row * ld + t] != T(0);
-      if (!seen) clear_row<P>(dst, row, dp);
+      bool any_nonzero = false;
+      for (int64_t t = 0; t < terms && !any_nonzero; ++t) any_nonzero = grads[row * ld + t] != T(0);
+      if (!any_nonzero) clear_row<P>(dst, row, dp);
     }
   }
 

@@ -112,8 +112,8 @@ class Decode {
     Buffers buf = scratch();
     begin_total(buf.total, head);
     for (int64_t c = 0; c < chunks_; ++c) {
-      chunk(buf, head, c, buf.part);
-      merge(buf.total, buf.part);
+      chunk(buf, head, c, buf.chunk_state);
+      merge(buf.total, buf.chunk_state);
     }
     finish(buf.total, head);
   }
@@ -144,13 +144,13 @@ class Decode {
   // the first of two vectors of q unless words are pairs. With `integers`, the columns of o are in
   // the order of join_values().
   struct Buffers {
-    Word* q;      // [rows][dim], zero beyond D
-    T* s;         // [rows][kBlock]
-    T* alpha;     // [rows]
-    T* k_scales;  // [kBlock] of quantised rows
-    T* v_scales;  // [kBlock]
-    T* total;     // a state
-    T* part;      // a state
+    Word* q;         // [rows][dim], zero beyond D
+    T* s;            // [rows][kBlock]
+    T* alpha;        // [rows]
+    T* k_scales;     // [kBlock] of quantised rows
+    T* v_scales;     // [kBlock]
+    T* total;        // a state
+    T* chunk_state;  // a state
     IntegerQueries queries;
     IntegerWeights weights;
     int8_t* joined;  // [kBlock][dim or dim_v], see join_keys() and join_values()
@@ -169,7 +169,7 @@ class Decode {
     buf.k_scales = a.take<T>(kScaled ? kBlock : 0);
     buf.v_scales = a.take<T>(kScaled ? kBlock : 0);
     buf.total = a.take<T>(rows * (dim_v + 2));
-    buf.part = a.take<T>(rows * (dim_v + 2));
+    buf.chunk_state = a.take<T>(rows * (dim_v + 2));
     if constexpr (kIntegers) {
       const int64_t count = integers ? rows : 0;
       buf.queries = {a.take<int8_t>(2 * count * dim), a.take<float>(count), a.take<int32_t>(count),
@@ -203,12 +203,12 @@ class Decode {
   }
 
   // Merges part into total. They cover disjoint sets of keys.
-  void merge(T* total, T* part) const {
+  void merge(T* total, T* chunk_state) const {
     for (int64_t r = 0; r < rows; ++r) {
       const Shares<T> share = merge_sums<T>(
-          maxima(total) + r, sums(total) + r, maxima(part)[r], sums(part)[r],
+          maxima(total) + r, sums(total) + r, maxima(chunk_state)[r], sums(chunk_state)[r],
           [&](Vec<T> x) __attribute__((always_inline)) { return exponential(rule, x); });
-      merge_outputs<T>(share, total + r * dim_v, part + r * dim_v, dim_v);
+      merge_outputs<T>(share, total + r * dim_v, chunk_state + r * dim_v, dim_v);
     }
   }
 
@@ -228,9 +228,9 @@ class Decode {
       }
       load_query(q, buf.q + r * dim);
     }
-    const Range seen = visible_to_any(p, 0, p.Lq);
-    const int64_t begin_key = max_of(c * kChunk, seen.begin),
-                  end_key = min_of((c + 1) * kChunk, seen.end);
+    const Range visible = visible_to_any(p, 0, p.Lq);
+    const int64_t begin_key = max_of(c * kChunk, visible.begin),
+                  end_key = min_of((c + 1) * kChunk, visible.end);
     const auto end_of = [&](int64_t j0) { return min_of(end_key, j0 + kBlock); };
     const bool prefetches = kPrefetchesInOrder || p.pages != nullptr;
     if constexpr (kReadsEvenRows) {
@@ -351,8 +351,8 @@ class Decode {
         products<R, 1>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
     });
     weigh(buf, b, hk, j0, j1, state);
-    const auto add_values = [&](auto most) __attribute__((always_inline)) {
-      constexpr int kMost = decltype(most)::value;
+    const auto add_values = [&](auto max_rows) __attribute__((always_inline)) {
+      constexpr int kMost = decltype(max_rows)::value;
       by_rows<kMost>([&](auto width, int64_t r) __attribute__((always_inline)) {
         accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r,
                                            v.in_pass(r, kMost, rows), j1 - j0, state + r * dim_v);
@@ -439,7 +439,7 @@ class Decode {
     for (int64_t g = 0; g < group; ++g) {
       const MaskProgram program(p, b, hk * group + g);
       for (int64_t i = 0; i < p.Lq; ++i)
-        if (program.seen(i, i + 1, {j0, j1}) != Seen::none) return false;
+        if (program.coverage(i, i + 1, {j0, j1}) != Coverage::none) return false;
     }
     return true;
   }
@@ -529,10 +529,10 @@ class Decode {
   }
 
   void score_row(T* s, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t j1) const {
-    const Range seen = visible_to_any(p, i, i + 1);
+    const Range visible = visible_to_any(p, i, i + 1);
     if (!rule.natural && !has_bias(p)) {
-      for (int64_t j = j0; j < min_of(j1, seen.begin); ++j) s[j - j0] = -kInf<T>;
-      for (int64_t j = max_of(j0, seen.end); j < j1; ++j) s[j - j0] = -kInf<T>;
+      for (int64_t j = j0; j < min_of(j1, visible.begin); ++j) s[j - j0] = -kInf<T>;
+      for (int64_t j = max_of(j0, visible.end); j < j1; ++j) s[j - j0] = -kInf<T>;
       return;
     }
     T bias[kBlock];
@@ -550,7 +550,7 @@ class Decode {
       }
       const int64_t distance = i + p.offset - j;
       if (slope != T(0)) x -= slope * static_cast<T>(distance < 0 ? -distance : distance);
-      s[j - j0] = j >= seen.begin && j < seen.end ? x : -kInf<T>;
+      s[j - j0] = j >= visible.begin && j < visible.end ? x : -kInf<T>;
     }
   }
 

@@ -99,10 +99,10 @@ FASTATTN_INLINE void for_columns(int64_t c, int64_t end, const F& f) {
   for (; end - c > (kVectors - 1) * kN; c += kVectors * kN) {
     f(Width<kVectors>(), c, static_cast<int>(min_of<int64_t>(end - c - (kVectors - 1) * kN, kN)));
   }
-  const int rest = static_cast<int>(end - c);
-  if (rest > 2 * kN) return f(Width<3>(), c, rest - 2 * kN);
-  if (rest > kN) return f(Width<2>(), c, rest - kN);
-  if (rest > 0) return f(Width<1>(), c, rest);
+  const int columns_left = static_cast<int>(end - c);
+  if (columns_left > 2 * kN) return f(Width<3>(), c, columns_left - 2 * kN);
+  if (columns_left > kN) return f(Width<2>(), c, columns_left - kN);
+  if (columns_left > 0) return f(Width<1>(), c, columns_left);
 }
 
 // One sentence with all tables: its words are read once.

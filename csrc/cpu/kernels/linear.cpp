@@ -68,8 +68,8 @@ class Linear {
 
   // Larger tasks for fewer threads, as long as the sums of one task stay in L2.
   int64_t columns_of_task() const {
-    const int64_t wanted = ceil(p.N * m_tasks, 4 * max_of(1, p.threads));
-    return min_of<int64_t>(384, max_of<int64_t>(1, ceil(wanted, kStaged)) * kStaged);
+    const int64_t target = ceil(p.N * m_tasks, 4 * max_of(1, p.threads));
+    return min_of<int64_t>(384, max_of<int64_t>(1, ceil(target, kStaged)) * kStaged);
   }
 
   Buffers allocate(void* base) const {

@@ -101,8 +101,8 @@ class FewRows {
                                     p.x_stride[1], p.M, p.K, buf.x);
       // Each thread reads one part of the weight.
 #pragma omp for schedule(static)
-      for (int64_t part = 0; part < team; ++part) {
-        const int64_t g0 = groups * part / team, g1 = groups * (part + 1) / team;
+      for (int64_t thread = 0; thread < team; ++thread) {
+        const int64_t g0 = groups * thread / team, g1 = groups * (thread + 1) / team;
         for (int64_t g = g0; g < g1; ++g) group(buf, x, g * L);
       }
     }

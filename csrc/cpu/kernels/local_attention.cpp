@@ -44,7 +44,7 @@ class LocalAttention {
   }
 
   void backward() const {
-    each<Scratch>(queries, 2 * flops, [&](const Scratch& f, int64_t i) { derive(f, i); });
+    each<Scratch>(queries, 2 * flops, [&](const Scratch& f, int64_t i) { backward_query(f, i); });
     const int64_t blocks = (p.Lk + kRows - 1) / kRows;
     each<Sums>(p.B * blocks, 2 * flops, [&](const Sums& f, int64_t t) {
       const int64_t j0 = t % blocks * kRows;
@@ -202,7 +202,7 @@ class LocalAttention {
     for (int64_t n = 0; n < count; n += W) store(s + n, load(s + n) * inverse);
   }
 
-  void derive(const Scratch& f, int64_t i) const {
+  void backward_query(const Scratch& f, int64_t i) const {
     const int64_t b = i / p.Lq, count = look(f, i);
     const T* const weights = of_query(p.weights, i);
     const T* const grad_weights = of_query(p.grad_weights, i);

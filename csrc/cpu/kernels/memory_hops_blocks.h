@@ -45,10 +45,10 @@ class HopBlocks : protected HopSteps<T> {
                     sb[3], n1 - n0, bias);
     int64_t count = 0;
     for (int64_t i = 0; i < n1 - n0; ++i) {
-      const bool seen = (p.mask.data == nullptr || mask[i * sm[3]].bits) && bias[i] != -kInf<T>;
+      const bool visible = (p.mask.data == nullptr || mask[i * sm[3]].bits) && bias[i] != -kInf<T>;
       block->at[count] = i;
       block->bias[count] = bias[i];
-      count += seen;
+      count += visible;
     }
     block->all = count == n1 - n0;
     block->count = count;

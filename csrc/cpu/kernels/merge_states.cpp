@@ -129,10 +129,10 @@ class MergeStates {
           merge_sums<R>(&m, &l, load(block->lse_b + r), splat<R>(1),
                         [](Vec<R> x) __attribute__((always_inline)) { return exp_neg(x); });
       // The larger of the two shares is 1, so their product is the smaller share.
-      store(block->lse + r, m + log1p_of(share.mine * share.its));
+      store(block->lse + r, m + log1p_of(share.first * share.second));
       const Vec<R> inverse = select<R>(l == R(0), Vec<R>{}, R(1) / l);
-      store(block->share_a + r, share.mine * inverse);
-      store(block->share_b + r, share.its * inverse);
+      store(block->share_a + r, share.first * inverse);
+      store(block->share_b + r, share.second * inverse);
     }
   }
 

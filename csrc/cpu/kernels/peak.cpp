@@ -71,10 +71,10 @@ double measure_peak(Peak kind, int threads, double seconds) {
   const double begin = omp_get_wtime();
 #pragma omp parallel num_threads(threads) reduction(+ : done)
   {
-    const int64_t part = kBytes / omp_get_num_threads() / 4096 * 4096;
-    done += buffer != nullptr
-                ? bytes_read(buffer + omp_get_thread_num() * part, part, begin + seconds)
-                : operations(kind, begin + seconds);
+    const int64_t bytes_of_thread = kBytes / omp_get_num_threads() / 4096 * 4096;
+    done += buffer != nullptr ? bytes_read(buffer + omp_get_thread_num() * bytes_of_thread,
+                                           bytes_of_thread, begin + seconds)
+                              : operations(kind, begin + seconds);
   }
   const double elapsed = omp_get_wtime() - begin;
   __builtin_free(buffer);

@@ -168,7 +168,7 @@ struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
   const T* keys = nullptr;  // [keys], not used if there is a tile
   Range clear{0, 0};        // the keys that have no bias; their rows of the tile are not read
-  bool given() const { return tile != nullptr || keys != nullptr; }
+  bool exists() const { return tile != nullptr || keys != nullptr; }
 };
 
 // S = softcap tanh(scale S / softcap) for S[rows][kVectors], and its maximum over the rows.
@@ -214,7 +214,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   if (capped) {
     cap_scores<T, kVectors>(rule, S, rows, slope_out, maximum);
     const bool edges = j0 < all.begin || j0 + rows > all.end;
-    if (!edges && !bias.given() && !lanes.sloped()) return;
+    if (!edges && !bias.exists() && !lanes.sloped()) return;
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
   }
   const T scale = rule.natural && !capped ? rule.scale : T(1);

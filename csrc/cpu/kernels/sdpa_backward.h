@@ -267,7 +267,7 @@ class BackwardUnit {
     T* dk = f.dk + (block.begin - chunk_begin) * dp;
     T* dv = f.dv + (block.begin - chunk_begin) * dvp;
     f.terms.dk = dk;
-    terms.open(f.terms, b, h, block, ks);
+    terms.set_key_block(f.terms, b, h, block, ks);
 
     const Range seeing = seeing_any(p, block.begin, block.end);
     for (int64_t i = seeing.begin / L * L; i < seeing.end; i += L) {
@@ -360,9 +360,9 @@ class BackwardUnit {
     Bias<T> bias;
     if (key_mask) bias.keys = f.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias, &bias.clear);
-      if (seen == Seen::none) return false;
-      if (seen == Seen::some) bias.tile = f.bias;
+      const Coverage seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias, &bias.clear);
+      if (seen == Coverage::none) return false;
+      if (seen == Coverage::some) bias.tile = f.bias;
     }
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);

@@ -257,7 +257,7 @@ class Backward {
     }
   };
   static Owners owners(const Sequence& s) {
-    const bool wanted = s.grad_mask.data != nullptr;
+    const bool needs_mask_grad = s.grad_mask.data != nullptr;
     const int64_t heads = s.B * s.Hkv;
     if (has_score_sums(s)) {
       const ScoreProgram& program = *s.score_program;
@@ -267,8 +267,8 @@ class Backward {
       const int64_t count = (program.own_batch ? s.B : 1) * (program.own_head ? s.Hkv : 1);
       return {count, heads / count, program.own_batch, program.own_head, false};
     }
-    const bool own_batch = !wanted || s.B == 1 || s.grad_mask.stride[0] != 0;
-    const bool own_head = !wanted || s.Hkv == 1 || s.grad_mask.stride[1] != 0;
+    const bool own_batch = !needs_mask_grad || s.B == 1 || s.grad_mask.stride[0] != 0;
+    const bool own_head = !needs_mask_grad || s.Hkv == 1 || s.grad_mask.stride[1] != 0;
     const int64_t count = (own_batch ? s.B : 1) * (own_head ? s.Hkv : 1);
     return {count, heads / count, own_batch, own_head, false};
   }

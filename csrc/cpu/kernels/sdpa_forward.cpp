@@ -209,7 +209,7 @@ class Forward {
     const Source k_rows = k + block.begin * p.k.stride[2];
     const Source v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
-    terms.open(buf.terms, b, h, block, ks);
+    terms.set_key_block(buf.terms, b, h, block, ks);
     // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
     const bool excludes =
@@ -268,9 +268,10 @@ class Forward {
     Bias<T> bias;
     if (key_mask) bias.keys = buf.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias, &bias.clear);
-      if (seen == Seen::none) return false;
-      if (seen == Seen::some) bias.tile = buf.bias;
+      const Coverage seen =
+          pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias, &bias.clear);
+      if (seen == Coverage::none) return false;
+      if (seen == Coverage::some) bias.tile = buf.bias;
     }
 
     // S = K Q^T
@@ -281,7 +282,7 @@ class Forward {
     const Range all = visible_to_all(p, i0, i1);
     if (p.score_program != nullptr)
       ScoreMachine<T, NV>(p, buf.registers, b, h, i0, i1).modify(S, nk, r.begin, nullptr);
-    if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
+    if (rule.natural || bias.exists() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);
 
@@ -358,11 +359,11 @@ class Forward {
     constexpr int64_t lanes = NV * W;
     const bool sums = weights == Weights::averaged;
     T* const sum = buf.mean + (i0 - q0) * Bk + r.begin * lanes;
-    const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
+    const T keep_factor = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
     T inverse[kLanesOfPanel];
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       const Vec<T> l = load(buf.l + (i0 - q0) + n * W);
-      store(inverse + n * W, select<T>(l == T(0), Vec<T>{}, kept / l));
+      store(inverse + n * W, select<T>(l == T(0), Vec<T>{}, keep_factor / l));
     }
     const auto add = [&](int64_t j, int n, Vec<T> x) __attribute__((always_inline)) {
       T* const to = sum + j * lanes + n * W;

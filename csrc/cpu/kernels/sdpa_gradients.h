@@ -158,7 +158,7 @@ class ScoreGradients {
       if (program != nullptr)
         ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
             .modify(f.s, nk, r.begin, derives ? f.raw : nullptr);
-    if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
+    if (rule.natural || bias.exists() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
                         rule.softcap > 0 ? f.cap : nullptr, top);
     if (p.grad_weights.data != nullptr) {
@@ -208,7 +208,7 @@ class ScoreGradients {
       center[n] = load(prepared.center + n * W);
       delta[n] = load(prepared.delta + n * W);
     }
-    const T kept = static_cast<T>(dropout.factor);
+    const T keep_factor = static_cast<T>(dropout.factor);
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
       const Vec<T> e =
           exponential<P::kCoarseExp>(rule, load(s + at) - high[n] - low[n]) * inverse[n];
@@ -216,7 +216,7 @@ class ScoreGradients {
       return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };
     const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
-      if constexpr (kDrop) x = keep_lanes(x, f.keep + at) * kept;
+      if constexpr (kDrop) x = keep_lanes(x, f.keep + at) * keep_factor;
       return x;
     };
     const auto finish = [&](Vec<T> e, Vec<T> d, int64_t at, int n) __attribute__((always_inline)) {

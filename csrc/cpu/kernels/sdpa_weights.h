@@ -121,12 +121,12 @@ class WeightsPass {
     Vec<T> top[NV];
     scores_tile<NV>(buf, b, h, i0, i1, j0, j1, Q, ks, top);
     const bool drop = p.dropout_p > 0;
-    const T kept = drop ? static_cast<T>(dropout.factor) : T(1);
+    const T keep_factor = drop ? static_cast<T>(dropout.factor) : T(1);
     if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, p.index + b, buf.keep);
     Vec<T> high[NV], low[NV], inverse[NV];
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       high[n] = load(rows.high + n * W), low[n] = load(rows.low + n * W);
-      inverse[n] = load(rows.inverse + n * W) * kept;
+      inverse[n] = load(rows.inverse + n * W) * keep_factor;
     }
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const int64_t at = j * lanes + n * W;
@@ -155,18 +155,18 @@ class WeightsPass {
                                    Vec<T>* top) const {
     Bias<T> bias;
     if (has_bias(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias, &bias.clear);
-      if (seen == Seen::none) {
+      const Coverage seen = pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias, &bias.clear);
+      if (seen == Coverage::none) {
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n) top[n] = splat<T>(-kInf<T>);
         for (int64_t x = 0; x < (j1 - j0) * NV * W; x += W) store(buf.s + x, top[0]);
         return;
       }
-      if (seen == Seen::some) bias.tile = buf.bias;
+      if (seen == Coverage::some) bias.tile = buf.bias;
     }
     score_products<P, NV>(j1 - j0, ks, words<P>(p.D), Q, words<P>(p.D), longest_chain<T>(p), buf.s,
                           top);
     if (has_content_terms(p)) {
-      terms.open(buf.terms, b, h, {j0, j1}, ks);
+      terms.set_key_block(buf.terms, b, h, {j0, j1}, ks);
       terms.template add<NV>(buf.terms, i0, i1, {j0, j1}, buf.s, top);
     }
     if (p.score_program != nullptr)

@@ -46,14 +46,14 @@ FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
 // sin(2 pi t) = t P(t^2) for |t| <= 1/8, the leading coefficient in two parts. Relative error 3e-9
 // and 3e-18.
 FASTATTN_INLINE VecF sin_turns(VecF t, VecF tt) {
-  const VecF rest = horner<float>(tt, -41.3416615f, 81.5923536f, -75.3935628f);
-  return t * 6.28318548f + t * (rest * tt - 1.95191750e-7f);
+  const VecF series = horner<float>(tt, -41.3416615f, 81.5923536f, -75.3935628f);
+  return t * 6.28318548f + t * (series * tt - 1.95191750e-7f);
 }
 FASTATTN_INLINE VecD sin_turns(VecD t, VecD tt) {
-  const VecD rest =
+  const VecD series =
       horner<double>(tt, -41.341702240399631464, 81.605249275944509706, -76.705859703315063442,
                      42.058684902041629787, -15.093797504376454335, 3.7807261516868835485);
-  return t * 6.2831853071795862320 + t * (rest * tt + 2.2410e-16);
+  return t * 6.2831853071795862320 + t * (series * tt + 2.2410e-16);
 }
 
 // cos(2 pi t) = 1 + t^2 Q(t^2) for |t| <= 1/8. Error 2e-10 and 2e-19.
@@ -146,8 +146,9 @@ void add_row(const S* x, int64_t x_stride, [[maybe_unused]] const S* next, const
   for (; c + kN <= n; c += kN) {
     store_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c), kN);
   }
-  const int rest = static_cast<int>(n - c);
-  if (rest > 0) store_as<T>(out + c, load_as<T>(x + c, rest) * scale + load(pe + c), rest);
+  const int columns_left = static_cast<int>(n - c);
+  if (columns_left > 0)
+    store_as<T>(out + c, load_as<T>(x + c, columns_left) * scale + load(pe + c), columns_left);
 }
 
 // The work is split into blocks of positions and, if these are few, groups of batch rows.

@@ -178,12 +178,14 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
     Vec<T> sum[kTile][kVectors];
-    const auto part = [&](int64_t k, auto finish) __attribute__((always_inline)) {
+    const auto chunk_products = [&](int64_t k, auto finish) __attribute__((always_inline)) {
       products(width, r0, k, min_of(K - k, chain), finish);
     };
-    part(0, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
+    chunk_products(0,
+                   [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
     for (int64_t k = chain; k < K; k += chain)
-      part(k, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] += s; });
+      chunk_products(
+          k, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] += s; });
     FASTATTN_UNROLL for (int r = 0; r < kTile; ++r)
         FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) keep(r0 + r, n, sum[r][n]);
   });

@@ -45,8 +45,8 @@ class TileDecode {
     begin_total(x.buf.total, head);
     stack_queries(x.buf.q, head);
     for (int64_t c = 0; c < chunks_; ++c) {
-      chunk(x, head, c, x.buf.part);
-      merge(x.buf.total, x.buf.part);
+      chunk(x, head, c, x.buf.chunk_state);
+      merge(x.buf.total, x.buf.chunk_state);
     }
     finish(x, head);
   }
@@ -83,13 +83,13 @@ class TileDecode {
   Row row_of(int64_t head, int64_t r) const { return {head % p.Hkv * group + r / p.Lq, r % p.Lq}; }
 
   struct Buffers {
-    Storage* q;      // [rows][D]
-    Storage* out;    // [rows][Dv]
-    double* lse;     // [rows]
-    float* total;    // a state: that of each panel
-    float* part;     // a state
-    void* products;  // those of the products
-    size_t bytes;    // without these
+    Storage* q;          // [rows][D]
+    Storage* out;        // [rows][Dv]
+    double* lse;         // [rows]
+    float* total;        // a state: that of each panel
+    float* chunk_state;  // a state
+    void* products;      // those of the products
+    size_t bytes;        // without these
   };
   Buffers allocate(void* base) const {
     Arena a(base);
@@ -98,7 +98,7 @@ class TileDecode {
     buf.out = a.take<Storage>(rows * p.Dv);
     buf.lse = a.take<double>(rows);
     buf.total = a.take<float>(state_size());
-    buf.part = a.take<float>(state_size());
+    buf.chunk_state = a.take<float>(state_size());
     buf.bytes = a.used();
     buf.products = static_cast<char*>(base) + buf.bytes;
     return buf;
@@ -198,11 +198,11 @@ class TileDecode {
   }
 
   // Merges part into total. They cover disjoint sets of keys.
-  void merge(float* total, const float* part) const {
+  void merge(float* total, const float* chunk_state) const {
     for (int64_t panel = 0; panel < panels; ++panel)
       for (int n = 0; n < kVectors; ++n) {
         float* const to = total + panel * panel_size() + n * W;
-        const float* const from = part + panel * panel_size() + n * W;
+        const float* const from = chunk_state + panel * panel_size() + n * W;
         VecF m = load(to + maxima()), l = load(to + sums());
         const Shares<float> share = merge_sums<float>(
             &m, &l, load(from + maxima()), load(from + sums()),

@@ -83,7 +83,7 @@ class TileBackwardUnit {
     T *dk, *dv;          // [chunk / 32][D | Dv / 32] squares, keys by channels
     T *all_dk, *all_dv;  // in fp32, the sums of dk and dv before; else the same
     Square* square;      // [2]
-    T* nowhere;          // a square that is not read
+    T* scratch_square;   // a square that is not read
     T* pending;          // where the sums go that tiles 0 to 3 hold
     // Rows that some of these tiles have as zeros, as bits: of a block, of a panel.
     uint32_t k_apart[kRows], v_apart[kRows], *q_apart, *g_apart;  // [panel / 32]
@@ -108,8 +108,8 @@ class TileBackwardUnit {
     f.all_dk = kParts > 1 ? a.take<T>(keys * dp) : f.dk;
     f.all_dv = kParts > 1 ? a.take<T>(keys * dvp) : f.dv;
     f.square = a.take<Square>(2);
-    f.nowhere = a.take<T>(kSquare);
-    f.pending = f.nowhere;
+    f.scratch_square = a.take<T>(kSquare);
+    f.pending = f.scratch_square;
     f.gradients = gradients.allocate(a, queries);
     f.bytes = a.used();
     return f;
@@ -243,11 +243,11 @@ class TileBackwardUnit {
       RowsOfTile<P> q = rows_of<P>(p.q, b, h, i, end, p.D);
       RowsOfTile<P> g = rows_of<P>(p.grad_out, b, h, i, end, p.Dv);
       for (int64_t r = 0; r < end - i; ++r)
-        if (f.gradients.rows.high[n + r] == kInf<T>) q.taken &= ~(1u << r);
-      g.taken = q.taken;
+        if (f.gradients.rows.high[n + r] == kInf<T>) q.rows_in_use &= ~(1u << r);
+      g.rows_in_use = q.rows_in_use;
       if constexpr (kParts > 1) {
-        q.taken &= ~(f.q_apart[n / kSide] = rows_apart(q));
-        g.taken &= ~(f.g_apart[n / kSide] = rows_apart(g, kLeastGradient));
+        q.rows_in_use &= ~(f.q_apart[n / kSide] = separate_rows(q));
+        g.rows_in_use &= ~(f.g_apart[n / kSide] = separate_rows(g, kLeastGradient));
       }
       pack_right_columns<Format>(q, dp / kSide, f.q_columns + n * dp * kParts);
       pack_right_rows<GradFormat>(q, dp / kSide, f.q_rows + n * dp * kGradParts);
@@ -266,8 +266,8 @@ class TileBackwardUnit {
       f.k_apart[row] = f.v_apart[row] = 0;
       if (r.begin >= r.end) continue;
       RowsOfTile<P> k = keys_of(p.k, x, row, p.D), v = keys_of(p.v, x, row, p.Dv), some = k;
-      if (kParts > 1 || excludes) some.taken &= ~(f.k_apart[row] = rows_apart(k));
-      if constexpr (kParts > 1) k = some, v.taken &= ~(f.v_apart[row] = rows_apart(v));
+      if (kParts > 1 || excludes) some.rows_in_use &= ~(f.k_apart[row] = separate_rows(k));
+      if constexpr (kParts > 1) k = some, v.rows_in_use &= ~(f.v_apart[row] = separate_rows(v));
       apart |= f.k_apart[row] != 0;
       pack_left<Format>(v, dvp / kSide, f.v + row * kSide * dvp * kParts);
       pack_left<Format>(k, dp / kSide, f.k + row * kSide * dp * kParts);
@@ -356,7 +356,7 @@ class TileBackwardUnit {
     Tiles::store<1>(f.pending + kCorner<1>, kRowBytes);
     Tiles::store<2>(f.pending + kCorner<2>, kRowBytes);
     Tiles::store<3>(f.pending + kCorner<3>, kRowBytes);
-    f.pending = f.nowhere;
+    f.pending = f.scratch_square;
   }
 
   // ---- Phase one: the weights of a block --------------------------------------------------------
@@ -400,7 +400,7 @@ class TileBackwardUnit {
       if (keys == 0 && queries == 0) return;
       for (int64_t r = 0; r < kSide; ++r)
         for (int64_t i = 0; i < kSide; ++i)
-          if (k.taken >> r & q.taken >> i & (keys >> r | queries >> i) & 1)
+          if (k.rows_in_use >> r & q.rows_in_use >> i & (keys >> r | queries >> i) & 1)
             to[r * kSide + i] = dot_apart(k, r, q, i);
     };
     multiply(f.k_apart[s.row], f.q_apart[n], keys_of(p.k, x, s.row, p.D),

@@ -156,11 +156,11 @@ class TileGradients {
     const Range keys = x.keys(s.row);
     const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
     const int64_t nk = keys.end - keys.begin;
-    Seen pairs = Seen::all;
+    Coverage pairs = Coverage::all;
     if (has_bias_of_pairs(p))
       pairs = pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias);
-    if (pairs == Seen::none || excludes(f, keys)) return false;
-    s.biased = pairs == Seen::some;
+    if (pairs == Coverage::none || excludes(f, keys)) return false;
+    s.biased = pairs == Coverage::some;
     s.way = Way::options;
     if (!x.direct) return true;
     const Range all = visible_to_all(p, i, end);

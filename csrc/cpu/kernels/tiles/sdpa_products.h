@@ -51,10 +51,10 @@ class TileProducts {
     float* s[2];        // [keys of a block][queries] scores, of two blocks in turn
     float* weights[2];  // [2][part][16 words][queries]
     typename Rows::Buffers rows;
-    float* nowhere;   // [32][32]
-    Square* squares;  // those of the scores, then those of the outputs
-    Element* keys;    // [piece] packed blocks
-    Element* values;  // [piece] packed blocks
+    float* scratch_square;  // [32][32]
+    Square* squares;        // those of the scores, then those of the outputs
+    Element* keys;          // [piece] packed blocks
+    Element* values;        // [piece] packed blocks
     // Per block, which keys and which values are packed as zeros, and computed pair by pair.
     uint64_t *keys_apart, *values_apart;  // [piece]
     Panel* panels;                        // as many as are computed together
@@ -69,7 +69,7 @@ class TileProducts {
     for (float*& s : buf.s) s = a.take<float>(kBlockKeys * kQueries);
     for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries * kParts);
     buf.rows = rows.allocate(a);
-    buf.nowhere = a.take<float>(kQueries * kQueries);
+    buf.scratch_square = a.take<float>(kQueries * kQueries);
     buf.squares = a.take<Square>(score_squares() + output_squares());
     buf.keys = a.take<Element>(piece() * key_elements());
     buf.values = a.take<Element>(piece() * value_elements());
@@ -193,9 +193,9 @@ class TileProducts {
       for (int64_t half = 0; half < 2; ++half) {
         k[half] = rows.keys_of(task.buf.rows, task.b, task.hk, first + n, half);
         v[half] = rows.values_of(task.buf.rows, task.b, task.hk, first + n, half);
-        const uint32_t k_apart = kParts > 1 ? rows_apart(k[half]) : 0;
-        const uint32_t v_apart = kParts > 1 || rows.excludes() ? rows_apart(v[half]) : 0;
-        k[half].taken &= ~k_apart, v[half].taken &= ~v_apart;
+        const uint32_t k_apart = kParts > 1 ? separate_rows(k[half]) : 0;
+        const uint32_t v_apart = kParts > 1 || rows.excludes() ? separate_rows(v[half]) : 0;
+        k[half].rows_in_use &= ~k_apart, v[half].rows_in_use &= ~v_apart;
         keys |= static_cast<uint64_t>(k_apart) << 32 * half;
         values |= static_cast<uint64_t>(v_apart) << 32 * half;
       }
@@ -206,7 +206,7 @@ class TileProducts {
   }
   void pack_panel_of(Task& task, Panel& panel) const {
     RowsOfTile<P> q = rows.queries_of(panel);
-    if constexpr (kParts > 1) q.taken &= ~(panel.apart = rows_apart(q));
+    if constexpr (kParts > 1) q.rows_in_use &= ~(panel.apart = separate_rows(q));
     pack_queries<Format>(q, steps, task.buf.q);
   }
 
@@ -230,7 +230,7 @@ class TileProducts {
     Buffers& buf = task.buf;
     State& state = panel.state;
     const int64_t second = score_squares(), last = second + output_squares();
-    Squares<Format> squares(buf.nowhere);
+    Squares<Format> squares(buf.scratch_square);
     const auto nothing = []() {};
     const auto next_block = [&](int64_t j) {
       return rows.next_block(buf.rows, panel, j, blocks.end);
@@ -338,7 +338,7 @@ class TileProducts {
     };
     float* const s = task.buf.s[0];
     for (int64_t j = next_block(blocks.begin); j < blocks.end; j = next_block(j + 1)) {
-      Squares<Format> squares(task.buf.nowhere);
+      Squares<Format> squares(task.buf.scratch_square);
       squares.multiply(task.buf.squares, 0, score_squares(), score_squares(),
                        score_operands(task, j, s), {}, []() {});
       squares.flush();

@@ -443,9 +443,9 @@ class TileRows {
     if (key_mask) bias.keys = buf.mask + j0;
     // A block whose pairs a program excludes is skipped, so a tile is filled unless all are visible.
     if (has_bias_of_pairs(p) && pack_bias(p, panel.b, panel.h, panel.i0, panel.i1, j0, j0 + keys,
-                                          kQueries, buf.bias) != Seen::all)
+                                          kQueries, buf.bias) != Coverage::all)
       bias.tile = buf.bias;
-    if (rule.natural || bias.given() || edge) {
+    if (rule.natural || bias.exists() || edge) {
       apply_rule<float, kVectors>(p, rule, s, keys, panel.lanes, j0, bias, nullptr, top);
       return true;
     }

@@ -31,8 +31,9 @@ struct Operands {
 template <class Format>
 class Squares {
  public:
-  // `nowhere`: [32, 32], takes the store before the first sum.
-  FASTATTN_INLINE explicit Squares(float* nowhere) : nowhere_(nowhere), pending_(nowhere) {}
+  // `scratch_square`: [32, 32], takes the store before the first sum.
+  FASTATTN_INLINE explicit Squares(float* scratch_square)
+      : nowhere_(scratch_square), pending_(scratch_square) {}
 
   // Squares [begin, end) of a list; those from `second` on are of kind b. Each tile is loaded one or
   // two products before it is needed, and kept where the next square has it too: six products of three
