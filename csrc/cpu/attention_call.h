@@ -117,6 +117,7 @@ void read_content_terms(AttentionParams& p, const Tensors& x, Layout layout, int
 struct TermGradients {
   py::object of_position_query = none(), of_queries, of_keys;
 
+  // Makes the gradients of position_query and of the tables; zeroed: rows without keys stay 0.
   template <class Tensors>
   TermGradients(AttentionParams& p, const Tensors& x, Layout layout, bool zeroed) {
     const Sizes table{p.B, p.Hq, p.buckets, p.D};

@@ -13,6 +13,7 @@ namespace {
 struct AdditiveCall : AdditiveParams {
   AdditiveVectors vectors;
 
+  // Reads the tensors and the options of a call.
   template <class Tensors>
   AdditiveCall(py::handle options, const Tensors& from) : AdditiveParams{} {
     read_additive(attention, vectors, options, from);

@@ -29,6 +29,7 @@ struct FlexCall : AttentionParams {
   ScoreProgram program;
   py::object data, owners[3];
 
+  // Reads the tensors, the options and the score program of a call.
   template <class Tensors>
   FlexCall(py::handle record, const Tensors& from) : AttentionParams{}, program{} {
     Named(record).read<&AttentionOptions::scale>("scale", *this);

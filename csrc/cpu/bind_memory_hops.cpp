@@ -9,6 +9,7 @@
 namespace fastattn {
 namespace {
 
+// Asks for huge pages for the gradients of the memories, and runs the kernel.
 void run_backward(const MemoryHopsParams& p) {
   const int64_t memory = (p.shared ? 1 : p.B) * p.N * p.D * element_bytes(p.dtype);
   if (p.grad_in != nullptr) expect_to_fill(p.grad_in, static_cast<size_t>(memory * p.in_slots));

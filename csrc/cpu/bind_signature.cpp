@@ -74,6 +74,7 @@ class Signature {
 
   bool put(char c) { return put_bytes(&c, 1); }
 
+  // Appends bytes; false if the signature would be too long.
   bool put_bytes(const void* from, size_t size) {
     if (length_ + size > kLongest) return false;
     std::copy_n(static_cast<const char*>(from), size, text_ + length_);
@@ -81,6 +82,7 @@ class Signature {
     return true;
   }
 
+  // Appends which earlier size this one equals: a signature holds no sizes, only their equality.
   bool put_relation(int64_t size) {
     if (size == 1) return put('1');
     const auto same = std::find(sizes_, sizes_ + count_, size) - sizes_;
@@ -96,6 +98,7 @@ struct CallToSign {
   FASTATTN_TENSORS(tensors, rows, options)  // two tuples; `rows` is an integer
 };
 
+// Returns the signature of a call, or None if the call needs the general path.
 py::object signature(const CallToSign& x) {
   Signature signature;
   if (!PyTuple_Check(x.tensors.ptr())) throw py::type_error("signature: tensors must be a tuple");

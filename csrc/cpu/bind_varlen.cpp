@@ -15,6 +15,7 @@
 namespace fastattn {
 namespace {
 
+// The starts must begin with 0, not decrease, and end within the rows.
 void check_starts(const int64_t* starts, int64_t count, int64_t rows, const std::string& name) {
   expect(starts[0] == 0, name + " must begin with 0, got " + std::to_string(starts[0]));
   for (int64_t b = 0; b < count; ++b)
@@ -46,6 +47,7 @@ struct PackedCall : SequencesParams {
   py::object table, owners[3];         // see read_biases and read_results
   std::vector<int64_t> table_starts;   // [B], see SequencesParams::bias_starts
 
+  // Reads the tensors and the options of a call with packed sequences.
   template <class Tensors>
   PackedCall(py::handle options, const Tensors& from) : SequencesParams{} {
     AttentionParams& p = attention;
@@ -159,6 +161,7 @@ py::object summed_tables(const PackedCall& t, const std::vector<T>& parts, DType
   return gradients;
 }
 
+// Returns the gradients in the order of the primitive; T is the type of their sums.
 template <class T>
 py::tuple run_backward(PackedCall& t, const PackedGradTensors& x) {
   AttentionParams& p = t.attention;

@@ -34,6 +34,7 @@ void read_cache(CacheCall& t, const Tensors& from) {
   t.page_size = c.block_table == nullptr ? 0 : c.rows;
 }
 
+// Checks the lengths, pages and entries of a cache before anything reads it.
 inline void check_cache(const CacheCall& t) {
   const AttentionParams& all = t.attention;
   expect(t.block_table == nullptr || t.page_size > 0 || all.Lk == 0, "pages must have rows");

@@ -30,6 +30,7 @@ class Facts {
     }
   }
 
+  // Whether no class and no dictionary entry has changed since the facts were recorded.
   bool hold() const {
     for (const Kind& each : kinds_)
       if (reinterpret_cast<PyObject*>(Py_TYPE(each.object.ptr())) != each.type.ptr()) return false;

@@ -59,6 +59,7 @@ constexpr int64_t kHeadsInOrder = 16;
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  // `count` elements, aligned to 256 bytes.
   template <class T>
   T* take(int64_t count) {
     char* p = base_ + used_;

@@ -64,6 +64,8 @@ class ContentTerms {
       for (int64_t l = 0; l < count; ++l) x[l] = row[at[e + l]];
       return load(x);
     }
+
+    // row[lanes] += the entry e of each lane, within the band.
     FASTATTN_INLINE void add(T* row, int64_t e, Vec<T> x, int64_t count = W) const {
       if (count >= W && next[e] >= W) return store(row + at[e], load(row + at[e]) + x);
       if (count >= W && same[e] >= W) {
@@ -107,6 +109,8 @@ class ContentTerms {
     T* dk;           // [keys][dp], of the block; set by the caller
     T* sums;         // gradients of the query head, see sums_size(); set by the caller
   };
+
+  // Takes the buffers of a thread from an arena.
   Buffers allocate(Arena& a, bool backward = false) const {
     Buffers f{};
     if (!has_content_terms(p)) return f;

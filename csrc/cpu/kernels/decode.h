@@ -124,6 +124,7 @@ class Decode {
     chunk(buf, t / chunks_, t % chunks_, states + t * state_size());
   }
 
+  // Merges the states of all chunks of a head, in order, and writes its result.
   void merge_head(int64_t head, T* states) const {
     Buffers buf = scratch();
     begin_total(buf.total, head);
@@ -155,12 +156,16 @@ class Decode {
     IntegerWeights weights;
     int8_t* joined;  // [kBlock][dim or dim_v], see join_keys() and join_values()
   };
+
+  // The buffers of this thread.
   Buffers scratch() const {
     Arena measure(nullptr);
     buffers(measure);
     Arena arena(thread_scratch(measure.used()));
     return buffers(arena);
   }
+
+  // Takes the buffers of a thread from an arena.
   Buffers buffers(Arena& a) const {
     Buffers buf;
     buf.q = a.take<Word>(integers ? 0 : rows * dim);
@@ -187,6 +192,7 @@ class Decode {
     for (int64_t r = 0; r < rows; ++r) maxima(state)[r] = -kInf<T>, sums(state)[r] = T(0);
   }
 
+  // The initial state: empty, or a sink, a key whose value is 0.
   void begin_total(T* total, int64_t head) const {
     begin(total);
     for (int64_t r = 0; r < rows; ++r) {
@@ -262,6 +268,7 @@ class Decode {
     }
   }
 
+  // Quantises query row r to bytes.
   void pack_integers(const float* q, const Buffers& buf, int64_t r) const {
     if (p.q.stride[3] == 1) return buf.queries.pack(r, q, p.D);
     float dense[kWidestInteger];
@@ -269,6 +276,7 @@ class Decode {
     buf.queries.pack(r, dense, p.D);
   }
 
+  // Packs one query row [D] into words.
   void load_query(const Storage* q, Word* to) const {
     if constexpr (kPerWord == 1 && kPerLane == 1) {
       if (p.q.stride[3] == 1) {
@@ -435,6 +443,8 @@ class Decode {
     return padded_for_all(b, j0, j1) ||
            (p.mask_program != nullptr && hidden_from_all(b, hk, j0, j1));
   }
+
+  // Whether the mask program hides all keys [j0, j1) from every query of a key head.
   bool hidden_from_all(int64_t b, int64_t hk, int64_t j0, int64_t j1) const {
     for (int64_t g = 0; g < group; ++g) {
       const MaskProgram program(p, b, hk * group + g);
@@ -443,6 +453,8 @@ class Decode {
     }
     return true;
   }
+
+  // Whether all keys [j0, j1) are padding.
   bool padded_for_all(int64_t b, int64_t j0, int64_t j1) const {
     if (p.mask.data == nullptr || p.mask_dtype != DType::boolean || p.mask.stride[1] != 0 ||
         !is_key_mask(p))
@@ -528,6 +540,7 @@ class Decode {
     buf.alpha[r] = alpha;
   }
 
+  // Applies window, mask and biases to the scores s[j1 - j0] of query i.
   void score_row(T* s, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t j1) const {
     const Range visible = visible_to_any(p, i, i + 1);
     if (!rule.natural && !has_bias(p)) {
@@ -627,6 +640,7 @@ class Decode {
     return __builtin_shuffle(a, b, Mask<T>{(First + I / 2 + (I % 2 ? W : 0))...});
   }
 
+  // Writes out and lse of a head from its merged state.
   void finish(T* state, int64_t head) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv;
     for (int64_t r = 0; r < rows; ++r) {

@@ -122,6 +122,7 @@ void encode_sentence(const EncodeMemoryParams& p, int64_t r, int64_t b, int64_t 
   }
 }
 
+// Forward: one task for each sentence.
 template <class T, class S>
 void run_forward(const EncodeMemoryParams& p) {
   const int64_t tasks = p.R * p.B * p.N;
@@ -168,6 +169,7 @@ void gather_gradient(const EncodeMemoryParams& p, int64_t r, int64_t g, int64_t 
   }
 }
 
+// Backward: one task for each table and block of columns, so no two threads add to an element.
 template <class T, class S>
 void run_backward(const EncodeMemoryParams& p) {
   constexpr int64_t kColumns = kVectors * kLanes<T>;
@@ -187,6 +189,7 @@ void run_backward(const EncodeMemoryParams& p) {
 
 }  // namespace
 
+// Forward for the dtype of the table.
 void encode_memory(const EncodeMemoryParams& p) {
   switch (p.dtype) {
     case DType::f32:
@@ -202,6 +205,7 @@ void encode_memory(const EncodeMemoryParams& p) {
   }
 }
 
+// Backward for the dtype of the table.
 void encode_memory_backward(const EncodeMemoryParams& p) {
   switch (p.dtype) {
     case DType::f32:

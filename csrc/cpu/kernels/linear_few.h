@@ -91,6 +91,7 @@ class FewRows {
     return p.M <= kMostRows && p.N >= L && !p.w_transposed;
   }
 
+  // Each thread computes its share of the outputs, for all rows.
   void run() {
     const int64_t groups = (p.N + L - 1) / L;
     const int team = team_size(p.threads, groups, 2.0 * p.M * p.N * p.K);
@@ -119,6 +120,7 @@ class FewRows {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;

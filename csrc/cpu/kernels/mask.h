@@ -68,6 +68,7 @@ FASTATTN_INLINE bool is_key_mask(const AttentionParams& p) {
   return p.mask.data != nullptr && (p.mask.stride[2] == 0 || p.Lq == 1);
 }
 
+// Whether all `count` biases are -inf.
 template <class T>
 FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
   int64_t i = 0;

@@ -26,6 +26,7 @@ FASTATTN_INLINE VecI load_integers(const int32_t* x) {
   return (VecI)load(reinterpret_cast<const float*>(x));
 }
 
+// The least and the greatest of x[count].
 FASTATTN_INLINE Extremes extremes(const int32_t* x, int64_t count) {
   constexpr int W = kLanes<float>;
   Extremes e{x[0], x[0]};
@@ -159,6 +160,7 @@ class MaskProgram {
     return of(common(a.keys, b.keys), common(a.whole, b.whole));
   }
 
+  // The region of either of two leaves.
   static Region either(const Region& a, const Region& b) {
     if (a.keys.begin >= a.keys.end) return b;
     if (b.keys.begin >= b.keys.end) return a;
@@ -169,6 +171,7 @@ class MaskProgram {
     return of(keys, together ? all : longer(a.whole, b.whole));
   }
 
+  // The region of leaf n.
   Region region_of_leaf(int n, int64_t i0, int64_t i1, Range keys) const {
     const MaskStep& s = p.mask_program[n];
     if (s.kind == MaskKind::interval) {
@@ -180,6 +183,7 @@ class MaskProgram {
     return region_of_blocks(s, data_[n], i0, i1, keys);
   }
 
+  // The region of low[i] <= j < high[i], from the extremes of both bounds.
   static Region region_of_interval(bool negated, Extremes low, Extremes high, Range keys) {
     if (!negated) {
       return of(common(keys, {low.min, high.max}), {low.max, high.min});
@@ -193,6 +197,7 @@ class MaskProgram {
     return of(keys, before.end >= after.begin ? keys : longer(before, after));
   }
 
+  // The region of equal ids.
   static Region region_of_ids(bool negated, Extremes queries, const int32_t* ids, Range keys) {
     const bool one = queries.min == queries.max;
     const Range none{0, 0};
@@ -270,6 +275,7 @@ class MaskProgram {
 
   static int64_t words_of(const MaskStep& s) { return (s.block_q + 31) / 32; }
 
+  // Whether a leaf of blocks has the pair (i, j), before negation.
   static bool bit_of(const MaskStep& s, const int32_t* states, int64_t i, int64_t j) {
     const int64_t r = i / s.block_q, c = j / s.block_k;
     const int32_t state = states[r * s.blocks_k + c];
@@ -279,6 +285,7 @@ class MaskProgram {
     return word >> lane % 32 & 1;
   }
 
+  // Whether leaf n makes the pair (i, j) visible.
   bool leaf_sees(int n, int64_t i, int64_t j) const {
     const MaskStep& s = p.mask_program[n];
     const int32_t* x = data_[n];

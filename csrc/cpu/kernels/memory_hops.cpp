@@ -19,6 +19,7 @@ class ProjectionGradient : HopSteps<T> {
  public:
   explicit ProjectionGradient(const MemoryHopsParams& params) : Base(params) {}
 
+  // dH = sum over queries of g u^T, each block of rows by one task.
   void run() {
     const int64_t queries = p.B * p.Q, blocks = (p.D + kRows - 1) / kRows;
     const int64_t tasks = p.proj_slots * blocks, hops = p.K / p.proj_slots;

@@ -228,6 +228,7 @@ class HopSteps {
   }
   void project(int64_t k, const T* u, T* to) const { row_products(proj_rows(k), p.D, p.D, u, to); }
 
+  // phi(x).
   Vec<T> activate(Vec<T> x) const {
     switch (p.activation) {
       case Activation::none:
@@ -277,6 +278,7 @@ class HopSteps {
   }
 
  private:
+  // The rows from n on of the memory of hop k.
   FASTATTN_INLINE StoredRows memory(const Tensor4& m, int64_t group, int64_t k, int64_t n) const {
     const int64_t* st = m.stride;
     const int64_t first = group * st[0] + k * st[1] + n * st[2];

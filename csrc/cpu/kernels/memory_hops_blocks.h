@@ -27,6 +27,7 @@ class HopBlocks : protected HopSteps<T> {
     T bias[kHopBlock];
   };
 
+  // Finds the visible rows of [n0, n1) for one query, and their biases.
   FASTATTN_INLINE void see(int64_t row, int64_t k, int64_t n0, int64_t n1, Block* block) const {
     block->all = true;
     block->biased = p.bias.data != nullptr;

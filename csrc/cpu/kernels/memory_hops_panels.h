@@ -84,6 +84,7 @@ class PanelSteps : protected HopSteps<T> {
     Tiles tiles;                   // which has these
   };
 
+  // Takes the buffers that all threads of a group of queries share.
   Group group_at(Arena& a) const {
     const bool back = p.grad_query != nullptr;
     const int64_t n = panels * L;
@@ -101,6 +102,8 @@ class PanelSteps : protected HopSteps<T> {
     }
     return f;
   }
+
+  // Takes the buffers of one thread.
   Tiles tiles_at(Arena& a) const {
     const bool back = p.grad_query != nullptr;
     Tiles t;
@@ -246,6 +249,7 @@ class PanelSteps : protected HopSteps<T> {
     return block;
   }
 
+  // The visible rows of a block, copied together if some are hidden.
   const T* stage(StoredRows stored, const Block& block, const int64_t* at, T* dst) const {
     if (!block.all) stored.at = at;
     if (is_narrow) return widen(stored, block.count, D, dst), dst;

@@ -37,6 +37,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
   }
 
  private:
+  // All hops of one group of queries, from the last to the first.
   void of_group(const Group& f, int64_t group) const {
     arrange(f, group);
     each(f, panels, [&](const Tiles&, int64_t i) { begin(f, group, i); });
@@ -60,6 +61,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     if (is_narrow) each(f, chunks, [&](const Tiles&, int64_t c) { round(f, group, c); });
   }
 
+  // Loads the gradient of the output for the queries of a panel; 0 past the last.
   void begin(const Group& f, int64_t group, int64_t panel) const {
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
       T* g = f.g_rows + r * dp;
@@ -148,6 +150,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
   }
 
   bool weighted() const { return p.grad_weights.data != nullptr; }
+  // Whether some query of these panels has nearly all weight on one row.
   bool any_sharp(const Group& f, int64_t first_panel, int64_t panels) const {
     const T* inverse = f.inverse + first_panel * L;
     for (int64_t r = 0; r < panels * L; ++r)
@@ -182,6 +185,8 @@ class PanelBackward : public PanelSteps<T, kVectors> {
       store(chunk_state(f, panel, c) + n * W, correction);
     }
   }
+
+  // Adds the corrections of all chunks to delta.
   void correct_delta(const Group& f, int64_t panel) const {
     for (int64_t c = 0; c < chunks; ++c)
       for (int64_t x = 0; x < L; x += W) {
@@ -190,6 +195,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
       }
   }
 
+  // The gradients of one chunk of rows, for all panels of queries.
   void derive_chunk(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t c) const {
     const int64_t panels = panels_of(f);
     for (int64_t i = 0; i < panels; ++i)
@@ -287,6 +293,8 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     add(in, own_in ? k : 0, t.d_in, own_in || last);
     add(out, own_out ? k : 0, t.d_out, own_out || last);
   }
+
+  // The inverse of gathering: puts the visible rows of a block back, 0 in between.
   void spread_rows(T* rows, const Block& block, const int64_t* at, int64_t count) const {
     if (block.all) return;
     int64_t i = block.count - 1;
@@ -305,6 +313,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     return is_narrow ? wide : static_cast<T*>(result) + group * slots * p.N * D;
   }
 
+  // Rounds the gradients of a chunk of rows to the dtype of the memory.
   void round(const Group& f, int64_t group, int64_t c) const {
     const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
     const auto all = [&](const T* from, void* to, int64_t slots) {

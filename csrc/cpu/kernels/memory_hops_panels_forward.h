@@ -30,6 +30,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
   }
 
  private:
+  // All hops of one group of queries.
   void of_group(const Group& f, int64_t group) const {
     each(f, panels, [&](const Tiles& t, int64_t i) { begin(t, group, i); });
     choose(f, group, 0);

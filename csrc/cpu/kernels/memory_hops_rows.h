@@ -40,6 +40,7 @@ class RowHops : protected HopBlocks<T> {
     WideBlocks wide;
   };
 
+  // Takes the buffers of a thread from an arena.
   Scratch allocate(Arena& a) const {
     const bool back = p.grad_query != nullptr;
     Scratch f;
@@ -50,6 +51,8 @@ class RowHops : protected HopBlocks<T> {
     f.wide = this->wide_at(a);
     return f;
   }
+
+  // The bytes that an allocation takes.
   template <class Allocate>
   static size_t bytes_of(Allocate allocate) {
     Arena size(nullptr);

@@ -25,6 +25,7 @@ class ShortHops : RowHops<T> {
 
   static bool serves(const MemoryHopsParams& p) { return p.N <= kHopBlock && p.together <= 1; }
 
+  // One task for each group of queries that share a memory.
   void forward() const {
     const double flops = Base::kForward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) {
@@ -34,6 +35,7 @@ class ShortHops : RowHops<T> {
     });
   }
 
+  // One task for each group: the queries one by one, hop by hop from the last.
   void backward() const {
     const double flops = Base::kBackward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) {
@@ -52,6 +54,7 @@ class ShortHops : RowHops<T> {
     this->each_group(flops, [&](Arena& arena) { return this->allocate(arena); }, of_group);
   }
 
+  // One hop of one query, in one pass: the scores of all rows fit a block.
   FASTATTN_INLINE void take_hop(Scratch& f, int64_t group, int64_t row, int64_t k) const {
     alignas(64) T s[kHopBlock];
     Block block;

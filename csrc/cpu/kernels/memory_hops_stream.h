@@ -30,6 +30,7 @@ class StreamHops : RowHops<T> {
  public:
   explicit StreamHops(const MemoryHopsParams& params) : Base(params) {}
 
+  // One task for each group of queries that share a memory.
   void forward() const {
     const double flops = Base::kForward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) __attribute__((noinline)) {
@@ -38,6 +39,7 @@ class StreamHops : RowHops<T> {
     });
   }
 
+  // One task for each group: the queries, then the gradients of the memory by chunks.
   void backward() const {
     const double flops = Base::kBackward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) __attribute__((noinline)) {
@@ -52,6 +54,7 @@ class StreamHops : RowHops<T> {
   }
 
  private:
+  // Takes the buffers of a thread from an arena.
   Scratch allocate(Arena& arena) const {
     Scratch f{Base::allocate(arena), nullptr, nullptr, 0};
     f.chunk_state = arena.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
@@ -112,6 +115,7 @@ class StreamHops : RowHops<T> {
     }
   }
 
+  // One hop of one query: the states of all chunks, merged in order.
   __attribute__((noinline)) void take_hop(Scratch& f, int64_t group, int64_t row, int64_t k) const {
     each_chunk(f, [&](WideBlocks& wide, int64_t c) { read_chunk(f, wide, group, row, k, c); });
     // o = sum_c part_c e^(m_c - m) / l
@@ -171,6 +175,7 @@ class StreamHops : RowHops<T> {
       f.hop_scores[n0 + (block.all ? i : block.at[i])] = s[i];
   }
 
+  // Writes the weights of a hop from its stored scores.
   void write_weights(const Scratch& f, int64_t row, int64_t k, T m, T l) const {
     const T reference = m == -kInf<T> ? T(0) : m, inverse = this->normalizer(m, l);
     for (int64_t n = 0; p.normalize && n < p.N; n += W) {

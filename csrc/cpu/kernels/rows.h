@@ -276,6 +276,8 @@ FASTATTN_INLINE void read_row(const S* row, int64_t columns, T* x) {
   for (; d + kLanes<T> <= columns; d += kLanes<T>) store(x + d, load_as<T>(row + d, kLanes<T>));
   if (d < columns) store(x + d, load_as<T>(row + d, static_cast<int>(columns - d)));
 }
+
+// Converts x[columns] to the stored dtype and writes it.
 template <class T, class S>
 FASTATTN_INLINE void write_row(const T* x, int64_t columns, S* row) {
   int64_t d = 0;

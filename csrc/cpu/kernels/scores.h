@@ -68,6 +68,7 @@ FASTATTN_INLINE bool has_content_terms(const AttentionParams& p) {
   return p.query_table.data != nullptr || p.key_table.data != nullptr;
 }
 
+// Which of the optional steps from a product to a score a call has.
 template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
@@ -274,6 +275,7 @@ struct DropoutRule {
   int64_t first_query, first_key, first_head;  // of the draws
 };
 
+// The threshold, factor and key of dropout.
 FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
   DropoutRule d;
   d.threshold = static_cast<uint32_t>(__builtin_rint((1.0 - p.dropout_p) * 65536.0));
@@ -292,6 +294,7 @@ FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
 //   round 2: c2 and c3 depend on both
 class Philox {
  public:
+  // The generator of the rows from i0 on, one query in each lane.
   FASTATTN_INLINE Philox(const DropoutRule& d, int64_t i0, int64_t head, int64_t batch)
       : key_{d.key[0], d.key[1]} {
     VecU query = VecU{} + static_cast<uint32_t>(i0), high, low;

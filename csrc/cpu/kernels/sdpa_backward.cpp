@@ -31,6 +31,7 @@ void attention_backward(const AttentionParams& p) {
   });
 }
 
+// Backward of packed sequences.
 void attention_sequences_backward(const SequencesParams& p) {
   if (p.attention.B == 0 || p.attention.Hq == 0) return;
   with_policy(p.attention.dtype, [&](auto policy) {

@@ -95,6 +95,7 @@ class BackwardUnit {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers f;
@@ -172,6 +173,7 @@ class BackwardUnit {
   }
 
  private:
+  // Starts to read the operands of the next head into the cache.
   void read_ahead(Buffers& f, int64_t head) const {
     const auto add = [&](const Tensor4& x, int64_t rows, int64_t columns) {
       f.next.add(
@@ -402,6 +404,8 @@ class BackwardUnit {
   __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, Source k, T* dq) const {
     with_elements(k, [&](const auto* rows) { add_nonzero_of(ds, nk, rows, dq); });
   }
+
+  // dq += ds k, without keys whose ds is 0 for all queries: they may hold NaN.
   template <class S>
   void add_nonzero_of(const T* ds, int64_t nk, const S* k, T* dq) const {
     for (int64_t j = 0; j < nk; ++j) {

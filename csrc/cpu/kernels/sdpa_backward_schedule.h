@@ -159,6 +159,7 @@ class Backward {
   typedef typename P::Acc T;
 
  public:
+  // Counts the tasks of all sequences.
   explicit Backward(const Sequences& sequences) : sequences_(sequences) {
     for (int64_t n = 0; n < sequences.count(); ++n) {
       const Sequence s = sequences.at(n);
@@ -167,6 +168,7 @@ class Backward {
     }
   }
 
+  // The row statistics of all queries, then dq, dk and dv by chunks of keys.
   void run() {
     const int64_t count = sequences_.count();
     const Tasks rows(count, [&](int64_t n) {
@@ -256,6 +258,8 @@ class Backward {
       return member;
     }
   };
+
+  // The owners of a sequence: each alone adds to its elements of the mask's or program's gradient.
   static Owners owners(const Sequence& s) {
     const bool needs_mask_grad = s.grad_mask.data != nullptr;
     const int64_t heads = s.B * s.Hkv;
@@ -294,6 +298,8 @@ class Backward {
   struct Plan {
     int64_t tasks, sums, partial;
   };
+
+  // The tasks of sequence n, the sums of their chunks, and the elements of the buffers for them.
   Plan plan(int64_t n) const {
     const Sequence s = sequences_.at(n);
     if (empty(s)) return {0, 0, 0};
@@ -337,6 +343,7 @@ class Backward {
     unit.run(buf, owners(s).head(s, t / chunks, m), t % chunks, prepared, partial + t * head_size);
   }
 
+  // dq of one query head: the sum of its chunks, in their order.
   static void sum_chunks(const Sequence& s, const Unit& unit, int64_t t, int64_t m, T* partial) {
     const int64_t group = s.Hq / s.Hkv, size = unit.dq_size(), chunks = unit.chunks();
     T* sum = partial + t / group * chunks * group * size + t % group * size;

@@ -113,6 +113,7 @@ class Forward {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;
@@ -136,6 +137,7 @@ class Forward {
     return buf;
   }
 
+  // Starts to read the operands of the next head into the cache.
   void read_ahead(Buffers& buf, int64_t head) const {
     const int64_t b = head / p.Hq, h = head % p.Hq, hk = h / (p.Hq / p.Hkv);
     buf.next.add(P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride,
@@ -404,6 +406,8 @@ class Forward {
         __builtin_memset(to, 0, static_cast<size_t>(keys.end - keys.begin) * sizeof(*to));
       });
   }
+
+  // Averages the weights of all heads.
   void write_mean(Buffers& buf, int64_t b, int64_t q0) const {
     T share[kLanesOfPanel];
     for (T& x : share) x = T(1) / static_cast<T>(p.Hq);
@@ -476,6 +480,7 @@ void run_schedule(const Sequences& sequences) {
 
 }  // namespace
 
+// Forward of a batch, on vectors.
 void attention_forward(const AttentionParams& p) {
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
   with_policy(p.dtype, [&](auto policy) {
@@ -510,6 +515,7 @@ int64_t most_streamed_rows(DType dtype) {
   return kMostDecodedRows;
 }
 
+// Forward of packed sequences or of a cache.
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
   if (all.B == 0 || all.Hq == 0) return;

@@ -133,6 +133,8 @@ class ScoreGradients {
     T* registers;     // the same
     T* image;         // the same of the bias of an image
   };
+
+  // Takes the buffers of a thread from an arena.
   Buffers allocate(Arena& a, int64_t keys) const {
     Buffers f{};
     f.cap = a.take<T>(rule.softcap > 0 ? keys * L : 0);

@@ -53,6 +53,7 @@ class WeightsPass {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;
@@ -71,6 +72,7 @@ class WeightsPass {
     return buf;
   }
 
+  // One task for each block of queries of a head, or of all heads if weights are averaged.
   void run() {
     const int64_t blocks = (p.Lq + kQueries - 1) / kQueries;
     const int64_t groups = p.B * (averaged ? 1 : p.Hq), tasks = groups * blocks;

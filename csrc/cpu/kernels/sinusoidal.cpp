@@ -33,6 +33,7 @@ struct Angles {
   VecUL part[kParts];
 };
 
+// The angles of one vector of columns, as 64-bit fractions of a turn.
 template <class T>
 FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
   typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
@@ -49,6 +50,8 @@ FASTATTN_INLINE VecF sin_turns(VecF t, VecF tt) {
   const VecF series = horner<float>(tt, -41.3416615f, 81.5923536f, -75.3935628f);
   return t * 6.28318548f + t * (series * tt - 1.95191750e-7f);
 }
+
+// sin(2 pi t) in float64, |t| <= 1/8.
 FASTATTN_INLINE VecD sin_turns(VecD t, VecD tt) {
   const VecD series =
       horner<double>(tt, -41.341702240399631464, 81.605249275944509706, -76.705859703315063442,
@@ -97,6 +100,7 @@ FASTATTN_INLINE VecU odd_words(VecU a, VecU b, Indices<I...>) {
 // distance from it plus that eighth.
 constexpr uint64_t kEighth = uint64_t{1} << 61;
 
+// The waves of angles: the nearest quadrant, and the rest of the turn.
 FASTATTN_INLINE Waves<float> waves_of(const Angles<float>& angles) {
   typedef typename CountTo<kLanes<float>>::type All;
   const VecU a = (VecU)(angles.part[0] + kEighth), b = (VecU)(angles.part[1] + kEighth);
@@ -160,6 +164,7 @@ struct Plan {
   bool stream;
 };
 
+// How many rows and columns a task encodes.
 template <class T, class S>
 Plan make_plan(const SinusoidalParams& p) {
   constexpr int64_t kElements = kTileBytes / sizeof(T);
@@ -289,6 +294,7 @@ void run_block(const SinusoidalParams& p, const Plan& plan, int64_t block, int64
   if (plan.stream) stream_fence();
 }
 
+// One task for each tile of rows and columns.
 template <class T, class S>
 void run(const SinusoidalParams& p) {
   const Plan plan = make_plan<T, S>(p);
@@ -303,6 +309,7 @@ void run(const SinusoidalParams& p) {
 
 }  // namespace
 
+// x * scale + PE for the dtype.
 void sinusoidal(const SinusoidalParams& p) {
   if (p.B * p.H * p.L * p.D == 0) return;
   switch (p.dtype) {

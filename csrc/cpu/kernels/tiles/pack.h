@@ -83,6 +83,7 @@ FASTATTN_INLINE RowsOfTile<P> rows_of(const Tensor4& x, int64_t b, int64_t h, in
 // row contributes then is within a rounding of what its largest element does.
 constexpr float kLargestOfRow = 0x1p56f, kLeastOfRow = 0x1p-40f;
 
+// The rows whose products are computed on vectors: too large or too small for bf16 parts, as bits.
 template <class P>
 FASTATTN_INLINE uint32_t separate_rows(const RowsOfTile<P>& x, float least = kLeastOfRow) {
   uint32_t separate = 0;
@@ -93,8 +94,8 @@ FASTATTN_INLINE uint32_t separate_rows(const RowsOfTile<P>& x, float least = kLe
     if constexpr (P::Format::kParts == 1) {
       apart = !all_finite(row, 0, x.col_stride, 1, x.channels);
     } else {
-      VecI
-          max_magnitude{};  // of the magnitudes as integers, which have the same order, NaN above inf
+      // Of the magnitudes as integers, which have the same order, with NaN above inf.
+      VecI max_magnitude{};
       for (int64_t c = 0; c < x.channels; c += kLanes<float>) {
         const int count = static_cast<int>(min_of<int64_t>(kLanes<float>, x.channels - c));
         VecF some{};

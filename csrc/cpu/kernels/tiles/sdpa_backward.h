@@ -91,6 +91,7 @@ class TileBackwardUnit {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     const int64_t queries = min_of(panel, round_up(p.Lq, kSide));
@@ -158,6 +159,7 @@ class TileBackwardUnit {
     return dq + round_up(p.Lq, kSide) * dp;
   }
 
+  // The gradients of one query head, for the keys of a block.
   void query_head(Buffers& f, Block& x, Range keys, const PreparedRows<T>& prepared, T* dq) const {
     const Range seen = gradients.seen_keys(f.gradients, x.b, x.h, keys);
     for (int64_t i = 0; i < p.Lq; i += panel) {
@@ -212,6 +214,7 @@ class TileBackwardUnit {
     add(f.dv, f.all_dv, padded * dvp);
   }
 
+  // The gradients of one block of queries and keys.
   void block(Buffers& f, Block& x) const {
     for (int row = 0; row < kRows; ++row) {
       const Range keys = x.keys(row), seeing = seeing_any(p, keys.begin, keys.end);
@@ -351,6 +354,8 @@ class TileBackwardUnit {
     for (int64_t k = 1; k < steps; ++k) step(Width<false>());
     f.pending = c;
   }
+
+  // Stores the tiles of the square whose sum is pending.
   void flush(Buffers& f) const {
     Tiles::store<0>(f.pending + kCorner<0>, kRowBytes);
     Tiles::store<1>(f.pending + kCorner<1>, kRowBytes);
@@ -416,6 +421,7 @@ class TileBackwardUnit {
 
   // ---- Phase two: the sums ----------------------------------------------------------------------
 
+  // dq, dk and dv += the products of ds and of the weights, on tiles.
   __attribute__((noinline)) void sums(Buffers& f, const Block& x) const {
     for (int64_t row = 0; row < kRows; ++row) {
       const Range c = x.columns[row];
@@ -459,6 +465,8 @@ class TileBackwardUnit {
       for (int64_t column = x.columns[row].begin; column < x.columns[row].end; ++column)
         add_apart(f, x, row, column);
   }
+
+  // The same sums for the rows of one square that tiles leave out, element by element.
   void add_apart(Buffers& f, const Block& x, int64_t row, int64_t column) const {
     const int64_t n = x.first / kSide + column;
     const uint32_t q_apart = kParts > 1 ? f.q_apart[n] : 0, g_apart = kParts > 1 ? f.g_apart[n] : 0;

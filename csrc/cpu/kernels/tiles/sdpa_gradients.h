@@ -142,6 +142,7 @@ class TileGradients {
     return key_mask && all_excluded(f.keys + keys.begin, keys.end - keys.begin);
   }
 
+  // Clears w and ds of a square, whose pairs are all hidden.
   void clear(Buffers& f, int row, int column) const {
     const Operands to = operands_of(f, row, column);
     for (int half = 0; half < 2; ++half) {
@@ -227,6 +228,7 @@ class TileGradients {
     return static_cast<T>(__builtin_ldexp(1.0, 15 - exponent));
   }
 
+  // The queries whose bias is not -inf, as bits.
   static FASTATTN_INLINE uint32_t not_excluded(const T* bias) {
     const __m512 excluded = _mm512_set1_ps(-kInf<T>);
     const uint32_t low = _mm512_cmp_ps_mask((__m512)load(bias), excluded, _CMP_NEQ_UQ);
@@ -290,6 +292,8 @@ class TileGradients {
                              to.ds_right + half * kRows * kTiles<GradFormat> + i * kStep);
     }
   }
+
+  // Splits two vectors into bf16 parts and stores them.
   template <class Of>
   static FASTATTN_INLINE void keep_parts(VecF a, VecF b, Element* to) {
     __m512i parts[Of::kParts];

@@ -184,6 +184,7 @@ class TileProducts {
     });
   }
 
+  // Packs one piece of keys and values for the tiles, once for all panels.
   void pack_piece(Task& task, int64_t first) const {
     if (task.packed_piece == first) return;
     task.packed_piece = first;
@@ -332,6 +333,7 @@ class TileProducts {
         store(state.l + n * W, kSumOfBlock ? load(state.l + n * W) + sum[n] : sum[n]);
   }
 
+  // The maximum score of each query of a panel, before any exponential.
   void find_maxima(Task& task, Panel& panel, Range blocks) const {
     const auto next_block = [&](int64_t j) {
       return rows.next_block(task.buf.rows, panel, j, blocks.end);

@@ -88,6 +88,7 @@ class TileRows {
     int64_t masked_head = -1;  // in mask
   };
 
+  // Takes the buffers of a thread from an arena.
   Buffers allocate(Arena& a) const {
     Buffers buf;
     buf.bias = a.take<float>(has_bias_of_pairs(p) ? kBlockKeys * kQueries : 0);
@@ -245,6 +246,7 @@ class TileRows {
       store(state.o + at, load(state.o + at) * load(state.rescale + at % kQueries));
   }
 
+  // total += O.
   void add_to_total(State& state) const {
     for (int64_t at = 0; at < output_floats(); at += W) {
       const VecF o = load(state.o + at);
@@ -328,6 +330,7 @@ class TileRows {
     }
   }
 
+  // Writes out and lse of a panel of queries.
   void finish(Panel& panel) const {
     State& state = panel.state;
     const int64_t rows = panel.i1 - panel.i0;
@@ -423,6 +426,8 @@ class TileRows {
     }
     state.raised = any(some);
   }
+
+  // Whether any lane is not 0.
   static FASTATTN_INLINE bool any(VecI lanes) {
     int32_t found[W], some = 0;
     store(reinterpret_cast<float*>(found), (VecF)lanes);

@@ -79,6 +79,7 @@ class Squares {
     }
   }
 
+  // Stores the tiles of the square whose sum is pending.
   FASTATTN_INLINE void flush() {
     Tiles::store<0>(pending_ + at<0>(), kSquareBytes);
     Tiles::store<1>(pending_ + at<1>(), kSquareBytes);
@@ -96,6 +97,8 @@ class Squares {
   static constexpr int64_t at() {
     return T % 2 * 16 * kLanesOfSquare + T / 2 * 16;
   }
+
+  // Stores the pending tile T, and starts its next sum.
   template <int T>
   FASTATTN_INLINE void start(const float* sum, bool add) {
     Tiles::store<T>(pending_ + at<T>(), kSquareBytes);
