@@ -167,12 +167,12 @@ def backward_of_steps(
     @dataclass(frozen=True)
     class Memory(Patterns):
         def repeat_steps(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
-            states = take_steps(
-                *self._tensors(state), taken, options=self.options, most=max_steps
-            )
+            """By the native function."""
+            states = take_steps(*self._tensors(state), taken, options=self.options, most=max_steps)
             return Steps(state, taken, max_steps, *states)
 
         def differentiate(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+            """By the native function."""
             state, taken, _, *states = steps
             tensors = (grad_out, *self._tensors(state), taken, *states)
             grads: Gradients = derive_steps(*tensors, options=self.options, needed=needed)

@@ -49,6 +49,7 @@ def backward_of_part(forward: Callable[..., Any]) -> Callable[[Gradients], Gradi
         def differentiate(
             *tensors: Tensor | None, options: AttentionBackwardOptions
         ) -> tuple[Tensor | None, ...]:
+            """The backward function, preceded by the derivative of the merge for ``partial``."""
             if not options.partial:
                 return backward(*tensors, options=options)
             (grad_out, grad_lse, grad_weights), (out, lse) = tensors[:3], tensors[9:11]

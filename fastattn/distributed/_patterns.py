@@ -62,11 +62,11 @@ class _Retrieval(torch.autograd.Function):
         patterns = _OfRanks(stored_leaf, keys_leaf, mask, bias_leaf, ctx.options, ctx.peers)
         grads = patterns.gradients(grad_xi, state, steps, ends, needed)
         grads_and_inputs = zip(grads, requires_grad, (state, stored, keys, bias), strict=True)
-        of_state, of_stored, of_keys, of_bias = (
+        grad_state, grad_stored, grad_keys, grad_bias = (
             grad.to(x.dtype) if requires and grad is not None else None
             for grad, requires, x in grads_and_inputs
         )
-        return None, of_state, of_stored, of_keys, None, of_bias, None
+        return None, grad_state, grad_stored, grad_keys, None, grad_bias, None
 
 
 @dataclass(frozen=True)

@@ -96,13 +96,12 @@ class Reader:
     ) -> tuple[Tensor, None, Tensor | None]:
         """A read without softmax: the scores are the weights."""
         step, u = self._entered(u)
-        zero_projection = u.new_zeros(
-            u.shape[2], u.shape[2]
-        )  # H = 0: the result of the hop is o itself
+        # H = 0: the result of the hop is o itself.
+        no_projection = u.new_zeros(u.shape[2], u.shape[2])
         options = MemoryHopOptions(normalize="none", scale=scale, weights=self._weights)
         bias = None if bias is None else bias.to(u.dtype)
         per_hop = [None if x is None else x[:, :, None] for x in (mask, bias)]
-        out, _, _, p = hop_attention(u, keys, values, zero_projection, *per_hop, options)
+        out, _, _, p = hop_attention(u, keys, values, no_projection, *per_hop, options)
         return total(self._peers, step, out), None, p[:, :, 0] if self._weights else None
 
     def _entered(self, u: Tensor) -> tuple[str, Tensor]:

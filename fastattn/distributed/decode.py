@@ -138,8 +138,8 @@ def decode_attention(
             new = _checked_rows(key, value, q, keys, values, cache_seqlens, layout)
         if relative_bias is not None and not isinstance(relative_bias, (Tensor, T5)):
             raise checks.wrong_type(_OP, "relative_bias", relative_bias, "Tensor or T5")
-        of_bias = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
-        checks.check_constant(_OP, "relative_bias", of_bias)
+        bias_table = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
+        checks.check_constant(_OP, "relative_bias", bias_table)
         limits = (mask, options.window_left, options.window_right)
         options = replace(options, window_left=-1, window_right=-1)
         biases = (slopes, logits, relative_bias)

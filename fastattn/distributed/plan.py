@@ -192,6 +192,7 @@ class _Counts(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _counted(queries: Layout, keys: Layout, window: tuple[int, int]) -> _Counts:
+    """Count pairs, steps and keys of all ranks from the layouts."""
     n = keys.ranks
     visible, lengths = VisiblePairs(keys, window), _lengths(keys)
     pairs, reach, takers, needed, busiest_of_step = torch.zeros(5, n, dtype=torch.int64)
@@ -199,9 +200,8 @@ def _counted(queries: Layout, keys: Layout, window: tuple[int, int]) -> _Counts:
     for q, runs in enumerate(queries.runs):
         pairs_by_owner = visible.of(runs)  # by the rank of the keys
         pairs[q] = pairs_by_owner.sum()
-        torch.maximum(
-            busiest_of_step, pairs_by_owner.flip(0).roll(q + 1), out=busiest_of_step
-        )  # by the steps from that rank
+        by_step = pairs_by_owner.flip(0).roll(q + 1)  # by the steps from that rank
+        torch.maximum(busiest_of_step, by_step, out=busiest_of_step)
         needs = pairs_by_owner > 0
         steps = descending[n - q : 2 * n - q]  # from each rank to this one
         torch.maximum(reach, steps * needs, out=reach)

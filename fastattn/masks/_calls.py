@@ -94,6 +94,7 @@ class PartCall(DenseCall):
         return (keys - self.first_key).clamp(0, self.k_len)
 
     def cut(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids of the rectangle's queries and keys."""
         return (
             query_ids[:, self.offset : self.offset + self.q_len],
             key_ids[:, self.first_key : self.first_key + self.k_len],
@@ -113,6 +114,7 @@ class PackedCall(Call):
         return starts and (self.q_len, self.k_len, self.bottom_right, *starts)
 
     def positions(self) -> Tensor:
+        """The index of each query within its sequence, or from the sequence's end."""
         sequence, local, lengths = places(self.q_starts, self.q_len)
         if self.bottom_right:
             k_lengths = torch.nn.functional.pad(self.k_starts.diff(), (0, 1))
@@ -120,6 +122,7 @@ class PackedCall(Call):
         return local[None]
 
     def by_query(self, x: Tensor) -> Tensor:
+        """The number of each query's sequence, [1, Tq]."""
         if x.shape[0] == 1:
             return x[:, None]
         sequence, _, _ = places(self.q_starts, self.q_len)

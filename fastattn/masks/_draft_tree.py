@@ -28,6 +28,7 @@ class _DraftTree(LeafMask):
         self.visible = visible  # [B|1, Lq, Lq] bool
 
     def _check(self, call: Call) -> None:
+        """The tree must fit the queries and the batch of a cache."""
         if type(call) is not CacheCall:
             raise RuntimeError(
                 f"{call.op}: mask must not have a draft tree, which needs the cache of "
@@ -45,6 +46,7 @@ class _DraftTree(LeafMask):
         return True
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
+        """Blocks: visible before the tree, bits within it, hidden after it."""
         assert isinstance(call, CacheCall)
         visible = exactly(self.visible, call.q_len, call.q_len)
         q_len, rows = call.q_len, call.rows

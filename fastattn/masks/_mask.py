@@ -199,6 +199,7 @@ class _Combined(Mask):
         return all(both) if self.kind is Kind.ALL_OF else any(both)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
+        """Both masks, then the operator; two intervals become their intersection."""
         left, right = self.left._steps(call), self.right._steps(call)
         if self.kind is Kind.ALL_OF and _is_interval(left) and _is_interval(right):
             return [_common(*left, *right)]  # one leaf to evaluate instead of two and an operator
@@ -293,6 +294,7 @@ class _Blocks(LeafMask):
         self.states, self.bits = states, bits  # as in Kind.BLOCKS
 
     def _check(self, call: Call) -> None:
+        """The blocks must have the lengths, batch and heads of a dense call."""
         if not isinstance(call, DenseCall):
             raise RuntimeError(
                 f"{call.op}: mask must be one of positions or documents, or combine such masks: "
@@ -317,6 +319,7 @@ class _Blocks(LeafMask):
         check_device(call, "blocks", self.states)
 
     def _may_see(self, call: Call) -> bool:
+        """Whether any block of the part has a visible pair."""
         if self.negated or not isinstance(call, PartCall):
             return True
         (block_q, block_k), first = self.block, (call.offset, call.first_key)
@@ -335,6 +338,7 @@ class _Blocks(LeafMask):
         return blocks_of_part(states, self.bits, self.block, first, lengths)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
+        """One leaf of blocks."""
         states, bits = self._blocks(call)
         rows, heads = states.shape[:2]
         data = torch.cat([states.flatten(), bits.flatten()])

@@ -42,6 +42,7 @@ class _Interval(LeafMask):
             check_device(call, "lengths", self.lengths)
 
     def _may_see(self, call: Call) -> bool:
+        """Whether any query has a non-empty interval."""
         if self.negated:
             return True
         low, high = self._ends(call).unbind(1)
@@ -144,6 +145,7 @@ class _Documents(LeafMask):
         self.ids, self.key_ids = ids, key_ids  # [B|1, Lq], [B|1, Lk] int32; None: the same
 
     def _check(self, call: Call) -> None:
+        """The ids must have the lengths and the batch of the call."""
         q_len, k_len = call.whole()
         queries = ("ids of the queries", self.ids, q_len)
         keys = ("ids of the keys", self.ids if self.key_ids is None else self.key_ids, k_len)
@@ -157,6 +159,7 @@ class _Documents(LeafMask):
             check_device(call, f"the {subject}", ids)
 
     def _may_see(self, call: Call) -> bool:
+        """Whether a query and a key share an id, over the whole batch."""
         if self.negated:
             return True
         queries, keys = self._ids(call)  # of the whole batch, so this may overestimate
@@ -171,6 +174,7 @@ class _Documents(LeafMask):
         return call.cut(exactly(self.ids, q_len), exactly(self.key_ids, k_len))
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
+        """Intervals if the keys of each document are contiguous, else ids."""
         query_ids, key_ids = self._ids(call)
         ends = _ends_of_documents(call, query_ids, key_ids)
         if ends is not None:

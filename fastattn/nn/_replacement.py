@@ -19,11 +19,7 @@ from fastattn.nn.linear import Linear, PatchEmbedding, TransposedLinear, is_of_p
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
 LINEAR = (Linear, PatchEmbedding, TransposedLinear)
-_OURS = (
-    MultiheadAttention,
-    Linear,
-    PatchEmbedding,
-)  # each derives from a class of PyTorch
+_OURS = (MultiheadAttention, Linear, PatchEmbedding)  # each derives from a class of PyTorch
 _REPLACED = "_fastattn_replaced"  # set in the module's __dict__ if its class was changed here
 
 

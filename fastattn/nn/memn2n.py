@@ -151,6 +151,7 @@ class MemN2N(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return u_{K+1} [B, D] and, if requested, the weights [B, K, N]."""
         slots = stories.shape[1]
+        # [B, K + 1, N, D], layerwise [B, 2, N, D]
         memory = encode_memory(
             stories,
             self.embedding,
@@ -158,7 +159,7 @@ class MemN2N(nn.Module):
             temporal=None if self.temporal is None else self.temporal[:, :slots],
             padding_idx=self.padding_idx,
             sparse=self.sparse,
-        )  # [B, K + 1, N, D], layerwise [B, 2, N, D]
+        )
         query = encode_memory(
             questions.unsqueeze(1),
             self.embedding[0] if self.question is None else self.question,

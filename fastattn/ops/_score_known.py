@@ -126,12 +126,12 @@ def _by_distance(graph: Graph, n: int) -> list[int] | None:
         if op in (Op.QUERY, Op.KEY, Op.BATCH) or op is None:
             return None
         if op is Op.ISUB:
-            (first, of_first), (second, of_second) = (_shifted(graph, arg) for arg in args)
+            (first, first_shift), (second, second_shift) = (_shifted(graph, arg) for arg in args)
             if {first, second} == {Op.QUERY, Op.KEY}:
                 d = distance
                 if first is Op.KEY:
                     d = copy_graph.add(Op.ISUB, copy_graph.integer(0), d)
-                for shift, sign in ((of_first, Op.IADD), (of_second, Op.ISUB)):
+                for shift, sign in ((first_shift, Op.IADD), (second_shift, Op.ISUB)):
                     if shift is not None:
                         own = copied(shift)
                         if own is None:

@@ -195,6 +195,7 @@ def _refused(name: str) -> Any:
     """A method of Python that would need the value, and raises."""
 
     def refuse(self: Recorded, *_: Any) -> Any:
+        """Raise: the value of a traced number is unknown."""
         raise _unsupported(
             f"{name}()", "but values are not known: use torch.where, not if or while"
         )

@@ -120,11 +120,13 @@ def append_to_cache(
         rotated = rotate(query, cos[:, first:], sin[:, first:], interleaved)
     written = [(key_cache, key), (value_cache, value)]
     if key_scales is not None and value_scales is not None:  # all checks come before all writes
-        (keys, of_keys), (values, of_values) = (quantise(x, key_cache.dtype) for x in (key, value))
-        _check_finite(key_cache.dtype, key, value, of_keys, of_values)
-        written = [(key_cache, keys), (key_scales, of_keys)]
+        (keys, scales_of_keys), (values, scales_of_values) = (
+            quantise(x, key_cache.dtype) for x in (key, value)
+        )
+        _check_finite(key_cache.dtype, key, value, scales_of_keys, scales_of_values)
+        written = [(key_cache, keys), (key_scales, scales_of_keys)]
         if not same_memory(key_scales, value_scales):  # else values are columns of the keys
-            written += [(value_cache, values), (value_scales, of_values)]
+            written += [(value_cache, values), (value_scales, scales_of_values)]
     if block_table is not None:
         page = key_cache.shape[2]
         entry = block_table.long().gather(1, at // page)
@@ -185,11 +187,11 @@ def _short(x: float) -> str:
 
 
 def _check_finite(
-    dtype: torch.dtype, key: Tensor, value: Tensor, of_keys: Tensor, of_values: Tensor
+    dtype: torch.dtype, key: Tensor, value: Tensor, scales_of_keys: Tensor, scales_of_values: Tensor
 ) -> None:
     """Raise ValueError if an element or a scale is too large; on the CPU in eager execution."""
     limit = largest_scale(dtype)
-    for name, x, scale in (("key", key, of_keys), ("value", value, of_values)):
+    for name, x, scale in (("key", key, scales_of_keys), ("value", value, scales_of_values)):
         fits = torch.isfinite(x).all() & (scale <= limit).all()
         if x.is_cpu and runs_eagerly(x) and not bool(fits):
             raise ValueError(

@@ -29,9 +29,9 @@ def local_attention(
     = sum weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1. A query at NaN has NaN in
     both, unless all keys are padding.
     """
-    of_weights = nan_where_lost(positions, padding, query, (key,))
-    of_bell = (positions,) if options.bell else ()
-    of_out = nan_where_lost(positions, padding, query, (key, value), *of_bell)
+    nan_in_weights = nan_where_lost(positions, padding, query, (key,))
+    bell_inputs = (positions,) if options.bell else ()
+    nan_in_out = nan_where_lost(positions, padding, query, (key, value), *bell_inputs)
     compute, keys, reach = compute_dtype(query.dtype), key.shape[1], options.reach
     p = positions.detach()[..., None]
     first = torch.ceil(p - reach).clamp(0, keys).long()
@@ -55,9 +55,8 @@ def local_attention(
             for x in (key, value)
         )
         any_visible = visible.any(-1, keepdim=True)
-        q = torch.where(
-            any_visible, query.to(compute), 0.0
-        )  # a fully masked row passes no gradient
+        # A fully masked row passes no gradient.
+        q = torch.where(any_visible, query.to(compute), 0.0)
         scores = (keys_in_window * q[:, :, None]).sum(-1)
         scores = torch.where(visible | ~any_visible, scores, -torch.inf)
         weights = torch.where(visible, torch.softmax(scores, -1), 0.0)
@@ -67,8 +66,8 @@ def local_attention(
             applied = applied * torch.exp(-2 * (distance / reach) ** 2)
         if factor is not None:
             applied = torch.where(visible, applied * factor.to(compute), 0.0)
-        out = (applied[..., None] * values).sum(2) + of_out
-    return out.to(query.dtype), weights + of_weights
+        out = (applied[..., None] * values).sum(2) + nan_in_out
+    return out.to(query.dtype), weights + nan_in_weights
 
 
 local_attention_backward = backward_of(

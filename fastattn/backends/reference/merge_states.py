@@ -25,12 +25,12 @@ def merge_states(
     """
     empty_a, empty_b = lse_a == -INF, lse_b == -INF
     wide = torch.promote_types(out_a.dtype, torch.float32)
-    of_rows = torch.promote_types(wide, lse_a.dtype)
+    lse_dtype = torch.promote_types(wide, lse_a.dtype)
     # Replace -inf before operations whose result or derivative would be NaN, and also two lse of
     # inf, whose difference is NaN.
     infinite = (lse_a == INF) & (lse_b == INF)
-    safe_a = torch.where(empty_a | infinite, 0.0, lse_a.to(of_rows))
-    safe_b = torch.where(empty_b | infinite, 0.0, lse_b.to(of_rows))
+    safe_a = torch.where(empty_a | infinite, 0.0, lse_a.to(lse_dtype))
+    safe_b = torch.where(empty_b | infinite, 0.0, lse_b.to(lse_dtype))
     both = torch.logaddexp(safe_a, safe_b) + torch.where(infinite, INF, 0.0)
     lse = torch.where(empty_b, safe_a, both)
     lse = torch.where(empty_a, torch.where(empty_b, -INF, safe_b), lse)

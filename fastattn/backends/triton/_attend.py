@@ -116,7 +116,7 @@ def statistics(
     Writes the share of each row in the gradient of its sink to ``grad_sinks``.
     """
     high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
-    of_rows = {"p_high": high, "p_low": low, "p_delta": delta}
+    row_statistics = {"p_high": high, "p_low": low, "p_delta": delta}
     grad_lse = cotangents.lse
     if grad_lse is not None:
         grad_lse = grad_lse.unsqueeze(3) if call.query.ndim == 4 else grad_lse.mT.unsqueeze(2)
@@ -127,11 +127,11 @@ def statistics(
         **cotangents.operands(),
         grad_lse=None if grad_lse is None else _rows(grad_lse),
         p_lse=lse.contiguous(),
-        **of_rows,
+        **row_statistics,
         p_grad_sinks=grad_sinks,
         EXACT=exact,
     )
-    return of_rows
+    return row_statistics
 
 
 def differentiate(
@@ -158,8 +158,8 @@ def differentiate(
     if cotangents.out is None:
         cotangents = cotangents._replace(out=out.new_zeros(1).expand(out.shape))
     sink_shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
-    of_rows = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
-    arguments = cotangents.operands() | of_rows
+    row_statistics = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
+    arguments = cotangents.operands() | row_statistics
     call.run(
         attention_backward_query,
         "backward_query" + call.masked,

@@ -122,6 +122,7 @@ def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
     causal = AttentionOptions(scale=width**-0.5, window_right=0)
 
     def backward_of(mask: torch.Tensor | None) -> _Call:
+        """A call of the backward pass, with or without a mask."""
         args = (query, key, value, mask, None, None)
         out, lse, _ = backend.scaled_dot_product_attention(*args, options=causal)
         options = extended(AttentionBackwardOptions, causal, needs_mask_grad=mask is not None)

@@ -60,16 +60,16 @@ def memory_hop_attention_backward(
     if options.weights and grad_weights is not None:
         grad_weights = grad_weights if query.ndim == 3 else grad_weights.unsqueeze(1)
         o = o._replace(grad_weights=operand(grad_weights))
-    of_scores = memory_bias is not None and bool(options.needed & 16)
+    needs_scores = memory_bias is not None and bool(options.needed & 16)
     grad_query, memories, grads, scores = run_backward(
-        grad_out, query, in_memory, out_memory, o, trace, stats, options, of_scores, hop_proj
+        grad_out, query, in_memory, out_memory, o, trace, stats, options, needs_scores, hop_proj
     )
     grad_proj = grad_bias = None
     if hop_proj is not None and options.needed & 8:
         states = trace[..., : 2 * o.hops : 2, :]
-        of_hops = "rki,rkj->kij" if hop_proj.ndim == 3 else "rki,rkj->ij"
-        of_rows = (x.reshape(-1, o.hops, query.shape[-1]) for x in (grads, states))
-        grad_proj = torch.einsum(of_hops, *of_rows).to(hop_proj.dtype)
+        equation = "rki,rkj->kij" if hop_proj.ndim == 3 else "rki,rkj->ij"
+        factors = (x.reshape(-1, o.hops, query.shape[-1]) for x in (grads, states))
+        grad_proj = torch.einsum(equation, *factors).to(hop_proj.dtype)
     if scores is not None and memory_bias is not None:
         grad_bias = summed_to(memory_bias, scores)
     return grad_query, *memories, grad_proj, grad_bias

@@ -132,18 +132,18 @@ def merge_rows_backward(
         b_a = tl.load(p_a + o_d * out_a.d, mask=m_both, other=0.0).to(tl.float32)
         b_b = tl.load(p_b + o_d * out_b.d, mask=m_both, other=0.0).to(tl.float32)
         d += tl.sum(tl.where(m_both, b_g * (b_a - b_b), 0.0), axis=1)
-        of_a = tl.where(has_a[:, None], share_a.to(tl.float32)[:, None] * b_g, 0.0)
-        of_b = tl.where(has_b[:, None], share_b.to(tl.float32)[:, None] * b_g, 0.0)
-        tl.store(p_da + o_d * grad_out_a.d, of_a.to(grad_out_a.p.dtype.element_ty), mask=m_d)
-        tl.store(p_db + o_d * grad_out_b.d, of_b.to(grad_out_b.p.dtype.element_ty), mask=m_d)
+        grad_of_a = tl.where(has_a[:, None], share_a.to(tl.float32)[:, None] * b_g, 0.0)
+        grad_of_b = tl.where(has_b[:, None], share_b.to(tl.float32)[:, None] * b_g, 0.0)
+        tl.store(p_da + o_d * grad_out_a.d, grad_of_a.to(grad_out_a.p.dtype.element_ty), mask=m_d)
+        tl.store(p_db + o_d * grad_out_b.d, grad_of_b.to(grad_out_b.p.dtype.element_ty), mask=m_d)
     h = tl.zeros([BM], a.dtype)
     if grad_lse is not None:
         h = tl.load(places(grad_lse, row, heads, length), mask=m_row, other=0.0)
     shared_gradient = share_a * share_b * d
-    of_a = tl.where(has_a, share_a * h + shared_gradient, 0.0)
-    of_b = tl.where(has_b, share_b * h - shared_gradient, 0.0)
-    tl.store(places(grad_lse_a, row, heads, length), of_a, mask=m_row)
-    tl.store(places(grad_lse_b, row, heads, length), of_b, mask=m_row)
+    grad_of_a = tl.where(has_a, share_a * h + shared_gradient, 0.0)
+    grad_of_b = tl.where(has_b, share_b * h - shared_gradient, 0.0)
+    tl.store(places(grad_lse_a, row, heads, length), grad_of_a, mask=m_row)
+    tl.store(places(grad_lse_b, row, heads, length), grad_of_b, mask=m_row)
 
 
 def _call(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -152,6 +152,7 @@ def _call(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
     results = tuple(f"grad_{name}" for name in states) if names else ("out", "lse")
 
     def run(*tensors: Tensor | None, options: NoOptions) -> tuple[Tensor, ...]:
+        """Allocate the outputs and launch the kernel."""
         inputs = dict(zip((*names, *states), tensors, strict=True))
         outputs_like = [x for name, x in inputs.items() if name in states and x is not None]
         outputs = {

@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
 
     averaged = options.weights == 2
     applied = query.new_empty((batch, 1 if averaged else heads, q_len, k_len))
-    of_rows = statistics(call, out, lse, Cotangents(), exact=False)
+    row_statistics = statistics(call, out, lse, Cotangents(), exact=False)
     widths = widths_of(query, value)
     planned = plan("forward_masked", query, widths["BD"])
     launch(
@@ -65,8 +65,8 @@ def scaled_dot_product_attention(
         q=operand(query),
         k=operand(key),
         o=o,
-        p_high=of_rows["p_high"],
-        p_low=of_rows["p_low"],
+        p_high=row_statistics["p_high"],
+        p_low=row_statistics["p_low"],
         weights=operand(applied),
         AVERAGED=averaged,
         D=widths["D"],

@@ -276,9 +276,11 @@ class _Sam(nn.Module):
         """Attention of an image [B, h, w, E], with a bias for each row and column of keys."""
         layer: Any = self
         batch, height, width, _ = hidden_states.shape
+        # Stock interpolates tables of other sizes.
+        sizes = (2 * height - 1, 2 * width - 1)
         fits = not layer.use_rel_pos or (
-            (layer.rel_pos_h.shape[0], layer.rel_pos_w.shape[0]) == (2 * height - 1, 2 * width - 1)
-        )  # else stock interpolates the tables
+            (layer.rel_pos_h.shape[0], layer.rel_pos_w.shape[0]) == sizes
+        )
         drops = layer.training and layer.dropout > 0
         recorded = output_attentions or weights_are_recorded(self)
         if not fits or drops or recorded or not hidden_states.is_cpu:
