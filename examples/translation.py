@@ -297,7 +297,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         report["difference"] = run.difference()
         print(
             f"loss curves of {len(progress.losses[0])} steps differ by at most "
-            f"{run.difference():.1e}; {progress.seconds[0]:.0f} s, the twin {progress.seconds[1]:.0f} s"
+            f"{run.difference():.1e}; {progress.seconds[0]:.0f} s, "
+            f"the twin {progress.seconds[1]:.0f} s"
         )
     chosen = min(range(len(test)), key=lambda n: abs(len(test[n].source) - 9))
     words = translations[chosen]
