@@ -86,8 +86,8 @@ void use_rules(const py::object& new_rows, const py::object& summed_to,
                const py::object& may_round);
 bool may_round();
 
-// A contiguous tensor of these sizes and this dtype; `owners` owns a copy if one is needed. Converts
-// to floating dtypes only.
+// A contiguous tensor of these sizes and this dtype; `owners` owns a copy if one is needed.
+// Converts to floating dtypes only.
 void* read_flat(const char* name, py::handle from, DType dtype, const Sizes& sizes,
                 py::object* owners);
 // read_flat(), or null for None.

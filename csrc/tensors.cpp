@@ -296,8 +296,9 @@ py::object converted_to(const py::object& tensor, DType dtype) {
 
 namespace {
 
-// Has Linux map a large new tensor by huge pages, as NumPy does. A kernel is the first to write it, and
-// would wait for a page fault every 4 KB. From 4 MB on, the tensor has a whole huge page wherever it is.
+// Has Linux map a large new tensor by huge pages, as NumPy does. A kernel is the first to write it,
+// and would wait for a page fault every 4 KB. From 4 MB on, the tensor has a whole huge page
+// wherever it is.
 void ask_for_huge_pages(const TensorView& x) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096, kLeast = 4 << 20;

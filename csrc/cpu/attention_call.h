@@ -69,8 +69,8 @@ inline py::object summed_sink_gradients(const std::vector<double>& of_sequences,
   return result;
 }
 
-// The terms of relative attention: kernels read a bucket for each distance, up to `farthest`, and a row
-// for each bucket.
+// The terms of relative attention: kernels read a bucket for each distance, up to `farthest`, and a
+// row for each bucket.
 template <class Tensors>
 void read_content_terms(AttentionParams& p, const Tensors& x, Layout layout, int64_t farthest) {
   const auto read = [&](const char* name, py::handle from, Tensor4& to) {
@@ -112,8 +112,8 @@ void read_content_terms(AttentionParams& p, const Tensors& x, Layout layout, int
   }
 }
 
-// The gradients of the terms, made by a backward pass: of the position queries, and the sums of each
-// table, [B, Hq, buckets, D].
+// The gradients of the terms, made by a backward pass: of the position queries, and the sums of
+// each table, [B, Hq, buckets, D].
 struct TermGradients {
   py::object of_position_query = none(), of_queries, of_keys;
 

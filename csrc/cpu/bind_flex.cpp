@@ -14,7 +14,8 @@ namespace fastattn {
 namespace {
 
 struct FlexTensors {
-  // [B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv], [size] int32, [n] acc; the last two may be None
+  // [B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv], [size] int32, [n] acc; the last two may be
+  // None
   FASTATTN_TENSORS(query, key, value, score_program, score_data, mask_program)
 };
 

@@ -127,8 +127,9 @@ struct OneTensor {
   FASTATTN_TENSORS(x)
 };
 
-// 64 bits that change with any bit of a tensor, so that what was computed from it can be kept until it
-// changes: version counters miss what is written through `data`. None if it is no dense, plain memory.
+// 64 bits that change with any bit of a tensor, so that what was computed from it can be kept until
+// it changes: version counters miss what is written through `data`. None if it is no dense, plain
+// memory.
 py::object fingerprint(const OneTensor& argument) {
   TensorView x;
   if (!read_exact(argument.x, &x) || !x.is_contiguous() || call_key(x.dtype, {argument.x}) == 0)

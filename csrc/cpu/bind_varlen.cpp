@@ -186,8 +186,8 @@ py::tuple run_backward(PackedCall& t, const PackedGradTensors& x) {
   return gradients;
 }
 
-// The gradients, new: of query, key, value, and of sinks, relative_bias, position_query, query_table
-// and key_table, or None without them.
+// The gradients, new: of query, key, value, and of sinks, relative_bias, position_query,
+// query_table and key_table, or None without them.
 py::tuple varlen_attention_backward(const PackedGradTensors& x, py::handle options) {
   PackedCall t(options, x);
   AttentionParams& p = t.attention;

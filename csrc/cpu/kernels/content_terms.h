@@ -4,14 +4,16 @@
 //   S_ij += a_i . R[b(d)] + P[b(-d)] . k_j,   d = i + offset - j
 //
 // with position queries a, tables R and P with a row for each bucket, and a map b from distances to
-// buckets. A block of keys and some queries have few distances, so they need a band of either table:
+// buckets. A block of keys and some queries have few distances, so they need a band of either
+// table:
 //
 //   A[i][c] = a_i . R[c]    for a panel of queries
 //   C[j][c] = k_j . P[c]    for the block of keys and many panels
 //
-// from which the entries of the pairs are read. Their columns are in descending order of the buckets.
-// So where b is linear, a row of C has the entries of consecutive queries one after the other, and a
-// row of A the entries of consecutive keys, which a transposition brings across the lanes.
+// from which the entries of the pairs are read. Their columns are in descending order of the
+// buckets. So where b is linear, a row of C has the entries of consecutive queries one after the
+// other, and a row of A the entries of consecutive keys, which a transposition brings across the
+// lanes.
 #pragma once
 #include "blocks.h"
 #include "pack.h"
@@ -146,8 +148,8 @@ class ContentTerms {
     f.b = b, f.h = h, f.block = block, f.ks = ks;
   }
 
-  // S[key][lane] += the terms, for queries [i0, i1) and keys r of the block; and the maximum over the
-  // keys.
+  // S[key][lane] += the terms, for queries [i0, i1) and keys r of the block; and the maximum over
+  // the keys.
   template <int NV>
   __attribute__((noinline)) void add(Buffers& f, int64_t i0, int64_t i1, Range r, T* S,
                                      Vec<T>* top) const {
@@ -443,8 +445,9 @@ class ContentTerms {
     }
   }
 
-  // Gradients [n][ld] as the words of both products: pairs of columns, in place, and pairs of rows, in
-  // `pairs` [words of n][ld], which is returned. Where a word is one element, both are the gradients.
+  // Gradients [n][ld] as the words of both products: pairs of columns, in place, and pairs of rows,
+  // in `pairs` [words of n][ld], which is returned. Where a word is one element, both are the
+  // gradients.
   const Word* pair_up(T* grads, int64_t n, int64_t nc, int64_t ld, Word* pairs) const {
     if constexpr (kPaired) {
       for (int64_t row = 0; row < n; row += 2)
@@ -466,7 +469,8 @@ class ContentTerms {
     return reinterpret_cast<const Word*>(grads);
   }
 
-  // C[n][dp] += A B, of K terms; A is [n][lda], or [words of K][lda] with kColumns. B: [words of K][dp].
+  // C[n][dp] += A B, of K terms; A is [n][lda], or [words of K][lda] with kColumns. B: [words of
+  // K][dp].
   template <bool kColumns>
   void add_product(int64_t n, const Word* A, int64_t lda, const Word* B, int64_t K, T* C,
                    int64_t ldc) const {

@@ -16,7 +16,8 @@ FASTATTN_INLINE const T* of_query(const Tensor4& x, int64_t b, int64_t h, int64_
   return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
 }
 
-// Calls f(y, x, j, n) for the runs of keys [j, j + n) of one row of the image, n at most `max_count`.
+// Calls f(y, x, j, n) for the runs of keys [j, j + n) of one row of the image, n at most
+// `max_count`.
 template <class F>
 FASTATTN_INLINE void each_run(int64_t width, int64_t j0, int64_t j1, int64_t max_count, F f) {
   for (int64_t j = j0, n; j < j1; j += n) {
@@ -25,8 +26,8 @@ FASTATTN_INLINE void each_run(int64_t width, int64_t j0, int64_t j1, int64_t max
   }
 }
 
-// tile[j - j0][lane] = bias[i0 + lane][j] for keys [j0, j1), 0 in the lanes past the last query. With
-// `add` it is added to the tile.
+// tile[j - j0][lane] = bias[i0 + lane][j] for keys [j0, j1), 0 in the lanes past the last query.
+// With `add` it is added to the tile.
 template <class T>
 __attribute__((noinline)) void pack_image_bias(const AttentionParams& p, int64_t b, int64_t h,
                                                int64_t i0, int64_t i1, int64_t j0, int64_t j1,

@@ -263,8 +263,8 @@ FASTATTN_INLINE void clear_row(typename P::Word* dst, int64_t i, int64_t padded)
   }
 }
 
-// Rows of up to eight tensors that the processor is to read into its L2 cache, a few lines at a time
-// between products: a burst of more than its L1 has buffers for would wait for memory.
+// Rows of up to eight tensors that the processor is to read into its L2 cache, a few lines at a
+// time between products: a burst of more than its L1 has buffers for would wait for memory.
 class RowsAhead {
  public:
   // Adds rows to read ahead.

@@ -22,8 +22,8 @@ class Prepare {
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
 
  public:
-  // `whole`: the unit computes delta itself and needs only an estimate. `forward_scores`: its scores
-  // have the bits of the forward pass's.
+  // `whole`: the unit computes delta itself and needs only an estimate. `forward_scores`: its
+  // scores have the bits of the forward pass's.
   Prepare(const Sequence& params, PreparedRows<T> out, bool whole, bool forward_scores)
       : p(params),
         rule(make_rule<T>(params)),
@@ -121,8 +121,8 @@ class Prepare {
       scale_from_lse(rule, lse, to.at(i));
       if (-kAbsorbingLse < lse && lse < kAbsorbingLse) continue;
       // The log-sum-exp is the maximum of the forward scores, which these rows must subtract: those
-      // recomputed above are rounded otherwise, by more than an exponential can take. Their sum counts
-      // the keys that share the maximum.
+      // recomputed above are rounded otherwise, by more than an exponential can take. Their sum
+      // counts the keys that share the maximum.
       to.low[i] = T(0);
       to.inverse[i] = buf.rows.inverse[i];
     }

@@ -203,8 +203,8 @@ class Forward {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;
   }
 
-  // `next` keys follow this block; `whole`: no other block is visible. Returns whether the outputs are
-  // written, which is so for a whole block without values to keep out.
+  // `next` keys follow this block; `whole`: no other block is visible. Returns whether the outputs
+  // are written, which is so for a whole block without values to keep out.
   bool block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
                      int64_t next, const Source k, const Source v, bool whole) const {
     const int64_t nk = block.end - block.begin;
@@ -505,9 +505,9 @@ struct NoForward {
 
 bool multiplies_integers(int64_t columns) { return multiplies_bytes(columns); }
 
-// Beyond, a panel of the heads is faster than reading the keys in order. On one thread of Zen 4 and 4096
-// keys it then takes 0.5 to 1.0 of the time in bf16 and 0.55 to 0.97 in fp32, for 64, 128, and 576 and
-// 512 columns. In fp16 and fp64 it is no faster; narrower vectors were not measured.
+// Beyond, a panel of the heads is faster than reading the keys in order. On one thread of Zen 4 and
+// 4096 keys it then takes 0.5 to 1.0 of the time in bf16 and 0.55 to 0.97 in fp32, for 64, 128, and
+// 576 and 512 columns. In fp16 and fp64 it is no faster; narrower vectors were not measured.
 int64_t most_streamed_rows(DType dtype) {
   constexpr bool kMeasured = kLanes<float> == 16;
   if (kMeasured && dtype == DType::bf16) return 24;

@@ -1,6 +1,6 @@
-// The backward pass between its products: from the products of a tile, S = K Q^T and dP = V dO^T, to
-// the weights and the gradients of the scores. A tile is [key][lane], a panel of queries across the
-// lanes.
+// The backward pass between its products: from the products of a tile, S = K Q^T and dP = V dO^T,
+// to the weights and the gradients of the scores. A tile is [key][lane], a panel of queries across
+// the lanes.
 #pragma once
 #include "blocks.h"
 #include "mask.h"
@@ -40,8 +40,8 @@ __attribute__((noinline)) bool sees_no_key(const Sequence& p, int64_t b, int64_t
   return true;
 }
 
-// Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the sink
-// is inf. Reads the mask only if the log-sum-exp leaves a doubt.
+// Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the
+// sink is inf. Reads the mask only if the log-sum-exp leaves a doubt.
 template <class T>
 FASTATTN_INLINE bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule, int64_t b,
                                     int64_t h, int64_t i) {
@@ -52,9 +52,10 @@ FASTATTN_INLINE bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule,
   return !(lse - sink > 1e-6 * __builtin_fabs(sink)) && sees_no_key<T>(p, b, h, i);
 }
 
-// What queries of a head add to d sink = sum_i w_i (0 - delta_i): the sink is a key whose value is 0,
-// and w_i its weight, 1 where nothing else is visible. A sink of -inf is none. The rows of the others are +inf there; they
-// begin with the first query, and have whole vectors. `center`, if not null, is a part of delta.
+// What queries of a head add to d sink = sum_i w_i (0 - delta_i): the sink is a key whose value is
+// 0, and w_i its weight, 1 where nothing else is visible. A sink of -inf is none. The rows of the
+// others are +inf there; they begin with the first query, and have whole vectors. `center`, if not
+// null, is a part of delta.
 template <class T>
 __attribute__((noinline)) double sink_gradient(const Sequence& p, const ScoreRule<T>& rule,
                                                int64_t b, int64_t h, Range queries,
@@ -146,9 +147,9 @@ class ScoreGradients {
     return f;
   }
 
-  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; those of the biases are added on the way.
-  // For queries [i0, i1) and keys r; `rows` is that of query i0. With sinks and a whole tile, `rows`
-  // gets the delta and the scale that sink_gradient needs.
+  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; those of the biases are added on the
+  // way. For queries [i0, i1) and keys r; `rows` is that of query i0. With sinks and a whole tile,
+  // `rows` gets the delta and the scale that sink_gradient needs.
   void run(const Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, Bias<T> bias,
            const PreparedRows<T>& rows) const {
     const int64_t nk = r.end - r.begin;

@@ -92,9 +92,9 @@ class WeightsPass {
     }
   }
 
-  // The row scales of queries [i0, i1). The log-sum-exp is enough unless it is too large, too coarse
-  // (fp64) or that of other scores. In these cases the maximum and the sum are recomputed, from the
-  // packed panel that packed() returns, unless the rows have keys that are not here.
+  // The row scales of queries [i0, i1). The log-sum-exp is enough unless it is too large, too
+  // coarse (fp64) or that of other scores. In these cases the maximum and the sum are recomputed,
+  // from the packed panel that packed() returns, unless the rows have keys that are not here.
   template <class Packed>
   void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, Packed packed,
                   RowScale<T> rows) const {

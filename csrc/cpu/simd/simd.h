@@ -139,7 +139,8 @@ FASTATTN_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<Unaligned*>(p) = v;
 }
 
-// Half of a vector. One of AVX-512 has the lanes of AVX2, and many processors compute two at a time.
+// Half of a vector. One of AVX-512 has the lanes of AVX2, and many processors compute two at a
+// time.
 typedef float HalfF __attribute__((vector_size(kVectorBytes / 2), may_alias));
 FASTATTN_INLINE HalfF load_half(const float* p) {
   typedef float Unaligned __attribute__((vector_size(kVectorBytes / 2), aligned(1), may_alias));

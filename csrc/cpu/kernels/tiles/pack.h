@@ -4,8 +4,8 @@
 //   right  [16 pairs][16 columns][2] two consecutive elements of the reduced index beside each
 //                                         other, the layout of words (policy.h)
 //
-// Rows and columns beyond the tensor are zeros, so the kernels have no tails. Each tile is there once
-// for each part of its numbers (parts.h).
+// Rows and columns beyond the tensor are zeros, so the kernels have no tails. Each tile is there
+// once for each part of its numbers (parts.h).
 #pragma once
 #include "../pack.h"
 #include "../scores.h"
@@ -77,10 +77,10 @@ FASTATTN_INLINE RowsOfTile<P> rows_of(const Tensor4& x, int64_t b, int64_t h, in
   return {data, st[2], st[3], channels, first_bits(end - begin)};
 }
 
-// The rows that products of tiles would get wrong, as bits. In 16 bits they are those with NaN or inf,
-// of which a product with zero is NaN. A float may also be too large for a sum of products, or so
-// small that its lower parts, or their products, are subnormal, which tiles flush to zero. What a
-// row contributes then is within a rounding of what its largest element does.
+// The rows that products of tiles would get wrong, as bits. In 16 bits they are those with NaN or
+// inf, of which a product with zero is NaN. A float may also be too large for a sum of products, or
+// so small that its lower parts, or their products, are subnormal, which tiles flush to zero. What
+// a row contributes then is within a rounding of what its largest element does.
 constexpr float kLargestOfRow = 0x1p56f, kLeastOfRow = 0x1p-40f;
 
 // The rows whose products are computed on vectors: too large or too small for bf16 parts, as bits.
@@ -144,7 +144,8 @@ FASTATTN_INLINE void pack_left(const RowsOfTile<P>& from, int64_t steps, Element
     }
 }
 
-// Words of 16 rows from row r on, two channels each: to[part][16 words][row_words], 16 rows in a row.
+// Words of 16 rows from row r on, two channels each: to[part][16 words][row_words], 16 rows in a
+// row.
 template <class Format, class P>
 FASTATTN_INLINE void pack_words(const RowsOfTile<P>& from, int64_t r, int64_t d, int64_t row_words,
                                 int64_t part_words, float* to) {

@@ -1,5 +1,5 @@
-// One unit of the backward pass on tiles: a key head and a chunk of its keys, against all queries of
-// its head group. The scores are transposed, keys by queries, as in the unit on vectors:
+// One unit of the backward pass on tiles: a key head and a chunk of its keys, against all queries
+// of its head group. The scores are transposed, keys by queries, as in the unit on vectors:
 //
 //   S = K Q^T     dP = V dO^T     P = 2^(S - lse)     dS = P o (dP - delta)
 //   dV += P dO    dK += dS Q      dQ^T += K^T dS
@@ -7,12 +7,12 @@
 // sdpa_gradients.h has what is on vectors, from S and dP to P and dS; here are the products.
 //
 // Loads and stores of sums take longer than products. So keys and queries meet in blocks of 4 x 8
-// squares of 32 x 32 pairs, and a square of a sum is loaded and stored once for up to eight squares.
-// A block has two phases: square by square, S and dP on tiles, then P and dS on vectors; and the
-// sums, on tiles alone. Queries are taken in panels that stay in L2 with their dQ.
+// squares of 32 x 32 pairs, and a square of a sum is loaded and stored once for up to eight
+// squares. A block has two phases: square by square, S and dP on tiles, then P and dS on vectors;
+// and the sums, on tiles alone. Queries are taken in panels that stay in L2 with their dQ.
 //
-// In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is one
-// for each product of parts. Rows that parts do not represent are zero there, and what they
+// In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is
+// one for each product of parts. Rows that parts do not represent are zero there, and what they
 // contribute is computed pair by pair. In fp16 the sums of dS are those of two parts of bf16.
 #pragma once
 #include "operands.h"
@@ -41,13 +41,13 @@ class TileBackwardUnit {
   static constexpr int kKeysOfBlock = Gradients::kKeysOfBlock;
   static constexpr int kQueriesOfBlock = Gradients::kQueriesOfBlock;
 
-  // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys this
-  // is some 2 % of its instructions.
+  // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys
+  // this is some 2 % of its instructions.
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
   // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
   static constexpr int64_t kPanelElements = (1 << 16) / kMostParts;
-  // In fp32, queries whose dK and dV are summed before they are added to the others: each square adds
-  // as many roundings as there are products of parts. A multiple of a panel.
+  // In fp32, queries whose dK and dV are summed before they are added to the others: each square
+  // adds as many roundings as there are products of parts. A multiple of a panel.
   static constexpr int64_t kQueriesOfSum = 1024;
   // Gradients are often smaller than other numbers, and computing pairs one by one is slow.
   static constexpr float kLeastGradient = 0x1p-60f;
@@ -66,8 +66,8 @@ class TileBackwardUnit {
 
   static constexpr bool heads_follow() { return false; }
   static constexpr bool sums_delta() { return false; }  // it is prepared from O
-  // The products of the forward pass, in its order. Scores of 10^9 that are rounded otherwise differ by
-  // hundreds, and a weight would be 2^hundreds.
+  // The products of the forward pass, in its order. Scores of 10^9 that are rounded otherwise
+  // differ by hundreds, and a weight would be 2^hundreds.
   static constexpr bool forward_scores() { return true; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   // Of a query head: dQ, [queries / 32][D][32], then the sums of the gradient of its relative bias.
@@ -116,7 +116,8 @@ class TileBackwardUnit {
     return f;
   }
 
-  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the group][dq_size].
+  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the
+  // group][dq_size].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
@@ -289,8 +290,8 @@ class TileBackwardUnit {
 
   // ---- Products ---------------------------------------------------------------------------------
 
-  // Two tiles of each part a step: `step` elements from one step to the next, `second` from one tile
-  // to the other, `part` from one part to the next.
+  // Two tiles of each part a step: `step` elements from one step to the next, `second` from one
+  // tile to the other, `part` from one part to the next.
   struct Operand {
     const Element* at;
     int64_t step, second, part;
@@ -490,8 +491,8 @@ class TileBackwardUnit {
       }
   }
 
-  // Key r and query i of a square in left sides. Half of the 32 queries are in each half of the words
-  // of a row.
+  // Key r and query i of a square in left sides. Half of the 32 queries are in each half of the
+  // words of a row.
   template <class Of>
   static T pair_of(const Element* left, int64_t row, int64_t column, int64_t r, int64_t i) {
     const int64_t at = Gradients::template left_of<Of>(row, column) +

@@ -2,8 +2,8 @@
 //
 // As on vectors (sdpa_forward.cpp), scores and outputs are transposed: S^T = K Q^T and
 // O^T = V^T P^T, with the 32 queries of a panel across the lanes. So rules, masks and dropout are
-// the same functions on the same layouts. sdpa_products.h has the main loop, sdpa_rows.h what happens
-// to the rows between products; here are the tasks.
+// the same functions on the same layouts. sdpa_products.h has the main loop, sdpa_rows.h what
+// happens to the rows between products; here are the tasks.
 #pragma once
 #include "../../threads.h"
 #include "sdpa_products.h"

@@ -236,8 +236,8 @@ class TileGradients {
     return low | high << 16;
   }
 
-  // P = 2^(exponent S - lse), dS = P o (dP - delta). In fp32 the log-sum-exp is two numbers, because
-  // the rounding of one would be an error of the weights.
+  // P = 2^(exponent S - lse), dS = P o (dP - delta). In fp32 the log-sum-exp is two numbers,
+  // because the rounding of one would be an error of the weights.
   template <bool kMasked>
   __attribute__((noinline)) void weigh_directly(Buffers& f, const Block& x, const Square& s) const {
     const int64_t n = x.first + kSide * s.column;
@@ -263,8 +263,8 @@ class TileGradients {
     }
   }
 
-  // Where a square's W and dS are operands: in w_left, ds_left and ds_right. Copied from the buffers,
-  // because the compiler reads these again after every store.
+  // Where a square's W and dS are operands: in w_left, ds_left and ds_right. Copied from the
+  // buffers, because the compiler reads these again after every store.
   struct Operands {
     Element *w, *ds, *ds_right;
   };

@@ -29,8 +29,8 @@ class TileProducts {
   // In fp32, blocks whose outputs are summed before they are added to the others: each adds as many
   // roundings as there are products of parts.
   static constexpr int64_t kBlocksOfSum = 16;
-  // The weights of a block have a sum of their own. A chain over all keys rounds more, which does not
-  // show in bf16.
+  // The weights of a block have a sum of their own. A chain over all keys rounds more, which does
+  // not show in bf16.
   static constexpr bool kSumOfBlock = kParts > 1 || Format::kNarrow;
 
  public:

@@ -1,6 +1,6 @@
 // Products of tiles as a list of squares: each is four products, [32, 32] += [32, 32] [32, 32], in
-// tiles 0 to 3. Between two products a caller does vector work, because the tile unit and the vector
-// units overlap only as far as the reorder window reaches.
+// tiles 0 to 3. Between two products a caller does vector work, because the tile unit and the
+// vector units overlap only as far as the reorder window reaches.
 #pragma once
 #include "pack.h"
 
@@ -35,9 +35,9 @@ class Squares {
   FASTATTN_INLINE explicit Squares(float* scratch_square)
       : nowhere_(scratch_square), pending_(scratch_square) {}
 
-  // Squares [begin, end) of a list; those from `second` on are of kind b. Each tile is loaded one or
-  // two products before it is needed, and kept where the next square has it too: six products of three
-  // parts then load 7 pairs of tiles instead of 12.
+  // Squares [begin, end) of a list; those from `second` on are of kind b. Each tile is loaded one
+  // or two products before it is needed, and kept where the next square has it too: six products of
+  // three parts then load 7 pairs of tiles instead of 12.
   //
   // The sums of the last square stay in their tiles until others need these, or flush(). A store
   // right after its product would wait for it and block what follows: of eight products, 190 cycles
