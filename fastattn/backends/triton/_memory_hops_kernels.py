@@ -392,7 +392,7 @@ def retrieve(
     p_out,  # [G, Q, D]
     p_ends,  # [G, Q, 2, D] float32: the state before the last step, and after it
     p_steps,  # [G, Q] int64: steps taken; negative if not converged
-    done,  # steps already taken by earlier launches
+    first_step,  # steps already taken by earlier launches
     steps_max,
     shortest,  # eps^2
     unit,  # the rounding error of a step, relative and squared
@@ -423,7 +423,7 @@ def retrieve(
     # Which queries of the tile stop together.
     stops_together = (o_i // together)[:, None] == (o_i // together)[None, :]
 
-    step = tl.program_id(0) * 0 + done
+    step = tl.program_id(0) * 0 + first_step
     while (step < steps_max) & (tl.max(moving, axis=0) > 0):
         step += 1
         m, l, acc = start_softmax(BM, BD)
