@@ -162,9 +162,8 @@ class BuildNative(build_ext):
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # concurrent builds would overwrite each other's objects
+            # Concurrent builds would overwrite each other's objects.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "build.ninja").write_text(ninja_file(plan, folder, output))
             run_ninja(folder)
         return plan.record
@@ -181,9 +180,8 @@ class BuildNative(build_ext):
                 (ROOT / file).unlink(missing_ok=True)
         for file in self.products():
             shutil.copy2(Path(self.build_lib, file), ROOT / f"{file}.new")
-            os.replace(
-                ROOT / f"{file}.new", ROOT / file
-            )  # not copied in place: a process may have mapped the old one
+            # Not copied in place: a process may have mapped the old one.
+            os.replace(ROOT / f"{file}.new", ROOT / file)
 
     def get_output_mapping(self) -> dict[str, str]:
         files = self.products() if self.inplace else []

@@ -140,9 +140,10 @@ void read_dense_biases(AttentionParams& p, const Tensors& from, py::object* tabl
              " queries and " + std::to_string(p.Lk) + " keys, got " + std::to_string(positions));
 }
 
-// One number per query, contiguous; `kept` owns the memory.
-inline double* read_rows(const char* name, py::handle from, const Sizes& sizes, py::object* kept) {
-  return static_cast<double*>(read_flat(name, from, DType::f64, sizes, kept));
+// One number per query, contiguous; `owners` owns the memory.
+inline double* read_rows(const char* name, py::handle from, const Sizes& sizes,
+                         py::object* owners) {
+  return static_cast<double*>(read_flat(name, from, DType::f64, sizes, owners));
 }
 
 // A tensor of these sizes [B, H, L, D]; data is null for None.
@@ -191,18 +192,18 @@ inline void read_grad_weights(AttentionParams& p, py::handle from) {
 }
 
 // The results of a forward pass and their gradients; `batch` is their first size, 1 if they are
-// packed. `kept` owns up to three copies.
+// packed. `owners` owns up to three copies.
 template <class Tensors>
 void read_results(AttentionParams& p, const Tensors& from, Layout layout, int64_t batch,
-                  const Sizes& of_rows, py::object* kept) {
+                  const Sizes& of_rows, py::object* owners) {
   const Sizes of_out = {batch, p.Hq, p.Lq, p.Dv};
-  const TensorView out = layout("out", with_rows("out", from.out, &kept[0]));
+  const TensorView out = layout("out", with_rows("out", from.out, &owners[0]));
   expect_sizes("out", out, p.dtype, of_out);
   p.out = operand_of(out);
   p.grad_out = read_rows_if_given("grad_out", from.grad_out, layout, p.dtype, of_out);
   if (!from.grad_lse.is_none())
-    p.grad_lse = read_rows("grad_lse", from.grad_lse, of_rows, &kept[1]);
-  p.lse = read_rows("lse", from.lse, of_rows, &kept[2]);
+    p.grad_lse = read_rows("grad_lse", from.grad_lse, of_rows, &owners[1]);
+  p.lse = read_rows("lse", from.lse, of_rows, &owners[2]);
 }
 
 // Allocates a tensor with the rows of `like`.

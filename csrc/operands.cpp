@@ -107,31 +107,31 @@ py::object gradient_of(py::handle tensor, const py::object& made) {
 }
 
 void* read_flat(const char* name, py::handle from, DType dtype, const Sizes& sizes,
-                py::object* kept) {
+                py::object* owners) {
   TensorView x = view_of(name, from);
   if (x.dtype != dtype && (dtype == DType::f32 || dtype == DType::f64)) {
-    *kept = from.attr(dtype == DType::f64 ? "double" : "float")();
-    x = view_of(name, *kept);
+    *owners = from.attr(dtype == DType::f64 ? "double" : "float")();
+    x = view_of(name, *owners);
   }
   expect_sizes(name, x, dtype, sizes);
   if (x.is_contiguous()) return x.data;
-  *kept = contiguous(*kept ? *kept : from);
-  return view_of(name, *kept).data;
+  *owners = contiguous(*owners ? *owners : from);
+  return view_of(name, *owners).data;
 }
 
 void* read_flat_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes,
-                         py::object* kept) {
-  return from.is_none() ? nullptr : read_flat(name, from, dtype, sizes, kept);
+                         py::object* owners) {
+  return from.is_none() ? nullptr : read_flat(name, from, dtype, sizes, owners);
 }
 
-TensorView with_rows(const char* name, py::handle from, py::object* kept) {
+TensorView with_rows(const char* name, py::handle from, py::object* owners) {
   const TensorView x = view_of(name, from);
   const int last = x.rank - 1;
   if (last < 0 || x.stride[last] == 1 || x.size[last] <= 1) return x;
   const bool shares = x.rank > 2 && x.stride[0] == 0;
-  *kept =
+  *owners =
       contiguous(shares ? from.attr("narrow")(0, 0, 1) : py::reinterpret_borrow<py::object>(from));
-  TensorView made = view_of(name, *kept);
+  TensorView made = view_of(name, *owners);
   if (shares) made.size[0] = x.size[0], made.stride[0] = 0;
   return made;
 }

@@ -86,16 +86,16 @@ void use_rules(const py::object& new_rows, const py::object& summed_to,
                const py::object& may_round);
 bool may_round();
 
-// A contiguous tensor of these sizes and this dtype; `kept` owns a copy if one is needed. Converts
-// to floating dtypes only.
+// A contiguous tensor of these sizes and this dtype; `owners` owns a copy if one is needed.
+// Converts to floating dtypes only.
 void* read_flat(const char* name, py::handle from, DType dtype, const Sizes& sizes,
-                py::object* kept);
+                py::object* owners);
 // read_flat(), or null for None.
 void* read_flat_if_given(const char* name, py::handle from, DType dtype, const Sizes& sizes,
-                         py::object* kept);
-// A tensor with contiguous columns; `kept` owns a copy if one is needed. For a batch that shares
+                         py::object* owners);
+// A tensor with contiguous columns; `owners` owns a copy if one is needed. For a batch that shares
 // one entry, only that entry is copied.
-TensorView with_rows(const char* name, py::handle from, py::object* kept);
+TensorView with_rows(const char* name, py::handle from, py::object* owners);
 
 // A new tensor with rows of `width` columns, otherwise like `like`.
 py::object new_rows(py::handle like, int64_t width, TensorView* to);

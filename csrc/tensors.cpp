@@ -273,7 +273,7 @@ bool requires_gradient(py::handle x) {
   return is_true(PyObject_GetAttr(x.ptr(), found.requires_grad));
 }
 
-int64_t number_of_call(DType dtype, std::initializer_list<py::handle> tensors) {
+int64_t call_key(DType dtype, std::initializer_list<py::handle> tensors) {
   bool wants = false;
   for (const py::handle x : tensors) {
     if (x.is_none()) continue;
@@ -296,8 +296,9 @@ py::object converted_to(const py::object& tensor, DType dtype) {
 
 namespace {
 
-// Has Linux map a large new tensor by huge pages, as NumPy does. A kernel is the first to write it, and
-// would wait for a page fault every 4 KB. From 4 MB on, the tensor has a whole huge page wherever it is.
+// Has Linux map a large new tensor by huge pages, as NumPy does. A kernel is the first to write it,
+// and would wait for a page fault every 4 KB. From 4 MB on, the tensor has a whole huge page
+// wherever it is.
 void ask_for_huge_pages(const TensorView& x) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096, kLeast = 4 << 20;

@@ -71,9 +71,9 @@ TensorView view_of(const char* name, pybind11::handle from);
 Tensor4 operand_of(const TensorView& view);
 bool is_negated(pybind11::handle tensor);  // lazily, which DLPack does not tell
 bool requires_gradient(pybind11::handle tensor);
-// 0 if one of these tensors (or None) is a lazy negation; else a number of the dtype, odd if one of them
-// requires a gradient.
-int64_t number_of_call(DType dtype, std::initializer_list<pybind11::handle> tensors);
+// 0 if one of these tensors (or None) is a lazy negation; else a number of the dtype, odd if one of
+// them requires a gradient.
+int64_t call_key(DType dtype, std::initializer_list<pybind11::handle> tensors);
 
 int threads();  // torch.get_num_threads()
 

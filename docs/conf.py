@@ -32,6 +32,8 @@ html_theme = "furo"  # light and dark, and everything that a page loads is on th
 html_title = f"fastattn {version}"
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_math_renderer = "mathml"  # which browsers draw themselves: no script, no network
 
 

@@ -108,16 +108,16 @@ class Restarts:
         def run(parameters: dict[str, Tensor], stories: Tensor, asked: Tensor) -> Tensor:
             return functional_call(self.model, parameters, (stories, asked))
 
-        where = None if shared else 0
+        dim = None if shared else 0
         if self.plain:  # a plain loop over the networks
-            each = [
-                run({name: p[r] for name, p in self.parameters.items()}, *at)
-                for r, at in enumerate(
+            logits = [
+                run({name: p[r] for name, p in self.parameters.items()}, *inputs)
+                for r, inputs in enumerate(
                     [(stories, asked)] * self.count if shared else zip(stories, asked, strict=True)
                 )
             ]
-            return torch.stack(each)
-        return vmap(run, in_dims=(0, where, where))(self.parameters, stories, asked)
+            return torch.stack(logits)
+        return vmap(run, in_dims=(0, dim, dim))(self.parameters, stories, asked)
 
     def step(self, stories: Tensor, asked: Tensor, answers: Tensor, rate: float) -> None:
         """One step of SGD, for each restart on a batch of its own; the loss is a sum."""
@@ -136,11 +136,11 @@ class Restarts:
         """Return the mean loss [R], and which answers are wrong [R, Q]."""
         loss, wrong = 0.0, []
         for start in range(0, len(data), EVALUATED):
-            part = data.take(slice(start, start + EVALUATED))
-            logits = self(part.stories, part.asked, shared=True)
-            answers = part.answers.expand(logits.shape[0], -1)
-            each = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none")
-            loss = loss + each.view(answers.shape).sum(1)
+            batch = data.take(slice(start, start + EVALUATED))
+            logits = self(batch.stories, batch.asked, shared=True)
+            answers = batch.answers.expand(logits.shape[0], -1)
+            losses = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none")
+            loss = loss + losses.view(answers.shape).sum(1)
             wrong.append(logits.argmax(-1) != answers)
         return loss / len(data), torch.cat(wrong, 1)
 
@@ -148,13 +148,13 @@ class Restarts:
     def attention(self, data: Questions, restart: int) -> Tensor:
         """Return the weights of one restart in each hop [Q, K, N]."""
         parameters = {name: p[restart] for name, p in self.parameters.items()}
-        parts = []
+        weights = []
         for start in range(0, len(data), EVALUATED):
-            part = data.take(slice(start, start + EVALUATED))
-            given = {"need_weights": True}
-            story = (part.stories, part.asked)
-            parts.append(functional_call(self.model, parameters, story, given)[1])
-        return torch.cat(parts)
+            batch = data.take(slice(start, start + EVALUATED))
+            options = {"need_weights": True}
+            story = (batch.stories, batch.asked)
+            weights.append(functional_call(self.model, parameters, story, options)[1])
+        return torch.cat(weights)
 
 
 @dataclass
@@ -178,20 +178,21 @@ class Training:
         self.progress = Progress(phase="linear" if recipe.linear_epochs else "softmax")
 
     def run(self, name: str, checkpoint: Checkpoint) -> None:
+        """Train to the end, and write a checkpoint after each epoch."""
         while self.progress.phase != "done":
             started = time.perf_counter()
-            at = self.progress
-            label = f"{name} {at.phase} epoch {at.epoch + 1}"
-            self.networks.model.linear_start = at.phase == "linear"
+            progress = self.progress
+            label = f"{name} {progress.phase} epoch {progress.epoch + 1}"
+            self.networks.model.linear_start = progress.phase == "linear"
             self.epoch(label)
             loss, wrong = self.networks.judge(self.validation)
-            at.epoch += 1
-            at.losses.append(float(loss.mean()))
-            at.seconds += time.perf_counter() - started
+            progress.epoch += 1
+            progress.losses.append(float(loss.mean()))
+            progress.seconds += time.perf_counter() - started
             print(
-                f"{label}: validation loss {at.losses[-1]:.4f}, error "
+                f"{label}: validation loss {progress.losses[-1]:.4f}, error "
                 f"{100 * wrong.float().mean():.1f} % (best restart "
-                f"{100 * wrong.float().mean(1).min():.1f} %), {at.seconds:.0f} s",
+                f"{100 * wrong.float().mean(1).min():.1f} %), {progress.seconds:.0f} s",
                 flush=True,
             )
             self.turn_page()
@@ -199,21 +200,24 @@ class Training:
         self.networks.model.linear_start = False
 
     def turn_page(self) -> None:
-        at, recipe = self.progress, self.recipe
-        if at.phase == "linear":
-            lowest = at.losses.index(min(at.losses)) + 1  # the epoch, from 1
-            if at.epoch - lowest >= recipe.patience or at.epoch >= recipe.linear_epochs:
-                at.phase, at.epoch, at.losses = "softmax", 0, []
-        elif at.epoch >= recipe.epochs:
-            at.phase = "done"
+        """End a phase after its last epoch, the linear start also by ``patience``."""
+        progress, recipe = self.progress, self.recipe
+        if progress.phase == "linear":
+            lowest = progress.losses.index(min(progress.losses)) + 1  # the epoch, from 1
+            if progress.epoch - lowest >= recipe.patience or progress.epoch >= recipe.linear_epochs:
+                progress.phase, progress.epoch, progress.losses = "softmax", 0, []
+        elif progress.epoch >= recipe.epochs:
+            progress.phase = "done"
 
     def rate(self) -> float:
-        at, recipe = self.progress, self.recipe
-        if at.phase == "linear":
+        """The learning rate of this epoch."""
+        progress, recipe = self.progress, self.recipe
+        if progress.phase == "linear":
             return recipe.linear_rate
-        return recipe.rate * 0.5 ** (at.epoch // recipe.halved_every)
+        return recipe.rate * 0.5 ** (progress.epoch // recipe.halved_every)
 
     def epoch(self, label: str) -> None:
+        """One pass over the questions, in another random order for each restart."""
         rate, count = self.rate(), len(self.data)
         order = torch.rand(self.recipe.restarts, count, generator=self.draw).argsort(1)
         for start in shown(range(0, count, BATCH), label):
@@ -230,6 +234,7 @@ class Training:
         return stories, self.data.asked[index], self.data.answers[index]
 
     def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
         return {
             "parameters": self.networks.parameters,
             "draw": self.draw.get_state(),
@@ -237,40 +242,50 @@ class Training:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
         self.networks.parameters = state["parameters"]
         self.draw.set_state(state["draw"])
         self.progress = Progress(**state["progress"])
 
 
 def train(
-    name: str, recipe: Recipe, parts: tuple[Questions, Questions], words: int, keep: Checkpoint
+    name: str,
+    recipe: Recipe,
+    known_and_test: tuple[Questions, Questions],
+    words: int,
+    checkpoint: Checkpoint,
 ) -> tuple[Result, Training]:
-    known, test = parts
-    training, validation = split(known)
+    """Train, or resume, and evaluate all restarts on all questions."""
+    train_questions, test = known_and_test
+    training, validation = split(train_questions)
     run = Training(recipe, training, validation, words)
-    if name in keep.states:
-        run.load(keep.states[name])
-    run.run(name, keep)
-    tasks = sorted(set(known.tasks.tolist()))
+    if name in checkpoint.states:
+        run.load(checkpoint.states[name])
+    run.run(name, checkpoint)
+    tasks = sorted(set(train_questions.tasks.tolist()))
     errors = {
-        part: by_task(run.networks.judge(data)[1], data, tasks)
-        for part, data in (("training", training), ("validation", validation), ("test", test))
+        name_of_set: by_task(run.networks.judge(data)[1], data, tasks)
+        for name_of_set, data in (
+            ("training", training),
+            ("validation", validation),
+            ("test", test),
+        )
     }
     mean = [sum(row) for row in errors["training"]]
     best = mean.index(min(mean))
     hits = supported(run.networks.attention(test, best), test, tasks)
-    at = run.progress
-    counts = {"steps": at.steps, "seconds": at.seconds}
+    progress = run.progress
+    counts = {"steps": progress.steps, "seconds": progress.seconds}
     return Result(name, tasks, **errors, best=best, hits=hits, **counts), run
 
 
 def split(data: Questions) -> tuple[Questions, Questions]:
     """Keep the last tenth of each task's questions for validation."""
-    place = torch.zeros(len(data))
+    position = torch.zeros(len(data))
     for task in data.tasks.unique():
-        its = data.tasks == task
-        place[its] = torch.arange(int(its.sum())) / its.sum()
-    return data.take(place < 0.9), data.take(place >= 0.9)
+        of_task = data.tasks == task
+        position[of_task] = torch.arange(int(of_task.sum())) / of_task.sum()
+    return data.take(position < 0.9), data.take(position >= 0.9)
 
 
 def seconds_a_step(run: Training, plain: bool, steps: int) -> float:
@@ -294,8 +309,8 @@ def seconds_a_step(run: Training, plain: bool, steps: int) -> float:
 def parse_tasks(text: str) -> list[int]:
     """``1-3,7`` -> [1, 2, 3, 7]."""
     tasks: set[int] = set()
-    for part in text.split(","):
-        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+    for span in text.split(","):
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
         if numbers is None:
             raise argparse.ArgumentTypeError(f"numbers such as 1-3,7 expected, got {text!r}")
         first, last = numbers.groups()
@@ -306,6 +321,7 @@ def parse_tasks(text: str) -> list[int]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder of the tasks; without: made-up stories")
     parser.add_argument("--recipe", choices=RECIPES, default="joint")
@@ -334,9 +350,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The recipe by its name, with the options that differ."""
     base = asdict(RECIPES[args.recipe])
-    given = {name: value for name, value in vars(args).items() if name in base}
-    base |= {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in vars(args).items() if name in base}
+    base |= {name: value for name, value in changes.items() if value is not None}
     return Recipe(**base | {"plain": args.eager})
 
 
@@ -352,6 +369,7 @@ def column_of(args: argparse.Namespace, recipe: Recipe) -> tuple[list[float] | N
 
 
 def main(argv: list[str] | None = None) -> list[Result]:
+    """Train one network, or one for each task; print the errors beside the paper's."""
     args = arguments(argv)
     recipe = recipe_of(args)
     tasks = args.tasks
@@ -361,12 +379,12 @@ def main(argv: list[str] | None = None) -> list[Result]:
     else:
         known, test = (read_tasks(args.data, part, tasks) for part in ("train", "test"))
     groups = {"joint": tasks} if args.recipe == "joint" else {f"task {t}": [t] for t in tasks}
-    keep = Checkpoint(args.checkpoint, {"recipe": asdict(recipe), "tasks": tasks})
+    checkpoint = Checkpoint(args.checkpoint, {"recipe": asdict(recipe), "tasks": tasks})
     results = []
     for name, group in groups.items():
         pair = [[q for task in group for q in part[task]] for part in (known, test)]
         parts, words = vectorize(pair, MEMORY)
-        result, run = train(name, recipe, tuple(parts), len(words), keep)
+        result, run = train(name, recipe, tuple(parts), len(words), checkpoint)
         results.append(result)
     show(results, *column_of(args, recipe))
     if args.picture is not None:
@@ -375,13 +393,15 @@ def main(argv: list[str] | None = None) -> list[Result]:
         chosen = int(wrong.int().argmin())  # the first right answer, if there is one
         weights = run.networks.attention(test.take(slice(chosen, chosen + 1)), result.best)
         draw(test, chosen, weights[0], words, args.picture)
-    steps, seconds = (sum(getattr(r, what) for r in results) for what in ("steps", "seconds"))
+    steps, seconds = (sum(getattr(r, total) for r in results) for total in ("steps", "seconds"))
     print(f"\n{recipe.restarts} restarts at once, {steps} steps in {seconds:.0f} s")
     if args.timed_steps:
-        ours, plain = (seconds_a_step(run, way, args.timed_steps) for way in (False, True))
+        fused, plain = (
+            seconds_a_step(run, is_plain, args.timed_steps) for is_plain in (False, True)
+        )
         print(
-            f"a step (median of {args.timed_steps}): {1e3 * ours:.1f} ms; plain PyTorch "
-            f"{1e3 * plain:.1f} ms, {plain / ours:.1f} times as long"
+            f"a step (median of {args.timed_steps}): {1e3 * fused:.1f} ms; plain PyTorch "
+            f"{1e3 * plain:.1f} ms, {plain / fused:.1f} times as long"
         )
     if args.json is not None:
         report = {"recipe": asdict(recipe), "results": [asdict(result) for result in results]}

@@ -82,6 +82,7 @@ class Question:
 
 
 def words_of(sentence: str) -> tuple[str, ...]:
+    """The words in lower case, without punctuation."""
     return tuple(re.findall(r"[\w'-]+", sentence.lower()))
 
 
@@ -89,63 +90,66 @@ def parse(lines: Iterable[str], task: int, name: str = "<lines>") -> list[Questi
     """Read the questions of one file; ValueError names the file and the line that is wrong."""
     questions: list[Question] = []
     story: list[tuple[str, ...]] = []
-    place: dict[int, int] = {}  # a sentence's number -> its index in the story
+    index_of: dict[int, int] = {}  # a sentence's number -> its index in the story
     last = 0
 
-    def need(good: bool, number: int, what: str) -> None:
-        if not good:
-            raise ValueError(f"{name}:{number}: {what}")
+    def need(valid: bool, line_number: int, message: str) -> None:
+        """Raise an error that names the line, unless ``valid``."""
+        if not valid:
+            raise ValueError(f"{name}:{line_number}: {message}")
 
-    for number, raw in enumerate(lines, 1):
+    for line_number, raw in enumerate(lines, 1):
         line = raw.strip(" \r\n")  # a last field may be empty
         if not line:
             continue
         label, _, text = line.partition(" ")
-        need(label.isdecimal(), number, f"a line starts with its number, got {line[:40]!r}")
+        need(label.isdecimal(), line_number, f"a line starts with its number, got {line[:40]!r}")
         if int(label) == 1:
-            story, place = [], {}
+            story, index_of = [], {}
         else:
             need(
                 int(label) == last + 1,
-                number,
+                line_number,
                 f"line {last + 1} of the story expected, got {label}",
             )
         last = int(label)
         if "\t" not in text:
-            need(bool(words_of(text)), number, "a sentence without a word")
-            place[last] = len(story)
+            need(bool(words_of(text)), line_number, "a sentence without a word")
+            index_of[last] = len(story)
             story.append(words_of(text))
             continue
         fields = [field.strip() for field in text.split("\t")]
         need(
             len(fields) == 3,
-            number,
+            line_number,
             f"question, answer, support expected, got {len(fields)} fields",
         )
         asked, answer, support = fields
-        need(bool(words_of(asked)), number, "a question without a word")
-        need(bool(answer), number, "a question without an answer")
+        need(bool(words_of(asked)), line_number, "a question without a word")
+        need(bool(answer), line_number, "a question without an answer")
         facts = support.split()
-        known = all(fact.isdecimal() and int(fact) in place for fact in facts)
-        need(known, number, f"the support {support!r} is not made of earlier sentences")
-        indices = tuple(place[int(fact)] for fact in facts)
+        supported = all(fact.isdecimal() and int(fact) in index_of for fact in facts)
+        need(supported, line_number, f"the support {support!r} is not made of earlier sentences")
+        indices = tuple(index_of[int(fact)] for fact in facts)
         questions.append(Question(task, tuple(story), words_of(asked), answer.lower(), indices))
     if not questions:
         raise ValueError(f"{name}: no question in it")
     return questions
 
 
-def read_tasks(folder: Path, part: str, tasks: Sequence[int]) -> dict[int, list[Question]]:
+def read_tasks(folder: Path, set_name: str, tasks: Sequence[int]) -> dict[int, list[Question]]:
     """Read ``qa<task>_*_<part>.txt`` of each task, from the folder or one below it."""
-    found = {}
+    questions = {}
     for task in tasks:
-        paths = sorted(folder.rglob(f"qa{task}_*_{part}.txt"))
+        paths = sorted(folder.rglob(f"qa{task}_*_{set_name}.txt"))
         if len(paths) != 1:
             what = ", ".join(map(str, paths)) or "none"
-            raise ValueError(f"one file qa{task}_*_{part}.txt expected in {folder}, found {what}")
+            raise ValueError(
+                f"one file qa{task}_*_{set_name}.txt expected in {folder}, found {what}"
+            )
         with paths[0].open(encoding="utf-8") as lines:
-            found[task] = parse(lines, task, str(paths[0]))
-    return found
+            questions[task] = parse(lines, task, str(paths[0]))
+    return questions
 
 
 def invent(count: int, seed: int = 0) -> list[Question]:
@@ -159,26 +163,26 @@ def invent(count: int, seed: int = 0) -> list[Question]:
     questions = []
     while len(questions) < count:
         story: list[tuple[str, ...]] = []
-        where: dict[str, tuple[str, int]] = {}  # a person's place, and the sentence of the move
+        location: dict[str, tuple[str, int]] = {}  # a person's place, and the sentence of the move
         carrier: dict[str, tuple[str, int]] = {}
         for _ in range(draw.randint(4, 9)):
             person = draw.choice(people)
             free = [thing for thing in things if thing not in carrier]
-            if person in where and free and draw.random() < 0.4:
+            if person in location and free and draw.random() < 0.4:
                 thing = draw.choice(free)
                 carrier[thing] = (person, len(story))
                 story.append((person, "took", "the", thing, "there"))
             else:
                 room = draw.choice(places)
-                where[person] = (room, len(story))
+                location[person] = (room, len(story))
                 story.append((person, "went", "to", "the", room))
         if not carrier:
             continue
         thing = draw.choice(sorted(carrier))
-        person, taken = carrier[thing]
-        room, moved = where[person]
+        person, took = carrier[thing]
+        room, moved = location[person]
         asked = ("where", "is", "the", thing)
-        questions.append(Question(1, tuple(story), asked, room, (taken, moved)))
+        questions.append(Question(1, tuple(story), asked, room, (took, moved)))
     return questions
 
 
@@ -196,6 +200,7 @@ class Questions:
         return len(self.answers)
 
     def take(self, index: Tensor | slice) -> Questions:
+        """The questions at these indices."""
         return Questions(
             self.stories[index],
             self.asked[index],
@@ -206,33 +211,38 @@ class Questions:
 
 
 def vectorize(
-    parts: Sequence[Sequence[Question]], memory_size: int
+    sets: Sequence[Sequence[Question]], memory_size: int
 ) -> tuple[list[Questions], list[str]]:
     """Number the words of all parts; return their tensors and the words (0 is padding).
 
     Of a longer story the last ``memory_size`` sentences are kept. A shorter one is filled up with
     empty sentences to the longest, and a tenth more: the room for random noise.
     """
-    every = [question for part in parts for question in part]
-    spoken = {word for q in every for sentence in (*q.story, q.words) for word in sentence}
-    words = ["", *sorted(spoken | {q.answer for q in every})]
-    number = {word: n for n, word in enumerate(words)}
-    width = max(len(sentence) for q in every for sentence in (*q.story, q.words))
-    slots = min(memory_size, math.ceil(1.1 * max(len(q.story) for q in every)))
+    all_questions = [question for questions in sets for question in questions]
+    vocabulary = {
+        word for q in all_questions for sentence in (*q.story, q.words) for word in sentence
+    }
+    words = ["", *sorted(vocabulary | {q.answer for q in all_questions})]
+    token_of = {word: n for n, word in enumerate(words)}
+    width = max(len(sentence) for q in all_questions for sentence in (*q.story, q.words))
+    slots = min(memory_size, math.ceil(1.1 * max(len(q.story) for q in all_questions)))
 
-    def tensors(part: Sequence[Question]) -> Questions:
-        stories = torch.full((len(part), slots, width), PADDING, dtype=torch.int32)
-        asked = torch.full((len(part), width), PADDING, dtype=torch.int32)
-        support = torch.zeros((len(part), slots), dtype=torch.bool)
-        for n, q in enumerate(part):
-            kept = [[number[word] for word in sentence] for sentence in q.story[-slots:]]
-            for slot, sentence in enumerate(reversed(kept)):
+    def tensors(questions: Sequence[Question]) -> Questions:
+        """The questions of one set, padded to the sizes of all."""
+        stories = torch.full((len(questions), slots, width), PADDING, dtype=torch.int32)
+        asked = torch.full((len(questions), width), PADDING, dtype=torch.int32)
+        support = torch.zeros((len(questions), slots), dtype=torch.bool)
+        for n, q in enumerate(questions):
+            sentences = [[token_of[word] for word in sentence] for sentence in q.story[-slots:]]
+            for slot, sentence in enumerate(reversed(sentences)):
                 stories[n, slot, : len(sentence)] = torch.tensor(sentence)
-            asked[n, : len(q.words)] = torch.tensor([number[word] for word in q.words])
+            asked[n, : len(q.words)] = torch.tensor([token_of[word] for word in q.words])
             for fact in q.support:
                 if len(q.story) - 1 - fact < slots:
                     support[n, len(q.story) - 1 - fact] = True
-        answers = torch.tensor([number[q.answer] for q in part])
-        return Questions(stories, asked, answers, support, torch.tensor([q.task for q in part]))
+        answers = torch.tensor([token_of[q.answer] for q in questions])
+        return Questions(
+            stories, asked, answers, support, torch.tensor([q.task for q in questions])
+        )
 
-    return [tensors(part) for part in parts], words
+    return [tensors(questions) for questions in sets], words

@@ -20,6 +20,7 @@ class PlainMemN2N(MemN2N):
     def _read(
         self, stories: Tensor, questions: Tensor, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """As ``MemN2N._read``, by embeddings, products and sums."""
         slots, words = stories.shape[1:]
         dtype, device = self.embedding.dtype, stories.device
         factors = encoding_factors(self.encoding, words, self.dim, dtype=dtype, device=device)
@@ -46,8 +47,8 @@ class PlainMemN2N(MemN2N):
                 p = scores.masked_fill(masked, 0.0)
             else:
                 p = scores.masked_fill(masked, float("-inf")).softmax(-1)
-            read = torch.einsum("bn,bnd->bd", p, memories[k + 1 if adjacent else 1])
+            output = torch.einsum("bn,bnd->bd", p, memories[k + 1 if adjacent else 1])
             state = state if self.hop_proj is None else state @ self.hop_proj.mT
-            state = _ACTIVATIONS[self.activation](state + read)
+            state = _ACTIVATIONS[self.activation](state + output)
             weights.append(p)
         return state, torch.stack(weights, 1) if need_weights else None

@@ -64,6 +64,7 @@ def draw(data: Questions, n: int, weights: Tensor, words: list[str], path: Path)
 
 
 def show(results: list[Result], column: list[float] | None, source: str) -> None:
+    """Print the table of errors, and one line for each restart."""
     hops = len(results[0].hits[0])
     print(f"\ntest error in percent; {source}")
     head = "".join(f"{f'hop {k + 1}':>8}" for k in range(hops))

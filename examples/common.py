@@ -23,12 +23,13 @@ class Checkpoint:
         self.path, self.run = path, run
         self.states: dict[str, Any] = {}
         if path is not None and path.exists():
-            found = torch.load(path, weights_only=True)
-            if found["run"] != run:
-                raise ValueError(f"{path} belongs to another run: {found['run']}, not {run}")
-            self.states = found["states"]
+            saved = torch.load(path, weights_only=True)
+            if saved["run"] != run:
+                raise ValueError(f"{path} belongs to another run: {saved['run']}, not {run}")
+            self.states = saved["states"]
 
     def write(self, name: str, state: dict[str, Any]) -> None:
+        """Replace the file at once, so that an interrupted write loses nothing."""
         if self.path is None:
             return
         self.states[name] = state

@@ -88,11 +88,11 @@ def draw(path: Path, rows: list[dict[str, Any]], stored: Tensor, which: Tensor, 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    some = stored[which[:SHOWN]]
-    pictures = [("stored", some), ("half hidden", masked(some))]
+    shown_digits = stored[which[:SHOWN]]
+    pictures = [("stored", shown_digits), ("half hidden", masked(shown_digits))]
     for row in rows:
         out = fastattn.hopfield_retrieve(
-            masked(some), stored, beta=row["beta"], update_steps_eps=eps
+            masked(shown_digits), stored, beta=row["beta"], update_steps_eps=eps
         )
         pictures.append((f"β = {row['beta']:g}", out))
     figure = pyplot.figure(figsize=(11, 7), layout="constrained")
@@ -118,6 +118,7 @@ def draw(path: Path, rows: list[dict[str, Any]], stored: Tensor, which: Tensor, 
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Measure each beta, print the table, and draw it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--betas", type=float, nargs="+", default=BETAS)
     parser.add_argument("--stored", type=int, default=0, help="how many patterns; 0: all")
@@ -140,15 +141,15 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     if options.out and options.out.exists():
-        before = json.loads(options.out.read_text())
-        if before["recipe"] != recipe:
-            raise SystemExit(f"{options.out} is of another run: {before['recipe']}")
-        rows = before["rows"]
+        saved = json.loads(options.out.read_text())
+        if saved["recipe"] != recipe:
+            raise SystemExit(f"{options.out} is of another run: {saved['recipe']}")
+        rows = saved["rows"]
     print(f"{len(stored)} patterns, {len(which)} queries, half of each hidden")
     print(f"{'beta':>6} {'recalled':>9} {'rms error':>10} {'steps':>7} {'most':>5} {'seconds':>8}")
     for n, beta in enumerate(options.betas, 1):
-        found = [row for row in rows if row["beta"] == beta]
-        row = found[0] if found else None
+        done = [row for row in rows if row["beta"] == beta]
+        row = done[0] if done else None
         if row is None:
             if sys.stderr.isatty():
                 print(f"beta {beta:g}: {n} of {len(options.betas)}", end="\r", file=sys.stderr)
@@ -156,9 +157,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             rows.append(row)
             if options.out:
                 text = json.dumps({"recipe": recipe, "rows": rows}, indent=1)
-                part = options.out.with_suffix(".part")
-                part.write_text(text)
-                part.replace(options.out)
+                unfinished = options.out.with_suffix(".part")
+                unfinished.write_text(text)
+                unfinished.replace(options.out)
         print(
             f"{beta:6g} {row['recall']:9.1%} {row['error']:10.4f} {row['steps']:7.1f} "
             f"{row['most']:5} {row['seconds']:8.3f}",

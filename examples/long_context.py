@@ -44,14 +44,14 @@ SYMBOLS = 256
 
 def text(length: int) -> Tensor:
     """The first bytes of the modules of the standard library, uint8 [length]."""
-    found = bytearray()
+    data = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        if len(found) >= length:
+        if len(data) >= length:
             break
-        found += path.read_bytes()
-    if len(found) < length:
-        raise SystemExit(f"--length must be less than {len(found)}, the bytes there are")
-    return torch.frombuffer(found[:length], dtype=torch.uint8)
+        data += path.read_bytes()
+    if len(data) < length:
+        raise SystemExit(f"--length must be less than {len(data)}, the bytes there are")
+    return torch.frombuffer(data[:length], dtype=torch.uint8)
 
 
 class Decoder(nn.Module):
@@ -79,8 +79,8 @@ def train(options: argparse.Namespace) -> list[float]:
     lengths = [len(part) for part in torch.arange(options.length).tensor_split(ranks)]
     layout = Layout.zigzag(lengths)
     positions = layout.positions(rank)
-    every = text(options.length + 1).long()
-    symbols, targets = every[positions][None], every[positions + 1]  # the shift before the cut
+    data = text(options.length + 1).long()
+    symbols, targets = data[positions][None], data[positions + 1]  # the shift before the cut
 
     torch.manual_seed(options.seed)  # the same parameters on all ranks
     model = Decoder(options.width, options.heads, options.layers)
@@ -108,8 +108,8 @@ def train(options: argparse.Namespace) -> list[float]:
         if rank == 0:
             seconds = time.perf_counter() - start
             print(f"step {step + 1:4} loss {loss:.5f} {seconds:7.2f} s", flush=True)
-            new = {"losses": losses, "model": model.state_dict()}
-            checkpoint.write("decoder", new | {"optimizer": optimizer.state_dict()})
+            saved = {"losses": losses, "model": model.state_dict()}
+            checkpoint.write("decoder", saved | {"optimizer": optimizer.state_dict()})
     peaks = peaks_of_all()
     if rank == 0:
         print("peak resident memory:", ", ".join(f"{peak:.0f} MiB" for peak in peaks))
@@ -123,9 +123,9 @@ def step_on(
     """Leave the gradients of the mean loss of all ranks in the parameters, and return the loss."""
     model.zero_grad()
     logits = model(symbols, positions)[0]
-    part = F.cross_entropy(logits, targets, reduction="sum") / length
-    part.backward()
-    flat = torch.cat([part.detach()[None], *(p.grad.flatten() for p in model.parameters())])
+    loss_of_rank = F.cross_entropy(logits, targets, reduction="sum") / length
+    loss_of_rank.backward()
+    flat = torch.cat([loss_of_rank.detach()[None], *(p.grad.flatten() for p in model.parameters())])
     dist.all_reduce(flat)  # each rank has the part of its rows
     loss, *grads = flat.split([1, *(p.numel() for p in model.parameters())])
     for parameter, grad in zip(model.parameters(), grads, strict=True):
@@ -134,6 +134,7 @@ def step_on(
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=16384, help="bytes of the sequence")
     parser.add_argument("--steps", type=int, default=10)
@@ -149,6 +150,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
+    """Train on this rank; a rank whose rows do not fit ends with advice."""
     options: Any = parsed(arguments)
     with group():
         try:

@@ -40,6 +40,6 @@ def limit_memory(mebibytes: float) -> None:
 def peaks_of_all() -> list[float]:
     """The peak of the resident memory of each rank, in MiB."""
     peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024])
-    found = [torch.empty(1) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, peak)
-    return [float(x) for x in found]
+    peaks = [torch.empty(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(peaks, peak)
+    return [float(x) for x in peaks]

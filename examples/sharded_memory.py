@@ -57,8 +57,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if options.limit:
         limit_memory(options.limit)
-    own = torch.arange(options.rows).tensor_split(ranks)[rank]
-    keys, values = keys_of(own, options.width), keys_of(linked(own, options.rows), options.width)
+    items = torch.arange(options.rows).tensor_split(ranks)[rank]
+    keys, values = (
+        keys_of(items, options.width),
+        keys_of(linked(items, options.rows), options.width),
+    )
     draw = torch.Generator().manual_seed(options.seed)
     start = torch.randint(options.rows, (options.queries,), generator=draw)
     query = keys_of(start, options.width)
@@ -67,7 +70,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     for _ in range(options.hops):
         end = linked(end, options.rows)
     begin = time.perf_counter()
-    found = memory_hop_attention(
+    outputs = memory_hop_attention(
         query[None],  # [1, Q, D]: all queries read one memory
         keys[None],
         values[None],
@@ -76,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         scale=options.sharpness,
     )
     seconds = (time.perf_counter() - begin) / options.hops
-    followed = (found[0].sign() == keys_of(end, options.width)).all(1).float().mean()
+    followed = (outputs[0].sign() == keys_of(end, options.width)).all(1).float().mean()
 
     noise = torch.rand(query.shape, generator=draw) < 0.2
     out = hopfield_retrieve(
@@ -98,6 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Measure with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000, help="of all ranks")
     parser.add_argument("--width", type=int, default=128)

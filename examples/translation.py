@@ -84,27 +84,28 @@ class Training:
             for network in self.networks
         ]
 
-    def run(self, training: Pairs, validation: Pairs, keep: Checkpoint) -> None:
-        at = self.progress
-        while at.epoch < self.recipe.epochs:
-            label = f"epoch {at.epoch + 1}"
-            order = torch.randperm(len(training), generator=self._drawn(at.epoch))
+    def run(self, training: Pairs, validation: Pairs, checkpoint: Checkpoint) -> None:
+        """Train to the last epoch, and write a checkpoint after each."""
+        progress = self.progress
+        while progress.epoch < self.recipe.epochs:
+            label = f"epoch {progress.epoch + 1}"
+            order = torch.randperm(len(training), generator=self._drawn(progress.epoch))
             for index in shown(order.split(self.recipe.batch), label):
                 self.step(*training.take(index))
-            at.epoch += 1
+            progress.epoch += 1
             loss, right = self.judge(validation)
             print(
                 f"{label}: training loss {self._recent(len(training)):.4f}, validation loss "
-                f"{loss:.4f}, words right {100 * right:.1f} %, {at.seconds[0]:.0f} s",
+                f"{loss:.4f}, words right {100 * right:.1f} %, {progress.seconds[0]:.0f} s",
                 flush=True,
             )
-            keep.write("training", self.state())
+            checkpoint.write("training", self.state())
 
     def step(self, source: Tensor, target: Tensor) -> None:
         """One step of each network, with the same random numbers."""
-        at, n = self.progress, len(self.progress.losses[0])
+        progress, n = self.progress, len(self.progress.losses[0])
         rate = self.recipe.rate * min((n + 1) / WARM, math.sqrt(WARM / (n + 1)))
-        for which, (network, optimizer) in enumerate(
+        for index, (network, optimizer) in enumerate(
             zip(self.networks, self.optimizers, strict=True)
         ):
             torch.manual_seed(self.recipe.seed + n)
@@ -116,8 +117,8 @@ class Training:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)
             optimizer.step()
-            at.losses[which].append(loss.item())
-            at.seconds[which] += time.perf_counter() - started
+            progress.losses[index].append(loss.item())
+            progress.seconds[index] += time.perf_counter() - started
 
     @torch.no_grad()
     def judge(self, pairs: Pairs) -> tuple[float, float]:
@@ -126,11 +127,11 @@ class Training:
         loss, right, words = 0.0, 0, 0
         for start in range(0, len(pairs), EVALUATED):
             source, target = pairs.take(slice(start, start + EVALUATED))
-            logits, wanted = network(source, target[:, :-1]), target[:, 1:]
-            valid = wanted != PAD
+            logits, next_words = network(source, target[:, :-1]), target[:, 1:]
+            valid = next_words != PAD
             words += int(valid.sum())
-            loss += float(loss_of(logits, wanted)) * int(valid.sum())
-            right += int(((logits.argmax(-1) == wanted) & valid).sum())
+            loss += float(loss_of(logits, next_words)) * int(valid.sum())
+            right += int(((logits.argmax(-1) == next_words) & valid).sum())
         return loss / words, right / words
 
     def difference(self) -> float:
@@ -138,6 +139,7 @@ class Training:
         return max(abs(a - b) for a, b in zip(*self.progress.losses, strict=True))
 
     def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
         return {
             "networks": [network.state_dict() for network in self.networks],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -145,31 +147,36 @@ class Training:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        for name, parts in (("networks", self.networks), ("optimizers", self.optimizers)):
-            for part, known in zip(parts, state[name], strict=True):
-                part.load_state_dict(known)
+        """Continue from a checkpoint."""
+        for name, objects in (("networks", self.networks), ("optimizers", self.optimizers)):
+            for target, saved in zip(objects, state[name], strict=True):
+                target.load_state_dict(saved)
         self.progress = Progress(**state["progress"])
 
     def _drawn(self, epoch: int) -> torch.Generator:
+        """The generator of an epoch's order, the same after a resume."""
         return torch.Generator().manual_seed(1000 * self.recipe.seed + epoch)
 
     def _recent(self, count: int) -> float:
+        """The mean loss of the last ``count`` sentences."""
         steps = math.ceil(count / self.recipe.batch)
         return sum(self.progress.losses[0][-steps:]) / steps
 
 
-def loss_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=PAD)
+def loss_of(logits: Tensor, next_words: Tensor) -> Tensor:
+    """The mean loss per word, without padding."""
+    return F.cross_entropy(logits.flatten(0, 1), next_words.flatten(), ignore_index=PAD)
 
 
 def translate(network: Any, pairs: Pairs, vocabulary: Vocabulary) -> list[list[str]]:
+    """Greedy translations of all sources, as words."""
     longest = 2 * pairs.source.shape[1] + 5
-    found = []
+    translations = []
     for start in range(0, len(pairs), EVALUATED):
         source, _ = pairs.take(slice(start, start + EVALUATED))
         out = network.eval().generate(source, bos_idx=BOS, eos_idx=EOS, max_length=longest)
-        found += [vocabulary.text(row) for row in out.tolist()]
-    return found
+        translations += [vocabulary.text(row) for row in out.tolist()]
+    return translations
 
 
 @torch.no_grad()
@@ -216,6 +223,7 @@ def draw(
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="a pair a line, tab between; without: made up")
     parser.add_argument("--model", choices=MODELS, default="bahdanau")
@@ -239,6 +247,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Train, evaluate on the test sentences, and print one alignment."""
     args = arguments(argv)
     if args.data is None:
         every, name = invent(args.sentences, args.seed), f"{args.sentences} made-up sentences"
@@ -246,8 +255,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         every, name = read(args.data, args.longest), str(args.data)
         order = torch.randperm(len(every), generator=torch.Generator().manual_seed(args.seed))
         every = [every[n] for n in order.tolist()]
-    part = max(1, len(every) // 20)
-    test, validation, training = every[:part], every[part : 2 * part], every[2 * part :]
+    held_out = max(1, len(every) // 20)
+    test, validation, training = (
+        every[:held_out],
+        every[held_out : 2 * held_out],
+        every[2 * held_out :],
+    )
     if not training:
         raise ValueError(f"{name}: {len(every)} pairs are too few: at least 3 are needed")
     source = Vocabulary((pair.source for pair in training), args.least)
@@ -258,18 +271,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"{name}: {len(training)} to train with, {len(source)} and {len(target)} words")
 
     run = Training(recipe, (len(source), len(target)))
-    keep = Checkpoint(args.checkpoint, asdict(recipe))
-    if "training" in keep.states:
-        run.load(keep.states["training"])
-    run.run(sets[0], sets[1], keep)
+    checkpoint = Checkpoint(args.checkpoint, asdict(recipe))
+    if "training" in checkpoint.states:
+        run.load(checkpoint.states["training"])
+    run.run(sets[0], sets[1], checkpoint)
 
-    network, at = run.networks[0], run.progress
+    network, progress = run.networks[0], run.progress
     loss, right = run.judge(sets[2])
-    found = translate(network, sets[2], target)
-    exact = 100 * sum(tuple(a) == b.target for a, b in zip(found, test, strict=True)) / len(test)
+    translations = translate(network, sets[2], target)
+    exact = (
+        100 * sum(tuple(a) == b.target for a, b in zip(translations, test, strict=True)) / len(test)
+    )
     report: dict[str, Any] = {
         "recipe": asdict(recipe), "test loss": loss, "words right": 100 * right, "exact": exact,
-        "steps": len(at.losses[0]), "seconds": at.seconds, "losses": at.losses,
+        "steps": len(progress.losses[0]), "seconds": progress.seconds, "losses": progress.losses,
     }  # fmt: skip
     print(
         f"\ntest: loss {loss:.4f}, words right {100 * right:.1f} %, sentences right {exact:.1f} %"
@@ -281,11 +296,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if recipe.twin:
         report["difference"] = run.difference()
         print(
-            f"loss curves of {len(at.losses[0])} steps differ by at most {run.difference():.1e}; "
-            f"{at.seconds[0]:.0f} s, the twin {at.seconds[1]:.0f} s"
+            f"loss curves of {len(progress.losses[0])} steps differ by at most "
+            f"{run.difference():.1e}; {progress.seconds[0]:.0f} s, "
+            f"the twin {progress.seconds[1]:.0f} s"
         )
     chosen = min(range(len(test)), key=lambda n: abs(len(test[n].source) - 9))
-    words = found[chosen]
+    words = translations[chosen]
     source_tokens, _ = sets[2].take(slice(chosen, chosen + 1))
     target_tokens = torch.tensor([[BOS, *target.numbers(words)]])
     draw(network, test[chosen], words, (source_tokens, target_tokens), args)

@@ -83,6 +83,7 @@ def invent(count: int, seed: int = 0) -> list[Pair]:
     draw = random.Random(seed)
 
     def phrase(start: int) -> tuple[list[str], list[tuple[str, int]]]:
+        """An article, adjectives and a noun; their translations with the index each comes from."""
         article, noun = draw.choice(sorted(_ARTICLES)), draw.choice(sorted(_NOUNS))
         adjectives = draw.sample(sorted(_ADJECTIVES), draw.choice((0, 1, 1, 2)))
         english = [article, *adjectives, noun]
@@ -118,16 +119,17 @@ class Vocabulary:
         return len(self.words)
 
     def numbers(self, sentence: Sequence[str]) -> list[int]:
+        """The ids of the words, UNK for an unknown one."""
         return [self.number.get(word, UNK) for word in sentence]
 
     def text(self, tokens: Iterable[int]) -> list[str]:
         """The words up to the end of the sentence."""
-        found = []
+        words = []
         for token in tokens:
             if token in (EOS, PAD):
                 break
-            found.append(self.words[token])
-        return found
+            words.append(self.words[token])
+        return words
 
 
 @dataclass
@@ -139,6 +141,8 @@ class Pairs:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], source: Vocabulary, target: Vocabulary) -> Pairs:
+        """Number the words and pad the sentences."""
+
         def filled(rows: list[list[int]]) -> Tensor:
             longest = max(map(len, rows))
             return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
@@ -153,6 +157,6 @@ class Pairs:
 
     def take(self, index: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Source [B, S] and target [B, T], no wider than these pairs need."""
-        parts = self.source[index], self.target[index]
-        source, target = (part[:, : int((part != PAD).sum(1).max())] for part in parts)
+        rows = self.source[index], self.target[index]
+        source, target = (x[:, : int((x != PAD).sum(1).max())] for x in rows)
         return source, target

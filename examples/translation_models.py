@@ -80,15 +80,16 @@ class Bahdanau(Recurrent):
     def decode(
         self, target: Tensor, memory: Tensor, padding: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Word by word: attend from the state, then take a step of the GRU."""
         keys = self.attention.memory_layer(memory)
-        given = {"keys": keys, "key_padding_mask": padding, "need_weights": False}
-        known = []
+        options = {"keys": keys, "key_padding_mask": padding, "need_weights": False}
+        readouts = []
         for word in self.dropout(self.tgt_embedding(target)).unbind(1):
-            context = self.attention(state, memory, **given)[0]
+            context = self.attention(state, memory, **options)[0]
             state = self.cell(torch.cat((word, context), 1), state)
-            known.append(torch.cat((state, context, word), 1))
-        read = torch.tanh(self.readout(torch.stack(known, 1)))
-        return self.output(self.dropout(read)), state
+            readouts.append(torch.cat((state, context, word), 1))
+        hidden = torch.tanh(self.readout(torch.stack(readouts, 1)))
+        return self.output(self.dropout(hidden)), state
 
 
 class Luong(Recurrent):
@@ -103,11 +104,12 @@ class Luong(Recurrent):
     def decode(
         self, target: Tensor, memory: Tensor, padding: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """All states of the GRU at once, then attend from each."""
         x = self.dropout(self.tgt_embedding(target))
         states, last = self.decoder(x, state[None].contiguous())
         context = self.attention(states, memory, padding)
-        read = torch.tanh(self.readout(torch.cat((context, states), -1)))
-        return self.output(self.dropout(read)), last[0]
+        hidden = torch.tanh(self.readout(torch.cat((context, states), -1)))
+        return self.output(self.dropout(hidden)), last[0]
 
 
 class General(nn.Module):
@@ -133,6 +135,7 @@ class General(nn.Module):
 
 
 def transformer(sizes: tuple[int, int], width: int, dropout: float, plain: bool) -> nn.Module:
+    """A small Transformer, the library's or PyTorch's."""
     heads, layers = 4, 2
     shape = (width, heads, layers, layers, 4 * width, dropout)
     kind = PlainTransformer if plain else Transformer
@@ -155,9 +158,9 @@ def make(
 
 
 class PlainBahdanau(BahdanauAttention):
-    def forward(self, query: Tensor, memory: Tensor, value: Any = None, **given: Any) -> Any:
-        hidden = torch.tanh(self.query_layer(query)[:, None] + given["keys"])  # [N, S, A]
-        scores = (hidden @ self.v).masked_fill(given["key_padding_mask"], -math.inf)
+    def forward(self, query: Tensor, memory: Tensor, value: Any = None, **kwargs: Any) -> Any:
+        hidden = torch.tanh(self.query_layer(query)[:, None] + kwargs["keys"])  # [N, S, A]
+        scores = (hidden @ self.v).masked_fill(kwargs["key_padding_mask"], -math.inf)
         weights = scores.softmax(-1)
         return torch.einsum("ns,nse->ne", weights, memory), weights
 
@@ -174,7 +177,7 @@ class PlainGeneral(General):
 class PlainTransformer(Transformer):
     """The library's embeddings around the stacks of ``torch.nn``, and a table of sinusoids."""
 
-    def __init__(self, *shape: Any, batch_first: bool, **given: Any) -> None:
+    def __init__(self, *shape: Any, batch_first: bool, **kwargs: Any) -> None:
         width, heads, layers, _, feed, dropout = shape
         options = {"dropout": dropout, "batch_first": batch_first}
         encoder = nn.TransformerEncoder(
@@ -184,7 +187,7 @@ class PlainTransformer(Transformer):
             nn.TransformerDecoderLayer(width, heads, feed, **options), layers, nn.LayerNorm(width)
         )
         stacks = {"custom_encoder": encoder, "custom_decoder": decoder}
-        super().__init__(*shape, **stacks, batch_first=batch_first, **given)
+        super().__init__(*shape, **stacks, batch_first=batch_first, **kwargs)
         self.positional = Sinusoids(dropout)
         for module in self.modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -198,6 +201,7 @@ class PlainTransformer(Transformer):
 
     @torch.no_grad()
     def generate(self, source: Tensor, *, bos_idx: int, eos_idx: int, max_length: int) -> Tensor:  # type: ignore[override]
+        """Greedy decoding without a cache, [N, T]."""
         words = source.new_full((len(source), 1), bos_idx)
         for _ in range(max_length):
             ended = (words == eos_idx).any(1)

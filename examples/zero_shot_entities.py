@@ -74,20 +74,20 @@ class EntityModel(nn.Module):
         return (self.of_spans(spans) @ self.of_types(names).mT).sigmoid()
 
 
-def entities(scores: Tensor, most: int) -> list[tuple[int, int, str, float]]:
+def entities(scores: Tensor, count: int) -> list[tuple[int, int, str, float]]:
     """The spans with the highest scores that do not overlap: first and last word, type, score."""
     order = scores.flatten().argsort(descending=True).tolist()
-    taken, found = set[int](), list[tuple[int, int, str, float]]()
-    for place in order:
-        start, rest = divmod(place, LONGEST * len(TYPES))
-        length, kind = divmod(rest, len(TYPES))
+    covered, spans = set[int](), list[tuple[int, int, str, float]]()
+    for index in order:
+        start, within_word = divmod(index, LONGEST * len(TYPES))
+        length, kind = divmod(within_word, len(TYPES))
         span = range(start, start + length + 1)
-        if span.stop <= len(scores) and taken.isdisjoint(span):
-            taken.update(span)
-            found.append((start, span.stop - 1, TYPES[kind], float(scores[start, length, kind])))
-        if len(found) == most:
+        if span.stop <= len(scores) and covered.isdisjoint(span):
+            covered.update(span)
+            spans.append((start, span.stop - 1, TYPES[kind], float(scores[start, length, kind])))
+        if len(spans) == count:
             break
-    return found
+    return spans
 
 
 class Peak:
@@ -101,6 +101,7 @@ class Peak:
         return self
 
     def _look(self) -> None:
+        """Sample the memory every 2 ms."""
         while not self._ended.wait(0.002):
             self.largest = max(self.largest, _resident())
 
@@ -114,6 +115,7 @@ class Peak:
 
 
 def _resident() -> int:
+    """The resident memory of this process in bytes; 0 if it cannot be read."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
@@ -134,26 +136,27 @@ def measure(model: EntityModel, types: Tensor, words: Tensor, rounds: int) -> tu
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
+    """Measure both models at each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=2)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    stock = EntityModel(given.layers, given.width).eval()
+    stock = EntityModel(options.layers, options.width).eval()
     model = copy.deepcopy(stock)
     fastattn.accelerate(model)
     types, rows = torch.arange(10, 10 + len(TYPES)), []
-    for tokens in given.tokens:
+    for tokens in options.tokens:
         words = torch.randint(100, 4096, (tokens - len(types),))
         scores = model(types, words)
         for first, last, kind, score in entities(scores, 3):
             print(f"words {first} to {last}: {kind} ({score:.2f})")
         row = {"tokens": tokens, "deviation": float((scores - stock(types, words)).abs().max())}
         print(f"{tokens} tokens: scores deviate from stock's by {row['deviation']:.1e}", flush=True)
-        for name, each in (("fastattn", model), ("stock", stock)):
-            seconds, grown = measure(each, types, words, given.rounds)
+        for name, network in (("fastattn", model), ("stock", stock)):
+            seconds, grown = measure(network, types, words, options.rounds)
             row |= {f"{name} s": seconds, f"{name} MB": grown}
             print(f"{tokens} tokens, {name}: {seconds:.2f} s, {grown:.0f} MB", flush=True)
         rows.append(row)

@@ -249,6 +249,7 @@ def flash_attn_with_kvcache(
 
 
 def _refuse_probabilities(name: str, return_attn_probs: bool, dropout_p: float) -> None:
+    """Raise NotImplementedError for flash-attn's dropped probabilities."""
     if return_attn_probs and check_real(name, "dropout_p", dropout_p) > 0:
         raise NotImplementedError(
             f"{name}: return_attn_probs must be False with dropout; for the weights there is "

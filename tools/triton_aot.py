@@ -96,9 +96,8 @@ class Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return [chip.target for chip in CHIPS.values()].index(
-            self.target
-        )  # the key of Triton's caches
+        """The key of Triton's caches."""
+        return [chip.target for chip in CHIPS.values()].index(self.target)
 
     def get_current_stream(self, device: int) -> int:
         return self.stream

@@ -56,7 +56,7 @@ inline py::object summed_sink_gradients(const std::vector<double>& of_sequences,
   const TensorView x = view_of("sinks", sinks);
   const int64_t entries = x.rank == 2 ? x.size[0] : 1, heads = x.size[x.rank - 1];
   void* data;
-  py::object made = new_zeros(x.dtype, x.sizes(), &data);
+  py::object result = new_zeros(x.dtype, x.sizes(), &data);
   const int64_t sharing = entries == 1 ? batch : 1;
   for (int64_t n = 0; n < entries * heads; ++n) {
     double sum = 0;
@@ -66,11 +66,11 @@ inline py::object summed_sink_gradients(const std::vector<double>& of_sequences,
     else
       static_cast<float*>(data)[n] = static_cast<float>(sum);
   }
-  return made;
+  return result;
 }
 
-// The terms of relative attention: kernels read a bucket for each distance, up to `farthest`, and a row
-// for each bucket.
+// The terms of relative attention: kernels read a bucket for each distance, up to `farthest`, and a
+// row for each bucket.
 template <class Tensors>
 void read_content_terms(AttentionParams& p, const Tensors& x, Layout layout, int64_t farthest) {
   const auto read = [&](const char* name, py::handle from, Tensor4& to) {
@@ -112,11 +112,12 @@ void read_content_terms(AttentionParams& p, const Tensors& x, Layout layout, int
   }
 }
 
-// The gradients of the terms, made by a backward pass: of the position queries, and the sums of each
-// table, [B, Hq, buckets, D].
+// The gradients of the terms, made by a backward pass: of the position queries, and the sums of
+// each table, [B, Hq, buckets, D].
 struct TermGradients {
   py::object of_position_query = none(), of_queries, of_keys;
 
+  // Makes the gradients of position_query and of the tables; zeroed: rows without keys stay 0.
   template <class Tensors>
   TermGradients(AttentionParams& p, const Tensors& x, Layout layout, bool zeroed) {
     const Sizes table{p.B, p.Hq, p.buckets, p.D};
@@ -129,10 +130,10 @@ struct TermGradients {
 
   // After the kernel: the gradients, from place `at` on.
   template <class Tensors>
-  void place(py::tuple& made, size_t at, const Tensors& x) const {
-    made[at] = of_position_query;
-    if (of_queries) made[at + 1] = gradient_of(x.query_table, of_queries);
-    if (of_keys) made[at + 2] = gradient_of(x.key_table, of_keys);
+  void place(py::tuple& gradients, size_t at, const Tensors& x) const {
+    gradients[at] = of_position_query;
+    if (of_queries) gradients[at + 1] = gradient_of(x.query_table, of_queries);
+    if (of_keys) gradients[at + 2] = gradient_of(x.key_table, of_keys);
   }
 };
 

@@ -13,6 +13,7 @@ namespace {
 struct AdditiveCall : AdditiveParams {
   AdditiveVectors vectors;
 
+  // Reads the tensors and the options of a call.
   template <class Tensors>
   AdditiveCall(py::handle options, const Tensors& from) : AdditiveParams{} {
     read_additive(attention, vectors, options, from);
@@ -42,10 +43,10 @@ py::object new_grad_mask(AdditiveCall& x, py::handle attn_mask, py::object* scor
   const int64_t* n = mask.size;
   void* data;
   // One element may sum thousands of terms.
-  py::object made = new_zeros(DType::f64, mask.sizes(), &data);
+  py::object gradient = new_zeros(DType::f64, mask.sizes(), &data);
   const auto step = [&](int d, int64_t stride) { return n[d] == 1 ? 0 : stride; };
   p.grad_mask = {data, {step(0, n[1] * n[2]), 0, step(1, n[2]), step(2, 1)}};
-  return made;
+  return gradient;
 }
 
 // Allocates the workspace and runs the kernel. The gradients of keys are sums of parts, one for
@@ -57,10 +58,10 @@ void run_backward(AdditiveParams& x) {
   x.chunk_rows = std::max<int64_t>(1, (p.Lq + step - 1) / step) * kChunkRows;
   x.chunks = (p.Lq + x.chunk_rows - 1) / x.chunk_rows;
   x.direct = x.chunks == 1 && p.dtype == accumulator(p.dtype);
-  const int64_t part = 2 * p.D + (x.direct ? 0 : p.Lk * (p.D + p.Dv));
-  const int64_t bytes = p.B * x.chunks * part * element_bytes(accumulator(p.dtype));
-  const std::unique_ptr<char[]> parts(new char[static_cast<size_t>(bytes) + 1]);
-  x.parts = parts.get();
+  const int64_t chunk_size = 2 * p.D + (x.direct ? 0 : p.Lk * (p.D + p.Dv));
+  const int64_t bytes = p.B * x.chunks * chunk_size * element_bytes(accumulator(p.dtype));
+  const std::unique_ptr<char[]> buffer(new char[static_cast<size_t>(bytes) + 1]);
+  x.parts = buffer.get();
   kernels(p.dtype).additive_backward(x);
 }
 
@@ -71,19 +72,19 @@ py::tuple additive_attention_backward(const AdditiveGradTensors& x, py::handle o
   AttentionParams& p = call.attention;
   read_additive_gradients(p, x);
   complete(p.grad_out);
-  py::tuple made = new_additive_gradients(p, x);
+  py::tuple gradients = new_additive_gradients(p, x);
   const py::object& copy = call.vectors.copies[0];
   const py::handle wide_v = copy ? py::handle(copy) : x.v;
-  made[3] = new_contiguous_like(wide_v, &call.grad_vector);
-  if (!x.bias.is_none()) made[4] = new_contiguous_like(wide_v, &call.grad_bias);
+  gradients[3] = new_contiguous_like(wide_v, &call.grad_vector);
+  if (!x.bias.is_none()) gradients[4] = new_contiguous_like(wide_v, &call.grad_bias);
   py::object scores;
   if (Named(options).read<bool>("needs_mask_grad"))
-    made[5] = new_grad_mask(call, x.attn_mask, &scores);
+    gradients[5] = new_grad_mask(call, x.attn_mask, &scores);
   without_gil([&] { run_backward(call); });
   const py::handle of[] = {x.v, x.bias, x.attn_mask};
   for (size_t n = 0; n < 3; ++n)
-    if (!made[3 + n].is_none()) made[3 + n] = gradient_of(of[n], made[3 + n]);
-  return made;
+    if (!gradients[3 + n].is_none()) gradients[3 + n] = gradient_of(of[n], gradients[3 + n]);
+  return gradients;
 }
 
 }  // namespace

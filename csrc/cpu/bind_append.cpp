@@ -119,13 +119,13 @@ py::object append_to_cache(const AppendTensors& x, py::handle options) {
   t.k_lengths = lengths.data();
   check_cache(t);
   check_appended_rows(t, p.L);
-  py::object rotated = none(), kept;
+  py::object rotated = none(), owner;
   std::vector<int64_t> positions;
   if (!x.rotary_cos.is_none()) {
     Named(options).read<&AppendOptions::rotary_interleaved>("rotary_interleaved", p);
     rotated = read_rotation(p, x);
     p.positions = static_cast<const int64_t*>(
-        read_flat_if_given("rotary_positions", x.rotary_positions, kInt64, {p.B, p.L}, &kept));
+        read_flat_if_given("rotary_positions", x.rotary_positions, kInt64, {p.B, p.L}, &owner));
     read_positions(p, t, positions);
   }
   const std::vector<CacheRow> rows = rows_of(t, p.L);

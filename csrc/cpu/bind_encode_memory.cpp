@@ -33,6 +33,7 @@ bool tokens_are_rows(const EncodeMemoryParams& p, int64_t (&place)[4]) {
   return true;
 }
 
+// Raises IndexError for the first token that is neither a row of the table nor the padding.
 void check_tokens(const EncodeMemoryParams& p) {
   int64_t at[4];
   if (tokens_are_rows(p, at)) return;

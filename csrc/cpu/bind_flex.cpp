@@ -14,7 +14,8 @@ namespace fastattn {
 namespace {
 
 struct FlexTensors {
-  // [B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv], [size] int32, [n] acc; the last two may be None
+  // [B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv], [size] int32, [n] acc; the last two may be
+  // None
   FASTATTN_TENSORS(query, key, value, score_program, score_data, mask_program)
 };
 
@@ -27,8 +28,9 @@ struct FlexGradTensors {
 struct FlexCall : AttentionParams {
   std::vector<MaskStep> steps;
   ScoreProgram program;
-  py::object data, kept[3];
+  py::object data, owners[3];
 
+  // Reads the tensors, the options and the score program of a call.
   template <class Tensors>
   FlexCall(py::handle record, const Tensors& from) : AttentionParams{}, program{} {
     Named(record).read<&AttentionOptions::scale>("scale", *this);
@@ -68,18 +70,18 @@ int64_t buffers_of_sums(const FlexCall& p) {
   const int64_t apart = (program.own_batch ? p.B : 1) * (program.own_head ? p.Hkv : 1);
   const int64_t heads = p.B * p.Hkv;
   if (apart == heads || apart >= 8) return 1;
-  const int64_t most = (int64_t{64} << 20) / (std::max<int64_t>(program.size, 1) * 8);
-  return std::max<int64_t>(1, std::min({most, heads, int64_t{64}}));
+  const int64_t max_chunks = (int64_t{64} << 20) / (std::max<int64_t>(program.size, 1) * 8);
+  return std::max<int64_t>(1, std::min({max_chunks, heads, int64_t{64}}));
 }
 
 // The gradients, new: of query, key, value and score_data, or None without a gradient of it.
 py::tuple flex_attention_backward(const FlexGradTensors& x, py::handle options) {
   FlexCall p(options, x);
-  read_results(p, x, dense, p.B, {p.B, p.Hq, p.Lq}, p.kept);
+  read_results(p, x, dense, p.B, {p.B, p.Hq, p.Lq}, p.owners);
   complete(p.grad_out);
   const bool nothing =
       p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // kernels write nothing then
-  py::tuple made = new_row_gradients(p, x, dense, nothing, 1);
+  py::tuple gradients = new_row_gradients(p, x, dense, nothing, 1);
   ScoreProgram& program = p.program;
   py::object of_data, sums;
   void* to = nullptr;
@@ -104,8 +106,8 @@ py::tuple flex_attention_backward(const FlexGradTensors& x, py::handle options) 
     else
       std::copy_n(program.sums, program.size, static_cast<float*>(to));
   });
-  if (of_data) made[3] = of_data;
-  return made;
+  if (of_data) gradients[3] = of_data;
+  return gradients;
 }
 
 }  // namespace

@@ -59,8 +59,8 @@ void search_until_rest(Retrieval& p) {
     p.K = until - done, p.resume = done > 0;
     take_steps(p);
     done = until;
-    const auto rests = [](int64_t taken) { return taken > 0; };
-    if (done == p.steps_max || std::all_of(p.taken, p.taken + p.queries(), rests)) return;
+    const auto at_rest = [](int64_t taken) { return taken > 0; };
+    if (done == p.steps_max || std::all_of(p.taken, p.taken + p.queries(), at_rest)) return;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
 }
@@ -107,21 +107,21 @@ void read_taken(py::handle from, Retrieval& p) {
   if (x.rank == 3) x.size[0] *= x.size[1], x.size[1] = x.size[2], x.rank = 2;
   expect_sizes("taken", x, kInt64, {p.B, p.Q});
   p.own_taken.resize(static_cast<size_t>(p.queries()));
-  const auto* const given = static_cast<const int64_t*>(x.data);
+  const auto* const counts = static_cast<const int64_t*>(x.data);
   for (size_t n = 0; n < p.own_taken.size(); ++n) {
-    p.own_taken[n] = std::abs(given[n]);
+    p.own_taken[n] = std::abs(counts[n]);
     if (p.own_taken[n] > p.K)
       throw py::value_error("fastattn: taken must be at most the number of steps, " +
-                            std::to_string(p.K) + ", got " + std::to_string(given[n]));
+                            std::to_string(p.K) + ", got " + std::to_string(counts[n]));
   }
   p.taken = p.own_taken.data();
 }
 
 // Returns (trace, stats): each query repeats the steps that it took.
-py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t most) {
+py::tuple hopfield_steps(const StepTensors& x, py::handle options, int64_t max_steps) {
   Retrieval p(options, x, false);
-  if (most <= 0) throw py::value_error("fastattn: the number of steps must be positive");
-  p.K = most;
+  if (max_steps <= 0) throw py::value_error("fastattn: the number of steps must be positive");
+  p.K = max_steps;
   read_taken(x.taken, p);
   py::tuple steps = new_steps(p);
   const auto bytes = static_cast<size_t>(p.queries() * p.D * element_bytes(p.dtype));
@@ -148,18 +148,18 @@ py::tuple hopfield_backward(const StepGradTensors& x, py::handle options, int64_
   expect_sizes("grad_xi", of_xi, p.dtype, {p.B, p.Q, p.D});
   p.grad_out = {of_xi.data, {of_xi.stride[0], of_xi.stride[1], 0, of_xi.stride[2]}};
 
-  py::tuple made = new_step_gradients(p, p, x, needed);
+  py::tuple gradients = new_step_gradients(p, p, x, needed);
   py::object scores = none();
   if ((needed & kOfBias) != 0 && !x.bias.is_none())
     scores = new_zeros(acc, {p.B, p.Q, p.K, p.N}, &p.grad_scores);
-  zero_without_queries(p, made);
+  zero_without_queries(p, gradients);
   without_gil([&] {
     const auto bytes = static_cast<size_t>(p.B * p.N * p.D * element_bytes(p.dtype));
     if (p.grad_in != nullptr) expect_to_fill(p.grad_in, bytes);
     if (p.grad_out_memory != nullptr) expect_to_fill(p.grad_out_memory, bytes);
     kernels(p.dtype).memory_hops_backward(p);
   });
-  return step_gradients_of(x, made, scores, needed);
+  return step_gradients_of(x, gradients, scores, needed);
 }
 
 }  // namespace

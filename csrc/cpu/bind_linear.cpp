@@ -29,8 +29,8 @@ py::object linear(const LinearTensors& x) {
          "weight must have dense rows or dense columns");
   p.x = of_x.data, p.x_stride[0] = of_x.stride[0], p.x_stride[1] = of_x.stride[1];
   p.w = w.data, p.w_stride = w.stride[p.w_transposed ? 1 : 0];
-  py::object kept;
-  p.bias = read_flat_if_given("bias", x.bias, p.dtype, {p.N}, &kept);
+  py::object owner;
+  p.bias = read_flat_if_given("bias", x.bias, p.dtype, {p.N}, &owner);
   const py::object y = new_result(p.dtype, {p.M, p.N}, &p.y);
   p.y_stride = p.N;
   without_gil([&] { kernels(p.dtype).linear(p); });
@@ -113,9 +113,9 @@ py::object self_attention(const LayerTensors& x, int64_t num_heads, bool batch_f
       !reads(x.b_in, &a.b_in) || !reads(x.b_out, &a.b_out) || !reads(x.padding, &a.padding))
     return none();
   const DType dtype = a.x.dtype;
-  const int64_t number = number_of_call(dtype, {x.x, x.w_in, x.b_in, x.w_out, x.b_out, x.padding});
-  const bool needs_gradient = number % 2 != 0;
-  if (number == 0 || (needs_gradient && recorded)) return none();
+  const int64_t key = call_key(dtype, {x.x, x.w_in, x.b_in, x.w_out, x.b_out, x.padding});
+  const bool needs_gradient = key % 2 != 0;
+  if (key == 0 || (needs_gradient && recorded)) return none();
   a.E = a.x.size[2], a.H = num_heads;
   expect_multiple(a.H, a.E, "num_heads");
   const int64_t E = a.E;

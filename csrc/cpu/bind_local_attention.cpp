@@ -30,6 +30,7 @@ int64_t rows_of_window(const LocalParams& p) {
 struct LocalCall : LocalParams {
   py::object copies[9];
 
+  // Reads the tensors and the options of a call.
   template <class Tensors>
   LocalCall(py::handle options, const Tensors& from) : LocalParams{} {
     LocalParams& p = *this;

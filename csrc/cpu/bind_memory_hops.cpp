@@ -9,6 +9,7 @@
 namespace fastattn {
 namespace {
 
+// Asks for huge pages for the gradients of the memories, and runs the kernel.
 void run_backward(const MemoryHopsParams& p) {
   const int64_t memory = (p.shared ? 1 : p.B) * p.N * p.D * element_bytes(p.dtype);
   if (p.grad_in != nullptr) expect_to_fill(p.grad_in, static_cast<size_t>(memory * p.in_slots));
@@ -76,7 +77,7 @@ py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options) {
 
   // A memory that all examples share has one gradient; otherwise each example has one.
   const int64_t entries = p.shared ? 1 : p.B;
-  py::tuple made = new_hop_gradients(p, p, x, [&](int n, py::handle memory, void** data) {
+  py::tuple gradients = new_hop_gradients(p, p, x, [&](int n, py::handle memory, void** data) {
     const TensorView& rows = p.memories[n];
     if (rows.size[0] == entries) return new_contiguous_like(memory, data);
     const int64_t slots = rows.rank == 4 ? rows.size[1] : kLeftOut;
@@ -85,16 +86,16 @@ py::tuple memory_hops_backward(const HopGradTensors& x, py::handle options) {
   py::object states;
   if (p.grad_proj != nullptr) states = new_buffer(wide, {p.B, p.Q, p.K, p.D}, &p.grad_states);
   if (p.needed & 16 && !x.memory_bias.is_none())
-    made[4] = new_buffer(wide, {p.B, p.Q, p.K, p.N}, &p.grad_scores);
-  zero_without_queries(p, made);
+    gradients[4] = new_buffer(wide, {p.B, p.Q, p.K, p.N}, &p.grad_scores);
+  zero_without_queries(p, gradients);
   without_gil([&] { run_backward(p); });
   // All may share one of two memories.
   for (size_t n : {0, 1})
     if (p.memories[0].size[0] != p.memories[1].size[0] && p.memories[n].size[0] != entries &&
-        !made[n + 1].is_none())
-      made[n + 1] = made[n + 1].attr("sum")(0, true);
-  if (!made[4].is_none()) made[4] = gradient_of(x.memory_bias, made[4]);
-  return made;
+        !gradients[n + 1].is_none())
+      gradients[n + 1] = gradients[n + 1].attr("sum")(0, true);
+  if (!gradients[4].is_none()) gradients[4] = gradient_of(x.memory_bias, gradients[4]);
+  return gradients;
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ void expect_filled(const MergeStatesParams& p, const Tensor4& result) {
   expect_to_fill(result.data, static_cast<size_t>(elements * element_bytes(p.dtype)));
 }
 
+// Returns (out, lse) of the merged states.
 py::tuple merge_states(const StateTensors& x, py::handle) {
   MergeStatesParams p{};
   read_states(p, x);
@@ -26,6 +27,7 @@ py::tuple merge_states(const StateTensors& x, py::handle) {
   return results;
 }
 
+// Returns the gradients of out_a, lse_a, out_b and lse_b.
 py::tuple merge_states_backward(const StateGradTensors& x, py::handle) {
   MergeStatesParams p{};
   read_states(p, x);

@@ -56,27 +56,27 @@ struct Options : AttentionOptions {
     from.read<&Options::partial>("partial", *this);
   }
 
-  // `kept` owns the result.
-  static const Options& of(py::handle record, py::object* kept) {
+  // `owners` owns the result.
+  static const Options& of(py::handle record, py::object* owners) {
     static PyObject* const name = PyUnicode_InternFromString("core");
-    if (PyObject* found = PyObject_GetAttr(record.ptr(), name)) {
-      *kept = py::reinterpret_steal<py::object>(found);
+    if (PyObject* attribute = PyObject_GetAttr(record.ptr(), name)) {
+      *owners = py::reinterpret_steal<py::object>(attribute);
     } else {
       PyErr_Clear();
-      *kept = py::capsule(new Options(record), [](void* x) { delete static_cast<Options*>(x); });
+      *owners = py::capsule(new Options(record), [](void* x) { delete static_cast<Options*>(x); });
       // Not by the record's own __setattr__: the record is frozen.
-      if (PyObject_GenericSetAttr(record.ptr(), name, kept->ptr()) != 0)
+      if (PyObject_GenericSetAttr(record.ptr(), name, owners->ptr()) != 0)
         throw py::error_already_set();
     }
-    return *static_cast<const Options*>(PyCapsule_GetPointer(kept->ptr(), nullptr));
+    return *static_cast<const Options*>(PyCapsule_GetPointer(owners->ptr(), nullptr));
   }
 };
 
 // The arguments of a call, and the memory that they point to.
 struct Call : AttentionParams {
   std::vector<MaskStep> steps;
-  std::vector<double> sink_gradients;  // [B, Hq]
-  py::object options, table, kept[3];  // see read_biases and read_results
+  std::vector<double> sink_gradients;    // [B, Hq]
+  py::object options, table, owners[3];  // see read_biases and read_results
 
   template <class Tensors>
   Call(py::handle record, const Tensors& from) : AttentionParams{} {
@@ -115,12 +115,12 @@ py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) 
   Call p(options, x);
   const Options& asked = Options::of(options, &p.options);
   p.partial = asked.partial;
-  read_results(p, x, dense, p.B, {p.B, p.Hq, p.Lq}, p.kept);
+  read_results(p, x, dense, p.B, {p.B, p.Hq, p.Lq}, p.owners);
   complete(p.grad_out);
   read_grad_weights(p, x.grad_weights);
 
   const bool nothing = p.Hq == 0 || p.Lq == 0 || p.Lk == 0;  // the kernels write nothing then
-  py::tuple made = new_row_gradients(p, x, dense, nothing, 8);
+  py::tuple gradients = new_row_gradients(p, x, dense, nothing, 8);
   py::object of_mask, of_table;
   if (asked.needs_mask_grad && !x.attn_mask.is_none())
     of_mask = new_grad_mask(p, x.attn_mask, new_zeros, accumulator(p.dtype), DType::f64);
@@ -133,22 +133,23 @@ py::tuple attention_backward(const AttentionGradTensors& x, py::handle options) 
         new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.relative_bias_size}, &p.grad_relative_bias);
   const TermGradients terms(p, x, dense, nothing);
   if (!x.row_bias.is_none()) {
-    made[9] = new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.Lq, p.image_height}, &p.grad_row_bias);
-    made[10] =
+    gradients[9] =
+        new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.Lq, p.image_height}, &p.grad_row_bias);
+    gradients[10] =
         new_zeros(accumulator(p.dtype), {p.B, p.Hq, p.Lq, p.image_width}, &p.grad_column_bias);
   }
   without_gil([&] { kernels(p.dtype).attention_backward(p); });
-  terms.place(made, 6, x);
-  if (of_mask) made[3] = gradient_of(x.attn_mask, of_mask);
+  terms.place(gradients, 6, x);
+  if (of_mask) gradients[3] = gradient_of(x.attn_mask, of_mask);
   if (p.sinks != nullptr) {
     if (p.Lk == 0 && p.grad_lse != nullptr)
       for (int64_t n = 0; n < p.B * p.Hq; ++n)
         p.grad_sinks[n] +=
             from_rows_without_keys(p, n / p.Hq, n % p.Hq, p.grad_lse + n * p.Lq, p.Lq);
-    made[4] = summed_sink_gradients(p.sink_gradients, p.B, x.sinks);
+    gradients[4] = summed_sink_gradients(p.sink_gradients, p.B, x.sinks);
   }
-  if (of_table) made[5] = gradient_of(x.relative_bias, of_table);
-  return made;
+  if (of_table) gradients[5] = gradient_of(x.relative_bias, of_table);
+  return gradients;
 }
 
 }  // namespace

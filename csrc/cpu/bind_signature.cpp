@@ -22,9 +22,9 @@ class Signature {
     if (from.is_none()) return put('-');
     TensorView x;
     if (!read_exact(from, &x)) return false;
-    const int64_t number = number_of_call(x.dtype, {from});  // odd if it requires a gradient
-    if (number == 0) return false;
-    bool fits = put(static_cast<char>('a' + number)) && put(static_cast<char>('0' + x.rank));
+    const int64_t key = call_key(x.dtype, {from});  // odd if it requires a gradient
+    if (key == 0) return false;
+    bool fits = put(static_cast<char>('a' + key)) && put(static_cast<char>('0' + x.rank));
     if (x.rank > 0 && x.stride[0] == 0 && x.size[0] > 1) fits = fits && put('=');
     for (int n = 0; n < x.rank; ++n) {
       const bool exact = is_rows && (n == x.rank - 1 || (x.rank >= 3 && n == 1));
@@ -74,6 +74,7 @@ class Signature {
 
   bool put(char c) { return put_bytes(&c, 1); }
 
+  // Appends bytes; false if the signature would be too long.
   bool put_bytes(const void* from, size_t size) {
     if (length_ + size > kLongest) return false;
     std::copy_n(static_cast<const char*>(from), size, text_ + length_);
@@ -81,6 +82,7 @@ class Signature {
     return true;
   }
 
+  // Appends which earlier size this one equals: a signature holds no sizes, only their equality.
   bool put_relation(int64_t size) {
     if (size == 1) return put('1');
     const auto same = std::find(sizes_, sizes_ + count_, size) - sizes_;
@@ -96,14 +98,15 @@ struct CallToSign {
   FASTATTN_TENSORS(tensors, rows, options)  // two tuples; `rows` is an integer
 };
 
+// Returns the signature of a call, or None if the call needs the general path.
 py::object signature(const CallToSign& x) {
-  Signature found;
+  Signature signature;
   if (!PyTuple_Check(x.tensors.ptr())) throw py::type_error("signature: tensors must be a tuple");
   const Py_ssize_t rows = integer(x.rows.ptr()), count = PyTuple_GET_SIZE(x.tensors.ptr());
   for (Py_ssize_t n = 0; n < count; ++n)
-    if (!found.add_tensor(PyTuple_GET_ITEM(x.tensors.ptr(), n), n < rows)) return none();
-  if (!found.add_option(x.options.ptr())) return none();
-  return found.bytes();
+    if (!signature.add_tensor(PyTuple_GET_ITEM(x.tensors.ptr(), n), n < rows)) return none();
+  if (!signature.add_option(x.options.ptr())) return none();
+  return signature.bytes();
 }
 
 struct FewTensors {
@@ -114,7 +117,7 @@ struct FewTensors {
 py::object are_plain(const FewTensors& x) {
   for (const py::handle each : {x.first, x.second, x.third, x.fourth}) {
     TensorView view;
-    if (!each.is_none() && (!read_exact(each, &view) || number_of_call(view.dtype, {each}) == 0))
+    if (!each.is_none() && (!read_exact(each, &view) || call_key(view.dtype, {each}) == 0))
       return py::bool_(false);
   }
   return py::bool_(true);
@@ -124,11 +127,12 @@ struct OneTensor {
   FASTATTN_TENSORS(x)
 };
 
-// 64 bits that change with any bit of a tensor, so that what was computed from it can be kept until it
-// changes: version counters miss what is written through `data`. None if it is no dense, plain memory.
-py::object fingerprint(const OneTensor& given) {
+// 64 bits that change with any bit of a tensor, so that what was computed from it can be kept until
+// it changes: version counters miss what is written through `data`. None if it is no dense, plain
+// memory.
+py::object fingerprint(const OneTensor& argument) {
   TensorView x;
-  if (!read_exact(given.x, &x) || !x.is_contiguous() || number_of_call(x.dtype, {given.x}) == 0)
+  if (!read_exact(argument.x, &x) || !x.is_contiguous() || call_key(x.dtype, {argument.x}) == 0)
     return none();
   int64_t bytes = element_bytes(x.dtype);
   for (int n = 0; n < x.rank; ++n) bytes *= x.size[n];

@@ -12,14 +12,14 @@ namespace {
 py::object sinusoidal_encoding(const EncodedTensors& x, py::handle options, py::handle columns,
                                py::handle offset, py::handle out) {
   SinusoidalParams p{};
-  py::object made = read_encoding(p, x, options, columns, offset, out);
+  py::object result = read_encoding(p, x, options, columns, offset, out);
   p.threads = threads();
   without_gil([&] {
     const int64_t elements = p.B * p.H * p.L * p.D;
     expect_to_fill(p.out.data, static_cast<size_t>(elements * element_bytes(p.dtype)));  // dense
     kernels(p.dtype).sinusoidal(p);
   });
-  return made;
+  return result;
 }
 
 }  // namespace

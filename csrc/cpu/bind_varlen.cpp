@@ -15,6 +15,7 @@
 namespace fastattn {
 namespace {
 
+// The starts must begin with 0, not decrease, and end within the rows.
 void check_starts(const int64_t* starts, int64_t count, int64_t rows, const std::string& name) {
   expect(starts[0] == 0, name + " must begin with 0, got " + std::to_string(starts[0]));
   for (int64_t b = 0; b < count; ++b)
@@ -43,9 +44,10 @@ struct PackedCall : SequencesParams {
   std::vector<int64_t> starts[2], sequence_order;
   std::vector<MaskStep> steps;
   std::vector<double> sink_gradients;  // [B, Hq]
-  py::object table, kept[3];           // see read_biases and read_results
+  py::object table, owners[3];         // see read_biases and read_results
   std::vector<int64_t> table_starts;   // [B], see SequencesParams::bias_starts
 
+  // Reads the tensors and the options of a call with packed sequences.
   template <class Tensors>
   PackedCall(py::handle options, const Tensors& from) : SequencesParams{} {
     AttentionParams& p = attention;
@@ -153,16 +155,17 @@ py::object summed_tables(const PackedCall& t, const std::vector<T>& parts, DType
             parts[static_cast<size_t>(t.table_starts[static_cast<size_t>(b)] + h * width + d)]);
   }
   void* data;
-  py::object made = new_zeros(dtype, {1, p.Hq, size}, &data);
+  py::object gradients = new_zeros(dtype, {1, p.Hq, size}, &data);
   std::transform(sum.begin(), sum.end(), static_cast<T*>(data),
                  [](double x) { return static_cast<T>(x); });
-  return made;
+  return gradients;
 }
 
+// Returns the gradients in the order of the primitive; T is the type of their sums.
 template <class T>
-py::tuple derive(PackedCall& t, const PackedGradTensors& x) {
+py::tuple run_backward(PackedCall& t, const PackedGradTensors& x) {
   AttentionParams& p = t.attention;
-  py::tuple made = new_row_gradients(p, x, packed, has_gaps(t), 5);
+  py::tuple gradients = new_row_gradients(p, x, packed, has_gaps(t), 5);
   const TermGradients terms(p, x, packed, has_gaps(t));
   if (p.sinks != nullptr) {
     t.sink_gradients.resize(static_cast<size_t>(p.B * p.Hq));
@@ -176,21 +179,21 @@ py::tuple derive(PackedCall& t, const PackedGradTensors& x) {
   without_gil([&] { kernels(p.dtype).attention_sequences_backward(t); });
   if (p.sinks != nullptr) {
     if (p.grad_lse != nullptr) add_sequences_without_keys(t);
-    made[3] = summed_sink_gradients(t.sink_gradients, p.B, x.sinks);
+    gradients[3] = summed_sink_gradients(t.sink_gradients, p.B, x.sinks);
   }
-  terms.place(made, 5, x);
-  if (p.relative_bias != nullptr) made[4] = summed_tables(t, tables, accumulator(p.dtype));
-  return made;
+  terms.place(gradients, 5, x);
+  if (p.relative_bias != nullptr) gradients[4] = summed_tables(t, tables, accumulator(p.dtype));
+  return gradients;
 }
 
-// The gradients, new: of query, key, value, and of sinks, relative_bias, position_query, query_table
-// and key_table, or None without them.
+// The gradients, new: of query, key, value, and of sinks, relative_bias, position_query,
+// query_table and key_table, or None without them.
 py::tuple varlen_attention_backward(const PackedGradTensors& x, py::handle options) {
   PackedCall t(options, x);
   AttentionParams& p = t.attention;
-  read_results(p, x, packed, 1, {p.Hq, p.Lq}, t.kept);
+  read_results(p, x, packed, 1, {p.Hq, p.Lq}, t.owners);
   complete(p.grad_out);
-  return p.dtype == DType::f64 ? derive<double>(t, x) : derive<float>(t, x);
+  return p.dtype == DType::f64 ? run_backward<double>(t, x) : run_backward<float>(t, x);
 }
 
 }  // namespace

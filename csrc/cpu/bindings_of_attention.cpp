@@ -11,6 +11,7 @@
 
 namespace fastattn {
 
+// Registers the operators of attention.
 void define_attention(py::module_& m) {
   define<&append_to_cache>(m, "append_to_cache");
   define<&attention>(m, "scaled_dot_product_attention", "options, only_first=False");

@@ -13,6 +13,7 @@
 
 namespace fastattn {
 
+// Registers all other operators.
 void define_others(py::module_& m) {
   define<&additive_attention>(m, "additive_attention");
   define<&additive_attention_backward>(m, "additive_attention_backward");

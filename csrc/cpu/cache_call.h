@@ -34,6 +34,7 @@ void read_cache(CacheCall& t, const Tensors& from) {
   t.page_size = c.block_table == nullptr ? 0 : c.rows;
 }
 
+// Checks the lengths, pages and entries of a cache before anything reads it.
 inline void check_cache(const CacheCall& t) {
   const AttentionParams& all = t.attention;
   expect(t.block_table == nullptr || t.page_size > 0 || all.Lk == 0, "pages must have rows");
@@ -82,7 +83,7 @@ inline CachePlaces places_of(const SequencesParams& t) {
 [[noreturn]] inline void complain_of_scales(const SequencesParams& t, int64_t heads,
                                             const Tensor4& key_scales, const Tensor4& value_scales,
                                             bool float8) {
-  const float most = std::numeric_limits<float>::max() / (float8 ? 256 : 1);
+  const float max_scale = std::numeric_limits<float>::max() / (float8 ? 256 : 1);
   for (const Tensor4* x : {&key_scales, &value_scales}) {
     if (x->data == nullptr) continue;
     for (int64_t b = 0; b < t.attention.B; ++b)
@@ -91,7 +92,7 @@ inline CachePlaces places_of(const SequencesParams& t) {
         for (int64_t h = 0; h < heads; ++h) {
           const float scale = static_cast<const float*>(
               x->data)[row.entry * x->stride[0] + h * x->stride[1] + row.row * x->stride[2]];
-          expect(scale > 0 && scale <= most, [&] {
+          expect(scale > 0 && scale <= max_scale, [&] {
             return std::string(x == &key_scales ? "key_scales" : "value_scales") +
                    " must be positive and " +
                    (float8 ? "at most 1.3e36 for e4m3, got " : "finite, got ") +

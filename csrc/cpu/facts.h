@@ -1,5 +1,6 @@
-// The state of modules of Python on which a plan depends, and whether it still is the same. A layer of
-// an encoder has hundreds of facts: Python would take longer to look at them than the layer to compute.
+// The state of modules of Python on which a plan depends, and whether it still is the same. A layer
+// of an encoder has hundreds of facts: Python would take longer to look at them than the layer to
+// compute.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -11,9 +12,9 @@ namespace fastattn {
 
 class Facts {
  public:
-  // dictionaries: whose keys and values stay the same objects; kinds: objects whose classes do. Whole
-  // dictionaries, since their items lie one after the other: after a layer's weights were read, a
-  // look-up by key is several cache misses.
+  // dictionaries: whose keys and values stay the same objects; kinds: objects whose classes do.
+  // Whole dictionaries, since their items lie one after the other: after a layer's weights were
+  // read, a look-up by key is several cache misses.
   Facts(const py::list& dictionaries, const py::list& kinds) {
     for (const py::handle each : dictionaries) {
       expect(PyDict_Check(each.ptr()), "dictionaries must be dictionaries");
@@ -29,6 +30,7 @@ class Facts {
     }
   }
 
+  // Whether no class and no dictionary entry has changed since the facts were recorded.
   bool hold() const {
     for (const Kind& each : kinds_)
       if (reinterpret_cast<PyObject*>(Py_TYPE(each.object.ptr())) != each.type.ptr()) return false;

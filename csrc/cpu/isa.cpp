@@ -140,23 +140,25 @@ std::atomic<const KernelTable*> current[kDtypes];
 std::atomic<bool> was_set{false};  // by set_isa
 std::atomic<bool> all_sizes_on_tiles{false};
 
+// The table of an instruction set; raises with the reason if it cannot run here.
 const KernelTable* find(const std::string& name) {
   std::string reason = "this build has no such instruction set";
-  const auto found = [&](const Entry& e) {
+  const auto matches = [&](const Entry& e) {
     if (name != e.table->isa) return false;
     reason = e.why_not();
     return reason.empty();
   };
   for (const Entry& e : kEntries)
-    if (found(e)) return e.table;
+    if (matches(e)) return e.table;
   for (const Entry& e : kEmulated)
-    if (found(e)) return e.table;
+    if (matches(e)) return e.table;
   std::string allowed;
   for (const std::string& isa : supported_isas()) allowed += (allowed.empty() ? "" : ", ") + isa;
   throw std::invalid_argument("FASTATTN_CPU_ISA: \"" + name + "\" is not available here: " +
                               reason + "; this build on this processor has: " + allowed);
 }
 
+// The index of a dtype by its name.
 int dtype_named(const std::string& name) {
   for (int i = 0; i < kDtypes; ++i)
     if (name == kDtypeNames[i]) return i;
@@ -169,6 +171,7 @@ const char* forced() {
   return name != nullptr && *name != '\0' ? name : nullptr;
 }
 
+// Applies FASTATTN_CPU_ISA: one instruction set, then those of single dtypes.
 void use(const std::string& spelled) {
   const KernelTable* chosen[kDtypes];
   size_t end = spelled.find(',');
@@ -209,6 +212,7 @@ std::vector<std::string> compiled_isas() {
   return names;
 }
 
+// The compiled instruction sets that this processor has.
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
   for (const Entry& e : kEntries)
@@ -216,6 +220,7 @@ std::vector<std::string> supported_isas() {
   return names;
 }
 
+// The compiled instruction sets that cannot run here, with the reasons.
 std::map<std::string, std::string> unsupported_isas() {
   std::map<std::string, std::string> reasons;
   for (const Entry& e : kEntries)
@@ -223,6 +228,7 @@ std::map<std::string, std::string> unsupported_isas() {
   return reasons;
 }
 
+// The instruction sets that are emulated, for tests.
 std::vector<std::string> emulated_isas() {
   std::vector<std::string> names;
   for (const Entry& e : kEmulated)
@@ -239,12 +245,13 @@ void set_default_isa(const std::string& spelled) {
   if (forced() == nullptr && !was_set) use(spelled);
 }
 
+// The chosen instruction sets, spelled as in FASTATTN_CPU_ISA.
 std::string current_isa() {
-  const std::string most = kernels(DType::f32).isa;
-  std::string spelled = most;
+  const std::string isa_of_float32 = kernels(DType::f32).isa;
+  std::string spelled = isa_of_float32;
   for (int i = 1; i < kDtypes; ++i) {
     const std::string isa = kernels(static_cast<DType>(i)).isa;
-    if (isa != most) spelled += std::string(",") + kDtypeNames[i] + "=" + isa;
+    if (isa != isa_of_float32) spelled += std::string(",") + kDtypeNames[i] + "=" + isa;
   }
   return spelled;
 }
@@ -254,6 +261,7 @@ bool multiplies_on_tiles(DType dtype, bool emulated) {
   return dtype == DType::bf16 || dtype == DType::f32;
 }
 
+// Whether attention of these sizes is faster on tiles than on vectors.
 bool pays_on_tiles(DType dtype, int64_t queries, int64_t keys, int64_t columns) {
   if (all_sizes_on_tiles.load(std::memory_order_relaxed)) return true;
   // Packing is padded to 64 keys, and a product of few columns saves little.
@@ -272,6 +280,7 @@ bool on_tiles(DType dtype) {
   return has_tiles(isa) && multiplies_on_tiles(dtype, is_emulated(isa));
 }
 
+// The kernels of a dtype, chosen at the first call.
 const KernelTable& kernels(DType dtype) {
   const std::atomic<const KernelTable*>& chosen = current[static_cast<int>(dtype)];
   const KernelTable* table = chosen.load(std::memory_order_relaxed);

@@ -6,6 +6,7 @@
 
 namespace fastattn {
 
+// Asks for huge pages where a large result will be written, which saves page faults.
 void expect_to_fill(void* data, size_t bytes) {
   constexpr uintptr_t kHugePage = 2 << 20;
   constexpr size_t kWorthwhile = 8 << 20;  // smaller results mostly reuse pages

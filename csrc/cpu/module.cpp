@@ -22,6 +22,7 @@ void define_others(py::module_& m);
 
 namespace {
 
+// Operations or bytes per second that this processor reaches.
 double measure_peak(const std::string& kind, int threads, double seconds) {
   static const char* const names[] = {"fma_f32", "fma_f64", "dot_bf16", "read_bandwidth"};
   py::gil_scoped_release release;
@@ -37,6 +38,7 @@ double measure_peak(const std::string& kind, int threads, double seconds) {
   throw std::invalid_argument("measure_peak: kind is \"" + kind + "\"; allowed are " + allowed);
 }
 
+// What this module was compiled for, and what runs here.
 py::dict build_info() {
   py::dict info;
   info["isa"] = current_isa();
@@ -51,6 +53,7 @@ py::dict build_info() {
   return info;
 }
 
+// The processor's vendor, family, model and features.
 py::dict describe_processor() {
   py::dict info;
   const Processor& found = processor();

@@ -3,6 +3,7 @@
 
 namespace fastattn {
 
+// The units whose peak can be measured, and the instruction sets that they need.
 const std::vector<Unit>& units() {
   static const std::vector<Unit> all = {
 #if FASTATTN_HAVE_PEAK_AMX

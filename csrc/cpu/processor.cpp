@@ -65,6 +65,7 @@ Leaf cpuid(uint32_t leaf, uint32_t subleaf = 0) {
   return r;
 }
 
+// The characters in registers of cpuid.
 std::string text_of(std::initializer_list<uint32_t> words) {
   std::string text;
   for (uint32_t word : words)
@@ -74,6 +75,7 @@ std::string text_of(std::initializer_list<uint32_t> words) {
   return first == text.npos ? "" : text.substr(first, text.find_last_not_of(' ') + 1 - first);
 }
 
+// Which registers the operating system saves; 0 if it cannot tell.
 uint64_t xcr0(const Leaf& leaf1) {
   if ((leaf1.ecx & kOsXsave) == 0) return 0;  // xgetbv would be an illegal instruction
   uint32_t low = 0, high = 0;
@@ -86,6 +88,7 @@ FeatureRegisters read_registers() {
   return {leaf1.ecx, leaf7.ebx, leaf7.ecx, leaf7.edx, cpuid(7, 1).eax, xcr0(leaf1)};
 }
 
+// Reads cpuid.
 Processor read_processor() {
   Processor found;
   const Leaf name = cpuid(0), leaf1 = cpuid(1);
@@ -107,6 +110,7 @@ Processor read_processor() {
 
 FeatureRegisters read_registers() { return {}; }
 
+// The features that the operating system reports.
 Processor read_processor() {
   Processor found;
 #if defined(__aarch64__)
@@ -128,6 +132,7 @@ Processor read_processor() {
 
 }  // namespace
 
+// The features that both the processor and the operating system support.
 std::vector<std::string> usable_features(const FeatureRegisters& registers, bool tiles_allowed) {
   std::vector<std::string> names;
   for (const Feature& feature : kFeatures) {
@@ -139,6 +144,7 @@ std::vector<std::string> usable_features(const FeatureRegisters& registers, bool
   return names;
 }
 
+// Asks Linux for the permission to use tiles; returns errno, 0 if granted.
 int request_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA); libc has no wrapper for it.
@@ -149,6 +155,7 @@ int request_tiles() {
 #endif
 }
 
+// Why tiles cannot be used; "" if they can.
 std::string why_no_tiles(const std::string& type, const FeatureRegisters& registers, int error) {
   FeatureRegisters saved = registers;
   saved.xcr0 |= kTiles;

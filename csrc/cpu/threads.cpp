@@ -37,6 +37,7 @@ int team_size(int wanted, int64_t tasks, double flops) {
   return tasks < wanted ? static_cast<int>(tasks) : wanted;
 }
 
+// Memory of this thread that lives as long as the thread, at least `bytes`.
 void* thread_scratch(size_t bytes) {
   if (bytes > scratch.size) {
     std::free(scratch.data);

@@ -13,7 +13,7 @@ def nan_where_lost(
     padding: Tensor | None,  # [B, Lk] bool
     query: Tensor,  # [B, Lq, D]
     rows: Sequence[Tensor],  # [B, Lk, D]
-    *others: Tensor,  # [B, Lq] or []
+    *more_inputs: Tensor,  # [B, Lq] or []
 ) -> Tensor:
     """NaN [B, Lq, 1] for each query at NaN that has a key, else 0, to add to its results.
 
@@ -26,7 +26,7 @@ def nan_where_lost(
         if padding is not None:
             x = torch.where(padding[..., None], 0.0, x)
         read = read + x.flatten(1).sum(1, keepdim=True)
-    for x in others:
+    for x in more_inputs:
         read = read + x
     if padding is not None:
         lost = lost & ~padding.all(1, keepdim=True)

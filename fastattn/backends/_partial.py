@@ -22,7 +22,7 @@ Gradients = Callable[..., tuple[Tensor | None, ...]]
 def gradients_of_part(
     grad_out: Tensor | None,  # [..., Dv]
     grad_lse: Tensor | None,  # [...]
-    part: Tensor,  # out_s [..., Dv], of this part of the keys
+    out_of_part: Tensor,  # out_s [..., Dv], of this part of the keys
     lse_of_part: Tensor,  # [...]
     out: Tensor,  # [..., Dv] of all keys
     lse: Tensor,  # [...]
@@ -35,8 +35,8 @@ def gradients_of_part(
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     if grad_out is not None:
         wide = torch.promote_types(grad_out.dtype, torch.float32)
-        grad_lse = grad_lse + (grad_out.to(wide) * (part.to(wide) - out.to(wide))).sum(-1)
-        grad_out = (grad_out.to(wide) * share[..., None].to(wide)).to(part.dtype)
+        grad_lse = grad_lse + (grad_out.to(wide) * (out_of_part.to(wide) - out.to(wide))).sum(-1)
+        grad_out = (grad_out.to(wide) * share[..., None].to(wide)).to(out_of_part.dtype)
     return grad_out, share * grad_lse
 
 
@@ -49,6 +49,7 @@ def backward_of_part(forward: Callable[..., Any]) -> Callable[[Gradients], Gradi
         def differentiate(
             *tensors: Tensor | None, options: AttentionBackwardOptions
         ) -> tuple[Tensor | None, ...]:
+            """The backward function, preceded by the derivative of the merge for ``partial``."""
             if not options.partial:
                 return backward(*tensors, options=options)
             (grad_out, grad_lse, grad_weights), (out, lse) = tensors[:3], tensors[9:11]
@@ -56,12 +57,14 @@ def backward_of_part(forward: Callable[..., Any]) -> Callable[[Gradients], Gradi
             assert lse is not None
             assert grad_weights is None
             options = replace(options, partial=False, weights=0)
-            of_call, biases = tensors[3:9], tensors[11:]
-            part, lse_of_part, _ = forward(*of_call, *biases, options=options)
+            inputs, biases = tensors[3:9], tensors[11:]
+            out_of_part, lse_of_part, _ = forward(*inputs, *biases, options=options)
             # A whole lse of inf is that of other keys, so w is 0.
-            passed = gradients_of_part(grad_out, grad_lse, part, lse_of_part, out, lse)
-            seen = (*of_call, part, lse_of_part, *biases)
-            return backward(*passed, None, *seen, options=options)
+            grads_of_part = gradients_of_part(
+                grad_out, grad_lse, out_of_part, lse_of_part, out, lse
+            )
+            saved = (*inputs, out_of_part, lse_of_part, *biases)
+            return backward(*grads_of_part, None, *saved, options=options)
 
         return differentiate
 

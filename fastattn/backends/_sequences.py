@@ -16,7 +16,7 @@ def places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped. Starts are
     # not checked on a GPU, so the scatter must not write out of bounds.
     ends = torch.zeros(rows + 1, dtype=torch.int64, device=starts.device)
-    of_next = starts[1:].clamp(0, rows)
-    sequence = ends.index_add(0, of_next, torch.ones_like(of_next)).cumsum(0)[:rows]
+    next_starts = starts[1:].clamp(0, rows)
+    sequence = ends.index_add(0, next_starts, torch.ones_like(next_starts)).cumsum(0)[:rows]
     lengths = torch.nn.functional.pad(starts.diff(), (0, 1))
     return sequence, row - starts[sequence], lengths

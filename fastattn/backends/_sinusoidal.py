@@ -21,8 +21,8 @@ def _columns(
     table = sinusoids(width, layout, max_timescale)
 
     def copied(column: array[int]) -> Tensor:  # on the CPU, too: they must own their memory
-        made = torch.tensor(column.tolist(), dtype=torch.uint64, device="cpu")
-        return made.view(torch.int64).to(device)
+        words = torch.tensor(column.tolist(), dtype=torch.uint64, device="cpu")
+        return words.view(torch.int64).to(device)
 
     return tuple(map(copied, table))
 
@@ -42,12 +42,16 @@ def encoding_on(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
         columns = _columns(x.shape[-1], options.layout, options.max_timescale, x.device)
         if x.ndim <= 4:
             return native(x, positions, options=options, columns=columns, offset=offset, out=out)
-        made = torch.empty_like(x)
-        target = made.flatten(0, -4)  # leading dimensions that cannot be merged are copied
+        encoded = torch.empty_like(x)
+        target = encoded.flatten(0, -4)  # leading dimensions that cannot be merged are copied
         if positions is not None:
             positions = positions.expand(x.shape[:-1]).flatten(0, -3)
         rows = x.flatten(0, -4)
         native(rows, positions, options=options, columns=columns, offset=offset, out=target)
-        return made if target.data_ptr() == made.data_ptr() else made.copy_(target.view(x.shape))
+        return (
+            encoded
+            if target.data_ptr() == encoded.data_ptr()
+            else encoded.copy_(target.view(x.shape))
+        )
 
     return sinusoidal_encoding

@@ -14,17 +14,17 @@ def of_any_rank(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[T
 
     def merge(*tensors: Tensor | None, options: Any) -> tuple[Tensor, ...]:
         """Return the results in the shapes and the memory order of the states."""
-        like = tensors[-4:]
-        assert like[0] is not None
-        if like[0].ndim <= 4:
+        states = tensors[-4:]
+        assert states[0] is not None
+        if states[0].ndim <= 4:
             return run(*tensors, options=options)
         # Views where the strides allow it, else copies. Outputs and lse alternate.
         flat = [x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(tensors)]
         shaped = []
-        for result, x in zip(run(*flat, options=options), like, strict=False):
+        for result, x in zip(run(*flat, options=options), states, strict=False):
             assert x is not None
-            made, result = torch.empty_like(x), result.view(x.shape)
-            shaped.append(result if result.stride() == made.stride() else made.copy_(result))
+            ordered, result = torch.empty_like(x), result.view(x.shape)
+            shaped.append(result if result.stride() == ordered.stride() else ordered.copy_(result))
         return tuple(shaped)
 
     return merge

@@ -64,8 +64,8 @@ def backward(
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     sizes = (None, None, query.shape[2], key.shape[2])
-    given = (grad_out, query, key, value, out, lse.float())
+    forward_tensors = (grad_out, query, key, value, out, lse.float())
     grad_query, grad_key, grad_value = _backward(
-        *given, *sizes, 0.0, causal, state, unused, scale=scale
+        *forward_tensors, *sizes, 0.0, causal, state, unused, scale=scale
     )
     return grad_query, grad_key, grad_value

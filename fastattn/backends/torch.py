@@ -66,6 +66,7 @@ def _why_not_attend(
     grad_lse: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
+    """Reasons that depend on the options; if there are none, the reasons of `_why_not_plain`."""
     if isinstance(options, AttentionBackwardOptions) and options.needs_mask_grad:
         reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
     if grad_lse is not None:
@@ -91,6 +92,7 @@ def _why_not_attend(
 def _why_not_plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> list[str]:
+    """Reasons against plain attention with these tensors."""
     if query.dtype not in _DTYPES:
         return [f"gradients of {query.dtype} exceed the error bound in PyTorch's kernel"]
     if 0 in query.shape or 0 in key.shape or 0 in value.shape:
@@ -202,8 +204,8 @@ def scaled_dot_product_attention_backward(
         return *_ours(grad_out, query, key, value, attn_mask, scale, causal), None
     if grad_out.stride(3) != 1:
         grad_out = grad_out.contiguous()
-    given = (grad_out, query, key, value, out, lse.float())
-    grads = _backward(*given, 0.0, causal, attn_mask=added, scale=scale)
+    forward_tensors = (grad_out, query, key, value, out, lse.float())
+    grads = _backward(*forward_tensors, 0.0, causal, attn_mask=added, scale=scale)
     return *_all_as_promised(grads, query, key, value), None
 
 
@@ -214,6 +216,7 @@ def _added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
 
 
 def _all_as_promised(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, each in the memory order of its tensor."""
     query, key, value = (_as_promised(*pair) for pair in zip(grads, like, strict=True))
     return query, key, value
 
@@ -228,6 +231,7 @@ def _as_promised(result: Tensor, like: Tensor) -> Tensor:
 
 @functools.cache
 def _native() -> Any:
+    """The CPU backend, or the reference in an installation without it."""
     try:
         from fastattn.backends import cpu
     except ImportError:
@@ -249,7 +253,7 @@ def _ours(
     tensors = (query, key, value, mask, None, None)
     options = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
     out, lse, _ = kernels.scaled_dot_product_attention(*tensors, options=options)
-    grads = kernels.scaled_dot_product_attention_backward(
+    gradients = kernels.scaled_dot_product_attention_backward(
         grad_out, None, None, *tensors, out, lse, options=options
     )
-    return _all_as_promised(grads[:3], query, key, value)
+    return _all_as_promised(gradients[:3], query, key, value)

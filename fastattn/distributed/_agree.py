@@ -28,18 +28,18 @@ def agree(
     own = torch.tensor([digest, len(text), *numbers], dtype=torch.int64, device=device)
     headers = [x.tolist() for x in gather(peers, own, [own.numel()] * peers.size)]
     if any(header[0] != digest for header in headers):
-        letters = torch.tensor(list(text), dtype=torch.uint8, device=device)
-        texts = gather(peers, letters, [header[1] for header in headers])
+        encoded = torch.tensor(list(text), dtype=torch.uint8, device=device)
+        texts = gather(peers, encoded, [header[1] for header in headers])
         _complain(peers.op, [json.loads(bytes(x.tolist())) for x in texts])
     return [header[2:] for header in headers]
 
 
-def gather(peers: Peers, own: Tensor, lengths: Sequence[int], step: str = _STEP) -> list[Tensor]:
+def gather(peers: Peers, local: Tensor, lengths: Sequence[int], step: str = _STEP) -> list[Tensor]:
     """Gather a 1-D tensor of known length from each rank."""
-    found = {rank: own.new_empty(lengths[rank]) for rank in peers.others}
+    received = {rank: local.new_empty(lengths[rank]) for rank in peers.others}
     # Point-to-point messages instead of a collective, to name the rank that does not answer.
-    peers.exchange(dict.fromkeys(peers.others, own), found, step).wait()
-    return [own if rank == peers.rank else found[rank] for rank in range(peers.size)]
+    peers.exchange(dict.fromkeys(peers.others, local), received, step).wait()
+    return [local if rank == peers.rank else received[rank] for rank in range(peers.size)]
 
 
 def problem(error: Exception) -> dict[str, str]:
@@ -49,18 +49,18 @@ def problem(error: Exception) -> dict[str, str]:
 
 def _complain(op: str, options: Sequence[Mapping[str, str]]) -> None:
     """Raise an error that names the first argument that differs, with all its values."""
-    failed = [(rank, found[_PROBLEM]) for rank, found in enumerate(options) if _PROBLEM in found]
-    if failed:
-        listed = "; ".join(f"rank {rank} raised {what}" for rank, what in failed)
-        raise RuntimeError(f"{op}: {listed}")
+    errors = [(rank, values[_PROBLEM]) for rank, values in enumerate(options) if _PROBLEM in values]
+    if errors:
+        message = "; ".join(f"rank {rank} raised {what}" for rank, what in errors)
+        raise RuntimeError(f"{op}: {message}")
     for name in options[0]:
         ranks: dict[str, list[int]] = {}
-        for rank, found in enumerate(options):
-            ranks.setdefault(found[name], []).append(rank)
+        for rank, values in enumerate(options):
+            ranks.setdefault(values[name], []).append(rank)
         if len(ranks) > 1:
-            listed = "; ".join(
-                f"{value} on rank{'s' if len(on) > 1 else ''} {', '.join(map(str, on))}"
-                for value, on in ranks.items()
+            message = "; ".join(
+                f"{value} on rank{'s' if len(agreeing) > 1 else ''} {', '.join(map(str, agreeing))}"
+                for value, agreeing in ranks.items()
             )
-            raise RuntimeError(f"{op}: {name} must be the same on all ranks, got {listed}")
+            raise RuntimeError(f"{op}: {name} must be the same on all ranks, got {message}")
     raise AssertionError("digests differ, but no option does")

@@ -26,11 +26,11 @@ def gathered_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
     schedule = Schedule(call, peers)
     gathering = _Gathering(call, peers, schedule)
     key, value = _Gather.apply(gathering, call.key, call.value)
-    first, k_len = gathering.first, key.shape[2]
+    first_key, k_len = gathering.first, key.shape[2]
     # A rank without queries calls attention, too: it takes part in the gradients.
     results = [
-        attention(*_arguments(call, run, key, value, first, k_len))
-        for run in schedule.queries or (Run(0, first, 0),)
+        attention(*_arguments(call, run, key, value, first_key, k_len))
+        for run in schedule.queries or (Run(0, first_key, 0),)
     ]
     outs, lses, _ = zip(*results, strict=True)
     if len(results) == 1:
@@ -41,10 +41,11 @@ def gathered_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
 def _arguments(
     call: Call, run: Run, key: Tensor, value: Tensor, first: int, k_len: int
 ) -> tuple[Any, ...]:
+    """The arguments of attention for one run of queries and the gathered keys."""
     mask = call.own_mask(run.rows, slice(first, first + k_len))
     program = call.program(run, first, k_len)
-    of_call = (mask, call.alibi_slopes, call.seed, call.sinks, None, None, program)
-    biases = (*of_call, *NO_TERMS)
+    biases_of_call = (mask, call.alibi_slopes, call.seed, call.sinks, None, None, program)
+    biases = (*biases_of_call, *NO_TERMS)
     options = call.options_at(run.position, first)
     return call.query[:, :, run.rows], key, value, *biases, options
 
@@ -70,6 +71,7 @@ class _Gathering:
         return like.new_empty(rows * (width + self.shapes[1][3]))
 
     def unpacked(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Split a message of a rank into its keys and values."""
         length = self.lengths[rank]
         shapes = [(*shape[:2], length, shape[3]) for shape in self.shapes]
         sizes = [shape[0] * shape[1] * length * shape[3] for shape in shapes]
@@ -78,17 +80,17 @@ class _Gathering:
 
     def gather(self, key: Tensor, value: Tensor) -> list[Tensor]:
         """Gather keys and values of consecutive positions from all ranks."""
-        own, rank = _packed(key, value), self.peers.rank
-        sends = {taker: own for taker in self.takers if taker != rank}
+        local, rank = _packed(key, value), self.peers.rank
+        sends = {taker: local for taker in self.takers if taker != rank}
         receives = {giver: self.received(giver, key) for giver in self.givers if giver != rank}
         self.peers.exchange(sends, receives, "gathering the keys").wait()
-        whole = [x.new_zeros(*x.shape[:2], self.length, x.shape[3]) for x in (key, value)]
+        gathered = [x.new_zeros(*x.shape[:2], self.length, x.shape[3]) for x in (key, value)]
         for giver in self.givers:
-            parts = (key, value) if giver == rank else self.unpacked(receives[giver], giver)
-            for x, part in zip(whole, parts, strict=True):
+            tensors = (key, value) if giver == rank else self.unpacked(receives[giver], giver)
+            for x, rows in zip(gathered, tensors, strict=True):
                 for run in self.runs[giver]:
-                    x[:, :, self._rows(run)] = part[:, :, run.rows]
-        return whole
+                    x[:, :, self._rows(run)] = rows[:, :, run.rows]
+        return gathered
 
     def give_back(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's gradients: the sums over the gathered keys of all ranks."""
@@ -97,15 +99,15 @@ class _Gathering:
             giver: _packed(*(self._of(giver, x).to(wide) for x in (grad_key, grad_value)))
             for giver in self.givers
         }
-        like = grad_key.new_empty(0, dtype=wide)
-        received = {taker: self.received(rank, like) for taker in self.takers if taker != rank}
-        own = sends.pop(rank, None)
+        wide_like = grad_key.new_empty(0, dtype=wide)
+        received = {taker: self.received(rank, wide_like) for taker in self.takers if taker != rank}
+        local = sends.pop(rank, None)
         self.peers.exchange(sends, received, "returning the gradients of keys").wait()
-        total = self.received(rank, like).zero_()
+        total = self.received(rank, wide_like).zero_()
         for taker in self.takers:
-            part = own if taker == rank else received[taker]
-            assert part is not None
-            total += part
+            grads = local if taker == rank else received[taker]
+            assert grads is not None
+            total += grads
         return self.unpacked(total, rank)
 
     def _of(self, rank: int, x: Tensor) -> Tensor:
@@ -113,10 +115,12 @@ class _Gathering:
         return torch.cat([x[:, :, self._rows(run)] for run in self.runs[rank]], 2)
 
     def _rows(self, run: Run) -> slice:
+        """The rows of the gathered keys at the positions of a run."""
         return slice(run.position - self.first, run.position - self.first + run.length)
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """Keys and values as one message."""
     return torch.cat([key.flatten(), value.flatten()])
 
 
@@ -128,8 +132,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
-        found = _GiveBack.apply(ctx.gathering, grad_key, grad_value)
-        return None, *(x.to(ctx.dtype) for x in found)
+        grads = _GiveBack.apply(ctx.gathering, grad_key, grad_value)
+        return None, *(x.to(ctx.dtype) for x in grads)
 
 
 class _GiveBack(torch.autograd.Function):
@@ -142,5 +146,5 @@ class _GiveBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-        found = _Gather.apply(ctx.gathering, key, value)
-        return None, *(x.to(ctx.dtype) for x in found)
+        gathered = _Gather.apply(ctx.gathering, key, value)
+        return None, *(x.to(ctx.dtype) for x in gathered)

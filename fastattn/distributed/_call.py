@@ -44,13 +44,14 @@ class Call:
 
     @property
     def window(self) -> tuple[int, int]:
+        """(left, right), -1 for unlimited."""
         return self.options.window_left, self.options.window_right
 
     @property
     def uses_positions(self) -> bool:
         """Whether the result depends on which rows are at which positions."""
-        given = (self.attn_mask, self.alibi_slopes, self.mask, self.seed)
-        return self.window != (-1, -1) or any(x is not None for x in given)
+        position_arguments = (self.attn_mask, self.alibi_slopes, self.mask, self.seed)
+        return self.window != (-1, -1) or any(x is not None for x in position_arguments)
 
     def options_at(self, first_query: int, first_key: int) -> AttentionOptions:
         """The options of queries and keys that begin at these positions."""
@@ -60,6 +61,7 @@ class Call:
         return replace(options, first_query=first_query, first_key=first_key)
 
     def with_layouts(self, queries: Layout, keys: Layout) -> Call:
+        """The call with the positions of all rows."""
         return replace(self, queries=queries, keys=keys)
 
     def with_seed(self, seed: int) -> Call:
@@ -71,7 +73,7 @@ class Call:
         if self.uses_positions:
             return self
         lengths = self.queries.lengths, self.keys.lengths
-        return self.with_layouts(*(Layout.contiguous(each) for each in lengths))
+        return self.with_layouts(*(Layout.contiguous(row_lengths) for row_lengths in lengths))
 
     def compared(self) -> dict[str, str]:
         """The values that must be the same on all ranks, by argument."""
@@ -109,7 +111,7 @@ class Call:
     def own_mask(self, rows: slice, keys: slice) -> Tensor | None:
         """The mask of some of this rank's rows and some positions of keys; a view."""
         mask = self.attn_mask
-        return None if mask is None else mask[part_of(mask, rows, keys)]
+        return None if mask is None else mask[mask_slices(mask, rows, keys)]
 
     def program(self, run: Run, first_key: int, k_len: int) -> Tensor | None:
         """The mask program of a run of queries and these keys."""
@@ -118,20 +120,22 @@ class Call:
         return masks.part_program(self.mask, self.part(run, first_key, k_len))
 
     def part(self, run: Run, first_key: int, k_len: int) -> masks.PartCall:
+        """A run of queries and these keys, as the part of a call that a mask is asked for."""
         batch, heads = self.query.shape[:2]
         sizes = (batch, batch, run.length, k_len, self.query.device, heads, run.position)
         lengths = self.queries.total, self.keys.total
         return masks.PartCall(OP, *sizes, first_key, 0, lengths, heads)
 
 
-def part_of(mask: Tensor, rows: slice, keys: slice) -> tuple[slice, ...]:
+def mask_slices(mask: Tensor, rows: slice, keys: slice) -> tuple[slice, ...]:
     """The index of a part of a mask [B|1, Hq|1, Lq|1, Lk|1], which may broadcast."""
     every = slice(None)
-    given = (rows if mask.shape[2] != 1 else every, keys if mask.shape[3] != 1 else every)
-    return every, every, *given
+    index = (rows if mask.shape[2] != 1 else every, keys if mask.shape[3] != 1 else every)
+    return every, every, *index
 
 
 def _sizes(x: Tensor) -> list[int | str]:
+    """The sizes that all ranks share; the length L may differ."""
     batch, heads, _, width = x.shape
     return [batch, heads, "L", width]
 
@@ -156,17 +160,17 @@ def checked(
     enable_gqa: Any,
 ) -> Call:
     """Run the checks that need no other rank; return the arguments in the form of the primitive."""
-    others = {"layout": layout, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
-    refuse_dtensors(OP, **others, sinks=sinks, cu_seqlens=cu_seqlens)
+    local_only = {"layout": layout, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
+    refuse_dtensors(OP, **local_only, sinks=sinks, cu_seqlens=cu_seqlens)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise checks.wrong_type(OP, name, x, "Tensor")
         checks.check_tensor(OP, name, x, "[B, H, L, D]", 4, query.device)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         checks.check_flag(OP, name, flag)
-    for name, given, allowed in (("method", method, METHODS), ("layout", layout, LAYOUTS)):
-        if isinstance(given, str) and given not in allowed:
-            raise ValueError(f"{OP}: {name} must be one of {', '.join(allowed)}, got {given!r}")
+    for name, choice, allowed in (("method", method, METHODS), ("layout", layout, LAYOUTS)):
+        if isinstance(choice, str) and choice not in allowed:
+            raise ValueError(f"{OP}: {name} must be one of {', '.join(allowed)}, got {choice!r}")
     if not isinstance(method, str):
         raise checks.wrong_type(OP, "method", method, "str")
     if not isinstance(layout, (str, Tensor, Layout)):
@@ -220,10 +224,12 @@ def checked(
 
 
 def _real(scale: Any) -> float:
+    """The scale as a number, or TypeError."""
     return checks.check_real(OP, "scale", scale)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Check batch, lengths and heads against each other."""
     if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[2] != value.shape[2]:
         raise RuntimeError(
             f"{OP}: query, key and value must have the same batch, and key and value the same "
@@ -238,6 +244,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def _check_sequences(cu_seqlens: Any, query: Tensor) -> Tensor:
+    """The starts as int64 on the device of the query."""
     starts = checks.check_integers(OP, "cu_seqlens", cu_seqlens, "[N + 1]", 1, query.device)
     if not starts.numel() or starts[0] != 0 or (starts.diff() < 0).any():
         raise ValueError(

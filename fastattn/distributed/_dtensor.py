@@ -13,12 +13,13 @@ Restored = Callable[..., Any]  # (part of a result, the dimension that ranks sha
 
 
 def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor, told by the name of its class."""
     return type(x).__name__ == "DTensor"  # importing its class takes long
 
 
-def refuse_dtensors(op: str, **given: Any) -> None:
+def refuse_dtensors(op: str, **arguments: Any) -> None:
     """Raise an error for DTensors in arguments that must be this rank's tensors."""
-    for name, x in given.items():
+    for name, x in arguments.items():
         if is_dtensor(x):
             raise TypeError(f"{op}: {name} must be this rank's Tensor, pass {name}.to_local()")
 
@@ -36,28 +37,28 @@ def local_parts(
     same placements, of the dimensions ``shared``. Without a DTensor nothing changes.
     """
     dims = {name: dim for name, (x, dim) in rows.items() if x is not None}
-    given = {name: rows[name][0] for name in dims}
-    given |= {name: x for name, x in whole.items() if x is not None}
-    if not any(map(is_dtensor, given.values())):
-        nothing = dict.fromkeys((*rows, *whole))
-        return nothing | given, group, lambda x, dim=None: x
-    listed = " and ".join(", ".join(given).rsplit(", ", 1))
-    for name, x in given.items():
+    dtensors = {name: rows[name][0] for name in dims}
+    dtensors |= {name: x for name, x in whole.items() if x is not None}
+    if not any(map(is_dtensor, dtensors.values())):
+        absent = dict.fromkeys((*rows, *whole))
+        return absent | dtensors, group, lambda x, dim=None: x
+    names = " and ".join(", ".join(dtensors).rsplit(", ", 1))
+    for name, x in dtensors.items():
         if not is_dtensor(x):
-            raise TypeError(f"{op}: {listed} must all be DTensors, {name} is not one")
+            raise TypeError(f"{op}: {names} must all be DTensors, {name} is not one")
     if not dims:
         raise TypeError(f"{op}: {' and '.join(rows)} must be DTensors, got None")
     if group is not None:
         raise ValueError(f"{op}: group must be None for DTensors: their mesh has it")
-    (first, dim), like = next(iter(dims.items())), next(iter((whole or given).values()))
-    mesh, placements = given[first].device_mesh, given[first].placements
-    at = [n for n, placement in enumerate(placements) if placement.is_shard(dim)]
-    if len(at) != 1:
+    (first, dim), like = next(iter(dims.items())), next(iter((whole or dtensors).values()))
+    mesh, placements = dtensors[first].device_mesh, dtensors[first].placements
+    sharded = [n for n, placement in enumerate(placements) if placement.is_shard(dim)]
+    if len(sharded) != 1:
         raise ValueError(
             f"{op}: {first} must be Shard({dim}) on one dimension of its mesh, got {placements}"
         )
-    others = [p for n, p in enumerate(placements) if n != at[0]]
-    if not all(p.is_replicate() or any(map(p.is_shard, shared)) for p in others):
+    other_placements = [p for n, p in enumerate(placements) if n != sharded[0]]
+    if not all(p.is_replicate() or any(map(p.is_shard, shared)) for p in other_placements):
         allowed = " or ".join(["Replicate()", *(f"Shard({n})" for n in shared)])
         raise ValueError(
             f"{op}: {first} must be {allowed} on the other dimensions of its mesh, got {placements}"
@@ -65,25 +66,27 @@ def local_parts(
     types = importlib.import_module("torch.distributed.tensor")
 
     def placed(dim: int | None) -> tuple[Any, ...]:
-        own = types.Replicate() if dim is None else types.Shard(dim)
-        return tuple(own if n == at[0] else p for n, p in enumerate(placements))
+        """The placements of a tensor that ranks share in ``dim``, or that all ranks have."""
+        placement = types.Replicate() if dim is None else types.Shard(dim)
+        return tuple(placement if n == sharded[0] else p for n, p in enumerate(placements))
 
-    for name, x in given.items():
+    for name, x in dtensors.items():
         if (x.device_mesh, x.placements) != (mesh, placed(dims.get(name))):
             raise ValueError(
                 f"{op}: {name} must have the mesh {mesh} and the placements "
                 f"{placed(dims.get(name))}, got {x.device_mesh} and {x.placements}"
             )
-    group = mesh.get_group(at[0])
-    if dist.get_rank(group) != mesh.get_local_rank(at[0]):
+    group = mesh.get_group(sharded[0])
+    if dist.get_rank(group) != mesh.get_local_rank(sharded[0]):
         raise ValueError(f"{op}: the mesh must have its ranks in ascending order, got {mesh}")
-    length = given[first].shape[dim]
+    length = dtensors[first].shape[dim]
 
     def restored(x: Tensor, dim: int | None = None) -> Any:
+        """A local result as a DTensor."""
         shape = list(x.shape)
         for n, placement in enumerate(placed(dim)):
             if placement.is_shard():
-                shape[placement.dim] = length if n == at[0] else like.shape[placement.dim]
+                shape[placement.dim] = length if n == sharded[0] else like.shape[placement.dim]
         like_whole = x.new_empty(shape, device="meta")
         return type(like).from_local(
             x,
@@ -94,5 +97,5 @@ def local_parts(
             stride=like_whole.stride(),
         )
 
-    parts = {name: x.to_local() for name, x in given.items()}
-    return dict.fromkeys((*rows, *whole)) | parts, group, restored
+    locals_ = {name: x.to_local() for name, x in dtensors.items()}
+    return dict.fromkeys((*rows, *whole)) | locals_, group, restored

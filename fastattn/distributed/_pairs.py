@@ -32,16 +32,18 @@ class VisiblePairs:
 
     def of(self, queries: Sequence[Run]) -> Tensor:
         """The number of visible pairs with the keys of each rank, int64 [ranks]."""
-        found = torch.zeros(self.ranks, dtype=torch.int64)
+        counts = torch.zeros(self.ranks, dtype=torch.int64)
         owners, pairs = [], []  # of runs at the edges
         for run in queries:
             begin, from_all, to_all, end = self._edges(run)
-            whole = slice(from_all, to_all)
-            found.index_add_(0, self._owners[whole], self._lengths[whole], alpha=run.length)
+            fully_visible = slice(from_all, to_all)
+            counts.index_add_(
+                0, self._owners[fully_visible], self._lengths[fully_visible], alpha=run.length
+            )
             for n in (*range(begin, from_all), *range(to_all, end)):
                 owners.append(self.owners[n])
                 pairs.append(self._pairs(run, n))
-        return found.index_add_(0, *torch.tensor([owners, pairs], dtype=torch.int64))
+        return counts.index_add_(0, *torch.tensor([owners, pairs], dtype=torch.int64))
 
     def _edges(self, run: Run) -> tuple[int, int, int, int]:
         """Return begin, from_all, to_all, end: the range of runs of keys that any query of a run
@@ -49,15 +51,22 @@ class VisiblePairs:
         left, right = self.window
         first, last = run.position, run.position + run.length - 1
         # Keys from low to high are visible to at least one query, keys from least to most to all.
-        low, least = (max(at - left, 0) if left >= 0 else 0 for at in (first, last))
-        high, most = (at + right if right >= 0 else self.total - 1 for at in (last, first))
-        begin, end = bisect_right(self.ends, low), bisect_right(self.starts, high)
-        from_all = min(max(bisect_left(self.starts, least), begin), end)
-        to_all = max(min(bisect_right(self.ends, most + 1), end), from_all)
+        first_seen_by_any, first_seen_by_all = (
+            max(position - left, 0) if left >= 0 else 0 for position in (first, last)
+        )
+        last_seen_by_any, last_seen_by_all = (
+            position + right if right >= 0 else self.total - 1 for position in (last, first)
+        )
+        begin, end = (
+            bisect_right(self.ends, first_seen_by_any),
+            bisect_right(self.starts, last_seen_by_any),
+        )
+        from_all = min(max(bisect_left(self.starts, first_seen_by_all), begin), end)
+        to_all = max(min(bisect_right(self.ends, last_seen_by_all + 1), end), from_all)
         return begin, from_all, to_all, end
 
     def _pairs(self, run: Run, n: int) -> int:
         """The visible pairs of a run of queries and run n of the keys."""
         left, right = self.window
-        apart = run.position - self.starts[n]
-        return visible_pairs(run.length, self.lengths[n], apart, left, right)
+        distance = run.position - self.starts[n]
+        return visible_pairs(run.length, self.lengths[n], distance, left, right)

@@ -30,10 +30,11 @@ class Exchange:
         except RuntimeError as error:
             raise self._lost(ranks, error) from error
         # A backend that joins the operations returns one object for all of them.
-        apart = len(works) == len(ranks)
-        self._works += [(w, [ranks[n]] if apart else ranks) for n, w in enumerate(works)]
+        one_work_each = len(works) == len(ranks)
+        self._works += [(w, [ranks[n]] if one_work_each else ranks) for n, w in enumerate(works)]
 
     def wait(self) -> None:
+        """Wait for all messages; an error names the rank that did not answer."""
         for work, ranks in self._works:
             try:
                 work.wait()
@@ -41,10 +42,11 @@ class Exchange:
                 raise self._lost(ranks, error) from error
 
     def _lost(self, ranks: Sequence[int], error: RuntimeError) -> RuntimeError:
-        others = " or ".join(str(rank) for rank in sorted(set(ranks)))
+        """The error of a message that failed."""
+        silent = " or ".join(str(rank) for rank in sorted(set(ranks)))
         reason = str(error).partition("\n")[0]
         return RuntimeError(
-            f"{self._peers.op}: rank {self._peers.rank} got no answer from rank {others} in "
+            f"{self._peers.op}: rank {self._peers.rank} got no answer from rank {silent} in "
             f"{self._step}: {reason}"
         )
 
@@ -61,6 +63,7 @@ class Peers:
 
     @property
     def others(self) -> list[int]:
+        """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def exchange(
@@ -87,6 +90,7 @@ class Peers:
         return exchange
 
     def _global(self, rank: int) -> int:
+        """The rank's number outside the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 

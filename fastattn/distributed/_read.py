@@ -56,8 +56,8 @@ class Reader:
         else:
             u = u[:, None]
         added = None if added is None else added[:, None]
-        found = self.attend(u, keys[:, None], values[:, None], added, AttentionOptions(scale))
-        out, lse, p = found
+        result = self.attend(u, keys[:, None], values[:, None], added, AttentionOptions(scale))
+        out, lse, p = result
         if p is not None:
             p = p.reshape(groups, queries, rows)
         return out.reshape(groups, queries, -1), lse.reshape(groups, queries), p
@@ -76,13 +76,13 @@ class Reader:
         keys, values = (x.expand(len(u), -1, -1, -1) for x in (keys, values))
         options = replace(options, weights=1 if self._weights else 0)
         biases = (mask, None, seed, *[None] * 4, *NO_TERMS)
-        part, lse_of_part, p = attention(u, keys, values, *biases, options)
-        out, lse = merged(self._peers, step, part, lse_of_part)
+        out_of_rank, lse_of_rank, p = attention(u, keys, values, *biases, options)
+        out, lse = merged(self._peers, step, out_of_rank, lse_of_rank)
         if not self._weights:
             return out, lse, None
         # The softmax over all ranks is this rank's times exp(lse_r - lse), 0 without a visible row.
-        whole = enter(self._peers, f"the gradient of the weights of {step}", lse)
-        share = (lse_of_part - whole).masked_fill(lse_of_part == -torch.inf, -torch.inf).exp()
+        lse_of_all = enter(self._peers, f"the gradient of the weights of {step}", lse)
+        share = (lse_of_rank - lse_of_all).masked_fill(lse_of_rank == -torch.inf, -torch.inf).exp()
         return out, lse, p * share[..., None].to(p.dtype)
 
     def linear(
@@ -96,14 +96,16 @@ class Reader:
     ) -> tuple[Tensor, None, Tensor | None]:
         """A read without softmax: the scores are the weights."""
         step, u = self._entered(u)
-        nothing = u.new_zeros(u.shape[2], u.shape[2])  # H = 0: the result of the hop is o itself
+        # H = 0: the result of the hop is o itself.
+        no_projection = u.new_zeros(u.shape[2], u.shape[2])
         options = MemoryHopOptions(normalize="none", scale=scale, weights=self._weights)
         bias = None if bias is None else bias.to(u.dtype)
-        limits = [None if x is None else x[:, :, None] for x in (mask, bias)]
-        out, _, _, p = hop_attention(u, keys, values, nothing, *limits, options)
+        per_hop = [None if x is None else x[:, :, None] for x in (mask, bias)]
+        out, _, _, p = hop_attention(u, keys, values, no_projection, *per_hop, options)
         return total(self._peers, step, out), None, p[:, :, 0] if self._weights else None
 
     def _entered(self, u: Tensor) -> tuple[str, Tensor]:
+        """Name the next read, and enter its query into this rank's part."""
         self._count += 1
         step = self._name(self._count)
         return step, enter(self._peers, f"the gradient of the query of {step}", u)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 def agreed(
     peers: Peers,
     check: Any,
-    given: Any,
+    tensor: Any,
     prepare: Callable[[], tuple[T, Callable[[], Mapping[str, str]], tuple[int, ...]]],
     numbers: int = 0,
 ) -> tuple[T, list[list[int]]]:
@@ -42,10 +42,10 @@ def agreed(
     ``numbers`` of this rank. If it raises, or the options differ, all ranks raise. Without
     ``check`` the options are not computed, and the numbers of all ranks are assumed to be equal.
     """
-    device = given.device if isinstance(given, Tensor) else torch.device("cpu")
+    device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
     try:
         checks.check_flag(peers.op, "check", check)
-        call, compared, own = prepare()
+        call, compared, local = prepare()
         options = compared() if check else {}
     except Exception as error:
         if check is True:
@@ -53,8 +53,8 @@ def agreed(
                 agree(peers, problem(error), (0,) * numbers, device)
         raise
     if check:
-        return call, agree(peers, options, own, device)
-    return call, [list(own)] * peers.size
+        return call, agree(peers, options, local, device)
+    return call, [list(local)] * peers.size
 
 
 def described(name: str, x: Tensor | None, rows: bool = False) -> dict[str, str]:
@@ -68,16 +68,16 @@ def described(name: str, x: Tensor | None, rows: bool = False) -> dict[str, str]
     if rows:
         sizes[-2] = "N"
         return {name: f"{checks.name_of(x)} [{', '.join(sizes)}]"}
-    found = {name: f"{checks.name_of(x)} [{', '.join(sizes)}]"}
-    return found | {f"the values of {name}": f"those with checksum {_checksum(x)}"}
+    properties = {name: f"{checks.name_of(x)} [{', '.join(sizes)}]"}
+    return properties | {f"the values of {name}": f"those with checksum {_checksum(x)}"}
 
 
 def _checksum(x: Tensor) -> int:
     """A 64-bit checksum that depends on each element and its place."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = x.detach().contiguous().view(-1).view(widths[x.element_size()]).long()
-    places = torch.arange(1, 2 * words.numel(), 2, device=x.device)
-    mixed = (words ^ (words >> 17)) * (places * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01)
+    odd_numbers = torch.arange(1, 2 * words.numel(), 2, device=x.device)
+    mixed = (words ^ (words >> 17)) * (odd_numbers * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01)
     return int((mixed ^ (mixed >> 29)).sum())
 
 
@@ -134,8 +134,12 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        part, lse_of_part, out, lse = ctx.saved_tensors
-        return None, None, *gradients_of_part(grad_out, grad_lse, part, lse_of_part, out, lse)
+        out_of_rank, lse_of_rank, out, lse = ctx.saved_tensors
+        return (
+            None,
+            None,
+            *gradients_of_part(grad_out, grad_lse, out_of_rank, lse_of_rank, out, lse),
+        )
 
 
 def merged_states(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,20 +150,22 @@ def merged_states(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Te
     wide = torch.promote_types(out.dtype, torch.float32)
     state: tuple[Tensor, Tensor] | None = None
     for message in gather(peers, own.view(-1), [own.numel()] * peers.size, step):
-        of_out, of_lse = (x.contiguous() for x in message.view(own.shape).split(widths, -1))
-        part = of_out.view(out.dtype).to(wide), of_lse.view(lse.dtype).squeeze(-1)
-        state = part if state is None else merge_states(*state, *part)
+        out_bytes, lse_bytes = (x.contiguous() for x in message.view(own.shape).split(widths, -1))
+        state_of_rank = out_bytes.view(out.dtype).to(wide), lse_bytes.view(lse.dtype).squeeze(-1)
+        state = state_of_rank if state is None else merge_states(*state, *state_of_rank)
     assert state is not None
     return state
 
 
 def _bytes(x: Tensor) -> Tensor:
+    """The elements as bytes: the last dimension times the size of an element."""
     return x.contiguous().view(torch.uint8)
 
 
 def _sum_of_ranks(peers: Peers, step: str, x: Tensor) -> Tensor:
-    first, *others = gather(peers, x.contiguous().view(-1), [x.numel()] * peers.size, step)
+    """The sum of every rank's x, in the order of ranks."""
+    first, *remaining = gather(peers, x.contiguous().view(-1), [x.numel()] * peers.size, step)
     result = first.clone()
-    for part in others:
-        result += part
+    for addend in remaining:
+        result += addend
     return result.view(x.shape)

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastattn.autograd.merge_states import merge_states
 from fastattn.autograd.sdpa import NO_TERMS, attention, attention_backward
 from fastattn.backends.primitives import AttentionBackwardOptions, extended
-from fastattn.distributed._call import Call, part_of
+from fastattn.distributed._call import Call, mask_slices
 from fastattn.distributed._peers import OP, Exchange, Peers
 from fastattn.distributed._schedule import Piece, Schedule
 
@@ -59,37 +59,43 @@ class _Travel:
         self.rows = batch, heads
         self.widths = [width, call.value.shape[3]]
 
-    def blocks(self, key: Tensor, value: Tensor, what: str) -> Iterator[_Block]:
+    def blocks(self, key: Tensor, value: Tensor, ring_name: str) -> Iterator[_Block]:
         """Yield the block of each step, while the next step's block arrives."""
-        held = self.packed(key, value)
+        message = self.packed(key, value)
         for step in range(max(self.reach) + 1):
             owner = (self.peers.rank - step) % self.size
-            coming = (owner - 1) % self.size
-            sends = {self.next: held} if self.reach[owner] > step else {}
-            arriving = self.empty(coming, key) if self.reach[coming] > step else key.new_empty(0)
-            receives = {self.previous: arriving} if self.reach[coming] > step else {}
-            exchange = self.peers.exchange(sends, receives, self.name(what, step))
-            here = self.reach[owner] >= step
-            yield _Block(step, owner, self.unpacked(held, owner) if here else None)
+            next_owner = (owner - 1) % self.size
+            sends = {self.next: message} if self.reach[owner] > step else {}
+            incoming = (
+                self.empty(next_owner, key) if self.reach[next_owner] > step else key.new_empty(0)
+            )
+            receives = {self.previous: incoming} if self.reach[next_owner] > step else {}
+            exchange = self.peers.exchange(sends, receives, self.name(ring_name, step))
+            needed_here = self.reach[owner] >= step
+            yield _Block(step, owner, self.unpacked(message, owner) if needed_here else None)
             exchange.wait()
-            held = arriving
+            message = incoming
 
-    def name(self, what: str, step: int) -> str:
-        return f"step {step + 1} of {max(self.reach) + 1} of the {what} ring"
+    def name(self, ring_name: str, step: int) -> str:
+        """The name of a step in errors."""
+        return f"step {step + 1} of {max(self.reach) + 1} of the {ring_name} ring"
 
     def packed(self, key: Tensor, value: Tensor) -> Tensor:
+        """Keys and values as one message."""
         return torch.cat([key.flatten(), value.flatten()])
 
     def empty(self, owner: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An empty message for the keys and values of ``owner``."""
         batch, heads = self.rows
         return like.new_empty(batch * heads * self.lengths[owner] * sum(self.widths), dtype=dtype)
 
     def unpacked(self, message: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+        """Split a message into keys and values [B, Hkv, L, width]."""
         length = self.lengths[owner]
         batch, heads = self.rows
-        parts = message.split([batch * heads * length * width for width in self.widths])
+        flat = message.split([batch * heads * length * width for width in self.widths])
         key, value = (
-            x.view(batch, heads, length, width) for x, width in zip(parts, self.widths, strict=True)
+            x.view(batch, heads, length, width) for x, width in zip(flat, self.widths, strict=True)
         )
         return key, value
 
@@ -110,20 +116,20 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         travel = _Travel(call, peers, schedule)
         wide = torch.promote_types(query.dtype, torch.float32)
-        whole = replace(call, query=query.to(wide))
+        wide_call = replace(call, query=query.to(wide))
         ctx.by_table = ctx.needs_input_grad[8]
-        states = [_first_state(whole, run.length) for run in schedule.queries]
+        states = [_first_state(wide_call, run.length) for run in schedule.queries]
         backends: dict[Piece, str] = {}
         for block in travel.blocks(key, value, "forward"):
             if block.keys is None or not schedule.pieces[block.owner]:
                 continue
             keys, values = (x.to(wide) for x in block.keys)
             for piece in schedule.pieces[block.owner]:
-                args = _arguments(whole, piece, keys, values, ctx.by_table)
+                args = _arguments(wide_call, piece, keys, values, ctx.by_table)
                 backends[piece] = attention.choose(args)
                 out, lse, _ = attention.run(*args, backends[piece])
                 states[piece.at] = merge_states(*states[piece.at], out, lse)
-        out, lse = _joined(whole, states)
+        out, lse = _joined(wide_call, states)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, attn_mask, sinks, slopes, out, lse)
         ctx.set_materialize_grads(False)
@@ -140,40 +146,43 @@ class _Ring(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return _Ring.gradients(ctx, grad_out, grad_lse)
         with torch.no_grad():
-            found = _Ring.gradients(ctx, grad_out, grad_lse)
-        return _Last.apply(len(found), *found, grad_out, grad_lse, *ctx.saved_tensors)
+            grads = _Ring.gradients(ctx, grad_out, grad_lse)
+        return _Last.apply(len(grads), *grads, grad_out, grad_lse, *ctx.saved_tensors)
 
     @staticmethod
     def gradients(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """The gradients of the arguments of ``forward``."""
         query, key, value, attn_mask, sinks, slopes, out, lse = ctx.saved_tensors
         travel, schedule, backends = ctx.ring
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         call = replace(ctx.call, query=query.to(wide), attn_mask=attn_mask, alibi_slopes=slopes)
-        row = _Rows(grad_out.to(wide), grad_lse, out.to(wide), lse)
+        rows_of_rank = _Rows(grad_out.to(wide), grad_lse, out.to(wide), lse)
         needs_mask = ctx.needs_input_grad[6]
         grad_query = torch.zeros_like(call.query)
         grad_mask = torch.zeros_like(attn_mask, dtype=wide) if needs_mask else None
         grad_slopes = torch.zeros_like(slopes, dtype=torch.float64) if ctx.by_table else None
         gradients = _Gradients(travel, key.new_empty(0, dtype=wide))
         for block in travel.blocks(key, value, "backward"):
-            part = None
+            grads_of_block = None
             if block.keys is not None and schedule.pieces[block.owner]:
                 keys, values = (x.to(wide) for x in block.keys)
-                part = torch.zeros_like(keys), torch.zeros_like(values)
+                grads_of_block = torch.zeros_like(keys), torch.zeros_like(values)
                 for piece in schedule.pieces[block.owner]:
                     args = _arguments(call, piece, keys, values, ctx.by_table)
-                    found = row.differentiated(piece, backends[piece], args, needs_mask)
-                    grad_query[:, :, piece.queries.rows] += found[0]
-                    for sums, grad in zip(part, found[1:3], strict=True):
-                        sums[:, :, piece.keys.rows] += grad
+                    grads = rows_of_rank.differentiated(piece, backends[piece], args, needs_mask)
+                    grad_query[:, :, piece.queries.rows] += grads[0]
+                    for total, grad in zip(grads_of_block, grads[1:3], strict=True):
+                        total[:, :, piece.keys.rows] += grad
                     if grad_mask is not None:
-                        grad_mask[part_of(grad_mask, piece.queries.rows, piece.columns)] += found[3]
+                        grad_mask[mask_slices(grad_mask, piece.queries.rows, piece.columns)] += (
+                            grads[3]
+                        )
                     if grad_slopes is not None:
-                        grad_slopes += _of_slopes(found[5], grad_slopes)
-            gradients.add(block, part)
+                        grad_slopes += _of_slopes(grads[5], grad_slopes)
+            gradients.add(block, grads_of_block)
         grad_key, grad_value = gradients.own(key, value)
         return (
             None,
@@ -183,7 +192,7 @@ class _Ring(torch.autograd.Function):
             grad_key.to(key.dtype),
             grad_value.to(value.dtype),
             None if grad_mask is None else grad_mask.to(attn_mask.dtype),
-            None if sinks is None else row.grad_of(sinks),
+            None if sinks is None else rows_of_rank.grad_of(sinks),
             None if grad_slopes is None else grad_slopes.to(slopes.dtype),
         )
 
@@ -235,16 +244,16 @@ def _arguments(
     tensors = (call.query[:, :, rows], key[:, :, columns], value[:, :, columns])
     slopes, table = call.alibi_slopes, None
     if by_table and slopes is not None:
-        most = max(abs(piece.last_distance), abs(piece.first_distance))
-        table = -slopes.to(call.query.dtype)[..., None] * _distances(most, slopes)
+        max_distance = max(abs(piece.last_distance), abs(piece.first_distance))
+        table = -slopes.to(call.query.dtype)[..., None] * _distances(max_distance, slopes)
         slopes = None
     biases = (mask, slopes, call.seed, None, table, None, program, *NO_TERMS)
     return *tensors, *biases, call.options_at(piece.queries.position, piece.keys.position)
 
 
-def _distances(most: int, like: Tensor) -> Tensor:
+def _distances(max_distance: int, like: Tensor) -> Tensor:
     """The absolute distances |d| for d from -most to most."""
-    return torch.arange(-most, most + 1, device=like.device).abs()
+    return torch.arange(-max_distance, max_distance + 1, device=like.device).abs()
 
 
 def _of_slopes(grad_table: Tensor, slopes: Tensor) -> Tensor:
@@ -268,13 +277,13 @@ class _Rows(NamedTuple):
         rows = piece.queries.rows
         *tensors, options = args
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, :, rows]
-        of_rows = self.out[:, :, rows], self.lse[:, :, rows].contiguous()
+        results = self.out[:, :, rows], self.lse[:, :, rows].contiguous()
         return attention_backward.run(
             self.grad_out[:, :, rows],
             grad_lse,
             None,
             *tensors[:6],
-            *of_rows,
+            *results,
             *tensors[6:],
             extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True),
             backend,
@@ -285,10 +294,10 @@ class _Rows(NamedTuple):
         sink = sinks[:, :, None].double()
         share = torch.where(sink == -torch.inf, 0.0, (sink - self.lse).exp())
         share = torch.where(sink == torch.inf, 1.0, share)
-        passed = -(self.grad_out * self.out).sum(3).double()
+        grad_of_lse = -(self.grad_out * self.out).sum(3).double()
         if self.grad_lse is not None:
-            passed = passed + self.grad_lse
-        return (share * passed).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
+            grad_of_lse = grad_of_lse + self.grad_lse
+        return (share * grad_of_lse).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
 
 
 class _Gradients:
@@ -301,11 +310,11 @@ class _Gradients:
         self.returned: Tensor | None = None  # the sum of all other ranks, for this rank's block
         self.kept: tuple[Tensor, Tensor] | None = None  # this rank's part for its own block
 
-    def add(self, block: _Block, part: tuple[Tensor, Tensor] | None) -> None:
+    def add(self, block: _Block, grads_of_block: tuple[Tensor, Tensor] | None) -> None:
         """Add this rank's part of a block's gradients, and pass the sum on."""
         travel, step, rank = self.travel, block.step, self.travel.peers.rank
         if step == 0:
-            self.kept = part
+            self.kept = grads_of_block
             return
         if self.exchange is not None:
             self.exchange.wait()
@@ -314,28 +323,28 @@ class _Gradients:
             total = self.arrived  # of the block of this step: ranks add in the order of the ring
             if step == 1:
                 total = travel.empty(block.owner, self.like).zero_()
-            if part is not None:
-                total += travel.packed(*part)
+            if grads_of_block is not None:
+                total += travel.packed(*grads_of_block)
             sends[travel.next if travel.reach[block.owner] > step else block.owner] = total
-        coming = (block.owner - 1) % travel.size
-        if travel.reach[coming] > step:
-            self.arrived = travel.empty(coming, self.like)
+        next_owner = (block.owner - 1) % travel.size
+        if travel.reach[next_owner] > step:
+            self.arrived = travel.empty(next_owner, self.like)
             receives[travel.previous] = self.arrived
         if travel.reach[rank] == step:
             self.returned = travel.empty(rank, self.like)
             receives[(rank + step) % travel.size] = self.returned
-        what = travel.name("backward", step) + ", gradients of keys"
-        self.exchange = travel.peers.exchange(sends, receives, what)
+        step_name = travel.name("backward", step) + ", gradients of keys"
+        self.exchange = travel.peers.exchange(sends, receives, step_name)
 
     def own(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's keys and values."""
         if self.exchange is not None:
             self.exchange.wait()
-        parts = [] if self.kept is None else [self.kept]
+        contributions = [] if self.kept is None else [self.kept]
         if self.returned is not None:
-            parts.append(self.travel.unpacked(self.returned, self.travel.peers.rank))
+            contributions.append(self.travel.unpacked(self.returned, self.travel.peers.rank))
         grad_key, grad_value = (torch.zeros_like(x, dtype=self.like.dtype) for x in (key, value))
-        for part in parts:
-            grad_key += part[0]
-            grad_value += part[1]
+        for contribution in contributions:
+            grad_key += contribution[0]
+            grad_value += contribution[1]
         return grad_key, grad_value

@@ -30,6 +30,7 @@ class Piece(NamedTuple):
 
     @property
     def last_distance(self) -> int:
+        """The greatest distance from a key to a query."""
         return self.queries.position + self.queries.length - 1 - self.keys.position
 
     @property
@@ -66,6 +67,7 @@ class Schedule:
 
 
 def _is_visible(call: Call, piece: Piece) -> bool:
+    """Whether the mask makes some pair of a piece visible."""
     assert call.mask is not None
     part = call.part(piece.queries, piece.keys.position, piece.keys.length)
     return masks.part_is_visible(call.mask, part)
@@ -73,6 +75,7 @@ def _is_visible(call: Call, piece: Piece) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _needs(queries: Layout, keys: Layout, window: tuple[int, int]) -> Tensor:
+    """Which rank needs the keys of which, by the window alone, bool [ranks, ranks]."""
     visible = VisiblePairs(keys, window)
     return torch.stack([visible.of(runs) > 0 for runs in queries.runs])
 
@@ -82,10 +85,10 @@ def _pieces(
 ) -> tuple[Piece, ...]:
     """The pieces with at least one pair in the window."""
     return tuple(
-        Piece(at, run, others)
-        for at, run in enumerate(queries)
-        for others in keys
-        if _overlap(run, others, window)
+        Piece(index, run, keys_run)
+        for index, run in enumerate(queries)
+        for keys_run in keys
+        if _overlap(run, keys_run, window)
     )
 
 

@@ -24,6 +24,7 @@ from fastattn.distributed.layout import Layout
 
 
 def heads_divide(call: Call, ranks: int) -> bool:
+    """Whether the ranks divide the numbers of heads."""
     return call.query.shape[1] % ranks == 0 and call.key.shape[1] % ranks == 0
 
 
@@ -39,26 +40,28 @@ def head_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
     query, key, value = _Transpose.apply(
         _Transposition(peers, layouts), True, call.query, call.key, call.value
     )
-    own = slice(heads // peers.size * peers.rank, heads // peers.size * (peers.rank + 1))
-    mask = None if call.attn_mask is None else _whole_mask(call, peers, own)
-    slopes = None if call.alibi_slopes is None else call.alibi_slopes[:, own]
-    sinks = None if call.sinks is None else call.sinks[:, own]
+    own_heads = slice(heads // peers.size * peers.rank, heads // peers.size * (peers.rank + 1))
+    mask = None if call.attn_mask is None else _whole_mask(call, peers, own_heads)
+    slopes = None if call.alibi_slopes is None else call.alibi_slopes[:, own_heads]
+    sinks = None if call.sinks is None else call.sinks[:, own_heads]
     program = None
     if call.mask is not None:
         batch, lengths = query.shape[0], (query.shape[2], key.shape[2])
         sizes = (batch, batch, *lengths, query.device, query.shape[1], 0)
-        part = masks.PartCall(OP, *sizes, 0, own.start, lengths, heads)
-        program = masks.part_program(call.mask, part)
+        part_call = masks.PartCall(OP, *sizes, 0, own_heads.start, lengths, heads)
+        program = masks.part_program(call.mask, part_call)
     biases = (mask, slopes, call.seed, sinks, None, None, program, *NO_TERMS)
-    options = call.options if call.seed is None else replace(call.options, first_head=own.start)
+    options = (
+        call.options if call.seed is None else replace(call.options, first_head=own_heads.start)
+    )
     out, lse, _ = attention(query, key, value, *biases, options)
-    back = _Transposition(peers, (call.queries, call.queries))
+    to_rows = _Transposition(peers, (call.queries, call.queries))
     # The wider dtype first, so that both are aligned in the message.
-    lse, out = _Transpose.apply(back, False, lse[..., None], out)
+    lse, out = _Transpose.apply(to_rows, False, lse[..., None], out)
     return out, lse[..., 0]
 
 
-def _whole_mask(call: Call, peers: Peers, own: slice) -> Tensor:
+def _whole_mask(call: Call, peers: Peers, own_heads: slice) -> Tensor:
     """The mask of all rows, [B|1, heads of this rank|1, Lq of all ranks, Lk of all ranks|1]."""
     mask = call.attn_mask
     assert mask is not None
@@ -78,14 +81,16 @@ class _Transposition:
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's rows of all heads -> all rows, by position, of this rank's heads."""
         size, rank = self.peers.size, self.peers.rank
-        parts = [x.chunk(size, 1) for x in tensors]  # by head, in the order of ranks
+        chunks = [x.chunk(size, 1) for x in tensors]  # by head, in the order of ranks
         shapes = [
             [(x.shape[0], x.shape[1] // size, layout.lengths[n], x.shape[3]) for n in range(size)]
             for x, layout in zip(tensors, self.layouts, strict=True)
         ]
-        found = self._exchange([[part[n] for part in parts] for n in range(size)], shapes, rank)
+        received = self._exchange(
+            [[chunk[n] for chunk in chunks] for n in range(size)], shapes, rank
+        )
         return [
-            _by_position([found[n][at] for n in range(size)], layout)
+            _by_position([received[n][at] for n in range(size)], layout)
             for at, layout in enumerate(self.layouts)
         ]
 
@@ -97,8 +102,8 @@ class _Transposition:
             for n in range(size)
         ]
         shapes = [[tuple(x.shape)] * size for x in sends[rank]]
-        found = self._exchange(sends, shapes, rank)
-        return [torch.cat([found[n][at] for n in range(size)], 1) for at in range(len(tensors))]
+        received = self._exchange(sends, shapes, rank)
+        return [torch.cat([received[n][at] for n in range(size)], 1) for at in range(len(tensors))]
 
     def _exchange(
         self, sends: Sequence[Sequence[Tensor]], shapes: Any, rank: int
@@ -112,40 +117,41 @@ class _Transposition:
             for n in self.peers.others
         }
         self.peers.exchange(messages, arriving, "the exchange of heads").wait()
-        found: list[Sequence[Tensor]] = []
+        received: list[Sequence[Tensor]] = []
         for n in range(self.peers.size):
             if n == rank:
-                found.append(sends[rank])
+                received.append(sends[rank])
                 continue
-            parts = arriving[n].split([s * w for s, w in zip(sizes[n], widths, strict=True)])
-            found.append(
+            flat = arriving[n].split([s * w for s, w in zip(sizes[n], widths, strict=True)])
+            received.append(
                 [
                     part.view(like.dtype).view(of[n])
-                    for part, like, of in zip(parts, sends[rank], shapes, strict=True)
+                    for part, like, of in zip(flat, sends[rank], shapes, strict=True)
                 ]
             )
-        return found
+        return received
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one message of bytes."""
     return torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in tensors])
 
 
-def _by_position(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+def _by_position(of_ranks: Sequence[Tensor], layout: Layout) -> Tensor:
     """The rows of all ranks in the order of positions."""
     runs = {
         run.position: x[:, :, run.rows]
-        for x, of in zip(parts, layout.runs, strict=True)
+        for x, of in zip(of_ranks, layout.runs, strict=True)
         for run in of
     }
-    return torch.cat([runs[at] for at in sorted(runs)], 2) if runs else parts[0]
+    return torch.cat([runs[at] for at in sorted(runs)], 2) if runs else of_ranks[0]
 
 
 def _of_rank(x: Tensor, layout: Layout, rank: int) -> Tensor:
     """The rows of one rank, in its order."""
     runs = layout.runs[rank]
-    parts = [x[:, :, run.position : run.position + run.length] for run in runs]
-    return torch.cat(parts, 2) if parts else x[:, :, :0]
+    chunks = [x[:, :, run.position : run.position + run.length] for run in runs]
+    return torch.cat(chunks, 2) if chunks else x[:, :, :0]
 
 
 class _Transpose(torch.autograd.Function):

@@ -125,15 +125,16 @@ def attention(
         https://arxiv.org/abs/2309.14509 (exchange of heads).
     """
     rows = {"query": (query, 2), "key": (key, 2), "value": (value, 2)}
-    parts, group, restored = local_parts(OP, group, rows, {})
-    query, key, value = parts.values()
+    local, group, restored = local_parts(OP, group, rows, {})
+    query, key, value = local.values()
     peers = Peers(process_group(group))
     biases = (alibi_slopes, sinks, cu_seqlens)
-    given = (method, layout, attn_mask, mask, is_causal, window, softcap, *biases)
+    options = (method, layout, attn_mask, mask, is_causal, window, softcap, *biases)
 
     def prepare() -> tuple[Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
+        """Check this rank's arguments; also return options and numbers to compare."""
         checks.check_flag(OP, "return_lse", return_lse)
-        call = checked(query, key, value, *given, dropout_p, generator, scale, enable_gqa)
+        call = checked(query, key, value, *options, dropout_p, generator, scale, enable_gqa)
         seed = 0 if call.seed is None else int(call.seed)
         return call, call.compared, (call.query.shape[2], call.key.shape[2], call.columns, seed)
 
@@ -160,9 +161,9 @@ def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool)
                 f"{OP}: layout must be of the {peers.size} ranks of the group, got {layout.ranks}"
             )
         if not check:
-            own = every[peers.rank]
+            numbers_of_rank = every[peers.rank]
             every = [[n, n, 0, 0] for n in layout.lengths]
-            every[peers.rank] = own
+            every[peers.rank] = numbers_of_rank
     q_lengths, k_lengths, columns = ([n[at] for n in every] for at in range(3))
     if layout == "contiguous":
         layouts = Layout.contiguous(q_lengths), Layout.contiguous(k_lengths)
@@ -174,10 +175,10 @@ def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool)
         assert isinstance(layout, Tensor)
         of_ranks = Layout.of_positions(gather(peers, layout.to(device, torch.int64), q_lengths))
         layouts = of_ranks, of_ranks
-    found = layouts[0].lengths, layouts[1].lengths
-    if found != (tuple(q_lengths), tuple(k_lengths)):
+    lengths = layouts[0].lengths, layouts[1].lengths
+    if lengths != (tuple(q_lengths), tuple(k_lengths)):
         raise ValueError(
-            f"{OP}: layout must have the lengths of the ranks, {q_lengths}, got {list(found[0])}"
+            f"{OP}: layout must have the lengths of the ranks, {q_lengths}, got {list(lengths[0])}"
         )
     total = layouts[1].total
     for rank, n in enumerate(columns):

@@ -22,6 +22,7 @@ class Run(NamedTuple):
 
     @property
     def rows(self) -> slice:
+        """The rows of the rank, as a slice."""
         return slice(self.row, self.row + self.length)
 
 
@@ -41,7 +42,7 @@ class Layout:
     def contiguous(lengths: Sequence[int]) -> Layout:
         """Give rank r the next ``lengths[r]`` positions; a length may be 0."""
         starts = itertools.accumulate(_checked(lengths), initial=0)
-        return Layout(tuple(_runs([part]) for part in zip(starts, lengths, strict=False)))
+        return Layout(tuple(_runs([span]) for span in zip(starts, lengths, strict=False)))
 
     @staticmethod
     def zigzag(lengths: Sequence[int]) -> Layout:
@@ -72,16 +73,17 @@ class Layout:
         ends = itertools.accumulate((length for _, length in every), initial=0)
         for (position, _), end in zip(every, ends, strict=False):
             if position != end:
-                what = "missing" if position > end else "held twice"
-                missing = end if position > end else position
+                defect = "missing" if position > end else "held twice"
+                wrong_position = end if position > end else position
                 raise ValueError(
                     f"Layout: the ranks must hold every position from 0 on once, "
-                    f"position {missing} is {what}"
+                    f"position {wrong_position} is {defect}"
                 )
         return layout
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return len(self.runs)
 
     @property
@@ -96,11 +98,12 @@ class Layout:
 
     def positions(self, rank: int) -> Tensor:
         """The positions of the rows of a rank, int64 [L_rank]: ``x[:, :, positions]`` shards x."""
-        parts = [torch.arange(run.position, run.position + run.length) for run in self.runs[rank]]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        spans = [torch.arange(run.position, run.position + run.length) for run in self.runs[rank]]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
 
 def _checked(lengths: Any) -> Sequence[int]:
+    """Raise an error unless the lengths are non-negative integers."""
     if not isinstance(lengths, Sequence) or not all(type(n) is int for n in lengths):
         raise wrong_type("Layout", "lengths", lengths, "a sequence of ints")
     if any(n < 0 for n in lengths):
@@ -108,11 +111,11 @@ def _checked(lengths: Any) -> Sequence[int]:
     return lengths
 
 
-def _runs(parts: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+def _runs(spans: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
     """The runs of a rank, from its parts (position, length) in the order of its rows."""
     runs: list[Run] = []
     row = 0
-    for position, length in parts:
+    for position, length in spans:
         if not length:
             continue
         before = runs[-1] if runs else None

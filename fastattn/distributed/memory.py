@@ -101,11 +101,12 @@ def memory_hop_attention(
     rows = {
         name: (x, _row_dim(x)) for name, x in (("in_memory", in_memory), ("out_memory", out_memory))
     }
-    parts, group, restored = local_parts(_HOPS, group, rows, {"query": query}, (0,))
-    in_memory, out_memory, query = parts.values()
+    local, group, restored = local_parts(_HOPS, group, rows, {"query": query}, (0,))
+    in_memory, out_memory, query = local.values()
     peers = Peers(process_group(group, _HOPS), _HOPS)
 
     def prepare() -> tuple[tuple[Any, ...], Callable[[], Mapping[str, str]], tuple[int, ...]]:
+        """Check this rank's arguments; also return what the ranks compare."""
         _, arguments = memory_hops.prepare(
             query,
             in_memory,
@@ -120,14 +121,17 @@ def memory_hop_attention(
             need_weights=need_weights,
         )
         names = ("query", "in_memory", "out_memory", "hop_proj", "memory_mask", "memory_bias")
-        given = dict(zip(names, arguments, strict=False))
+        tensors = dict(zip(names, arguments, strict=False))
 
         def compared() -> dict[str, str]:
-            found = {name: repr(x) for name, x in vars(arguments[-1]).items()}
-            found |= described("query", given["query"]) | described("hop_proj", given["hop_proj"])
+            """The values that must be the same on all ranks, by argument."""
+            properties = {name: repr(x) for name, x in vars(arguments[-1]).items()}
+            properties |= described("query", tensors["query"]) | described(
+                "hop_proj", tensors["hop_proj"]
+            )
             for name in ("in_memory", "out_memory"):
-                found |= described(name, given[name], rows=True)
-            return found | _differentiated(given)
+                properties |= described(name, tensors[name], rows=True)
+            return properties | _differentiated(tensors)
 
         return arguments, compared, ()
 
@@ -209,14 +213,15 @@ def hopfield_retrieve(
     refuse_dtensors(_RETRIEVE, beta=beta, attn_mask=attn_mask)
     rows = {name: (x, _row_dim(x)) for name, x in (("stored", stored), ("projection", projection))}
     shared = range(max(getattr(state, "ndim", 2) - 2, 0))
-    parts, group, restored = local_parts(_RETRIEVE, group, rows, {"state": state}, shared)
-    stored, projection, state = parts.values()
+    local, group, restored = local_parts(_RETRIEVE, group, rows, {"state": state}, shared)
+    stored, projection, state = local.values()
     peers = Peers(process_group(group, _RETRIEVE), _RETRIEVE)
 
     def prepare() -> tuple[Any, Callable[[], Mapping[str, str]], tuple[int, ...]]:
-        whole_beta = beta
+        """Check this rank's arguments; also return what the ranks compare."""
+        entered_beta = beta
         if isinstance(beta, Tensor):
-            whole_beta = enter(peers, "the gradient of beta", beta)
+            entered_beta = enter(peers, "the gradient of beta", beta)
         limits = (update_steps_max, update_steps_eps, stop, grad)
         flags = (attn_mask, dropout_p, need_weights, need_steps)
         call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *flags)
@@ -224,28 +229,29 @@ def hopfield_retrieve(
         seed = int(draw_seed(state.device)) if p > 0 else 0
 
         def compared() -> dict[str, str]:
+            """The values that must be the same on all ranks, by argument."""
             options = (*limits, p, need_weights, need_steps)
             names = "update_steps_max update_steps_eps stop grad dropout_p need_weights need_steps"
-            found = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
+            properties = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
             if isinstance(beta, Tensor):
-                found |= described("beta", beta)
+                properties |= described("beta", beta)
             else:
-                found["beta"] = repr(call.scale)
-            found |= described("state", state) | described("stored", stored, rows=True)
-            found |= described("projection", projection, rows=True)
-            given = {"state": state, "stored": stored, "projection": projection, "beta": beta}
-            return found | _differentiated(given | {"attn_mask": attn_mask})
+                properties["beta"] = repr(call.scale)
+            properties |= described("state", state) | described("stored", stored, rows=True)
+            properties |= described("projection", projection, rows=True)
+            tensors = {"state": state, "stored": stored, "projection": projection, "beta": beta}
+            return properties | _differentiated(tensors | {"attn_mask": attn_mask})
 
         return (call, p), compared, (call.stored.shape[2], seed)
 
     (call, p), numbers = agreed(peers, check, state, prepare, 2)
-    arguments, back = hopfield.primitive(call)
+    arguments, restore = hopfield.primitive(call)
     xi = arguments[0]
-    taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
+    steps = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
-        xi, taken = retrieved(peers, arguments)
+        xi, steps = retrieved(peers, arguments)
     wide = torch.promote_types(call.state.dtype, torch.float32)  # of the state after autocast
-    xi, keys, values, mask = call.reading(back(xi)[..., : state.shape[-1]])
+    xi, keys, values, mask = call.reading(restore(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
     options, seed = AttentionOptions(call.scale), None
@@ -255,10 +261,10 @@ def hopfield_retrieve(
     out, _, weights = read.attend(xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed)
     results = [restored(lowered(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
-        of_rows = lowered(weights.to(call.state.dtype), state.ndim)
-        results.append(restored(of_rows, state.ndim - 1))
+        weights_of_rank = lowered(weights.to(call.state.dtype), state.ndim)
+        results.append(restored(weights_of_rank, state.ndim - 1))
     if need_steps:
-        results.append(restored(lowered(back(taken).abs(), state.ndim)))
+        results.append(restored(lowered(restore(steps).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -277,15 +283,15 @@ def _dropped(
 ) -> tuple[AttentionOptions, Tensor]:
     """Dropout with the draws of one process; ``numbers`` are each rank's rows and seed."""
     if not check:
-        own = torch.tensor(numbers[peers.rank], device=device)
-        found = gather(peers, own, [2] * peers.size, "the comparison of the seeds")
-        numbers = [x.tolist() for x in found]
+        rows_and_seed = torch.tensor(numbers[peers.rank], device=device)
+        received = gather(peers, rows_and_seed, [2] * peers.size, "the comparison of the seeds")
+        numbers = [x.tolist() for x in received]
     first = sum(rows for rows, _ in numbers[: peers.rank])
     seed = torch.tensor(numbers[0][1], device=device)
     return replace(options, dropout_p=p, first_key=first), seed
 
 
-def _differentiated(given: Mapping[str, Any]) -> dict[str, str]:
+def _differentiated(arguments: Mapping[str, Any]) -> dict[str, str]:
     """The arguments with a gradient, on which the messages of the backward depend."""
-    found = [n for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
-    return {"requires_grad": str(found if torch.is_grad_enabled() else [])}
+    names = [n for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
+    return {"requires_grad": str(names if torch.is_grad_enabled() else [])}

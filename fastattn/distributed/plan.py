@@ -42,15 +42,18 @@ class Plan:
     def __str__(self) -> str:
         """One line per method, with the largest share of a rank."""
         header = f"{'method':<10} {'sent':>12} {'received':>12} {'GFLOP':>12} {'idle':>6}"
-        lines = [header, *(self._line(name, of) for name, of in self.shares.items())]
+        lines = [header, *(self._line(name, shares) for name, shares in self.shares.items())]
         return "\n".join(lines)
 
     def _line(self, name: str, shares: Sequence[Share]) -> str:
-        most = [max(getattr(x, field) for x in shares) for field in ("sent", "received", "flops")]
+        """One row of the table."""
+        largest = [
+            max(getattr(x, field) for x in shares) for field in ("sent", "received", "flops")
+        ]
         idle = sum(x.idle for x in shares) / len(shares)
         chosen = "  <- auto" if name == self.method else ""
-        sent, received = (f"{n / 2**20:>8.1f} MiB" for n in most[:2])
-        return f"{name:<10} {sent} {received} {most[2] / 1e9:>12.1f} {idle:>6.0%}{chosen}"
+        sent, received = (f"{n / 2**20:>8.1f} MiB" for n in largest[:2])
+        return f"{name:<10} {sent} {received} {largest[2] / 1e9:>12.1f} {idle:>6.0%}{chosen}"
 
 
 @dataclass(frozen=True)
@@ -153,22 +156,28 @@ def cheapest(call: Call, ranks: int) -> str:
 
 
 def _needs_slopes(call: Call) -> bool:
+    """Whether the call needs the gradient of its ALiBi slopes."""
     return call.alibi_slopes is not None and call.alibi_slopes.requires_grad
 
 
 def _fewest(shares: Any) -> str:
     """Of ring and Ulysses, the one whose busiest rank receives fewer bytes."""
-    most = {name: max(x.received for x in of) for name, of in shares if name != "allgather"}
-    return min(most, key=lambda name: most[name])
+    busiest = {
+        name: max(x.received for x in shares_of_method)
+        for name, shares_of_method in shares
+        if name != "allgather"
+    }
+    return min(busiest, key=lambda name: busiest[name])
 
 
 @functools.lru_cache(maxsize=64)
 def _shares(sizes: _Sizes) -> tuple[tuple[str, tuple[Share, ...]], ...]:
-    found = [("ring", _of_keys(sizes, True)), ("allgather", _of_keys(sizes, False))]
+    """The shares of the ranks by method, for the methods that can run."""
+    shares = [("ring", _of_keys(sizes, True)), ("allgather", _of_keys(sizes, False))]
     ranks = sizes.queries.ranks
     if sizes.heads % ranks == 0 and sizes.kv_heads % ranks == 0:
-        found.append(("ulysses", _of_heads(sizes)))
-    return tuple(found)
+        shares.append(("ulysses", _of_heads(sizes)))
+    return tuple(shares)
 
 
 class _Counts(NamedTuple):
@@ -183,24 +192,27 @@ class _Counts(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _counted(queries: Layout, keys: Layout, window: tuple[int, int]) -> _Counts:
+    """Count pairs, steps and keys of all ranks from the layouts."""
     n = keys.ranks
     visible, lengths = VisiblePairs(keys, window), _lengths(keys)
-    pairs, reach, takers, needed, most = torch.zeros(5, n, dtype=torch.int64)
+    pairs, reach, takers, needed, busiest_of_step = torch.zeros(5, n, dtype=torch.int64)
     descending = torch.arange(2 * n, 0, -1) % n
     for q, runs in enumerate(queries.runs):
-        row = visible.of(runs)  # by the rank of the keys
-        pairs[q] = row.sum()
-        torch.maximum(most, row.flip(0).roll(q + 1), out=most)  # by the steps from that rank
-        seen = row > 0
+        pairs_by_owner = visible.of(runs)  # by the rank of the keys
+        pairs[q] = pairs_by_owner.sum()
+        by_step = pairs_by_owner.flip(0).roll(q + 1)  # by the steps from that rank
+        torch.maximum(busiest_of_step, by_step, out=busiest_of_step)
+        needs = pairs_by_owner > 0
         steps = descending[n - q : 2 * n - q]  # from each rank to this one
-        torch.maximum(reach, steps * seen, out=reach)
-        seen[q] = False
-        takers += seen
-        needed[q] = (lengths * seen).sum()
-    return _Counts(pairs, int(most.sum()), reach, takers, needed)
+        torch.maximum(reach, steps * needs, out=reach)
+        needs[q] = False
+        takers += needs
+        needed[q] = (lengths * needs).sum()
+    return _Counts(pairs, int(busiest_of_step.sum()), reach, takers, needed)
 
 
 def _lengths(layout: Layout) -> Tensor:
+    """The number of rows of each rank, int64 [ranks]."""
     return torch.tensor(layout.lengths, dtype=torch.int64)
 
 
@@ -210,20 +222,20 @@ def _of_keys(sizes: _Sizes, ring: bool) -> tuple[Share, ...]:
     lengths, reach = _lengths(sizes.keys), counts.reach
     if ring:  # keys pass every rank on their way, and their gradients follow one step behind
         sent, received = _passing(lengths, 0, reach - 1), _passing(lengths, 1, reach)
-        back = _passing(lengths, 2, reach) + lengths * (reach > 0)
+        gradients_received = _passing(lengths, 2, reach) + lengths * (reach > 0)
     else:
         sent, received = lengths * counts.takers, counts.needed
-        back = sent
+        gradients_received = sent
     # The ring sends keys in both passes; gathered keys are kept. Gradients return in float32.
-    of_keys = sizes.item * (2 if ring and sizes.backward else 1)
-    of_gradients = max(sizes.item, 4) if sizes.backward else 0
-    unit = sizes.batch * sizes.kv_heads * (sizes.width + sizes.value_width)
-    out = (sent * of_keys + received * of_gradients) * unit
-    into = (received * of_keys + back * of_gradients) * unit
-    whole = counts.busiest if ring else int(counts.pairs.max())
+    key_bytes = sizes.item * (2 if ring and sizes.backward else 1)
+    gradient_bytes = max(sizes.item, 4) if sizes.backward else 0
+    row_size = sizes.batch * sizes.kv_heads * (sizes.width + sizes.value_width)
+    out = (sent * key_bytes + received * gradient_bytes) * row_size
+    into = (received * key_bytes + gradients_received * gradient_bytes) * row_size
+    critical_path = counts.busiest if ring else int(counts.pairs.max())
     cost = _flops(sizes)
     return tuple(
-        Share(out_bytes, in_bytes, pairs * cost, _idle(pairs, whole))
+        Share(out_bytes, in_bytes, pairs * cost, _idle(pairs, critical_path))
         for out_bytes, in_bytes, pairs in zip(
             out.tolist(), into.tolist(), counts.pairs.tolist(), strict=True
         )
@@ -247,17 +259,19 @@ def _of_heads(sizes: _Sizes) -> tuple[Share, ...]:
     pairs = int(_counted(sizes.queries, sizes.keys, sizes.window).pairs.sum())
     # Bytes of a row of all heads: query sent, output and lse returned; key and value sent.
     widths = sizes.width + sizes.value_width
-    of_query = sizes.batch * sizes.heads * sizes.width * sizes.item
-    of_result = sizes.batch * sizes.heads * (sizes.value_width * sizes.item + 8)
-    of_keys = sizes.batch * sizes.kv_heads * widths * sizes.item
+    query_bytes = sizes.batch * sizes.heads * sizes.width * sizes.item
+    result_bytes = sizes.batch * sizes.heads * (sizes.value_width * sizes.item + 8)
+    key_bytes = sizes.batch * sizes.kv_heads * widths * sizes.item
     flops = pairs * _flops(sizes) // n
     shares = []
     for rows, columns in zip(sizes.queries.lengths, sizes.keys.lengths, strict=True):
-        others, other_columns = sizes.queries.total - rows, sizes.keys.total - columns
+        other_rows, other_columns = sizes.queries.total - rows, sizes.keys.total - columns
         # This rank's rows of other ranks' heads; other ranks' rows of this rank's heads.
-        there = (rows * of_query + columns * of_keys) * (n - 1) + others * of_result
-        back = others * of_query + other_columns * of_keys + rows * of_result * (n - 1)
-        sent, received = there // n, back // n
+        all_sent = (rows * query_bytes + columns * key_bytes) * (n - 1) + other_rows * result_bytes
+        all_received = (
+            other_rows * query_bytes + other_columns * key_bytes + rows * result_bytes * (n - 1)
+        )
+        sent, received = all_sent // n, all_received // n
         if sizes.backward:  # the gradients go the other way
             sent, received = sent + received, sent + received
         shares.append(Share(sent, received, flops, 0.0))
@@ -272,5 +286,6 @@ def _flops(sizes: _Sizes) -> int:
     return 2 * both * sizes.batch * sizes.heads
 
 
-def _idle(own: int, whole: int) -> float:
-    return 1 - own / whole if whole else 0.0
+def _idle(work: int, longest: int) -> float:
+    """The fraction of the time in which a rank with this work waits for the longest."""
+    return 1 - work / longest if longest else 0.0

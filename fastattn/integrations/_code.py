@@ -57,35 +57,36 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value is a function, which the cache key can hold itself."""
     return isinstance(value, (FunctionType, BuiltinFunctionType, functools.partial))
 
 
 def _read(module: nn.Module) -> set[str]:
     """The names that ``forward`` reaches."""
-    found: set[str] = set()
-    seen: set[CodeType] = set()
+    names: set[str] = set()
+    visited: set[CodeType] = set()
     # Each function with the object whose method it is.
-    left: list[tuple[Any, Any]] = [(vars(module).get("forward", type(module).forward), module)]
-    while left:
-        value, owner = left.pop()
+    pending: list[tuple[Any, Any]] = [(vars(module).get("forward", type(module).forward), module)]
+    while pending:
+        value, owner = pending.pop()
         function = _python_function(value)
-        if function is None or function.__code__ in seen:
+        if function is None or function.__code__ in visited:
             continue
-        seen.add(function.__code__)
-        meanings = list(_captured(function))
+        visited.add(function.__code__)
+        callees = list(_captured(function))
         for code in _with_nested(function.__code__):
-            found |= _marks(code.co_names)
+            names |= _marks(code.co_names)
             if any(map(_is_product, dis.get_instructions(code))):
-                found.add("product")
+                names.add("product")
             for name in code.co_names:
-                meanings += _values(name, function, owner, module)
-        for meant in meanings:
-            found |= _marks_of_value(meant)
-            if not isinstance(meant, nn.Module):
-                left.append((meant, owner))
+                callees += _values(name, function, owner, module)
+        for callee in callees:
+            names |= _marks_of_value(callee)
+            if not isinstance(callee, nn.Module):
+                pending.append((callee, owner))
                 # A callable object, such as a processor of diffusers.
-                left.append((inspect.getattr_static(type(meant), "__call__", None), meant))
-    return found
+                pending.append((inspect.getattr_static(type(callee), "__call__", None), callee))
+    return names
 
 
 def _marks_of_value(value: Any) -> set[str]:
@@ -98,11 +99,13 @@ def _marks_of_value(value: Any) -> set[str]:
 
 
 def _marks(names: Any) -> set[str]:
+    """The names in ``SEEN``, and "product" if there is a product among the names."""
     names = set(names)
     return (names & SEEN) | ({"product"} if names & _PRODUCTS else set())
 
 
 def _is_product(instruction: dis.Instruction) -> bool:
+    """Whether an instruction is the operator ``@``."""
     return instruction.opname == "BINARY_MATRIX_MULTIPLY" or (  # Python 3.10
         instruction.opname == "BINARY_OP" and instruction.argrepr == "@"
     )
@@ -121,14 +124,14 @@ def _values(name: str, function: FunctionType, owner: Any, module: nn.Module) ->
     scope = function.__globals__
     if name in scope:
         yield scope[name]
-    for used in function.__code__.co_names:
-        imported = scope.get(used)
+    for module_name in function.__code__.co_names:
+        imported = scope.get(module_name)
         if isinstance(imported, ModuleType) and not _ends(imported.__name__):
             yield vars(imported).get(name)
-    for one in (owner, module):
-        parts = compat.children_of(one) if isinstance(one, torch.nn.Module) else {}
-        own = {**getattr(one, "__dict__", {}), **parts}
-        yield own[name] if name in own else inspect.getattr_static(type(one), name, None)
+    for source in (owner, module):
+        children = compat.children_of(source) if isinstance(source, torch.nn.Module) else {}
+        members = {**getattr(source, "__dict__", {}), **children}
+        yield members[name] if name in members else inspect.getattr_static(type(source), name, None)
 
 
 def _captured(function: FunctionType) -> Iterator[Any]:
@@ -153,4 +156,5 @@ def _python_function(value: Any) -> FunctionType | None:
 
 
 def _ends(module: str) -> bool:
+    """Whether the functions of a module are not followed."""
     return module.partition(".")[0] in _ENDS

@@ -44,11 +44,13 @@ class Counted(abc.ABC, Generic[Name]):
     _registrations = 0
 
     def serve(self, name: Name) -> None:
+        """Add the name with its first registration."""
         if not self._registrations:
             self.add(name)
         self._registrations += 1
 
     def release(self, name: Name) -> None:
+        """Remove the name with its last registration."""
         self._registrations -= 1
         if not self._registrations:
             self.remove(name)
@@ -87,12 +89,12 @@ class Registration(Undoable):
 def check_version(library: str, oldest: tuple[int, int], below: tuple[int, int]) -> None:
     """Raise an ImportError that names the extra if a library is missing or out of its range."""
     allowed = f">={oldest[0]}.{oldest[1]},<{below[0]}"
-    extra = f"pip install 'fastattn[{library}]' installs a version in the range {allowed}"
-    needs = f"fastattn.integrations.{library} needs {library}{allowed}"
+    hint = f"pip install 'fastattn[{library}]' installs a version in the range {allowed}"
+    requirement = f"fastattn.integrations.{library} needs {library}{allowed}"
     try:
         version = importlib.import_module(library).__version__
     except ImportError as error:
-        raise ImportError(f"{needs}: {error}. {extra}") from error
+        raise ImportError(f"{requirement}: {error}. {hint}") from error
     number = re.match(r"(\d+)\.(\d+)", version)
     if number is None or not oldest <= (int(number[1]), int(number[2])) < below:
-        raise ImportError(f"{needs}, but {library} {version} is installed. {extra}")
+        raise ImportError(f"{requirement}, but {library} {version} is installed. {hint}")

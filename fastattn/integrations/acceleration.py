@@ -77,13 +77,14 @@ class Report:
         return as_html(self._rows())
 
     def _rows(self) -> list[list[str]]:
+        """The table, its header first."""
         rows = [["count", "modules", "class", "calls", "backend", "reason"]]
         for part in (*self.parts, *self.layers, *self.linear):
             names = list(dict.fromkeys(map(_pattern, part.modules)))
-            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            names_shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             backend = part.backend or "not fastattn"
             rows.append(
-                [str(len(part.modules)), shown, part.kind, part.calls, backend, part.reason]
+                [str(len(part.modules)), names_shown, part.kind, part.calls, backend, part.reason]
             )
         if len(rows) == 1:
             rows.append(["0", "", "", "", "", "no attention and no linear layer was found"])
@@ -146,16 +147,16 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
-    for name, given in (("linear", linear), ("unpad", unpad)):
-        if not isinstance(given, bool):
-            raise TypeError(f"accelerate: {name} must be a bool, got {type(given).__name__}")
+    for name, flag in (("linear", linear), ("unpad", unpad)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"accelerate: {name} must be a bool, got {type(flag).__name__}")
     with lock:
         changes = _changes.get(model)
         if changes is None:
             changes = _changes[model] = _Changes()
             weakref.finalize(model, changes.end).atexit = False
-        refused = changes.make(model, linear, unpad)
-        attention = tuple(_parts(model, changes, refused))
+        why_not_served = changes.make(model, linear, unpad)
+        attention = tuple(_parts(model, changes, why_not_served))
         return Report(attention, tuple(_linear_layers(model)), tuple(_encoder_layers(model)))
 
 
@@ -191,7 +192,7 @@ class _Changes:
         replaced = [*replace_mha(model), *replace_encoders(model)]
         replaced += replace_linear(model) if linear else ()
         self._replaced += [weakref.ref(modules[name]) for name in replaced]
-        refused = {}
+        why_not_served = {}
         for library, serve in (
             ("transformers", self._transformers),
             ("diffusers", self._diffusers),
@@ -201,8 +202,8 @@ class _Changes:
                 try:
                     serve(model)
                 except (ImportError, KeyError, ValueError) as error:
-                    refused[library] = f"{type(error).__name__}: {error}"
-        if "transformers" in sys.modules and "transformers" not in refused:
+                    why_not_served[library] = f"{type(error).__name__}: {error}"
+        if "transformers" in sys.modules and "transformers" not in why_not_served:
             if linear:
                 self._experts(model)
             # Its import loads parts of transformers.
@@ -213,13 +214,15 @@ class _Changes:
             relative = importlib.import_module("fastattn.integrations.transformers._relative")
             replaced += replace(model, lambda module: relative.relative_class(module, unpad))
             self._replaced += [weakref.ref(modules[name]) for name in replaced]
-        return refused
+        return why_not_served
 
     def activate(self) -> None:
+        """Serve PyTorch's own function, once for this model."""
         if self._activation is None:
             self._activation = activate()
 
     def undo(self) -> None:
+        """Restore classes and settings, the latest setting first."""
         for reference in self._replaced:
             module = reference()
             if module is not None:
@@ -239,12 +242,13 @@ class _Changes:
             self._registrations, self._activation = {}, None
 
     def _transformers(self, model: nn.Module) -> None:
+        """Set ``attn_implementation`` of each outermost model of transformers."""
         base = sys.modules["transformers.modeling_utils"].PreTrainedModel
-        inside: set[int] = set()
+        visited: set[int] = set()
         for module in model.modules():
-            if not isinstance(module, base) or id(module) in inside:
+            if not isinstance(module, base) or id(module) in visited:
                 continue
-            inside.update(map(id, module.modules()))
+            visited.update(map(id, module.modules()))
             self._register("transformers", transformers.register)
             for config in _configurations(module):
                 if config._attn_implementation != _NAME:
@@ -267,6 +271,7 @@ class _Changes:
                 config._experts_implementation_internal = _NAME
 
     def _diffusers(self, model: nn.Module) -> None:
+        """Set the backend of each processor that has not chosen another."""
         for module in model.modules():
             processor: Any = getattr(module, "processor", None)
             if (
@@ -286,6 +291,7 @@ class _Changes:
             self._replaced += [weakref.ref(modules[name]) for name in replaced]
 
     def _register(self, library: str, register: Callable[[], Registration]) -> None:
+        """Register with a library, once for this model."""
         if library not in self._registrations:
             self._registrations[library] = register()
 
@@ -294,6 +300,7 @@ class _Changes:
         before = getattr(owner, attribute)
 
         def reset() -> None:
+            """Restore the attribute, unless it was changed since."""
             if getattr(owner, attribute) == _NAME:
                 setattr(owner, attribute, before)
 
@@ -305,22 +312,22 @@ _changes: weakref.WeakKeyDictionary[nn.Module, _Changes] = weakref.WeakKeyDictio
 
 def _configurations(model: Any) -> list[Any]:
     """The configurations of the models of transformers in this one, each once."""
-    found: dict[int, Any] = {}
-    left: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    while left:
-        config = left.pop()
-        if hasattr(config, "_attn_implementation") and id(config) not in found:
-            found[id(config)] = config
-            left += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    by_id: dict[int, Any] = {}
+    pending: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    while pending:
+        config = pending.pop()
+        if hasattr(config, "_attn_implementation") and id(config) not in by_id:
+            by_id[id(config)] = config
+            pending += [getattr(config, name, None) for name in config.sub_configs]
+    return list(by_id.values())
 
 
-def _parts(model: nn.Module, changes: _Changes, refused: dict[str, str]) -> Iterator[Part]:
+def _parts(model: nn.Module, changes: _Changes, why_not_served: dict[str, str]) -> Iterator[Part]:
     """The modules that compute attention, those alike together, in the order of the model."""
     named = dict(model.named_modules())
     known: dict[Any, set[str]] = {}
     calls = {name: _calls(module, known) for name, module in named.items()}
-    found: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for name, module in named.items():
         if calls[name] in _UNCERTAIN and any(
             other.startswith(f"{name}." if name else "") and calls[other]
@@ -329,26 +336,26 @@ def _parts(model: nn.Module, changes: _Changes, refused: dict[str, str]) -> Iter
         ):
             continue  # what contains attention, such as a layer, is none itself
         if calls[name]:
-            verdict = _verdict(name, named, calls[name], known, changes, refused)
+            verdict = _verdict(name, named, calls[name], known, changes, why_not_served)
             key = (type(module).__name__, *verdict)
-            found.setdefault(key, []).append(name)
-    for (kind, *rest), names in found.items():
-        yield Part(tuple(names), kind, *rest)
+            groups.setdefault(key, []).append(name)
+    for (kind, *fields), names in groups.items():
+        yield Part(tuple(names), kind, *fields)
 
 
 def _linear_layers(model: nn.Module) -> Iterator[Part]:
     """The linear layers, those alike together, with their share of the weights."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
-            own = module.parameters(recurse=False)
-            made = (x for x in own if not isinstance(x, nn.UninitializedParameter))
-            sizes[name] = sum(x.numel() for x in made if x.dim() > 1)
+            parameters = module.parameters(recurse=False)
+            initialized = (x for x in parameters if not isinstance(x, nn.UninitializedParameter))
+            sizes[name] = sum(x.numel() for x in initialized if x.dim() > 1)
         if isinstance(module, LINEAR):
             weight: torch.Tensor = module.weight
-            found.setdefault((type(module).__name__, *_gemms(weight)), []).append(name)
-    for (kind, backend, reason), names in found.items():
+            groups.setdefault((type(module).__name__, *_gemms(weight)), []).append(name)
+    for (kind, backend, reason), names in groups.items():
         share = sum(sizes[name] for name in names) / max(sum(sizes.values()), 1)
         if backend:
             reason += f"; {share:.0%} of the weights, embeddings apart"
@@ -357,14 +364,14 @@ def _linear_layers(model: nn.Module) -> Iterator[Part]:
 
 def _encoder_layers(model: nn.Module) -> Iterator[Part]:
     """The layers of encoders, those alike together."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Native):
             reason = module.why_not_native()
             key = (type(module).__name__, module.WHAT, "" if reason else "cpu", reason)
-            found.setdefault(key, []).append(name)
-    for (kind, *rest), names in found.items():
-        yield Part(tuple(names), kind, *rest)
+            groups.setdefault(key, []).append(name)
+    for (kind, *fields), names in groups.items():
+        yield Part(tuple(names), kind, *fields)
 
 
 def _gemms(weight: torch.Tensor) -> tuple[str, str]:
@@ -431,7 +438,7 @@ def _verdict(
     call: str,
     known: dict[Any, set[str]],
     changes: _Changes,
-    refused: dict[str, str],
+    why_not_served: dict[str, str],
 ) -> tuple[str, str, str]:
     """What the modules call, the backend that serves it, and the reason."""
     module = named[name]
@@ -445,16 +452,16 @@ def _verdict(
     elif call == _TRANSFORMERS:
         chosen = _implementation(name, named)
         if chosen != _NAME:
-            why_not = refused.get("transformers", f"its attn_implementation is {chosen!r}")
+            why_not = why_not_served.get("transformers", f"its attn_implementation is {chosen!r}")
     elif call == _DIFFUSERS and hasattr(processor, "_attention_backend"):
         chosen = processor._attention_backend
         if chosen != _NAME:
-            why_not = refused.get("diffusers", f"its attention backend is {chosen!r}")
+            why_not = why_not_served.get("diffusers", f"its attention backend is {chosen!r}")
     elif call in (_DIFFUSERS, _SDPA, _FUNCTIONAL):
-        off = [each for each in _SWITCHES if getattr(module, each, None) is False]
+        switched_off = [switch for switch in _SWITCHES if getattr(module, switch, None) is False]
         device = _example(module, named[""]).device
-        if off:
-            why_not = f"its {off[0]} is False, so it computes attention step by step"
+        if switched_off:
+            why_not = f"its {switched_off[0]} is False, so it computes attention step by step"
         elif device.type != "cpu":
             why_not = f"activate serves the CPU only, the module is on {device}"
         else:
@@ -496,14 +503,15 @@ def _implementation(name: str, named: dict[str, nn.Module]) -> str | None:
 
 def _example(module: nn.Module, model: nn.Module) -> torch.Tensor:
     """A query such as those of a module, [1, 1, 16, D]."""
-    parameters = (x for each in (module, model) for x in each.parameters())
-    made = (x for x in parameters if not isinstance(x, nn.UninitializedParameter))
-    like = next((x for x in made if x.is_floating_point()), torch.empty(()))
+    parameters = (x for source in (module, model) for x in source.parameters())
+    initialized = (x for x in parameters if not isinstance(x, nn.UninitializedParameter))
+    parameter = next((x for x in initialized if x.is_floating_point()), torch.empty(()))
     width = getattr(module, "head_dim", 64)
-    return like.new_empty(1, 1, 16, width if isinstance(width, int) else 64)
+    return parameter.new_empty(1, 1, 16, width if isinstance(width, int) else 64)
 
 
 def _backend(query: torch.Tensor) -> tuple[str, str]:
+    """The backend that runs attention of this query, and why not a preferred one."""
     try:
         explanation = explain(_SDPA, query, query, query)
     except (NotImplementedError, RuntimeError) as error:

@@ -98,10 +98,11 @@ class _Packed:
         self._before = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
 
     def serve(self, module: Any) -> None:
+        """Make a module pack its texts, with its first registration."""
         self._registrations[module] = self._registrations.get(module, 0) + 1
         if self._registrations[module] > 1:
             return
-        own = vars(module)
+        attributes = vars(module)
         # sentence-transformers sets the same attributes for flash-attention.
         packing = {
             "can_flatten_inputs": True,
@@ -111,10 +112,11 @@ class _Packed:
         }
         if module.model_forward_params is not None:
             packing["model_forward_params"] = module.model_forward_params | _PACKED
-        self._before[module] = {name: own.get(name, _ABSENT) for name in packing}
-        own.update(packing)
+        self._before[module] = {name: attributes.get(name, _ABSENT) for name in packing}
+        attributes.update(packing)
 
     def release(self, module: Any) -> None:
+        """Restore a module with its last registration."""
         self._registrations[module] -= 1
         if self._registrations[module]:
             return

@@ -66,8 +66,9 @@ class _Backend:
     name = NAME
 
     def is_preferred(self, spec: Any) -> bool:
-        served: bool = spec.device.type == "cpu" and spec.dtype.is_floating_point
-        return served
+        """Whether TabPFN should choose this backend for tensors of ``spec``."""
+        is_served: bool = spec.device.type == "cpu" and spec.dtype.is_floating_point
+        return is_served
 
     def run(
         self,
@@ -76,6 +77,7 @@ class _Backend:
         value: Tensor,  # [B, Lk, Hkv, D]
         **_: Any,
     ) -> Tensor:  # [B, Lq, Hq, D]
+        """Attention of [B, L, H, D], read in place."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out: Tensor = scaled_dot_product_attention(query, key, value, enable_gqa=True)
         return out.transpose(1, 2)
@@ -91,14 +93,17 @@ class _Registry(Counted[str]):
         self._backend = _Backend()
 
     def add(self, name: str) -> None:
+        """Register the backend; the latest has priority."""
         self._backends.register_attention_backend(self._backend)
 
     def remove(self, name: str) -> None:
+        """Remove the backend by its name."""
         self._backends.unregister_attention_backend(name)
 
 
 @functools.cache
 def _registry() -> _Registry:
+    """The registry, once tabpfn is imported and its version checked."""
     check_version("tabpfn", OLDEST, BELOW)
     return _Registry()
 

@@ -157,6 +157,7 @@ def _attend(
 
 
 def _check_lengths(key: Tensor, value: Tensor) -> None:
+    """Raise RuntimeError for keys and values that PyTorch would read out of bounds."""
     if key.is_nested or value.is_nested or key.dim() < 2 or value.dim() < 2:
         return
     if key.shape[-2] != value.shape[-2]:

@@ -62,6 +62,7 @@ def blocks_of_part(
     bits = torch.nn.functional.pad(bits, (0, 0, 0, 0, 0, 1))
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Read the pair's bit, or the state of its block."""
         q, k = q + first_q, k + first_k
         state = states[b, h, q // block_q, k // block_k]
         word = bits[state.clamp(min=_PARTIAL) - _PARTIAL, k % block_k, q % block_q // 32]
@@ -76,11 +77,11 @@ def _listed(counts: Tensor, indices: Tensor, size: Size) -> Tensor:
     """1 for the blocks [B, H, rows, columns] whose columns a row lists, 0 for others; int32."""
     rows, columns = size
     counts, indices = counts[:, :, :rows], indices[:, :, :rows].long()
-    given = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    found = torch.zeros(*indices.shape[:3], columns + 1, dtype=torch.int32, device=indices.device)
-    outside = (indices < 0) | (indices >= columns) | ~given
-    found.scatter_(3, indices.masked_fill(outside, columns), 1)
-    return found[..., :columns].contiguous()
+    in_list = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    states = torch.zeros(*indices.shape[:3], columns + 1, dtype=torch.int32, device=indices.device)
+    outside = (indices < 0) | (indices >= columns) | ~in_list
+    states.scatter_(3, indices.masked_fill(outside, columns), 1)
+    return states[..., :columns].contiguous()
 
 
 def _evaluated(
@@ -91,7 +92,7 @@ def _evaluated(
     batch, heads, rows, _ = states.shape
     states = states.clone()
     words = -(-block_q // 32)
-    found, kept = [states.new_empty(0, block_k, words)], 0
+    bits_of_rows, partial_count = [states.new_empty(0, block_k, words)], 0
     in_block = torch.arange(block_k, device=states.device)
     for row in range(rows):
         open_blocks = states[:, :, row] == _PARTIAL  # [B, H, columns]
@@ -102,19 +103,21 @@ def _evaluated(
         keys = columns[:, None] * block_k + in_block  # [columns, block_k], the last ones outside
         exists = keys < k_len
         index = keys.clamp(max=k_len - 1).flatten()
-        seen = _called(mask_mod, batch, heads, queries, index)
-        seen = seen.unflatten(3, keys.shape).transpose(2, 3)  # [B, H, columns, Lq, block_k]
-        every = (seen | ~exists[:, None]).flatten(3).all(3)
-        seen = seen & exists[:, None]
-        some = seen.flatten(3).any(3) & ~every & open_blocks[:, :, columns]
-        count = int(some.sum())
-        state = torch.where(every, _ALL, _NONE)
-        state[some] = torch.arange(kept, kept + count, device=states.device) + _PARTIAL
+        visible = _called(mask_mod, batch, heads, queries, index)
+        visible = visible.unflatten(3, keys.shape).transpose(2, 3)  # [B, H, columns, Lq, block_k]
+        fully_visible = (visible | ~exists[:, None]).flatten(3).all(3)
+        visible = visible & exists[:, None]
+        partly_visible = visible.flatten(3).any(3) & ~fully_visible & open_blocks[:, :, columns]
+        count = int(partly_visible.sum())
+        state = torch.where(fully_visible, _ALL, _NONE)
+        state[partly_visible] = (
+            torch.arange(partial_count, partial_count + count, device=states.device) + _PARTIAL
+        )
         decided = torch.where(open_blocks[:, :, columns], state, states[:, :, row, columns])
         states[:, :, row, columns] = decided.to(torch.int32)
-        found.append(words_of_pairs(seen[some], words))
-        kept += count
-    return states, torch.cat(found)
+        bits_of_rows.append(words_of_pairs(visible[partly_visible], words))
+        partial_count += count
+    return states, torch.cat(bits_of_rows)
 
 
 def words_of_pairs(pairs: Tensor, words: int) -> Tensor:
@@ -129,22 +132,27 @@ def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Te
     """Evaluate mask_mod for all combinations, [B, H, queries, keys]."""
 
     def checked(*index: Tensor) -> Tensor:
+        """mask_mod, with errors that name it and its result."""
         try:
-            seen = mask_mod(*index)
+            visible = mask_mod(*index)
         except Exception as error:
             raise RuntimeError(_why_not_called(error)) from error
-        if not isinstance(seen, Tensor) or seen.dtype is not torch.bool or seen.dim():
-            got = f"{list(seen.shape)} {seen.dtype}" if isinstance(seen, Tensor) else repr(seen)
+        if not isinstance(visible, Tensor) or visible.dtype is not torch.bool or visible.dim():
+            got = (
+                f"{list(visible.shape)} {visible.dtype}"
+                if isinstance(visible, Tensor)
+                else repr(visible)
+            )
             raise TypeError(f"mask_mod must return a boolean tensor without dimensions, got {got}")
-        return seen
+        return visible
 
     function: Any = checked
     for dim in (3, 2, 1, 0):
         function = torch.vmap(function, tuple(0 if n == dim else None for n in range(4)))
     indices = (torch.arange(n, device=queries.device) for n in (batch, heads))
     with _IndexWithTensors():
-        seen: Tensor = function(*indices, queries, keys)
-    return seen
+        visible: Tensor = function(*indices, queries, keys)
+    return visible
 
 
 class _IndexWithTensors(TorchFunctionMode):
@@ -159,17 +167,20 @@ class _IndexWithTensors(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__getitem__:
             x, index = args
-            parts = index if isinstance(index, tuple) else (index,)
-            are_tensors = [_is_integers(i) for i in parts]
-            if any(are_tensors) and all(
-                t or type(i) is int for t, i in zip(are_tensors, parts, strict=True)
+            indices = index if isinstance(index, tuple) else (index,)
+            is_tensor = [_is_integers(i) for i in indices]
+            if any(is_tensor) and all(
+                t or type(i) is int for t, i in zip(is_tensor, indices, strict=True)
             ):
-                places = [torch.tensor(i, device=x.device) if type(i) is int else i for i in parts]
-                return torch.ops.aten.index.Tensor(x, places)
+                index_tensors = [
+                    torch.tensor(i, device=x.device) if type(i) is int else i for i in indices
+                ]
+                return torch.ops.aten.index.Tensor(x, index_tensors)
         return func(*args, **(kwargs or {}))
 
 
 def _is_integers(i: Any) -> bool:
+    """Whether i is a tensor of integers."""
     return isinstance(i, Tensor) and i.dtype in (torch.int64, torch.int32)
 
 
@@ -184,6 +195,7 @@ _READS_VALUES = (
 
 
 def _why_not_called(error: Exception) -> str:
+    """The error text for a function that ``torch.vmap`` cannot evaluate."""
     if isinstance(error, RuntimeError) and any(part in str(error) for part in _READS_VALUES):
         return (
             "mask_mod must not depend on values in its control flow (if, while, int()) or shapes "

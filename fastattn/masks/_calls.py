@@ -52,11 +52,12 @@ class Call:
         """Convert bounds in all keys to indices of the keys of this call."""
         return keys.clamp(0, self.k_len)
 
-    def cut(self, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
+    def cut(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The ids of this call's queries and keys, [rows|1, L], from the ids of all."""
-        return of_queries, of_keys
+        return query_ids, key_ids
 
     def padded(self, x: Tensor) -> Tensor:
+        """Pad ids or bounds to the length that kernels read."""
         return padded(x)
 
 
@@ -92,10 +93,11 @@ class PartCall(DenseCall):
     def within(self, keys: Tensor) -> Tensor:
         return (keys - self.first_key).clamp(0, self.k_len)
 
-    def cut(self, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
+    def cut(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids of the rectangle's queries and keys."""
         return (
-            of_queries[:, self.offset : self.offset + self.q_len],
-            of_keys[:, self.first_key : self.first_key + self.k_len],
+            query_ids[:, self.offset : self.offset + self.q_len],
+            key_ids[:, self.first_key : self.first_key + self.k_len],
         )
 
 
@@ -112,6 +114,7 @@ class PackedCall(Call):
         return starts and (self.q_len, self.k_len, self.bottom_right, *starts)
 
     def positions(self) -> Tensor:
+        """The index of each query within its sequence, or from the sequence's end."""
         sequence, local, lengths = places(self.q_starts, self.q_len)
         if self.bottom_right:
             k_lengths = torch.nn.functional.pad(self.k_starts.diff(), (0, 1))
@@ -119,6 +122,7 @@ class PackedCall(Call):
         return local[None]
 
     def by_query(self, x: Tensor) -> Tensor:
+        """The number of each query's sequence, [1, Tq]."""
         if x.shape[0] == 1:
             return x[:, None]
         sequence, _, _ = places(self.q_starts, self.q_len)
@@ -157,8 +161,8 @@ class PartOfCacheCall(CacheCall):
     of: int  # the number of all positions
 
     def lengths(self) -> tuple[Any, ...] | None:
-        own = super().lengths()
-        return own and (*own, self.runs, self.of)
+        cache_lengths = super().lengths()
+        return cache_lengths and (*cache_lengths, self.runs, self.of)
 
     def whole(self) -> tuple[int, int]:
         return self.q_len, self.of
@@ -166,17 +170,17 @@ class PartOfCacheCall(CacheCall):
     def within(self, keys: Tensor) -> Tensor:
         return keys_before(self.runs, keys)
 
-    def cut(self, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [of_keys[:, position : position + length] for position, length in self.runs]
-        return of_queries, torch.cat(parts, 1) if parts else of_keys[:, :0]
+    def cut(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+        spans = [key_ids[:, position : position + length] for position, length in self.runs]
+        return query_ids, torch.cat(spans, 1) if spans else key_ids[:, :0]
 
 
 def keys_before(runs: Sequence[tuple[int, int]], positions: Tensor) -> Tensor:
     """How many keys precede each position, where ``runs`` are the increasing positions of keys."""
-    found = torch.zeros_like(positions)
+    counts = torch.zeros_like(positions)
     for position, length in runs:
-        found += (positions - position).clamp(0, length)
-    return found
+        counts += (positions - position).clamp(0, length)
+    return counts
 
 
 def _values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:
@@ -194,21 +198,26 @@ def exactly(x: Tensor, *sizes: int) -> Tensor:
     return x.view(*x.shape[: -len(sizes)], *sizes) if records_trace() else x
 
 
-def check_rows(call: Call, what: str, rows: int, most: int) -> None:
-    if rows != 1 and rows != most:
-        allowed = "1" if most == 1 else f"1 or {most}"
-        raise RuntimeError(f"{call.op}: mask: {what} must be of batch size {allowed}, got {rows}")
+def check_rows(call: Call, subject: str, rows: int, batch: int) -> None:
+    """Raise RuntimeError unless a mask's tensor has one entry, or one for each of the batch."""
+    if rows != 1 and rows != batch:
+        allowed = "1" if batch == 1 else f"1 or {batch}"
+        raise RuntimeError(
+            f"{call.op}: mask: {subject} must be of batch size {allowed}, got {rows}"
+        )
 
 
-def check_device(call: Call, what: str, x: Tensor) -> None:
-    check_same_device(call.op, f"mask: {what}", x, call.device)
+def check_device(call: Call, subject: str, x: Tensor) -> None:
+    """Raise an error unless a mask's tensor is on the device of the call."""
+    check_same_device(call.op, f"mask: {subject}", x, call.device)
 
 
-def check_int(function: str, name: str, value: Any, least: int) -> None:
+def check_int(function: str, name: str, value: Any, minimum: int) -> None:
+    """Raise an error unless ``value`` is an integer from ``minimum`` to 2**31 - 1."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise wrong_type(function, name, value, "int")
-    if value < least:
-        raise ValueError(f"{function}: {name} must be at least {least}, got {value}")
+    if value < minimum:
+        raise ValueError(f"{function}: {name} must be at least {minimum}, got {value}")
     if isinstance(value, int) and value >= 2**31:
         raise ValueError(f"{function}: {name} must be below 2**31, got {value}")
 
@@ -221,7 +230,7 @@ def integers(function: str, name: str, x: Any, shape: str, dims: Sequence[int]) 
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{function}: {name} must be int32 or int64, got {x.dtype}")
     if x.dtype is torch.int64 and x.numel() and runs_eagerly(x):
-        least, most = (int(n) for n in x.aminmax())
-        if least < -(2**31) or most >= 2**31:
-            raise ValueError(f"{function}: {name} must fit int32, got {least} to {most}")
+        smallest, largest = (int(n) for n in x.aminmax())
+        if smallest < -(2**31) or largest >= 2**31:
+            raise ValueError(f"{function}: {name} must fit int32, got {smallest} to {largest}")
     return x.to(torch.int32, copy=True)

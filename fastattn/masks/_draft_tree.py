@@ -28,6 +28,7 @@ class _DraftTree(LeafMask):
         self.visible = visible  # [B|1, Lq, Lq] bool
 
     def _check(self, call: Call) -> None:
+        """The tree must fit the queries and the batch of a cache."""
         if type(call) is not CacheCall:
             raise RuntimeError(
                 f"{call.op}: mask must not have a draft tree, which needs the cache of "
@@ -45,6 +46,7 @@ class _DraftTree(LeafMask):
         return True
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
+        """Blocks: visible before the tree, bits within it, hidden after it."""
         assert isinstance(call, CacheCall)
         visible = exactly(self.visible, call.q_len, call.q_len)
         q_len, rows = call.q_len, call.rows
@@ -97,9 +99,9 @@ def draft_tree(visible: Tensor) -> Mask:
             [ True,  True,  True,  True, False],
             [ True,  True,  True, False,  True]])
     """
-    own = _checked(visible)
-    shape = list(own.shape)
-    return _DraftTree(own if own.dim() == 3 else own[None], f"draft_tree({shape})")
+    checked = _checked(visible)
+    shape = list(checked.shape)
+    return _DraftTree(checked if checked.dim() == 3 else checked[None], f"draft_tree({shape})")
 
 
 def _checked(visible: Any) -> Tensor:
@@ -118,6 +120,7 @@ def _checked(visible: Any) -> Tensor:
 
 
 def _check_order(visible: Tensor) -> None:
+    """Raise ValueError for a token that sees a later one, or not itself."""
     later = visible.triu(1).nonzero()
     if later.numel():
         token, other = later[0, -2:].tolist()

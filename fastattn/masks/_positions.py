@@ -42,6 +42,7 @@ class _Interval(LeafMask):
             check_device(call, "lengths", self.lengths)
 
     def _may_see(self, call: Call) -> bool:
+        """Whether any query has a non-empty interval."""
         if self.negated:
             return True
         low, high = self._ends(call).unbind(1)
@@ -72,8 +73,9 @@ def causal() -> Mask:
     return _Interval("causal()", _bounds_of_causal)
 
 
-def _bounds_of_causal(at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(at), at + 1
+def _bounds_of_causal(positions: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    """Keys from the first up to the query's own position."""
+    return torch.zeros_like(positions), positions + 1
 
 
 def sliding_window(left: int, right: int) -> Mask:
@@ -90,9 +92,12 @@ def sliding_window(left: int, right: int) -> Mask:
     return _Interval(f"sliding_window({left}, {right})", bounds)
 
 
-def _bounds_of_window(left: int, right: int, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-    low = at - left if left >= 0 else torch.zeros_like(at)
-    return low, at + right + 1 if right >= 0 else torch.full_like(at, k_len)
+def _bounds_of_window(
+    left: int, right: int, positions: Tensor, k_len: int
+) -> tuple[Tensor, Tensor]:
+    """Keys from ``left`` before to ``right`` after the query."""
+    low = positions - left if left >= 0 else torch.zeros_like(positions)
+    return low, positions + right + 1 if right >= 0 else torch.full_like(positions, k_len)
 
 
 def chunked(size: int) -> Mask:
@@ -102,8 +107,9 @@ def chunked(size: int) -> Mask:
     return _Interval(f"chunked({size})", functools.partial(_bounds_of_chunks, size))
 
 
-def _bounds_of_chunks(size: int, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-    low = at.div(size, rounding_mode="floor") * size
+def _bounds_of_chunks(size: int, positions: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    """The first key of the query's chunk and the one after its last."""
+    low = positions.div(size, rounding_mode="floor") * size
     return low, low + size
 
 
@@ -117,12 +123,15 @@ def prefix_lm(lengths: int | Tensor) -> Mask:
         check_int("prefix_lm", "lengths", lengths, 0)
         bounds = functools.partial(_bounds_of_prefix, lengths=lengths)
         return _Interval(f"prefix_lm({lengths})", bounds)
-    own = integers("prefix_lm", "lengths", lengths, "[B]", (1,))
-    return _Interval(f"prefix_lm(<lengths {list(own.shape)}>)", _bounds_of_prefix, own)
+    copied = integers("prefix_lm", "lengths", lengths, "[B]", (1,))
+    return _Interval(f"prefix_lm(<lengths {list(copied.shape)}>)", _bounds_of_prefix, copied)
 
 
-def _bounds_of_prefix(at: Tensor, k_len: int, lengths: int | Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(at), (at + 1).clamp(min=lengths)
+def _bounds_of_prefix(
+    positions: Tensor, k_len: int, lengths: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys of the prefix, and keys up to the query's own position."""
+    return torch.zeros_like(positions), (positions + 1).clamp(min=lengths)
 
 
 # --- documents -----------------------------------------------------------------------------------
@@ -136,19 +145,21 @@ class _Documents(LeafMask):
         self.ids, self.key_ids = ids, key_ids  # [B|1, Lq], [B|1, Lk] int32; None: the same
 
     def _check(self, call: Call) -> None:
+        """The ids must have the lengths and the batch of the call."""
         q_len, k_len = call.whole()
         queries = ("ids of the queries", self.ids, q_len)
         keys = ("ids of the keys", self.ids if self.key_ids is None else self.key_ids, k_len)
-        of_positions = self.key_ids is None and isinstance(call, CacheCall)
-        for what, ids, length in (keys,) if of_positions else (queries, keys):
+        ids_are_positions = self.key_ids is None and isinstance(call, CacheCall)
+        for subject, ids, length in (keys,) if ids_are_positions else (queries, keys):
             if ids.shape[1] != length:
                 raise RuntimeError(
-                    f"{call.op}: mask: the {what} must have length {length}, got {ids.shape[1]}"
+                    f"{call.op}: mask: the {subject} must have length {length}, got {ids.shape[1]}"
                 )
-            check_rows(call, f"the {what}", ids.shape[0], call.rows)
-            check_device(call, f"the {what}", ids)
+            check_rows(call, f"the {subject}", ids.shape[0], call.rows)
+            check_device(call, f"the {subject}", ids)
 
     def _may_see(self, call: Call) -> bool:
+        """Whether a query and a key share an id, over the whole batch."""
         if self.negated:
             return True
         queries, keys = self._ids(call)  # of the whole batch, so this may overestimate
@@ -163,11 +174,12 @@ class _Documents(LeafMask):
         return call.cut(exactly(self.ids, q_len), exactly(self.key_ids, k_len))
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        of_queries, of_keys = self._ids(call)
-        ends = _ends_of_documents(call, of_queries, of_keys)
+        """Intervals if the keys of each document are contiguous, else ids."""
+        query_ids, key_ids = self._ids(call)
+        ends = _ends_of_documents(call, query_ids, key_ids)
         if ends is not None:
             return [Leaf(Kind.INTERVAL, self.negated, call.padded(ends), ends.shape[0])]
-        queries, keys = call.padded(of_queries), call.padded(of_keys)
+        queries, keys = call.padded(query_ids), call.padded(key_ids)
         rows = queries.shape[0] if keys.shape[0] == 1 else keys.shape[0]
         data = torch.cat([queries.expand(rows, -1), keys.expand(rows, -1)], 1)
         return [Leaf(Kind.IDS, self.negated, data, rows)]
@@ -184,8 +196,8 @@ def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | No
         return None
     queries, keys = (x.expand(max(len(queries), len(keys)), -1) for x in (queries, keys))
     ids, order = keys.contiguous().sort(dim=1, stable=True)
-    wanted = queries.contiguous()
-    begin, end = (torch.searchsorted(ids, wanted, right=after) for after in (False, True))
+    query_ids = queries.contiguous()
+    begin, end = (torch.searchsorted(ids, query_ids, right=after) for after in (False, True))
     low = order.gather(1, begin.clamp(max=call.k_len - 1))
     last = order.gather(1, (end - 1).clamp(min=0))
     count = end - begin
@@ -213,14 +225,15 @@ def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
             [0.0000, 0.0000, 1.0000, 0.0000],
             [0.0000, 0.0000, 0.5000, 0.5000]])
     """
-    own = _documents("ids", ids)
-    of_keys = None if key_ids is None else _documents("key_ids", key_ids)
-    given = f"<ids {list(ids.shape)}>"
+    query_ids = _documents("ids", ids)
+    copied_key_ids = None if key_ids is None else _documents("key_ids", key_ids)
+    description = f"<ids {list(ids.shape)}>"
     if key_ids is not None:
-        given += f", <key_ids {list(key_ids.shape)}>"
-    return _Documents(own, of_keys, f"document({given})")
+        description += f", <key_ids {list(key_ids.shape)}>"
+    return _Documents(query_ids, copied_key_ids, f"document({description})")
 
 
 def _documents(name: str, ids: Any) -> Tensor:
-    own = integers("document", name, ids, "[L] or [B, L]", (1, 2))
-    return own if own.dim() == 2 else own[None]
+    """The ids as int32 [B|1, L]."""
+    copied = integers("document", name, ids, "[L] or [B, L]", (1, 2))
+    return copied if copied.dim() == 2 else copied[None]

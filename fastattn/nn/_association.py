@@ -53,7 +53,7 @@ class Association(nn.Module):
         normalize_pattern: bool,
         normalize_pattern_affine: bool,
         normalize_pattern_eps: float,
-        made: dict[str, Any],
+        factory: dict[str, Any],
     ) -> None:
         super().__init__()
         static = key_as_static and query_as_static and value_as_static
@@ -99,32 +99,33 @@ class Association(nn.Module):
         if value_as_connected and not (key_as_static or value_as_static):
             sizes["v"] = (patterns, hidden)
         rows = sum(size[0] for size in sizes.values() if size is not None)
-        together = self._qkv_same_embed_dim and rows > 0
-        self._parameter("in_proj_weight", (rows, embed_dim) if together else None, made)
+        has_joint_weight = self._qkv_same_embed_dim and rows > 0
+        self._parameter("in_proj_weight", (rows, embed_dim) if has_joint_weight else None, factory)
         for name, size in sizes.items():
-            own = None if self._qkv_same_embed_dim else size
-            self._parameter(f"{name}_proj_weight", own, made)
+            separate = None if self._qkv_same_embed_dim else size
+            self._parameter(f"{name}_proj_weight", separate, factory)
         # The bias has a part for the values even if they are static.
         length = rows + (patterns if value_as_static else 0)
-        self._parameter("in_proj_bias", (length,) if bias and rows else None, made)
+        self._parameter("in_proj_bias", (length,) if bias and rows else None, factory)
         affine = (head_dim,) if normalize_pattern_affine else None
-        self._parameter("p_norm_weight", affine, made)
-        self._parameter("p_norm_bias", affine, made)
+        self._parameter("p_norm_weight", affine, factory)
+        self._parameter("p_norm_bias", affine, factory)
         # hflayers does not support this kind of appended pattern for static patterns either.
         bias_k = (1, 1, hidden) if add_bias_kv and not key_as_static else None
         bias_v = (1, 1, patterns) if add_bias_kv and not value_as_static else None
         if add_bias_kv and (bias_k is None or bias_v is None):
             raise ValueError("concat_bias_pattern needs patterns that are not static")
-        self._parameter("bias_k", bias_k, made)
-        self._parameter("bias_v", bias_v, made)
+        self._parameter("bias_k", bias_k, factory)
+        self._parameter("bias_v", bias_v, factory)
         self.out_proj: nn.Linear | None = None
         if not disable_out_projection:
-            self.out_proj = nn.Linear(patterns, self.out_dim or 0, bias=bias, **made)
+            self.out_proj = nn.Linear(patterns, self.out_dim or 0, bias=bias, **factory)
         self.reset_parameters()
 
-    def _parameter(self, name: str, size: Any, made: dict[str, Any]) -> None:
+    def _parameter(self, name: str, size: Any, factory: dict[str, Any]) -> None:
+        """Register a parameter of this size; None registers its absence."""
         self.register_parameter(
-            name, None if size is None else Parameter(torch.empty(size, **made))
+            name, None if size is None else Parameter(torch.empty(size, **factory))
         )
 
     def reset_parameters(self) -> None:
@@ -149,12 +150,12 @@ class Association(nn.Module):
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         biases: list[Tensor | None] = [None, None, None]
         if self.in_proj_bias is not None:
-            at = 0
-            for n, given in enumerate((self.query_as_static, self.key_as_static)):
-                if not given:
-                    wide = self.num_heads * (self.head_dim or 0)
-                    biases[n], at = self.in_proj_bias[at : at + wide], at + wide
-            biases[2] = self.in_proj_bias[at:]
+            start = 0
+            for n, is_static in enumerate((self.query_as_static, self.key_as_static)):
+                if not is_static:
+                    width = self.num_heads * (self.head_dim or 0)
+                    biases[n], start = self.in_proj_bias[start : start + width], start + width
+            biases[2] = self.in_proj_bias[start:]
         q = self._heads(state, weights[0], biases[0], self.query_as_static)
         k = self._heads(stored, weights[1], biases[1], self.key_as_static)
         if self.value_as_connected and not self.key_as_static:
@@ -170,15 +171,18 @@ class Association(nn.Module):
         return q, k, v
 
     def _heads(self, x: Tensor, weight: Any, bias: Tensor | None, static: bool) -> Tensor:
+        """Project rows [N, S, E] to heads [N, H, S, D]."""
         if static:  # every head gets the full width
             return x.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
         return linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _normalized(self, x: Tensor) -> Tensor:
+        """Layer norm of every head, with one learned scale and shift for all heads."""
         eps = self.normalize_pattern_eps
         return F.layer_norm(x, x.shape[-1:], self.p_norm_weight, self.p_norm_bias, eps)
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the learned pattern and the pattern of zeros."""
         return (
             append_rows(k, self.bias_k, self.add_zero_attn),
             append_rows(v, self.bias_v, self.add_zero_attn),
@@ -215,9 +219,10 @@ class Association(nn.Module):
         )
 
         def retrieve(heads: slice, beta: Any, steps: Any, eps: Any) -> Any:
-            own = merged
+            """The retrieval of these heads; weights are None unless needed."""
+            heads_mask = merged
             if merged is not None and merged.shape[1] > 1:
-                own = merged[:, heads]
+                heads_mask = merged[:, heads]
             result = hopfield_retrieve(
                 q[:, heads],
                 k[:, heads],
@@ -227,14 +232,14 @@ class Association(nn.Module):
                 update_steps_eps=float(eps),
                 stop=stop,
                 grad=grad,
-                attn_mask=own,
+                attn_mask=heads_mask,
                 dropout_p=self.dropout if self.training else 0.0,
                 need_weights=need_weights,
             )
             return result if need_weights else (result, None)
 
         if isinstance(steps_max, Tensor) or isinstance(steps_eps, Tensor):  # one limit per head
-            parts = [
+            results = [
                 retrieve(
                     slice(h, h + 1),
                     scaling[h] if isinstance(scaling, Tensor) else scaling,
@@ -243,8 +248,8 @@ class Association(nn.Module):
                 )
                 for h in range(self.num_heads)
             ]
-            out = torch.cat([part[0] for part in parts], 1)
-            weights = torch.cat([part[1] for part in parts], 1) if need_weights else None
+            out = torch.cat([part[0] for part in results], 1)
+            weights = torch.cat([part[1] for part in results], 1) if need_weights else None
         else:
             out, weights = retrieve(slice(None), scaling, steps_max, steps_eps)
         out = out.transpose(1, 2).flatten(2)
@@ -254,4 +259,5 @@ class Association(nn.Module):
 
 
 def _boolean(mask: Tensor | None) -> Tensor | None:
+    """uint8, which hflayers accepts, as bool."""
     return mask.bool() if mask is not None and mask.dtype == torch.uint8 else mask

@@ -47,20 +47,23 @@ class KeyValueCache:
         return self._pair
 
     def advance(self, steps: int) -> None:
+        """Make the next ``steps`` positions permanent."""
         self.length += steps
 
     def select(self, index: Tensor) -> None:
+        """Keep only these sequences of the batch, in this order."""
         if self._pair is not None:
             k, v = (x.index_select(0, index) for x in self._pair)
             self._pair = k, v
 
     def _with_room(self, k: Tensor, v: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+        """New buffers for this many positions, with the permanent ones copied."""
         old = self._pair
-        made = [x.new_empty(*x.shape[:2], positions, x.shape[3]) for x in (k, v)]
+        buffers = [x.new_empty(*x.shape[:2], positions, x.shape[3]) for x in (k, v)]
         if old is not None:
-            for buffer, past in zip(made, old, strict=True):
+            for buffer, past in zip(buffers, old, strict=True):
                 buffer[:, :, : self.length] = past[:, :, : self.length]
-        return made[0], made[1]
+        return buffers[0], buffers[1]
 
 
 class DecoderCache:
@@ -81,6 +84,7 @@ class DecoderCache:
 
     @property
     def length(self) -> int:
+        """The number of positions so far."""
         return self.layers[0][0].length
 
     def select(self, index: Tensor) -> None:

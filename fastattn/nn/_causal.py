@@ -29,17 +29,22 @@ class LayerAttention(MultiheadAttention):
         mask: Mask | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """As ``MultiheadAttention``, after the cached positions if there is a cache."""
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if cache is None:
             return super().forward(query, key, value, *options, mask=mask)
         if self._watch is not None:
-            own = LayerAttention.forward
-            return self._watch(own, self, query, key, value, *options, mask=mask, cache=cache)
+            implementation = LayerAttention.forward
+            return self._watch(
+                implementation, self, query, key, value, *options, mask=mask, cache=cache
+            )
         if self._context is not None:
             self._check_call(query, need_weights, cache)
         batched = mha_is_batched(query, key, value, key_padding_mask, None, self.num_heads)
-        hidden, wanted = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
-        return self._general(query, key, value, *hidden, is_causal, *wanted, batched, cache, mask)
+        masks, weight_options = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
+        return self._general(
+            query, key, value, *masks, is_causal, *weight_options, batched, cache, mask
+        )
 
 
 def into_layer_attention(attention: nn.MultiheadAttention) -> None:

@@ -38,21 +38,21 @@ class Context:
     ) -> Tensor:
         """Attention between the projections, [N, H, L of this rank, D]."""
         from fastattn.distributed import attention
-        from fastattn.distributed._columns import whole_columns
+        from fastattn.distributed._columns import gather_columns
 
         # As in MultiheadAttention: without padding the hint is trusted.
         causal = is_causal and (attn_mask is None or key_padding_mask is None)
         attn_mask = None if causal else attn_mask
         if key_padding_mask is not None:
-            key_padding_mask = whole_columns(key_padding_mask, self.group, self.layout)
-        given = key_padding_mask if attn_mask is None else attn_mask
+            key_padding_mask = gather_columns(key_padding_mask, self.group, self.layout)
+        any_mask = key_padding_mask if attn_mask is None else attn_mask
         merged = merge_masks(
             key_padding_mask,
             attn_mask,
             batch=q.shape[0],
             num_heads=q.shape[1],
             length=q.shape[2],
-            source=0 if given is None else given.shape[-1],
+            source=0 if any_mask is None else any_mask.shape[-1],
             appended=0,
         )
         return attention(
@@ -107,15 +107,17 @@ class ContextParallel(nn.Module):
                 weights, a cache, NestedTensors.
         """
         context = checked(group, method, layout) if enabled else None
-        found = [m for m in self.modules() if isinstance(m, ContextParallel)]
-        for part in found if enabled else []:
+        modules = [m for m in self.modules() if isinstance(m, ContextParallel)]
+        for part in modules if enabled else []:
             part._check_context()
-        for part in found:
+        for part in modules:
             part._context = context
         for module in self.modules():
             if isinstance(module, nn.TransformerEncoder):  # it would pack padded sequences
-                before = module.__dict__.setdefault("_packs_padding", module.use_nested_tensor)
-                module.use_nested_tensor = before and not enabled
+                packs_padding = module.__dict__.setdefault(
+                    "_packs_padding", module.use_nested_tensor
+                )
+                module.use_nested_tensor = packs_padding and not enabled
         return self
 
     def _check_context(self) -> None:
@@ -139,5 +141,6 @@ def checked(group: Any, method: Any, layout: Any) -> Context:
     return Context(group, method, layout)
 
 
-def unsupported(what: str) -> NotImplementedError:
-    return NotImplementedError(f"{what} is not supported under context_parallel()")
+def unsupported(feature: str) -> NotImplementedError:
+    """The error for a feature that works on one process only."""
+    return NotImplementedError(f"{feature} is not supported under context_parallel()")

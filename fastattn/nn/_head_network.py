@@ -37,11 +37,11 @@ class HeadNetwork(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads, head_dim=head_dim, nonlinear_heads=hidden)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight1 = Parameter(torch.empty(num_heads, hidden, head_dim, **made))
-        self.bias1 = Parameter(torch.empty(num_heads, hidden, **made))
-        self.weight2 = Parameter(torch.empty(num_heads, head_dim, hidden, **made))
-        self.bias2 = Parameter(torch.empty(num_heads, head_dim, **made))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight1 = Parameter(torch.empty(num_heads, hidden, head_dim, **factory))
+        self.bias1 = Parameter(torch.empty(num_heads, hidden, **factory))
+        self.weight2 = Parameter(torch.empty(num_heads, head_dim, hidden, **factory))
+        self.bias2 = Parameter(torch.empty(num_heads, head_dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 
 def is_symbolic(x: object) -> bool:
+    """Whether x is a value of ``torch.fx.symbolic_trace``."""
     return isinstance(x, torch.fx.Proxy)
 
 

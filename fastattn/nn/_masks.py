@@ -24,8 +24,8 @@ def check_mask_dtypes(
         if mask is not None and not isinstance(mask, Tensor):
             raise TypeError(f"{name} must be a Tensor or None, got {type(mask).__name__}")
     dtypes = {mask.dtype for mask in masks.values() if mask is not None}
-    alike = len(dtypes) < 2 and all(d == torch.bool or d.is_floating_point for d in dtypes)
-    if alike or canonical_mask is None:
+    compatible = len(dtypes) < 2 and all(d == torch.bool or d.is_floating_point for d in dtypes)
+    if compatible or canonical_mask is None:
         return
     padding = None if key_padding_mask is None else key_padding_mask.new_empty(0)
     attention = None if attn_mask is None else attn_mask.new_empty(0)

@@ -43,8 +43,8 @@ def nested_attention(
         module, query, key, value, key_padding_mask, attn_mask
     )
     if mask is not None and not reason and (need_weights or not jagged):
-        held = "need_weights must be False" if jagged else "query must be jagged"
-        reason = f"MultiheadAttention: {held} with mask and NestedTensor"
+        requirement = "need_weights must be False" if jagged else "query must be jagged"
+        reason = f"MultiheadAttention: {requirement} with mask and NestedTensor"
     if reason:
         raise AssertionError(reason)
     rows, q_starts = _pack(query)
@@ -78,8 +78,8 @@ def nested_attention(
     result = project_out(module, out.transpose(0, 1)[None], 0)[0]
     if jagged:
         return torch.nested.nested_tensor_from_jagged(result, q_starts), weights
-    parts = result.split(q_starts.diff().tolist())
-    return torch.nested.as_nested_tensor(list(parts), layout=torch.strided), weights
+    sequences = result.split(q_starts.diff().tolist())
+    return torch.nested.as_nested_tensor(list(sequences), layout=torch.strided), weights
 
 
 def _pack(nested: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,6 +136,7 @@ def _why_not_jagged(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> str:
+    """Why jagged tensors cannot take these arguments, or ""."""
     name = "MultiheadAttention"
     for argument, x, width in (
         ("query", query, module.embed_dim),
@@ -150,14 +151,14 @@ def _why_not_jagged(
         return f"{name}: query, key and value must have the same number of sequences"
     if not same_lengths(key, value):
         return f"{name}: key and value must have the same lengths"
-    refused = {
+    unsupported = {
         "key_padding_mask must be None": key_padding_mask is not None,
         "attn_mask must be None": attn_mask is not None,
         "add_bias_kv must be False": module.bias_k is not None,
         "add_zero_attn must be False": module.add_zero_attn,
     }
-    found = next((reason for reason, holds in refused.items() if holds), "")
-    return found and f"{name}: {found} if query is jagged"
+    requirement = next((reason for reason, holds in unsupported.items() if holds), "")
+    return requirement and f"{name}: {requirement} if query is jagged"
 
 
 def _why_not(

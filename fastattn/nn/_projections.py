@@ -45,6 +45,7 @@ def project(
 
 
 def project_query(module: nn.MultiheadAttention, query: Tensor, batch_dim: int) -> Tensor:
+    """The projection of the query alone, where keys and values are cached."""
     heads, width = _heads_of(module), module.embed_dim
     bias = None if module.in_proj_bias is None else module.in_proj_bias[:width]
     if module._qkv_same_embed_dim:
@@ -73,9 +74,10 @@ def _heads_of(module: nn.MultiheadAttention) -> tuple[int, int]:
     return heads, width // heads
 
 
-def _weights(module: nn.MultiheadAttention, of: Sequence[str]) -> Sequence[Tensor]:
+def _weights(module: nn.MultiheadAttention, prefixes: Sequence[str]) -> Sequence[Tensor]:
+    """The projection weights of these prefixes, or PyTorch's error for a missing one."""
     weights: list[Any] = []
-    for name in (f"{x}_proj_weight" for x in of):
+    for name in (f"{x}_proj_weight" for x in prefixes):
         weights.append(getattr(module, name))
         if weights[-1] is None:
             separate = name != "in_proj_weight"
@@ -89,11 +91,12 @@ def _check_separate(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> None:
+    """Raise PyTorch's error for a separate weight or bias of the wrong shape."""
     for name, x, w, b in zip(("query", "key", "value"), inputs, weights, biases, strict=False):
-        for what, given, shape in (("weights", w, (width, x.shape[-1])), ("bias", b, (width,))):
-            if given is not None and given.shape != shape:
+        for kind, parameter, shape in (("weights", w, (width, x.shape[-1])), ("bias", b, (width,))):
+            if parameter is not None and parameter.shape != shape:
                 raise AssertionError(
-                    f"expecting {name} {what} shape of {shape}, but got {given.shape}"
+                    f"expecting {name} {kind} shape of {shape}, but got {parameter.shape}"
                 )
 
 
@@ -104,4 +107,4 @@ def _split(
     split = packed.view(*packed.shape[:2], count, *heads)
     order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
     # unbind first: its backward then writes the gradient of `packed` in its own layout, in one pass
-    return tuple(part.permute(order) for part in split.unbind(2))
+    return tuple(x.permute(order) for x in split.unbind(2))

@@ -19,11 +19,7 @@ from fastattn.nn.linear import Linear, PatchEmbedding, TransposedLinear, is_of_p
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
 LINEAR = (Linear, PatchEmbedding, TransposedLinear)
-_OURS = (
-    MultiheadAttention,
-    Linear,
-    PatchEmbedding,
-)  # each derives from a class of PyTorch
+_OURS = (MultiheadAttention, Linear, PatchEmbedding)  # each derives from a class of PyTorch
 _REPLACED = "_fastattn_replaced"  # set in the module's __dict__ if its class was changed here
 
 
@@ -89,7 +85,7 @@ def replace_encoders(model: nn.Module) -> list[str]:
     return replace(model, lambda module: _ENCODERS.get(type(module)))
 
 
-def replace(model: nn.Module, ours: Callable[[nn.Module], type | None]) -> list[str]:
+def replace(model: nn.Module, class_for: Callable[[nn.Module], type | None]) -> list[str]:
     """Give each module the class that combines its own class with the class of ``ours``.
 
     Returns:
@@ -97,7 +93,7 @@ def replace(model: nn.Module, ours: Callable[[nn.Module], type | None]) -> list[
     """
     changed = []
     for name, module in model.named_modules():
-        kind = ours(module)
+        kind = class_for(module)
         if kind is not None and _REPLACED not in module.__dict__:
             module.__class__ = _fused_class(type(module), kind)
             module.__dict__[_REPLACED] = None
@@ -144,26 +140,26 @@ _ENCODERS: dict[type, type] = {
 _fused_classes: dict[tuple[type, type], type] = {}
 
 
-def _fused_class(stock: type, ours: type) -> type:
+def _fused_class(stock: type, fastattn_class: type) -> type:
     """The class equivalent to ``stock`` with the forward of ``ours``."""
-    if stock in ours.__bases__:
-        return ours
-    if (stock, ours) not in _fused_classes:
+    if stock in fastattn_class.__bases__:
+        return fastattn_class
+    if (stock, fastattn_class) not in _fused_classes:
         if _is_parametrized_class(stock):
-            return _rebased(stock, _fused_class(stock.__bases__[0], ours))
+            return _rebased(stock, _fused_class(stock.__bases__[0], fastattn_class))
         namespace = {
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
             "__reduce_ex__": _reduce_fused,
-            "_fastattn_classes": (stock, ours),
+            "_fastattn_classes": (stock, fastattn_class),
         }
         # A class that inherits from PyTorch's comes after stock: this, stock, …, fastattn's,
         # torch's. So super() in stock finds it. Any other class has a forward that calls stock's.
-        inherits = {*ours.__mro__} & {*stock.__mro__} - {nn.Module, object}
-        bases = (stock, ours) if inherits else (ours, stock)
-        _fused_classes[stock, ours] = type(stock)(stock.__name__, bases, namespace)
-    return _fused_classes[stock, ours]
+        inherits = {*fastattn_class.__mro__} & {*stock.__mro__} - {nn.Module, object}
+        bases = (stock, fastattn_class) if inherits else (fastattn_class, stock)
+        _fused_classes[stock, fastattn_class] = type(stock)(stock.__name__, bases, namespace)
+    return _fused_classes[stock, fastattn_class]
 
 
 def _stock_class(fused: type) -> type:
@@ -197,6 +193,7 @@ def _reduce_fused(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     )
 
 
-def _new_fused(stock: type, ours: type = MultiheadAttention) -> nn.Module:
-    cls = _fused_class(stock, ours)
+def _new_fused(stock: type, fastattn_class: type = MultiheadAttention) -> nn.Module:
+    """The object that unpickling fills."""
+    cls = _fused_class(stock, fastattn_class)
     return object.__new__(cls)

@@ -9,6 +9,7 @@ from fastattn.checks import check_int64
 
 
 def check_integers(**values: Any) -> None:
+    """Raise TypeError unless each argument is an integer that fits int64."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
@@ -29,5 +30,6 @@ def check_optional_sizes(**sizes: Any) -> None:
 
 
 def check_dropout(p: Any) -> None:
+    """Raise ValueError unless p is a probability."""
     if not hasattr(p, "__float__") or not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout must be between 0 and 1, got {p}")

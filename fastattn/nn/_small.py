@@ -11,10 +11,10 @@ from fastattn.compat import may_plan
 # The most multiplications of the larger projection for this path, filled on first use. Above it
 # another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors if there are
 # fewer rows than vector lanes.
-_MOST_WORK: dict[torch.dtype, int] = {}
-evidence.on_change(_MOST_WORK.clear)
+_WORK_LIMITS: dict[torch.dtype, int] = {}
+evidence.on_change(_WORK_LIMITS.clear)
 _BACKENDS = ("", "cpu")
-_LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
+_MIN_ROWS, _FEW_ROWS_WORK_LIMIT = 8, 2**16
 
 
 def self_attention(
@@ -58,28 +58,29 @@ def self_attention(
     if type(heads) is not int or heads < 1 or width % heads or width != module.embed_dim:
         return None  # changed by the user: the general path raises PyTorch's error
     dtype = x.dtype
-    most = _MOST_WORK.get(dtype)
-    if most is None:
-        most = _most_work(dtype)
+    max_work = _WORK_LIMITS.get(dtype)
+    if max_work is None:
+        max_work = _load_limit(dtype)
     rows = first * second
     work = 3 * rows * width * width
-    if not 0 < work <= most or (rows < _LEAST_ROWS and work > _FEW_ROWS_MOST_WORK):
+    if not 0 < work <= max_work or (rows < _MIN_ROWS and work > _FEW_ROWS_WORK_LIMIT):
         return None
     native = dispatch.load("cpu")
     if isinstance(native, str):
         return None
-    found: Tensor | None = native.self_attention(
+    result: Tensor | None = native.self_attention(
         *(x, w_in, b_in, w_out, b_out, key_padding_mask),
         num_heads=heads,
         batch_first=bool(module.batch_first),
         causal=is_causal,
         recorded=torch.is_grad_enabled(),
     )
-    return found
+    return result
 
 
-def _most_work(dtype: torch.dtype) -> int:
+def _load_limit(dtype: torch.dtype) -> int:
+    """The limit for this dtype on this processor, stored for later calls."""
     native = dispatch.load("cpu")
-    most: int = 0 if isinstance(native, str) else native.rule(dtype).small_up_to
-    _MOST_WORK[dtype] = most
-    return most
+    limit: int = 0 if isinstance(native, str) else native.rule(dtype).small_up_to
+    _WORK_LIMITS[dtype] = limit
+    return limit

@@ -53,12 +53,12 @@ class BahdanauAttention(nn.Module):
         check_optional_sizes(query_size=query_size, memory_size=memory_size)
         check_dropout(dropout)
         self.units, self.normalize, self.dropout = units, normalize, dropout
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.query_layer = _linear(query_size, units, made)
-        self.memory_layer = _linear(memory_size, units, made)
-        self.v = Parameter(torch.empty(units, **made))
-        self.g = Parameter(torch.empty((), **made)) if normalize else None
-        self.bias = Parameter(torch.empty(units, **made)) if normalize else None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.query_layer = _linear(query_size, units, factory)
+        self.memory_layer = _linear(memory_size, units, factory)
+        self.v = Parameter(torch.empty(units, **factory))
+        self.g = Parameter(torch.empty((), **factory)) if normalize else None
+        self.bias = Parameter(torch.empty(units, **factory)) if normalize else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -147,13 +147,13 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
         check_optional_sizes(dim=dim)
         check_dropout(dropout)
         self.use_scale, self.dropout = use_scale, dropout
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if not use_scale:
             self.register_parameter("scale", None)
         elif dim is None:
-            self.scale = UninitializedParameter(**made)
+            self.scale = UninitializedParameter(**factory)
         else:
-            self.scale = Parameter(torch.empty(dim, **made))
+            self.scale = Parameter(torch.empty(dim, **factory))
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -163,6 +163,7 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
             nn.init.uniform_(self.scale, -bound, bound)
 
     def initialize_parameters(self, query: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Called by ``LazyModuleMixin`` before the first forward."""
         if self.has_uninitialized_params():
             self.scale.materialize((query.shape[-1],))
             self.reset_parameters()
@@ -210,7 +211,8 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
         return f"use_scale={self.use_scale}, dropout={self.dropout}"
 
 
-def _linear(size: int | None, units: int, made: dict[str, Any]) -> nn.Linear:
+def _linear(size: int | None, units: int, factory: dict[str, Any]) -> nn.Linear:
+    """A linear layer without bias; without a size, the first call sets it."""
     if size is None:
-        return nn.LazyLinear(units, bias=False, **made)
-    return nn.Linear(size, units, bias=False, **made)
+        return nn.LazyLinear(units, bias=False, **factory)
+    return nn.Linear(size, units, bias=False, **factory)

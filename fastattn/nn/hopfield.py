@@ -133,7 +133,7 @@ class Hopfield(nn.Module):
                     "association_activation must be the name of a function of torch, "
                     f"got {association_activation!r}"
                 )
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.association_core = Association(
             embed_dim=input_size,
             num_heads=num_heads,
@@ -154,7 +154,7 @@ class Hopfield(nn.Module):
             normalize_pattern=normalize_hopfield_space,
             normalize_pattern_affine=normalize_hopfield_space_affine,
             normalize_pattern_eps=normalize_hopfield_space_eps,
-            made=made,
+            factory=factory,
         )
         stored_size = input_size if stored_pattern_size is None else stored_pattern_size
         read_size = input_size if pattern_projection_size is None else pattern_projection_size
@@ -181,12 +181,14 @@ class Hopfield(nn.Module):
                 normalize_pattern_projection_eps,
             ),
         )
-        for name, size, wanted, affine, eps in norms:
-            if affine and not wanted:
+        for name, size, enabled, affine, eps in norms:
+            if affine and not enabled:
                 raise ValueError(f"normalize_{name}_affine needs normalize_{name}")
-            if wanted and size is None:
+            if enabled and size is None:
                 raise ValueError(f"normalize_{name} needs the width of its input")
-            norm = nn.LayerNorm(size, eps, affine, **made) if wanted and size is not None else None
+            norm = (
+                nn.LayerNorm(size, eps, affine, **factory) if enabled and size is not None else None
+            )
             setattr(self, f"norm_{name}", norm)
         if normalize_hopfield_space_affine and not normalize_hopfield_space:
             raise ValueError("normalize_hopfield_space_affine needs normalize_hopfield_space")
@@ -237,6 +239,7 @@ class Hopfield(nn.Module):
     def _associate(
         self, input: _Input, padding: Tensor | None, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """Retrieve with the module's limits: the result and the weights or None."""
         return self.association_core(
             *self._patterns(input),
             padding,
@@ -295,21 +298,24 @@ class Hopfield(nn.Module):
 class _Wrapper(nn.Module):
     """A ``Hopfield`` with one learned input."""
 
-    def __init__(self, quantity: int, options: dict[str, Any], *leading: Any) -> None:
+    def __init__(self, quantity: int, options: dict[str, Any], *positional: Any) -> None:
         super().__init__()
-        self.hopfield, self.quantity = Hopfield(*leading, **options), quantity
+        self.hopfield, self.quantity = Hopfield(*positional, **options), quantity
 
     def __getattr__(self, name: str) -> Any:
+        """The attributes that hflayers has on the wrapper are the inner module's."""
         if name in _SHOWN:
             return getattr(self.hopfield, name)
         return super().__getattr__(name)
 
     def _learned(self, width: int, trainable: bool, options: dict[str, Any]) -> nn.Parameter:
-        lead = (1, self.quantity) if self.hopfield.batch_first else (self.quantity, 1)
-        made = {"device": options.get("device"), "dtype": options.get("dtype")}
-        return nn.Parameter(torch.empty(*lead, width, **made), requires_grad=trainable)
+        """A learned input, [1, quantity, width] or [quantity, 1, width]."""
+        leading = (1, self.quantity) if self.hopfield.batch_first else (self.quantity, 1)
+        factory = {"device": options.get("device"), "dtype": options.get("dtype")}
+        return nn.Parameter(torch.empty(*leading, width, **factory), requires_grad=trainable)
 
     def _inputs(self, input: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs of the inner module: (stored, state, projection)."""
         raise NotImplementedError
 
     def get_association_matrix(
@@ -361,12 +367,12 @@ class HopfieldPooling(_Wrapper):
         scaling: float | Tensor | None = None,
         update_steps_max: int | Tensor | None = 0,
         update_steps_eps: float | Tensor = 1e-4,
-        *more: Any,
+        *positional: Any,
         quantity: int = 1,
         trainable: bool = True,
         **options: Any,
     ) -> None:
-        options, quantity, trainable = _named(more, options, quantity, trainable)
+        options, quantity, trainable = _named(positional, options, quantity, trainable)
         sizes = input_size, hidden_size, output_size, pattern_size, num_heads
         limits = scaling, update_steps_max, update_steps_eps
         super().__init__(quantity, options, *sizes, *limits)
@@ -382,6 +388,7 @@ class HopfieldPooling(_Wrapper):
         nn.init.normal_(self.pooling_weights, std=0.02)
 
     def _inputs(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
+        """The learned states are the state patterns."""
         stored, value = (input, input) if isinstance(input, Tensor) else input
         batch = stored.shape[0 if self.batch_first else 1]
         sizes = (batch, -1, -1) if self.batch_first else (-1, batch, -1)
@@ -427,12 +434,12 @@ class HopfieldLayer(_Wrapper):
         update_steps_eps: float | Tensor = 1e-4,
         lookup_weights_as_separated: bool = False,
         lookup_targets_as_trainable: bool = True,
-        *more: Any,
+        *positional: Any,
         quantity: int = 1,
         trainable: bool = True,
         **options: Any,
     ) -> None:
-        options, quantity, trainable = _named(more, options, quantity, trainable)
+        options, quantity, trainable = _named(positional, options, quantity, trainable)
         sizes = input_size, hidden_size, output_size, pattern_size, num_heads
         limits = scaling, update_steps_max, update_steps_eps
         super().__init__(quantity, options, *sizes, *limits)
@@ -442,9 +449,9 @@ class HopfieldLayer(_Wrapper):
         self.lookup_weights = self._learned(width, trainable, options)
         self.target_weights = None
         if lookup_weights_as_separated:
-            read = options.get("pattern_projection_size")
-            read = width if read is None else read
-            self.target_weights = self._learned(read, lookup_targets_as_trainable, options)
+            value_width = options.get("pattern_projection_size")
+            value_width = width if value_width is None else value_width
+            self.target_weights = self._learned(value_width, lookup_targets_as_trainable, options)
         self._draw()
 
     def reset_parameters(self) -> None:
@@ -453,11 +460,13 @@ class HopfieldLayer(_Wrapper):
         self._draw()
 
     def _draw(self) -> None:
+        """Initialise the learned patterns."""
         for learned in (self.lookup_weights, self.target_weights):
             if learned is not None:
                 nn.init.normal_(learned, std=0.02)
 
     def _inputs(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The learned patterns are stored; the input holds the states."""
         stored = self.lookup_weights  # shared by the batch, so it is projected once
         return stored, input, stored if self.target_weights is None else self.target_weights
 
@@ -485,15 +494,15 @@ _FURTHER = tuple(
 
 
 def _named(
-    more: tuple[Any, ...], options: dict[str, Any], quantity: int, learn: bool
+    positional: tuple[Any, ...], options: dict[str, Any], quantity: int, learn: bool
 ) -> tuple[dict[str, Any], int, bool]:
     """Name the arguments that hflayers takes by position."""
-    if len(more) > len(_FURTHER):
-        raise TypeError(f"{len(more) - len(_FURTHER)} too many positional arguments")
-    given = dict(zip(_FURTHER, more))  # noqa: B905  (see checks.expands_to)
-    twice = given.keys() & options.keys()
-    if twice:
-        raise TypeError(f"got multiple values for argument {sorted(twice)[0]!r}")
-    quantity, learn = given.pop("quantity", quantity), given.pop("trainable", learn)
+    if len(positional) > len(_FURTHER):
+        raise TypeError(f"{len(positional) - len(_FURTHER)} too many positional arguments")
+    by_name = dict(zip(_FURTHER, positional))  # noqa: B905  (see checks.expands_to)
+    duplicates = by_name.keys() & options.keys()
+    if duplicates:
+        raise TypeError(f"got multiple values for argument {sorted(duplicates)[0]!r}")
+    quantity, learn = by_name.pop("quantity", quantity), by_name.pop("trainable", learn)
     check_sizes(quantity=quantity)
-    return given | options, quantity, learn
+    return by_name | options, quantity, learn

@@ -16,6 +16,7 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        """y = x Wᵀ + b, [..., K] -> [..., N]."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias)
@@ -28,6 +29,7 @@ class TransposedLinear(nn.Module):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        """y = x W + b, [..., K] -> [..., N]."""
         return linear(x, self.weight.t(), self.bias)
 
 
@@ -41,6 +43,7 @@ class PatchEmbedding(nn.Conv2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, E, H / p, W / q]."""
         dtype = input.dtype
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")

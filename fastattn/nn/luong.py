@@ -73,8 +73,8 @@ class LuongAttention(nn.Module):
             "position_v": (hidden,) if window == "local-p" else None,
         }
         for name, shape in shapes.items():
-            made = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
-            self.register_parameter(name, None if made is None else Parameter(made))
+            tensor = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, None if tensor is None else Parameter(tensor))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -220,6 +220,7 @@ class GlobalAttention(nn.Module):
     def _attend(
         self, source: Tensor, memory: Tensor, padding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Contexts [B, Tq, dim] and weights [B, Tq, Tk]."""
         if self.attn_type == "mlp":
             return additive_attention(
                 self.linear_query(source),

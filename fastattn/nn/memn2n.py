@@ -151,6 +151,7 @@ class MemN2N(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return u_{K+1} [B, D] and, if requested, the weights [B, K, N]."""
         slots = stories.shape[1]
+        # [B, K + 1, N, D], layerwise [B, 2, N, D]
         memory = encode_memory(
             stories,
             self.embedding,
@@ -158,7 +159,7 @@ class MemN2N(nn.Module):
             temporal=None if self.temporal is None else self.temporal[:, :slots],
             padding_idx=self.padding_idx,
             sparse=self.sparse,
-        )  # [B, K + 1, N, D], layerwise [B, 2, N, D]
+        )
         query = encode_memory(
             questions.unsqueeze(1),
             self.embedding[0] if self.question is None else self.question,
@@ -181,6 +182,7 @@ class MemN2N(nn.Module):
         return result if need_weights else (result, None)
 
     def _check(self, stories: Tensor, questions: Tensor) -> None:
+        """Raise ValueError for stories or questions of another shape."""
         if stories.ndim != 3 or stories.shape[1] > self.memory_size:
             raise ValueError(
                 f"stories must be [B, N, J] with N of at most memory_size = {self.memory_size}, "
@@ -240,14 +242,15 @@ def insert_empty_memories(
     draws = uniform(batch, steps)
     draws = draws.masked_fill(torch.arange(steps, device=device) >= length + empty, 2.0)
     place = torch.arange(slots, device=device).expand(batch, slots)
-    taken = torch.zeros_like(draws, dtype=torch.bool)
-    taken.scatter_(1, draws.argsort(1)[:, :slots], place < length)  # [B, steps]
+    occupied = torch.zeros_like(draws, dtype=torch.bool)
+    occupied.scatter_(1, draws.argsort(1)[:, :slots], place < length)  # [B, steps]
     out = stories.new_full((batch, max(steps, limit), words), padding_idx)
-    out[:, :steps][taken] = stories[filled]
+    out[:, :steps][occupied] = stories[filled]
     return out[:, :limit]
 
 
 def _check_fraction(name: str, value: Any) -> None:
+    """Raise an error unless ``value`` is a number from 0 to 1."""
     checks.check_number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be from 0 to 1, got {value}")

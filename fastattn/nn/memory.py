@@ -55,9 +55,9 @@ class KeyValueMemory(nn.Module):
         check_optional_sizes(value_dim=value_dim)
         value_dim = key_dim if value_dim is None else value_dim
         self.slots, self.scale = slots, scale
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.register_buffer("keys", torch.zeros(batch_size, slots, key_dim, **made))
-        self.register_buffer("values", torch.zeros(batch_size, slots, value_dim, **made))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.register_buffer("keys", torch.zeros(batch_size, slots, key_dim, **factory))
+        self.register_buffer("values", torch.zeros(batch_size, slots, value_dim, **factory))
         used = torch.zeros(batch_size, slots, dtype=torch.bool, device=device)
         self.register_buffer("used", used)
         self.register_buffer("written", torch.zeros((), dtype=torch.int64, device=device))
@@ -78,12 +78,12 @@ class KeyValueMemory(nn.Module):
         if count > self.slots:
             key, value = key[:, -self.slots :], value[:, -self.slots :]
         last = self.written + count
-        at = (last - key.shape[1] + torch.arange(key.shape[1], device=key.device)) % self.slots
+        slots = (last - key.shape[1] + torch.arange(key.shape[1], device=key.device)) % self.slots
         self.keys, self.values = (
-            self.keys.index_copy(1, at, key),
-            self.values.index_copy(1, at, value),
+            self.keys.index_copy(1, slots, key),
+            self.values.index_copy(1, slots, value),
         )
-        self.used = self.used.index_fill(1, at, True)
+        self.used = self.used.index_fill(1, slots, True)
         self.written = last
 
     def overwrite(self, key: Tensor, value: Tensor, slot: Tensor | None = None) -> Tensor:
@@ -102,10 +102,10 @@ class KeyValueMemory(nn.Module):
             )
         elif bool(((slot < 0) | (slot >= self.slots)).any()):
             raise IndexError(f"slot must be in [0, {self.slots})")
-        here = torch.nn.functional.one_hot(slot, self.slots).bool()  # [batch_size, slots]
-        self.keys = torch.where(here[..., None], key.unsqueeze(1), self.keys)
-        self.values = torch.where(here[..., None], value.unsqueeze(1), self.values)
-        self.used = self.used | here
+        is_slot = torch.nn.functional.one_hot(slot, self.slots).bool()  # [batch_size, slots]
+        self.keys = torch.where(is_slot[..., None], key.unsqueeze(1), self.keys)
+        self.values = torch.where(is_slot[..., None], value.unsqueeze(1), self.values)
+        self.used = self.used | is_slot
         return slot
 
     def read(self, query: Tensor, *, need_weights: bool = False) -> Any:
@@ -133,12 +133,17 @@ class KeyValueMemory(nn.Module):
         return self.read(query, need_weights=need_weights)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
+        """Raise an error unless key and value fit the slots."""
         for name, x, stored in (("key", key, self.keys), ("value", value, self.values)):
-            want = (stored.shape[0], stored.shape[2])
-            if x.ndim != 3 or (x.shape[0], x.shape[2]) != want or key.shape[1] != value.shape[1]:
+            expected = (stored.shape[0], stored.shape[2])
+            if (
+                x.ndim != 3
+                or (x.shape[0], x.shape[2]) != expected
+                or key.shape[1] != value.shape[1]
+            ):
                 raise ValueError(
-                    f"{name} must have batch size {want[0]}, width {want[1]}, and as many rows as "
-                    f"the other tensor, got shape {tuple(x.shape)}"
+                    f"{name} must have batch size {expected[0]}, width {expected[1]}, and as many "
+                    f"rows as the other tensor, got shape {tuple(x.shape)}"
                 )
             if x.dtype != stored.dtype:
                 raise TypeError(f"{name} must be {stored.dtype}, got {x.dtype}")

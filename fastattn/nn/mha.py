@@ -99,8 +99,8 @@ class MultiheadAttention(_Stock, ContextParallel):
         )
         self.register_forward_pre_hook(keep_forward_called)
         if nonlinear_heads is not None:
-            made = {"device": device, "dtype": dtype}
-            self.head_network = HeadNetwork(num_heads, self.head_dim, nonlinear_heads, **made)
+            factory = {"device": device, "dtype": dtype}
+            self.head_network = HeadNetwork(num_heads, self.head_dim, nonlinear_heads, **factory)
         if relative_bias is not None:
             if not isinstance(relative_bias, torch.nn.Module):
                 raise TypeError(
@@ -159,8 +159,10 @@ class MultiheadAttention(_Stock, ContextParallel):
             return leaf(self, query, key, value, key_padding_mask, *flags, mask=mask)
         if self._watch is not None:
             flags = (need_weights, attn_mask, average_attn_weights, is_causal)
-            own = MultiheadAttention.forward
-            return self._watch(own, self, query, key, value, key_padding_mask, *flags, mask=mask)
+            implementation = MultiheadAttention.forward
+            return self._watch(
+                implementation, self, query, key, value, key_padding_mask, *flags, mask=mask
+            )
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
         if mask is not None and (self.bias_k is not None or self.add_zero_attn):
             raise ValueError(
@@ -168,7 +170,7 @@ class MultiheadAttention(_Stock, ContextParallel):
             )
         children = compat.children_of(self)
         network, relative_bias = children.get("head_network"), children.get("relative_bias")
-        plain = network is None and relative_bias is None and self._context is None
+        has_no_option = network is None and relative_bias is None and self._context is None
         if self._context is not None:
             self._check_call(query, need_weights)
         if query.is_nested or key.is_nested or value.is_nested:
@@ -189,16 +191,18 @@ class MultiheadAttention(_Stock, ContextParallel):
                 "You may use the Transformer module method "
                 "`generate_square_subsequent_mask` to create this mask."
             )
-        plain = plain and mask is None
-        if plain and query is key and key is value and batched and not need_weights:
+        has_no_option = has_no_option and mask is None
+        if has_no_option and query is key and key is value and batched and not need_weights:
             # With a mask, the hint is trusted if there is no padding.
             causal = is_causal and (key_padding_mask is None or attn_mask is None)
             if attn_mask is None or causal:
-                small = self_attention(self, query, key_padding_mask, causal)
-                if small is not None:
-                    return small, None
-        hidden, wanted = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
-        return self._general(query, key, value, *hidden, is_causal, *wanted, batched, mask=mask)
+                result = self_attention(self, query, key_padding_mask, causal)
+                if result is not None:
+                    return result, None
+        hidden, weight_options = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
+        return self._general(
+            query, key, value, *hidden, is_causal, *weight_options, batched, mask=mask
+        )
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -316,23 +320,25 @@ class MultiheadAttention(_Stock, ContextParallel):
         return result if need_weights else (result, None)
 
     def _check_context(self) -> None:
+        """Raise if an option of the module does not work on shards."""
         named = {"add_bias_kv": self.bias_k is not None, "add_zero_attn": self.add_zero_attn}
         named["relative_bias"] = "relative_bias" in compat.children_of(self)
-        for name, given in named.items():
-            if given:
+        for name, enabled in named.items():
+            if enabled:
                 raise unsupported(name)
 
     def _check_call(self, query: Tensor, need_weights: bool, cache: Any = None) -> None:
         """Raise if a call is not supported under ``context_parallel``."""
-        for what, given in (
+        for feature, used in (
             ("need_weights=True", need_weights),
             ("a NestedTensor", query.is_nested),
             ("a cache", cache is not None),
         ):
-            if given:
-                raise unsupported(what)
+            if used:
+                raise unsupported(feature)
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int) -> None:
+        """Raise PyTorch's errors for widths, lengths and batches that do not fit."""
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(
                 f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}"

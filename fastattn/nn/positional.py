@@ -53,6 +53,7 @@ class _PositionalEncoding(nn.Module):
         return self.dropout(self._encode(x.transpose(0, 1), offset, positions)).transpose(0, 1)
 
     def _encode(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        """x * scale + encoding, batch first."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -95,6 +96,7 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
         check_options(layout, max_timescale, self.scale, padding_idx)
 
     def _encode(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        """x * scale + PE, batch first."""
         return sinusoidal_encoding(
             x,
             offset=offset,
@@ -162,6 +164,7 @@ class LearnedPositionalEncoding(_PositionalEncoding):
                 self.weight[self.padding_idx].zero_()
 
     def _encode(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        """x * scale + weight[position], batch first."""
         first, positions = locate(x, offset, positions)
         if positions is None:
             end = first + x.shape[-2]

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from fastattn.bias import T5, Disentangled, Window2d
 
 
-def _check_size(name: str, size: int, least: int) -> None:
-    if not isinstance(size, int) or size < least:
-        raise ValueError(f"{name} must be an int of at least {least}, got {size!r}")
+def _check_size(name: str, size: int, minimum: int) -> None:
+    """Raise ValueError unless ``size`` is an int of at least ``minimum``."""
+    if not isinstance(size, int) or size < minimum:
+        raise ValueError(f"{name} must be an int of at least {minimum}, got {size!r}")
 
 
 class _Table(nn.Module):
@@ -57,6 +58,7 @@ class RelativeBias(_Table):
         super().__init__((num_heads, 2 * max_length - 1), device, dtype)
 
     def forward(self) -> Tensor:
+        """The table, as a ``relative_bias`` argument."""
         return self.weight
 
 
@@ -93,6 +95,7 @@ class T5RelativeBias(_Table):
         self.bidirectional = bidirectional
 
     def forward(self) -> T5:
+        """The ``relative_bias`` argument."""
         return T5(self.weight, self.bidirectional, self.max_distance)
 
     def extra_repr(self) -> str:
@@ -130,6 +133,7 @@ class WindowRelativeBias(_Table):
         self.window = (height, width)
 
     def forward(self) -> Window2d:
+        """The ``relative_bias`` argument."""
         return Window2d(self.weight, self.window)
 
     def extra_repr(self) -> str:
@@ -184,8 +188,8 @@ class DisentangledBias(nn.Module):
             "position_bias": bias if added else None,
         }
         for name, shape in shapes.items():
-            made = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
-            self.register_parameter(name, None if made is None else nn.Parameter(made))
+            tensor = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -194,6 +198,7 @@ class DisentangledBias(nn.Module):
             nn.init.trunc_normal_(parameter, std=0.02)
 
     def forward(self) -> Disentangled:
+        """The ``relative_bias`` argument."""
         tensors = (self.query_table, self.key_table, self.content_bias, self.position_bias)
         return Disentangled(*tensors, self.max_distance)  # type: ignore[arg-type]
 

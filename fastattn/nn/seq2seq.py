@@ -84,20 +84,20 @@ class Transformer(nn.Transformer, ContextParallel):
         padding_idx: int = 0,
     ) -> None:
         sizes = None if vocab_size is None else _sizes(vocab_size, padding_idx)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps)
         flags = (batch_first, norm_first, bias)
 
         def norm() -> nn.LayerNorm:
-            return nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **made)
+            return nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
 
         if custom_encoder is None:
             with warnings.catch_warnings():  # PyTorch warns about layers that cannot skip padding
                 warnings.filterwarnings("ignore", "enable_nested_tensor is True")
-                encoder_layer = TransformerEncoderLayer(*options, *flags, **made)
+                encoder_layer = TransformerEncoderLayer(*options, *flags, **factory)
                 custom_encoder = TransformerEncoder(encoder_layer, num_encoder_layers, norm())
         if custom_decoder is None:
-            decoder_layer = TransformerDecoderLayer(*options, *flags, **made)
+            decoder_layer = TransformerDecoderLayer(*options, *flags, **factory)
             custom_decoder = TransformerDecoder(decoder_layer, num_decoder_layers, norm())
         super().__init__(
             d_model,
@@ -111,7 +111,7 @@ class Transformer(nn.Transformer, ContextParallel):
             custom_decoder,
             layer_norm_eps,
             *flags,
-            **made,
+            **factory,
         )
         self.padding_idx = padding_idx
         self.src_embedding: nn.Embedding | None = None
@@ -121,12 +121,12 @@ class Transformer(nn.Transformer, ContextParallel):
         if sizes is None:
             return
         source, target = sizes
-        self.tgt_embedding = nn.Embedding(target, d_model, padding_idx, **made)
+        self.tgt_embedding = nn.Embedding(target, d_model, padding_idx, **factory)
         shared = tie_embeddings and isinstance(vocab_size, int)
         self.src_embedding = (
-            self.tgt_embedding if shared else nn.Embedding(source, d_model, padding_idx, **made)
+            self.tgt_embedding if shared else nn.Embedding(source, d_model, padding_idx, **factory)
         )
-        self.output = nn.Linear(d_model, target, bias=False, **made)
+        self.output = nn.Linear(d_model, target, bias=False, **factory)
         if tie_embeddings:
             self.output.weight = self.tgt_embedding.weight
         self.positional = SinusoidalPositionalEncoding(
@@ -227,11 +227,12 @@ class Transformer(nn.Transformer, ContextParallel):
             offset = 0 if cache is None else cache.length
             tgt = self._embed("tgt", tgt, self.tgt_embedding, offset)
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
-        more = {} if cache is None else {"cache": cache}
-        out = self.decoder(tgt, memory, *masks, tgt_is_causal, memory_is_causal, **more)
+        cache_option = {} if cache is None else {"cache": cache}
+        out = self.decoder(tgt, memory, *masks, tgt_is_causal, memory_is_causal, **cache_option)
         return out if self.output is None else self.output(out)
 
     def _check_context(self) -> None:
+        """Raise for tokens, whose positions would count from 0 on each rank."""
         if self.tgt_embedding is not None:
             raise unsupported("a Transformer of tokens, whose positions count from 0 on each rank,")
 
@@ -268,7 +269,7 @@ class Transformer(nn.Transformer, ContextParallel):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         rows, steps = (0, 1) if self.batch_first else (1, 0)
-        hidden = self.padding_of(src).repeat_interleave(beams, 0)
+        padding = self.padding_of(src).repeat_interleave(beams, 0)
         memory = self.encode(src).repeat_interleave(beams, rows)
         count = src.shape[rows]  # N; below, beam b of sequence n is row n·beams + b
         first = torch.arange(count, device=src.device)[:, None] * beams
@@ -279,18 +280,18 @@ class Transformer(nn.Transformer, ContextParallel):
         cache = self.decoder.new_cache()
         for _ in range(max_length):
             last = tokens[:, -1:] if self.batch_first else tokens[:, -1:].T
-            logits = self.decode(last, memory, memory_key_padding_mask=hidden, cache=cache)
-            more = logits.select(steps, 0).float().log_softmax(-1)  # [N·beams, V]
-            more[done] = -math.inf
-            more[done, self.padding_idx] = 0.0  # an ended beam continues with padding, score 0
+            logits = self.decode(last, memory, memory_key_padding_mask=padding, cache=cache)
+            log_p = logits.select(steps, 0).float().log_softmax(-1)  # [N·beams, V]
+            log_p[done] = -math.inf
+            log_p[done, self.padding_idx] = 0.0  # an ended beam continues with padding, score 0
             scores, best = (
-                (scores.flatten()[:, None] + more).view(count, beams * more.shape[1]).topk(beams)
+                (scores.flatten()[:, None] + log_p).view(count, beams * log_p.shape[1]).topk(beams)
             )
-            parent = (first + best // more.shape[1]).flatten()
-            word = (best % more.shape[1]).flatten()
-            tokens = torch.cat((tokens[parent], word[:, None].to(tokens.dtype)), 1)
-            done = done[parent] | (word == eos_idx)
-            cache.select(parent)
+            parents = (first + best // log_p.shape[1]).flatten()
+            words = (best % log_p.shape[1]).flatten()
+            tokens = torch.cat((tokens[parents], words[:, None].to(tokens.dtype)), 1)
+            done = done[parents] | (words == eos_idx)
+            cache.select(parents)
             if done.all():
                 break
         generated = tokens[:, 1:].view(count, beams, tokens.shape[1] - 1)
@@ -299,6 +300,7 @@ class Transformer(nn.Transformer, ContextParallel):
         return chosen if self.batch_first else chosen.T
 
     def _embed(self, name: str, tokens: Tensor, embedding: nn.Embedding, offset: int) -> Tensor:
+        """Embed tokens and add their positions, or raise an error that names the argument."""
         if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim not in (1, 2):
             raise ValueError(
                 f"{name} must be tokens, int64 or int32, with or without a batch dimension, got "
@@ -315,6 +317,7 @@ class Transformer(nn.Transformer, ContextParallel):
         return self.positional(vectors, offset=offset)
 
     def _padding_so_far(self, tgt: Tensor, cache: DecoderCache | None) -> Tensor:
+        """The padding of cached and new targets, [N, positions so far]."""
         padding = self.padding_of(tgt)
         if cache is None:
             return padding
@@ -330,6 +333,7 @@ def _if_any(padding: Tensor) -> Tensor | None:
 
 
 def _sizes(vocab_size: Any, padding_idx: int) -> tuple[int, int]:
+    """The sizes of the two vocabularies, checked."""
     sizes = vocab_size if isinstance(vocab_size, tuple) else (vocab_size, vocab_size)
     if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in sizes):
         raise TypeError(f"vocab_size must be an integer or a pair of them, got {vocab_size!r}")

@@ -128,26 +128,28 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):
             return leaf(self, tgt, memory, *masks, *flags, cache=cache)
         if cache is not None and memory_is_causal:
             raise ValueError("memory_is_causal is not supported with a cache: pass memory_mask")
-        own, cross = (None, None) if cache is None else cache
+        self_cache, cross_cache = (None, None) if cache is None else cache
 
-        def look_back(x: Tensor) -> Tensor:
+        def attend_to_targets(x: Tensor) -> Tensor:
+            """Self-attention and dropout."""
             masks = {"key_padding_mask": tgt_key_padding_mask, "attn_mask": tgt_mask}
             flags = {"is_causal": tgt_is_causal, "need_weights": False}
-            return self.dropout1(self.self_attn(x, x, x, **masks, **flags, cache=own)[0])
+            return self.dropout1(self.self_attn(x, x, x, **masks, **flags, cache=self_cache)[0])
 
-        def look_at_memory(x: Tensor) -> Tensor:
+        def attend_to_memory(x: Tensor) -> Tensor:
+            """Cross-attention and dropout."""
             masks = {"key_padding_mask": memory_key_padding_mask, "attn_mask": memory_mask}
             flags = {"is_causal": memory_is_causal, "need_weights": False}
-            out = self.multihead_attn(x, memory, memory, **masks, **flags, cache=cross)[0]
+            out = self.multihead_attn(x, memory, memory, **masks, **flags, cache=cross_cache)[0]
             return self.dropout2(out)
 
         x = tgt
         if self.norm_first:
-            x = x + look_back(self.norm1(x))
-            x = x + look_at_memory(self.norm2(x))
+            x = x + attend_to_targets(self.norm1(x))
+            x = x + attend_to_memory(self.norm2(x))
             return x + compat.feed_forward(self, self.norm3(x))
-        x = self.norm1(x + look_back(x))
-        x = self.norm2(x + look_at_memory(x))
+        x = self.norm1(x + attend_to_targets(x))
+        x = self.norm2(x + attend_to_memory(x))
         return self.norm3(x + compat.feed_forward(self, x))
 
 
@@ -226,6 +228,6 @@ class TransformerDecoder(nn.TransformerDecoder, ContextParallel):
         for layer, pair in zip(self.layers, cache.layers, strict=True):
             x = layer(x, memory, *masks, bool(tgt_is_causal), memory_is_causal, cache=pair)
         sequence_first = tgt.ndim == 2 or not self.layers[0].self_attn.batch_first
-        for own, _ in cache.layers:
-            own.advance(tgt.shape[0 if sequence_first else 1])
+        for self_cache, _ in cache.layers:
+            self_cache.advance(tgt.shape[0 if sequence_first else 1])
         return x if self.norm is None else self.norm(x)

@@ -23,36 +23,37 @@ class Known(NamedTuple):
     table: tuple[int, ...] | None = None  # the program of a table, whose query is a distance
 
     def reason(self) -> str:
-        parts = ["a softcap"] * (self.softcap is not None) + ["a bias"] * (self.bias is not None)
-        parts += ["a table of distances"] * (self.table is not None)
-        return f"score_mod is {' and '.join(parts)}, an option of scaled_dot_product_attention"
+        """Why the call runs as ordinary attention, for ``explain``."""
+        names = ["a softcap"] * (self.softcap is not None) + ["a bias"] * (self.bias is not None)
+        names += ["a table of distances"] * (self.table is not None)
+        return f"score_mod is {' and '.join(names)}, an option of scaled_dot_product_attention"
 
     def options(
         self, query: Tensor, k_len: int, floating: Sequence[Tensor], numbers: Sequence[int]
     ) -> dict[str, Any] | None:
         """The options of a call; None if the program must be interpreted."""
-        found: dict[str, Any] = {} if self.softcap is None else {"softcap": self.softcap}
+        arguments: dict[str, Any] = {} if self.softcap is None else {"softcap": self.softcap}
         dtype = torch.promote_types(query.dtype, torch.float32)
         if self.bias is not None:
             x = floating[self.bias]
             if list(x.shape) != [(*query.shape[:3], k_len)[dim] for dim in self.dims]:
                 return None
             shape = [x.shape[self.dims.index(n)] if n in self.dims else 1 for n in range(4)]
-            found["attn_mask"] = x.to(dtype).reshape(shape)
+            arguments["attn_mask"] = x.to(dtype).reshape(shape)
         if self.table is not None:
-            heads, most = query.shape[1], max(query.shape[2], k_len, 1) - 1
+            heads, max_distance = query.shape[1], max(query.shape[2], k_len, 1) - 1
             head = torch.arange(heads, device=query.device)[:, None]
-            distance = torch.arange(-most, most + 1, device=query.device)
-            data, none = flat(floating, dtype), query.new_zeros(1, dtype=dtype)
-            bias = evaluated(self.table, numbers, data, None, none, (0, head, distance, 0))
-            found["relative_bias"] = bias.expand(heads, 2 * most + 1)
-        return found
+            distance = torch.arange(-max_distance, max_distance + 1, device=query.device)
+            data, no_score = flat(floating, dtype), query.new_zeros(1, dtype=dtype)
+            bias = evaluated(self.table, numbers, data, None, no_score, (0, head, distance, 0))
+            arguments["relative_bias"] = bias.expand(heads, 2 * max_distance + 1)
+        return arguments
 
 
 def flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     """Captured floating tensors, one after the other."""
-    parts = [x.reshape(-1).to(dtype) for x in tensors]
-    return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
+    flattened = [x.reshape(-1).to(dtype) for x in tensors]
+    return None if not flattened else flattened[0] if len(flattened) == 1 else torch.cat(flattened)
 
 
 def known(graph: Graph, value: int) -> Known | None:
@@ -70,8 +71,8 @@ def known(graph: Graph, value: int) -> Known | None:
             a, b = b, a
         if a not in of_score or b in of_score:
             return None
-        part = b if graph.nodes[n].op is Op.ADD else graph.add(Op.NEG, b)
-        n, term = a, part if term is None else graph.add(Op.ADD, part, term)
+        added = b if graph.nodes[n].op is Op.ADD else graph.add(Op.NEG, b)
+        n, term = a, added if term is None else graph.add(Op.ADD, added, term)
     softcap = None if n == SCORE else _softcap(graph, n)
     if (n != SCORE and softcap is None) or (term is None and softcap is None):
         return None
@@ -82,8 +83,8 @@ def known(graph: Graph, value: int) -> Known | None:
         if ops[-2:] == [Op.QUERY, Op.KEY] and ops == [op for op in _INDICES if op in ops]:
             dims = tuple(_INDICES.index(op) for op in ops)
             return Known(softcap, gather.captured, dims)
-    found = _by_distance(graph, term)
-    return None if found is None else Known(softcap, table=tuple(found))
+    table = _by_distance(graph, term)
+    return None if table is None else Known(softcap, table=tuple(table))
 
 
 def _softcap(graph: Graph, n: int) -> float | None:
@@ -99,52 +100,54 @@ def _product(graph: Graph, n: int) -> tuple[int, float]:
     """The factors of a product, of which one is a number."""
     if graph.nodes[n].op is Op.MUL:
         for a, b in (graph.nodes[n].args, graph.nodes[n].args[::-1]):
-            number = graph.nodes[b]
-            if number.op is Op.CONST:
+            factor = graph.nodes[b]
+            if factor.op is Op.CONST:
                 return a, graph.number_of(b)
-            if number.op is Op.DIV and all(graph.nodes[x].op is Op.CONST for x in number.args):
-                above, below = map(graph.number_of, number.args)
-                return a, above / below if below else 0.0
+            if factor.op is Op.DIV and all(graph.nodes[x].op is Op.CONST for x in factor.args):
+                numerator, denominator = map(graph.number_of, factor.args)
+                return a, numerator / denominator if denominator else 0.0
     return n, 0.0
 
 
 def _by_distance(graph: Graph, n: int) -> list[int] | None:
     """A node as a program whose query is the distance of the pair; None if it has no distance."""
-    made, nodes = Graph(), dict[int, int | None]()
-    distance = made.add(Op.QUERY)
+    copy_graph, nodes = Graph(), dict[int, int | None]()
+    distance = copy_graph.add(Op.QUERY)
 
     def copied(n: int) -> int | None:
+        """The copy of a node, made once; None if it has no copy."""
         if n not in nodes:
             nodes[n] = copy(n)
         return nodes[n]
 
     def copy(n: int) -> int | None:
+        """Copy a node into the new graph; None if it depends on more than the distance."""
         op, args, numbers, _, _ = graph.nodes[n]
         if op in (Op.QUERY, Op.KEY, Op.BATCH) or op is None:
             return None
         if op is Op.ISUB:
-            (first, of_first), (second, of_second) = (_shifted(graph, arg) for arg in args)
+            (first, first_shift), (second, second_shift) = (_shifted(graph, arg) for arg in args)
             if {first, second} == {Op.QUERY, Op.KEY}:
                 d = distance
                 if first is Op.KEY:
-                    d = made.add(Op.ISUB, made.integer(0), d)
-                for shift, sign in ((of_first, Op.IADD), (of_second, Op.ISUB)):
+                    d = copy_graph.add(Op.ISUB, copy_graph.integer(0), d)
+                for shift, sign in ((first_shift, Op.IADD), (second_shift, Op.ISUB)):
                     if shift is not None:
                         own = copied(shift)
                         if own is None:
                             return None
-                        d = made.add(sign, d, own)
+                        d = copy_graph.add(sign, d, own)
                 return d
-        found = [x for x in map(copied, args) if x is not None]
-        if len(found) < len(args):
+        operands = [x for x in map(copied, args) if x is not None]
+        if len(operands) < len(args):
             return None
-        own = made.add(op, *found, numbers=numbers)
+        own = copy_graph.add(op, *operands, numbers=numbers)
         if n in graph.gathers:
-            made.gathers[own] = graph.gathers[n]
+            copy_graph.gathers[own] = graph.gathers[n]
         return own
 
-    found = copied(n)
-    return None if found is None else made.words(found, (), 0)
+    result = copied(n)
+    return None if result is None else copy_graph.words(result, (), 0)
 
 
 def _shifted(graph: Graph, n: int) -> tuple[Op | None, int | None]:

@@ -123,9 +123,10 @@ def hops(
 
 
 def _draw(ax: Axes, matrix: Tensor, vmax: float | None, cmap: str | None, values: bool) -> Any:
-    known = matrix.nan_to_num(0.0)
-    largest = float(known.abs().max()) if vmax is None else vmax
-    signed = bool((known < 0).any())
+    """Draw one matrix as a heat map, with its numbers if ``values``."""
+    finite = matrix.nan_to_num(0.0)
+    largest = float(finite.abs().max()) if vmax is None else vmax
+    signed = bool((finite < 0).any())
     image = ax.imshow(
         matrix.numpy(),
         cmap=_pyplot().get_cmap(cmap or ("RdBu" if signed else "Blues")),
@@ -145,6 +146,7 @@ def _draw(ax: Axes, matrix: Tensor, vmax: float | None, cmap: str | None, values
 
 
 def _label(ax: Axes, x: list[str], y: list[str], left: bool = True) -> None:
+    """Label the columns at the top, and the rows at the left."""
     ax.xaxis.tick_top()
     # parse_math=False, because a token may be a dollar sign.
     ax.set_xticks(range(len(x)), x, rotation=90, fontsize="small", parse_math=False)
@@ -159,6 +161,7 @@ def _inches(labels: list[str], count: int) -> float:
 
 
 def _pyplot() -> Any:
+    """matplotlib.pyplot, or ImportError with the command that installs it."""
     try:
         from matplotlib import pyplot
     except ImportError as error:

@@ -52,8 +52,8 @@ def html(
         IndexError: ``example`` is not among the N.
     """
     layers = []
-    for name, key, each in _layers(weights):
-        stack = matrices(f"the weights of {name}", each, (2, 3, 4))
+    for name, key, layer_weights in _layers(weights):
+        stack = matrices(f"the weights of {name}", layer_weights, (2, 3, 4))
         if stack.ndim == 4:
             if not 0 <= example < len(stack):
                 raise IndexError(f"example must be in [0, {len(stack)}) for {name}, got {example}")
@@ -70,8 +70,8 @@ def html(
         raise ValueError("weights must hold the weights of at least one layer, got none")
     page = json.dumps({"picker": picker, "layers": layers}, ensure_ascii=False)
     template = resources.files("fastattn.plot").joinpath("page.html").read_text(encoding="utf-8")
-    parts = {"title": markup.escape(title), "data": page.replace("<", "\\u003c")}
-    text = re.sub(r"{{(title|data)}}", lambda place: parts[place[1]], template)
+    fields = {"title": markup.escape(title), "data": page.replace("<", "\\u003c")}
+    text = re.sub(r"{{(title|data)}}", lambda place: fields[place[1]], template)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
     return text
@@ -92,4 +92,5 @@ def _layers(weights: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _of_layer(tokens: Any, key: str) -> Any:
+    """The tokens of one layer, from one sequence or a dictionary of layers."""
     return tokens.get(key) if isinstance(tokens, Mapping) else tokens

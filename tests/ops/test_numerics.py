@@ -213,9 +213,8 @@ def test_a_fully_masked_row(
         case = replace(case, window=(5, 0), k_len=max(q_len // 2, 1))
     inputs = make_inputs(case, dtype)
     if kind == "window":
-        inputs = inputs.changed(
-            options=replace(inputs.options, offset=10)
-        )  # masks the last rows, or the only one
+        # Masks the last rows, or the only one.
+        inputs = inputs.changed(options=replace(inputs.options, offset=10))
         empty = torch.arange(q_len) + 10 - 5 >= case.k_len
     else:
         empty = torch.arange(q_len) % 3 == 0

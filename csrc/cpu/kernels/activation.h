@@ -46,6 +46,7 @@ __attribute__((noinline)) void apply(float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes<float>) store(y + i, f(load(y + i)));
 }
 
+// Applies an activation to y[count], in place.
 inline void activate(MlpActivation activation, float* y, int64_t count) {
   switch (activation) {
     case MlpActivation::none:

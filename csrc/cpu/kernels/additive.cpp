@@ -37,6 +37,7 @@ class Forward : AdditiveRows<P> {
  public:
   explicit Forward(const AdditiveParams& params) : Base(params) {}
 
+  // Forward: one task for each block of queries.
   void run() {
     const int64_t blocks = (p.Lq + kQueries - 1) / kQueries, tasks = p.B * blocks;
     const int team = team_size(p.threads, tasks, 20.0 * p.B * p.Lq * p.Lk * (p.D + p.Dv));
@@ -52,6 +53,7 @@ class Forward : AdditiveRows<P> {
   }
 
  private:
+  // Scores, softmax and weighted sum of one block of queries.
   void forward_block(Buffers& f, Block q) const {
     const int64_t rows = q.end - q.begin;
     const Range range = visible(f, q);
@@ -94,6 +96,7 @@ class Forward : AdditiveRows<P> {
           });
   }
 
+  // Writes the rows of the softmax to the weights, 0 outside the visible range.
   void write_weights(const Buffers& f, Block q, Range range) const {
     for (int64_t i = q.begin; i < q.end; ++i) {
       const T* const from = f.s + (i - q.begin) * ld;
@@ -120,6 +123,7 @@ class Backward : AdditiveRows<P> {
  public:
   explicit Backward(const AdditiveParams& params) : Base(params) {}
 
+  // Backward: tasks of several blocks of queries, then the sums over tasks.
   void run() {
     const int64_t tasks = p.B * x.chunks;
     const int team = team_size(p.threads, max_of(tasks, p.B * p.Lk / kKeys),
@@ -151,6 +155,8 @@ class Backward : AdditiveRows<P> {
   struct Part {
     T *dk, *dvalue, *vector, *bias;  // [Lk][D], [Lk][Dv], [D], [D]
   };
+
+  // The buffers where task c of batch entry b sums its gradients.
   Part part(int64_t b, int64_t c) const {
     const int64_t n = b * x.chunks + c, keys = p.Lk * p.D, values = p.Lk * p.Dv;
     Part to;
@@ -165,6 +171,7 @@ class Backward : AdditiveRows<P> {
     return to;
   }
 
+  // One task: sums the gradients of its blocks of queries.
   void chunk(Buffers& f, int64_t b, int64_t c) const {
     const Part to = part(b, c);
     clear(to.dk, p.Lk * p.D);
@@ -175,6 +182,7 @@ class Backward : AdditiveRows<P> {
       backward_block(f, {b, i0, min_of(end, i0 + kQueries)}, to);
   }
 
+  // The gradients of one block of queries, added to the task's sums.
   void backward_block(Buffers& f, Block q, const Part& to) const {
     const int64_t rows = q.end - q.begin;
     const Range range = visible(f, q);
@@ -238,6 +246,7 @@ class Backward : AdditiveRows<P> {
     add_grad_weights(f, q, j0, keys);
   }
 
+  // dp += the gradient of the weights.
   void add_grad_weights(const Buffers& f, Block q, int64_t j0, int64_t keys) const {
     if (p.grad_weights.data == nullptr) return;
     for (int64_t i = 0; i < q.end - q.begin; ++i) {
@@ -264,6 +273,7 @@ class Backward : AdditiveRows<P> {
     }
   }
 
+  // Writes ds, from which the gradient of the mask is summed.
   void write_grad_scores(const Buffers& f, Block q, Range range) const {
     for (int64_t i = q.begin; i < q.end; ++i) {
       T* const to = static_cast<T*>(x.grad_scores) + (q.b * p.Lq + i) * p.Lk;
@@ -277,12 +287,14 @@ class Backward : AdditiveRows<P> {
     if (kHasCoarse<T> && coarse) return gradients_of<kQ, kHasCoarse<T>>(f, q, j0, keys);
     gradients_of<kQ, false>(f, q, j0, keys);
   }
+
+  // The gradients of kQ queries at a time, from exponentials that were computed once.
   template <int kQ, bool kCoarse>
   __attribute__((noinline)) void gradients_of(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     for (int64_t n = 0; n < panels; ++n) {
       for (int64_t i = q.begin; i < q.end; i += kQ) {
-        const int64_t seen = visible_to_any(p, i, min_of(q.end, i + kQ)).end;
-        const int64_t count = round_up(max_of<int64_t>(0, min_of(keys, seen - j0)), 2);
+        const int64_t visible_end = visible_to_any(p, i, min_of(q.end, i + kQ)).end;
+        const int64_t count = round_up(max_of<int64_t>(0, min_of(keys, visible_end - j0)), 2);
         const int64_t at = n * kPanel + (i - q.begin) * W;
         gradient_tile<T, kCoarse, kQ>(f.eq + at, f.k + n * kPanel, f.d + (i - q.begin) * ld + j0,
                                       ld, count, f.dq + at, f.dk + n * kPanel, f.dv + n * W);
@@ -290,6 +302,7 @@ class Backward : AdditiveRows<P> {
     }
   }
 
+  // As gradients_of, with one tanh for each pair, where the exponentials would overflow.
   void exact_gradients(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     for (int64_t n = 0; n < panels; ++n) {
       for (int64_t i = q.begin; i < q.end; ++i) {
@@ -372,6 +385,7 @@ class Backward : AdditiveRows<P> {
     sum(&Part::dvalue, p.Dv, p.grad_v);
   }
 
+  // Sums the gradients of v and of the bias over all tasks, in their order.
   void finish_vectors() const {
     T *vector = static_cast<T*>(x.grad_vector), *bias = static_cast<T*>(x.grad_bias);
     for (int64_t a = 0; a < p.D; ++a) {

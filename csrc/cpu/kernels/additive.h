@@ -55,8 +55,8 @@ FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
   constexpr T kTwoLog2E = T(2) * kLog2E<T>;
   constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
   const Vec<T> shifted = x * kTwoLog2E + kRound, n = shifted - kRound;
-  const Vec<T> rest = (x - n * kHalfLn2High<T>)-n * kHalfLn2Low<T>;
-  const Vec<T> y = exp2_fraction<false>(rest * kTwoLog2E);
+  const Vec<T> remainder = (x - n * kHalfLn2High<T>)-n * kHalfLn2Low<T>;
+  const Vec<T> y = exp2_fraction<false>(remainder * kTwoLog2E);
   typedef typename WordsOf<T>::type Words;
   return (Vec<T>)((Words)y + ((Words)shifted << kMantissa));
 }

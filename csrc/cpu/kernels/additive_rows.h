@@ -74,6 +74,7 @@ class AdditiveRows {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers f{};
@@ -171,6 +172,7 @@ class AdditiveRows {
         store(to + n + r * W, exp_twice<T>(load(from + n + r * W)));
   }
 
+  // Copies a block of queries into panels, transformed to exponentials.
   void stage_queries(Buffers& f, Block q) const {
     const int64_t rows = q.end - q.begin, to = rows == 1 ? 1 : round_up(rows, kMostQueries);
     f.query_top = stage(row(p.q, q.b, q.begin), p.q.stride, rows, to, f.q, Itself());
@@ -236,6 +238,8 @@ class AdditiveRows {
     if (kHasCoarse<T> && coarse) return scores_of<kQ, kHasCoarse<T>>(f, q, j0, j1);
     scores_of<kQ, false>(f, q, j0, j1);
   }
+
+  // The scores of kQ queries at a time, from exponentials that were computed once.
   template <int kQ, bool kCoarse>
   __attribute__((noinline)) void scores_of(Buffers& f, Block q, int64_t j0, int64_t j1) const {
     constexpr int kK = W / kQ;
@@ -253,6 +257,7 @@ class AdditiveRows {
     }
   }
 
+  // As scores_of, with one tanh for each pair, where the exponentials would overflow.
   __attribute__((noinline)) void exact_scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
     for (int64_t i = q.begin; i < q.end; ++i) {
       const int64_t end = min_of(j1, visible_to_any(p, i, i + 1).end);

@@ -34,6 +34,7 @@ class Append {
         largest(params.float8 ? 448 : 127),
         unit(params.float8 ? kE4m3Unit : 1.0f) {}
 
+  // Appends all tokens; returns the first row that cannot be quantised.
   AppendFault run() const {
     const double elements = static_cast<double>(p.B * p.L) * ((p.Hq + p.Hkv) * p.D + p.Hkv * p.Dv);
     const int64_t tokens = p.B * p.L;
@@ -71,6 +72,8 @@ class Append {
     T *a, *b;      // [pairs] the two columns of each pair
     T* row;        // [D or Dv] to be quantised
   };
+
+  // Takes the buffers of a thread from an arena.
   Scratch buffers(Arena& arena) const {
     Scratch buf;
     const int64_t size = round_up(pairs, W);
@@ -79,6 +82,8 @@ class Append {
     buf.row = arena.template take<T>(quantises ? round_up(max_of(p.D, p.Dv), W) : 0);
     return buf;
   }
+
+  // The buffers of this thread.
   Scratch scratch() const {
     Arena measured(nullptr);
     buffers(measured);
@@ -100,6 +105,7 @@ class Append {
             x.stride[3]};
   }
 
+  // Appends token i of sequence b to all heads, and rotates its query.
   void token(int64_t b, int64_t i, const Scratch& buf) const {
     const CacheRow to = p.rows[b * p.L + i];
     if (pairs > 0) read_angles(p.positions[b * p.L + i], buf);
@@ -142,6 +148,7 @@ class Append {
     return fault;
   }
 
+  // Whether a scale of the earlier rows of a head is not positive and finite.
   AppendFault check_scales(int64_t b, int64_t h) const {
     const int32_t* const pages =
         p.block_table == nullptr ? nullptr : p.block_table + b * p.block_table_stride;
@@ -165,13 +172,13 @@ class Append {
 
   // Returns false if an element is not finite, or too large for the scale.
   bool scale_of(const T* x, int64_t count, float* scale) const {
-    T most = 0, not_finite = 0;
+    T max_magnitude = 0, not_finite = 0;
     for (int64_t d = 0; d < count; ++d) {
       const T magnitude = x[d] < 0 ? -x[d] : x[d];
-      most = magnitude > most ? magnitude : most;
+      max_magnitude = magnitude > max_magnitude ? magnitude : max_magnitude;
       not_finite += x[d] - x[d];
     }
-    *scale = max_of(static_cast<float>(most / largest), __FLT_MIN__);
+    *scale = max_of(static_cast<float>(max_magnitude / largest), __FLT_MIN__);
     return not_finite == 0 && *scale <= __FLT_MAX__ / unit;
   }
 
@@ -198,6 +205,7 @@ class Append {
 
   // ---- Rotation ---------------------------------------------------------------------------------
 
+  // Reads cos and sin of a position, [pairs] each.
   void read_angles(int64_t position, const Scratch& to) const {
     const auto read = [&](const Tensor4& table, T* x) {
       const int64_t row = position * table.stride[2];
@@ -211,6 +219,7 @@ class Append {
     read(p.rotary_sin, to.sin);
   }
 
+  // Rotates the first 2 * pairs columns of a row by the angles of its position; copies the others.
   template <class X>
   void rotate(Row<S> from, Row<X> to, const Scratch& f) const {
     copy(from, to, 2 * pairs, p.D);

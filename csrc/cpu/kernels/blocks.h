@@ -22,8 +22,8 @@ constexpr int64_t kPanelLanes = kPanelVectors * kLanes<typename P::Acc>;
 template <class P>
 FASTATTN_INLINE int64_t query_block(int64_t D, int64_t Dv) {
   const int64_t bytes = (words<P>(D) + Dv) * static_cast<int64_t>(sizeof(typename P::Word));
-  const int64_t wanted = min_of<int64_t>(256 * P::kPerWord, (256 << 10) / bytes);
-  return max_of<int64_t>(1, wanted / kPanelLanes<P>) * kPanelLanes<P>;
+  const int64_t target = min_of<int64_t>(256 * P::kPerWord, (256 << 10) / bytes);
+  return max_of<int64_t>(1, target / kPanelLanes<P>) * kPanelLanes<P>;
 }
 
 // Keys per block: a multiple of the score tile's rows (and of a pair), small enough that keys and
@@ -33,8 +33,8 @@ FASTATTN_INLINE int64_t key_block(int64_t D, int64_t Dv) {
   constexpr int64_t step = 2 * P::kScoreRows;
   const int64_t bytes =
       (words<P>(D) + words<P>(Dv)) * static_cast<int64_t>(sizeof(typename P::Word));
-  const int64_t wanted = min_of<int64_t>(96 * P::kPerWord, (128 << 10) / bytes);
-  return max_of<int64_t>(1, wanted / step) * step;
+  const int64_t target = min_of<int64_t>(96 * P::kPerWord, (128 << 10) / bytes);
+  return max_of<int64_t>(1, target / step) * step;
 }
 
 // Up to this many keys, a panel processes all its keys in one block: two tiles of scores of this
@@ -59,6 +59,7 @@ constexpr int64_t kHeadsInOrder = 16;
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  // `count` elements, aligned to 256 bytes.
   template <class T>
   T* take(int64_t count) {
     char* p = base_ + used_;

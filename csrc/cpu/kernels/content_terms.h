@@ -4,14 +4,16 @@
 //   S_ij += a_i . R[b(d)] + P[b(-d)] . k_j,   d = i + offset - j
 //
 // with position queries a, tables R and P with a row for each bucket, and a map b from distances to
-// buckets. A block of keys and some queries have few distances, so they need a band of either table:
+// buckets. A block of keys and some queries have few distances, so they need a band of either
+// table:
 //
 //   A[i][c] = a_i . R[c]    for a panel of queries
 //   C[j][c] = k_j . P[c]    for the block of keys and many panels
 //
-// from which the entries of the pairs are read. Their columns are in descending order of the buckets.
-// So where b is linear, a row of C has the entries of consecutive queries one after the other, and a
-// row of A the entries of consecutive keys, which a transposition brings across the lanes.
+// from which the entries of the pairs are read. Their columns are in descending order of the
+// buckets. So where b is linear, a row of C has the entries of consecutive queries one after the
+// other, and a row of A the entries of consecutive keys, which a transposition brings across the
+// lanes.
 #pragma once
 #include "blocks.h"
 #include "pack.h"
@@ -64,6 +66,8 @@ class ContentTerms {
       for (int64_t l = 0; l < count; ++l) x[l] = row[at[e + l]];
       return load(x);
     }
+
+    // row[lanes] += the entry e of each lane, within the band.
     FASTATTN_INLINE void add(T* row, int64_t e, Vec<T> x, int64_t count = W) const {
       if (count >= W && next[e] >= W) return store(row + at[e], load(row + at[e]) + x);
       if (count >= W && same[e] >= W) {
@@ -107,6 +111,8 @@ class ContentTerms {
     T* dk;           // [keys][dp], of the block; set by the caller
     T* sums;         // gradients of the query head, see sums_size(); set by the caller
   };
+
+  // Takes the buffers of a thread from an arena.
   Buffers allocate(Arena& a, bool backward = false) const {
     Buffers f{};
     if (!has_content_terms(p)) return f;
@@ -136,14 +142,14 @@ class ContentTerms {
   }
 
   // The keys of the tiles that follow; ks: staged.
-  void open(Buffers& f, int64_t b, int64_t h, Range block, const Word* ks) const {
+  void set_key_block(Buffers& f, int64_t b, int64_t h, Range block, const Word* ks) const {
     if (f.b != b || f.h != h || f.block.begin != block.begin || f.block.end != block.end)
       f.q0 = f.q1 = 0;
     f.b = b, f.h = h, f.block = block, f.ks = ks;
   }
 
-  // S[key][lane] += the terms, for queries [i0, i1) and keys r of the block; and the maximum over the
-  // keys.
+  // S[key][lane] += the terms, for queries [i0, i1) and keys r of the block; and the maximum over
+  // the keys.
   template <int NV>
   __attribute__((noinline)) void add(Buffers& f, int64_t i0, int64_t i1, Range r, T* S,
                                      Vec<T>* top) const {
@@ -301,12 +307,12 @@ class ContentTerms {
 
   // The range of x[first], ..., x[last].
   static Range values_of(const int32_t* x, int64_t first, int64_t last) {
-    int32_t least = x[first], most = least;
+    int32_t min = x[first], max = min;
     for (int64_t n = first + 1; n <= last; ++n) {
-      least = min_of(least, x[n]);
-      most = max_of(most, x[n]);
+      min = min_of(min, x[n]);
+      max = max_of(max, x[n]);
     }
-    return {least, most + 1};
+    return {min, max + 1};
   }
 
   // The keys, in whole groups, that read columns of C from c on, of a panel.
@@ -325,9 +331,9 @@ class ContentTerms {
   void find(Entries& to, int64_t top, int64_t low, int64_t high, int64_t count) const {
     const int32_t* const bucket = p.distance_buckets + p.farthest;
     to.band = values_of(bucket, low, high);
-    const int32_t most = static_cast<int32_t>(to.band.end - 1);
+    const int32_t last = static_cast<int32_t>(to.band.end - 1);
     for (int64_t e = count - 1; e >= 0; --e) {
-      to.at[e] = most - bucket[max_of(low, min_of(high, top - e))];
+      to.at[e] = last - bucket[max_of(low, min_of(high, top - e))];
       const bool follows = e + 1 < count;
       to.same[e] = follows && to.at[e + 1] == to.at[e] ? to.same[e + 1] + 1 : 1;
       to.next[e] = follows && to.at[e + 1] == to.at[e] + 1 ? to.next[e + 1] + 1 : 1;
@@ -433,14 +439,15 @@ class ContentTerms {
     if (all_finite(src, row_stride, col_stride, n, p.D)) return;
     for (int64_t row = 0; row < n; ++row) {
       if (all_finite(src + row * row_stride, row_stride, col_stride, int64_t(1), p.D)) continue;
-      bool seen = false;
-      for (int64_t t = 0; t < terms && !seen; ++t) seen = grads[row * ld + t] != T(0);
-      if (!seen) clear_row<P>(dst, row, dp);
+      bool any_nonzero = false;
+      for (int64_t t = 0; t < terms && !any_nonzero; ++t) any_nonzero = grads[row * ld + t] != T(0);
+      if (!any_nonzero) clear_row<P>(dst, row, dp);
     }
   }
 
-  // Gradients [n][ld] as the words of both products: pairs of columns, in place, and pairs of rows, in
-  // `pairs` [words of n][ld], which is returned. Where a word is one element, both are the gradients.
+  // Gradients [n][ld] as the words of both products: pairs of columns, in place, and pairs of rows,
+  // in `pairs` [words of n][ld], which is returned. Where a word is one element, both are the
+  // gradients.
   const Word* pair_up(T* grads, int64_t n, int64_t nc, int64_t ld, Word* pairs) const {
     if constexpr (kPaired) {
       for (int64_t row = 0; row < n; row += 2)
@@ -462,7 +469,8 @@ class ContentTerms {
     return reinterpret_cast<const Word*>(grads);
   }
 
-  // C[n][dp] += A B, of K terms; A is [n][lda], or [words of K][lda] with kColumns. B: [words of K][dp].
+  // C[n][dp] += A B, of K terms; A is [n][lda], or [words of K][lda] with kColumns. B: [words of
+  // K][dp].
   template <bool kColumns>
   void add_product(int64_t n, const Word* A, int64_t lda, const Word* B, int64_t K, T* C,
                    int64_t ldc) const {

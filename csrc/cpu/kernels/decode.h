@@ -112,8 +112,8 @@ class Decode {
     Buffers buf = scratch();
     begin_total(buf.total, head);
     for (int64_t c = 0; c < chunks_; ++c) {
-      chunk(buf, head, c, buf.part);
-      merge(buf.total, buf.part);
+      chunk(buf, head, c, buf.chunk_state);
+      merge(buf.total, buf.chunk_state);
     }
     finish(buf.total, head);
   }
@@ -124,6 +124,7 @@ class Decode {
     chunk(buf, t / chunks_, t % chunks_, states + t * state_size());
   }
 
+  // Merges the states of all chunks of a head, in order, and writes its result.
   void merge_head(int64_t head, T* states) const {
     Buffers buf = scratch();
     begin_total(buf.total, head);
@@ -144,23 +145,27 @@ class Decode {
   // the first of two vectors of q unless words are pairs. With `integers`, the columns of o are in
   // the order of join_values().
   struct Buffers {
-    Word* q;      // [rows][dim], zero beyond D
-    T* s;         // [rows][kBlock]
-    T* alpha;     // [rows]
-    T* k_scales;  // [kBlock] of quantised rows
-    T* v_scales;  // [kBlock]
-    T* total;     // a state
-    T* part;      // a state
+    Word* q;         // [rows][dim], zero beyond D
+    T* s;            // [rows][kBlock]
+    T* alpha;        // [rows]
+    T* k_scales;     // [kBlock] of quantised rows
+    T* v_scales;     // [kBlock]
+    T* total;        // a state
+    T* chunk_state;  // a state
     IntegerQueries queries;
     IntegerWeights weights;
     int8_t* joined;  // [kBlock][dim or dim_v], see join_keys() and join_values()
   };
+
+  // The buffers of this thread.
   Buffers scratch() const {
     Arena measure(nullptr);
     buffers(measure);
     Arena arena(thread_scratch(measure.used()));
     return buffers(arena);
   }
+
+  // Takes the buffers of a thread from an arena.
   Buffers buffers(Arena& a) const {
     Buffers buf;
     buf.q = a.take<Word>(integers ? 0 : rows * dim);
@@ -169,7 +174,7 @@ class Decode {
     buf.k_scales = a.take<T>(kScaled ? kBlock : 0);
     buf.v_scales = a.take<T>(kScaled ? kBlock : 0);
     buf.total = a.take<T>(rows * (dim_v + 2));
-    buf.part = a.take<T>(rows * (dim_v + 2));
+    buf.chunk_state = a.take<T>(rows * (dim_v + 2));
     if constexpr (kIntegers) {
       const int64_t count = integers ? rows : 0;
       buf.queries = {a.take<int8_t>(2 * count * dim), a.take<float>(count), a.take<int32_t>(count),
@@ -187,6 +192,7 @@ class Decode {
     for (int64_t r = 0; r < rows; ++r) maxima(state)[r] = -kInf<T>, sums(state)[r] = T(0);
   }
 
+  // The initial state: empty, or a sink, a key whose value is 0.
   void begin_total(T* total, int64_t head) const {
     begin(total);
     for (int64_t r = 0; r < rows; ++r) {
@@ -203,12 +209,12 @@ class Decode {
   }
 
   // Merges part into total. They cover disjoint sets of keys.
-  void merge(T* total, T* part) const {
+  void merge(T* total, T* chunk_state) const {
     for (int64_t r = 0; r < rows; ++r) {
       const Shares<T> share = merge_sums<T>(
-          maxima(total) + r, sums(total) + r, maxima(part)[r], sums(part)[r],
+          maxima(total) + r, sums(total) + r, maxima(chunk_state)[r], sums(chunk_state)[r],
           [&](Vec<T> x) __attribute__((always_inline)) { return exponential(rule, x); });
-      merge_outputs<T>(share, total + r * dim_v, part + r * dim_v, dim_v);
+      merge_outputs<T>(share, total + r * dim_v, chunk_state + r * dim_v, dim_v);
     }
   }
 
@@ -228,9 +234,9 @@ class Decode {
       }
       load_query(q, buf.q + r * dim);
     }
-    const Range seen = visible_to_any(p, 0, p.Lq);
-    const int64_t begin_key = max_of(c * kChunk, seen.begin),
-                  end_key = min_of((c + 1) * kChunk, seen.end);
+    const Range visible = visible_to_any(p, 0, p.Lq);
+    const int64_t begin_key = max_of(c * kChunk, visible.begin),
+                  end_key = min_of((c + 1) * kChunk, visible.end);
     const auto end_of = [&](int64_t j0) { return min_of(end_key, j0 + kBlock); };
     const bool prefetches = kPrefetchesInOrder || p.pages != nullptr;
     if constexpr (kReadsEvenRows) {
@@ -262,6 +268,7 @@ class Decode {
     }
   }
 
+  // Quantises query row r to bytes.
   void pack_integers(const float* q, const Buffers& buf, int64_t r) const {
     if (p.q.stride[3] == 1) return buf.queries.pack(r, q, p.D);
     float dense[kWidestInteger];
@@ -269,6 +276,7 @@ class Decode {
     buf.queries.pack(r, dense, p.D);
   }
 
+  // Packs one query row [D] into words.
   void load_query(const Storage* q, Word* to) const {
     if constexpr (kPerWord == 1 && kPerLane == 1) {
       if (p.q.stride[3] == 1) {
@@ -351,8 +359,8 @@ class Decode {
         products<R, 1>(buf.q + r * dim, keys, j1 - j0, buf.s + r * kBlock);
     });
     weigh(buf, b, hk, j0, j1, state);
-    const auto add_values = [&](auto most) __attribute__((always_inline)) {
-      constexpr int kMost = decltype(most)::value;
+    const auto add_values = [&](auto max_rows) __attribute__((always_inline)) {
+      constexpr int kMost = decltype(max_rows)::value;
       by_rows<kMost>([&](auto width, int64_t r) __attribute__((always_inline)) {
         accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r,
                                            v.in_pass(r, kMost, rows), j1 - j0, state + r * dim_v);
@@ -435,14 +443,18 @@ class Decode {
     return padded_for_all(b, j0, j1) ||
            (p.mask_program != nullptr && hidden_from_all(b, hk, j0, j1));
   }
+
+  // Whether the mask program hides all keys [j0, j1) from every query of a key head.
   bool hidden_from_all(int64_t b, int64_t hk, int64_t j0, int64_t j1) const {
     for (int64_t g = 0; g < group; ++g) {
       const MaskProgram program(p, b, hk * group + g);
       for (int64_t i = 0; i < p.Lq; ++i)
-        if (program.seen(i, i + 1, {j0, j1}) != Seen::none) return false;
+        if (program.coverage(i, i + 1, {j0, j1}) != Coverage::none) return false;
     }
     return true;
   }
+
+  // Whether all keys [j0, j1) are padding.
   bool padded_for_all(int64_t b, int64_t j0, int64_t j1) const {
     if (p.mask.data == nullptr || p.mask_dtype != DType::boolean || p.mask.stride[1] != 0 ||
         !is_key_mask(p))
@@ -528,11 +540,12 @@ class Decode {
     buf.alpha[r] = alpha;
   }
 
+  // Applies window, mask and biases to the scores s[j1 - j0] of query i.
   void score_row(T* s, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t j1) const {
-    const Range seen = visible_to_any(p, i, i + 1);
+    const Range visible = visible_to_any(p, i, i + 1);
     if (!rule.natural && !has_bias(p)) {
-      for (int64_t j = j0; j < min_of(j1, seen.begin); ++j) s[j - j0] = -kInf<T>;
-      for (int64_t j = max_of(j0, seen.end); j < j1; ++j) s[j - j0] = -kInf<T>;
+      for (int64_t j = j0; j < min_of(j1, visible.begin); ++j) s[j - j0] = -kInf<T>;
+      for (int64_t j = max_of(j0, visible.end); j < j1; ++j) s[j - j0] = -kInf<T>;
       return;
     }
     T bias[kBlock];
@@ -550,7 +563,7 @@ class Decode {
       }
       const int64_t distance = i + p.offset - j;
       if (slope != T(0)) x -= slope * static_cast<T>(distance < 0 ? -distance : distance);
-      s[j - j0] = j >= seen.begin && j < seen.end ? x : -kInf<T>;
+      s[j - j0] = j >= visible.begin && j < visible.end ? x : -kInf<T>;
     }
   }
 
@@ -627,6 +640,7 @@ class Decode {
     return __builtin_shuffle(a, b, Mask<T>{(First + I / 2 + (I % 2 ? W : 0))...});
   }
 
+  // Writes out and lse of a head from its merged state.
   void finish(T* state, int64_t head) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv;
     for (int64_t r = 0; r < rows; ++r) {

@@ -28,8 +28,8 @@ FASTATTN_INLINE bool multiplies_bytes(int64_t columns) {
 #if FASTATTN_EMULATED_AVX512
   return columns <= kWidestInteger;
 #else
-  static const bool found = has_feature("avx512_vnni");
-  return kHasIntegers && found && columns <= kWidestInteger;
+  static const bool supported = has_feature("avx512_vnni");
+  return kHasIntegers && supported && columns <= kWidestInteger;
 #endif
 }
 
@@ -61,9 +61,9 @@ FASTATTN_INLINE VecF magnitude(VecF x) { return (VecF)((VecI)x & 0x7fffffff); }
 struct Unit {
   float inverse, value;
 };
-FASTATTN_INLINE Unit unit_of(float top, float most) {
+FASTATTN_INLINE Unit unit_of(float top, float limit) {
   top = max_of(top, 0x1p-110f);
-  return {most / top, top / most};
+  return {limit / top, top / limit};
 }
 
 FASTATTN_INLINE void store_bytes(int8_t* to, VecI x) {
@@ -96,18 +96,18 @@ struct IntegerQueries {
     // Bytes are signed, so 127 * 256 + 127 is the largest number.
     constexpr float kMost = 32639;
     VecF top{}, poison{};
-    const auto part = [&](int64_t d) __attribute__((always_inline)) {
+    const auto scaled = [&](int64_t d) __attribute__((always_inline)) {
       return load_first(q + d, static_cast<int>(max_of<int64_t>(0, min_of<int64_t>(W, D - d))));
     };
     for (int64_t d = 0; d < D; d += W) {
-      const VecF x = part(d);
+      const VecF x = scaled(d);
       top = max_of(top, magnitude(x));
       poison += x - x;
     }
     const Unit u = unit_of(max_lanes<float>(top), kMost);
     VecI sum{};
     for (int64_t d = 0; d < dim; d += W) {
-      const VecI x = nearest(part(d) * u.inverse), upper = (x + 128) >> 8;
+      const VecI x = nearest(scaled(d) * u.inverse), upper = (x + 128) >> 8;
       store_bytes(bytes + 2 * r * dim + d, upper);
       store_bytes(bytes + (2 * r + 1) * dim + d, x - upper * 256);
       sum += x;

@@ -44,12 +44,12 @@ struct Stream {
     const char* at = reinterpret_cast<const char*>(next.row(j) + d);
     for (int64_t n = 0; n < bytes; n += 64) __builtin_prefetch(at + n, 0, 2);
   }
-  // The passes over a block, `most` rows of the group each, take turns, so that reading is spread
-  // over their time.
-  FASTATTN_INLINE Stream in_pass(int64_t r, int64_t most, int64_t rows) const {
+  // The passes over a block, `max_rows` rows of the group each, take turns, so that reading is
+  // spread over their time.
+  FASTATTN_INLINE Stream in_pass(int64_t r, int64_t max_rows, int64_t rows) const {
     int64_t turns = 1;
-    while (2 * turns * most <= rows) turns *= 2;
-    const int64_t turn = r / most;
+    while (2 * turns * max_rows <= rows) turns *= 2;
+    const int64_t turn = r / max_rows;
     return {now, next, turn < turns ? next_count : 0, turns, turn};
   }
 };

@@ -99,10 +99,10 @@ FASTATTN_INLINE void for_columns(int64_t c, int64_t end, const F& f) {
   for (; end - c > (kVectors - 1) * kN; c += kVectors * kN) {
     f(Width<kVectors>(), c, static_cast<int>(min_of<int64_t>(end - c - (kVectors - 1) * kN, kN)));
   }
-  const int rest = static_cast<int>(end - c);
-  if (rest > 2 * kN) return f(Width<3>(), c, rest - 2 * kN);
-  if (rest > kN) return f(Width<2>(), c, rest - kN);
-  if (rest > 0) return f(Width<1>(), c, rest);
+  const int columns_left = static_cast<int>(end - c);
+  if (columns_left > 2 * kN) return f(Width<3>(), c, columns_left - 2 * kN);
+  if (columns_left > kN) return f(Width<2>(), c, columns_left - kN);
+  if (columns_left > 0) return f(Width<1>(), c, columns_left);
 }
 
 // One sentence with all tables: its words are read once.
@@ -122,6 +122,7 @@ void encode_sentence(const EncodeMemoryParams& p, int64_t r, int64_t b, int64_t 
   }
 }
 
+// Forward: one task for each sentence.
 template <class T, class S>
 void run_forward(const EncodeMemoryParams& p) {
   const int64_t tasks = p.R * p.B * p.N;
@@ -168,6 +169,7 @@ void gather_gradient(const EncodeMemoryParams& p, int64_t r, int64_t g, int64_t 
   }
 }
 
+// Backward: one task for each table and block of columns, so no two threads add to an element.
 template <class T, class S>
 void run_backward(const EncodeMemoryParams& p) {
   constexpr int64_t kColumns = kVectors * kLanes<T>;
@@ -187,6 +189,7 @@ void run_backward(const EncodeMemoryParams& p) {
 
 }  // namespace
 
+// Forward for the dtype of the table.
 void encode_memory(const EncodeMemoryParams& p) {
   switch (p.dtype) {
     case DType::f32:
@@ -202,6 +205,7 @@ void encode_memory(const EncodeMemoryParams& p) {
   }
 }
 
+// Backward for the dtype of the table.
 void encode_memory_backward(const EncodeMemoryParams& p) {
   switch (p.dtype) {
     case DType::f32:

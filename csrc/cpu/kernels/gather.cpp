@@ -44,6 +44,7 @@ class Gather {
  private:
   const GatherParams& p;
 
+  // Copies keys and values [j0, j1) of a head out of the cache; false if a scale is invalid.
   bool rows(int64_t b, int64_t h, int64_t j0, int64_t j1) const {
     S* const keys = static_cast<S*>(p.keys) + (b * p.Hkv + h) * p.N * p.D;
     S* const values = static_cast<S*>(p.values) + (b * p.Hkv + h) * p.N * p.Dv;
@@ -83,6 +84,7 @@ class Gather {
     return !any_wrong(factors, kRows);
   }
 
+  // Copies one row.
   static void copy(const S* from, int64_t stride, int64_t columns, S* to) {
     if (stride == 1) {
       __builtin_memcpy(to, from, static_cast<size_t>(columns) * sizeof(S));
@@ -91,6 +93,7 @@ class Gather {
     for (int64_t d = 0; d < columns; ++d) to[d] = from[d * stride];
   }
 
+  // Copies one quantised row, times its scale.
   template <class X>
   static void scale(const X* from, int64_t stride, T factor, int64_t columns, S* to) {
     if (stride == 1) {

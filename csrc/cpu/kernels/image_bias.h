@@ -16,17 +16,18 @@ FASTATTN_INLINE const T* of_query(const Tensor4& x, int64_t b, int64_t h, int64_
   return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
 }
 
-// Calls f(y, x, j, n) for the runs of keys [j, j + n) of one row of the image, n at most `most`.
+// Calls f(y, x, j, n) for the runs of keys [j, j + n) of one row of the image, n at most
+// `max_count`.
 template <class F>
-FASTATTN_INLINE void each_run(int64_t width, int64_t j0, int64_t j1, int64_t most, F f) {
+FASTATTN_INLINE void each_run(int64_t width, int64_t j0, int64_t j1, int64_t max_count, F f) {
   for (int64_t j = j0, n; j < j1; j += n) {
-    n = min_of(min_of(most, j1 - j), width - j % width);
+    n = min_of(min_of(max_count, j1 - j), width - j % width);
     f(j / width, j % width, j, n);
   }
 }
 
-// tile[j - j0][lane] = bias[i0 + lane][j] for keys [j0, j1), 0 in the lanes past the last query. With
-// `add` it is added to the tile.
+// tile[j - j0][lane] = bias[i0 + lane][j] for keys [j0, j1), 0 in the lanes past the last query.
+// With `add` it is added to the tile.
 template <class T>
 __attribute__((noinline)) void pack_image_bias(const AttentionParams& p, int64_t b, int64_t h,
                                                int64_t i0, int64_t i1, int64_t j0, int64_t j1,

@@ -36,6 +36,7 @@ class Linear {
   explicit Linear(const LinearParams& params)
       : p(params), m_tasks(ceil(p.M, kRowsOfTask)), columns(columns_of_task()) {}
 
+  // One task for each block of rows and outputs.
   void run() {
     const int64_t n_tasks = ceil(p.N, columns);
     const double flops = 2.0 * p.M * p.N * p.K;
@@ -68,10 +69,11 @@ class Linear {
 
   // Larger tasks for fewer threads, as long as the sums of one task stay in L2.
   int64_t columns_of_task() const {
-    const int64_t wanted = ceil(p.N * m_tasks, 4 * max_of(1, p.threads));
-    return min_of<int64_t>(384, max_of<int64_t>(1, ceil(wanted, kStaged)) * kStaged);
+    const int64_t target = ceil(p.N * m_tasks, 4 * max_of(1, p.threads));
+    return min_of<int64_t>(384, max_of<int64_t>(1, ceil(target, kStaged)) * kStaged);
   }
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;
@@ -88,6 +90,7 @@ class Linear {
 
   static int64_t lanes_for(int64_t rows) { return rows <= kFew * W ? kFew * W : L; }
 
+  // y[m0, m1)[n0, n1), block by block of the reduced dimension.
   void task(Buffers& buf, int64_t m0, int64_t m1, int64_t n0, int64_t n1) const {
     const Source x = P::elements(const_cast<void*>(p.x), p.dtype);
     for (int64_t k0 = 0; k0 < p.K; k0 += kReduced) {
@@ -191,6 +194,7 @@ bool without_copies(const LinearParams& p) {
 
 }  // namespace
 
+// y = x W^T + b by the kernel for this number of rows.
 void linear(const LinearParams& p) {
   if (p.M == 0 || p.N == 0) return;
   with_policy(p.dtype, [&](auto policy) {

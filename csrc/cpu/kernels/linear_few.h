@@ -91,6 +91,7 @@ class FewRows {
     return p.M <= kMostRows && p.N >= L && !p.w_transposed;
   }
 
+  // Each thread computes its share of the outputs, for all rows.
   void run() {
     const int64_t groups = (p.N + L - 1) / L;
     const int team = team_size(p.threads, groups, 2.0 * p.M * p.N * p.K);
@@ -101,8 +102,8 @@ class FewRows {
                                     p.x_stride[1], p.M, p.K, buf.x);
       // Each thread reads one part of the weight.
 #pragma omp for schedule(static)
-      for (int64_t part = 0; part < team; ++part) {
-        const int64_t g0 = groups * part / team, g1 = groups * (part + 1) / team;
+      for (int64_t thread = 0; thread < team; ++thread) {
+        const int64_t g0 = groups * thread / team, g1 = groups * (thread + 1) / team;
         for (int64_t g = g0; g < g1; ++g) group(buf, x, g * L);
       }
     }
@@ -119,6 +120,7 @@ class FewRows {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;

@@ -28,6 +28,8 @@ constexpr int unpack_index(int i) {
   constexpr int n = 16 / sizeof(E);
   return i / n * n + High * n / 2 + i % n / 2 + i % 2 * kSquareRows<E>;
 }
+
+// Interleaves the low or high halves of the elements of two squares.
 template <class E, int High, int... I>
 FASTATTN_INLINE Square<E> unpack(Square<E> a, Square<E> b, Indices<I...>) {
 #if defined(__clang__) || __GNUC__ >= 12

@@ -43,8 +43,9 @@ class LocalAttention {
     each<Scratch>(queries, flops, [&](const Scratch& f, int64_t i) { attend(f, i); });
   }
 
+  // dq of each query, then dk and dv of each block of keys.
   void backward() const {
-    each<Scratch>(queries, 2 * flops, [&](const Scratch& f, int64_t i) { derive(f, i); });
+    each<Scratch>(queries, 2 * flops, [&](const Scratch& f, int64_t i) { backward_query(f, i); });
     const int64_t blocks = (p.Lk + kRows - 1) / kRows;
     each<Sums>(p.B * blocks, 2 * flops, [&](const Sums& f, int64_t t) {
       const int64_t j0 = t % blocks * kRows;
@@ -85,6 +86,7 @@ class LocalAttention {
           dv(a.take<T>(kRows * l.dvp)) {}
   };
 
+  // Runs the tasks in parallel, each thread with its own buffers.
   template <class Buffers, class F>
   void each(int64_t tasks, double work, F task) const {
     Arena size(nullptr);
@@ -160,6 +162,7 @@ class LocalAttention {
     return count;
   }
 
+  // out and weights of query i.
   void attend(const Scratch& f, int64_t i) const {
     const int64_t b = i / p.Lq, count = look(f, i);
     T* const weights = of_query(p.weights, i);
@@ -202,7 +205,8 @@ class LocalAttention {
     for (int64_t n = 0; n < count; n += W) store(s + n, load(s + n) * inverse);
   }
 
-  void derive(const Scratch& f, int64_t i) const {
+  // dq, and the gradients of the scores that the keys need, of query i.
+  void backward_query(const Scratch& f, int64_t i) const {
     const int64_t b = i / p.Lq, count = look(f, i);
     const T* const weights = of_query(p.weights, i);
     const T* const grad_weights = of_query(p.grad_weights, i);

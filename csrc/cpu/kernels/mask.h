@@ -68,6 +68,7 @@ FASTATTN_INLINE bool is_key_mask(const AttentionParams& p) {
   return p.mask.data != nullptr && (p.mask.stride[2] == 0 || p.Lq == 1);
 }
 
+// Whether all `count` biases are -inf.
 template <class T>
 FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
   int64_t i = 0;
@@ -88,19 +89,19 @@ FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
 // `lanes`, unless none or all of their pairs are visible and have no bias. `clear`, if it is not
 // null, gets the keys whose rows are not filled, because all pairs are visible and have no bias.
 template <class T>
-FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t i0, int64_t i1,
-                               int64_t j0, int64_t j1, int64_t lanes, T* tile,
-                               Range* clear = nullptr) {
+FASTATTN_INLINE Coverage pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t i0, int64_t i1,
+                                   int64_t j0, int64_t j1, int64_t lanes, T* tile,
+                                   Range* clear = nullptr) {
   const bool masked = p.mask.data != nullptr, by_distance = p.relative_bias != nullptr,
              adds = masked || by_distance || has_image_bias(p);
   const MaskProgram program(p, b, h);
   Range whole{j0, j1};
   if (p.mask_program != nullptr) {
     const Region region = program.region(i0, i1, whole);
-    if (region.keys.begin >= region.keys.end) return Seen::none;
+    if (region.keys.begin >= region.keys.end) return Coverage::none;
     whole = region.whole;
     if (whole.begin >= whole.end) whole = {j0, j0};
-    if (!adds && whole.begin == j0 && whole.end == j1) return Seen::all;
+    if (!adds && whole.begin == j0 && whole.end == j1) return Coverage::all;
   }
   const Range edges[] = {{j0, whole.begin}, {whole.end, j1}};
   const auto row = [&](int64_t j) { return tile + (j - j0) * lanes; };
@@ -120,7 +121,7 @@ FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t 
   for (const Range edge : edges)
     program.exclude(i0, i1, edge.begin, edge.end, lanes, row(edge.begin));
   const bool some = !adds && whole.begin < whole.end;
-  return some || !all_excluded(tile, (j1 - j0) * lanes) ? Seen::some : Seen::none;
+  return some || !all_excluded(tile, (j1 - j0) * lanes) ? Coverage::some : Coverage::none;
 }
 
 // bias[j - j0] = the bias of query i and key j, for one query.
@@ -136,7 +137,7 @@ FASTATTN_INLINE void read_bias_row(const Sequence& p, int64_t b, int64_t h, int6
   if (has_image_bias(p)) read_image_bias_row(p, b, h, i, j0, j1, masked || by_distance, bias);
   if (p.mask_program == nullptr) return;
   const MaskProgram program(p, b, h);
-  if (program.seen(i, i + 1, {j0, j1}) == Seen::all) return;
+  if (program.coverage(i, i + 1, {j0, j1}) == Coverage::all) return;
   for (int64_t j = j0; j < j1; ++j)
     if (!program.sees(i, j)) bias[j - j0] = -kInf<T>;
 }

@@ -10,7 +10,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-enum class Seen : int { none, some, all };
+enum class Coverage : int { none, some, all };
 
 // The visible part of a region: `keys` has all visible pairs, {0, 0} without any; `whole` has only
 // keys that all queries see. It may be empty, and leaves out keys that are not in one range.
@@ -19,47 +19,48 @@ struct Region {
 };
 
 struct Extremes {
-  int32_t least, most;
+  int32_t min, max;
 };
 
 FASTATTN_INLINE VecI load_integers(const int32_t* x) {
   return (VecI)load(reinterpret_cast<const float*>(x));
 }
 
+// The least and the greatest of x[count].
 FASTATTN_INLINE Extremes extremes(const int32_t* x, int64_t count) {
   constexpr int W = kLanes<float>;
   Extremes e{x[0], x[0]};
   int64_t n = 0;
   if (count >= W) {
-    VecI least = load_integers(x), most = least;
+    VecI min = load_integers(x), max = min;
     for (n = W; n + W <= count; n += W) {
       const VecI v = load_integers(x + n);
-      least = v < least ? v : least;
-      most = v > most ? v : most;
+      min = v < min ? v : min;
+      max = v > max ? v : max;
     }
     FASTATTN_UNROLL for (int l = 0; l < W; ++l) {
-      e.least = min_of<int32_t>(e.least, least[l]);
-      e.most = max_of<int32_t>(e.most, most[l]);
+      e.min = min_of<int32_t>(e.min, min[l]);
+      e.max = max_of<int32_t>(e.max, max[l]);
     }
   }
   for (; n < count; ++n) {
-    e.least = min_of(e.least, x[n]);
-    e.most = max_of(e.most, x[n]);
+    e.min = min_of(e.min, x[n]);
+    e.max = max_of(e.max, x[n]);
   }
   return e;
 }
 
 // Whether any element of x[kPart] is within the extremes.
-constexpr int64_t kPart = 64;
+constexpr int64_t kStride = 64;
 FASTATTN_INLINE bool any_within(const int32_t* x, Extremes e) {
   constexpr int W = kLanes<float>;
-  VecI found{};
-  FASTATTN_UNROLL for (int n = 0; n < kPart; n += W) {
+  VecI inside{};
+  FASTATTN_UNROLL for (int n = 0; n < kStride; n += W) {
     const VecI v = load_integers(x + n);
-    found |= (v >= e.least) & (v <= e.most);
+    inside |= (v >= e.min) & (v <= e.max);
   }
   int32_t any = 0;
-  FASTATTN_UNROLL for (int l = 0; l < W; ++l) any |= found[l];
+  FASTATTN_UNROLL for (int l = 0; l < W; ++l) any |= inside[l];
   return any != 0;
 }
 
@@ -90,10 +91,10 @@ class MaskProgram {
   }
 
   // How many pairs of queries [i0, i1) and all of these keys are visible.
-  Seen seen(int64_t i0, int64_t i1, Range keys) const {
+  Coverage coverage(int64_t i0, int64_t i1, Range keys) const {
     const Region r = region(i0, i1, keys);
-    if (r.keys.begin >= r.keys.end) return Seen::none;
-    return same(r.whole, keys) ? Seen::all : Seen::some;
+    if (r.keys.begin >= r.keys.end) return Coverage::none;
+    return same(r.whole, keys) ? Coverage::all : Coverage::some;
   }
 
   bool sees(int64_t i, int64_t j) const {
@@ -111,9 +112,10 @@ class MaskProgram {
     for (int64_t j = j0; j < j1; j += kKeys) {
       const int64_t end = min_of(j1, j + kKeys);
       T* rows = tile + (j - j0) * lanes;
-      const Seen some = j1 - j0 <= kKeys ? Seen::some : seen(i0, i1, {j, end});
-      if (some == Seen::some) exclude_pairs(i0, j, end, lanes, rows);
-      if (some != Seen::none) continue;
+      const Coverage coverage_of_keys =
+          j1 - j0 <= kKeys ? Coverage::some : coverage(i0, i1, {j, end});
+      if (coverage_of_keys == Coverage::some) exclude_pairs(i0, j, end, lanes, rows);
+      if (coverage_of_keys != Coverage::none) continue;
       for (int64_t x = 0; x < (end - j) * lanes; x += kLanes<T>)
         store(rows + x, splat<T>(-kInf<T>));
     }
@@ -158,6 +160,7 @@ class MaskProgram {
     return of(common(a.keys, b.keys), common(a.whole, b.whole));
   }
 
+  // The region of either of two leaves.
   static Region either(const Region& a, const Region& b) {
     if (a.keys.begin >= a.keys.end) return b;
     if (b.keys.begin >= b.keys.end) return a;
@@ -168,6 +171,7 @@ class MaskProgram {
     return of(keys, together ? all : longer(a.whole, b.whole));
   }
 
+  // The region of leaf n.
   Region region_of_leaf(int n, int64_t i0, int64_t i1, Range keys) const {
     const MaskStep& s = p.mask_program[n];
     if (s.kind == MaskKind::interval) {
@@ -179,43 +183,46 @@ class MaskProgram {
     return region_of_blocks(s, data_[n], i0, i1, keys);
   }
 
+  // The region of low[i] <= j < high[i], from the extremes of both bounds.
   static Region region_of_interval(bool negated, Extremes low, Extremes high, Range keys) {
     if (!negated) {
-      return of(common(keys, {low.least, high.most}), {low.most, high.least});
+      return of(common(keys, {low.min, high.max}), {low.max, high.min});
     }
     // j < low or high <= j. Where no key is below any low, only keys from the least high on are
     // visible, and the other way round.
-    const Range before{keys.begin, min_of<int64_t>(keys.end, low.least)},
-        after{max_of<int64_t>(keys.begin, high.most), keys.end};
-    if (low.most <= keys.begin) keys.begin = max_of<int64_t>(keys.begin, high.least);
-    if (high.least >= keys.end) keys.end = min_of<int64_t>(keys.end, low.most);
+    const Range before{keys.begin, min_of<int64_t>(keys.end, low.min)},
+        after{max_of<int64_t>(keys.begin, high.max), keys.end};
+    if (low.max <= keys.begin) keys.begin = max_of<int64_t>(keys.begin, high.min);
+    if (high.min >= keys.end) keys.end = min_of<int64_t>(keys.end, low.max);
     return of(keys, before.end >= after.begin ? keys : longer(before, after));
   }
 
+  // The region of equal ids.
   static Region region_of_ids(bool negated, Extremes queries, const int32_t* ids, Range keys) {
-    const bool one = queries.least == queries.most;
+    const bool one = queries.min == queries.max;
     const Range none{0, 0};
     if (negated) {
       const Extremes e = extremes(ids + keys.begin, keys.end - keys.begin);
-      if (one && e.least == e.most && e.least == queries.least) return of(none, none);
-      return of(keys, e.most < queries.least || e.least > queries.most ? keys : none);
+      if (one && e.min == e.max && e.min == queries.min) return of(none, none);
+      return of(keys, e.max < queries.min || e.min > queries.max ? keys : none);
     }
-    const auto outside = [&](int64_t j) { return ids[j] < queries.least || ids[j] > queries.most; };
-    while (keys.begin + kPart <= keys.end && !any_within(ids + keys.begin, queries))
-      keys.begin += kPart;
+    const auto outside = [&](int64_t j) { return ids[j] < queries.min || ids[j] > queries.max; };
+    while (keys.begin + kStride <= keys.end && !any_within(ids + keys.begin, queries))
+      keys.begin += kStride;
     while (keys.begin < keys.end && outside(keys.begin)) ++keys.begin;
-    while (keys.begin + kPart <= keys.end && !any_within(ids + keys.end - kPart, queries))
-      keys.end -= kPart;
+    while (keys.begin + kStride <= keys.end && !any_within(ids + keys.end - kStride, queries))
+      keys.end -= kStride;
     while (keys.begin < keys.end && outside(keys.end - 1)) --keys.end;
     if (!one || keys.begin >= keys.end) return of(keys, none);
     const Extremes e = extremes(ids + keys.begin, keys.end - keys.begin);
-    return of(keys, e.least == e.most ? keys : none);
+    return of(keys, e.min == e.max ? keys : none);
   }
 
   static Region region_of_blocks(const MaskStep& s, const int32_t* states, int64_t i0, int64_t i1,
                                  Range keys) {
     const int64_t row_end = (i1 - 1) / s.block_q + 1, column_end = (keys.end - 1) / s.block_k + 1;
-    Range seen{0, 0}, run{0, 0}, whole{0, 0};  // columns; a run and the longest of whole ones
+    Range nonempty{0, 0}, run{0, 0},
+        full_run{0, 0};  // columns; a run and the longest of whole ones
     for (int64_t c = keys.begin / s.block_k; c < column_end; ++c) {
       bool any = false, every = true;
       for (int64_t r = i0 / s.block_q; r < row_end; ++r) {
@@ -224,49 +231,51 @@ class MaskProgram {
         every &= state == (s.negated ? 0 : 1);
       }
       run = {every && run.end == c ? run.begin : c, every ? c + 1 : c};
-      whole = longer(whole, run);
-      if (any) seen = {seen.end == 0 ? c : seen.begin, c + 1};
+      full_run = longer(full_run, run);
+      if (any) nonempty = {nonempty.end == 0 ? c : nonempty.begin, c + 1};
     }
     const auto keys_of = [&](Range columns) -> Range {
       return {columns.begin * s.block_k, columns.end * s.block_k};
     };
-    keys = common(keys, keys_of(seen));
-    Range all = common(keys, keys_of(whole));
+    keys = common(keys, keys_of(nonempty));
+    Range all = common(keys, keys_of(full_run));
     if (i0 / s.block_q + 1 != row_end) return of(keys, all);
     // A diagonal crosses partial blocks: many of their keys are seen by none or by all of these few
     // queries.
     const int32_t* row = states + i0 / s.block_q * s.blocks_k;
-    const auto seen_by = [&](int64_t j) { return seen_key(s, row, i0, i1, j); };
-    while (keys.begin < keys.end && seen_by(keys.begin) == Seen::none) ++keys.begin;
-    while (keys.begin < keys.end && seen_by(keys.end - 1) == Seen::none) --keys.end;
+    const auto coverage_of = [&](int64_t j) { return coverage_of_key(s, row, i0, i1, j); };
+    while (keys.begin < keys.end && coverage_of(keys.begin) == Coverage::none) ++keys.begin;
+    while (keys.begin < keys.end && coverage_of(keys.end - 1) == Coverage::none) --keys.end;
     if (all.begin >= all.end) all = {keys.begin, keys.begin};
-    while (all.begin > keys.begin && seen_by(all.begin - 1) == Seen::all) --all.begin;
-    while (all.end < keys.end && seen_by(all.end) == Seen::all) ++all.end;
+    while (all.begin > keys.begin && coverage_of(all.begin - 1) == Coverage::all) --all.begin;
+    while (all.end < keys.end && coverage_of(all.end) == Coverage::all) ++all.end;
     return of(keys, all);
   }
 
   // How many of the queries [i0, i1), which are in one row of blocks, see key j.
-  static Seen seen_key(const MaskStep& s, const int32_t* row, int64_t i0, int64_t i1, int64_t j) {
+  static Coverage coverage_of_key(const MaskStep& s, const int32_t* row, int64_t i0, int64_t i1,
+                                  int64_t j) {
     const int32_t state = row[j / s.block_k];
-    if (state < 2) return (state == 1) != s.negated ? Seen::all : Seen::none;
+    if (state < 2) return (state == 1) != s.negated ? Coverage::all : Coverage::none;
     const int64_t first = i0 % s.block_q, last = first + (i1 - i0) - 1, key = j % s.block_k;
     const uint32_t* words = s.bits + ((state - 2) * s.block_k + key) * words_of(s);
     bool any = false, every = true;
     for (int64_t w = first / 32; w <= last / 32; ++w) {
-      uint32_t own = ~0u;  // the bits of these queries
-      if (w == first / 32) own &= ~0u << first % 32;
-      if (w == last / 32) own &= ~0u >> (31 - last % 32);
-      const uint32_t bits = (s.negated ? ~words[w] : words[w]) & own;
+      uint32_t mask = ~0u;  // the bits of these queries
+      if (w == first / 32) mask &= ~0u << first % 32;
+      if (w == last / 32) mask &= ~0u >> (31 - last % 32);
+      const uint32_t bits = (s.negated ? ~words[w] : words[w]) & mask;
       any |= bits != 0;
-      every &= bits == own;
+      every &= bits == mask;
     }
-    return every ? Seen::all : any ? Seen::some : Seen::none;
+    return every ? Coverage::all : any ? Coverage::some : Coverage::none;
   }
 
   // ---- Pairs ------------------------------------------------------------------------------------
 
   static int64_t words_of(const MaskStep& s) { return (s.block_q + 31) / 32; }
 
+  // Whether a leaf of blocks has the pair (i, j), before negation.
   static bool bit_of(const MaskStep& s, const int32_t* states, int64_t i, int64_t j) {
     const int64_t r = i / s.block_q, c = j / s.block_k;
     const int32_t state = states[r * s.blocks_k + c];
@@ -276,17 +285,18 @@ class MaskProgram {
     return word >> lane % 32 & 1;
   }
 
+  // Whether leaf n makes the pair (i, j) visible.
   bool leaf_sees(int n, int64_t i, int64_t j) const {
     const MaskStep& s = p.mask_program[n];
     const int32_t* x = data_[n];
-    bool seen;
+    bool visible;
     if (s.kind == MaskKind::interval)
-      seen = x[i] <= j && j < second_[n][i];
+      visible = x[i] <= j && j < second_[n][i];
     else if (s.kind == MaskKind::ids)
-      seen = x[i] == second_[n][j];
+      visible = x[i] == second_[n][j];
     else
-      seen = bit_of(s, x, i, j);
-    return seen != s.negated;
+      visible = bit_of(s, x, i, j);
+    return visible != s.negated;
   }
 
   // A column of blocks, for the keys up to its end.
@@ -306,15 +316,15 @@ class MaskProgram {
       for (int n = 0; n < p.mask_steps; ++n) cursors[n].end = j0;
       const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
       for (int64_t j = j0; j < j1; ++j) {
-        const VecI seen = evaluate<VecI>(
+        const VecI visible = evaluate<VecI>(
             [&](int n) { return lanes_of_leaf(n, i0 + l, j, cursors[n]); },
             [](MaskKind kind, VecI a, VecI b) { return kind == MaskKind::all_of ? a & b : a | b; });
         T* row = tile + (j - j0) * lanes + l;
         if constexpr (kSame<T, float>) {
-          store(row, select<float>(seen, load(row), splat(-kInf<float>)));
+          store(row, select<float>(visible, load(row), splat(-kInf<float>)));
         } else {
           for (int x = 0; x < count; ++x)
-            if (!seen[x]) row[x] = -kInf<T>;
+            if (!visible[x]) row[x] = -kInf<T>;
         }
       }
     }
@@ -324,27 +334,27 @@ class MaskProgram {
   FASTATTN_INLINE VecI lanes_of_leaf(int n, int64_t i, int64_t j, Cursor& cursor) const {
     const MaskStep& s = p.mask_program[n];
     const int32_t* x = data_[n];
-    VecI seen;
+    VecI visible;
     if (s.kind == MaskKind::interval) {
       const VecI key = VecI{} + static_cast<int32_t>(j);
-      seen = (load_integers(x + i) <= key) & (key < load_integers(second_[n] + i));
+      visible = (load_integers(x + i) <= key) & (key < load_integers(second_[n] + i));
     } else if (s.kind == MaskKind::ids) {
-      seen = load_integers(x + i) == second_[n][j];
+      visible = load_integers(x + i) == second_[n][j];
     } else {
-      seen = lanes_of_blocks(s, x, i, j, cursor);
+      visible = lanes_of_blocks(s, x, i, j, cursor);
     }
-    return s.negated ? ~seen : seen;
+    return s.negated ? ~visible : visible;
   }
 
   FASTATTN_INLINE VecI lanes_of_blocks(const MaskStep& s, const int32_t* states, int64_t i,
                                        int64_t j, Cursor& cursor) const {
     constexpr int W = kLanes<float>;
-    VecI seen{};
+    VecI visible{};
     if (s.block_q % 32 != 0) {  // the lanes may belong to several blocks
-      for (int l = 0; l < W && i + l < p.Lq; ++l) seen[l] = bit_of(s, states, i + l, j) ? -1 : 0;
-      return seen;
+      for (int l = 0; l < W && i + l < p.Lq; ++l) visible[l] = bit_of(s, states, i + l, j) ? -1 : 0;
+      return visible;
     }
-    if (i >= p.Lq) return seen;
+    if (i >= p.Lq) return visible;
     if (j >= cursor.end) {
       const int64_t r = i / s.block_q, c = j / s.block_k, lane = i - r * s.block_q;
       cursor.end = (c + 1) * s.block_k;
@@ -353,11 +363,11 @@ class MaskProgram {
       const int64_t block = max_of(cursor.state - 2, 0), key = j - c * s.block_k;
       cursor.word = s.bits + (block * s.block_k + key) * words_of(s) + lane / 32;
     }
-    if (cursor.state < 2) return seen - (cursor.state == 1 ? 1 : 0);
+    if (cursor.state < 2) return visible - (cursor.state == 1 ? 1 : 0);
     const uint32_t word = *cursor.word >> cursor.shift;
     cursor.word += words_of(s);
-    FASTATTN_UNROLL for (int l = 0; l < W; ++l) seen[l] = 1 << l;
-    return ((seen & static_cast<int32_t>(word)) != 0);
+    FASTATTN_UNROLL for (int l = 0; l < W; ++l) visible[l] = 1 << l;
+    return ((visible & static_cast<int32_t>(word)) != 0);
   }
 };
 

@@ -19,6 +19,7 @@ class ProjectionGradient : HopSteps<T> {
  public:
   explicit ProjectionGradient(const MemoryHopsParams& params) : Base(params) {}
 
+  // dH = sum over queries of g u^T, each block of rows by one task.
   void run() {
     const int64_t queries = p.B * p.Q, blocks = (p.D + kRows - 1) / kRows;
     const int64_t tasks = p.proj_slots * blocks, hops = p.K / p.proj_slots;
@@ -31,7 +32,7 @@ class ProjectionGradient : HopSteps<T> {
     {
       const int64_t size = kRows * dp;
       T* const sum = static_cast<T*>(thread_scratch(2 * static_cast<size_t>(size) * sizeof(T)));
-      T* const part = sum + size;  // of one chain
+      T* const chain_sum = sum + size;  // of one chain
 #pragma omp for schedule(dynamic, 1)
       for (int64_t t = 0; t < tasks; ++t) {
         const int64_t slot = t / blocks, i0 = t % blocks * kRows;
@@ -41,9 +42,9 @@ class ProjectionGradient : HopSteps<T> {
           for (int64_t row = 0; row < queries; row += kTerms) {
             const T* g = static_cast<const T*>(p.grad_states) + (row * p.K + k) * p.D + i0;
             outer_products(rows, g, p.K * p.D, u + (k * queries + row) * dp, dp, dp / W,
-                           min_of(kTerms, queries - row), part, dp);
+                           min_of(kTerms, queries - row), chain_sum, dp);
             for (int64_t x = 0; x < rows * dp; x += W)
-              store(sum + x, load(sum + x) + load(part + x));
+              store(sum + x, load(sum + x) + load(chain_sum + x));
           }
         for (int64_t i = 0; i < rows; ++i)
           write_elements(sum + i * dp, p.D, p.grad_proj, p.dtype, (slot * p.D + i0 + i) * p.D);
@@ -106,8 +107,8 @@ class WithProjection {
 
 void memory_hops_forward(const MemoryHopsParams& params) {
   if (params.B == 0 || params.Q == 0) return;
-  with_number(params.dtype, [&](auto number) {
-    typedef decltype(number) T;
+  with_number(params.dtype, [&](auto zero) {
+    typedef decltype(zero) T;
     const WithProjection<T> call(params);
     with_kernel<PanelForward, T>(call.p, [](auto&& kernel) { kernel.forward(); });
   });
@@ -115,8 +116,8 @@ void memory_hops_forward(const MemoryHopsParams& params) {
 
 void memory_hops_backward(const MemoryHopsParams& params) {
   if (params.B == 0 || params.Q == 0) return;
-  with_number(params.dtype, [&](auto number) {
-    typedef decltype(number) T;
+  with_number(params.dtype, [&](auto zero) {
+    typedef decltype(zero) T;
     const WithProjection<T> call(params);
     with_kernel<PanelBackward, T>(call.p, [](auto&& kernel) { kernel.backward(); });
     if (call.p.grad_proj != nullptr) ProjectionGradient<T>(call.p).run();

@@ -21,8 +21,8 @@ constexpr double kSharp = 0.5;
 // The number of memory rows per chunk, the unit of merging and of sharing among threads. It depends
 // only on N.
 FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
-  const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
-  return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
+  const int64_t target = max_of<int64_t>(1024, (N + 63) / 64);
+  return (target + kHopBlock - 1) / kHopBlock * kHopBlock;
 }
 
 // weight_of as an object that can be passed as an argument.
@@ -151,14 +151,14 @@ class HopSteps {
   }
 
   // u <- o; a search also records the length of the step.
-  void settle(int64_t row, int64_t k, T* u, const T* o) const {
+  void move_state(int64_t row, int64_t k, T* u, const T* o) const {
     if (p.search) {
-      const Length by = length_of_step(u, o);
+      const Length moved_by = step_length(u, o);
       if (forgets()) __builtin_memcpy(trace(row, 0) - p.D, u, static_cast<size_t>(p.D) * sizeof(T));
       if (p.together == 1)
-        rest(row, by);
+        count_step(row, moved_by);
       else
-        p.moved[2 * row] = by.step, p.moved[2 * row + 1] = by.state;
+        p.moved[2 * row] = moved_by.step, p.moved[2 * row + 1] = moved_by.state;
     }
     for (int64_t d = 0; d < dp; d += W) store(u + d, load(o + d));
     for (int64_t d = p.D; d < dp; ++d) u[d] = T(0);
@@ -169,48 +169,49 @@ class HopSteps {
   struct Length {
     double step, state;
   };
-  Length length_of_step(const T* u, const T* o) const {
+  Length step_length(const T* u, const T* o) const {
     // Several sums hide the latency of an addition; float64, because squares may overflow float32.
     typedef typename InDoubles<T>::type Wide;
     Wide step{}, state{};
     const int64_t whole = p.D / W * W;
     for (int64_t d = 0; d < whole; d += W) {
       const Wide x = __builtin_convertvector(load(o + d), Wide);
-      const Wide by = x - __builtin_convertvector(load(u + d), Wide);
-      step += by * by, state += x * x;
+      const Wide moved_by = x - __builtin_convertvector(load(u + d), Wide);
+      step += moved_by * moved_by, state += x * x;
     }
     Length sum{0, 0};
     for (int i = 0; i < W; ++i) sum.step += step[i], sum.state += state[i];
     for (int64_t d = whole; d < p.D; ++d) {
-      const double x = static_cast<double>(o[d]), by = x - static_cast<double>(u[d]);
-      sum.step += by * by, sum.state += x * x;
+      const double x = static_cast<double>(o[d]), moved_by = x - static_cast<double>(u[d]);
+      sum.step += moved_by * moved_by, sum.state += x * x;
     }
     return sum;
   }
 
   // Counts the step of the `together` queries from `row` on. They stop when the step is at most
   // eps, or within the rounding error; NaN stops too.
-  void rest(int64_t row, Length by) const {
-    const double unit = 4 * kEpsilon<T>, limit = max_of(p.eps * p.eps, unit * unit * by.state);
-    const bool rests = !(by.step > limit);
+  void count_step(int64_t row, Length moved_by) const {
+    const double unit = 4 * kEpsilon<T>,
+                 limit = max_of(p.eps * p.eps, unit * unit * moved_by.state);
+    const bool at_rest = !(moved_by.step > limit);
     for (int64_t i = row; i < row + p.together; ++i)
-      p.taken[i] = rests ? 1 - p.taken[i] : p.taken[i] - 1;
+      p.taken[i] = at_rest ? 1 - p.taken[i] : p.taken[i] - 1;
   }
   // Called after hop k where several queries stop together.
-  void rest_together(int64_t group) const {
+  void count_joint_step(int64_t group) const {
     if (!p.search || p.together == 1) return;
     for (int64_t first = row_of(group, 0), row = first; row < first + R; row += p.together) {
       if (!moves(row, 0)) continue;
-      Length by{0, 0};
+      Length moved_by{0, 0};
       for (int64_t i = row; i < row + p.together; ++i)
-        by.step += p.moved[2 * i], by.state += p.moved[2 * i + 1];
-      rest(row, by);
+        moved_by.step += p.moved[2 * i], moved_by.state += p.moved[2 * i + 1];
+      count_step(row, moved_by);
     }
   }
 
   // u <- phi(H u + o); both are kept in the trace. `next` is scratch [dp, and D in whole vectors].
   __attribute__((noinline)) void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
-    if (p.settles) return settle(row, k, u, o);
+    if (p.settles) return move_state(row, k, u, o);
     const T* before = u;
     if (p.proj.data != nullptr) project(k, u, next), before = next;
     T *const trace_o = trace(row, 2 * k + 1), *const trace_u = trace(row, 2 * k + 2);
@@ -227,6 +228,7 @@ class HopSteps {
   }
   void project(int64_t k, const T* u, T* to) const { row_products(proj_rows(k), p.D, p.D, u, to); }
 
+  // phi(x).
   Vec<T> activate(Vec<T> x) const {
     switch (p.activation) {
       case Activation::none:
@@ -276,6 +278,7 @@ class HopSteps {
   }
 
  private:
+  // The rows from n on of the memory of hop k.
   FASTATTN_INLINE StoredRows memory(const Tensor4& m, int64_t group, int64_t k, int64_t n) const {
     const int64_t* st = m.stride;
     const int64_t first = group * st[0] + k * st[1] + n * st[2];

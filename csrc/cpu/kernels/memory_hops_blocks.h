@@ -27,6 +27,7 @@ class HopBlocks : protected HopSteps<T> {
     T bias[kHopBlock];
   };
 
+  // Finds the visible rows of [n0, n1) for one query, and their biases.
   FASTATTN_INLINE void see(int64_t row, int64_t k, int64_t n0, int64_t n1, Block* block) const {
     block->all = true;
     block->biased = p.bias.data != nullptr;
@@ -45,10 +46,10 @@ class HopBlocks : protected HopSteps<T> {
                     sb[3], n1 - n0, bias);
     int64_t count = 0;
     for (int64_t i = 0; i < n1 - n0; ++i) {
-      const bool seen = (p.mask.data == nullptr || mask[i * sm[3]].bits) && bias[i] != -kInf<T>;
+      const bool visible = (p.mask.data == nullptr || mask[i * sm[3]].bits) && bias[i] != -kInf<T>;
       block->at[count] = i;
       block->bias[count] = bias[i];
-      count += seen;
+      count += visible;
     }
     block->all = count == n1 - n0;
     block->count = count;

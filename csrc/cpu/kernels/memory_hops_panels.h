@@ -76,7 +76,7 @@ class PanelSteps : protected HopSteps<T> {
     T* u;                          // [panels][D][L]
     T* g;                          // [panels][D][L]
     T *u_rows, *g_rows;            // [panels L][dp]: scale u, and g
-    T* part;                       // [chunks][panels][D + 2][L]: O^T (backward: dU^T), m and l
+    T* chunk_state;                // [chunks][panels][D + 2][L]: O^T (backward: dU^T), m and l
     T *m, *inverse, *delta;        // [panels L]
     int64_t *order, *moving;       // [R]: the query of each lane; [1]: the number of queries
     T *grad_in, *grad_out_memory;  // [slots][N][D], in T
@@ -84,12 +84,13 @@ class PanelSteps : protected HopSteps<T> {
     Tiles tiles;                   // which has these
   };
 
+  // Takes the buffers that all threads of a group of queries share.
   Group group_at(Arena& a) const {
     const bool back = p.grad_query != nullptr;
     const int64_t n = panels * L;
     Group f{};
     f.u = a.take<T>(n * D);
-    f.part = a.take<T>(max_of<int64_t>(1, chunks) * panels * part_size());
+    f.chunk_state = a.take<T>(max_of<int64_t>(1, chunks) * panels * state_size());
     f.m = a.take<T>(n), f.inverse = a.take<T>(n), f.delta = a.take<T>(n);
     f.order = a.take<int64_t>(R), f.moving = a.take<int64_t>(1);
     if (!back) return f;
@@ -101,6 +102,8 @@ class PanelSteps : protected HopSteps<T> {
     }
     return f;
   }
+
+  // Takes the buffers of one thread.
   Tiles tiles_at(Arena& a) const {
     const bool back = p.grad_query != nullptr;
     Tiles t;
@@ -112,9 +115,9 @@ class PanelSteps : protected HopSteps<T> {
     t.at = a.take<int64_t>(Bk);
     return t;
   }
-  int64_t part_size() const { return (D + 2) * L; }
-  T* part(const Group& f, int64_t panel, int64_t c) const {
-    return f.part + (c * panels + panel) * part_size();
+  int64_t state_size() const { return (D + 2) * L; }
+  T* chunk_state(const Group& f, int64_t panel, int64_t c) const {
+    return f.chunk_state + (c * panels + panel) * state_size();
   }
 
   // of_group(buffers, group) for every group. Many groups are shared among the threads; otherwise
@@ -172,11 +175,11 @@ class PanelSteps : protected HopSteps<T> {
     f.moving[0] = p.settles ? 0 : R;
     for (int64_t r = 0; r < R; ++r) f.order[r] = r;
     if (!p.settles) return;
-    int64_t* const taken = p.taken + row_of(group, 0);
+    int64_t* const step_counts = p.taken + row_of(group, 0);
     int64_t at = 0;
     for (int64_t steps = p.K; steps >= 0; --steps)
       for (int64_t r = 0; r < R; ++r)
-        if (taken[r] == steps) f.order[at++] = r;
+        if (step_counts[r] == steps) f.order[at++] = r;
   }
   int64_t panels_of(const Group& f) const { return (f.moving[0] + L - 1) / L; }
   int64_t lanes_of(const Group& f, int64_t panel) const {
@@ -210,9 +213,9 @@ class PanelSteps : protected HopSteps<T> {
                     to);
     for (int64_t i = 0; p.bias.data == nullptr && i < count; ++i) to[i] = T(0);
     if (p.mask.data == nullptr) return;
-    const Bool* seen = static_cast<const Bool*>(p.mask.data) + first_of(p.mask, row, k, n);
+    const Bool* visible = static_cast<const Bool*>(p.mask.data) + first_of(p.mask, row, k, n);
     for (int64_t i = 0; i < count; ++i)
-      if (!seen[i * p.mask.stride[3]].bits) to[i] = -kInf<T>;
+      if (!visible[i * p.mask.stride[3]].bits) to[i] = -kInf<T>;
   }
 
   // A block of rows in cache, without rows that are masked out for all queries.
@@ -246,6 +249,7 @@ class PanelSteps : protected HopSteps<T> {
     return block;
   }
 
+  // The visible rows of a block, copied together if some are hidden.
   const T* stage(StoredRows stored, const Block& block, const int64_t* at, T* dst) const {
     if (!block.all) stored.at = at;
     if (is_narrow) return widen(stored, block.count, D, dst), dst;
@@ -352,10 +356,10 @@ class PanelSteps : protected HopSteps<T> {
     if (block.all) return;
     int64_t i = block.count - 1;
     for (int64_t n = rows - 1; n >= 0; --n) {
-      const bool seen = i >= 0 && at[i] == n;
+      const bool is_moved = i >= 0 && at[i] == n;
       for (int64_t x = 0; x < L; x += W)
-        store(tile + n * L + x, seen ? load(tile + i * L + x) : Vec<T>{});
-      i -= seen;
+        store(tile + n * L + x, is_moved ? load(tile + i * L + x) : Vec<T>{});
+      i -= is_moved;
     }
   }
 };

@@ -25,8 +25,8 @@ class PanelBackward : public PanelSteps<T, kVectors> {
   using Base::add_transposed, Base::arrange, Base::Bk, Base::block_of, Base::chunk, Base::chunks,
       Base::D, Base::dp, Base::each, Base::excludes, Base::first_of, Base::groups, Base::is_narrow,
       Base::kChain, Base::L, Base::lanes_of, Base::NV, Base::p, Base::pack, Base::panels,
-      Base::panels_of, Base::part, Base::R, Base::row_in, Base::row_of, Base::run, Base::spread,
-      Base::stats, Base::trace, Base::W, Base::weigh;
+      Base::panels_of, Base::chunk_state, Base::R, Base::row_in, Base::row_of, Base::run,
+      Base::spread, Base::stats, Base::trace, Base::W, Base::weigh;
 
  public:
   explicit PanelBackward(const MemoryHopsParams& params) : Base(params) {}
@@ -37,6 +37,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
   }
 
  private:
+  // All hops of one group of queries, from the last to the first.
   void of_group(const Group& f, int64_t group) const {
     arrange(f, group);
     each(f, panels, [&](const Tiles&, int64_t i) { begin(f, group, i); });
@@ -45,9 +46,10 @@ class PanelBackward : public PanelSteps<T, kVectors> {
       const int64_t panels = panels_of(f);
       each(f, panels, [&](const Tiles& t, int64_t i) { prepare(f, t, group, k, i); });
       if (p.normalize && (weighted() || any_sharp(f, 0, panels))) {
-        each(f, panels * chunks,
-             [&](const Tiles& t, int64_t i) { sum_rest(f, t, group, k, i % panels, i / panels); });
-        each(f, panels, [&](const Tiles&, int64_t i) { add_to_delta(f, i); });
+        each(f, panels * chunks, [&](const Tiles& t, int64_t i) {
+          delta_correction(f, t, group, k, i % panels, i / panels);
+        });
+        each(f, panels, [&](const Tiles&, int64_t i) { correct_delta(f, i); });
       }
       each(f, chunks, [&](const Tiles& t, int64_t c) { derive_chunk(f, t, group, k, c); });
       each(f, panels, [&](const Tiles& t, int64_t i) { collect(f, t, k, i); });
@@ -59,6 +61,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     if (is_narrow) each(f, chunks, [&](const Tiles&, int64_t c) { round(f, group, c); });
   }
 
+  // Loads the gradient of the output for the queries of a panel; 0 past the last.
   void begin(const Group& f, int64_t group, int64_t panel) const {
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
       T* g = f.g_rows + r * dp;
@@ -112,7 +115,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
   // adds the missing part, from the same p and dp that it must cancel. The gradient of the weights
   // enters there too.
   void set_delta(const Group& f, int64_t group, int64_t k, int64_t panel) const {
-    T* o = part(f, panel, 0);  // [D][L], free at this point
+    T* o = chunk_state(f, panel, 0);  // [D][L], free at this point
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
       const T* from = f.inverse[r] != T(0) ? trace(row_in(f, group, r), 2 * k + 1) : nullptr;
       for (int64_t d = 0; d < D; ++d) o[d * L + r % L] = from != nullptr ? from[d] : T(0);
@@ -147,6 +150,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
   }
 
   bool weighted() const { return p.grad_weights.data != nullptr; }
+  // Whether some query of these panels has nearly all weight on one row.
   bool any_sharp(const Group& f, int64_t first_panel, int64_t panels) const {
     const T* inverse = f.inverse + first_panel * L;
     for (int64_t r = 0; r < panels * L; ++r)
@@ -156,8 +160,8 @@ class PanelBackward : public PanelSteps<T, kVectors> {
 
   // The part of a chunk that the estimate of delta lacks: sum_i p_i (dp_i - delta). Computed only
   // for the queries that need it, so that no query depends on its neighbours in the panel.
-  void sum_rest(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
-                int64_t c) const {
+  void delta_correction(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                        int64_t c) const {
     Vec<T> sum[NV] = {};
     const bool needed = weighted() || any_sharp(f, panel, 1);
     const int64_t end = min_of(p.N, (c + 1) * chunk);
@@ -176,22 +180,26 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     }
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       const Vec<T> inverse = load(f.inverse + panel * L + n * W);
-      const Vec<T> rest = weighted() ? sum[n] : select<T>(inverse > T(kSharp), sum[n], Vec<T>{});
-      store(part(f, panel, c) + n * W, rest);
+      const Vec<T> correction =
+          weighted() ? sum[n] : select<T>(inverse > T(kSharp), sum[n], Vec<T>{});
+      store(chunk_state(f, panel, c) + n * W, correction);
     }
   }
-  void add_to_delta(const Group& f, int64_t panel) const {
+
+  // Adds the corrections of all chunks to delta.
+  void correct_delta(const Group& f, int64_t panel) const {
     for (int64_t c = 0; c < chunks; ++c)
       for (int64_t x = 0; x < L; x += W) {
         T* delta = f.delta + panel * L + x;
-        store(delta, load(delta) + load(part(f, panel, c) + x));
+        store(delta, load(delta) + load(chunk_state(f, panel, c) + x));
       }
   }
 
+  // The gradients of one chunk of rows, for all panels of queries.
   void derive_chunk(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t c) const {
     const int64_t panels = panels_of(f);
     for (int64_t i = 0; i < panels; ++i)
-      for (int64_t x = 0; x < D * L; x += W) store(part(f, i, c) + x, Vec<T>{});
+      for (int64_t x = 0; x < D * L; x += W) store(chunk_state(f, i, c) + x, Vec<T>{});
     const int64_t end = min_of(p.N, (c + 1) * chunk);
     for (int64_t n0 = c * chunk; n0 < end; n0 += Bk) {
       const int64_t n1 = min_of(end, n0 + Bk);
@@ -199,7 +207,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
       __builtin_memset(t.d_in, 0, static_cast<size_t>(Bk * dp) * sizeof(T));
       __builtin_memset(t.d_out, 0, static_cast<size_t>(Bk * dp) * sizeof(T));
       for (int64_t i = 0; i < panels; ++i) {
-        if (block.count > 0) derive_block(f, t, group, k, i, block, part(f, i, c));
+        if (block.count > 0) derive_block(f, t, group, k, i, block, chunk_state(f, i, c));
         if (p.grad_scores != nullptr) write_scores(f, t, group, k, i, block, n1 - n0);
       }
       add_gradients(f, t, group, k, block, n1);
@@ -285,14 +293,16 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     add(in, own_in ? k : 0, t.d_in, own_in || last);
     add(out, own_out ? k : 0, t.d_out, own_out || last);
   }
+
+  // The inverse of gathering: puts the visible rows of a block back, 0 in between.
   void spread_rows(T* rows, const Block& block, const int64_t* at, int64_t count) const {
     if (block.all) return;
     int64_t i = block.count - 1;
     for (int64_t n = count - 1; n >= 0; --n) {
-      const bool seen = i >= 0 && at[i] == n;
+      const bool is_moved = i >= 0 && at[i] == n;
       for (int64_t d = 0; d < dp; d += W)
-        store(rows + n * dp + d, seen ? load(rows + i * dp + d) : Vec<T>{});
-      i -= seen;
+        store(rows + n * dp + d, is_moved ? load(rows + i * dp + d) : Vec<T>{});
+      i -= is_moved;
     }
   }
 
@@ -303,6 +313,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     return is_narrow ? wide : static_cast<T*>(result) + group * slots * p.N * D;
   }
 
+  // Rounds the gradients of a chunk of rows to the dtype of the memory.
   void round(const Group& f, int64_t group, int64_t c) const {
     const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
     const auto all = [&](const T* from, void* to, int64_t slots) {
@@ -316,10 +327,10 @@ class PanelBackward : public PanelSteps<T, kVectors> {
 
   // g <- H^T g + scale M^T ds of a panel, summed over its chunks.
   void collect(const Group& f, const Tiles& t, int64_t k, int64_t panel) const {
-    T* total = part(f, panel, 0);
+    T* total = chunk_state(f, panel, 0);
     if (chunks == 0) __builtin_memset(total, 0, static_cast<size_t>(D * L) * sizeof(T));
     for (int64_t c = 1; c < chunks; ++c) {
-      const T* other = part(f, panel, c);
+      const T* other = chunk_state(f, panel, c);
       for (int64_t x = 0; x < D * L; x += W) store(total + x, load(total + x) + load(other + x));
     }
     T factor[L];

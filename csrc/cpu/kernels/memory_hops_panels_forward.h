@@ -16,9 +16,9 @@ class PanelForward : public PanelSteps<T, kVectors> {
   typedef typename Base::Block Block;
   using Base::add_transposed, Base::Bk, Base::block_of, Base::choose, Base::chunk, Base::chunks,
       Base::D, Base::dp, Base::each, Base::excludes, Base::groups, Base::is_narrow, Base::L,
-      Base::lanes_of, Base::NV, Base::p, Base::pack, Base::panels, Base::panels_of, Base::part,
-      Base::R, Base::row_in, Base::row_of, Base::run, Base::scores, Base::spread, Base::stats,
-      Base::trace, Base::W, Base::weigh;
+      Base::lanes_of, Base::NV, Base::p, Base::pack, Base::panels, Base::panels_of,
+      Base::chunk_state, Base::R, Base::row_in, Base::row_of, Base::run, Base::scores, Base::spread,
+      Base::stats, Base::trace, Base::W, Base::weigh;
   static constexpr int64_t kBlockPanels = 256 / L;  // panels per block of rows in cache
 
  public:
@@ -30,6 +30,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
   }
 
  private:
+  // All hops of one group of queries.
   void of_group(const Group& f, int64_t group) const {
     each(f, panels, [&](const Tiles& t, int64_t i) { begin(t, group, i); });
     choose(f, group, 0);
@@ -43,7 +44,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
         each(f, panels * chunks, [&](const Tiles& t, int64_t i) {
           write_weights(f, t, group, k, i % panels, i / panels);
         });
-      this->rest_together(group);
+      this->count_joint_step(group);
       choose(f, group, k + 1);
     }
   }
@@ -65,7 +66,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
     const int64_t first = block_of_panels * kBlockPanels;
     const int64_t last = min_of(panels_of(f), first + kBlockPanels);
     for (int64_t i = first; i < last; ++i) {
-      T* o = part(f, i, c);
+      T* o = chunk_state(f, i, c);
       for (int64_t x = 0; x < D * L; x += W) store(o + x, Vec<T>{});
       for (int64_t x = 0; x < L; x += W) {
         store(o + D * L + x, splat<T>(-kInf<T>));
@@ -76,7 +77,8 @@ class PanelForward : public PanelSteps<T, kVectors> {
     for (int64_t n0 = c * chunk; n0 < end; n0 += Bk) {
       const Block block = block_of(t, group, k, n0, min_of(end, n0 + Bk));
       if (block.count == 0) continue;
-      for (int64_t i = first; i < last; ++i) read_block(f, t, group, k, i, block, part(f, i, c));
+      for (int64_t i = first; i < last; ++i)
+        read_block(f, t, group, k, i, block, chunk_state(f, i, c));
     }
   }
 
@@ -118,14 +120,14 @@ class PanelForward : public PanelSteps<T, kVectors> {
 
   // o of a panel from its chunks, then the step to the next u.
   void merge(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel) const {
-    T* total = part(f, panel, 0);
+    T* total = chunk_state(f, panel, 0);
     T *m = total + D * L, *l = m + L;
     if (chunks == 0) {
       for (int64_t x = 0; x < (D + 2) * L; ++x) total[x] = T(0);
       for (int64_t x = 0; x < L; ++x) m[x] = -kInf<T>;
     }
     for (int64_t c = 1; c < chunks; ++c) {
-      const T* other = part(f, panel, c);
+      const T* other = chunk_state(f, panel, c);
       for (int64_t x = 0; x < L; x += W) {
         Shares<T> share = {splat<T>(T(1)), splat<T>(T(1))};
         if (p.normalize) {
@@ -136,7 +138,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
         }
         for (int64_t d = 0; d < D; ++d) {
           T* o = total + d * L + x;
-          store(o, load(o) * share.mine + load(other + d * L + x) * share.its);
+          store(o, load(o) * share.first + load(other + d * L + x) * share.second);
         }
       }
     }

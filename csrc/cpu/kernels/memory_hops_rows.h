@@ -40,6 +40,7 @@ class RowHops : protected HopBlocks<T> {
     WideBlocks wide;
   };
 
+  // Takes the buffers of a thread from an arena.
   Scratch allocate(Arena& a) const {
     const bool back = p.grad_query != nullptr;
     Scratch f;
@@ -50,6 +51,8 @@ class RowHops : protected HopBlocks<T> {
     f.wide = this->wide_at(a);
     return f;
   }
+
+  // The bytes that an allocation takes.
   template <class Allocate>
   static size_t bytes_of(Allocate allocate) {
     Arena size(nullptr);
@@ -87,9 +90,9 @@ class RowHops : protected HopBlocks<T> {
   // s <- e^(s - m) with the new maximum m, and zeros up to a whole vector; returns the factor for
   // the sums so far.
   static FASTATTN_INLINE T soften(T* s, int64_t count, T* m, T* l) {
-    if (const int rest = static_cast<int>(count % W)) {
-      T* const end = s + count - rest;
-      store(end, select<T>(first_lanes<T>(rest), load(end), splat<T>(-kInf<T>)));
+    if (const int tail = static_cast<int>(count % W)) {
+      T* const end = s + count - tail;
+      store(end, select<T>(first_lanes<T>(tail), load(end), splat<T>(-kInf<T>)));
     }
     Vec<T> top = load(s);
     for (int64_t i = W; i < count; i += W) top = max_of(top, load(s + i));
@@ -151,7 +154,8 @@ class RowHops : protected HopBlocks<T> {
 
   // derive(hop) leaves p and ds of a hop in f.coef, and M^T ds in f.o.
   template <class F>
-  FASTATTN_INLINE void backward_query(const Scratch& f, int64_t group, int64_t r, F derive) const {
+  FASTATTN_INLINE void backward_query(const Scratch& f, int64_t group, int64_t r,
+                                      F backward_hop) const {
     const int64_t row = row_of(group, r);
     const T scale = static_cast<T>(p.scale);
     if (p.grad_out.data != nullptr)
@@ -174,7 +178,8 @@ class RowHops : protected HopBlocks<T> {
         store(u + d, nothing ? Vec<T>{} : load(f.u + d) * scale);
         store(g + d, load(f.g + d));
       }
-      derive(Hop{row, k, r, m == -kInf<T> ? T(0) : m, p.normalize && !nothing ? T(1) / l : T(1)});
+      backward_hop(
+          Hop{row, k, r, m == -kInf<T> ? T(0) : m, p.normalize && !nothing ? T(1) / l : T(1)});
       // g <- H^T g + scale M^T ds
       const T* through = f.g;
       if (p.proj.data != nullptr)
@@ -239,8 +244,8 @@ class RowHops : protected HopBlocks<T> {
   // ds = p (dp - delta) in the place of dp, from s = p.
   FASTATTN_INLINE void differentiate(const T* s, T* ds, int64_t count, T delta) const {
     for (int64_t i = 0; i < count; i += W) {
-      const Vec<T> rest = load(ds + i) - delta;
-      store(ds + i, p.normalize ? load(s + i) * rest : rest);
+      const Vec<T> centered = load(ds + i) - delta;
+      store(ds + i, p.normalize ? load(s + i) * centered : centered);
     }
   }
   // Spreads the values of a block's visible rows to to[rows], with zeros for the other rows.
@@ -253,12 +258,12 @@ class RowHops : protected HopBlocks<T> {
   bool differentiates_rows() const { return p.grad_in != nullptr || p.grad_out_memory != nullptr; }
   // Whether the vectors of all hops of a group are finite.
   bool finite_vectors(const Scratch& f) const {
-    Vec<T> rest{};  // 0, or NaN in a lane with a non-finite element
+    Vec<T> non_finite{};  // 0, or NaN in a lane with a non-finite element
     for (int64_t x = 0; x < 2 * p.K * R * dp; x += W) {
       const Vec<T> v = load(f.vector + x);
-      rest += v - v;
+      non_finite += v - v;
     }
-    return sum_lanes<T>(rest) == T(0);
+    return sum_lanes<T>(non_finite) == T(0);
   }
   // The gradients of the memories of a group, the rows of a chunk. Each is written once.
   void write_gradients(const Scratch& f, WideBlocks& wide, int64_t group, int64_t c,

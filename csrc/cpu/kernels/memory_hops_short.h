@@ -25,6 +25,7 @@ class ShortHops : RowHops<T> {
 
   static bool serves(const MemoryHopsParams& p) { return p.N <= kHopBlock && p.together <= 1; }
 
+  // One task for each group of queries that share a memory.
   void forward() const {
     const double flops = Base::kForward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) {
@@ -34,12 +35,13 @@ class ShortHops : RowHops<T> {
     });
   }
 
+  // One task for each group: the queries one by one, hop by hop from the last.
   void backward() const {
     const double flops = Base::kBackward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) {
       for (int64_t r = 0; r < R; ++r)
         this->backward_query(f, group, r, [&](const Hop& hop) __attribute__((always_inline)) {
-          derive(f, group, hop);
+          backward_hop(f, group, hop);
         });
       if (this->differentiates_rows())
         this->write_gradients(f, f.wide, group, 0, this->finite_vectors(f));
@@ -52,6 +54,7 @@ class ShortHops : RowHops<T> {
     this->each_group(flops, [&](Arena& arena) { return this->allocate(arena); }, of_group);
   }
 
+  // One hop of one query, in one pass: the scores of all rows fit a block.
   FASTATTN_INLINE void take_hop(Scratch& f, int64_t group, int64_t row, int64_t k) const {
     alignas(64) T s[kHopBlock];
     Block block;
@@ -94,7 +97,7 @@ class ShortHops : RowHops<T> {
   }
 
   // p, ds = p (dp - delta) and f.o = M^T ds.
-  FASTATTN_INLINE void derive(Scratch& f, int64_t group, const Hop& hop) const {
+  FASTATTN_INLINE void backward_hop(Scratch& f, int64_t group, const Hop& hop) const {
     T* const ds_to = f.coef + ds_row(hop.k, hop.r) * np;
     T* const p_to = f.coef + p_row(hop.k, hop.r) * np;
     alignas(64) T seen_p[kHopBlock], seen_ds[kHopBlock];
@@ -103,11 +106,11 @@ class ShortHops : RowHops<T> {
     const StoredRows in = this->rows_of(this->in_rows(group, hop.k, 0), block, &f.wide.in);
     T* const s = block.all ? p_to : seen_p;
     T* const ds = block.all ? ds_to : seen_ds;
-    if (const T* kept = kept_weights(hop)) {
+    if (const T* saved = kept_weights(hop)) {
       if (block.all)
-        read_row(kept, p.N, s);
+        read_row(saved, p.N, s);
       else
-        for (int64_t i = 0; i < block.count; ++i) s[i] = kept[block.at[i]];
+        for (int64_t i = 0; i < block.count; ++i) s[i] = saved[block.at[i]];
     } else if (block.count > 0) {
       this->weigh(f, hop, in, block, s);
     }

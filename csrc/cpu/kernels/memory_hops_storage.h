@@ -49,6 +49,8 @@ __attribute__((noinline)) void widen_rows(const Rows<S>& rows, int64_t count, in
   for (int64_t i = 0; i < count; ++i)
     stage_rows<float>(rows[i], int64_t(0), int64_t(1), int64_t(1), D, to + i * D, D);
 }
+
+// Rows [count, D] of any stored dtype, converted to T.
 template <class T>
 FASTATTN_INLINE void widen(const StoredRows& rows, int64_t count, int64_t D, T* to) {
   if constexpr (kSame<T, float>) {

@@ -22,14 +22,15 @@ class StreamHops : RowHops<T> {
       Base::p_row, Base::R, Base::row_of, Base::stats, Base::W;
 
   struct Scratch : RowHops<T>::Scratch {
-    T* part;   // [chunks][dp + W]: a vector, then m and l
-    T* kept;   // [N] scores of a hop
-    int team;  // of threads that share the chunks; 0 = the group has one thread
+    T* chunk_state;  // [chunks][dp + W]: a vector, then m and l
+    T* hop_scores;   // [N] scores of a hop
+    int team;        // of threads that share the chunks; 0 = the group has one thread
   };
 
  public:
   explicit StreamHops(const MemoryHopsParams& params) : Base(params) {}
 
+  // One task for each group of queries that share a memory.
   void forward() const {
     const double flops = Base::kForward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) __attribute__((noinline)) {
@@ -38,11 +39,12 @@ class StreamHops : RowHops<T> {
     });
   }
 
+  // One task for each group: the queries, then the gradients of the memory by chunks.
   void backward() const {
     const double flops = Base::kBackward * groups * R * p.K * p.N * p.D;
     run(flops, [&](Scratch& f, int64_t group) __attribute__((noinline)) {
       for (int64_t r = 0; r < R; ++r)
-        this->backward_query(f, group, r, [&](const Hop& hop) { derive(f, group, hop); });
+        this->backward_query(f, group, r, [&](const Hop& hop) { backward_hop(f, group, hop); });
       if (!this->differentiates_rows()) return;
       const bool finite = this->finite_vectors(f);
       each_chunk(f, [&](WideBlocks& wide, int64_t c) {
@@ -52,10 +54,11 @@ class StreamHops : RowHops<T> {
   }
 
  private:
+  // Takes the buffers of a thread from an arena.
   Scratch allocate(Arena& arena) const {
     Scratch f{Base::allocate(arena), nullptr, nullptr, 0};
-    f.part = arena.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
-    f.kept = arena.take<T>(p.weights != nullptr && p.grad_query == nullptr ? p.N : 0);
+    f.chunk_state = arena.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
+    f.hop_scores = arena.take<T>(p.weights != nullptr && p.grad_query == nullptr ? p.N : 0);
     return f;
   }
 
@@ -104,7 +107,7 @@ class StreamHops : RowHops<T> {
         take_hop(f, group, row, k);
         moving = true;
       }
-      this->rest_together(group);
+      this->count_joint_step(group);
     }
     for (int64_t r = 0; r < R; ++r) {
       this->read_state(row_of(group, r), 0, f.u);
@@ -112,16 +115,17 @@ class StreamHops : RowHops<T> {
     }
   }
 
+  // One hop of one query: the states of all chunks, merged in order.
   __attribute__((noinline)) void take_hop(Scratch& f, int64_t group, int64_t row, int64_t k) const {
     each_chunk(f, [&](WideBlocks& wide, int64_t c) { read_chunk(f, wide, group, row, k, c); });
     // o = sum_c part_c e^(m_c - m) / l
     T m = -kInf<T>, l = T(0), *o = f.o;
     if (chunks == 1) {
-      o = f.part;
+      o = f.chunk_state;
       m = o[dp], l = o[dp + 1];
     } else {
       for (int64_t d = 0; d < dp; ++d) o[d] = T(0);
-      for (int64_t c = 0; c < chunks; ++c) merge(f.part + c * (dp + W), o, &m, &l);
+      for (int64_t c = 0; c < chunks; ++c) merge(f.chunk_state + c * (dp + W), o, &m, &l);
     }
     const T inverse = this->normalizer(m, l);
     for (int64_t d = 0; p.normalize && d < dp; d += W) store(o + d, load(o + d) * inverse);
@@ -130,18 +134,18 @@ class StreamHops : RowHops<T> {
     this->step(row, k, f.u, o, f.next);
   }
 
-  void merge(const T* part, T* o, T* m, T* l) const {
+  void merge(const T* chunk_state, T* o, T* m, T* l) const {
     Shares<T> share = {splat<T>(T(1)), splat<T>(T(1))};
-    if (p.normalize) share = merge_sums<T>(m, l, part[dp], part[dp + 1], kWeight<T>);
-    merge_outputs<T>(share, o, part, dp);
+    if (p.normalize) share = merge_sums<T>(m, l, chunk_state[dp], chunk_state[dp + 1], kWeight<T>);
+    merge_outputs<T>(share, o, chunk_state, dp);
   }
 
   // part = {o, m, l} of the rows of one chunk.
   void read_chunk(const Scratch& f, WideBlocks& wide, int64_t group, int64_t row, int64_t k,
                   int64_t c) const {
-    T* part = f.part + c * (dp + W);
+    T* chunk_state = f.chunk_state + c * (dp + W);
     T m = -kInf<T>, l = T(0);
-    for (int64_t d = 0; d < dp; d += W) store(part + d, Vec<T>{});
+    for (int64_t d = 0; d < dp; d += W) store(chunk_state + d, Vec<T>{});
     T s[kHopBlock];
     Block block;
     const bool keeps = p.weights != nullptr, fetches = this->reads_ahead(group, row, k);
@@ -157,45 +161,47 @@ class StreamHops : RowHops<T> {
         if (keeps) keep(f, block, n0, n1, s);
         const T alpha = p.normalize ? this->soften(s, block.count, &m, &l) : T(1);
         if (!out.is(in)) rows = this->rows_of(out, block, &wide.out);
-        weighted_sum(rows, block.count, p.D, s, true, alpha, part);
+        weighted_sum(rows, block.count, p.D, s, true, alpha, chunk_state);
       } else if (keeps) {
         keep(f, block, n0, n1, s);
       }
     }
-    part[dp] = m, part[dp + 1] = l;
+    chunk_state[dp] = m, chunk_state[dp + 1] = l;
   }
 
   void keep(const Scratch& f, const Block& block, int64_t n0, int64_t n1, const T* s) const {
-    for (int64_t n = n0; n < n1; ++n) f.kept[n] = p.normalize ? -kInf<T> : T(0);
-    for (int64_t i = 0; i < block.count; ++i) f.kept[n0 + (block.all ? i : block.at[i])] = s[i];
+    for (int64_t n = n0; n < n1; ++n) f.hop_scores[n] = p.normalize ? -kInf<T> : T(0);
+    for (int64_t i = 0; i < block.count; ++i)
+      f.hop_scores[n0 + (block.all ? i : block.at[i])] = s[i];
   }
 
+  // Writes the weights of a hop from its stored scores.
   void write_weights(const Scratch& f, int64_t row, int64_t k, T m, T l) const {
     const T reference = m == -kInf<T> ? T(0) : m, inverse = this->normalizer(m, l);
     for (int64_t n = 0; p.normalize && n < p.N; n += W) {
       const int count = static_cast<int>(min_of<int64_t>(W, p.N - n));
-      const Vec<T> s = load_first(f.kept + n, count);
-      store_first(f.kept + n, weight_of(s - reference) * inverse, count);
+      const Vec<T> s = load_first(f.hop_scores + n, count);
+      store_first(f.hop_scores + n, weight_of(s - reference) * inverse, count);
     }
-    write_elements(f.kept, p.N, p.weights, p.dtype, (row * p.K + k) * p.N);
+    write_elements(f.hop_scores, p.N, p.weights, p.dtype, (row * p.K + k) * p.N);
   }
 
   // ---- backward
 
   // p, ds = p (dp - delta) and f.o = M^T ds.
-  __attribute__((noinline)) void derive(Scratch& f, int64_t group, const Hop& hop) const {
+  __attribute__((noinline)) void backward_hop(Scratch& f, int64_t group, const Hop& hop) const {
     T delta = this->estimated_delta(f, hop);
     if (this->corrects_delta(hop)) {
       each_chunk(f, [&](WideBlocks& wide, int64_t c) {
-        f.part[c * (dp + W)] = missing_of(f, wide, group, hop, delta, c);
+        f.chunk_state[c * (dp + W)] = missing_of(f, wide, group, hop, delta, c);
       });
-      for (int64_t c = 0; c < chunks; ++c) delta += f.part[c * (dp + W)];
+      for (int64_t c = 0; c < chunks; ++c) delta += f.chunk_state[c * (dp + W)];
     }
     each_chunk(f,
                [&](WideBlocks& wide, int64_t c) { derive_chunk(f, wide, group, hop, delta, c); });
     for (int64_t d = 0; d < dp; d += W) {
-      Vec<T> sum = load(f.part + d);
-      for (int64_t c = 1; c < chunks; ++c) sum += load(f.part + c * (dp + W) + d);
+      Vec<T> sum = load(f.chunk_state + d);
+      for (int64_t c = 1; c < chunks; ++c) sum += load(f.chunk_state + c * (dp + W) + d);
       store(f.o + d, sum);
     }
   }
@@ -230,10 +236,10 @@ class StreamHops : RowHops<T> {
   // p and ds of a chunk, and its contribution to M^T ds.
   void derive_chunk(const Scratch& f, WideBlocks& wide, int64_t group, const Hop& hop, T delta,
                     int64_t c) const {
-    T* part = f.part + c * (dp + W);
+    T* chunk_state = f.chunk_state + c * (dp + W);
     T* ds_to = f.coef + ds_row(hop.k, hop.r) * np;
     T* p_to = f.coef + p_row(hop.k, hop.r) * np;
-    for (int64_t d = 0; d < dp; ++d) part[d] = T(0);
+    for (int64_t d = 0; d < dp; ++d) chunk_state[d] = T(0);
     T s[kHopBlock], ds[kHopBlock];
     Block block;
     const int64_t end = min_of(p.N, (c + 1) * chunk);
@@ -243,7 +249,7 @@ class StreamHops : RowHops<T> {
       if (block.count > 0) {
         const StoredRows in = weigh_block(f, wide, group, hop, n0, block, s, ds);
         this->differentiate(s, ds, block.count, delta);
-        weighted_sum(in, block.count, p.D, ds, true, T(1), part);
+        weighted_sum(in, block.count, p.D, ds, true, T(1), chunk_state);
       }
       this->spread(block, n1 - n0, ds, ds_to + n0);
       this->spread(block, n1 - n0, s, p_to + n0);

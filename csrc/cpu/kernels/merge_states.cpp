@@ -35,6 +35,7 @@ class MergeStates {
   explicit MergeStates(const MergeStatesParams& params)
       : p(params), rows(p.B * p.H * p.L), streams(rows * p.D > kStreamBytes / bytes_of(p.dtype)) {}
 
+  // lse of each row, and its output by the shares of both states.
   void forward() const {
     each_block(1, [&](const Block& block, int64_t r, Place at) {
       write_lse(p.lse, at, block.lse[r]);
@@ -42,6 +43,7 @@ class MergeStates {
     });
   }
 
+  // The gradients of both states, see the equations above.
   void backward() const {
     each_block(2, [&](const Block& block, int64_t r, Place at) {
       T d = T(0);
@@ -79,6 +81,8 @@ class MergeStates {
   R read_lse(const Tensor4& t, Place at) const {
     return p.lse_dtype == DType::f64 ? *at.of<double>(t) : R(*at.of<float>(t));
   }
+
+  // Writes one element of an lse, in its dtype.
   void write_lse(const Tensor4& t, Place at, R x) const {
     if (p.lse_dtype == DType::f64)
       *at.of<double>(t) = x;
@@ -120,6 +124,7 @@ class MergeStates {
     }
   }
 
+  // The joint lse and the shares of both states, for `count` rows.
   static void weigh(Block* block, int64_t count) {
     for (int64_t r = count; r < round_up(count, kLanes<R>); ++r)
       block->lse_a[r] = block->lse_b[r] = R(0);
@@ -129,10 +134,10 @@ class MergeStates {
           merge_sums<R>(&m, &l, load(block->lse_b + r), splat<R>(1),
                         [](Vec<R> x) __attribute__((always_inline)) { return exp_neg(x); });
       // The larger of the two shares is 1, so their product is the smaller share.
-      store(block->lse + r, m + log1p_of(share.mine * share.its));
+      store(block->lse + r, m + log1p_of(share.first * share.second));
       const Vec<R> inverse = select<R>(l == R(0), Vec<R>{}, R(1) / l);
-      store(block->share_a + r, share.mine * inverse);
-      store(block->share_b + r, share.its * inverse);
+      store(block->share_a + r, share.first * inverse);
+      store(block->share_b + r, share.second * inverse);
     }
   }
 
@@ -144,6 +149,8 @@ class MergeStates {
     for (int i = 0; i < n; ++i) lanes[i] = static_cast<T>(widen(row[(d + i) * t.stride[3]]));
     return load(lanes);
   }
+
+  // Writes n columns of a row, from column d on.
   template <class S>
   FASTATTN_INLINE void write(S* row, const Tensor4& t, int64_t d, int n, Vec<T> x) const {
     if (t.stride[3] == 1) {
@@ -163,6 +170,7 @@ class MergeStates {
     if (d < p.D) of_columns(d, static_cast<int>(p.D - d));
   }
 
+  // out = share_a out_a + share_b out_b for one row.
   template <class S>
   __attribute__((noinline)) void merge_row(const Block& block, int64_t r, Place at) const {
     const S *const a = at.of<S>(p.out_a), *const b = at.of<S>(p.out_b);
@@ -208,6 +216,7 @@ class MergeStates {
     return sum_lanes<T>(sum);
   }
 
+  // Clears the gradients of both outputs of a row; returns d = 0.
   template <class S>
   __attribute__((noinline)) T no_gradient(Place at) const {
     S* const da = at.of<S>(p.grad_out_a);

@@ -22,6 +22,7 @@ class Norm {
  public:
   explicit Norm(const NormParams& params) : p(params) {}
 
+  // One task for several rows.
   void run() const {
     const int64_t rows_of_task = max_of<int64_t>(1, (64 << 10) / (4 * max_of<int64_t>(1, p.E)));
     const int64_t tasks = (p.rows + rows_of_task - 1) / rows_of_task;
@@ -43,6 +44,7 @@ class Norm {
     return static_cast<int>(min_of<int64_t>(W, left));
   }
 
+  // Row r: the sum of its terms, times the scale, plus the residual; then its norm.
   void row(int64_t r, float* s) const {
     const void* const* terms = p.terms == nullptr ? nullptr : p.terms + 3 * r;
     const S* x =
@@ -84,6 +86,7 @@ class Norm {
     }
   }
 
+  // The first n lanes, 0 in the others.
   static FASTATTN_INLINE VecF first(VecF v, int n) {
     alignas(kVectorBytes) float lane[W];
     store(lane, v);
@@ -91,6 +94,7 @@ class Norm {
     return load(lane);
   }
 
+  // The sum of all lanes, by halves.
   static FASTATTN_INLINE float sum_of(VecF v) {
     alignas(kVectorBytes) float lane[W];
     store(lane, v);
@@ -102,6 +106,7 @@ class Norm {
 
 }  // namespace
 
+// LayerNorm or RMSNorm for the dtype.
 void norm(const NormParams& p) {
   switch (p.dtype) {
     case DType::f32:

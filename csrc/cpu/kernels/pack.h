@@ -263,10 +263,11 @@ FASTATTN_INLINE void clear_row(typename P::Word* dst, int64_t i, int64_t padded)
   }
 }
 
-// Rows of up to eight tensors that the processor is to read into its L2 cache, a few lines at a time
-// between products: a burst of more than its L1 has buffers for would wait for memory.
+// Rows of up to eight tensors that the processor is to read into its L2 cache, a few lines at a
+// time between products: a burst of more than its L1 has buffers for would wait for memory.
 class RowsAhead {
  public:
+  // Adds rows to read ahead.
   template <class S>
   FASTATTN_INLINE void add(const S* first, const int64_t* stride, int64_t rows, int64_t columns) {
     const int64_t size = static_cast<int64_t>(sizeof(S)), bytes = columns * size;
@@ -283,6 +284,8 @@ class RowsAhead {
   FASTATTN_INLINE void share(int64_t calls) {
     share_ = calls == 0 ? 0 : (lines_ + calls - 1) / calls;
   }
+
+  // Prefetches the next share of the added rows.
   FASTATTN_INLINE void read_some() {
     for (int64_t left = share_; left > 0;) {
       if (from_ >= end_ && !next_row()) return;
@@ -304,6 +307,7 @@ class RowsAhead {
   int64_t lines_ = 0, share_ = 0;
   const char *from_ = nullptr, *end_ = nullptr;
 
+  // Goes to the next row; false after the last.
   bool next_row() {
     if (at_ == count_) return false;
     Part& part = part_[at_];

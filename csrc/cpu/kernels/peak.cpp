@@ -26,6 +26,7 @@ FASTATTN_INLINE double chains(double until, int64_t per_step, Step step) {
   return static_cast<double>(steps) * kChains * static_cast<double>(per_step);
 }
 
+// Repeats multiply-adds until a time; returns their number.
 double operations(Peak kind, double until) {
   const VecF a = splat(0.999f), b = splat(1e-3f);
   const VecD c = splat(0.999), d = splat(1e-3);
@@ -57,6 +58,7 @@ double bytes_read(const char* from, int64_t bytes, double until) {
 
 }  // namespace
 
+// Operations (or bytes) per second of all threads.
 double measure_peak(Peak kind, int threads, double seconds) {
 #if !defined(FASTATTN_HAS_PAIRS)
   if (kind == Peak::dot_bf16) return 0;
@@ -71,10 +73,10 @@ double measure_peak(Peak kind, int threads, double seconds) {
   const double begin = omp_get_wtime();
 #pragma omp parallel num_threads(threads) reduction(+ : done)
   {
-    const int64_t part = kBytes / omp_get_num_threads() / 4096 * 4096;
-    done += buffer != nullptr
-                ? bytes_read(buffer + omp_get_thread_num() * part, part, begin + seconds)
-                : operations(kind, begin + seconds);
+    const int64_t bytes_of_thread = kBytes / omp_get_num_threads() / 4096 * 4096;
+    done += buffer != nullptr ? bytes_read(buffer + omp_get_thread_num() * bytes_of_thread,
+                                           bytes_of_thread, begin + seconds)
+                              : operations(kind, begin + seconds);
   }
   const double elapsed = omp_get_wtime() - begin;
   __builtin_free(buffer);

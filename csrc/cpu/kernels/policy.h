@@ -79,6 +79,7 @@ struct PairBf16 {
   static constexpr bool kCoarseExp = true;
   static constexpr int kScoreRows = 8;
   static constexpr int kOutputRows = 8;
+  // a b + c for pairs of bf16.
   static FASTATTN_INLINE VecF multiply_add(VecF a, VecF b, VecF c) {
 #if FASTATTN_AVX512_BF16
     return (VecF)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);

@@ -209,7 +209,7 @@ __attribute__((noinline)) void write_sum(const S* base, int64_t stride, const in
     constexpr int kPieces = kEnds && kEnd == End::piece, kSums = kVectors + kPieces;
     constexpr int kWays = (7 + kSums) / kSums;  // independent sums, to hide the latency
     Vec<T> acc[kWays][max_of(1, kVectors)] = {};
-    Piece<T> rest[kWays] = {};
+    Piece<T> tail_sums[kWays] = {};
     const S* next = column;
     const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
       const S* row = kList ? column + list[i] * stride : next;
@@ -220,7 +220,7 @@ __attribute__((noinline)) void write_sum(const S* base, int64_t stride, const in
         acc[a][n] += weight * load_as<T>(row + n * W, part ? last : W);
       }
       if constexpr (kPieces > 0)
-        rest[a] += piece_of<T>(weight) * load_piece(row + kVectors * W, last);
+        tail_sums[a] += piece_of<T>(weight) * load_piece(row + kVectors * W, last);
     };
     int64_t i = 0;
     for (; i + kWays <= count; i += kWays)
@@ -233,8 +233,8 @@ __attribute__((noinline)) void write_sum(const S* base, int64_t stride, const in
       FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) acc[0][n] += acc[a][n];
       finish(n, acc[0][n]);
     }
-    FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) rest[0] += rest[a];
-    if constexpr (kPieces > 0) finish(kVectors, padded<T>(rest[0]));
+    FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) tail_sums[0] += tail_sums[a];
+    if constexpr (kPieces > 0) finish(kVectors, padded<T>(tail_sums[0]));
     column += kVectors * W, y += kVectors * W, left -= kVectors;
   };
   constexpr Width<0> inside;
@@ -276,6 +276,8 @@ FASTATTN_INLINE void read_row(const S* row, int64_t columns, T* x) {
   for (; d + kLanes<T> <= columns; d += kLanes<T>) store(x + d, load_as<T>(row + d, kLanes<T>));
   if (d < columns) store(x + d, load_as<T>(row + d, static_cast<int>(columns - d)));
 }
+
+// Converts x[columns] to the stored dtype and writes it.
 template <class T, class S>
 FASTATTN_INLINE void write_row(const T* x, int64_t columns, S* row) {
   int64_t d = 0;

@@ -68,6 +68,7 @@ FASTATTN_INLINE bool has_content_terms(const AttentionParams& p) {
   return p.query_table.data != nullptr || p.key_table.data != nullptr;
 }
 
+// Which of the optional steps from a product to a score a call has.
 template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
@@ -168,7 +169,7 @@ struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
   const T* keys = nullptr;  // [keys], not used if there is a tile
   Range clear{0, 0};        // the keys that have no bias; their rows of the tile are not read
-  bool given() const { return tile != nullptr || keys != nullptr; }
+  bool exists() const { return tile != nullptr || keys != nullptr; }
 };
 
 // S = softcap tanh(scale S / softcap) for S[rows][kVectors], and its maximum over the rows.
@@ -214,7 +215,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   if (capped) {
     cap_scores<T, kVectors>(rule, S, rows, slope_out, maximum);
     const bool edges = j0 < all.begin || j0 + rows > all.end;
-    if (!edges && !bias.given() && !lanes.sloped()) return;
+    if (!edges && !bias.exists() && !lanes.sloped()) return;
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
   }
   const T scale = rule.natural && !capped ? rule.scale : T(1);
@@ -274,6 +275,7 @@ struct DropoutRule {
   int64_t first_query, first_key, first_head;  // of the draws
 };
 
+// The threshold, factor and key of dropout.
 FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
   DropoutRule d;
   d.threshold = static_cast<uint32_t>(__builtin_rint((1.0 - p.dropout_p) * 65536.0));
@@ -292,6 +294,7 @@ FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
 //   round 2: c2 and c3 depend on both
 class Philox {
  public:
+  // The generator of the rows from i0 on, one query in each lane.
   FASTATTN_INLINE Philox(const DropoutRule& d, int64_t i0, int64_t head, int64_t batch)
       : key_{d.key[0], d.key[1]} {
     VecU query = VecU{} + static_cast<uint32_t>(i0), high, low;

@@ -17,9 +17,9 @@ namespace FASTATTN_ISA {
 
 // Without pairs there is nothing to add: the caller passed zeros.
 //
-// Queries that fit one vector are a panel of one: the same bits in two thirds of the time (16 queries
-// and keys in 8 heads of 64 on Zen 4). Only the kernels that compute in float32 have it, because each is
-// compiled once more.
+// Queries that fit one vector are a panel of one: the same bits in two thirds of the time (16
+// queries and keys in 8 heads of 64 on Zen 4). Only the kernels that compute in float32 have it,
+// because each is compiled once more.
 void attention_backward(const AttentionParams& p) {
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0) return;
   with_policy(p.dtype, [&](auto policy) {
@@ -31,6 +31,7 @@ void attention_backward(const AttentionParams& p) {
   });
 }
 
+// Backward of packed sequences.
 void attention_sequences_backward(const SequencesParams& p) {
   if (p.attention.B == 0 || p.attention.Hq == 0) return;
   with_policy(p.attention.dtype, [&](auto policy) {

@@ -39,7 +39,8 @@ class BackwardUnit {
       : p(params),
         rule(make_rule<T>(params)),
         // If one block holds all keys, each row is normalised, and its delta summed, exactly as in
-        // plain PyTorch. Products with a table for keys are shared by fewer queries the longer it is.
+        // plain PyTorch. Products with a table for keys are shared by fewer queries the longer it
+        // is.
         Bk(params.Lk <= kWholeKeys && params.key_table.data == nullptr
                ? whole_key_block<P>(params.Lk)
                : key_block<P>(params.D, params.Dv) /
@@ -60,8 +61,9 @@ class BackwardUnit {
         gradients(params, whole),
         terms(params, Bk, 16 * kPanelLanes<P>) {}
 
-  // All keys of the rows fit in one block. delta is then summed where it is used, from the same products that
-  // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
+  // All keys of the rows fit in one block. delta is then summed where it is used, from the same
+  // products that it must cancel, minus an estimate of it. The terms are small, and so is their
+  // rounding error.
   bool sums_delta() const { return whole; }
   // Whether the next task is the next head, read ahead.
   bool heads_follow() const {
@@ -69,8 +71,8 @@ class BackwardUnit {
   }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
-  // Of a query head: dQ, [panels][D][lanes] or [queries][D], then the sums of the gradients of its relative bias, of
-  // the bias of an image, and of its terms of content.
+  // Of a query head: dQ, [panels][D][lanes] or [queries][D], then the sums of the gradients of its
+  // relative bias, of the bias of an image, and of its terms of content.
   int64_t dq_size() const { return own_size() + terms.sums_size(queries); }
 
   struct Buffers {
@@ -95,6 +97,7 @@ class BackwardUnit {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers f;
@@ -157,8 +160,8 @@ class BackwardUnit {
     write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
   }
 
-  // Writes dQ of query head g of a group, scaled and rounded, and the gradient of its relative bias,
-  // from their sums.
+  // Writes dQ of query head g of a group, scaled and rounded, and the gradient of its relative
+  // bias, from their sums.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     if (direct && stores_sums()) return;
@@ -172,6 +175,7 @@ class BackwardUnit {
   }
 
  private:
+  // Starts to read the operands of the next head into the cache.
   void read_ahead(Buffers& f, int64_t head) const {
     const auto add = [&](const Tensor4& x, int64_t rows, int64_t columns) {
       f.next.add(
@@ -189,8 +193,8 @@ class BackwardUnit {
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
   const bool dq_in_rows;  // one block of keys adds to dQ, so it has the layout of its result
-  // Every panel of queries adds to all dK and dV, and nothing else does: the first begins the sums, and
-  // the last writes them.
+  // Every panel of queries adds to all dK and dV, and nothing else does: the first begins the sums,
+  // and the last writes them.
   const bool direct;
   const ScoreGradients<P, kVectors> gradients;
   const ContentTerms<P> terms;
@@ -267,7 +271,7 @@ class BackwardUnit {
     T* dk = f.dk + (block.begin - chunk_begin) * dp;
     T* dv = f.dv + (block.begin - chunk_begin) * dvp;
     f.terms.dk = dk;
-    terms.open(f.terms, b, h, block, ks);
+    terms.set_key_block(f.terms, b, h, block, ks);
 
     const Range seeing = seeing_any(p, block.begin, block.end);
     for (int64_t i = seeing.begin / L * L; i < seeing.end; i += L) {
@@ -331,8 +335,8 @@ class BackwardUnit {
   // Whether results have the type of their sums.
   bool stores_sums() const { return in_place<T>(P::elements(p.grad_q.data, p.dtype)) != nullptr; }
 
-  // sums = A B, added to what they are if `adds`; the last writes them, times `factor`, to rows of the
-  // result from `row` on, unless these have another type.
+  // sums = A B, added to what they are if `adds`; the last writes them, times `factor`, to rows of
+  // the result from `row` on, unless these have another type.
   template <bool kColumns>
   FASTATTN_INLINE void add_or_write(int64_t rows, const Word* A, int64_t lda, const Word* B,
                                     int64_t ldb, int64_t K, bool adds, bool last, T factor, T* sums,
@@ -360,9 +364,9 @@ class BackwardUnit {
     Bias<T> bias;
     if (key_mask) bias.keys = f.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias, &bias.clear);
-      if (seen == Seen::none) return false;
-      if (seen == Seen::some) bias.tile = f.bias;
+      const Coverage seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias, &bias.clear);
+      if (seen == Coverage::none) return false;
+      if (seen == Coverage::some) bias.tile = f.bias;
     }
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);
@@ -402,6 +406,8 @@ class BackwardUnit {
   __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, Source k, T* dq) const {
     with_elements(k, [&](const auto* rows) { add_nonzero_of(ds, nk, rows, dq); });
   }
+
+  // dq += ds k, without keys whose ds is 0 for all queries: they may hold NaN.
   template <class S>
   void add_nonzero_of(const T* ds, int64_t nk, const S* k, T* dq) const {
     for (int64_t j = 0; j < nk; ++j) {

@@ -22,8 +22,8 @@ class Prepare {
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
 
  public:
-  // `whole`: the unit computes delta itself and needs only an estimate. `forward_scores`: its scores
-  // have the bits of the forward pass's.
+  // `whole`: the unit computes delta itself and needs only an estimate. `forward_scores`: its
+  // scores have the bits of the forward pass's.
   Prepare(const Sequence& params, PreparedRows<T> out, bool whole, bool forward_scores)
       : p(params),
         rule(make_rule<T>(params)),
@@ -121,8 +121,8 @@ class Prepare {
       scale_from_lse(rule, lse, to.at(i));
       if (-kAbsorbingLse < lse && lse < kAbsorbingLse) continue;
       // The log-sum-exp is the maximum of the forward scores, which these rows must subtract: those
-      // recomputed above are rounded otherwise, by more than an exponential can take. Their sum counts
-      // the keys that share the maximum.
+      // recomputed above are rounded otherwise, by more than an exponential can take. Their sum
+      // counts the keys that share the maximum.
       to.low[i] = T(0);
       to.inverse[i] = buf.rows.inverse[i];
     }
@@ -159,6 +159,7 @@ class Backward {
   typedef typename P::Acc T;
 
  public:
+  // Counts the tasks of all sequences.
   explicit Backward(const Sequences& sequences) : sequences_(sequences) {
     for (int64_t n = 0; n < sequences.count(); ++n) {
       const Sequence s = sequences.at(n);
@@ -167,6 +168,7 @@ class Backward {
     }
   }
 
+  // The row statistics of all queries, then dq, dk and dv by chunks of keys.
   void run() {
     const int64_t count = sequences_.count();
     const Tasks rows(count, [&](int64_t n) {
@@ -256,8 +258,10 @@ class Backward {
       return member;
     }
   };
+
+  // The owners of a sequence: each alone adds to its elements of the mask's or program's gradient.
   static Owners owners(const Sequence& s) {
-    const bool wanted = s.grad_mask.data != nullptr;
+    const bool needs_mask_grad = s.grad_mask.data != nullptr;
     const int64_t heads = s.B * s.Hkv;
     if (has_score_sums(s)) {
       const ScoreProgram& program = *s.score_program;
@@ -267,8 +271,8 @@ class Backward {
       const int64_t count = (program.own_batch ? s.B : 1) * (program.own_head ? s.Hkv : 1);
       return {count, heads / count, program.own_batch, program.own_head, false};
     }
-    const bool own_batch = !wanted || s.B == 1 || s.grad_mask.stride[0] != 0;
-    const bool own_head = !wanted || s.Hkv == 1 || s.grad_mask.stride[1] != 0;
+    const bool own_batch = !needs_mask_grad || s.B == 1 || s.grad_mask.stride[0] != 0;
+    const bool own_head = !needs_mask_grad || s.Hkv == 1 || s.grad_mask.stride[1] != 0;
     const int64_t count = (own_batch ? s.B : 1) * (own_head ? s.Hkv : 1);
     return {count, heads / count, own_batch, own_head, false};
   }
@@ -294,6 +298,8 @@ class Backward {
   struct Plan {
     int64_t tasks, sums, partial;
   };
+
+  // The tasks of sequence n, the sums of their chunks, and the elements of the buffers for them.
   Plan plan(int64_t n) const {
     const Sequence s = sequences_.at(n);
     if (empty(s)) return {0, 0, 0};
@@ -337,6 +343,7 @@ class Backward {
     unit.run(buf, owners(s).head(s, t / chunks, m), t % chunks, prepared, partial + t * head_size);
   }
 
+  // dq of one query head: the sum of its chunks, in their order.
   static void sum_chunks(const Sequence& s, const Unit& unit, int64_t t, int64_t m, T* partial) {
     const int64_t group = s.Hq / s.Hkv, size = unit.dq_size(), chunks = unit.chunks();
     T* sum = partial + t / group * chunks * group * size + t % group * size;

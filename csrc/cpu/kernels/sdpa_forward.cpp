@@ -113,6 +113,7 @@ class Forward {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;
@@ -136,6 +137,7 @@ class Forward {
     return buf;
   }
 
+  // Starts to read the operands of the next head into the cache.
   void read_ahead(Buffers& buf, int64_t head) const {
     const int64_t b = head / p.Hq, h = head % p.Hq, hk = h / (p.Hq / p.Hkv);
     buf.next.add(P::elements(p.q.data, p.dtype) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride,
@@ -201,15 +203,15 @@ class Forward {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;
   }
 
-  // `next` keys follow this block; `whole`: no other block is visible. Returns whether the outputs are
-  // written, which is so for a whole block without values to keep out.
+  // `next` keys follow this block; `whole`: no other block is visible. Returns whether the outputs
+  // are written, which is so for a whole block without values to keep out.
   bool block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
                      int64_t next, const Source k, const Source v, bool whole) const {
     const int64_t nk = block.end - block.begin;
     const Source k_rows = k + block.begin * p.k.stride[2];
     const Source v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
-    terms.open(buf.terms, b, h, block, ks);
+    terms.set_key_block(buf.terms, b, h, block, ks);
     // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
     const bool excludes =
@@ -268,9 +270,10 @@ class Forward {
     Bias<T> bias;
     if (key_mask) bias.keys = buf.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias, &bias.clear);
-      if (seen == Seen::none) return false;
-      if (seen == Seen::some) bias.tile = buf.bias;
+      const Coverage seen =
+          pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias, &bias.clear);
+      if (seen == Coverage::none) return false;
+      if (seen == Coverage::some) bias.tile = buf.bias;
     }
 
     // S = K Q^T
@@ -281,7 +284,7 @@ class Forward {
     const Range all = visible_to_all(p, i0, i1);
     if (p.score_program != nullptr)
       ScoreMachine<T, NV>(p, buf.registers, b, h, i0, i1).modify(S, nk, r.begin, nullptr);
-    if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
+    if (rule.natural || bias.exists() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);
 
@@ -358,11 +361,11 @@ class Forward {
     constexpr int64_t lanes = NV * W;
     const bool sums = weights == Weights::averaged;
     T* const sum = buf.mean + (i0 - q0) * Bk + r.begin * lanes;
-    const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
+    const T keep_factor = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
     T inverse[kLanesOfPanel];
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       const Vec<T> l = load(buf.l + (i0 - q0) + n * W);
-      store(inverse + n * W, select<T>(l == T(0), Vec<T>{}, kept / l));
+      store(inverse + n * W, select<T>(l == T(0), Vec<T>{}, keep_factor / l));
     }
     const auto add = [&](int64_t j, int n, Vec<T> x) __attribute__((always_inline)) {
       T* const to = sum + j * lanes + n * W;
@@ -403,6 +406,8 @@ class Forward {
         __builtin_memset(to, 0, static_cast<size_t>(keys.end - keys.begin) * sizeof(*to));
       });
   }
+
+  // Averages the weights of all heads.
   void write_mean(Buffers& buf, int64_t b, int64_t q0) const {
     T share[kLanesOfPanel];
     for (T& x : share) x = T(1) / static_cast<T>(p.Hq);
@@ -474,6 +479,7 @@ void run_schedule(const Sequences& sequences) {
 
 }  // namespace
 
+// Forward of a batch, on vectors.
 void attention_forward(const AttentionParams& p) {
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
   with_policy(p.dtype, [&](auto policy) {
@@ -498,9 +504,9 @@ struct NoForward {
 
 bool multiplies_integers(int64_t columns) { return multiplies_bytes(columns); }
 
-// Beyond, a panel of the heads is faster than reading the keys in order. On one thread of Zen 4 and 4096
-// keys it then takes 0.5 to 1.0 of the time in bf16 and 0.55 to 0.97 in fp32, for 64, 128, and 576 and
-// 512 columns. In fp16 and fp64 it is no faster; narrower vectors were not measured.
+// Beyond, a panel of the heads is faster than reading the keys in order. On one thread of Zen 4 and
+// 4096 keys it then takes 0.5 to 1.0 of the time in bf16 and 0.55 to 0.97 in fp32, for 64, 128, and
+// 576 and 512 columns. In fp16 and fp64 it is no faster; narrower vectors were not measured.
 int64_t most_streamed_rows(DType dtype) {
   constexpr bool kMeasured = kLanes<float> == 16;
   if (kMeasured && dtype == DType::bf16) return 24;
@@ -508,6 +514,7 @@ int64_t most_streamed_rows(DType dtype) {
   return kMostDecodedRows;
 }
 
+// Forward of packed sequences or of a cache.
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
   if (all.B == 0 || all.Hq == 0) return;

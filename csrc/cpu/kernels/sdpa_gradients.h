@@ -1,6 +1,6 @@
-// The backward pass between its products: from the products of a tile, S = K Q^T and dP = V dO^T, to
-// the weights and the gradients of the scores. A tile is [key][lane], a panel of queries across the
-// lanes.
+// The backward pass between its products: from the products of a tile, S = K Q^T and dP = V dO^T,
+// to the weights and the gradients of the scores. A tile is [key][lane], a panel of queries across
+// the lanes.
 #pragma once
 #include "blocks.h"
 #include "mask.h"
@@ -40,8 +40,8 @@ __attribute__((noinline)) bool sees_no_key(const Sequence& p, int64_t b, int64_t
   return true;
 }
 
-// Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the sink
-// is inf. Reads the mask only if the log-sum-exp leaves a doubt.
+// Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the
+// sink is inf. Reads the mask only if the log-sum-exp leaves a doubt.
 template <class T>
 FASTATTN_INLINE bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule, int64_t b,
                                     int64_t h, int64_t i) {
@@ -52,9 +52,10 @@ FASTATTN_INLINE bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule,
   return !(lse - sink > 1e-6 * __builtin_fabs(sink)) && sees_no_key<T>(p, b, h, i);
 }
 
-// What queries of a head add to d sink = sum_i w_i (0 - delta_i): the sink is a key whose value is 0,
-// and w_i its weight, 1 where nothing else is visible. A sink of -inf is none. The rows of the others are +inf there; they
-// begin with the first query, and have whole vectors. `center`, if not null, is a part of delta.
+// What queries of a head add to d sink = sum_i w_i (0 - delta_i): the sink is a key whose value is
+// 0, and w_i its weight, 1 where nothing else is visible. A sink of -inf is none. The rows of the
+// others are +inf there; they begin with the first query, and have whole vectors. `center`, if not
+// null, is a part of delta.
 template <class T>
 __attribute__((noinline)) double sink_gradient(const Sequence& p, const ScoreRule<T>& rule,
                                                int64_t b, int64_t h, Range queries,
@@ -133,6 +134,8 @@ class ScoreGradients {
     T* registers;     // the same
     T* image;         // the same of the bias of an image
   };
+
+  // Takes the buffers of a thread from an arena.
   Buffers allocate(Arena& a, int64_t keys) const {
     Buffers f{};
     f.cap = a.take<T>(rule.softcap > 0 ? keys * L : 0);
@@ -144,9 +147,9 @@ class ScoreGradients {
     return f;
   }
 
-  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; those of the biases are added on the way.
-  // For queries [i0, i1) and keys r; `rows` is that of query i0. With sinks and a whole tile, `rows`
-  // gets the delta and the scale that sink_gradient needs.
+  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; those of the biases are added on the
+  // way. For queries [i0, i1) and keys r; `rows` is that of query i0. With sinks and a whole tile,
+  // `rows` gets the delta and the scale that sink_gradient needs.
   void run(const Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, Bias<T> bias,
            const PreparedRows<T>& rows) const {
     const int64_t nk = r.end - r.begin;
@@ -158,7 +161,7 @@ class ScoreGradients {
       if (program != nullptr)
         ScoreMachine<T, NV>(p, f.registers, b, h, i0, i1)
             .modify(f.s, nk, r.begin, derives ? f.raw : nullptr);
-    if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
+    if (rule.natural || bias.exists() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
                         rule.softcap > 0 ? f.cap : nullptr, top);
     if (p.grad_weights.data != nullptr) {
@@ -208,7 +211,7 @@ class ScoreGradients {
       center[n] = load(prepared.center + n * W);
       delta[n] = load(prepared.delta + n * W);
     }
-    const T kept = static_cast<T>(dropout.factor);
+    const T keep_factor = static_cast<T>(dropout.factor);
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
       const Vec<T> e =
           exponential<P::kCoarseExp>(rule, load(s + at) - high[n] - low[n]) * inverse[n];
@@ -216,7 +219,7 @@ class ScoreGradients {
       return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };
     const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
-      if constexpr (kDrop) x = keep_lanes(x, f.keep + at) * kept;
+      if constexpr (kDrop) x = keep_lanes(x, f.keep + at) * keep_factor;
       return x;
     };
     const auto finish = [&](Vec<T> e, Vec<T> d, int64_t at, int n) __attribute__((always_inline)) {

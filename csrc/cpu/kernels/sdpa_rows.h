@@ -51,10 +51,10 @@ FASTATTN_INLINE void finish_sums(const Sequence& p, const ScoreRule<T>& rule,
                   log_sum_exp(rule, load_as<double>(m + r, kStep), load_as<double>(l + r, kStep)),
                   static_cast<int>(min_of(kStep, rows - r)));
   }
-  const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
+  const T keep_factor = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
   for (int64_t r = 0; r < lanes; r += kLanes<T>) {
     const Vec<T> sum = load(l + r);
-    store(factor + r, select<T>(see_nothing<T>(load(m + r), sum), Vec<T>{}, kept / sum));
+    store(factor + r, select<T>(see_nothing<T>(load(m + r), sum), Vec<T>{}, keep_factor / sum));
   }
 }
 

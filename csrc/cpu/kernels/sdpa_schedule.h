@@ -33,6 +33,7 @@ class Schedule {
   typedef typename P::Acc T;
 
  public:
+  // Counts the tasks of all sequences.
   explicit Schedule(const Sequences& sequences) : sequences_(sequences) {
     for (int64_t n = 0; n < sequences.count(); ++n) {
       const Sequence s = sequences.at(n);
@@ -43,6 +44,7 @@ class Schedule {
     }
   }
 
+  // Runs all tasks, on one thread or on a team.
   void run() {
     // The first sequence and its plan are computed once: a tiny rectangular batch has no other.
     const int64_t count = sequences_.count();
@@ -106,6 +108,7 @@ class Schedule {
     return D(s).chunks() > 1 && static_cast<double>(s.Lk) * 4 * s.threads > keys_;
   }
 
+  // How the heads and queries of a sequence are divided into tasks.
   Plan plan(const Sequence& s) const {
     const int64_t heads = s.B * s.Hkv;
     if (s.Lq == 0) return {false, 0, 0, 0, 1};

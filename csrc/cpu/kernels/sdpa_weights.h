@@ -53,6 +53,7 @@ class WeightsPass {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;
@@ -71,6 +72,7 @@ class WeightsPass {
     return buf;
   }
 
+  // One task for each block of queries of a head, or of all heads if weights are averaged.
   void run() {
     const int64_t blocks = (p.Lq + kQueries - 1) / kQueries;
     const int64_t groups = p.B * (averaged ? 1 : p.Hq), tasks = groups * blocks;
@@ -90,9 +92,9 @@ class WeightsPass {
     }
   }
 
-  // The row scales of queries [i0, i1). The log-sum-exp is enough unless it is too large, too coarse
-  // (fp64) or that of other scores. In these cases the maximum and the sum are recomputed, from the
-  // packed panel that packed() returns, unless the rows have keys that are not here.
+  // The row scales of queries [i0, i1). The log-sum-exp is enough unless it is too large, too
+  // coarse (fp64) or that of other scores. In these cases the maximum and the sum are recomputed,
+  // from the packed panel that packed() returns, unless the rows have keys that are not here.
   template <class Packed>
   void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, Packed packed,
                   RowScale<T> rows) const {
@@ -121,12 +123,12 @@ class WeightsPass {
     Vec<T> top[NV];
     scores_tile<NV>(buf, b, h, i0, i1, j0, j1, Q, ks, top);
     const bool drop = p.dropout_p > 0;
-    const T kept = drop ? static_cast<T>(dropout.factor) : T(1);
+    const T keep_factor = drop ? static_cast<T>(dropout.factor) : T(1);
     if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, p.index + b, buf.keep);
     Vec<T> high[NV], low[NV], inverse[NV];
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       high[n] = load(rows.high + n * W), low[n] = load(rows.low + n * W);
-      inverse[n] = load(rows.inverse + n * W) * kept;
+      inverse[n] = load(rows.inverse + n * W) * keep_factor;
     }
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const int64_t at = j * lanes + n * W;
@@ -155,18 +157,18 @@ class WeightsPass {
                                    Vec<T>* top) const {
     Bias<T> bias;
     if (has_bias(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias, &bias.clear);
-      if (seen == Seen::none) {
+      const Coverage seen = pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias, &bias.clear);
+      if (seen == Coverage::none) {
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n) top[n] = splat<T>(-kInf<T>);
         for (int64_t x = 0; x < (j1 - j0) * NV * W; x += W) store(buf.s + x, top[0]);
         return;
       }
-      if (seen == Seen::some) bias.tile = buf.bias;
+      if (seen == Coverage::some) bias.tile = buf.bias;
     }
     score_products<P, NV>(j1 - j0, ks, words<P>(p.D), Q, words<P>(p.D), longest_chain<T>(p), buf.s,
                           top);
     if (has_content_terms(p)) {
-      terms.open(buf.terms, b, h, {j0, j1}, ks);
+      terms.set_key_block(buf.terms, b, h, {j0, j1}, ks);
       terms.template add<NV>(buf.terms, i0, i1, {j0, j1}, buf.s, top);
     }
     if (p.score_program != nullptr)

@@ -54,8 +54,8 @@ FASTATTN_INLINE void half_tile(const float* __restrict A, int64_t lda, const flo
   FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) finish(r, padded_half(acc[r]));
 }
 
-// Calls f(Width<n>(), r0) for tiles of n rows from r0 on: full tiles, then eight, four and single rows.
-// Every row is the same chain of additions over k, so results do not depend on the tiling.
+// Calls f(Width<n>(), r0) for tiles of n rows from r0 on: full tiles, then eight, four and single
+// rows. Every row is the same chain of additions over k, so results do not depend on the tiling.
 //
 // A single row waits for each addition of its chain, so eight or nine rows are two tiles of four
 // rather than one of six.
@@ -91,8 +91,8 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   });
 }
 
-// C = A B with rows of B across the lanes, `vectors` vectors of each, as many at a time as the registers
-// hold. A is read by broadcast, as in tile(); finish(r, v, x) gets vector v of row r.
+// C = A B with rows of B across the lanes, `vectors` vectors of each, as many at a time as the
+// registers hold. A is read by broadcast, as in tile(); finish(r, v, x) gets vector v of row r.
 template <class P, bool kColumns, class Finish>
 FASTATTN_INLINE void product_rows(int64_t rows, const typename P::Word* A, int64_t lda,
                                   const typename P::Word* B, int64_t ldb, int64_t K,
@@ -138,8 +138,8 @@ FASTATTN_INLINE int64_t score_calls(int64_t rows, int64_t K, int64_t chain) {
 // S[row][lane] = sum_k A[row * lda + k] * panel[k][lane], and the maximum over the rows.
 //
 // Chains longer than `chain` are split and their parts added, so that the error does not grow with
-// the head dim. meanwhile() is called before each tile of a part. kHalf: all queries are in the first
-// half of the panel.
+// the head dim. meanwhile() is called before each tile of a part. kHalf: all queries are in the
+// first half of the panel.
 template <class P, int kVectors, bool kHalf, class Meanwhile>
 FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_t lda,
                                  const typename P::Word* panel, int64_t K, int64_t chain,
@@ -178,12 +178,14 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
     Vec<T> sum[kTile][kVectors];
-    const auto part = [&](int64_t k, auto finish) __attribute__((always_inline)) {
+    const auto chunk_products = [&](int64_t k, auto finish) __attribute__((always_inline)) {
       products(width, r0, k, min_of(K - k, chain), finish);
     };
-    part(0, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
+    chunk_products(0,
+                   [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
     for (int64_t k = chain; k < K; k += chain)
-      part(k, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] += s; });
+      chunk_products(
+          k, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] += s; });
     FASTATTN_UNROLL for (int r = 0; r < kTile; ++r)
         FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) keep(r0 + r, n, sum[r][n]);
   });

@@ -101,6 +101,7 @@ class Sequences {
 // Maps tasks to sequences, from the number of tasks of each sequence.
 class Tasks {
  public:
+  // `tasks_of(n)` is the number of tasks of sequence n.
   template <class F>
   Tasks(int64_t count, F tasks_of) : count_(count), first_(one_) {
     if (count > 1)
@@ -117,6 +118,7 @@ class Tasks {
 
   int64_t total() const { return first_[count_]; }
   int64_t before(int64_t sequence) const { return first_[sequence]; }
+  // The sequence of a task.
   int64_t sequence_of(int64_t task) const {
     int64_t low = 0, high = count_;  // first_[low] <= task < first_[high]
     while (high - low > 1) {

@@ -18,6 +18,7 @@ struct TilesFp16 : HardwareTiles {
   }
 };
 
+// Operations per second of a kind of tile product.
 template <class TileUnit>
 double peak(int threads, double seconds) {
   return rate_of(threads, seconds, [](double until) {

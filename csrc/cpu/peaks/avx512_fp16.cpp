@@ -10,6 +10,7 @@ namespace {
 // Independent chains, enough to hide the latency on two ports.
 constexpr int kChains = 16, kLanes = 32;
 
+// Repeats multiply-adds until a time; returns their number.
 double operations(double until) {
   const __m512h a = _mm512_set1_ph(static_cast<_Float16>(0.999f));
   const __m512h b = _mm512_set1_ph(static_cast<_Float16>(1e-3f));

@@ -61,6 +61,8 @@ FASTATTN_INLINE void narrow(float x, Bf16* out) {
   const uint32_t u = bits_of(x);
   out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
+
+// Rounds to float16, to nearest even.
 FASTATTN_INLINE void narrow(float x, F16* out) {
   const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
   uint32_t h;
@@ -68,8 +70,8 @@ FASTATTN_INLINE void narrow(float x, F16* out) {
     h = 0x7e00 | ((magnitude >> 13) & 0x3ff);
   } else if (magnitude >= 0x477ff000u) {  // rounds to 2^16 or more
     h = 0x7c00;
-  } else if (magnitude <
-             0x38800000u) {  // below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits
+  } else if (magnitude < 0x38800000u) {
+    // Below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits.
     h = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     h = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;

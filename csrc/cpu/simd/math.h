@@ -30,6 +30,8 @@ FASTATTN_INLINE VecF exp2_slope(VecF f) {  // (2^f - 1) / f
   return horner<float>(f, 0.693147203f, 0.240226479f, 0.0555033247f, 0.00961843736f, 0.00133988745f,
                        0.000153533622f);
 }
+
+// (2^f - 1) / f, in float64.
 template <bool Coarse>
 FASTATTN_INLINE VecD exp2_slope(VecD f) {
   return horner<double>(f, 0.69314718055994533045, 0.24022650695910156194, 0.055504108664819921999,
@@ -137,6 +139,7 @@ FASTATTN_INLINE VecD reciprocal(VecD d) { return 1.0 / d; }
 // relative accuracy.
 template <class T>
 constexpr T kTanhUnit = 2 * kLog2E<T>;
+// tanh(x) from y = 2 log2(e) x.
 template <class T>
 FASTATTN_INLINE Vec<T> tanh_of_scaled(Vec<T> y) {
   Vec<T> power;
@@ -158,6 +161,8 @@ FASTATTN_INLINE VecF log1p_of(VecF x) {
   const VecF p = horner<float>(zz, 1.0f, 0.333331573f, 0.200124551f, 0.139803016f, 0.140891662f);
   return 2.0f * z * p;
 }
+
+// log(1 + x) for 0 <= x <= 1, in float64.
 FASTATTN_INLINE VecD log1p_of(VecD x) {
   const VecD z = x / (2.0 + x), zz = z * z;
   const VecD p = horner<double>(

@@ -139,7 +139,8 @@ FASTATTN_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<Unaligned*>(p) = v;
 }
 
-// Half of a vector. One of AVX-512 has the lanes of AVX2, and many processors compute two at a time.
+// Half of a vector. One of AVX-512 has the lanes of AVX2, and many processors compute two at a
+// time.
 typedef float HalfF __attribute__((vector_size(kVectorBytes / 2), may_alias));
 FASTATTN_INLINE HalfF load_half(const float* p) {
   typedef float Unaligned __attribute__((vector_size(kVectorBytes / 2), aligned(1), may_alias));
@@ -184,6 +185,8 @@ FASTATTN_INLINE Vec<T> load_first(const T* p, int n) {
   for (int i = 0; i < n; ++i) lanes[i] = p[i];
   return load(lanes);
 }
+
+// Stores the first n lanes.
 template <class T>
 FASTATTN_INLINE void store_first(T* p, Vec<T> v, int n) {
   if (n >= kLanes<T>) return store(p, v);
@@ -246,6 +249,8 @@ FASTATTN_INLINE Vec<T> padded(Piece<T> x) {
   return (Vec<T>)x;
 #endif
 }
+
+// The first lanes of a vector.
 template <class T>
 FASTATTN_INLINE Piece<T> piece_of(Vec<T> x) {
   Piece<T> first;
@@ -306,6 +311,8 @@ FASTATTN_INLINE T sum_lanes(Vec<T> v) {
   return over_lanes<T>(v,
                        [](Vec<T> a, Vec<T> b) __attribute__((always_inline)) { return a + b; })[0];
 }
+
+// The maximum of all lanes.
 template <class T>
 FASTATTN_INLINE T max_lanes(Vec<T> v) {
   T lanes[kLanes<T>];
@@ -322,6 +329,7 @@ FASTATTN_INLINE T largest_lane(Vec<T> v) {
       v, [](Vec<T> a, Vec<T> b) __attribute__((always_inline)) { return max_of(a, b); })[0];
 }
 
+// 0, 1, 2, ...
 template <class T>
 FASTATTN_INLINE Vec<T> iota() {
   Vec<T> v{};
@@ -359,6 +367,8 @@ constexpr int interleave_index(int i) {
   const int source = (block / 2) * 2 + High;
   return source * Step + within + (block % 2 ? N : 0);
 }
+
+// Interleaves segments of Step lanes from the low or high halves of a and b.
 template <class T, int Step, int High, int... I>
 FASTATTN_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b, Indices<I...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -380,6 +390,8 @@ FASTATTN_INLINE void transpose_round(Vec<T>* rows) {
     rows[i + Step] = interleave<T, Step, 1>(a, b, All());
   }
 }
+
+// Transposes a square of kLanes rows, in place.
 template <class T>
 FASTATTN_INLINE void transpose(Vec<T>* rows) {
   transpose_round<T, 1>(rows);
@@ -395,6 +407,8 @@ constexpr int picked_index(int i) {
   const int segment = i / Segment * Segment, unit = i % Segment / Unit;
   return (unit < half ? 0 : N) + segment + (2 * (unit % half) + Odd) * Unit + i % Unit;
 }
+
+// Every second unit of a and b, the even or odd ones.
 template <class T, int Segment, int Unit, int Odd, int... I>
 FASTATTN_INLINE Vec<T> picked(Vec<T> a, Vec<T> b, Indices<I...>) {
 #if defined(__clang__) || __GNUC__ >= 12

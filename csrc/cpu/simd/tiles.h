@@ -68,6 +68,7 @@ struct HardwareTiles {
 class EmulatedTiles {
  public:
   static constexpr bool kEmulated = true;
+  // As ldtilecfg.
   static void configure(const TileConfig& config) {
     Registers& r = registers();
     if (r.configured || config.palette != 1 || config.start_row != 0) __builtin_trap();
@@ -84,6 +85,8 @@ class EmulatedTiles {
   static void zero() {
     __builtin_memset(in_use().tile[T], 0, sizeof(Tile));
   }
+
+  // As tileloadd.
   template <int T>
   static void load(const void* from, int64_t stride) {
     Registers& r = in_use();
@@ -96,6 +99,8 @@ class EmulatedTiles {
   static void load_once(const void* from, int64_t stride) {
     load<T>(from, stride);
   }
+
+  // As tilestored.
   template <int T>
   static void store(void* to, int64_t stride) {
     Registers& r = in_use();
@@ -155,6 +160,7 @@ class EmulatedTiles {
     return float_of(sign | (((half & 0x7fff) << 13) + rebias));
   }
 
+  // C += A B, the elements widened by `widen`.
   template <int C, int A, int B, class Widen>
   static void multiply(Widen widen) {
     Registers& r = in_use();

@@ -12,10 +12,12 @@ WORD = 0xFFFFFFFF  # the low 32 bits of an int64
 
 
 def keep_threshold(dropout_p: float) -> int:
+    """T: a pair is kept iff its 16-bit draw is less than T."""
     return round((1.0 - dropout_p) * 65536)
 
 
 def kept_scale(dropout_p: float) -> float:
+    """The factor of the kept weights, 65536 / T; 0 if nothing is kept."""
     threshold = keep_threshold(dropout_p)
     return 65536 / threshold if threshold else 0.0
 

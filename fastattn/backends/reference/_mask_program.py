@@ -20,9 +20,9 @@ def visible_by_program(
     count = int(program[0])
     # One by one: `tolist` fails in a backward pass, within `torch.func.vjp`, of PyTorch 2.6 to 2.8.
     steps = [[int(n) for n in step] for step in program[1 : 1 + FIELDS * count].view(count, FIELDS)]
-    left = program[1 + FIELDS * count :]
-    more = 0 if packed_keys is None else 1
-    padded_q, padded_k = ((-(-n // PADDING) + more) * PADDING for n in (q_len, k_len))
+    unread = program[1 + FIELDS * count :]
+    extra_blocks = 0 if packed_keys is None else 1
+    padded_q, padded_k = ((-(-n // PADDING) + extra_blocks) * PADDING for n in (q_len, k_len))
     keys = torch.arange(k_len, device=program.device) if packed_keys is None else packed_keys
     stack: list[Tensor] = []
     for kind, negated, rows, heads, block_q, block_k, partial in steps:
@@ -31,29 +31,33 @@ def visible_by_program(
             stack.append(a & b if kind == Kind.ALL_OF else a | b)
             continue
         if kind == Kind.INTERVAL:
-            data, left = _split(left, rows, 2, padded_q)
+            data, unread = _split(unread, rows, 2, padded_q)
             low, high = data[:, :, :q_len, None].unbind(1)
-            seen = ((low <= keys) & (keys < high))[:, None]
+            leaf_pairs = ((low <= keys) & (keys < high))[:, None]
         elif kind == Kind.IDS:
-            data, left = _split(left, rows, padded_q + padded_k)
-            queries, of_keys = data[:, :q_len], data[:, padded_q : padded_q + k_len]
-            seen = (queries[:, :, None] == of_keys[:, None, :])[:, None]
+            data, unread = _split(unread, rows, padded_q + padded_k)
+            query_ids, key_ids = data[:, :q_len], data[:, padded_q : padded_q + k_len]
+            leaf_pairs = (query_ids[:, :, None] == key_ids[:, None, :])[:, None]
         else:
-            states, left = _split(left, rows, heads, -(-q_len // block_q), -(-k_len // block_k))
-            words, left = _split(left, partial, block_k, -(-block_q // 32))
-            seen = _blocks(states, words, block_q)[..., :q_len, :k_len]
-        stack.append(~seen if negated else seen)
-    (seen,) = stack
-    return seen if seen.shape[0] in (1, batch) else seen.repeat(batch // seen.shape[0], 1, 1, 1)
+            states, unread = _split(unread, rows, heads, -(-q_len // block_q), -(-k_len // block_k))
+            words, unread = _split(unread, partial, block_k, -(-block_q // 32))
+            leaf_pairs = _blocks(states, words, block_q)[..., :q_len, :k_len]
+        stack.append(~leaf_pairs if negated else leaf_pairs)
+    (leaf_pairs,) = stack
+    return (
+        leaf_pairs
+        if leaf_pairs.shape[0] in (1, batch)
+        else leaf_pairs.repeat(batch // leaf_pairs.shape[0], 1, 1, 1)
+    )
 
 
 def _blocks(states: Tensor, words: Tensor, block_q: int) -> Tensor:
     """States [B, H, M, N] and bits [n, block_k, words] as pairs [B, H, M block_q, N block_k]."""
     bits = words[..., None] >> torch.arange(32, device=words.device) & 1  # [n, block_k, words, 32]
     partial = bits.flatten(2)[:, :, :block_q].mT.bool()
-    whole = torch.zeros(2, *partial.shape[1:], dtype=torch.bool, device=words.device)
-    whole[1] = True
-    tiles = torch.cat([whole, partial])[states.long()]  # [B, H, M, N, block_q, block_k]
+    empty_and_full = torch.zeros(2, *partial.shape[1:], dtype=torch.bool, device=words.device)
+    empty_and_full[1] = True
+    tiles = torch.cat([empty_and_full, partial])[states.long()]  # [B, H, M, N, block_q, block_k]
     return tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)
 
 

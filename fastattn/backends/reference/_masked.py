@@ -9,21 +9,22 @@ INF = float("inf")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the computation: float32 for 16-bit inputs, else their own."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def visible_pairs(distance: Tensor, mask: Tensor | None, left: int, right: int) -> Tensor | None:
     """Return which pairs take part, broadcastable to [B, Hq, Lq, Lk]; None if all of them do."""
-    parts: list[Tensor] = []
-    parts += [distance <= left] if left >= 0 else []
-    parts += [distance >= -right] if right >= 0 else []
+    conditions: list[Tensor] = []
+    conditions += [distance <= left] if left >= 0 else []
+    conditions += [distance >= -right] if right >= 0 else []
     if mask is not None:
-        parts += [mask if mask.dtype == torch.bool else mask != -INF]
-    if not parts:
+        conditions += [mask if mask.dtype == torch.bool else mask != -INF]
+    if not conditions:
         return None
-    visible = parts[0]
-    for part in parts[1:]:
-        visible = visible & part
+    visible = conditions[0]
+    for condition in conditions[1:]:
+        visible = visible & condition
     return visible
 
 
@@ -82,7 +83,7 @@ def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     return e / total, lse.squeeze(-1)
 
 
-def weighted_sum(w: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def weighted_sum(w: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """sum_j w_ij v_j over the visible pairs only [B, Hq, Lq, Dv].
 
     The finite elements of v use an ordinary product. The others cannot, because 0 * inf is NaN, so
@@ -91,7 +92,7 @@ def weighted_sum(w: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """
     nan = torch.isnan(v)
     pushes = torch.cat([(v == INF) | nan, (v == -INF) | nan], dim=-1)  # [B, Hkv, Lk, 2 * Dv]
-    up, down = (matmul(seen.to(w.dtype), pushes.to(w.dtype)) > 0).chunk(2, dim=-1)
+    up, down = (matmul(visible.to(w.dtype), pushes.to(w.dtype)) > 0).chunk(2, dim=-1)
     infinite = torch.where(up, INF, 0.0) - torch.where(down, INF, 0.0)
     # The weights sum to 1, so the product keeps the value, and the row's gradient is not finite.
     poison = torch.where(infinite == 0, 0.0, infinite.to(w.dtype) * w.sum(-1, keepdim=True))

@@ -16,29 +16,30 @@ from fastattn.backends.primitives import is_wanted
 def gradients(
     forward: Callable[..., Sequence[Tensor]],
     arguments: Sequence[Tensor | None],
-    wanted: Iterable[int],
+    needed: Iterable[int],
     grads: Sequence[Tensor | None],
 ) -> Any:
     """Return a gradient for each argument of ``forward``, None for an argument not in ``wanted``.
 
     ``grads`` are the gradients of the results, None for a result without a gradient.
     """
-    places = [n for n in wanted if arguments[n] is not None]
+    places = [n for n in needed if arguments[n] is not None]
     leaves = [x for n in places if (x := arguments[n]) is not None]
-    given = [n for n, grad in enumerate(grads) if grad is not None]
+    with_grad = [n for n, grad in enumerate(grads) if grad is not None]
 
     def function(*leaves: Tensor) -> tuple[Tensor, ...]:
-        filled = list(arguments)
+        """`forward` of the differentiated arguments, without results that have no gradient."""
+        inputs = list(arguments)
         for n, leaf in zip(places, leaves, strict=True):
-            filled[n] = leaf
-        results = forward(*filled)
-        return tuple(results[n] for n in given)
+            inputs[n] = leaf
+        results = forward(*inputs)
+        return tuple(results[n] for n in with_grad)
 
-    found: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
-    if given and leaves:
-        found = torch.func.vjp(function, *leaves)[1](tuple(grads[n] for n in given))
+    vector_jacobian: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
+    if with_grad and leaves:
+        vector_jacobian = torch.func.vjp(function, *leaves)[1](tuple(grads[n] for n in with_grad))
     result: list[Tensor | None] = [None] * len(arguments)
-    for n, gradient in zip(places, found, strict=True):
+    for n, gradient in zip(places, vector_jacobian, strict=True):
         result[n] = gradient
     return tuple(result)
 
@@ -58,19 +59,22 @@ def backward_of(
 
     def backward(*tensors: Tensor | None, options: Any) -> tuple[Tensor | None, ...]:
         named = dict(zip(names, tensors))  # noqa: B905  (optional ones at the end may be left out)
-        found = gradients(
+        grads = gradients(
             functools.partial(forward, options=options),
             [named.get(name) for name in of_forward],
             [at for n, at in places.items() if is_wanted(options, n, of_forward[at])],
             [named.get(f"grad_{name}") for name in results.split()],
         )
-        return tuple(found[at] for at in places.values())
+        return tuple(grads[at] for at in places.values())
 
-    taken = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names
+    ]
     options = [p for p in _parameters(forward) if p.kind is p.KEYWORD_ONLY]
-    backward.__signature__ = inspect.Signature([*taken, *options])  # type: ignore[attr-defined]
+    backward.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
     return backward
 
 
 def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    """The parameters of `function`, in order."""
     return inspect.signature(function).parameters.values()

@@ -50,11 +50,11 @@ def decode_attention(
     if key_scales is not None and value_scales is not None:
         compute = compute_dtype(query.dtype)
         scales = {"key_scales": key_scales, "value_scales": value_scales}
-        where = (query, block_table, cache_batch_idx)
-        found = {name: _of_sequences(x[..., None], *where) for name, x in scales.items()}
-        check_scales(found, key_cache.dtype, cache_seqlens, cache_leftpad)
-        key = key.to(compute) * found["key_scales"].to(compute)
-        value = value.to(compute) * found["value_scales"].to(compute)
+        lookup = (query, block_table, cache_batch_idx)
+        row_scales = {name: _of_sequences(x[..., None], *lookup) for name, x in scales.items()}
+        check_scales(row_scales, key_cache.dtype, cache_seqlens, cache_leftpad)
+        key = key.to(compute) * row_scales["key_scales"].to(compute)
+        value = value.to(compute) * row_scales["value_scales"].to(compute)
     position = torch.arange(key.shape[2], device=query.device)
     lengths = cache_seqlens[:, None, None, None]
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
@@ -105,9 +105,9 @@ def append_to_cache(
     _check_places(key_cache, cache_seqlens, block_table, cache_batch_idx, key.shape[2])
     if key_scales is not None and value_scales is not None:
         scales = {"key_scales": key_scales, "value_scales": value_scales}
-        where = (key, block_table, cache_batch_idx)
-        found = {name: _of_sequences(x[..., None], *where) for name, x in scales.items()}
-        check_scales(found, key_cache.dtype, cache_seqlens, cache_leftpad)
+        lookup = (key, block_table, cache_batch_idx)
+        row_scales = {name: _of_sequences(x[..., None], *lookup) for name, x in scales.items()}
+        check_scales(row_scales, key_cache.dtype, cache_seqlens, cache_leftpad)
         compute = compute_dtype(key.dtype)
         key, value = key.to(compute), value.to(compute)  # rounded once, when they are quantised
     at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
@@ -120,11 +120,13 @@ def append_to_cache(
         rotated = rotate(query, cos[:, first:], sin[:, first:], interleaved)
     written = [(key_cache, key), (value_cache, value)]
     if key_scales is not None and value_scales is not None:  # all checks come before all writes
-        (keys, of_keys), (values, of_values) = (quantise(x, key_cache.dtype) for x in (key, value))
-        _check_finite(key_cache.dtype, key, value, of_keys, of_values)
-        written = [(key_cache, keys), (key_scales, of_keys)]
+        (keys, scales_of_keys), (values, scales_of_values) = (
+            quantise(x, key_cache.dtype) for x in (key, value)
+        )
+        _check_finite(key_cache.dtype, key, value, scales_of_keys, scales_of_values)
+        written = [(key_cache, keys), (key_scales, scales_of_keys)]
         if not same_memory(key_scales, value_scales):  # else values are columns of the keys
-            written += [(value_cache, values), (value_scales, of_values)]
+            written += [(value_cache, values), (value_scales, scales_of_values)]
     if block_table is not None:
         page = key_cache.shape[2]
         entry = block_table.long().gather(1, at // page)
@@ -143,10 +145,10 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor
 
     The largest element becomes the largest number of the dtype.
     """
-    least, largest = torch.finfo(torch.float32).tiny, QUANTISED[dtype]
+    min_scale, largest = torch.finfo(torch.float32).tiny, QUANTISED[dtype]
     if x.shape[-1] == 0:
-        return x.to(dtype), x.new_full(x.shape[:-1], least, dtype=torch.float32)
-    scale = (x.abs().amax(-1) / largest).to(torch.float32).clamp(min=least)
+        return x.to(dtype), x.new_full(x.shape[:-1], min_scale, dtype=torch.float32)
+    scale = (x.abs().amax(-1) / largest).to(torch.float32).clamp(min=min_scale)
     numbers = x / scale[..., None].to(x.dtype)
     if dtype == torch.int8:
         numbers = numbers.round()
@@ -160,8 +162,8 @@ def check_scales(
     begins: Tensor | None,  # [B]
 ) -> None:
     """Raise an error for a scale that is not positive and finite, on the CPU in eager execution."""
-    most = largest_scale(dtype)
-    limit = "finite" if dtype == torch.int8 else f"at most {_short(most)} for e4m3"
+    max_scale = largest_scale(dtype)
+    allowed = "finite" if dtype == torch.int8 else f"at most {_short(max_scale)} for e4m3"
     for name, x in scales.items():
         if not (x.is_cpu and runs_eagerly(x)):
             return
@@ -169,30 +171,32 @@ def check_scales(
         inside = row < lengths[:, None]
         if begins is not None:
             inside &= row >= begins[:, None]
-        right = (x[..., 0] > 0) & (x[..., 0] <= most)
-        wrong = (~right & inside[:, None]).nonzero()
-        if wrong.numel():
-            b, h, j = wrong[0].tolist()
+        valid = (x[..., 0] > 0) & (x[..., 0] <= max_scale)
+        invalid = (~valid & inside[:, None]).nonzero()
+        if invalid.numel():
+            b, h, j = invalid[0].tolist()
             raise ValueError(
-                f"{name} must be positive and {limit}, got {float(x[b, h, j])} for row {j} of "
+                f"{name} must be positive and {allowed}, got {float(x[b, h, j])} for row {j} of "
                 f"sequence {b}"
             )
 
 
 def _short(x: float) -> str:
+    """x with two digits, such as 7.6e35."""
     return f"{x:.2g}".replace("e+", "e")
 
 
 def _check_finite(
-    dtype: torch.dtype, key: Tensor, value: Tensor, of_keys: Tensor, of_values: Tensor
+    dtype: torch.dtype, key: Tensor, value: Tensor, scales_of_keys: Tensor, scales_of_values: Tensor
 ) -> None:
-    most = largest_scale(dtype)
-    for name, x, scale in (("key", key, of_keys), ("value", value, of_values)):
-        fits = torch.isfinite(x).all() & (scale <= most).all()
+    """Raise ValueError if an element or a scale is too large; on the CPU in eager execution."""
+    limit = largest_scale(dtype)
+    for name, x, scale in (("key", key, scales_of_keys), ("value", value, scales_of_values)):
+        fits = torch.isfinite(x).all() & (scale <= limit).all()
         if x.is_cpu and runs_eagerly(x) and not bool(fits):
             raise ValueError(
                 f"{name} must be finite to be quantised, and its elements at most "
-                f"{_short(most * QUANTISED[dtype])}, got inf, NaN or more"
+                f"{_short(limit * QUANTISED[dtype])}, got inf, NaN or more"
             )
 
 
@@ -225,11 +229,12 @@ def _check_places(
         raise ValueError(f"block_table must name one of the {count} pages, got {int(wrong[0])}")
     at = lengths[:, None] + torch.arange(new, device=device)
     rows = table.long().gather(1, at // max(page, 1)) * page + at % max(page, 1)
-    found, times = rows.unique(return_counts=True)
-    twice = found[times > 1]
-    if twice.numel():
+    written, counts = rows.unique(return_counts=True)
+    repeated = written[counts > 1]
+    if repeated.numel():
         raise ValueError(
-            f"block_table must not append twice to one row, got page {int(twice[0]) // page} twice"
+            f"block_table must not append twice to one row, got page {int(repeated[0]) // page} "
+            "twice"
         )
 
 
@@ -241,11 +246,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     compute = compute_dtype(x.dtype)
     cos, sin = cos.to(compute)[:, None], sin.to(compute)[:, None]
     pairs = cos.shape[-1]
-    turned, rest = x[..., : 2 * pairs].to(compute), x[..., 2 * pairs :]
-    of_pairs = turned.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
+    rotating, unrotated = x[..., : 2 * pairs].to(compute), x[..., 2 * pairs :]
+    of_pairs = rotating.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
     a, b = of_pairs.unbind(-1 if interleaved else -2)
     both = torch.stack([a * cos - b * sin, a * sin + b * cos], -1 if interleaved else -2)
-    return torch.cat([both.flatten(-2).to(x.dtype), rest], -1)
+    return torch.cat([both.flatten(-2).to(x.dtype), unrotated], -1)
 
 
 def _of_sequences(

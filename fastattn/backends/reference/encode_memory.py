@@ -71,9 +71,9 @@ def _check_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> None:
     """
     if not (tokens.is_cpu and runs_eagerly(tokens)):
         return
-    wrong = (tokens < 0) | (tokens >= rows)
+    invalid = (tokens < 0) | (tokens >= rows)
     if padding_idx is not None:
-        wrong &= tokens != padding_idx
-    if wrong.any():
-        _, *place = wrong.nonzero()[0].tolist()
-        raise IndexError(f"tokens{place} is {int(tokens[wrong][0])}, but weight has {rows} rows")
+        invalid &= tokens != padding_idx
+    if invalid.any():
+        _, *index = invalid.nonzero()[0].tolist()
+        raise IndexError(f"tokens{index} is {int(tokens[invalid][0])}, but weight has {rows} rows")

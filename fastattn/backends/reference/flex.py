@@ -35,9 +35,17 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq])``, see the equations above."""
     modify = functools.partial(modified_scores, score_program, score_data)
-    given = AttentionOptions(scale=options.scale)
+    attention_options = AttentionOptions(scale=options.scale)
     out, lse, _ = attend(
-        query, key, value, None, None, None, given, mask_program=mask_program, modify=modify
+        query,
+        key,
+        value,
+        None,
+        None,
+        None,
+        attention_options,
+        mask_program=mask_program,
+        modify=modify,
     )
     return out.to(query.dtype), lse.double()
 
@@ -59,9 +67,9 @@ def flex_attention_backward(
     """Return the gradients of query, key, value and score_data, differentiable again."""
     function = functools.partial(flex_attention, options=options)
     tensors = (query, key, value, score_program, score_data, mask_program)
-    wanted = (0, 1, 2, 4) if int(score_program[FLAGS]) & Flag.SCATTERS else (0, 1, 2)
-    found = gradients(function, tensors, wanted, (grad_out, grad_lse))
-    return *found[:3], found[4]
+    needed = (0, 1, 2, 4) if int(score_program[FLAGS]) & Flag.SCATTERS else (0, 1, 2)
+    grads = gradients(function, tensors, needed, (grad_out, grad_lse))
+    return *grads[:3], grads[4]
 
 
 def modified_scores(program: Any, data: Tensor | None, score: Tensor) -> Tensor:
@@ -78,5 +86,5 @@ def modified_scores(program: Any, data: Tensor | None, score: Tensor) -> Tensor:
         words, (batch, _, _, *named) = ([int(n) for n in part] for part in numbers)
         program, b = (words, named, captured.long()), b % batch
     words, named, captured = program
-    found = evaluated(words, named, data, captured, score, (b, h, q, k))
-    return torch.broadcast_to(found, score.shape)
+    value = evaluated(words, named, data, captured, score, (b, h, q, k))
+    return torch.broadcast_to(value, score.shape)

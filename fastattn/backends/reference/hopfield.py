@@ -65,10 +65,11 @@ def hopfield_states(
     """
     compute = compute_dtype(state.dtype)
     rows = stored.to(compute)
-    compared = rows if keys is None else keys.to(compute)
+    key_rows = rows if keys is None else keys.to(compute)
 
     def update(xi: Tensor) -> tuple[Tensor, Tensor]:
-        xi, _, p = read(xi, compared, rows, mask, bias, options.scale)
+        """One step, xi and p."""
+        xi, _, p = read(xi, key_rows, rows, mask, bias, options.scale)
         return xi, p
 
     start = state.to(compute)
@@ -82,13 +83,14 @@ def hopfield_states(
 
     # Newton's method from the solution: a step reduces the error from h to h^2, so two steps are
     # exact to third order.
-    compared, rows = finite(compared), finite(rows)
+    key_rows, rows = finite(key_rows), finite(rows)
     one = torch.eye(state.shape[-1], dtype=compute, device=state.device)
 
     def slope(xi: Tensor) -> tuple[Tensor, Tensor]:
+        """f(xi) and its slope 1 - J, [G, Q, D] and [G, Q, D, D]."""
         o, p = update(xi)
-        mean = p @ compared
-        spread = (p.unsqueeze(-2) * rows.mT.unsqueeze(1)) @ compared.unsqueeze(1)
+        mean = p @ key_rows
+        spread = (p.unsqueeze(-2) * rows.mT.unsqueeze(1)) @ key_rows.unsqueeze(1)
         return o, one - options.scale * (spread - o.unsqueeze(-1) * mean.unsqueeze(-2))  # f, 1 - J
 
     with torch.no_grad():
@@ -96,12 +98,12 @@ def hopfield_states(
         minimum = torch.linalg.cholesky_ex((matrix + matrix.mT) / 2).info == 0
         minimum &= counted > 0
         # The residual of `last`: without it, `last` is the solution. Constant in forward mode too.
-        short = (update(last)[0] - last).detach()
+        residual = (update(last)[0] - last).detach()
     xi = last
     for _ in range(2):
         o, matrix = slope(xi)
         matrix = torch.where(minimum[..., None, None], matrix, one)
-        xi = xi + torch.linalg.solve(matrix, (o - xi - short).unsqueeze(-1)).squeeze(-1)
+        xi = xi + torch.linalg.solve(matrix, (o - xi - residual).unsqueeze(-1)).squeeze(-1)
     solved = torch.where(minimum[..., None], xi, unrolled)
     return _with_value(last, solved), counted, ends
 
@@ -124,15 +126,16 @@ def hopfield_retrieve_backward(
     """
 
     def forward(state: Tensor, stored: Tensor, keys: Any, mask: Any, bias: Any) -> tuple[Tensor]:
+        """The retrieval with the step counts of the forward pass."""
         xi, *_ = hopfield_states(state, stored, keys, mask, bias, options, taken)
         return (xi.to(state.dtype),)
 
     # With "one_step", the initial state is a constant.
-    wanted = [n for bit, n in enumerate((0, 1, 2, 4)) if n == 0 or options.needed >> bit & 1]
-    wanted = wanted[1:] if options.grad == "one_step" else wanted
-    found = gradients(forward, (state, stored, keys, mask, bias), wanted, (grad_out,))
-    grad_state = torch.zeros_like(state) if found[0] is None else found[0]
-    return grad_state, found[1], found[2], found[4]
+    needed = [n for bit, n in enumerate((0, 1, 2, 4)) if n == 0 or options.needed >> bit & 1]
+    needed = needed[1:] if options.grad == "one_step" else needed
+    grads = gradients(forward, (state, stored, keys, mask, bias), needed, (grad_out,))
+    grad_state = torch.zeros_like(state) if grads[0] is None else grads[0]
+    return grad_state, grads[1], grads[2], grads[4]
 
 
 def _descend(
@@ -142,30 +145,32 @@ def _descend(
     taken: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the last xi (differentiable), the number of steps, and the xi before it."""
-    counted = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
+    steps = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     before = xi.detach()
-    unit = _ULPS * torch.finfo(xi.dtype).eps
-    moving = counted == 0 if taken is None else taken != 0
+    tolerance = _ULPS * torch.finfo(xi.dtype).eps
+    moving = steps == 0 if taken is None else taken != 0
     step, together = 0, options.together
     while step != options.steps_max and bool(_any_of_all(moving)):
         step += 1
         new = update(xi)[0]
         with torch.no_grad():
-            at = moving[..., None]
-            before = torch.where(at, xi.detach(), before)
+            active = moving[..., None]
+            before = torch.where(active, xi.detach(), before)
             if taken is None:
                 heads = (-1, xi.shape[1] // together, together * xi.shape[2])
-                by = (new - xi).detach().double().reshape(heads).square().sum(-1)
-                length = new.detach().double().reshape(heads).square().sum(-1)
-                moves = by > torch.clamp(unit * unit * length, min=options.eps * options.eps)
-                moves = moves.repeat_interleave(together, 1)
-                counted = torch.where(moving, torch.where(moves, -step, step), counted)
-                still = moving & moves
+                moved_squared = (new - xi).detach().double().reshape(heads).square().sum(-1)
+                length_squared = new.detach().double().reshape(heads).square().sum(-1)
+                moved = moved_squared > torch.clamp(
+                    tolerance * tolerance * length_squared, min=options.eps * options.eps
+                )
+                moved = moved.repeat_interleave(together, 1)
+                steps = torch.where(moving, torch.where(moved, -step, step), steps)
+                next_moving = moving & moved
             else:
-                still = taken.abs() > step
-        xi = torch.where(at, new, xi)
-        moving = still
-    return xi, counted if taken is None else taken, before
+                next_moving = taken.abs() > step
+        xi = torch.where(active, new, xi)
+        moving = next_moving
+    return xi, steps if taken is None else taken, before
 
 
 @torch.library.custom_op("fastattn::any_of_all", mutates_args=())

@@ -29,24 +29,24 @@ def local_attention(
     = sum weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1. A query at NaN has NaN in
     both, unless all keys are padding.
     """
-    of_weights = nan_where_lost(positions, padding, query, (key,))
-    of_bell = (positions,) if options.bell else ()
-    of_out = nan_where_lost(positions, padding, query, (key, value), *of_bell)
+    nan_in_weights = nan_where_lost(positions, padding, query, (key,))
+    bell_inputs = (positions,) if options.bell else ()
+    nan_in_out = nan_where_lost(positions, padding, query, (key, value), *bell_inputs)
     compute, keys, reach = compute_dtype(query.dtype), key.shape[1], options.reach
     p = positions.detach()[..., None]
     first = torch.ceil(p - reach).clamp(0, keys).long()
     j = first + torch.arange(options.rows(keys), device=query.device)
-    seen = (j >= 0) & (j < keys) & (j <= p + reach)
+    visible = (j >= 0) & (j < keys) & (j <= p + reach)
     if keys == 0:  # nothing to gather from, but the derivatives need the right shapes
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
         padding = None
-    at = torch.where(seen, j, 0)
+    at = torch.where(visible, j, 0)
     if padding is not None:
-        seen = seen & ~padding[:, None].expand(-1, at.shape[1], -1).gather(2, at)
+        visible = visible & ~padding[:, None].expand(-1, at.shape[1], -1).gather(2, at)
     with without_autocast(query.device.type):
-        near, values = (
+        keys_in_window, values = (
             torch.where(
-                seen[..., None],
+                visible[..., None],
                 x.to(compute)[:, None]
                 .expand(-1, at.shape[1], -1, -1)
                 .gather(2, at[..., None].expand(*at.shape, x.shape[2])),
@@ -54,19 +54,20 @@ def local_attention(
             )
             for x in (key, value)
         )
-        some = seen.any(-1, keepdim=True)
-        q = torch.where(some, query.to(compute), 0.0)  # a fully masked row passes no gradient
-        scores = (near * q[:, :, None]).sum(-1)
-        scores = torch.where(seen | ~some, scores, -torch.inf)
-        weights = torch.where(seen, torch.softmax(scores, -1), 0.0)
+        any_visible = visible.any(-1, keepdim=True)
+        # A fully masked row passes no gradient.
+        q = torch.where(any_visible, query.to(compute), 0.0)
+        scores = (keys_in_window * q[:, :, None]).sum(-1)
+        scores = torch.where(visible | ~any_visible, scores, -torch.inf)
+        weights = torch.where(visible, torch.softmax(scores, -1), 0.0)
         applied = weights
         if options.bell:
-            away = torch.where(seen, j - positions[..., None], 0.0)
-            applied = applied * torch.exp(-2 * (away / reach) ** 2)
+            distance = torch.where(visible, j - positions[..., None], 0.0)
+            applied = applied * torch.exp(-2 * (distance / reach) ** 2)
         if factor is not None:
-            applied = torch.where(seen, applied * factor.to(compute), 0.0)
-        out = (applied[..., None] * values).sum(2) + of_out
-    return out.to(query.dtype), weights + of_weights
+            applied = torch.where(visible, applied * factor.to(compute), 0.0)
+        out = (applied[..., None] * values).sum(2) + nan_in_out
+    return out.to(query.dtype), weights + nan_in_weights
 
 
 local_attention_backward = backward_of(

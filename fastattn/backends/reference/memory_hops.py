@@ -102,8 +102,8 @@ def hop_states(
         probabilities.append(p)
     if query.ndim == 3:
         return trace, lses, probabilities
-    found = (trace, lses, probabilities)
-    first = [[None if x is None else x[:, 0] for x in results] for results in found]
+    states = (trace, lses, probabilities)
+    first = [[None if x is None else x[:, 0] for x in results] for results in states]
     return first[0], first[1], first[2]
 
 
@@ -117,6 +117,7 @@ memory_hop_attention_backward = backward_of(
 
 
 def _memory_of_hop(memory: Tensor, hop: int) -> Tensor:
+    """The rows of this hop, [B|1, N, D]; a single memory serves all hops."""
     return memory if memory.ndim == 3 else memory[:, hop]
 
 
@@ -162,23 +163,23 @@ def _weigh(
     """A hop without softmax: the scores are the weights, 0 where excluded."""
     visible = mask
     if bias is not None:
-        kept = bias != -INF
-        visible = kept if mask is None else mask & kept
+        finite_bias = bias != -INF
+        visible = finite_bias if mask is None else mask & finite_bias
     s = dot_products(u[:, None], rows_in[:, None], visible is not None)[:, 0]
     if visible is not None:
         s = torch.where(visible, s, 0.0)
     s = s * scale
     if bias is not None:
-        s = s + torch.where(kept, bias, 0.0).to(s.dtype)
+        s = s + torch.where(finite_bias, bias, 0.0).to(s.dtype)
     if visible is None:
         return s @ rows_out, s.new_zeros(s.shape[:2]), s
     # A score that is not finite has no finite gradient.
     s = s * torch.where(visible & ~torch.isfinite(s), s.detach().abs(), 1.0)
     p = torch.where(visible, s, 0.0)
     # 0 * inf is NaN: only elements of visible rows may produce it.
-    seen = visible.to(s.dtype).expand_as(p)
+    weights_one = visible.to(s.dtype).expand_as(p)
     unbounded = torch.where(torch.isfinite(rows_out), 0.0, torch.ones_like(rows_out))
-    met = (seen @ unbounded) > 0
+    reached = (weights_one @ unbounded) > 0
     # A product, so that the gradient of the row is NaN too.
-    nan = torch.where(met, torch.where(met, torch.nan, 0.0) * p.sum(-1, keepdim=True), 0.0)
+    nan = torch.where(reached, torch.where(reached, torch.nan, 0.0) * p.sum(-1, keepdim=True), 0.0)
     return p @ finite(rows_out) + nan, s.new_zeros(s.shape[:2]), p

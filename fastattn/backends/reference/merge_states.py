@@ -25,17 +25,18 @@ def merge_states(
     """
     empty_a, empty_b = lse_a == -INF, lse_b == -INF
     wide = torch.promote_types(out_a.dtype, torch.float32)
-    of_rows = torch.promote_types(wide, lse_a.dtype)
+    lse_dtype = torch.promote_types(wide, lse_a.dtype)
     # Replace -inf before operations whose result or derivative would be NaN, and also two lse of
     # inf, whose difference is NaN.
     infinite = (lse_a == INF) & (lse_b == INF)
-    safe_a = torch.where(empty_a | infinite, 0.0, lse_a.to(of_rows))
-    safe_b = torch.where(empty_b | infinite, 0.0, lse_b.to(of_rows))
+    safe_a = torch.where(empty_a | infinite, 0.0, lse_a.to(lse_dtype))
+    safe_b = torch.where(empty_b | infinite, 0.0, lse_b.to(lse_dtype))
     both = torch.logaddexp(safe_a, safe_b) + torch.where(infinite, INF, 0.0)
     lse = torch.where(empty_b, safe_a, both)
     lse = torch.where(empty_a, torch.where(empty_b, -INF, safe_b), lse)
 
     def part(out: Tensor, share: Tensor, empty: Tensor, alone: Tensor) -> Tensor:
+        """share * out: 0 for an empty state, all of ``out`` if the other one is empty."""
         share = torch.where(empty, 0.0, torch.where(alone, 1.0, share)).to(wide)
         return share[..., None] * torch.where(empty[..., None], 0.0, out.to(wide))
 

@@ -190,10 +190,10 @@ def attend(
             w = torch.where(keep, w * kept_scale(options.dropout_p), 0.0)
         if not guarded:
             return matmul(w, v), lse, w
-        seen = s != -INF
-        out = weighted_sum(w, v, seen)
+        visible_scores = s != -INF
+        out = weighted_sum(w, v, visible_scores)
         # A fully masked row is already 0. Its gradient, even inf, must stop here.
-        out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
+        out = torch.where(visible_scores.any(-1, keepdim=True), out, 0.0)
         return out, lse, w
 
 
@@ -252,6 +252,7 @@ def _softmax_with_sinks(s: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def requested_weights(w: Tensor, weights: int) -> Tensor:
+    """No weights [0], all [B, Hq, Lq, Lk], or their mean over heads, for `weights` = 0, 1, 2."""
     if weights == 0:
         return w.new_empty(0)
     return w if weights == 1 else w.sum(1) / max(w.shape[1], 1)

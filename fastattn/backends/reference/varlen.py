@@ -45,15 +45,15 @@ def varlen_attention(
     q_sequence, q_local, q_lengths = places(cu_seqlens_q, query.shape[0])
     k_sequence, k_local, k_lengths = places(cu_seqlens_k, key.shape[0])
     batch = cu_seqlens_q.shape[0] - 1
-    same = (q_sequence[:, None] == k_sequence) & (q_sequence[:, None] < batch)  # [Tq, Tk]
+    visible = (q_sequence[:, None] == k_sequence) & (q_sequence[:, None] < batch)  # [Tq, Tk]
     offset = (
         (k_lengths - q_lengths)[q_sequence] if options.bottom_right else torch.zeros_like(q_local)
     )
     if mask_program is not None:
         rows = query.shape[0], key.shape[0]
-        same = same & visible_by_program(mask_program, 1, *rows, packed_keys=k_local)[0, 0]
+        visible = visible & visible_by_program(mask_program, 1, *rows, packed_keys=k_local)[0, 0]
     # A pair of different sequences has no distance and reads entry 0, which every table has.
-    distance = torch.where(same, (q_local + offset)[:, None] - k_local, 0)
+    distance = torch.where(visible, (q_local + offset)[:, None] - k_local, 0)
     sequence = q_sequence.clamp(max=max(batch - 1, 0))
 
     def of_rows(x: Tensor | None) -> Tensor | None:
@@ -80,7 +80,7 @@ def varlen_attention(
         q,
         k,
         v,
-        same[None, None],
+        visible[None, None],
         of_rows(alibi_slopes),
         None,
         shared(AttentionOptions, options),
@@ -109,5 +109,5 @@ def _keep(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tenso
     key = (seed & WORD, (seed >> 32) & WORD)
     words = torch.broadcast_tensors(*philox4x32((i, j // 8, h, b), key))
     draws = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
-    turn = (j % 8).expand(draws.shape[:-1])[..., None]
-    return draws.gather(-1, turn).squeeze(-1) < keep_threshold(dropout_p)
+    index = (j % 8).expand(draws.shape[:-1])[..., None]
+    return draws.gather(-1, index).squeeze(-1) < keep_threshold(dropout_p)

@@ -43,8 +43,8 @@ _FARTHEST = 2**29  # sums of a few positions are int32
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why the Triton kernels cannot run ``op`` on these arguments."""
-    given = [tensor for tensor in tensors.values() if tensor is not None]
-    device = given[0].device
+    present = [tensor for tensor in tensors.values() if tensor is not None]
+    device = present[0].device
     if device.type == "cpu" and not INTERPRETED:
         return ["CPU tensors need the interpreter: set TRITON_INTERPRET=1 before Python starts"]
     # Without a GPU only `explain` has such tensors.
@@ -52,10 +52,10 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
         capability = torch.cuda.get_device_capability(device)
         if capability < _OLDEST:
             return [f"the GPU has compute capability {capability[0]}.{capability[1]}, below 8.0"]
-    for tensor in given:
+    for tensor in present:
         if tensor.device != device:
             return [f"tensors are on {device} and on {tensor.device}"]
-    floating = (tensor.dtype for tensor in given if tensor.is_floating_point())
+    floating = (tensor.dtype for tensor in present if tensor.is_floating_point())
     # lse and its gradient may be float64 where the outputs are not.
     out_a = tensors.get("out_a")
     dtype = next(floating) if out_a is None else out_a.dtype
@@ -76,6 +76,7 @@ def _why_not_attend(
     relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
+    """Reasons of all operators of attention, from tensors [B, H, L, D]."""
     reasons = []
     if attn_mask is not None and attn_mask.dtype not in _FLOATS | {torch.bool}:
         dtype = attn_mask.dtype
@@ -92,24 +93,28 @@ def _why_not_attend(
     return reasons
 
 
-def _why_not_packed(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> list[str]:
+def _why_not_packed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> list[str]:
+    """The reasons of attention, from packed tensors [T, H, D]."""
     # Not [None], which fails for `explain` if PyTorch was built without this kind of device.
     call = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return _why_not_attend(*call, **others)
+    return _why_not_attend(*call, **options)
 
 
 def _why_not_cache(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, **others: Any
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any
 ) -> list[str]:
-    return _why_not_attend(query, key_cache, value_cache, **others)
+    """The reasons of attention, from caches [E, Hkv, N, D]."""
+    return _why_not_attend(query, key_cache, value_cache, **options)
 
 
 def _why_not_hops(query: Tensor, **_: Any) -> list[str]:
+    """Reasons against a state too wide for the registers of a program."""
     width = query.shape[-1]
     return [f"a width of {width} is above {_WIDEST_HOPS}"] if width > _WIDEST_HOPS else []
 
 
 def _why_not_retrieve(state: Tensor, options: HopfieldOptions, **_: Any) -> list[str]:
+    """The reasons of memory hops, and queries that stop together but do not fit a tile."""
     reasons = _why_not_hops(state)
     if options.together > TOGETHER:
         reasons.append(f"{options.together} queries that stop together are above {TOGETHER}")
@@ -117,6 +122,7 @@ def _why_not_retrieve(state: Tensor, options: HopfieldOptions, **_: Any) -> list
 
 
 def _why_not_additive(value: Tensor, **_: Any) -> list[str]:
+    """Reasons against a value too wide for a tile."""
     width = value.shape[2]
     return [f"a value dimension of {width} is above {_WIDEST}"] if width > _WIDEST else []
 

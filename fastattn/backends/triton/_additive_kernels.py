@@ -13,19 +13,19 @@ import triton.language as tl
 from fastattn.backends.triton._core import (
     INF,
     LOG2E,
+    any_query_sees,
+    batch_sequence,
+    dropout_keep,
     in_matrix,
     in_window,
-    kept,
-    keys_seen,
-    keys_visible,
     load_pairs,
     load_rows,
     start_softmax,
     store_rows,
     tanh,
     update_softmax,
+    visible_keys,
     wait_for_loads,
-    whole,
 )
 
 
@@ -42,7 +42,7 @@ def _scores(
     p_k,  # [A, Tk]
     p_v,  # [A]
     p_bias,  # [A] or None
-    at,
+    seq,
     row,
     first,
     width,
@@ -58,13 +58,13 @@ def _scores(
         b_q = tl.load(p_q + a * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
         b_k = tl.load(p_k + a * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
         e += tl.load(p_v + a) * tanh(_sum(b_q, b_k, p_bias, a))
-    visible = in_window(o_m, o_n, at, o)
-    if o.seen is not None:
-        visible = visible & (load_pairs(o.seen, at, 0, row, first, 0, BM, BN) != 0)
-    if o.added is not None:
-        added = load_pairs(o.added, at, 0, row, first, -INF, BM, BN).to(tl.float32)
-        visible = visible & (added != -INF)
-        e = e + added
+    visible = in_window(o_m, o_n, seq, o)
+    if o.bool_mask is not None:
+        visible = visible & (load_pairs(o.bool_mask, seq, 0, row, first, 0, BM, BN) != 0)
+    if o.added_mask is not None:
+        added_mask = load_pairs(o.added_mask, seq, 0, row, first, -INF, BM, BN).to(tl.float32)
+        visible = visible & (added_mask != -INF)
+        e = e + added_mask
     return tl.where(visible, e, -INF), visible
 
 
@@ -89,21 +89,21 @@ def additive_forward(
     tiles = tl.cdiv(o.q_len, BM)
     row = tl.program_id(0) % tiles * BM
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
-    at = whole(o, i_b)
+    seq = batch_sequence(o, i_b)
     p_q += i_b * width * o.q_len
     p_k += i_b * width * o.k_len
     o_m = row + tl.arange(0, BM)
     m_m = o_m < o.q_len
     m, l, acc = start_softmax(BM, BDV)
     last = tl.minimum(row + BM, o.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
+    lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
     for first in range(0, hi, BN):
         o_n = first + tl.arange(0, BN)
-        e, visible = _scores(p_q, p_k, p_v, p_bias, at, row, first, width, o, BM, BN)
+        e, visible = _scores(p_q, p_k, p_v, p_bias, seq, row, first, width, o, BM, BN)
         m, l, p, shrink = update_softmax(m, l, e, LOG2E, o)
         if o.p_seed is not None:
-            p = tl.where(kept(at, 0, o_m, first, o, BM, BN), p, 0.0)
-        b_v = load_rows(value, i_b, 0, o_n, (o_n < hi) & keys_visible(visible), DV, BDV)
+            p = tl.where(dropout_keep(seq, 0, o_m, first, o, BM, BN), p, 0.0)
+        b_v = load_rows(value, i_b, 0, o_n, (o_n < hi) & any_query_sees(visible), DV, BDV)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
     share = 1.0 / tl.where(l == 0.0, 1.0, l)
     if o.p_seed is not None:
@@ -114,10 +114,10 @@ def additive_forward(
         top = tl.where(m == -INF, 0.0, m)
         for first in range(0, o.k_len, BN):
             o_n = first + tl.arange(0, BN)
-            e, visible = _scores(p_q, p_k, p_v, p_bias, at, row, first, width, o, BM, BN)
+            e, visible = _scores(p_q, p_k, p_v, p_bias, seq, row, first, width, o, BM, BN)
             w = tl.exp2((e - top[:, None]) * LOG2E) * share[:, None]
             if o.p_seed is not None:
-                w = tl.where(kept(at, 0, o_m, first, o, BM, BN), w, 0.0)
+                w = tl.where(dropout_keep(seq, 0, o_m, first, o, BM, BN), w, 0.0)
             p_w = weights.p + i_b * weights.b + o_m.to(tl.int64)[:, None] * weights.l
             p_w = p_w + o_n[None, :]
             tl.store(p_w, w.to(weights.p.dtype.element_ty), mask=in_matrix(o_m, o_n, o))
@@ -139,13 +139,13 @@ def additive_scores(
     k_tiles = tl.cdiv(o.k_len, BN)
     q_tiles = tl.cdiv(o.q_len, BM)
     first = tl.program_id(0) % k_tiles * BN
-    rest = tl.program_id(0) // k_tiles
-    row = rest % q_tiles * BM
-    i_b = (rest // q_tiles).to(tl.int64)
-    at = whole(o, i_b)
+    tile_index = tl.program_id(0) // k_tiles
+    row = tile_index % q_tiles * BM
+    i_b = (tile_index // q_tiles).to(tl.int64)
+    seq = batch_sequence(o, i_b)
     p_q += i_b * width * o.q_len
     p_k += i_b * width * o.k_len
-    e, visible = _scores(p_q, p_k, p_v, p_bias, at, row, first, width, o, BM, BN)
+    e, visible = _scores(p_q, p_k, p_v, p_bias, seq, row, first, width, o, BM, BN)
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     p_e = p_scores + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
@@ -166,7 +166,7 @@ def _weight_gradients(
     b_do,  # [BM, BDV]
     b_v,  # [BN, BDV]
     grad_weights,
-    at,
+    seq,
     row,
     first,
     o,
@@ -179,9 +179,9 @@ def _weight_gradients(
     wait_for_loads(b_v, PRECISION)
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if grad_weights is not None:
-        dp += load_pairs(grad_weights, at, 0, row, first, 0.0, BM, BN).to(tl.float32)
+        dp += load_pairs(grad_weights, seq, 0, row, first, 0.0, BM, BN).to(tl.float32)
     if o.p_seed is not None:
-        keep = kept(at, 0, row + tl.arange(0, BM), first, o, BM, BN)
+        keep = dropout_keep(seq, 0, row + tl.arange(0, BM), first, o, BM, BN)
         dp = tl.where(keep, dp * o.kept_scale, 0.0)
     return tl.where(visible, dp, 0.0)
 
@@ -210,7 +210,7 @@ def additive_backward_scores(
     tiles = tl.cdiv(o.q_len, BM)
     row = tl.program_id(0) % tiles * BM
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
-    at = whole(o, i_b)
+    seq = batch_sequence(o, i_b)
     o_m = row + tl.arange(0, BM)
     m_m = o_m < o.q_len
     m = tl.full([BM], -INF, tl.float32)
@@ -226,24 +226,24 @@ def additive_backward_scores(
     b_do = load_rows(grad_out, i_b, 0, o_m, m_m & (top != INF), DV, BDV)
     delta = tl.zeros([BM], tl.float32)
     for _ in range(2):
-        rest = tl.zeros([BM], tl.float32)
+        correction = tl.zeros([BM], tl.float32)
         for first in range(0, o.k_len, BN):
             o_n = first + tl.arange(0, BN)
             e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
             p = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
             b_v = load_rows(value, i_b, 0, o_n, o_n < o.k_len, DV, BDV)
             dp = _weight_gradients(
-                b_do, b_v, grad_weights, at, row, first, o, e != -INF, PRECISION, BM, BN
+                b_do, b_v, grad_weights, seq, row, first, o, e != -INF, PRECISION, BM, BN
             )
-            rest += tl.sum(tl.where(e != -INF, p * (dp - delta[:, None]), 0.0), axis=1)
-        delta += rest
+            correction += tl.sum(tl.where(e != -INF, p * (dp - delta[:, None]), 0.0), axis=1)
+        delta += correction
     for first in range(0, o.k_len, BN):
         o_n = first + tl.arange(0, BN)
         e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
         p = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
         b_v = load_rows(value, i_b, 0, o_n, o_n < o.k_len, DV, BDV)
         dp = _weight_gradients(
-            b_do, b_v, grad_weights, at, row, first, o, e != -INF, PRECISION, BM, BN
+            b_do, b_v, grad_weights, seq, row, first, o, e != -INF, PRECISION, BM, BN
         )
         de = tl.where(e != -INF, p * (dp - delta[:, None]), 0.0)
         p_g = p_grad + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
@@ -268,7 +268,7 @@ def additive_backward_value(
     tiles = tl.cdiv(o.k_len, BN)
     first = tl.program_id(0) % tiles * BN
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
-    at = whole(o, i_b)
+    seq = batch_sequence(o, i_b)
     o_n = first + tl.arange(0, BN)
     acc = tl.zeros([BN, BDV], tl.float32)
     for row in range(0, o.q_len, BM):
@@ -279,7 +279,7 @@ def additive_backward_value(
         e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
         w = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
         if o.p_seed is not None:
-            w = tl.where(kept(at, 0, o_m, first, o, BM, BN), w * o.kept_scale, 0.0)
+            w = tl.where(dropout_keep(seq, 0, o_m, first, o, BM, BN), w * o.kept_scale, 0.0)
         b_do = load_rows(grad_out, i_b, 0, o_m, m_m & (top != INF), DV, BDV)
         acc = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc, input_precision=PRECISION)
     store_rows(grad_value, i_b, 0, o_n, o_n < o.k_len, acc, DV, BDV)

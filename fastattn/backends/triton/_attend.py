@@ -63,15 +63,15 @@ class Attention(NamedTuple):
     def plan(self, entry: str) -> Launch:
         """The launch of an entry in the table, whose tiles fit the registers with all options."""
         widths = block_of(self.query.shape[-1]), block_of(self.value.shape[-1])
-        planned = plan(entry, self.query, *widths)
+        launch_plan = plan(entry, self.query, *widths)
         o = self.options
-        return planned if o.table is None and o.p_program is None else planned.halved()
+        return launch_plan if o.table is None and o.p_program is None else launch_plan.halved()
 
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
         """Launch a kernel with one program for each tile of queries or keys of each head."""
-        planned = self.plan(entry)
-        programs = _programs(planned, self.options, self.batch, of_keys=of_keys)
-        launch(kernel, planned, programs, self.query.device, **self.operands(), **arguments)
+        launch_plan = self.plan(entry)
+        programs = _programs(launch_plan, self.options, self.batch, of_keys=of_keys)
+        launch(kernel, launch_plan, programs, self.query.device, **self.operands(), **arguments)
 
 
 class Cotangents(NamedTuple):
@@ -106,7 +106,7 @@ def statistics(
     call: Attention,
     out: Tensor,
     lse: Tensor,
-    given: Cotangents,
+    cotangents: Cotangents,
     *,
     exact: bool,
     grad_sinks: Tensor | None = None,
@@ -116,29 +116,29 @@ def statistics(
     Writes the share of each row in the gradient of its sink to ``grad_sinks``.
     """
     high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
-    of_rows = {"p_high": high, "p_low": low, "p_delta": delta}
-    grad_lse = given.lse
+    row_statistics = {"p_high": high, "p_low": low, "p_delta": delta}
+    grad_lse = cotangents.lse
     if grad_lse is not None:
         grad_lse = grad_lse.unsqueeze(3) if call.query.ndim == 4 else grad_lse.mT.unsqueeze(2)
     call.run(
         attention_statistics,
         "statistics",
         out=_rows(out),
-        **given.operands(),
+        **cotangents.operands(),
         grad_lse=None if grad_lse is None else _rows(grad_lse),
         p_lse=lse.contiguous(),
-        **of_rows,
+        **row_statistics,
         p_grad_sinks=grad_sinks,
         EXACT=exact,
     )
-    return of_rows
+    return row_statistics
 
 
 def differentiate(
     call: Attention,
     out: Tensor,
     lse: Tensor,
-    given: Cotangents,
+    cotangents: Cotangents,
     sign: int,  # of the scale
     biases: Biases,
     needs_mask_grad: bool = False,
@@ -155,49 +155,52 @@ def differentiate(
     if call.options.heads == 0:  # no program runs
         grad_key.zero_()
         grad_value.zero_()
-    if given.out is None:
-        given = given._replace(out=out.new_zeros(1).expand(out.shape))
-    shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
-    of_rows = statistics(call, out, lse, given, exact=exact, grad_sinks=shares)
-    common = given.operands() | of_rows
+    if cotangents.out is None:
+        cotangents = cotangents._replace(out=out.new_zeros(1).expand(out.shape))
+    sink_shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
+    row_statistics = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
+    arguments = cotangents.operands() | row_statistics
     call.run(
         attention_backward_query,
         "backward_query" + call.masked,
-        **common,
+        **arguments,
         grad_q=_rows(grad_query),
     )
     call.run(
         attention_backward_key_value,
         "backward_key_value" + call.masked,
         of_keys=True,
-        **common,
+        **arguments,
         grad_k=_rows(grad_key),
         grad_v=_rows(grad_value),
     )
     grad_sinks = None
-    if shares is not None and sinks is not None:
-        heads = shares.sum(-1, dtype=torch.float64)  # [B, Hq], [Hq] for packed sequences
-        grad_sinks = heads.view(-1, sinks.shape[1]).sum_to_size(sinks.shape).to(sinks.dtype)
+    if sink_shares is not None and sinks is not None:
+        by_head = sink_shares.sum(-1, dtype=torch.float64)  # [B, Hq], [Hq] for packed sequences
+        grad_sinks = by_head.view(-1, sinks.shape[1]).sum_to_size(sinks.shape).to(sinks.dtype)
     if sign != 1:
         grad_query.mul_(sign)
-    grad_table = None if relative_bias is None else _table_gradient(call, relative_bias, common)
-    return (grad_query, grad_key, grad_value, grad_sinks, grad_table), common
+    grad_table = None if relative_bias is None else _table_gradient(call, relative_bias, arguments)
+    return (grad_query, grad_key, grad_value, grad_sinks, grad_table), arguments
 
 
-def _table_gradient(call: Attention, relative_bias: Tensor, common: dict[str, Any]) -> Tensor:
+def _table_gradient(call: Attention, relative_bias: Tensor, arguments: dict[str, Any]) -> Tensor:
     """The gradient of the table [B|1, Hq, 2 M + 1], given the arguments of ``differentiate``."""
     heads, entries = call.options.heads, relative_bias.shape[2]
-    parts, planned = call.batch, call.plan("backward_mask")
+    parts, launch_plan = call.batch, call.plan("backward_mask")
     if call.options.p_q_starts is not None:  # a sequence's place takes registers, too
-        parts, planned = min(parts, _PARTS), planned._replace(BM=max(planned.BM // 2, 16))
+        parts, launch_plan = (
+            min(parts, _PARTS),
+            launch_plan._replace(BM=max(launch_plan.BM // 2, 16)),
+        )
     grads = call.query.new_empty((parts, heads, entries), dtype=torch.float32)
     launch(
         attention_backward_table,
-        planned,
-        planned.k_tiles(entries) * parts * heads,
+        launch_plan,
+        launch_plan.k_tiles(entries) * parts * heads,
         call.query.device,
         **call.operands(),
-        **common,
+        **arguments,
         p_grad=grads,
         entries=entries,
         parts=parts,
@@ -222,11 +225,11 @@ def options_of(
     alibi = None
     if alibi_slopes is not None:
         alibi = operand(alibi_slopes[:, :, None, None])
-    added = None if boolean else mask
+    added_mask = None if boolean else mask
     table = None
     if relative_bias is not None:
         table = operand(_with_rows(relative_bias).unsqueeze(2))
-    biased = any(x is not None for x in (added, alibi, table))
+    biased = any(x is not None for x in (added_mask, alibi, table))
     threshold = round((1.0 - dropout_p) * 65536) if dropout_p > 0 else None
     return Options(
         heads=heads,
@@ -237,8 +240,8 @@ def options_of(
         offset=offset,
         left=None if left < 0 else min(left, _UNLIMITED),
         right=None if right < 0 else min(right, _UNLIMITED),
-        seen=mask if boolean else None,
-        added=added,
+        bool_mask=mask if boolean else None,
+        added_mask=added_mask,
         alibi=alibi,
         softcap=softcap if softcap > 0 else None,
         table=table,
@@ -255,6 +258,7 @@ def options_of(
 
 
 def widths_of(query: Tensor, value: Tensor) -> dict[str, Any]:
+    """The widths of the rows, in elements and in columns of a tile, as arguments of a kernel."""
     width, value_width = query.shape[-1], value.shape[-1]
     return {
         "D": width,
@@ -294,18 +298,19 @@ def _with_rows(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Operand:
+    """The rows of [B, H, L, D] or of packed [T, H, D], as an operand."""
     if x.ndim == 4:
         return operand(x)
     row, head, column = (0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
     return Operand(x, row, head, row, column)
 
 
-def _programs(planned: Launch, options: Options, batch: int, *, of_keys: bool) -> int:
+def _programs(launch_plan: Launch, options: Options, batch: int, *, of_keys: bool) -> int:
     """The number of programs; ``_core.locate`` maps a program to its work."""
     length, block, heads = (
-        (options.k_len, planned.BN, options.heads // options.group)
+        (options.k_len, launch_plan.BN, options.heads // options.group)
         if of_keys
-        else (options.q_len, planned.BM, options.heads)
+        else (options.q_len, launch_plan.BM, options.heads)
     )
     if options.p_q_starts is None:
         return -(-length // block) * heads * batch

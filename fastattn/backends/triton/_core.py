@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastattn.backends.triton._mask_program import pairs_seen
+from fastattn.backends.triton._mask_program import program_pairs
 from fastattn.backends.triton._relative_bias import load_bias
 
 INF = tl.constexpr(float("inf"))
@@ -48,8 +48,8 @@ class Options(NamedTuple):
     offset: int | None  # None: the last query is at the last key
     left: int | None  # None: unlimited
     right: int | None
-    seen: Operand | None  # the boolean mask
-    added: Operand | None  # the additive mask
+    bool_mask: Operand | None  # the boolean mask
+    added_mask: Operand | None  # the additive mask
     alibi: Operand | None  # slopes, of strides b and h
     softcap: float | None
     table: Operand | None  # the relative bias, [B, H, 1, entries]; its entries are contiguous
@@ -74,12 +74,12 @@ class Sequence(NamedTuple):
     q_len: Any
     k_len: Any
     offset: Any
-    q_at: Any  # the factor of stride b: the index of the sequence, or the rows before it
-    k_at: Any
+    q_base: Any  # the factor of stride b: the index of the sequence, or the rows before it
+    k_base: Any
 
 
 @triton.jit
-def whole(o, i_b):
+def batch_sequence(o, i_b):
     """Sequence i_b of a rectangular batch."""
     i_b = tl.cast(i_b, tl.int64)
     offset = 0
@@ -102,33 +102,33 @@ def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
         heads = o.heads // o.group if OF_KEYS else o.heads
         tiles = tl.cdiv(o.k_len if OF_KEYS else o.q_len, BLOCK)
         i_bh = tl.program_id(0) // tiles
-        return whole(o, i_bh // heads), i_bh % heads, tl.program_id(0) % tiles
+        return batch_sequence(o, i_bh // heads), i_bh % heads, tl.program_id(0) % tiles
     else:
         p_starts = o.p_k_starts if OF_KEYS else o.p_q_starts
         tiles = (o.k_len if OF_KEYS else o.q_len) // BLOCK + o.batch + 1
         n = tl.program_id(0) % tiles
-        begun = 0
+        started = 0
         for b in range(0, o.batch + 1, 128):
             o_b = b + tl.arange(0, 128)
             starts = tl.load(p_starts + o_b, mask=o_b <= o.batch, other=2**40)
-            begun += tl.sum((starts // BLOCK + o_b <= n).to(tl.int32))
-        i_b = tl.maximum(begun - 1, 0)
-        at = packed(o, i_b, OF_KEYS)
-        tile = n - i_b - (at.k_at if OF_KEYS else at.q_at).to(tl.int32) // BLOCK
-        return at, tl.program_id(0) // tiles, tile
+            started += tl.sum((starts // BLOCK + o_b <= n).to(tl.int32))
+        i_b = tl.maximum(started - 1, 0)
+        seq = packed_sequence(o, i_b, OF_KEYS)
+        tile = n - i_b - (seq.k_base if OF_KEYS else seq.q_base).to(tl.int32) // BLOCK
+        return seq, tl.program_id(0) // tiles, tile
 
 
 @triton.jit
-def packed(o, i_b, OF_KEYS: tl.constexpr):
+def packed_sequence(o, i_b, OF_KEYS: tl.constexpr):
     """Packed sequence i_b; the one after the last has the other queries, or OF_KEYS the keys."""
-    q_at, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
-    k_at, k_len = _extent(o.p_k_starts, i_b, o.batch, o.k_len, OF_KEYS)
+    q_base, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
+    k_base, k_len = _extent(o.p_k_starts, i_b, o.batch, o.k_len, OF_KEYS)
     offset = 0
     if o.offset is None:
         offset = k_len - q_len
     else:
         offset = o.offset
-    return Sequence(tl.cast(i_b, tl.int64), q_len, k_len, offset, q_at, k_at)
+    return Sequence(tl.cast(i_b, tl.int64), q_len, k_len, offset, q_base, k_base)
 
 
 @triton.jit
@@ -143,13 +143,13 @@ def _extent(p_starts, i_b, batch, rows, TO_THE_END: tl.constexpr):
 
 
 @triton.jit
-def first_row(o, at, i_h):
+def first_row(o, seq, i_h):
     """The first row of a head in lse [B, Hq, Lq], or [Hq, T] for packed sequences."""
-    i_row = at.i_b * 0
+    i_row = seq.i_b * 0
     if o.p_q_starts is None:
-        i_row = (at.i_b * o.heads + i_h) * o.q_len
+        i_row = (seq.i_b * o.heads + i_h) * o.q_len
     else:
-        i_row = tl.cast(i_h, tl.int64) * o.q_len + at.q_at
+        i_row = tl.cast(i_h, tl.int64) * o.q_len + seq.q_base
     return i_row
 
 
@@ -167,6 +167,7 @@ def load_rows(x, i_b, i_h, o_l, m_l, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def store_rows(x, i_b, i_h, o_l, m_l, block, D: tl.constexpr, BD: tl.constexpr):
+    """Write ``block`` [BL, BD] to the rows ``o_l`` of a head, in the operand's dtype."""
     o_d = tl.arange(0, BD)
     p_x = x.p + i_b * x.b + i_h * x.h
     p_x = p_x + o_l.to(tl.int64)[:, None] * x.l + o_d.to(tl.int64)[None, :] * x.d
@@ -174,21 +175,22 @@ def store_rows(x, i_b, i_h, o_l, m_l, block, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, at, i_h, row, first, other, BM: tl.constexpr, BN: tl.constexpr):
+def load_pairs(x, seq, i_h, row, first, other, BM: tl.constexpr, BN: tl.constexpr):
     """The tile [BM, BN] at (row, first) of an operand [B, H, Lq, Lk].
 
     Offsets within the tile are int32, which halves the registers; ``pairs`` limits the strides.
     """
-    p_x = x.p + at.i_b * x.b + i_h * x.h
+    p_x = x.p + seq.i_b * x.b + i_h * x.h
     p_x = p_x + tl.cast(row, tl.int64) * x.l + tl.cast(first, tl.int64) * x.d
     o_x = tl.arange(0, BM)[:, None] * x.l + tl.arange(0, BN)[None, :] * x.d
-    inside = in_matrix(row + tl.arange(0, BM), first + tl.arange(0, BN), at)
+    inside = in_matrix(row + tl.arange(0, BM), first + tl.arange(0, BN), seq)
     return tl.load(p_x + o_x, mask=inside, other=other)
 
 
 @triton.jit
-def in_matrix(o_m, o_n, at):
-    return (o_m < at.q_len)[:, None] & (o_n < at.k_len)[None, :]
+def in_matrix(o_m, o_n, seq):
+    """Which pairs [BM, BN] exist: padded rows and columns of a tile do not."""
+    return (o_m < seq.q_len)[:, None] & (o_n < seq.k_len)[None, :]
 
 
 @triton.jit
@@ -207,7 +209,7 @@ def tanh(x):
 
 
 @triton.jit
-def keys_seen(first, last, at, o, BN: tl.constexpr):
+def visible_keys(first, last, seq, o, BN: tl.constexpr):
     """The keys that the queries first...last can see: (lo, full_lo, full_hi, hi).
 
     Keys of [lo, hi) are visible to at least one query. Keys of [full_lo, full_hi) are visible to
@@ -215,14 +217,14 @@ def keys_seen(first, last, at, o, BN: tl.constexpr):
     """
     lo = 0
     full_lo = 0
-    hi = at.k_len
-    full = at.k_len
+    hi = seq.k_len
+    full = seq.k_len
     if o.left is not None:  # i + offset - left <= j
-        lo = tl.maximum(first + at.offset - o.left, 0)
-        full_lo = (tl.maximum(last + at.offset - o.left, 0) + BN - 1) // BN * BN
+        lo = tl.maximum(first + seq.offset - o.left, 0)
+        full_lo = (tl.maximum(last + seq.offset - o.left, 0) + BN - 1) // BN * BN
     if o.right is not None:  # j <= i + offset + right
-        hi = tl.maximum(tl.minimum(at.k_len, last + at.offset + o.right + 1), 0)
-        full = tl.maximum(tl.minimum(at.k_len, first + at.offset + o.right + 1), 0)
+        hi = tl.maximum(tl.minimum(seq.k_len, last + seq.offset + o.right + 1), 0)
+        full = tl.maximum(tl.minimum(seq.k_len, first + seq.offset + o.right + 1), 0)
     full_hi = full // BN * BN
     if o.left is not None:
         full_lo = tl.minimum(full_lo, (hi + BN - 1) // BN * BN)
@@ -231,22 +233,22 @@ def keys_seen(first, last, at, o, BN: tl.constexpr):
 
 
 @triton.jit
-def queries_seeing(first, last, at, o, BM: tl.constexpr):
+def visible_queries(first, last, seq, o, BM: tl.constexpr):
     """The queries [lo, hi) that can see any of the keys first...last; lo is a multiple of BM."""
     lo = 0
-    hi = at.q_len
+    hi = seq.q_len
     if o.right is not None:
-        lo = tl.maximum(first - at.offset - o.right, 0) // BM * BM
+        lo = tl.maximum(first - seq.offset - o.right, 0) // BM * BM
     if o.left is not None:
-        hi = tl.minimum(at.q_len, last - at.offset + o.left + 1)
+        hi = tl.minimum(seq.q_len, last - seq.offset + o.left + 1)
     return lo, hi
 
 
 @triton.jit
-def in_window(o_m, o_n, at, o):
+def in_window(o_m, o_n, seq, o):
     """Whether pairs [BM, BN] are inside the window and inside the matrix."""
-    visible = in_matrix(o_m, o_n, at)
-    d = (o_m + at.offset)[:, None] - o_n[None, :]
+    visible = in_matrix(o_m, o_n, seq)
+    d = (o_m + seq.offset)[:, None] - o_n[None, :]
     if o.left is not None:
         visible = visible & (d <= o.left)
     if o.right is not None:
@@ -277,25 +279,26 @@ def scaled(s, o):
 
 
 @triton.jit
-def distance(o_m, o_n, at):
-    return tl.abs((o_m + at.offset)[:, None] - o_n[None, :]).to(tl.float32)
+def distance(o_m, o_n, seq):
+    """|i + offset - j| of each pair [BM, BN], in float32."""
+    return tl.abs((o_m + seq.offset)[:, None] - o_n[None, :]).to(tl.float32)
 
 
 @triton.jit
-def masked(at, i_h, row, first, o, CHECKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def masked(seq, i_h, row, first, o, CHECKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Return the pairs of a tile that the window and the masks leave, and what the masks add."""
     o_n = first + tl.arange(0, BN)
     visible = o_n[None, :] >= 0
     if CHECKED:
-        visible = in_window(row + tl.arange(0, BM), o_n, at, o)
-    if o.seen is not None:
-        visible = visible & (load_pairs(o.seen, at, i_h, row, first, 0, BM, BN) != 0)
+        visible = in_window(row + tl.arange(0, BM), o_n, seq, o)
+    if o.bool_mask is not None:
+        visible = visible & (load_pairs(o.bool_mask, seq, i_h, row, first, 0, BM, BN) != 0)
     bias = 0.0
-    if o.added is not None:
-        bias = load_pairs(o.added, at, i_h, row, first, -INF, BM, BN).to(tl.float32)
+    if o.added_mask is not None:
+        bias = load_pairs(o.added_mask, seq, i_h, row, first, -INF, BM, BN).to(tl.float32)
         visible = visible & (bias != -INF)
     if o.table is not None:
-        entry = load_bias(at, i_h, row + tl.arange(0, BM), first, o, BN)
+        entry = load_bias(seq, i_h, row + tl.arange(0, BM), first, o, BN)
         visible = visible & (entry != -INF)
         bias = bias + entry
     return visible, bias
@@ -305,11 +308,11 @@ def masked(at, i_h, row, first, o, CHECKED: tl.constexpr, BM: tl.constexpr, BN: 
 def scores(
     b_q,  # [BM, BD]
     b_k,  # [BN, BD]
-    at,
+    seq,
     i_h,
     row,  # the first row of the tile
     first,
-    part,  # how many pairs the mask program makes visible
+    coverage,  # how many pairs the mask program makes visible
     o,
     CHECKED: tl.constexpr,  # whether to check the window and the tails
     PRECISION: tl.constexpr,
@@ -320,16 +323,16 @@ def scores(
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     if o.p_program is not None:  # before the product, so both need not be in registers
-        allowed = pairs_seen(part, at, i_h, row, first, o, BM, BN)
+        allowed = program_pairs(coverage, seq, i_h, row, first, o, BM, BN)
     s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
-    visible, bias = masked(at, i_h, row, first, o, CHECKED, BM, BN)
+    visible, bias = masked(seq, i_h, row, first, o, CHECKED, BM, BN)
     if o.p_program is not None:
         visible = visible & allowed
-    if o.added is not None or o.table is not None:
+    if o.added_mask is not None or o.table is not None:
         s = s + bias
     if o.alibi is not None:
-        slope_of_head = tl.load(o.alibi.p + at.i_b * o.alibi.b + i_h * o.alibi.h)
-        s = s - slope_of_head * distance(o_m, o_n, at)
+        slope_of_head = tl.load(o.alibi.p + seq.i_b * o.alibi.b + i_h * o.alibi.h)
+        s = s - slope_of_head * distance(o_m, o_n, seq)
     if CHECKED or o.excludes is not None:
         s = tl.where(visible, s, -INF)  # selected: NaN in excluded pairs has no effect
     return s, visible, slope
@@ -347,7 +350,7 @@ def wait_for_loads(b_x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def keys_visible(visible):
+def any_query_sees(visible):
     """Whether at least one query of a tile [BM, BN] can see each key [BN]."""
     return tl.max(visible.to(tl.int32), axis=0) > 0
 
@@ -421,7 +424,7 @@ def probabilities(s, high, low, unit, o):
 
 
 @triton.jit
-def kept(at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+def dropout_keep(seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
     """Whether dropout keeps pairs [BM, BN]; see ``reference.dropout_keep``.
 
     One Philox call gives the draws of eight neighbouring keys. Joins interleave them: the outermost
@@ -434,7 +437,7 @@ def kept(at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
         (zero + o_m[:, None]).to(tl.uint32),
         (zero + blocks[None, :]).to(tl.uint32),
         (zero + i_h).to(tl.uint32),
-        (zero + at.i_b).to(tl.uint32),
+        (zero + seq.i_b).to(tl.uint32),
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     draws = tl.join(words & 0xFFFF, words >> 16)

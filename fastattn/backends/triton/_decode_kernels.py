@@ -15,18 +15,18 @@ import triton.language as tl
 from fastattn.backends.triton._core import (
     INF,
     Sequence,
+    any_query_sees,
     distance,
     exponent_unit,
     in_window,
-    keys_seen,
-    keys_visible,
     log_sum_exp,
     scaled,
     start_softmax,
     start_with_sink,
     update_softmax,
+    visible_keys,
 )
-from fastattn.backends.triton._mask_program import NONE, pairs_seen_by, tile_seen_by
+from fastattn.backends.triton._mask_program import NONE, program_pairs_of, tile_coverage_of
 from fastattn.backends.triton._relative_bias import load_bias
 
 
@@ -67,6 +67,7 @@ def _load_cached(x, entry, row, i_h, m_n, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _sequence(cache, o, i_b):
+    """Sequence i_b of the cache, its length clamped; the last query is at the last key."""
     k_len = tl.minimum(tl.maximum(tl.load(cache.p_lengths + i_b), 0), cache.capacity).to(tl.int32)
     return Sequence(i_b, o.q_len, k_len, k_len - o.q_len, i_b, i_b)
 
@@ -96,14 +97,14 @@ def decode_chunks(
     rows = o.group * o.q_len
     tiles = tl.cdiv(rows, BM)
     kv_heads = o.heads // o.group
-    way = tl.program_id(0) % WAYS
-    rest = tl.program_id(0) // WAYS
-    tile = rest % tiles
-    i_bh = (rest // tiles).to(tl.int64)
+    first_chunk = tl.program_id(0) % WAYS
+    tile_index = tl.program_id(0) // WAYS
+    tile = tile_index % tiles
+    i_bh = (tile_index // tiles).to(tl.int64)
     i_b = i_bh // kv_heads
     i_hkv = i_bh % kv_heads
-    at = _sequence(cache, o, i_b)
-    lo, full_lo, full_hi, hi = keys_seen(0, o.q_len - 1, at, o, BN)
+    seq = _sequence(cache, o, i_b)
+    lo, full_lo, full_hi, hi = visible_keys(0, o.q_len - 1, seq, o, BN)
 
     o_r = tile * BM + tl.arange(0, BM)
     m_r = o_r < rows
@@ -118,32 +119,32 @@ def decode_chunks(
         slopes = tl.load(o.alibi.p + i_b * o.alibi.b + i_h * o.alibi.h, mask=m_r, other=0.0)
 
     unit = exponent_unit(o)
-    for chunk in range(lo // CHUNK + way, tl.cdiv(hi, CHUNK), WAYS):
+    for chunk in range(lo // CHUNK + first_chunk, tl.cdiv(hi, CHUNK), WAYS):
         m, l, acc = start_softmax(BM, BDV)
         start = tl.maximum(chunk * CHUNK, lo // BN * BN)
         for first in range(start, tl.minimum((chunk + 1) * CHUNK, hi), BN):
-            part = tile_seen_by(at, i_hkv, o_m, first, o, BM, BN)
-            if part != NONE:
+            coverage = tile_coverage_of(seq, i_hkv, o_m, first, o, BM, BN)
+            if coverage != NONE:
                 o_n = first + tl.arange(0, BN)
                 entry, row, m_n = _place(cache, i_b, o_n, (o_n >= lo) & (o_n < hi))
                 if o.p_program is not None:  # before the product, as in `scores`
-                    allowed = pairs_seen_by(part, at, i_hkv, o_m, first, o, BM, BN)
+                    allowed = program_pairs_of(coverage, seq, i_hkv, o_m, first, o, BM, BN)
                 b_k = _load_cached(k, entry, row, i_hkv, m_n, D, BD)
                 s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
-                visible = in_window(o_m, o_n, at, o)
+                visible = in_window(o_m, o_n, seq, o)
                 if o.p_program is not None:
                     visible = visible & allowed
                 if o.table is not None:  # a row after the last head reads its table
                     i_table = tl.minimum(i_h, o.heads - 1)[:, None]
-                    bias = load_bias(at, i_table, o_m, first, o, BN)
+                    bias = load_bias(seq, i_table, o_m, first, o, BN)
                     visible = visible & (bias != -INF)
                     s = s + bias
                 if o.alibi is not None:
-                    s = s - slopes[:, None] * distance(o_m, o_n, at)
+                    s = s - slopes[:, None] * distance(o_m, o_n, seq)
                 s = tl.where(visible, s, -INF)
                 m, l, p, shrink = update_softmax(m, l, s, unit, o)
                 if o.excludes is not None:
-                    m_n = m_n & keys_visible(visible & m_r[:, None])  # 0 * NaN would be NaN
+                    m_n = m_n & any_query_sees(visible & m_r[:, None])  # 0 * NaN would be NaN
                 b_v = _load_cached(v, entry, row, i_hkv, m_n, DV, BDV)
                 acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
         o_part = (i_bh * rows + o_r) * chunks + chunk
@@ -175,8 +176,8 @@ def decode_combine(
     i_m = i_row % o.q_len
     i_bh = i_row // o.q_len
     i_b = i_bh // o.heads
-    at = _sequence(cache, o, i_b)
-    lo, full_lo, full_hi, hi = keys_seen(0, o.q_len - 1, at, o, BN)
+    seq = _sequence(cache, o, i_b)
+    lo, full_lo, full_hi, hi = visible_keys(0, o.q_len - 1, seq, o, BN)
     begin = lo // CHUNK
     end = tl.cdiv(hi, CHUNK)
     unit = exponent_unit(o)
@@ -190,15 +191,15 @@ def decode_combine(
         o_c = first + tl.arange(0, BN)
         m_c = o_c < end
         o_part = i_row * chunks + o_c
-        tops = tl.load(p_max + o_part, mask=m_c, other=-INF)[None, :]
+        maxima = tl.load(p_max + o_part, mask=m_c, other=-INF)[None, :]
         sums = tl.load(p_sum + o_part, mask=m_c, other=0.0)[None, :]
         p_part = p_acc + o_part[:, None] * DV + o_v[None, :]
-        parts = tl.load(p_part, mask=m_c[:, None] & (o_v < DV)[None, :], other=0.0)
+        chunk_sums = tl.load(p_part, mask=m_c[:, None] & (o_v < DV)[None, :], other=0.0)
         # A chunk is a key whose score is its maximum, with the chunk's sum for a weight of 1.
-        m, _, share, shrink = update_softmax(m, l, tops, unit, o)  # share [1, BN]
+        m, _, share, shrink = update_softmax(m, l, maxima, unit, o)  # share [1, BN]
         l = l * shrink + tl.sum(share * sums, axis=1)
-        parts = tl.where(tl.trans(share) == 0.0, 0.0, tl.trans(share) * parts)  # 0 * NaN
-        acc = acc * shrink[:, None] + tl.sum(parts, axis=0)[None, :]
+        chunk_sums = tl.where(tl.trans(share) == 0.0, 0.0, tl.trans(share) * chunk_sums)  # 0 * NaN
+        acc = acc * shrink[:, None] + tl.sum(chunk_sums, axis=0)[None, :]
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     p_out = out.p + i_b * out.b + (i_bh % o.heads) * out.h + i_m * out.l
     p_out = p_out + o_v.to(tl.int64)[None, :] * out.d
@@ -209,7 +210,7 @@ def decode_combine(
 @triton.jit
 def append_rows(
     x,  # [B, Hkv, L, D]
-    kept,  # [E, Hkv, N, D]
+    cached,  # [E, Hkv, N, D]
     cache,
     heads,
     rows,
@@ -221,9 +222,9 @@ def append_rows(
     column_tiles = tl.cdiv(width, BN)
     row_tiles = tl.cdiv(rows, BM)
     o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)
-    rest = tl.program_id(0) // column_tiles
-    o_l = rest % row_tiles * BM + tl.arange(0, BM)
-    i_bh = (rest // row_tiles).to(tl.int64)
+    tile_index = tl.program_id(0) // column_tiles
+    o_l = tile_index % row_tiles * BM + tl.arange(0, BM)
+    i_bh = (tile_index // row_tiles).to(tl.int64)
     i_b = i_bh // heads
     i_h = i_bh % heads
     o_n = tl.load(cache.p_lengths + i_b) + o_l
@@ -232,5 +233,5 @@ def append_rows(
     inside = inside[:, None] & (o_d < width)[None, :]
     o_x = o_l.to(tl.int64)[:, None] * x.l + o_d.to(tl.int64)[None, :] * x.d
     b_x = tl.load(x.p + i_b * x.b + i_h * x.h + o_x, mask=inside, other=0.0)
-    o_kept = (entry * kept.b + row * kept.l)[:, None] + o_d.to(tl.int64)[None, :] * kept.d
-    tl.store(kept.p + i_h * kept.h + o_kept, b_x, mask=inside)
+    o_kept = (entry * cached.b + row * cached.l)[:, None] + o_d.to(tl.int64)[None, :] * cached.d
+    tl.store(cached.p + i_h * cached.h + o_kept, b_x, mask=inside)

@@ -101,22 +101,32 @@ _KNOWN = not INTERPRETED and (3, 6) <= tuple(map(int, triton.__version__.split("
 def _run(
     kernel: Any, planned: Launch, programs: int, device: torch.device, arguments: dict[str, Any]
 ) -> None:
+    """Run a compiled kernel directly where the Triton version allows it, else through Triton."""
     if not _KNOWN or kernel.pre_run_hooks or _hooked():
         kernel[(programs,)](**arguments, **options_of(planned))
         return
     values = [arguments[name] for name in kernel.arg_names]
     active = triton.runtime.driver.active
     index = active.get_current_device()
-    key = (kernel.__name__, index, planned, *map(_looked_at, values))
-    found = _compiled.get(key)
-    if found is None:
+    key = (kernel.__name__, index, planned, *map(_specialised, values))
+    compiled = _compiled.get(key)
+    if compiled is None:
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         _compiled[key] = kernel[(programs,)](**arguments, **options_of(planned))
         return
     stream = active.get_current_stream(index)
-    found.run(
-        programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None, *values
+    compiled.run(
+        programs,
+        1,
+        1,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *values,
     )
 
 
@@ -129,14 +139,15 @@ def _hooked() -> bool:
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
-def _looked_at(x: Any) -> Any:
+def _specialised(x: Any) -> Any:
+    """What Triton may specialise on: a number itself, a tensor's dtype and alignment."""
     kind = type(x)
     if kind in _PLAIN:
         return x
     if kind is Operand:
         return x[1:], x[0].dtype, x[0].data_ptr() & 15
     if issubclass(kind, tuple):
-        return tuple([y if type(y) in _PLAIN else _looked_at(y) for y in x])
+        return tuple([y if type(y) in _PLAIN else _specialised(y) for y in x])
     return x.dtype, x.data_ptr() & 15
 
 

@@ -10,7 +10,7 @@ to each bit, and what they leave unknown is SOME.
 Pairs outside the matrix have the value of the last row or column, so no load needs a mask.
 
 A program of packed sequences has the rows of all of them, a program for a cache all of its keys. A
-sequence ``at`` reads its own part.
+sequence ``seq`` reads its own part.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ ALL = tl.constexpr(3)
 
 
 @triton.jit
-def tile_seen(at, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
+def tile_coverage(seq, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
     """How many pairs of a tile the program makes visible: NONE, SOME or ALL.
 
     SOME may stand for each of them. Without a program it is ALL, which compiles to nothing.
     """
-    return tile_seen_by(at, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+    return tile_coverage_of(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN)
 
 
 @triton.jit
-def pairs_seen(part, at, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
-    """Which pairs [BM, BN] of a tile are visible, given its ``tile_seen``."""
-    return pairs_seen_by(part, at, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+def program_pairs(coverage, seq, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """Which pairs [BM, BN] of a tile are visible, given its ``tile_coverage``."""
+    return program_pairs_of(coverage, seq, i_h, row + tl.arange(0, BM), first, o, BM, BN)
 
 
 @triton.jit
-def tile_seen_by(at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
-    """``tile_seen`` of any queries o_m [BM]."""
+def tile_coverage_of(seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """``tile_coverage`` of any queries o_m [BM]."""
     if o.p_program is None:
-        part = ALL
+        coverage = ALL
     else:
-        part = _evaluated(at, i_h, o_m, first, o, False, BM, BN)
-    return part
+        coverage = _evaluated(seq, i_h, o_m, first, o, False, BM, BN)
+    return coverage
 
 
 @triton.jit
-def pairs_seen_by(part, at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
-    """``pairs_seen`` of any queries o_m [BM]."""
-    seen = tl.full([BM, BN], 1, tl.int32)
-    if part != ALL:
-        seen = _evaluated(at, i_h, o_m, first, o, True, BM, BN)
-    return seen != 0
+def program_pairs_of(coverage, seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """``program_pairs`` of any queries o_m [BM]."""
+    visible = tl.full([BM, BN], 1, tl.int32)
+    if coverage != ALL:
+        visible = _evaluated(seq, i_h, o_m, first, o, True, BM, BN)
+    return visible != 0
 
 
 @triton.jit
-def _evaluated(at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _evaluated(seq, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The value of the program: of each pair [BM, BN], or of the tile."""
-    o_m = tl.minimum(o_m, at.q_len - 1)
+    o_m = tl.minimum(o_m, seq.q_len - 1)
     BITS: tl.constexpr = 1 if OF_PAIRS else 2  # of a value
     TOP: tl.constexpr = 1 if OF_PAIRS else 3  # the top value of a stack
     if OF_PAIRS:
@@ -88,21 +88,22 @@ def _evaluated(at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr,
             stack = (stack >> BITS) | (stack & TOP)
         else:
             if kind == INTERVAL:
-                value, size = _interval(p_step, p_data, at, o_m, first, o, OF_PAIRS, BN)
+                value, words = _interval(p_step, p_data, seq, o_m, first, o, OF_PAIRS, BN)
             elif kind == IDS:
-                value, size = _ids(p_step, p_data, at, o_m, first, o, OF_PAIRS, BN)
+                value, words = _ids(p_step, p_data, seq, o_m, first, o, OF_PAIRS, BN)
             else:
-                value, size = _blocks(p_step, p_data, at, i_h, o_m, first, o, OF_PAIRS, BN)
+                value, words = _blocks(p_step, p_data, seq, i_h, o_m, first, o, OF_PAIRS, BN)
             if tl.load(p_step + 1) != 0:  # negated
                 value = TOP - value if OF_PAIRS else tl.where(value == SOME, SOME, TOP - value)
             stack = (stack << BITS) | value
-            p_data += size
+            p_data += words
     return stack & TOP
 
 
 @triton.jit
-def _columns_of(at, first, BN: tl.constexpr):
-    return tl.minimum(first + tl.arange(0, BN), at.k_len - 1)
+def _columns_of(seq, first, BN: tl.constexpr):
+    """The keys of a tile [BN], clamped to the sequence."""
+    return tl.minimum(first + tl.arange(0, BN), seq.k_len - 1)
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def _padded(length, o):
 
 
 @triton.jit
-def _before(rows, o):
+def _first_row(rows, o):
     """How many rows of a leaf's data belong to the packed sequences before this one."""
     before = 0
     if o.p_q_starts is not None:
@@ -123,17 +124,17 @@ def _before(rows, o):
 
 
 @triton.jit
-def _part(any_seen, all_seen):
+def _coverage(any_seen, all_seen):
     """The value of a tile."""
     return any_seen.to(tl.int32) + 2 * all_seen.to(tl.int32)
 
 
 @triton.jit
-def _interval(p_step, p_data, at, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
+def _interval(p_step, p_data, seq, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
     """Return the value of low[i] <= j < high[i], and the size of the data [batch, 2, Lq']."""
     batch = tl.load(p_step + 2).to(tl.int64)
     width = _padded(o.q_len, o)
-    p_low = p_data + at.i_b % batch * 2 * width + _before(at.q_at, o)
+    p_low = p_data + seq.i_b % batch * 2 * width + _first_row(seq.q_base, o)
     low = tl.load(p_low + o_m)
     high = tl.load(p_low + width + o_m)
     if OF_PAIRS:
@@ -141,39 +142,41 @@ def _interval(p_step, p_data, at, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.
         value = (low[:, None] <= o_n[None, :]) & (o_n[None, :] < high[:, None])
         value = value.to(tl.int32)
     else:
-        end = tl.minimum(first + BN, at.k_len)
-        begun = tl.maximum(low, first)  # the part of the tile's keys in the interval
-        ended = tl.minimum(high, end)
-        some = tl.max((begun < ended).to(tl.int32), axis=0)
-        every = tl.min(((begun == first) & (ended == end)).to(tl.int32), axis=0)
-        value = _part(some, every)
+        end = tl.minimum(first + BN, seq.k_len)
+        first_in_interval = tl.maximum(low, first)  # the part of the tile's keys in the interval
+        end_in_interval = tl.minimum(high, end)
+        any_visible = tl.max((first_in_interval < end_in_interval).to(tl.int32), axis=0)
+        all_visible = tl.min(
+            ((first_in_interval == first) & (end_in_interval == end)).to(tl.int32), axis=0
+        )
+        value = _coverage(any_visible, all_visible)
     return value, batch * 2 * width
 
 
 @triton.jit
-def _ids(p_step, p_data, at, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
+def _ids(p_step, p_data, seq, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
     """Return the value of query_id[i] == key_id[j], and the size of the data [batch, Lq' + Lk']."""
     batch = tl.load(p_step + 2).to(tl.int64)
     q_width = _padded(o.q_len, o)
     width = q_width + _padded(o.k_len, o)
-    p_ids = p_data + at.i_b % batch * width
-    of_queries = tl.load(p_ids + _before(at.q_at, o) + o_m)
-    of_keys = tl.load(p_ids + q_width + _before(at.k_at, o) + _columns_of(at, first, BN))
+    p_ids = p_data + seq.i_b % batch * width
+    query_ids = tl.load(p_ids + _first_row(seq.q_base, o) + o_m)
+    key_ids = tl.load(p_ids + q_width + _first_row(seq.k_base, o) + _columns_of(seq, first, BN))
     if OF_PAIRS:
-        value = (of_queries[:, None] == of_keys[None, :]).to(tl.int32)
+        value = (query_ids[:, None] == key_ids[None, :]).to(tl.int32)
     else:
-        least_q = tl.min(of_queries, axis=0)
-        most_q = tl.max(of_queries, axis=0)
-        least_k = tl.min(of_keys, axis=0)
-        most_k = tl.max(of_keys, axis=0)
-        overlap = (least_q <= most_k) & (least_k <= most_q)
-        equal = (least_q == most_k) & (least_k == most_q)
-        value = _part(overlap, equal)
+        min_q = tl.min(query_ids, axis=0)
+        max_q = tl.max(query_ids, axis=0)
+        min_k = tl.min(key_ids, axis=0)
+        max_k = tl.max(key_ids, axis=0)
+        any_visible = (min_q <= max_k) & (min_k <= max_q)
+        all_visible = (min_q == max_k) & (min_k == max_q)
+        value = _coverage(any_visible, all_visible)
     return value, batch * width
 
 
 @triton.jit
-def _blocks(p_step, p_data, at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
+def _blocks(p_step, p_data, seq, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
     """Return the value of states [batch, heads, rows, columns] and bits [n, block_k, words], and
     the size of both."""
     batch = tl.load(p_step + 2).to(tl.int64)
@@ -183,10 +186,10 @@ def _blocks(p_step, p_data, at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BN: 
     partial = tl.load(p_step + 6).to(tl.int64)
     words = tl.cdiv(block_q, 32)
     columns = tl.cdiv(o.k_len, block_k)  # of a cache: of its capacity
-    states = tl.cdiv(at.q_len, block_q).to(tl.int64) * columns  # of a head
-    p_states = p_data + (at.i_b % batch * heads + i_h % heads) * states
+    states = tl.cdiv(seq.q_len, block_q).to(tl.int64) * columns  # of a head
+    p_states = p_data + (seq.i_b % batch * heads + i_h % heads) * states
     p_bits = p_data + batch * heads * states
-    o_n = _columns_of(at, first, BN)
+    o_n = _columns_of(seq, first, BN)
     if OF_PAIRS:
         o_r = (o_m // block_q).to(tl.int64)
         state = tl.load(p_states + o_r[:, None] * columns + (o_n // block_k)[None, :])
@@ -196,13 +199,13 @@ def _blocks(p_step, p_data, at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BN: 
         word = tl.load(p_word, mask=state >= 2, other=0)
         value = tl.where(state < 2, state, (word >> (lane % 32)[:, None]) & 1)
     else:
-        least = tl.zeros([BN], tl.int32) + 1
-        most = tl.zeros([BN], tl.int32)
+        min_state = tl.zeros([BN], tl.int32) + 1
+        max_state = tl.zeros([BN], tl.int32)
         last = tl.max(o_m, axis=0) // block_q
         for r in range(tl.min(o_m, axis=0) // block_q, last + 1):
             state = tl.load(p_states + tl.cast(r, tl.int64) * columns + o_n // block_k)
-            least = tl.minimum(least, state)
-            most = tl.maximum(most, state)
-        every = (tl.min(least, axis=0) == 1) & (tl.max(most, axis=0) == 1)
-        value = _part(tl.max(most, axis=0) > 0, every)
+            min_state = tl.minimum(min_state, state)
+            max_state = tl.maximum(max_state, state)
+        all_visible = (tl.min(min_state, axis=0) == 1) & (tl.max(max_state, axis=0) == 1)
+        value = _coverage(tl.max(max_state, axis=0) > 0, all_visible)
     return value, batch * heads * states + partial * block_k * words

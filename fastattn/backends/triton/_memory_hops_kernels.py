@@ -19,7 +19,7 @@ from fastattn.backends.triton._core import (
     INF,
     LOG2E,
     Operand,
-    keys_visible,
+    any_query_sees,
     load_rows,
     start_softmax,
     tanh,
@@ -33,8 +33,8 @@ class Hops(NamedTuple):
 
     m: Operand
     c: Operand
-    seen: Operand | None
-    added: Operand | None
+    bool_mask: Operand | None
+    added_mask: Operand | None
     grad_weights: Operand | None
     queries: int  # of a sequence
     group: int  # rows that share a memory
@@ -42,7 +42,7 @@ class Hops(NamedTuple):
     hops: int
     scale: float
     rescored: int  # 1: scores have the unit of the definition
-    p_taken: Any = None  # [B, Q] int64, retrieval only: the number of hops of each query
+    p_steps: Any = None  # [B, Q] int64, retrieval only: the number of hops of each query
 
 
 @triton.jit
@@ -62,6 +62,7 @@ def _load_state(p_x, row, m_r, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _store_state(p_x, row, m_r, block, D: tl.constexpr, BD: tl.constexpr):
+    """Write float32 vectors [BM, BD] that begin at ``row`` of a buffer."""
     o_d = tl.arange(0, BD)
     p_x = p_x + row[:, None] * D + o_d[None, :]
     tl.store(p_x, block.to(p_x.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
@@ -88,12 +89,12 @@ def _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION: tl.constexpr):
     """Return the scores [BM, BN] and the visible pairs."""
     s = tl.dot(b_u.to(b_m.dtype), tl.trans(b_m), input_precision=PRECISION) * o.scale
     visible = m_r[:, None] & (o_n < o.rows)[None, :]
-    if o.seen is not None:
-        visible = visible & (_load_pairs(o.seen, o_r, hop, o_n, visible, 0, o) != 0)
-    if o.added is not None:
-        added = _load_pairs(o.added, o_r, hop, o_n, visible, -INF, o).to(tl.float32)
-        visible = visible & (added != -INF)
-        s = s + tl.where(visible, added, 0.0)
+    if o.bool_mask is not None:
+        visible = visible & (_load_pairs(o.bool_mask, o_r, hop, o_n, visible, 0, o) != 0)
+    if o.added_mask is not None:
+        added_mask = _load_pairs(o.added_mask, o_r, hop, o_n, visible, -INF, o).to(tl.float32)
+        visible = visible & (added_mask != -INF)
+        s = s + tl.where(visible, added_mask, 0.0)
     return s, visible
 
 
@@ -125,6 +126,7 @@ def hops_forward(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
+    """All hops from ``first_hop`` to ``last_hop`` for one tile of queries."""
     tiles = tl.cdiv(o.group, BM)
     i_group = (tl.program_id(0) // tiles).to(tl.int64)
     o_r, m_r = _rows_of(i_group, tl.program_id(0) % tiles, o, BM)
@@ -146,7 +148,7 @@ def hops_forward(
                 acc = acc * shrink[:, None]
             else:
                 p = tl.where(visible, s, 0.0)
-            m_n = (o_n < o.rows) & keys_visible(visible)  # 0 * NaN would be NaN
+            m_n = (o_n < o.rows) & any_query_sees(visible)  # 0 * NaN would be NaN
             b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
             acc = tl.dot(p.to(b_c.dtype), b_c, acc, input_precision=PRECISION)
         l_safe = tl.where(l == 0.0, 1.0, l)
@@ -167,8 +169,8 @@ def hops_forward(
         tl.store(p_stats + o_stats + 1, l_safe, mask=m_r)
         _store_state(p_trace, row + 2 * hop + 1, m_r, acc, D, BD)
 
-        if o.p_taken is not None:
-            moves = hop < tl.load(o.p_taken + o_r, mask=m_r, other=0)
+        if o.p_steps is not None:
+            moves = hop < tl.load(o.p_steps + o_r, mask=m_r, other=0)
             b_u = tl.where(moves[:, None], acc, b_u)
         else:
             if p_projected is not None:
@@ -253,10 +255,10 @@ def hops_backward_query(
                 b_g = b_g * (1.0 - b_y * b_y)
             if ACTIVATION == "sigmoid":
                 b_g = b_g * b_y * (1.0 - b_y)
-        b_rest = b_g
-        if o.p_taken is not None:
-            moves = hop < tl.load(o.p_taken + o_r, mask=m_r, other=0)
-            b_rest = tl.where(moves[:, None], 0.0, b_g)
+        b_kept = b_g
+        if o.p_steps is not None:
+            moves = hop < tl.load(o.p_steps + o_r, mask=m_r, other=0)
+            b_kept = tl.where(moves[:, None], 0.0, b_g)
             b_g = tl.where(moves[:, None], b_g, 0.0)
         _store_state(p_grads, o_r * o.hops + hop, m_r, b_g, D, BD)
         b_u = _load_state(p_trace, row + 2 * hop, m_r, D, BD)
@@ -293,13 +295,13 @@ def hops_backward_query(
             if p_scores is not None:
                 p_s = p_scores + (o_r * o.hops + hop)[:, None] * o.rows + o_n[None, :]
                 tl.store(p_s, ds, mask=m_r[:, None] & (o_n < o.rows)[None, :])
-            m_n = (o_n < o.rows) & keys_visible(visible)  # 0 * NaN would be NaN
+            m_n = (o_n < o.rows) & any_query_sees(visible)  # 0 * NaN would be NaN
             b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
             acc = tl.dot(ds.to(b_m.dtype), b_m, acc, input_precision=PRECISION)
         if PROJECTED:
             b_g = tl.zeros([BM, BD], tl.float32)
-        if o.p_taken is not None:
-            b_g = b_rest
+        if o.p_steps is not None:
+            b_g = b_kept
         b_g = b_g + acc * o.scale
     _store_state(p_grad_query, o_r, m_r, b_g, D, BD)
 
@@ -328,9 +330,9 @@ def hops_backward_memory(
     """One tile of rows of one slot of a memory: dM = scale ds^T u, dC = p^T g, hop by hop."""
     tiles = tl.cdiv(o.rows, BN)
     first = tl.program_id(0) % tiles * BN
-    rest = (tl.program_id(0) // tiles).to(tl.int64)
-    slot = (rest % slots).to(tl.int32)
-    i_memory = rest // slots
+    i_slot = (tl.program_id(0) // tiles).to(tl.int64)
+    slot = (i_slot % slots).to(tl.int32)
+    i_memory = i_slot // slots
     o_n = first + tl.arange(0, BN)
     m_n = o_n < o.rows
     begin = i_memory
@@ -378,7 +380,7 @@ def hops_backward_memory(
                         input_precision=PRECISION,
                     )  # fmt: skip
     o_d = tl.arange(0, BD)
-    o_out = (rest * o.rows + o_n)[:, None] * D + o_d[None, :]
+    o_out = (i_slot * o.rows + o_n)[:, None] * D + o_d[None, :]
     acc = acc.to(p_grad_memory.dtype.element_ty)
     tl.store(p_grad_memory + o_out, acc, mask=m_n[:, None] & (o_d < D)[None, :])
 
@@ -389,8 +391,8 @@ def retrieve(
     o,
     p_out,  # [G, Q, D]
     p_ends,  # [G, Q, 2, D] float32: the state before the last step, and after it
-    p_taken,  # [G, Q] int64: steps taken; negative if not converged
-    done,  # steps already taken by earlier launches
+    p_steps,  # [G, Q] int64: steps taken; negative if not converged
+    first_step,  # steps already taken by earlier launches
     steps_max,
     shortest,  # eps^2
     unit,  # the rounding error of a step, relative and squared
@@ -410,18 +412,18 @@ def retrieve(
     m_r = (o_i < of_tile) & (o_local < o.group)
     o_r = i_group * o.group + o_local
     moving = m_r.to(tl.int32)
-    taken = tl.zeros([BM], tl.int64)
+    steps = tl.zeros([BM], tl.int64)
     if state is None:
         b_x = _load_state(p_ends, o_r * 2 + 1, m_r, D, BD)
-        taken = tl.load(p_taken + o_r, mask=m_r, other=0)
-        moving = (taken < 0).to(tl.int32)
+        steps = tl.load(p_steps + o_r, mask=m_r, other=0)
+        moving = (steps < 0).to(tl.int32)
     else:
         b_x = _load_vectors(state, o_r, m_r, o, D, BD)
         _store_state(p_ends, o_r * 2, m_r, b_x, D, BD)
     # Which queries of the tile stop together.
-    same = (o_i // together)[:, None] == (o_i // together)[None, :]
+    stops_together = (o_i // together)[:, None] == (o_i // together)[None, :]
 
-    step = tl.program_id(0) * 0 + done
+    step = tl.program_id(0) * 0 + first_step
     while (step < steps_max) & (tl.max(moving, axis=0) > 0):
         step += 1
         m, l, acc = start_softmax(BM, BD)
@@ -430,23 +432,25 @@ def retrieve(
             b_m = load_rows(o.m, i_group, 0, o_n, o_n < o.rows, D, BD)
             s, visible = _scores(b_x, b_m, o_r, m_r, 0, o_n, o, PRECISION)
             m, l, p, shrink = update_softmax(m, l, tl.where(visible, s, -INF), LOG2E, o)
-            m_n = (o_n < o.rows) & keys_visible(visible)
+            m_n = (o_n < o.rows) & any_query_sees(visible)
             b_c = load_rows(o.c, i_group, 0, o_n, m_n, D, BD)
             acc = tl.dot(p.to(b_c.dtype), b_c, acc * shrink[:, None], input_precision=PRECISION)
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
 
-        by = (acc - b_x).to(tl.float64)
-        by = tl.sum(by * by, axis=1)
-        length = acc.to(tl.float64)
-        length = tl.sum(length * length, axis=1)
-        by = tl.sum(tl.where(same & m_r[None, :], by[None, :], 0.0), axis=1)
-        length = tl.sum(tl.where(same & m_r[None, :], length[None, :], 0.0), axis=1)
-        moves = by > tl.maximum(unit * length, shortest)
-        at = moving > 0
-        _store_state(p_ends, o_r * 2, m_r & at, b_x, D, BD)
-        b_x = tl.where(at[:, None], acc, b_x)
-        taken = tl.where(at, tl.where(moves, -step, step).to(tl.int64), taken)
-        moving = (at & moves).to(tl.int32)
+        moved = (acc - b_x).to(tl.float64)
+        moved = tl.sum(moved * moved, axis=1)
+        length_squared = acc.to(tl.float64)
+        length_squared = tl.sum(length_squared * length_squared, axis=1)
+        moved = tl.sum(tl.where(stops_together & m_r[None, :], moved[None, :], 0.0), axis=1)
+        length_squared = tl.sum(
+            tl.where(stops_together & m_r[None, :], length_squared[None, :], 0.0), axis=1
+        )
+        not_at_rest = moved > tl.maximum(unit * length_squared, shortest)
+        active = moving > 0
+        _store_state(p_ends, o_r * 2, m_r & active, b_x, D, BD)
+        b_x = tl.where(active[:, None], acc, b_x)
+        steps = tl.where(active, tl.where(not_at_rest, -step, step).to(tl.int64), steps)
+        moving = (active & not_at_rest).to(tl.int32)
     _store_state(p_ends, o_r * 2 + 1, m_r, b_x, D, BD)
     _store_state(p_out, o_r, m_r, b_x, D, BD)
-    tl.store(p_taken + o_r, taken, mask=m_r)
+    tl.store(p_steps + o_r, steps, mask=m_r)

@@ -16,25 +16,25 @@ import triton.language as tl
 from fastattn.backends.triton._core import (
     INF,
     LOG2E,
+    any_query_sees,
+    dropout_keep,
     exponent_unit,
     first_row,
-    kept,
-    keys_seen,
-    keys_visible,
     load_pairs,
     load_rows,
     locate,
     masked,
     probabilities,
-    queries_seeing,
     scores,
     sink_score,
     start_with_sink,
     store_rows,
     update_softmax,
+    visible_keys,
+    visible_queries,
     wait_for_loads,
 )
-from fastattn.backends.triton._mask_program import NONE, SOME, pairs_seen, tile_seen
+from fastattn.backends.triton._mask_program import NONE, SOME, program_pairs, tile_coverage
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def score_gradients(
     delta,  # [BM]
     grad_weights,
     weight_share,
-    at,
+    seq,
     i_h,
     row,
     first,
@@ -62,11 +62,12 @@ def score_gradients(
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if grad_weights is not None:
         dp += (
-            load_pairs(grad_weights, at, i_h, row, first, 0.0, BM, BN).to(tl.float32) * weight_share
+            load_pairs(grad_weights, seq, i_h, row, first, 0.0, BM, BN).to(tl.float32)
+            * weight_share
         )
     w = p
     if o.p_seed is not None:
-        keep = kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+        keep = dropout_keep(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN)
         dp = tl.where(keep, dp * o.kept_scale, 0.0)
         w = tl.where(keep, p, 0.0)
     # Selected: the gradient of a fully masked row may be NaN.
@@ -75,26 +76,26 @@ def score_gradients(
 
 
 @triton.jit
-def _sees_keys(at, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
+def _sees_keys(seq, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
     """Whether each query of a tile [BM] can see a key."""
     o_m = row + tl.arange(0, BM)
     zero = tl.zeros([BM], tl.int32)
     begin = zero
-    end = zero + at.k_len
+    end = zero + seq.k_len
     if o.left is not None:
-        begin = tl.maximum(begin, o_m + at.offset - o.left)
+        begin = tl.maximum(begin, o_m + seq.offset - o.left)
     if o.right is not None:
-        end = tl.minimum(end, o_m + at.offset + o.right + 1)
-    found = begin < end
+        end = tl.minimum(end, o_m + seq.offset + o.right + 1)
+    sees = begin < end
     if o.excludes is not None:
-        marked = zero
+        any_visible = zero
         for first in range(lo // BN * BN, hi, BN):
-            visible, bias = masked(at, i_h, row, first, o, True, BM, BN)
+            visible, bias = masked(seq, i_h, row, first, o, True, BM, BN)
             if o.p_program is not None:
-                visible = visible & pairs_seen(SOME, at, i_h, row, first, o, BM, BN)
-            marked = tl.maximum(marked, tl.max(visible.to(tl.int32), axis=1))
-        found = marked > 0
-    return found
+                visible = visible & program_pairs(SOME, seq, i_h, row, first, o, BM, BN)
+            any_visible = tl.maximum(any_visible, tl.max(visible.to(tl.int32), axis=1))
+        sees = any_visible > 0
+    return sees
 
 
 @triton.jit
@@ -131,29 +132,29 @@ def attention_statistics(
     with the same probabilities that the backward kernels use: sum_j p_ij (dp_ij - estimate).
     """
     unit = exponent_unit(o)
-    at, i_h, tile = locate(o, False, BM)
+    seq, i_h, tile = locate(o, False, BM)
     row = tile * BM
-    if row >= at.q_len:
+    if row >= seq.q_len:
         return
     o_m = row + tl.arange(0, BM)
-    m_m = o_m < at.q_len
-    o_rows = first_row(o, at, i_h) + o_m
-    b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-    last = tl.minimum(row + BM, at.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
+    m_m = o_m < seq.q_len
+    o_rows = first_row(o, seq, i_h) + o_m
+    b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+    last = tl.minimum(row + BM, seq.q_len) - 1
+    lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
 
     lse = tl.load(p_lse + o_rows, mask=m_m, other=-INF)
     sees = lse != -INF
     exists = sees
     if o.sinks is not None:
-        sees = sees & (lse != INF) & _sees_keys(at, i_h, row, lo, hi, o, BM, BN)
+        sees = sees & (lse != INF) & _sees_keys(seq, i_h, row, lo, hi, o, BM, BN)
     if o.rescored is None:
         lse = lse * LOG2E
     high = lse.to(tl.float32)
     low = (lse - high.to(tl.float64)).to(tl.float32)
     high = tl.where(sees, high, INF)
     low = tl.where(sees & (tl.abs(high) != INF), low, 0.0)
-    if o.added is not None or o.table is not None:
+    if o.added_mask is not None or o.table is not None:
         # Next to such a maximum, for example finfo.min, even float64 has lost log(l), so it is
         # recomputed.
         huge = sees & (tl.abs(high) > 2.0**30)
@@ -161,14 +162,14 @@ def attention_statistics(
             m = tl.full([BM], -INF, tl.float32)
             l = tl.zeros([BM], tl.float32)
             if o.sinks is not None:
-                m, l = start_with_sink(o, at.i_b, i_h, BM)
+                m, l = start_with_sink(o, seq.i_b, i_h, BM)
             for first in range(lo // BN * BN, hi, BN):
-                part = tile_seen(at, i_h, row, first, o, BM, BN)
-                if part != NONE:
+                coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+                if coverage != NONE:
                     o_n = first + tl.arange(0, BN)
-                    b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < at.k_len, D, BD)
+                    b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, o_n < seq.k_len, D, BD)
                     s, visible, slope = scores(
-                        b_q, b_k, at, i_h, row, first, part, o, True, PRECISION
+                        b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
                     )
                     m, l, p, shrink = update_softmax(m, l, s, unit, o)
             high = tl.where(huge, m, high)
@@ -177,44 +178,47 @@ def attention_statistics(
     tl.store(p_low + o_rows, low, mask=m_m)
 
     if grad_out is not None:
-        b_out = load_rows(out, at.q_at, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
-        b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & sees, DV, BDV)
+        b_out = load_rows(out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
+        b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV)
         delta = tl.sum(b_out * b_do.to(tl.float32), axis=1)
         sink_weight = tl.zeros([BM], tl.float32)
         if o.sinks is not None:
-            sink = tl.zeros([BM, 1], tl.float32) + sink_score(o, at.i_b, i_h)
+            sink = tl.zeros([BM, 1], tl.float32) + sink_score(o, seq.i_b, i_h)
             sink_weight = tl.sum(probabilities(sink, high, low, unit, o), axis=1)
         if EXACT or grad_weights is not None:
-            rest = -sink_weight * delta  # the sink is a key whose value is 0
+            correction = -sink_weight * delta  # the sink is a key whose value is 0
             for first in range(lo // BN * BN, hi, BN):
-                part = tile_seen(at, i_h, row, first, o, BM, BN)
-                if part != NONE:
+                coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+                if coverage != NONE:
                     o_n = first + tl.arange(0, BN)
                     m_n = (o_n >= lo) & (o_n < hi)
-                    b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-                    b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+                    b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+                    b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
                     wait_for_loads(b_v, PRECISION)
                     s, visible, slope = scores(
-                        b_q, b_k, at, i_h, row, first, part, o, True, PRECISION
+                        b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
                     )
                     w, ds = score_gradients(
                         b_v, b_do, high, low, delta, grad_weights, weight_share,
-                        at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                        seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                     )  # fmt: skip
-                    rest += tl.sum(ds, axis=1)
-            delta += rest
+                    correction += tl.sum(ds, axis=1)
+            delta += correction
         if grad_lse is not None:
             p_gl = (
-                grad_lse.p + at.q_at * grad_lse.b + i_h * grad_lse.h + o_m.to(tl.int64) * grad_lse.l
+                grad_lse.p
+                + seq.q_base * grad_lse.b
+                + i_h * grad_lse.h
+                + o_m.to(tl.int64) * grad_lse.l
             )
             delta -= tl.load(p_gl, mask=m_m & sees, other=0.0).to(tl.float32)
         tl.store(p_delta + o_rows, delta, mask=m_m)
         if p_grad_sinks is not None:
-            share = tl.where(sees, -sink_weight * delta, 0.0)
+            grad_sink = tl.where(sees, -sink_weight * delta, 0.0)
             if grad_lse is not None:
-                alone = m_m & exists & (high == INF)  # the sink alone, whose weight is 1
-                share += tl.load(p_gl, mask=alone, other=0.0).to(tl.float32)
-            tl.store(p_grad_sinks + o_rows, share, mask=m_m)
+                only_sink = m_m & exists & (high == INF)  # the sink alone, whose weight is 1
+                grad_sink += tl.load(p_gl, mask=only_sink, other=0.0).to(tl.float32)
+            tl.store(p_grad_sinks + o_rows, grad_sink, mask=m_m)
 
 
 @triton.jit
@@ -239,40 +243,40 @@ def attention_backward_query(
     BN: tl.constexpr,
 ):
     """dq_i = scale * sum_j ds_ij k_j for one tile of queries of one head."""
-    at, i_h, tile = locate(o, False, BM)
-    if tile * BM >= at.q_len:
+    seq, i_h, tile = locate(o, False, BM)
+    if tile * BM >= seq.q_len:
         return
-    row = (tl.cdiv(at.q_len, BM) - 1 - tile) * BM
+    row = (tl.cdiv(seq.q_len, BM) - 1 - tile) * BM
     o_m = row + tl.arange(0, BM)
-    m_m = o_m < at.q_len
-    o_rows = first_row(o, at, i_h) + o_m
+    m_m = o_m < seq.q_len
+    o_rows = first_row(o, seq, i_h) + o_m
     high = tl.load(p_high + o_rows, mask=m_m, other=INF)
     low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
     delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
-    b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-    b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
+    b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+    b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
     acc = tl.zeros([BM, BD], tl.float32)
 
-    last = tl.minimum(row + BM, at.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
+    last = tl.minimum(row + BM, seq.q_len) - 1
+    lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
     for first in range(lo // BN * BN, hi, BN):
-        part = tile_seen(at, i_h, row, first, o, BM, BN)
-        if part != NONE:
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+        if coverage != NONE:
             o_n = first + tl.arange(0, BN)
             m_n = (o_n >= lo) & (o_n < hi)
-            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-            b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+            b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
             wait_for_loads(b_v, PRECISION)
-            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+            s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             w, ds = score_gradients(
                 b_v, b_do, high, low, delta, grad_weights, weight_share,
-                at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
             if o.excludes is not None:  # 0 * NaN would be NaN
-                m_n = m_n & keys_visible(visible)
-                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+                m_n = m_n & any_query_sees(visible)
+                b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
             acc = tl.dot((ds * slope).to(b_k.dtype), b_k, acc, input_precision=PRECISION)
-    store_rows(grad_q, at.q_at, i_h, o_m, m_m, acc * o.scale, D, BD)
+    store_rows(grad_q, seq.q_base, i_h, o_m, m_m, acc * o.scale, D, BD)
 
 
 @triton.jit
@@ -301,42 +305,44 @@ def attention_backward_key_value(
 
     The query heads that share the key head are summed here, one after the other.
     """
-    at, i_hkv, tile = locate(o, True, BN)
+    seq, i_hkv, tile = locate(o, True, BN)
     first = tile * BN
-    if first >= at.k_len:
+    if first >= seq.k_len:
         return
     o_n = first + tl.arange(0, BN)
-    m_n = o_n < at.k_len
-    b_k = load_rows(k, at.k_at, i_hkv, o_n, m_n, D, BD)
-    b_v = load_rows(v, at.k_at, i_hkv, o_n, m_n, DV, BDV)
+    m_n = o_n < seq.k_len
+    b_k = load_rows(k, seq.k_base, i_hkv, o_n, m_n, D, BD)
+    b_v = load_rows(v, seq.k_base, i_hkv, o_n, m_n, DV, BDV)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BDV], tl.float32)
 
-    last = tl.minimum(first + BN, at.k_len) - 1
-    lo, hi = queries_seeing(first, last, at, o, BM)
+    last = tl.minimum(first + BN, seq.k_len) - 1
+    lo, hi = visible_queries(first, last, seq, o, BM)
     for i_h in range(i_hkv * o.group, i_hkv * o.group + o.group):
-        o_head = first_row(o, at, i_h)
+        o_head = first_row(o, seq, i_h)
         for row in range(lo, hi, BM):
-            part = tile_seen(at, i_h, row, first, o, BM, BN)
-            if part != NONE:
+            coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+            if coverage != NONE:
                 o_m = row + tl.arange(0, BM)
-                m_m = o_m < at.q_len
+                m_m = o_m < seq.q_len
                 high = tl.load(p_high + o_head + o_m, mask=m_m, other=INF)
                 low = tl.load(p_low + o_head + o_m, mask=m_m, other=0.0)
                 delta = tl.load(p_delta + o_head + o_m, mask=m_m, other=0.0)
                 m_m = m_m & (high != INF)
-                b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-                b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m, DV, BDV)
+                b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+                b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m, DV, BDV)
                 wait_for_loads(b_v, PRECISION)
-                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+                s, visible, slope = scores(
+                    b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
+                )
                 w, ds = score_gradients(
                     b_v, b_do, high, low, delta, grad_weights, weight_share,
-                    at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                    seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                 )  # fmt: skip
                 acc_v = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc_v, input_precision=PRECISION)
                 ds = (ds * slope).to(b_q.dtype)
                 acc_k = tl.dot(tl.trans(ds), b_q, acc_k, input_precision=PRECISION)
     if o.p_seed is not None:
         acc_v = acc_v * o.kept_scale
-    store_rows(grad_k, at.k_at, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)
-    store_rows(grad_v, at.k_at, i_hkv, o_n, m_n, acc_v, DV, BDV)
+    store_rows(grad_k, seq.k_base, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)
+    store_rows(grad_v, seq.k_base, i_hkv, o_n, m_n, acc_v, DV, BDV)

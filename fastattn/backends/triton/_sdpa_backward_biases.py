@@ -7,16 +7,16 @@ import triton.language as tl
 
 from fastattn.backends.triton._core import (
     INF,
+    batch_sequence,
     first_row,
     in_matrix,
-    keys_seen,
     load_rows,
-    packed,
+    packed_sequence,
     scores,
+    visible_keys,
     wait_for_loads,
-    whole,
 )
-from fastattn.backends.triton._mask_program import NONE, tile_seen
+from fastattn.backends.triton._mask_program import NONE, tile_coverage
 from fastattn.backends.triton._relative_bias import entries_of
 from fastattn.backends.triton._sdpa_backward import score_gradients
 
@@ -51,9 +51,9 @@ def attention_backward_mask(
     k_tiles = tl.cdiv(o.k_len, BN)
     q_tiles = tl.cdiv(o.q_len, BM)
     k_tile = tl.program_id(0) % k_tiles
-    rest = tl.program_id(0) // k_tiles
-    q_tile = rest % q_tiles
-    i_mask = (rest // q_tiles).to(tl.int64)
+    tile_index = tl.program_id(0) // k_tiles
+    q_tile = tile_index % q_tiles
+    i_mask = (tile_index // q_tiles).to(tl.int64)
     first = k_tile * BN
     row = q_tile * BM
     o_m = row + tl.arange(0, BM)
@@ -61,35 +61,35 @@ def attention_backward_mask(
     m_n = o_n < o.k_len
 
     total = tl.zeros([BM, BN], tl.float32)
-    lost = tl.zeros([BM, BN], tl.float32)
+    error = tl.zeros([BM, BN], tl.float32)
     for n in range(batch_sum * head_sum):
         i_b = i_mask // mask_heads + n // head_sum
         i_h = i_mask % mask_heads + n % head_sum
-        at = whole(o, i_b)
-        part = tile_seen(at, i_h, row, first, o, BM, BN)
-        if part != NONE:
-            o_rows = first_row(o, at, i_h) + o_m
+        seq = batch_sequence(o, i_b)
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+        if coverage != NONE:
+            o_rows = first_row(o, seq, i_h) + o_m
             m_m = o_m < o.q_len
             high = tl.load(p_high + o_rows, mask=m_m, other=INF)
             low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
             delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
-            b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-            b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
-            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-            b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+            b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+            b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
+            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+            b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
             wait_for_loads(b_v, PRECISION)
-            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+            s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             w, ds = score_gradients(
                 b_v, b_do, high, low, delta, grad_weights, weight_share,
-                at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
             # One element may be the sum of thousands of terms, so the rounding errors are summed,
             # too.
-            grown = total + ds
-            back = grown - total
-            lost += (total - (grown - back)) + (ds - back)
-            total = grown
-    total += lost
+            new_total = total + ds
+            rounded_ds = new_total - total
+            error += (total - (new_total - rounded_ds)) + (ds - rounded_ds)
+            total = new_total
+    total += error
 
     o_q = o_m
     o_k = o_n
@@ -140,16 +140,16 @@ def attention_backward_table(
     i_h = i_part % o.heads
     total = tl.zeros([BN], tl.float32)
     if o.p_q_starts is None:  # a batch has as many parts as sequences
-        at = whole(o, i_part // o.heads)
+        seq = batch_sequence(o, i_part // o.heads)
         total = _add_entries(
-            total, begin, q, k, v, grad_out, grad_weights, weight_share, at,
+            total, begin, q, k, v, grad_out, grad_weights, weight_share, seq,
             i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
         )  # fmt: skip
     else:
         for i_b in range((i_part // o.heads).to(tl.int32), o.batch, parts):
-            at = packed(o, i_b, False)
+            seq = packed_sequence(o, i_b, False)
             total = _add_entries(
-                total, begin, q, k, v, grad_out, grad_weights, weight_share, at,
+                total, begin, q, k, v, grad_out, grad_weights, weight_share, seq,
                 i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
             )  # fmt: skip
     o_e = begin + tl.arange(0, BN)
@@ -166,7 +166,7 @@ def _add_entries(
     grad_out,
     grad_weights,
     weight_share,
-    at,
+    seq,
     i_h,
     o,
     p_high,
@@ -188,42 +188,44 @@ def _add_entries(
     end = begin + BN
     o_e = begin + tl.arange(0, BN)
     row_lo = 0
-    row_hi = at.q_len
+    row_hi = seq.q_len
     if o.p_positions is None:  # begin <= middle + i + offset - j < end for a key j
-        at_query = o.middle + at.offset
-        row_lo = tl.maximum(begin - at_query, 0) // BM * BM
-        row_hi = tl.minimum(at.q_len, end - at_query + at.k_len - 1)
+        entry_of_first_pair = o.middle + seq.offset
+        row_lo = tl.maximum(begin - entry_of_first_pair, 0) // BM * BM
+        row_hi = tl.minimum(seq.q_len, end - entry_of_first_pair + seq.k_len - 1)
     for row in range(row_lo, row_hi, BM):
         o_m = row + tl.arange(0, BM)
-        m_m = o_m < at.q_len
-        o_rows = first_row(o, at, i_h) + o_m
+        m_m = o_m < seq.q_len
+        o_rows = first_row(o, seq, i_h) + o_m
         high = tl.load(p_high + o_rows, mask=m_m, other=INF)
         low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
         delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
-        b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-        b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
-        last = tl.minimum(row + BM, at.q_len) - 1
-        lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
+        b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+        b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
+        last = tl.minimum(row + BM, seq.q_len) - 1
+        lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
         if o.p_positions is None:
-            lo = tl.maximum(lo, o.middle + row + at.offset - end + 1)
-            hi = tl.minimum(hi, o.middle + last + at.offset - begin + 1)
+            lo = tl.maximum(lo, o.middle + row + seq.offset - end + 1)
+            hi = tl.minimum(hi, o.middle + last + seq.offset - begin + 1)
         for first in range(lo // BN * BN, hi, BN):
-            b_e = entries_of(at, o_m, first, o, BN)
-            part = tile_seen(at, i_h, row, first, o, BM, BN)
-            least = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
-            most = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
-            if (least <= most) & (part != NONE):
+            b_e = entries_of(seq, o_m, first, o, BN)
+            coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+            min_entry = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
+            max_entry = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
+            if (min_entry <= max_entry) & (coverage != NONE):
                 o_n = first + tl.arange(0, BN)
-                m_n = o_n < at.k_len
-                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-                b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+                m_n = o_n < seq.k_len
+                b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+                b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
                 wait_for_loads(b_v, PRECISION)
-                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+                s, visible, slope = scores(
+                    b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
+                )
                 w, ds = score_gradients(
                     b_v, b_do, high, low, delta, grad_weights, weight_share,
-                    at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                    seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                 )  # fmt: skip
-                for e in range(least, most + 1):
-                    of_entry = tl.sum(tl.sum(tl.where(b_e == e, ds, 0.0), axis=1), axis=0)
-                    total += tl.where(o_e == e, of_entry, 0.0)
+                for e in range(min_entry, max_entry + 1):
+                    entry_sum = tl.sum(tl.sum(tl.where(b_e == e, ds, 0.0), axis=1), axis=0)
+                    total += tl.where(o_e == e, entry_sum, 0.0)
     return total

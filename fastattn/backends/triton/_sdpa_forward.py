@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from fastattn.backends.triton._core import (
+    any_query_sees,
+    batch_sequence,
+    dropout_keep,
     exponent_unit,
     first_row,
-    kept,
-    keys_seen,
-    keys_visible,
     load_rows,
     locate,
     log_sum_exp,
@@ -20,9 +20,9 @@ from fastattn.backends.triton._core import (
     start_with_sink,
     store_rows,
     update_softmax,
-    whole,
+    visible_keys,
 )
-from fastattn.backends.triton._mask_program import NONE, tile_seen
+from fastattn.backends.triton._mask_program import NONE, tile_coverage
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _attend_to(
     b_q,  # [BM, BD]
     k,
     v,
-    at,
+    seq,
     i_h,
     row,
     o,
@@ -53,18 +53,22 @@ def _attend_to(
     """Update the state of the softmax with the keys [start, end)."""
     unit = exponent_unit(o)
     for first in range(start, end, BN):
-        part = tile_seen(at, i_h, row, first, o, BM, BN)
-        if part != NONE:
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+        if coverage != NONE:
             o_n = first + tl.arange(0, BN)
             m_n = (o_n >= lo) & (o_n < hi)
-            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, CHECKED, PRECISION)
+            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+            s, visible, slope = scores(
+                b_q, b_k, seq, i_h, row, first, coverage, o, CHECKED, PRECISION
+            )
             m, l, p, shrink = update_softmax(m, l, s, unit, o)
             if o.p_seed is not None:
-                p = tl.where(kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0)
+                p = tl.where(
+                    dropout_keep(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0
+                )
             if o.excludes is not None:
-                m_n = m_n & keys_visible(visible)  # 0 * NaN would be NaN
-            b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+                m_n = m_n & any_query_sees(visible)  # 0 * NaN would be NaN
+            b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
             # acc = acc * exp(m_old - m) + p @ v
             acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
     return m, l, acc
@@ -87,38 +91,38 @@ def attention_forward(
     BN: tl.constexpr,
 ):
     """out = softmax(scores) @ v for one tile of queries of one head."""
-    at, i_h, tile = locate(o, False, BM)
-    if tile * BM >= at.q_len:
+    seq, i_h, tile = locate(o, False, BM)
+    if tile * BM >= seq.q_len:
         return
-    row = (tl.cdiv(at.q_len, BM) - 1 - tile) * BM  # causal: the tiles with most keys start first
+    row = (tl.cdiv(seq.q_len, BM) - 1 - tile) * BM  # causal: the tiles with most keys start first
     o_m = row + tl.arange(0, BM)
-    m_m = o_m < at.q_len
-    b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+    m_m = o_m < seq.q_len
+    b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
     m, l, acc = start_softmax(BM, BDV)
     if o.sinks is not None:
-        m, l = start_with_sink(o, at.i_b, i_h, BM)
-    last = tl.minimum(row + BM, at.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
+        m, l = start_with_sink(o, seq.i_b, i_h, BM)
+    last = tl.minimum(row + BM, seq.q_len) - 1
+    lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
     if o.left is not None:
         m, l, acc = _attend_to(
-            m, l, acc, lo // BN * BN, tl.minimum(full_lo, hi), lo, hi, b_q, k, v, at, i_h, row, o,
+            m, l, acc, lo // BN * BN, tl.minimum(full_lo, hi), lo, hi, b_q, k, v, seq, i_h, row, o,
             True, BM, BN, D, DV, BD, BDV, PRECISION,
         )  # fmt: skip
     m, l, acc = _attend_to(
-        m, l, acc, full_lo, full_hi, lo, hi, b_q, k, v, at, i_h, row, o,
+        m, l, acc, full_lo, full_hi, lo, hi, b_q, k, v, seq, i_h, row, o,
         False, BM, BN, D, DV, BD, BDV, PRECISION,
     )  # fmt: skip
     m, l, acc = _attend_to(
-        m, l, acc, full_hi, hi, lo, hi, b_q, k, v, at, i_h, row, o,
+        m, l, acc, full_hi, hi, lo, hi, b_q, k, v, seq, i_h, row, o,
         True, BM, BN, D, DV, BD, BDV, PRECISION,
     )  # fmt: skip
 
     if o.p_seed is not None:
         acc = acc * o.kept_scale
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    store_rows(out, at.q_at, i_h, o_m, m_m, acc, DV, BDV)
+    store_rows(out, seq.q_base, i_h, o_m, m_m, acc, DV, BDV)
     lse = log_sum_exp(m, l, exponent_unit(o), o)
-    tl.store(p_lse + first_row(o, at, i_h) + o_m, lse, mask=m_m)
+    tl.store(p_lse + first_row(o, seq, i_h) + o_m, lse, mask=m_m)
 
 
 @triton.jit
@@ -141,36 +145,38 @@ def attention_weights(
     k_tiles = tl.cdiv(o.k_len, BN)
     q_tiles = tl.cdiv(o.q_len, BM)
     first = tl.program_id(0) % k_tiles * BN
-    rest = tl.program_id(0) // k_tiles
-    row = rest % q_tiles * BM
+    tile_index = tl.program_id(0) // k_tiles
+    row = tile_index % q_tiles * BM
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     m_m = o_m < o.q_len
-    rest = (rest // q_tiles).to(tl.int64)
+    tile_index = (tile_index // q_tiles).to(tl.int64)
     if AVERAGED:
-        i_b = rest
-        head = rest * 0
+        i_b = tile_index
+        head = tile_index * 0
         end = head + o.heads
     else:
-        i_b = rest // o.heads
-        head = rest % o.heads
+        i_b = tile_index // o.heads
+        head = tile_index % o.heads
         end = head + 1
 
-    at = whole(o, i_b)
+    seq = batch_sequence(o, i_b)
     total = tl.zeros([BM, BN], tl.float32)
     for i_h in range(head, end):
-        part = tile_seen(at, i_h, row, first, o, BM, BN)
-        if part != NONE:
-            b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < o.k_len, D, BD)
-            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+        if coverage != NONE:
+            b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, o_n < o.k_len, D, BD)
+            s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
             high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
             low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
             p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
             if o.p_seed is not None:
                 p = tl.where(
-                    kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p * o.kept_scale, 0.0
+                    dropout_keep(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN),
+                    p * o.kept_scale,
+                    0.0,
                 )
             total += p
     if AVERAGED:

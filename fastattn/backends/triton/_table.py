@@ -27,12 +27,15 @@ class Launch(NamedTuple):
     greedy: int = 0  # 1: the compiler may use all registers; NVIDIA only
 
     def q_tiles(self, q_len: int) -> int:
+        """The number of tiles of queries."""
         return -(-q_len // self.BM)
 
     def k_tiles(self, k_len: int) -> int:
+        """The number of tiles of keys."""
         return -(-k_len // self.BN)
 
     def tiles(self, q_len: int, k_len: int) -> int:
+        """The number of tiles of pairs."""
         return self.q_tiles(q_len) * self.k_tiles(k_len)
 
     def halved(self) -> Launch:
@@ -154,6 +157,7 @@ additive
 
 
 def _parsed(text: str) -> dict[str, _Table]:
+    """Read ``_LAUNCHES``: {architecture: {kernel: {bits: rows}}}."""
     tables: dict[str, _Table] = {}
     kernel = ""
     for line in text.splitlines():
@@ -164,12 +168,13 @@ def _parsed(text: str) -> dict[str, _Table]:
             continue
         bits, architectures, *entries = line.split()
         for architecture in architectures.split(","):
-            of_kernel = tables.setdefault(architecture, {}).setdefault(kernel, {})
-            of_kernel[int(bits)] = [_entry(entry) for entry in entries]
+            by_bits = tables.setdefault(architecture, {}).setdefault(kernel, {})
+            by_bits[int(bits)] = [_entry(entry) for entry in entries]
     return tables
 
 
 def _entry(text: str) -> tuple[int, Launch]:
+    """Read one entry, such as ``64:128x64,8,3*``."""
     numbers = map(int, re.findall(r"\d+", text))
     return next(numbers), Launch(*numbers)._replace(greedy=int(text.endswith("*")))
 
@@ -201,11 +206,11 @@ def table_of(architecture: str) -> _Table:
     if not path:
         return table
     try:
-        own = json.loads(Path(path).read_text()).get(architecture, {})
+        from_file = json.loads(Path(path).read_text()).get(architecture, {})
         return table | {
             kernel: table[kernel]
             | {int(bits): _before(rows, table[kernel][int(bits)]) for bits, rows in by_bits.items()}
-            for kernel, by_bits in own.items()
+            for kernel, by_bits in from_file.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -213,7 +218,7 @@ def table_of(architecture: str) -> _Table:
         ) from None
 
 
-def _before(own: list[Any], ours: _Rows) -> _Rows:
+def _before(from_file: list[Any], built_in: _Rows) -> _Rows:
     """Rows from a file, then those of our rows that are wider than all of them."""
-    rows = sorted((int(up_to), Launch(*map(int, launch))) for up_to, launch in own)
-    return rows + [row for row in ours if not rows or row[0] > rows[-1][0]]
+    rows = sorted((int(up_to), Launch(*map(int, launch))) for up_to, launch in from_file)
+    return rows + [row for row in built_in if not rows or row[0] > rows[-1][0]]

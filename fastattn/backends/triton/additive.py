@@ -41,14 +41,14 @@ def additive_attention(
     k_len, value_width = value.shape[1:]
     out = query.new_empty((batch, q_len, value_width))
     applied = query.new_empty((batch, q_len, k_len) if options.weights else 0)
-    columns = _columns(query, key, v, bias)
-    planned = plan("additive", query, block_of(value_width))
+    operands = _columns(query, key, v, bias)
+    launch_plan = plan("additive", query, block_of(value_width))
     launch(
         additive_forward,
-        planned,
-        planned.q_tiles(q_len) * batch,
+        launch_plan,
+        launch_plan.q_tiles(q_len) * batch,
         query.device,
-        **columns,
+        **operands,
         value=operand(value.unsqueeze(1)),
         o=_options(query, key, attn_mask, seed, options),
         out=operand(out.unsqueeze(1)),
@@ -80,19 +80,19 @@ def additive_attention_backward(
     if grad_out is None:
         grad_out = query.new_zeros(1).expand(batch, q_len, value_width)
     o = _options(query, key, attn_mask, seed, options)
-    columns = _columns(query, key, v, bias)
+    operands = _columns(query, key, v, bias)
     planned = plan("additive", query, block_of(value_width))
 
     def float32(*shape: int) -> Tensor:
         return query.new_empty(shape, dtype=torch.float32)
 
     scores, grad_scores = float32(batch, q_len, k_len), float32(batch, q_len, k_len)
-    top, total = float32(batch, q_len), float32(batch, q_len)
+    maxima, sums = float32(batch, q_len), float32(batch, q_len)
     grad_value = value.new_empty(value.shape)
-    rows: dict[str, Any] = {
+    common: dict[str, Any] = {
         "p_scores": scores,
-        "p_top": top,
-        "p_sum": total,
+        "p_top": maxima,
+        "p_sum": sums,
         "grad_out": operand(grad_out.unsqueeze(1)),
         "o": o,
         "DV": value_width,
@@ -101,7 +101,7 @@ def additive_attention_backward(
     }
     tiles = planned.tiles(q_len, k_len) * batch
     launch(
-        additive_scores, planned, tiles, query.device, **columns, o=o, p_scores=scores,
+        additive_scores, planned, tiles, query.device, **operands, o=o, p_scores=scores,
         width=width,
     )  # fmt: skip
     launch(
@@ -109,7 +109,7 @@ def additive_attention_backward(
         planned,
         planned.q_tiles(q_len) * batch,
         query.device,
-        **rows,
+        **common,
         value=operand(value.unsqueeze(1)),
         grad_weights=None if grad_weights is None else operand(grad_weights.unsqueeze(1)),
         p_grad=grad_scores,
@@ -119,31 +119,31 @@ def additive_attention_backward(
         planned,
         planned.k_tiles(k_len) * batch,
         query.device,
-        **rows,
+        **common,
         grad_value=operand(grad_value.unsqueeze(1)),
     )
 
     q_tiles = planned.q_tiles(q_len)
     grad_q, grad_k = float32(batch, width, q_len), float32(batch, width, k_len)
-    parts = float32(batch, width, q_tiles)
-    for of_keys, grad_x, count in (
+    grad_v_of_tiles = float32(batch, width, q_tiles)
+    for of_keys, grad_x, tiles_of_x in (
         (False, grad_q, q_tiles),
         (True, grad_k, planned.k_tiles(k_len)),
     ):
         launch(
             additive_backward_column,
             planned,
-            count * batch * width,
+            tiles_of_x * batch * width,
             query.device,
-            **columns,
+            **operands,
             p_grad=grad_scores,
             o=o,
             p_grad_x=grad_x,
-            p_grad_v=None if of_keys else parts,
+            p_grad_v=None if of_keys else grad_v_of_tiles,
             width=width,
             OF_KEYS=of_keys,
         )
-    grad_v = parts.sum((0, 2), dtype=torch.float64).to(v.dtype)
+    grad_v = grad_v_of_tiles.sum((0, 2), dtype=torch.float64).to(v.dtype)
     grad_bias = grad_mask = None
     if bias is not None:
         grad_bias = grad_q.sum((0, 2), dtype=torch.float64).to(bias.dtype)
@@ -179,8 +179,9 @@ def _options(
     seed: Tensor | None,
     options: AdditiveOptions,
 ) -> Options:
+    """The options of the kernels: one head, no scale."""
     biases = Biases(None if attn_mask is None else attn_mask.unsqueeze(1), seed=seed)
     sizes = (1, 1, query.shape[1], key.shape[1])
     window = AttentionOptions(scale=1.0, window_right=0 if options.causal else -1)
-    found = options_of(sizes, biases, window, 1.0, 0, options.dropout_p)
-    return found._replace(rescored=1)  # scores in the unit of the definition
+    attention_options = options_of(sizes, biases, window, 1.0, 0, options.dropout_p)
+    return attention_options._replace(rescored=1)  # scores in the unit of the definition

@@ -54,11 +54,11 @@ def decode_attention(
     widths = widths_of(query, value_cache)
     rows = o.group * q_len
     kernel = "decode" if rows <= 16 else "decode_rows"
-    planned = plan(kernel, query, widths["BD"], widths["BDV"])
+    launch_plan = plan(kernel, query, widths["BD"], widths["BDV"])
     if o.table is not None or o.p_program is not None:  # these need registers beside the tile
-        planned = planned.halved().halved()._replace(warps=8)
+        launch_plan = launch_plan.halved().halved()._replace(warps=8)
     chunks = -(-cache.capacity // _CHUNK)
-    parts = {
+    chunk_states = {
         "p_max": lse.new_empty((*lse.shape, chunks), dtype=torch.float32),
         "p_sum": lse.new_empty((*lse.shape, chunks), dtype=torch.float32),
         "p_acc": lse.new_empty((*lse.shape, chunks, value_cache.shape[3]), dtype=torch.float32),
@@ -66,15 +66,15 @@ def decode_attention(
     ways = min(_WAYS, block_of(chunks))
     launch(
         decode_chunks,
-        planned,
-        ways * planned.q_tiles(rows) * batch * kv_heads,
+        launch_plan,
+        ways * launch_plan.q_tiles(rows) * batch * kv_heads,
         query.device,
         q=operand(query),
         k=_cached(key_cache),
         v=_cached(value_cache),
         cache=cache,
         o=o,
-        **parts,
+        **chunk_states,
         chunks=chunks,
         WAYS=ways,
         CHUNK=_CHUNK,
@@ -87,7 +87,7 @@ def decode_attention(
         query.device,
         cache=cache,
         o=o,
-        **parts,
+        **chunk_states,
         chunks=chunks,
         out=operand(out),
         p_lse=lse,
@@ -111,7 +111,7 @@ def append_to_cache(
 ) -> None:
     """Append new keys and values to the cache of each sequence, in place."""
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
-    for x, kept in ((key, key_cache), (value, value_cache)):
+    for x, cached in ((key, key_cache), (value, value_cache)):
         batch, heads, rows, width = x.shape
         launch(
             append_rows,
@@ -119,7 +119,7 @@ def append_to_cache(
             _APPEND.tiles(rows, width) * batch * heads,
             x.device,
             x=operand(x),
-            kept=_cached(kept),
+            cached=_cached(cached),
             cache=cache,
             heads=heads,
             rows=rows,
@@ -133,6 +133,7 @@ def _cache(
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
 ) -> Cache:
+    """Describe the cache to the kernels."""
     entries, _, length, _ = key_cache.shape
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -148,4 +149,5 @@ def _cache(
 
 
 def _cached(x: Tensor) -> Operand:
+    """A cache [E, Hkv, N, D] with its own strides: size 1 does not broadcast."""
     return Operand(x, *x.stride())

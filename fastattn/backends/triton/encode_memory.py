@@ -49,9 +49,9 @@ def encode_sentences(
     column_tiles = tl.cdiv(width, BN)
     row_tiles = tl.cdiv(sentences, BM)
     o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)
-    rest = tl.program_id(0) // column_tiles
-    o_n = rest % row_tiles * BM + tl.arange(0, BM)
-    i_rbg = (rest // row_tiles).to(tl.int64)
+    tile_index = tl.program_id(0) // column_tiles
+    o_n = tile_index % row_tiles * BM + tl.arange(0, BM)
+    i_rbg = (tile_index // row_tiles).to(tl.int64)
     i_g = i_rbg % tables
     i_b = i_rbg // tables % batch
     i_r = i_rbg // tables // batch
@@ -109,10 +109,10 @@ def sum_by_row(
     for first in range(begin, end, BM):
         o_w = first + tl.arange(0, BM)
         inside = (o_w < end)[:, None] & m_d
-        place = tl.load(p_order + i_r * batch * sentences * words + o_w, mask=o_w < end, other=0)
-        i_j = place % words
-        i_n = place // words % sentences
-        i_b = place // words // sentences
+        position = tl.load(p_order + i_r * batch * sentences * words + o_w, mask=o_w < end, other=0)
+        i_j = position % words
+        i_n = position // words % sentences
+        i_b = position // words // sentences
         o_g = ((i_r * batch + i_b) * tables + i_g) * sentences + i_n
         p_g = p_grad + o_g[:, None] * width + o_d[None, :]
         grad = tl.load(p_g, mask=inside, other=0.0).to(tl.float32)

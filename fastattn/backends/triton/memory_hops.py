@@ -35,8 +35,8 @@ def memory_hop_attention(
     tensors = (query, in_memory, out_memory, memory_mask, memory_bias)
     o = options_of(*tensors, options, shared=shared)
     applied = query.new_empty((*lead, o.hops, o.rows) if options.weights else 0)
-    written = applied if options.weights else None
-    return *run_forward(query, o, options, written, hop_proj), applied
+    weights = applied if options.weights else None
+    return *run_forward(query, o, options, weights, hop_proj), applied
 
 
 def memory_hop_attention_backward(
@@ -60,16 +60,16 @@ def memory_hop_attention_backward(
     if options.weights and grad_weights is not None:
         grad_weights = grad_weights if query.ndim == 3 else grad_weights.unsqueeze(1)
         o = o._replace(grad_weights=operand(grad_weights))
-    of_scores = memory_bias is not None and bool(options.needed & 16)
+    needs_scores = memory_bias is not None and bool(options.needed & 16)
     grad_query, memories, grads, scores = run_backward(
-        grad_out, query, in_memory, out_memory, o, trace, stats, options, of_scores, hop_proj
+        grad_out, query, in_memory, out_memory, o, trace, stats, options, needs_scores, hop_proj
     )
     grad_proj = grad_bias = None
     if hop_proj is not None and options.needed & 8:
         states = trace[..., : 2 * o.hops : 2, :]
-        of_hops = "rki,rkj->kij" if hop_proj.ndim == 3 else "rki,rkj->ij"
-        of_rows = (x.reshape(-1, o.hops, query.shape[-1]) for x in (grads, states))
-        grad_proj = torch.einsum(of_hops, *of_rows).to(hop_proj.dtype)
+        equation = "rki,rkj->kij" if hop_proj.ndim == 3 else "rki,rkj->ij"
+        factors = (x.reshape(-1, o.hops, query.shape[-1]) for x in (grads, states))
+        grad_proj = torch.einsum(equation, *factors).to(hop_proj.dtype)
     if scores is not None and memory_bias is not None:
         grad_bias = summed_to(memory_bias, scores)
     return grad_query, *memories, grad_proj, grad_bias
@@ -87,14 +87,14 @@ def options_of(
 ) -> Hops:
     """``shared``: the whole batch reads one memory."""
     batch, queries = query.shape[0], query.shape[1] if query.ndim == 3 else 1
-    read = in_memory
+    input_memory = in_memory
     if out_memory is None:  # the next memory of a stack, or the only one
         out_memory = in_memory if in_memory.ndim == 3 else in_memory[:, 1:]
     return Hops(
-        m=_memory(read),
+        m=_memory(input_memory),
         c=_memory(out_memory),
-        seen=None if mask is None else operand(mask),
-        added=None if bias is None else operand(bias),
+        bool_mask=None if mask is None else operand(mask),
+        added_mask=None if bias is None else operand(bias),
         grad_weights=None,
         queries=max(queries, 1),
         group=batch * queries if shared else queries,
@@ -155,7 +155,7 @@ def run_backward(
     trace: Tensor,
     stats: Tensor,
     options: MemoryHopBackwardOptions,
-    of_scores: bool,
+    needs_scores: bool,
     hop_proj: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None], Tensor, Tensor | None]:
     """Return the gradients of the query, of the memories, of each hop's sum, and of the scores."""
@@ -169,7 +169,7 @@ def run_backward(
     grad_query = query.new_empty((*lead, width))
     grads = float32(batch, queries, o.hops, width)
     delta = float32(batch, queries, o.hops)
-    scores = float32(batch, queries, o.hops, o.rows) if of_scores else None
+    scores = float32(batch, queries, o.hops, o.rows) if needs_scores else None
     planned = plan("hops_backward", query, block_of(width))
     common: dict[str, Any] = {
         "o": o,
@@ -180,34 +180,38 @@ def run_backward(
         "NORMALIZE": options.normalize == "softmax",
         **_widths(width),
     }
-    given = grad_out
-    for hops in [(0, o.hops - 1)] if hop_proj is None else [(n, n) for n in range(o.hops)][::-1]:
-        found = grad_query if hops[0] == 0 and hop_proj is None else float32(*lead, width)
+    grad_next = grad_out
+    for hop_range in (
+        [(0, o.hops - 1)] if hop_proj is None else [(n, n) for n in range(o.hops)][::-1]
+    ):
+        grad_memory = (
+            grad_query if hop_range[0] == 0 and hop_proj is None else float32(*lead, width)
+        )
         launch(
             hops_backward_query,
             planned,
             planned.q_tiles(o.group) * groups,
             query.device,
             **common,
-            grad_out=None if given is None else _vectors(given),
+            grad_out=None if grad_next is None else _vectors(grad_next),
             p_scores=scores,
-            p_grad_query=found,
-            first_hop=hops[0],
-            last_hop=hops[1],
+            p_grad_query=grad_memory,
+            first_hop=hop_range[0],
+            last_hop=hop_range[1],
             PROJECTED=hop_proj is not None,
             ACTIVATION=options.activation,
         )
         if hop_proj is not None:
-            of_sum = grads[:, :, hops[0]].reshape(*lead, width)
-            given = found + of_sum @ _of_hop(hop_proj, hops[0])
+            grad_sum = grads[:, :, hop_range[0]].reshape(*lead, width)
+            grad_next = grad_memory + grad_sum @ _of_hop(hop_proj, hop_range[0])
     if hop_proj is not None:
-        assert given is not None
-        grad_query = given.to(query.dtype)
+        assert grad_next is not None
+        grad_query = grad_next.to(query.dtype)
     memories: list[Tensor | None] = [None, None]
     for n, memory in enumerate((in_memory, out_memory)):
         if memory is None or not options.needed >> (n + 1) & 1:
             continue
-        memories[n] = found = memory.new_empty(memory.shape)
+        memories[n] = grad_memory = memory.new_empty(memory.shape)
         slots = memory.shape[1] if memory.ndim == 4 else 1
         launch(
             hops_backward_memory,
@@ -215,7 +219,7 @@ def run_backward(
             planned.k_tiles(o.rows) * slots * memory.shape[0],
             query.device,
             **common,
-            p_grad_memory=found,
+            p_grad_memory=grad_memory,
             groups=groups,
             slots=slots,
             out_first=1 if out_memory is None else 0,
@@ -232,6 +236,7 @@ def _is_one(memory: Tensor) -> bool:
 
 
 def _groups(query: Tensor, o: Hops) -> int:
+    """The number of groups of queries that share a memory."""
     rows = query.shape[0] * (query.shape[1] if query.ndim == 3 else 1)
     return rows // max(o.group, 1) if rows else 0
 
@@ -242,6 +247,7 @@ def _of_hop(hop_proj: Tensor, hop: int) -> Tensor:
 
 
 def _widths(width: int) -> dict[str, Any]:
+    """The width of a row, as arguments of a kernel."""
     return {"D": width, "BD": block_of(width), "PRECISION": precision()}
 
 

@@ -25,20 +25,20 @@ _TILE = Launch(16, 64, 4, 1)  # rows, columns at a time
 @triton.jit
 def joint_state(a, b):
     """The joint lse of two states [BM], and the share of each in the output."""
-    most = tl.maximum(a, b)
-    reference = tl.where(tl.abs(most) == INF, 0.0, most)
+    larger = tl.maximum(a, b)
+    reference = tl.where(tl.abs(larger) == INF, 0.0, larger)
     # A state of inf has the whole weight: inf - inf would be NaN.
-    x = tl.where(most == INF, (a == INF).to(a.dtype), tl.exp(a - reference))
-    y = tl.where(most == INF, (b == INF).to(b.dtype), tl.exp(b - reference))
+    x = tl.where(larger == INF, (a == INF).to(a.dtype), tl.exp(a - reference))
+    y = tl.where(larger == INF, (b == INF).to(b.dtype), tl.exp(b - reference))
     # log(1 + e), where one of x and y is 1 and e the other one; the quotient takes back what the
     # sum has rounded off.
     e = x * y
-    sum = 1.0 + e
-    rest = tl.where(sum == 1.0, 1.0, sum - 1.0)
-    log = tl.where(sum == 1.0, e, tl.log(sum) * (e / rest))
+    one_plus_e = 1.0 + e
+    rounded_e = tl.where(one_plus_e == 1.0, 1.0, one_plus_e - 1.0)
+    log_one_plus_e = tl.where(one_plus_e == 1.0, e, tl.log(one_plus_e) * (e / rounded_e))
     total = x + y
     total = tl.where(total == 0.0, 1.0, total)
-    return most + log, x / total, y / total
+    return larger + log_one_plus_e, x / total, y / total
 
 
 @triton.jit
@@ -63,6 +63,7 @@ def merge_rows(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
+    """One tile of rows: the joint lse, and the outputs weighted by their shares."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_row = row < rows
     a = tl.load(places(lse_a, row, heads, length), mask=m_row, other=-INF)
@@ -131,18 +132,18 @@ def merge_rows_backward(
         b_a = tl.load(p_a + o_d * out_a.d, mask=m_both, other=0.0).to(tl.float32)
         b_b = tl.load(p_b + o_d * out_b.d, mask=m_both, other=0.0).to(tl.float32)
         d += tl.sum(tl.where(m_both, b_g * (b_a - b_b), 0.0), axis=1)
-        of_a = tl.where(has_a[:, None], share_a.to(tl.float32)[:, None] * b_g, 0.0)
-        of_b = tl.where(has_b[:, None], share_b.to(tl.float32)[:, None] * b_g, 0.0)
-        tl.store(p_da + o_d * grad_out_a.d, of_a.to(grad_out_a.p.dtype.element_ty), mask=m_d)
-        tl.store(p_db + o_d * grad_out_b.d, of_b.to(grad_out_b.p.dtype.element_ty), mask=m_d)
+        grad_of_a = tl.where(has_a[:, None], share_a.to(tl.float32)[:, None] * b_g, 0.0)
+        grad_of_b = tl.where(has_b[:, None], share_b.to(tl.float32)[:, None] * b_g, 0.0)
+        tl.store(p_da + o_d * grad_out_a.d, grad_of_a.to(grad_out_a.p.dtype.element_ty), mask=m_d)
+        tl.store(p_db + o_d * grad_out_b.d, grad_of_b.to(grad_out_b.p.dtype.element_ty), mask=m_d)
     h = tl.zeros([BM], a.dtype)
     if grad_lse is not None:
         h = tl.load(places(grad_lse, row, heads, length), mask=m_row, other=0.0)
-    rest = share_a * share_b * d
-    of_a = tl.where(has_a, share_a * h + rest, 0.0)
-    of_b = tl.where(has_b, share_b * h - rest, 0.0)
-    tl.store(places(grad_lse_a, row, heads, length), of_a, mask=m_row)
-    tl.store(places(grad_lse_b, row, heads, length), of_b, mask=m_row)
+    shared_gradient = share_a * share_b * d
+    grad_of_a = tl.where(has_a, share_a * h + shared_gradient, 0.0)
+    grad_of_b = tl.where(has_b, share_b * h - shared_gradient, 0.0)
+    tl.store(places(grad_lse_a, row, heads, length), grad_of_a, mask=m_row)
+    tl.store(places(grad_lse_b, row, heads, length), grad_of_b, mask=m_row)
 
 
 def _call(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -151,32 +152,36 @@ def _call(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
     results = tuple(f"grad_{name}" for name in states) if names else ("out", "lse")
 
     def run(*tensors: Tensor | None, options: NoOptions) -> tuple[Tensor, ...]:
-        given = dict(zip((*names, *states), tensors, strict=True))
-        like = [x for name, x in given.items() if name in states and x is not None]
-        made = {name: torch.empty_like(x) for name, x in zip(results, like, strict=False)}
-        batch, heads, length, width = sizes(like[0])
+        """Allocate the outputs and launch the kernel."""
+        inputs = dict(zip((*names, *states), tensors, strict=True))
+        outputs_like = [x for name, x in inputs.items() if name in states and x is not None]
+        outputs = {
+            name: torch.empty_like(x) for name, x in zip(results, outputs_like, strict=False)
+        }
+        batch, heads, length, width = sizes(outputs_like[0])
         rows = batch * heads * length
         operands = {
             name: None if x is None else _operand(x.unsqueeze(-1) if "lse" in name else x)
-            for name, x in (given | made).items()
+            for name, x in (inputs | outputs).items()
         }
         launch(
             kernel,
             _TILE,
             _TILE.q_tiles(rows),
-            like[0].device,
+            outputs_like[0].device,
             **operands,
             heads=heads,
             length=length,
             rows=rows,
             width=width,
         )
-        return tuple(made.values())
+        return tuple(outputs.values())
 
     return run
 
 
 def _operand(x: Tensor) -> Operand:
+    """Add leading dimensions until x is [B, H, L, D]."""
     return operand(x[(None,) * (4 - x.ndim)])
 
 

@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
 
     averaged = options.weights == 2
     applied = query.new_empty((batch, 1 if averaged else heads, q_len, k_len))
-    of_rows = statistics(call, out, lse, Cotangents(), exact=False)
+    row_statistics = statistics(call, out, lse, Cotangents(), exact=False)
     widths = widths_of(query, value)
     planned = plan("forward_masked", query, widths["BD"])
     launch(
@@ -65,8 +65,8 @@ def scaled_dot_product_attention(
         q=operand(query),
         k=operand(key),
         o=o,
-        p_high=of_rows["p_high"],
-        p_low=of_rows["p_low"],
+        p_high=row_statistics["p_high"],
+        p_low=row_statistics["p_low"],
         weights=operand(applied),
         AVERAGED=averaged,
         D=widths["D"],
@@ -99,13 +99,15 @@ def scaled_dot_product_attention_backward(
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
     biases = Biases(attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     batch, heads = query.shape[:2]
-    given = Cotangents(grad_out, grad_lse, grad_weights)
+    cotangents = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and options.weights == 2:
-        given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
+        cotangents = cotangents._replace(
+            weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1)
+        )
     query, scale, sign = positive_scale(query, options)
     o = _options(query, key, biases, options, scale)
     call = Attention(query, key, value, o, batch)
-    grads, common = differentiate(call, out, lse, given, sign, biases, options.needs_mask_grad)
+    grads, common = differentiate(call, out, lse, cotangents, sign, biases, options.needs_mask_grad)
     grad_mask = None
     if options.needs_mask_grad:
         assert attn_mask is not None
@@ -114,12 +116,13 @@ def scaled_dot_product_attention_backward(
 
 
 def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -> Tensor:
+    """The gradient of a mask, from the arguments of ``differentiate``."""
     query, batch = call.query, call.batch
     heads, q_len, k_len = query.shape[1], query.shape[2], call.key.shape[2]
     mask_batch, mask_heads, mask_q, mask_k = attn_mask.shape
     planned = call.plan("backward_mask")
     sum_q, sum_k = mask_q != q_len, mask_k != k_len
-    parts = query.new_zeros(
+    partial_sums = query.new_zeros(
         (
             mask_batch,
             mask_heads,
@@ -135,14 +138,14 @@ def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -
         query.device,
         **call.operands(),
         **common,
-        p_grad=parts,
+        p_grad=partial_sums,
         mask_heads=mask_heads,
         batch_sum=batch // max(mask_batch, 1),
         head_sum=heads // max(mask_heads, 1),
         SUM_Q=sum_q,
         SUM_K=sum_k,
     )
-    return summed_to(attn_mask, parts)
+    return summed_to(attn_mask, partial_sums)
 
 
 def _options(
@@ -152,6 +155,7 @@ def _options(
     options: AttentionOptions,
     scale: float,
 ) -> Options:
+    """The options of the kernels for a batch [B, H, L, D]."""
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
     sizes = (heads, kv_heads, q_len, k_len)
     return options_of(sizes, biases, options, scale, options.offset, options.dropout_p)

@@ -28,12 +28,12 @@ def sine_of(angle):
 
     The relative error is 3e-9 for the sine and 2e-10 for the cosine, plus the rounding.
     """
-    turned = angle + EIGHTH
-    quadrant = (turned >> 62) & 3
-    t = ((turned & (QUARTER - 1)) - EIGHTH).to(tl.float32) * (1.0 / TURN)
+    rotated = angle + EIGHTH
+    quadrant = (rotated >> 62) & 3
+    t = ((rotated & (QUARTER - 1)) - EIGHTH).to(tl.float32) * (1.0 / TURN)
     tt = t * t
-    rest = (tt * -75.3935628 + 81.5923536) * tt - 41.3416615
-    sine = t * 6.28318548 + t * (rest * tt - 1.95191750e-7)
+    series = (tt * -75.3935628 + 81.5923536) * tt - 41.3416615
+    sine = t * 6.28318548 + t * (series * tt - 1.95191750e-7)
     cosine = ((tt * 59.4217088 - 85.4487638) * tt + 64.9393687) * tt - 19.7392088
     cosine = cosine * tt + 1.0
     value = tl.where((quadrant & 1) == 1, cosine, sine)
@@ -56,12 +56,13 @@ def encode_rows(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
+    """One tile of rows and columns: x * scale + encoding."""
     column_tiles = tl.cdiv(width, BN)
     row_tiles = tl.cdiv(rows, BM)
     first = tl.program_id(0) % column_tiles * BN
-    rest = tl.program_id(0) // column_tiles
-    o_l = rest % row_tiles * BM + tl.arange(0, BM)
-    i_bh = (rest // row_tiles).to(tl.int64)
+    tile_index = tl.program_id(0) // column_tiles
+    o_l = tile_index % row_tiles * BM + tl.arange(0, BM)
+    i_bh = (tile_index // row_tiles).to(tl.int64)
     i_b = i_bh // heads
     i_h = i_bh % heads
     o_d = first + tl.arange(0, BN)
@@ -96,19 +97,20 @@ def _encode(
     offset: int | None,
     out: Tensor | None,
 ) -> Tensor:
+    """Launch ``encode_rows`` on x with up to four dimensions."""
     out = torch.empty_like(x) if out is None else out
     if positions is not None:
         positions = positions.expand(x.shape[:-1])
-    missing = (None,) * (4 - x.ndim)
-    batch, heads, rows, width = x[missing].shape
+    new_axes = (None,) * (4 - x.ndim)
+    batch, heads, rows, width = x[new_axes].shape
     launch(
         encode_rows,
         _TILE,
         _TILE.tiles(rows, width) * batch * heads,
         x.device,
-        x=operand(x[missing]),
-        out=operand(out[missing]),
-        positions=None if positions is None else operand(positions[missing].unsqueeze(-1)),
+        x=operand(x[new_axes]),
+        out=operand(out[new_axes]),
+        positions=None if positions is None else operand(positions[new_axes].unsqueeze(-1)),
         p_frequency=columns[0],
         p_phase=columns[1],
         heads=heads,

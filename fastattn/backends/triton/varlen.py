@@ -62,8 +62,8 @@ def varlen_attention_backward(
     biases = Biases(None, alibi_slopes, seed, sinks, relative_bias, None, mask_program)
     o = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
     call = Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1)
-    given = Cotangents(grad_out, grad_lse)
-    return differentiate(call, out, lse, given, sign, biases)[0]
+    cotangents = Cotangents(grad_out, grad_lse)
+    return differentiate(call, out, lse, cotangents, sign, biases)[0]
 
 
 def _options(
@@ -75,6 +75,7 @@ def _options(
     options: VarlenOptions,
     scale: float,
 ) -> Options:
+    """The options of the kernels for packed sequences."""
     (rows, heads), (keys, kv_heads) = query.shape[:2], key.shape[:2]
     sizes, offset = (heads, kv_heads, rows, keys), None if options.bottom_right else 0
     return options_of(sizes, biases, options, scale, offset, options.dropout_p)._replace(

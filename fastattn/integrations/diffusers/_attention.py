@@ -28,8 +28,8 @@ def attention_forward(
             "fastattn's attention for diffusers does not support context parallelism; "
             "call model.set_attention_backend('native') for it"
         )
-    of_padding = (query.shape[0], key.shape[1])
-    if attn_mask is not None and attn_mask.shape == of_padding:
+    padding_shape = (query.shape[0], key.shape[1])
+    if attn_mask is not None and attn_mask.shape == padding_shape:
         attn_mask = attn_mask[:, None, None]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     result = scaled_dot_product_attention(

@@ -55,6 +55,7 @@ class _Registry(Counted[str]):
         self._active_before: Any = None
 
     def add(self, name: str) -> None:
+        """Add a member to the enumeration, and a function for it to the registry."""
         self._names._member_names_.append(name.upper())
         self._names._member_map_[name.upper()] = self._member
         self._names._value2member_map_[name] = self._member
@@ -62,6 +63,7 @@ class _Registry(Counted[str]):
         self._active_before = self._backends._active_backend
 
     def remove(self, name: str) -> None:
+        """Remove both, and the name as the default of all models."""
         # `model.set_attention_backend` also makes its choice the default of all other models.
         if self._backends._active_backend is self._member:
             self._backends.set_active_backend(self._active_before)
@@ -74,5 +76,6 @@ class _Registry(Counted[str]):
 
 @functools.cache
 def _registry() -> _Registry:
+    """The registry, once diffusers is imported and its version checked."""
     check_version("diffusers", OLDEST, BELOW)
     return _Registry()

@@ -52,7 +52,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     cache: Any = None,
     output_attentions: bool | None = False,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend on fused kernels; it is transformers' ``AttentionInterface``.
 
@@ -91,7 +91,7 @@ def attention_forward(
             The mask then also separates the sequences.
         output_attentions: also return the weights; they are also returned if the model records
             them.
-        others: arguments that attention does not depend on, or None.
+        kwargs: arguments that attention does not depend on, or None.
 
     Returns:
         [B, Lq, Hq, Dv] contiguous, and the weights [B, Hq, Lq, Lk] or None. A fully masked row
@@ -101,12 +101,12 @@ def attention_forward(
         TypeError: an unknown argument that is not None.
         RuntimeError: a mask of another number of queries or keys.
     """
-    is_paged = cache is not None or others.get("write_index") is not None
-    check_others(module, others, _PAGED if is_paged else _IRRELEVANT)
+    is_paged = cache is not None or kwargs.get("write_index") is not None
+    check_others(module, kwargs, _PAGED if is_paged else _IRRELEVANT)
     if is_paged and attention_mask is not None:  # it also separates the sequences
         cu_seq_lens_q = None
     if cache is not None:
-        paged = {**others, "cu_seq_lens_k": cu_seq_lens_k}  # per layer type; the cache selects one
+        paged = {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}  # per layer type; the cache selects one
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paged
         )
@@ -148,8 +148,8 @@ def attention_forward(
         starts = (cu_seq_lens_q, cu_seq_lens_k)
 
     if starts is not None:
-        plain = position_bias is None and compact is None
-        if visible.mask is None and plain and not call.need_weights:
+        has_no_bias = position_bias is None and compact is None
+        if visible.mask is None and has_no_bias and not call.need_weights:
             return _attend_packed(call, visible, *starts), None
         visible = _unpacked(call, visible, *starts)
     if position_bias is not None:
@@ -158,11 +158,11 @@ def attention_forward(
 
 
 def check_others(
-    module: nn.Module, others: Mapping[str, Any], known: Collection[str] = _IRRELEVANT
+    module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = _IRRELEVANT
 ) -> None:
     """Raise if there is an argument that may change attention."""
-    given = (name for name, value in others.items() if value is not None)
-    unknown = [name for name in given if name not in known and not is_model_input(name)]
+    present = (name for name, value in kwargs.items() if value is not None)
+    unknown = [name for name in present if name not in known and not is_model_input(name)]
     if unknown:
         raise TypeError(
             f"fastattn's attention for transformers does not know the argument {unknown[0]!r} of "
@@ -198,6 +198,7 @@ class _Visible:
 
 
 def _read(mask: StructuredMask, query: Tensor, key: Tensor) -> _Visible:
+    """The visible pairs of a structured mask, checked against the layer's lengths."""
     expected = (query.shape[2], key.shape[2])
     if mask.shape[2:] != expected:  # a cache may have more or fewer keys than it said
         raise RuntimeError(
@@ -238,8 +239,8 @@ def _fitted(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def _chosen(indices: Tensor, count: int) -> Tensor:
     """[..., Lq, count]: True at ``indices`` [..., Lq, k]; negative indices are ignored."""
     chosen = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
-    at = indices.long()
-    return chosen.scatter(-1, torch.where(at < 0, count, at), True)[..., :count]
+    keys = indices.long()
+    return chosen.scatter(-1, torch.where(keys < 0, count, keys), True)[..., :count]
 
 
 def _chosen_blocks(indices: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
@@ -250,16 +251,19 @@ def _chosen_blocks(indices: Tensor, size: int, query: Tensor, key: Tensor) -> Te
 
 
 def _restricted(chosen: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask with only the chosen pairs."""
     return chosen if mask is None else _both(chosen, mask)
 
 
 def _both(keep: Tensor, mask: Tensor) -> Tensor:
+    """The pairs of a boolean ``keep``, with the values of a boolean or floating mask."""
     if mask.dtype is torch.bool:
         return keep & mask
     return torch.where(keep, mask, -torch.inf)
 
 
 def _biased(bias: Tensor, mask: Tensor | None, key: Tensor) -> Tensor:
+    """A bias of all pairs, with the pairs of the mask only."""
     bias = bias[..., : key.shape[2]]
     if mask is None:
         return bias
@@ -271,7 +275,7 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
     q_len, k_len = call.query.shape[2], call.key.shape[2]
     key, value, mask = call.key, call.value, visible.mask
     left, right, offset = visible.left, visible.right, visible.offset
-    used = k_len
+    visible_keys = k_len
     if call.compact is not None:  # its offset is 0, or aligns the last query with the last key
         if (left, right) != (-1, -1) and offset != call.compact.offset:
             mask = _with_window(call, visible)
@@ -279,23 +283,23 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
         offset = call.compact.offset
     if (left, right) != (-1, -1) and offset not in (0, k_len - q_len):
         if right == 0 and offset + q_len <= k_len:  # no query can see the keys after its own
-            used = offset + q_len
-            key, value = key[:, :, :used], value[:, :, :used]
-            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :used]
+            visible_keys = offset + q_len
+            key, value = key[:, :, :visible_keys], value[:, :, :visible_keys]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :visible_keys]
         else:
             mask = _with_window(call, visible)
             left = right = -1
-    plainly_causal = mask is None and (left, right) == (-1, 0)
+    is_causal = mask is None and (left, right) == (-1, 0)
     results = scaled_dot_product_attention(
         call.query,
         key,
         value,
         mask,
         call.dropout_p,
-        plainly_causal,
+        is_causal,
         call.scale,
         call.query.shape[1] != key.shape[1],
-        window=None if plainly_causal or (left, right) == (-1, -1) else (left, right),
+        window=None if is_causal or (left, right) == (-1, -1) else (left, right),
         softcap=call.softcap,
         sinks=call.sinks,
         relative_bias=None if call.compact is None else call.compact.relative_bias,
@@ -303,13 +307,13 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
         return_lse=call.row_sinks is not None,
         need_weights=call.need_weights,
     )
-    out, *more = results if isinstance(results, tuple) else (results,)
-    weights = more[-1] if call.need_weights else None
+    out, *further_results = results if isinstance(results, tuple) else (results,)
+    weights = further_results[-1] if call.need_weights else None
     if call.row_sinks is not None:
-        out, kept = _with_row_sinks(out, more[0], call.row_sinks)
-        weights = None if weights is None else (weights * kept[..., None]).to(weights.dtype)
-    if weights is not None and used < k_len:
-        weights = torch.nn.functional.pad(weights, (0, k_len - used))
+        out, key_share = _with_row_sinks(out, further_results[0], call.row_sinks)
+        weights = None if weights is None else (weights * key_share[..., None]).to(weights.dtype)
+    if weights is not None and visible_keys < k_len:
+        weights = torch.nn.functional.pad(weights, (0, k_len - visible_keys))
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -357,12 +361,12 @@ def _with_row_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Te
     The operators only have a sink per head. A sink is a state with the value 0, and a sink of inf
     leaves the keys no weight.
     """
-    nothing, all_sink = out.new_zeros(1).expand_as(out), sinks == torch.inf
-    finite = torch.where(all_sink, 0.0, sinks.to(lse.dtype))
-    out, total = merge_states(out, lse, nothing, finite.contiguous())
-    no_keys = all_sink | (lse == -torch.inf)
-    share = torch.where(no_keys, 0.0, torch.exp(lse - total))
-    return torch.where(all_sink[..., None], 0.0, out), share
+    zero_values, infinite_sink = out.new_zeros(1).expand_as(out), sinks == torch.inf
+    finite = torch.where(infinite_sink, 0.0, sinks.to(lse.dtype))
+    out, total = merge_states(out, lse, zero_values, finite.contiguous())
+    keys_have_no_weight = infinite_sink | (lse == -torch.inf)
+    share = torch.where(keys_have_no_weight, 0.0, torch.exp(lse - total))
+    return torch.where(infinite_sink[..., None], 0.0, out), share
 
 
 def _joined(sinks: Tensor) -> Tensor:
@@ -376,17 +380,17 @@ def _joined(sinks: Tensor) -> Tensor:
 def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
     """The visible pairs as a mask [B, 1, Lq, Lk] that also separates the sequences."""
     batch = call.query.shape[0]
-    q_group, q_place = _places(q_starts, batch, call.query.shape[2])
-    k_group, k_place = _places(k_starts, batch, call.key.shape[2])
-    distance = q_place[:, :, None] - k_place[:, None, :]
+    q_sequence, q_distance = _places(q_starts, batch, call.query.shape[2])
+    k_sequence, k_distance = _places(k_starts, batch, call.key.shape[2])
+    distance = q_distance[:, :, None] - k_distance[:, None, :]
     keep = in_window(distance, visible.left, visible.right)
-    keep = (keep & (q_group[:, :, None] == k_group[:, None, :]))[:, None]
+    keep = (keep & (q_sequence[:, :, None] == k_sequence[:, None, :]))[:, None]
     return _Visible(keep if visible.mask is None else _both(keep, visible.mask))
 
 
 def _places(starts: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """The sequence of each row, and its distance from the sequence's end. Both [B, L]."""
     rows = torch.arange(batch * length, device=starts.device, dtype=starts.dtype)
-    group = torch.searchsorted(starts[1:], rows, right=True)
+    sequence = torch.searchsorted(starts[1:], rows, right=True)
     ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)
-    return group.view(batch, length), (rows - ends[group]).view(batch, length)
+    return sequence.view(batch, length), (rows - ends[sequence]).view(batch, length)

@@ -46,6 +46,7 @@ class CompactBias:
         return replace(self, relative_bias=self.relative_bias._replace(table=_rows_of(embedding)))
 
     def __add__(self, mask: Tensor) -> CompactBias:
+        """Add a mask, as the stock layers add theirs to the bias."""
         return replace(self, mask=mask if self.mask is None else self.mask + mask)
 
 
@@ -126,6 +127,7 @@ def _is(module: nn.Module, packages: str, name: str) -> bool:
 
 
 def _is_ours(config: Any) -> bool:
+    """Whether this configuration runs on fastattn's attention."""
     return getattr(config, "_attn_implementation", None) == "fastattn"
 
 
@@ -139,15 +141,15 @@ def _bias_of_t5(
     """Replaces ``T5Attention.compute_bias``."""
     offset = past_seen_tokens
     # A static cache counts its tokens in a tensor, and has keys past the last token.
-    known = isinstance(offset, int) and offset in (0, key_length - query_length)
-    if not (known and _is_ours(layer.config)):
+    aligned = isinstance(offset, int) and offset in (0, key_length - query_length)
+    if not (aligned and _is_ours(layer.config)):
         return type(layer).compute_bias(
             layer, query_length, key_length, device=device, past_seen_tokens=offset
         )
     # Later layers use the table too. A parameter itself may be sharded again by then (FSDP).
     embedding = layer.relative_attention_bias
-    form = T5(_rows_of(embedding), not layer.is_decoder, layer.relative_attention_max_distance)
-    return CompactBias(form, offset, embedding=embedding)
+    bias = T5(_rows_of(embedding), not layer.is_decoder, layer.relative_attention_max_distance)
+    return CompactBias(bias, offset, embedding=embedding)
 
 
 def _rows_of(embedding: Any) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.distributed import Layout, attention
-from fastattn.distributed._columns import whole_columns
+from fastattn.distributed._columns import gather_columns
 from fastattn.integrations.transformers._attention import check_others
 from fastattn.integrations.transformers._masks import StructuredMask
 from fastattn.integrations.transformers._patterns import Pattern, pattern_of
@@ -41,10 +41,10 @@ class Context:
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         output_attentions: bool | None = False,
-        **others: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """The attention function for the rows of this rank and the keys of all ranks."""
-        check_others(module, others)
+        check_others(module, kwargs)
         if output_attentions or weights_are_recorded(module):
             raise NotImplementedError(f"{_NAME} has no attention weights")
         if isinstance(attention_mask, StructuredMask):
@@ -84,10 +84,10 @@ class Context:
         kv_offset: int = 0,
         mask_function: Callable[..., Any] | None = None,
         attention_mask: Tensor | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> StructuredMask:
         """The pattern of ``mask_function``, in positions of the whole sequence, and all padding."""
-        positions = others.get("cache_position")  # of transformers 5.0
+        positions = kwargs.get("cache_position")  # of transformers 5.0
         if positions is not None:
             q_length, q_offset = len(positions), positions[0] if len(positions) else 0
         if int(q_offset) or kv_offset:
@@ -101,9 +101,9 @@ class Context:
                 "attention_mask=torch.ones_like(input_ids)"
             )
         if attention_mask is not None:
-            attention_mask = whole_columns(attention_mask.bool(), self.group, self.layout)
+            attention_mask = gather_columns(attention_mask.bool(), self.group, self.layout)
             attention_mask = None if bool(attention_mask.all()) else attention_mask
         assert q_length is not None
         shape = (batch_size, 1, q_length, kv_length)
-        device = torch.device(others.get("device", "cpu"))
+        device = torch.device(kwargs.get("device", "cpu"))
         return StructuredMask(shape, pattern, 0, attention_mask, device)

@@ -39,23 +39,28 @@ def experts_forward(
         moe = importlib.import_module("transformers.integrations.moe")
         y: Tensor = moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return y
-    top = top_k_index.shape[-1]
+    experts_per_token = top_k_index.shape[-1]
     experts, order = top_k_index.reshape(-1).sort(stable=True)
     counts = experts.bincount(minlength=self.num_experts)[: self.num_experts].tolist()
-    rows = hidden_states[order // top].split([*counts, len(experts) - sum(counts)])
-    first, second = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
-    found = []
-    for x, up, down in zip(rows, _layers(self, first), _layers(self, second), strict=False):
+    rows = hidden_states[order // experts_per_token].split([*counts, len(experts) - sum(counts)])
+    up_name, down_name = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+    outputs = []
+    for x, up, down in zip(rows, _layers(self, up_name), _layers(self, down_name), strict=False):
         if len(x):
             h = linear(x, *up)
-            found.append(linear(self._apply_gate(h) if self.has_gate else self.act_fn(h), *down))
-    found.append(rows[-1].new_zeros(len(rows[-1]), hidden_states.shape[1]))  # without an expert
-    each = torch.cat(found)
+            outputs.append(linear(self._apply_gate(h) if self.has_gate else self.act_fn(h), *down))
+    outputs.append(rows[-1].new_zeros(len(rows[-1]), hidden_states.shape[1]))  # without an expert
+    rows_out = torch.cat(outputs)
     if getattr(self, "has_post_expert_norm", False):
-        each = self.post_expert_norm(each)
-    each = each * top_k_weights.reshape(-1)[order, None]
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-    return each[back].view(-1, top, each.shape[1]).sum(1).to(hidden_states.dtype)
+        rows_out = self.post_expert_norm(rows_out)
+    rows_out = rows_out * top_k_weights.reshape(-1)[order, None]
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return (
+        rows_out[inverse]
+        .view(-1, experts_per_token, rows_out.shape[1])
+        .sum(1)
+        .to(hidden_states.dtype)
+    )
 
 
 def _layers(experts: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:

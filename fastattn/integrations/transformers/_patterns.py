@@ -81,6 +81,7 @@ class _Index(_Symbol):
     table: Tensor | None = None
 
     def new_ones(self, size: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """Called by mask functions that begin with ``q_idx.new_ones(())``."""
         return torch.ones(size, dtype=dtype)
 
     def __add__(self, shift: int) -> _Index:
@@ -135,26 +136,27 @@ class _Distance(_Symbol):
             raise _Unsupported
         return replace(self, absolute=True)
 
-    def __le__(self, most: int) -> _Rule:
-        most = _integer(most)
-        return self._between(-most if self.absolute else -math.inf, most)
+    def __le__(self, upper: int) -> _Rule:
+        upper = _integer(upper)
+        return self._between(-upper if self.absolute else -math.inf, upper)
 
     def __lt__(self, bound: int) -> _Rule:
         return self <= _integer(bound) - 1
 
-    def __ge__(self, least: int) -> _Rule:
+    def __ge__(self, lower: int) -> _Rule:
         if self.absolute:
             raise _Unsupported
-        return self._between(_integer(least), math.inf)
+        return self._between(_integer(lower), math.inf)
 
     def __gt__(self, bound: int) -> _Rule:
         return self >= _integer(bound) + 1
 
-    def _between(self, least: float, most: float) -> _Rule:
-        least, most = least - self.shift, most - self.shift
+    def _between(self, lower: float, upper: float) -> _Rule:
+        """The rule lower <= distance <= upper, as bounds of q - k."""
+        lower, upper = lower - self.shift, upper - self.shift
         if self.sign < 0:
-            least, most = -most, -least
-        return _Rule(least, most, positions=() if self.table is None else (self.table,))
+            lower, upper = -upper, -lower
+        return _Rule(lower, upper, positions=() if self.table is None else (self.table,))
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class _Rule(_Symbol):
         )
 
     def pattern(self) -> Pattern | None:
+        """The pattern of the rule; None if it has no such form."""
         left, right = self.most, -self.least
         if left < 0 or right < 0 or not self._positions_count_rows():
             return None
@@ -206,6 +209,7 @@ class _Rule(_Symbol):
 
 
 def _integer(x: Any) -> int:
+    """x, if it is a plain int; mask functions with other bounds are not supported."""
     if type(x) is not int:
         raise _Unsupported
     return x

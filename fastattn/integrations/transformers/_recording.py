@@ -31,6 +31,7 @@ def anything_is_recorded() -> bool:
 
 
 def _find_collector() -> Any:
+    """The variable that holds transformers' lists; None before 5.2."""
     try:
         capturing = importlib.import_module("transformers.utils.output_capturing")
     except ImportError:

@@ -88,14 +88,15 @@ def context_parallel(
 class _Registries:
     """transformers' registries: fastattn's functions for each name, and the previous functions."""
 
-    def __init__(self, attention_forward: Any, attention_mask: Any, *others: Any) -> None:
+    def __init__(self, attention_forward: Any, attention_mask: Any, *more: Any) -> None:
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
-        self._served = ((attention, attention_forward), (masks, attention_mask), *others)
+        self._served = ((attention, attention_forward), (masks, attention_mask), *more)
         self._registrations: dict[str, int] = {}
         self._before: dict[str, list[Any]] = {}
 
     def serve(self, name: str) -> None:
+        """Put fastattn's functions under a name, with its first registration."""
         if not self._registrations.get(name):
             self._before[name] = [_entries(to).get(name, _ABSENT) for to, _ in self._served]
         self._registrations[name] = self._registrations.get(name, 0) + 1
@@ -103,6 +104,7 @@ class _Registries:
             interface.register(name, function)
 
     def release(self, name: str) -> None:
+        """Put the previous functions back, with the last registration."""
         self._registrations[name] -= 1
         if self._registrations[name]:
             return
@@ -123,11 +125,12 @@ def _entries(interface: Any) -> dict[str, Any]:
 
 @functools.cache
 def _registries() -> _Registries:
+    """The registries, once transformers is imported and its version checked."""
     check_version("transformers", OLDEST, BELOW)
     from fastattn.integrations.transformers._attention import attention_forward
     from fastattn.integrations.transformers._experts import experts_forward, experts_interface
     from fastattn.integrations.transformers._masks import attention_mask
 
     experts = experts_interface()
-    others = () if experts is None else ((experts, experts_forward),)
-    return _Registries(attention_forward, attention_mask, *others)
+    experts_entry = () if experts is None else ((experts, experts_forward),)
+    return _Registries(attention_forward, attention_mask, *experts_entry)

@@ -65,6 +65,7 @@ def _models_of(config_class: type) -> list[Any]:
 
 
 def _reads_any_mask(model: Any) -> bool:
+    """Whether a model class supports boolean masks through the registry."""
     return bool(model._supports_sdpa or model._supports_flex_attn) and _uses_registry(model)
 
 
@@ -79,11 +80,13 @@ def _uses_registry(model: Any) -> bool:
 
 
 def _base_of_models() -> Any:
+    """transformers' base class of models."""
     return importlib.import_module("transformers.modeling_utils").PreTrainedModel
 
 
-def _subclasses(of: type) -> Iterator[Any]:
-    subclasses: list[type] = of.__subclasses__()
+def _subclasses(base: type) -> Iterator[Any]:
+    """All direct and indirect subclasses."""
+    subclasses: list[type] = base.__subclasses__()
     for subclass in subclasses:
         yield subclass
         yield from _subclasses(subclass)

@@ -39,11 +39,11 @@ inline void divide(const SequencesParams& p, bool (*belongs)(const Sequence&), O
     if (belongs(sequences.at(n))) order[tiled++] = p.order[n];
   for (int64_t n = 0, at = tiled; n < count; ++n)
     if (!belongs(sequences.at(n))) order[at++] = p.order[n];
-  SequencesParams part = p;
-  part.order = order, part.attention.B = tiled;
-  if (tiled > 0) run_on_tiles(part);
-  part.order = order + tiled, part.attention.B = count - tiled;
-  if (tiled < count) run_on_vectors(part);
+  SequencesParams calls = p;
+  calls.order = order, calls.attention.B = tiled;
+  if (tiled > 0) run_on_tiles(calls);
+  calls.order = order + tiled, calls.attention.B = count - tiled;
+  if (tiled < count) run_on_vectors(calls);
   __builtin_free(order);
 }
 

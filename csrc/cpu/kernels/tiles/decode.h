@@ -45,8 +45,8 @@ class TileDecode {
     begin_total(x.buf.total, head);
     stack_queries(x.buf.q, head);
     for (int64_t c = 0; c < chunks_; ++c) {
-      chunk(x, head, c, x.buf.part);
-      merge(x.buf.total, x.buf.part);
+      chunk(x, head, c, x.buf.chunk_state);
+      merge(x.buf.total, x.buf.chunk_state);
     }
     finish(x, head);
   }
@@ -58,6 +58,7 @@ class TileDecode {
     chunk(x, t / chunks_, t % chunks_, states + t * state_size());
   }
 
+  // Merges the states of all chunks of a head, in order, and writes its result.
   void merge_head(int64_t head, const float* states) const {
     Head x(*this, head);
     begin_total(x.buf.total, head);
@@ -83,14 +84,16 @@ class TileDecode {
   Row row_of(int64_t head, int64_t r) const { return {head % p.Hkv * group + r / p.Lq, r % p.Lq}; }
 
   struct Buffers {
-    Storage* q;      // [rows][D]
-    Storage* out;    // [rows][Dv]
-    double* lse;     // [rows]
-    float* total;    // a state: that of each panel
-    float* part;     // a state
-    void* products;  // those of the products
-    size_t bytes;    // without these
+    Storage* q;          // [rows][D]
+    Storage* out;        // [rows][Dv]
+    double* lse;         // [rows]
+    float* total;        // a state: that of each panel
+    float* chunk_state;  // a state
+    void* products;      // those of the products
+    size_t bytes;        // without these
   };
+
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;
@@ -98,7 +101,7 @@ class TileDecode {
     buf.out = a.take<Storage>(rows * p.Dv);
     buf.lse = a.take<double>(rows);
     buf.total = a.take<float>(state_size());
-    buf.part = a.take<float>(state_size());
+    buf.chunk_state = a.take<float>(state_size());
     buf.bytes = a.used();
     buf.products = static_cast<char*>(base) + buf.bytes;
     return buf;
@@ -135,6 +138,8 @@ class TileDecode {
           products(s, kBlocks),
           task{products.allocate(buf.products, decode.panels), 0, 0, {}} {}
   };
+
+  // The buffers of this thread.
   Buffers scratch() const {
     const Buffers empty = allocate(nullptr);
     const Sequence s = stacked(empty, 0);
@@ -142,6 +147,7 @@ class TileDecode {
     return allocate(thread_scratch(all));
   }
 
+  // Copies the query heads that share a key head to consecutive rows.
   void stack_queries(Storage* to, int64_t head) const {
     const int64_t* st = p.q.stride;
     const Storage* q = static_cast<const Storage*>(p.q.data) + head / p.Hkv * st[0];
@@ -152,6 +158,7 @@ class TileDecode {
     }
   }
 
+  // The state of one chunk of keys.
   void chunk(Head& x, int64_t head, int64_t c, float* state) const {
     const Range seen = visible_to_any(p, 0, p.Lq);
     Range blocks{max_of(c * kBlocks, seen.begin / kBlockKeys),
@@ -169,6 +176,7 @@ class TileDecode {
     }
   }
 
+  // Sets panel n to its rows of a head, and to the blocks of keys of a chunk.
   void place(Panel& panel, int64_t head, int64_t n, Range blocks) const {
     panel.b = panel.hk = panel.h = 0;
     panel.i0 = n * kQueries, panel.i1 = min_of(rows, panel.i0 + kQueries);
@@ -198,11 +206,11 @@ class TileDecode {
   }
 
   // Merges part into total. They cover disjoint sets of keys.
-  void merge(float* total, const float* part) const {
+  void merge(float* total, const float* chunk_state) const {
     for (int64_t panel = 0; panel < panels; ++panel)
       for (int n = 0; n < kVectors; ++n) {
         float* const to = total + panel * panel_size() + n * W;
-        const float* const from = part + panel * panel_size() + n * W;
+        const float* const from = chunk_state + panel * panel_size() + n * W;
         VecF m = load(to + maxima()), l = load(to + sums());
         const Shares<float> share = merge_sums<float>(
             &m, &l, load(from + maxima()), load(from + sums()),
@@ -213,6 +221,7 @@ class TileDecode {
       }
   }
 
+  // Writes out and lse of a head from its merged state.
   void finish(Head& x, int64_t head) const {
     for (int64_t n = 0; n < panels; ++n) {
       float* const from = x.buf.total + n * panel_size();

@@ -6,9 +6,9 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// 2^x of any x with a relative error of 1e-4 (coarse, for weights in bf16), or 1.4e-8: the polynomial
-// is 1 at 0 and 2 at 1, so the result is continuous and a lone key has weight 1. 2^-inf is 0 without
-// a clamp, and NaN stays NaN.
+// 2^x of any x with a relative error of 1e-4 (coarse, for weights in bf16), or 1.4e-8: the
+// polynomial is 1 at 0 and 2 at 1, so the result is continuous and a lone key has weight 1. 2^-inf
+// is 0 without a clamp, and NaN stays NaN.
 template <bool kCoarse>
 FASTATTN_INLINE VecF exp2_any(VecF x) {
   const VecF f =

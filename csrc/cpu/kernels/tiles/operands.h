@@ -2,9 +2,9 @@
 // pass has for them besides those of the forward pass: left or right (pack.h), reduced over the
 // channels or over the rows.
 //
-// A product pairs neighbours of the reduced index. Channels are reduced in their own order. Where the
-// 32 rows are reduced, row r is beside row r + 16, the order in which split_pairs joins two vectors
-// of weights.
+// A product pairs neighbours of the reduced index. Channels are reduced in their own order. Where
+// the 32 rows are reduced, row r is beside row r + 16, the order in which split_pairs joins two
+// vectors of weights.
 #pragma once
 #include "pack.h"
 

@@ -4,8 +4,8 @@
 //   right  [16 pairs][16 columns][2] two consecutive elements of the reduced index beside each
 //                                         other, the layout of words (policy.h)
 //
-// Rows and columns beyond the tensor are zeros, so the kernels have no tails. Each tile is there once
-// for each part of its numbers (parts.h).
+// Rows and columns beyond the tensor are zeros, so the kernels have no tails. Each tile is there
+// once for each part of its numbers (parts.h).
 #pragma once
 #include "../pack.h"
 #include "../scores.h"
@@ -54,12 +54,12 @@ struct RowsOfTile {
   typedef typename P::Storage Storage;
   const Storage* data;
   int64_t row_stride, col_stride, channels;
-  uint32_t taken;  // bit r: row r exists and is not left out
+  uint32_t rows_in_use;  // bit r: row r exists and is not left out
 
   // Channels 32 d to 32 d + 31 of row r.
   template <class Format>
   FASTATTN_INLINE void at(int64_t r, int64_t d, __m512i (&parts)[Format::kParts]) const {
-    if (taken >> r & 1)
+    if (rows_in_use >> r & 1)
       return load_channels<Format>(data + r * row_stride, col_stride, d * kStep, channels, parts);
     FASTATTN_UNROLL for (__m512i& part : parts) part = _mm512_setzero_si512();
   }
@@ -77,23 +77,25 @@ FASTATTN_INLINE RowsOfTile<P> rows_of(const Tensor4& x, int64_t b, int64_t h, in
   return {data, st[2], st[3], channels, first_bits(end - begin)};
 }
 
-// The rows that products of tiles would get wrong, as bits. In 16 bits they are those with NaN or inf,
-// of which a product with zero is NaN. A float may also be too large for a sum of products, or so
-// small that its lower parts, or their products, are subnormal, which tiles flush to zero. What a
-// row contributes then is within a rounding of what its largest element does.
+// The rows that products of tiles would get wrong, as bits. In 16 bits they are those with NaN or
+// inf, of which a product with zero is NaN. A float may also be too large for a sum of products, or
+// so small that its lower parts, or their products, are subnormal, which tiles flush to zero. What
+// a row contributes then is within a rounding of what its largest element does.
 constexpr float kLargestOfRow = 0x1p56f, kLeastOfRow = 0x1p-40f;
 
+// The rows whose products are computed on vectors: too large or too small for bf16 parts, as bits.
 template <class P>
-FASTATTN_INLINE uint32_t rows_apart(const RowsOfTile<P>& x, float least = kLeastOfRow) {
-  uint32_t found = 0;
+FASTATTN_INLINE uint32_t separate_rows(const RowsOfTile<P>& x, float least = kLeastOfRow) {
+  uint32_t separate = 0;
   for (int r = 0; r < 32; ++r) {
-    if (!(x.taken >> r & 1)) continue;
+    if (!(x.rows_in_use >> r & 1)) continue;
     const auto* row = x.data + r * x.row_stride;
     bool apart;
     if constexpr (P::Format::kParts == 1) {
       apart = !all_finite(row, 0, x.col_stride, 1, x.channels);
     } else {
-      VecI most{};  // of the magnitudes as integers, which have the same order, NaN above inf
+      // Of the magnitudes as integers, which have the same order, with NaN above inf.
+      VecI max_magnitude{};
       for (int64_t c = 0; c < x.channels; c += kLanes<float>) {
         const int count = static_cast<int>(min_of<int64_t>(kLanes<float>, x.channels - c));
         VecF some{};
@@ -102,15 +104,15 @@ FASTATTN_INLINE uint32_t rows_apart(const RowsOfTile<P>& x, float least = kLeast
         else
           for (int i = 0; i < count; ++i) some[i] = row[(c + i) * x.col_stride];
         const VecI magnitude = (VecI)some & 0x7fffffff;
-        most = magnitude > most ? magnitude : most;
+        max_magnitude = magnitude > max_magnitude ? magnitude : max_magnitude;
       }
-      const int32_t largest = _mm512_reduce_max_epi32((__m512i)most);
+      const int32_t largest = _mm512_reduce_max_epi32((__m512i)max_magnitude);
       apart = largest > static_cast<int32_t>(bits_of(kLargestOfRow)) ||
               (largest != 0 && largest < static_cast<int32_t>(bits_of(least)));
     }
-    if (apart) found |= 1u << r;
+    if (apart) separate |= 1u << r;
   }
-  return found;
+  return separate;
 }
 // What a product of a tile would be, for a pair of rows that is apart.
 template <class P>
@@ -142,7 +144,8 @@ FASTATTN_INLINE void pack_left(const RowsOfTile<P>& from, int64_t steps, Element
     }
 }
 
-// Words of 16 rows from row r on, two channels each: to[part][16 words][row_words], 16 rows in a row.
+// Words of 16 rows from row r on, two channels each: to[part][16 words][row_words], 16 rows in a
+// row.
 template <class Format, class P>
 FASTATTN_INLINE void pack_words(const RowsOfTile<P>& from, int64_t r, int64_t d, int64_t row_words,
                                 int64_t part_words, float* to) {

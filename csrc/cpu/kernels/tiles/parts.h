@@ -1,12 +1,12 @@
 // The operands of products on tiles. A tile has elements of bf16, numbers of 8 significant bits, or
-// of fp16. A number with more bits is split into parts of bf16, and a product of numbers is a sum of
-// products of parts:
+// of fp16. A number with more bits is split into parts of bf16, and a product of numbers is a sum
+// of products of parts:
 //
 //   x = x1 + x2 + x3            exact for a float: 24 bits
 //   x y = x1 y1 + (x1 y2 + x2 y1) + (x1 y3 + x2 y2 + x3 y1)
 //
-// The three products that are missing are below a rounding of x y. Two parts and three products have
-// 16 bits, which PyTorch's matmul precision "high" allows.
+// The three products that are missing are below a rounding of x y. Two parts and three products
+// have 16 bits, which PyTorch's matmul precision "high" allows.
 #pragma once
 #include "../../simd/tiles.h"
 #include "../policy.h"
@@ -67,8 +67,8 @@ FASTATTN_INLINE void split(VecF a, VecF b, __m512i (&parts)[kParts], Join join) 
 
 typedef uint16_t Element;  // of a tile: the bits of a bf16 or of an fp16
 
-// The formats of operands: the parts of two vectors a and b as words (a[i], b[i]), or those of a and
-// then those of b; the number whose parts are `step` elements from each other; and the product.
+// The formats of operands: the parts of two vectors a and b as words (a[i], b[i]), or those of a
+// and then those of b; the number whose parts are `step` elements from each other; and the product.
 template <int kPartsT>
 struct AsBf16 {
   typedef Bf16 Number;

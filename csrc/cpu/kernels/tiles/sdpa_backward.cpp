@@ -7,6 +7,7 @@
 namespace fastattn {
 namespace FASTATTN_ISA {
 
+// Backward of a batch, on tiles where they support it.
 void attention_backward(const AttentionParams& p) {
   if (!on_tiles(p)) return FASTATTN_BASE::table.attention_backward(p);
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0) return;
@@ -17,6 +18,7 @@ void attention_backward(const AttentionParams& p) {
   });
 }
 
+// Backward of packed sequences, each on tiles or on vectors.
 void attention_sequences_backward(const SequencesParams& p) {
   if (p.attention.Hq == 0) return;
   const auto tiled = [](const SequencesParams& part) {

@@ -1,5 +1,5 @@
-// One unit of the backward pass on tiles: a key head and a chunk of its keys, against all queries of
-// its head group. The scores are transposed, keys by queries, as in the unit on vectors:
+// One unit of the backward pass on tiles: a key head and a chunk of its keys, against all queries
+// of its head group. The scores are transposed, keys by queries, as in the unit on vectors:
 //
 //   S = K Q^T     dP = V dO^T     P = 2^(S - lse)     dS = P o (dP - delta)
 //   dV += P dO    dK += dS Q      dQ^T += K^T dS
@@ -7,12 +7,12 @@
 // sdpa_gradients.h has what is on vectors, from S and dP to P and dS; here are the products.
 //
 // Loads and stores of sums take longer than products. So keys and queries meet in blocks of 4 x 8
-// squares of 32 x 32 pairs, and a square of a sum is loaded and stored once for up to eight squares.
-// A block has two phases: square by square, S and dP on tiles, then P and dS on vectors; and the
-// sums, on tiles alone. Queries are taken in panels that stay in L2 with their dQ.
+// squares of 32 x 32 pairs, and a square of a sum is loaded and stored once for up to eight
+// squares. A block has two phases: square by square, S and dP on tiles, then P and dS on vectors;
+// and the sums, on tiles alone. Queries are taken in panels that stay in L2 with their dQ.
 //
-// In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is one
-// for each product of parts. Rows that parts do not represent are zero there, and what they
+// In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is
+// one for each product of parts. Rows that parts do not represent are zero there, and what they
 // contribute is computed pair by pair. In fp16 the sums of dS are those of two parts of bf16.
 #pragma once
 #include "operands.h"
@@ -41,13 +41,13 @@ class TileBackwardUnit {
   static constexpr int kKeysOfBlock = Gradients::kKeysOfBlock;
   static constexpr int kQueriesOfBlock = Gradients::kQueriesOfBlock;
 
-  // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys this
-  // is some 2 % of its instructions.
+  // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys
+  // this is some 2 % of its instructions.
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
   // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
   static constexpr int64_t kPanelElements = (1 << 16) / kMostParts;
-  // In fp32, queries whose dK and dV are summed before they are added to the others: each square adds
-  // as many roundings as there are products of parts. A multiple of a panel.
+  // In fp32, queries whose dK and dV are summed before they are added to the others: each square
+  // adds as many roundings as there are products of parts. A multiple of a panel.
   static constexpr int64_t kQueriesOfSum = 1024;
   // Gradients are often smaller than other numbers, and computing pairs one by one is slow.
   static constexpr float kLeastGradient = 0x1p-60f;
@@ -66,8 +66,8 @@ class TileBackwardUnit {
 
   static constexpr bool heads_follow() { return false; }
   static constexpr bool sums_delta() { return false; }  // it is prepared from O
-  // The products of the forward pass, in its order. Scores of 10^9 that are rounded otherwise differ by
-  // hundreds, and a weight would be 2^hundreds.
+  // The products of the forward pass, in its order. Scores of 10^9 that are rounded otherwise
+  // differ by hundreds, and a weight would be 2^hundreds.
   static constexpr bool forward_scores() { return true; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   // Of a query head: dQ, [queries / 32][D][32], then the sums of the gradient of its relative bias.
@@ -83,7 +83,7 @@ class TileBackwardUnit {
     T *dk, *dv;          // [chunk / 32][D | Dv / 32] squares, keys by channels
     T *all_dk, *all_dv;  // in fp32, the sums of dk and dv before; else the same
     Square* square;      // [2]
-    T* nowhere;          // a square that is not read
+    T* scratch_square;   // a square that is not read
     T* pending;          // where the sums go that tiles 0 to 3 hold
     // Rows that some of these tiles have as zeros, as bits: of a block, of a panel.
     uint32_t k_apart[kRows], v_apart[kRows], *q_apart, *g_apart;  // [panel / 32]
@@ -91,6 +91,7 @@ class TileBackwardUnit {
     size_t bytes;
   };
 
+  // Takes the buffers of a thread from an arena; a null base only measures.
   Buffers allocate(void* base) const {
     Arena a(base);
     const int64_t queries = min_of(panel, round_up(p.Lq, kSide));
@@ -108,14 +109,15 @@ class TileBackwardUnit {
     f.all_dk = kParts > 1 ? a.take<T>(keys * dp) : f.dk;
     f.all_dv = kParts > 1 ? a.take<T>(keys * dvp) : f.dv;
     f.square = a.take<Square>(2);
-    f.nowhere = a.take<T>(kSquare);
-    f.pending = f.nowhere;
+    f.scratch_square = a.take<T>(kSquare);
+    f.pending = f.scratch_square;
     f.gradients = gradients.allocate(a, queries);
     f.bytes = a.used();
     return f;
   }
 
-  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the group][dq_size].
+  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the
+  // group][dq_size].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
@@ -158,6 +160,7 @@ class TileBackwardUnit {
     return dq + round_up(p.Lq, kSide) * dp;
   }
 
+  // The gradients of one query head, for the keys of a block.
   void query_head(Buffers& f, Block& x, Range keys, const PreparedRows<T>& prepared, T* dq) const {
     const Range seen = gradients.seen_keys(f.gradients, x.b, x.h, keys);
     for (int64_t i = 0; i < p.Lq; i += panel) {
@@ -212,6 +215,7 @@ class TileBackwardUnit {
     add(f.dv, f.all_dv, padded * dvp);
   }
 
+  // The gradients of one block of queries and keys.
   void block(Buffers& f, Block& x) const {
     for (int row = 0; row < kRows; ++row) {
       const Range keys = x.keys(row), seeing = seeing_any(p, keys.begin, keys.end);
@@ -243,11 +247,11 @@ class TileBackwardUnit {
       RowsOfTile<P> q = rows_of<P>(p.q, b, h, i, end, p.D);
       RowsOfTile<P> g = rows_of<P>(p.grad_out, b, h, i, end, p.Dv);
       for (int64_t r = 0; r < end - i; ++r)
-        if (f.gradients.rows.high[n + r] == kInf<T>) q.taken &= ~(1u << r);
-      g.taken = q.taken;
+        if (f.gradients.rows.high[n + r] == kInf<T>) q.rows_in_use &= ~(1u << r);
+      g.rows_in_use = q.rows_in_use;
       if constexpr (kParts > 1) {
-        q.taken &= ~(f.q_apart[n / kSide] = rows_apart(q));
-        g.taken &= ~(f.g_apart[n / kSide] = rows_apart(g, kLeastGradient));
+        q.rows_in_use &= ~(f.q_apart[n / kSide] = separate_rows(q));
+        g.rows_in_use &= ~(f.g_apart[n / kSide] = separate_rows(g, kLeastGradient));
       }
       pack_right_columns<Format>(q, dp / kSide, f.q_columns + n * dp * kParts);
       pack_right_rows<GradFormat>(q, dp / kSide, f.q_rows + n * dp * kGradParts);
@@ -266,8 +270,8 @@ class TileBackwardUnit {
       f.k_apart[row] = f.v_apart[row] = 0;
       if (r.begin >= r.end) continue;
       RowsOfTile<P> k = keys_of(p.k, x, row, p.D), v = keys_of(p.v, x, row, p.Dv), some = k;
-      if (kParts > 1 || excludes) some.taken &= ~(f.k_apart[row] = rows_apart(k));
-      if constexpr (kParts > 1) k = some, v.taken &= ~(f.v_apart[row] = rows_apart(v));
+      if (kParts > 1 || excludes) some.rows_in_use &= ~(f.k_apart[row] = separate_rows(k));
+      if constexpr (kParts > 1) k = some, v.rows_in_use &= ~(f.v_apart[row] = separate_rows(v));
       apart |= f.k_apart[row] != 0;
       pack_left<Format>(v, dvp / kSide, f.v + row * kSide * dvp * kParts);
       pack_left<Format>(k, dp / kSide, f.k + row * kSide * dp * kParts);
@@ -286,8 +290,8 @@ class TileBackwardUnit {
 
   // ---- Products ---------------------------------------------------------------------------------
 
-  // Two tiles of each part a step: `step` elements from one step to the next, `second` from one tile
-  // to the other, `part` from one part to the next.
+  // Two tiles of each part a step: `step` elements from one step to the next, `second` from one
+  // tile to the other, `part` from one part to the next.
   struct Operand {
     const Element* at;
     int64_t step, second, part;
@@ -351,12 +355,14 @@ class TileBackwardUnit {
     for (int64_t k = 1; k < steps; ++k) step(Width<false>());
     f.pending = c;
   }
+
+  // Stores the tiles of the square whose sum is pending.
   void flush(Buffers& f) const {
     Tiles::store<0>(f.pending + kCorner<0>, kRowBytes);
     Tiles::store<1>(f.pending + kCorner<1>, kRowBytes);
     Tiles::store<2>(f.pending + kCorner<2>, kRowBytes);
     Tiles::store<3>(f.pending + kCorner<3>, kRowBytes);
-    f.pending = f.nowhere;
+    f.pending = f.scratch_square;
   }
 
   // ---- Phase one: the weights of a block --------------------------------------------------------
@@ -400,7 +406,7 @@ class TileBackwardUnit {
       if (keys == 0 && queries == 0) return;
       for (int64_t r = 0; r < kSide; ++r)
         for (int64_t i = 0; i < kSide; ++i)
-          if (k.taken >> r & q.taken >> i & (keys >> r | queries >> i) & 1)
+          if (k.rows_in_use >> r & q.rows_in_use >> i & (keys >> r | queries >> i) & 1)
             to[r * kSide + i] = dot_apart(k, r, q, i);
     };
     multiply(f.k_apart[s.row], f.q_apart[n], keys_of(p.k, x, s.row, p.D),
@@ -416,6 +422,7 @@ class TileBackwardUnit {
 
   // ---- Phase two: the sums ----------------------------------------------------------------------
 
+  // dq, dk and dv += the products of ds and of the weights, on tiles.
   __attribute__((noinline)) void sums(Buffers& f, const Block& x) const {
     for (int64_t row = 0; row < kRows; ++row) {
       const Range c = x.columns[row];
@@ -459,6 +466,8 @@ class TileBackwardUnit {
       for (int64_t column = x.columns[row].begin; column < x.columns[row].end; ++column)
         add_apart(f, x, row, column);
   }
+
+  // The same sums for the rows of one square that tiles leave out, element by element.
   void add_apart(Buffers& f, const Block& x, int64_t row, int64_t column) const {
     const int64_t n = x.first / kSide + column;
     const uint32_t q_apart = kParts > 1 ? f.q_apart[n] : 0, g_apart = kParts > 1 ? f.g_apart[n] : 0;
@@ -482,8 +491,8 @@ class TileBackwardUnit {
       }
   }
 
-  // Key r and query i of a square in left sides. Half of the 32 queries are in each half of the words
-  // of a row.
+  // Key r and query i of a square in left sides. Half of the 32 queries are in each half of the
+  // words of a row.
   template <class Of>
   static T pair_of(const Element* left, int64_t row, int64_t column, int64_t r, int64_t i) {
     const int64_t at = Gradients::template left_of<Of>(row, column) +

@@ -8,6 +8,7 @@
 namespace fastattn {
 namespace FASTATTN_ISA {
 
+// Forward of a batch, on tiles where they support it.
 void attention_forward(const AttentionParams& p) {
   if (!forward_on_tiles(Sequences(p).at(0))) return FASTATTN_BASE::table.attention_forward(p);
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
@@ -31,6 +32,7 @@ void decode(const SequencesParams& p) {
 
 }  // namespace
 
+// Forward of packed sequences or of a cache, each on tiles or on vectors.
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
   if (all.k_scales.data != nullptr) return FASTATTN_BASE::table.attention_sequences_forward(p);

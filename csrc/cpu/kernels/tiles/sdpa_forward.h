@@ -2,8 +2,8 @@
 //
 // As on vectors (sdpa_forward.cpp), scores and outputs are transposed: S^T = K Q^T and
 // O^T = V^T P^T, with the 32 queries of a panel across the lanes. So rules, masks and dropout are
-// the same functions on the same layouts. sdpa_products.h has the main loop, sdpa_rows.h what happens
-// to the rows between products; here are the tasks.
+// the same functions on the same layouts. sdpa_products.h has the main loop, sdpa_rows.h what
+// happens to the rows between products; here are the tasks.
 #pragma once
 #include "../../threads.h"
 #include "sdpa_products.h"
@@ -64,8 +64,8 @@ class TileForward {
   // Tasks are less than a head where there are few heads. Each packs its own keys and values.
   int64_t panels_of_a_task() const {
     const int64_t heads = p.B * p.Hkv, all = group * panels;
-    const int64_t wanted = (4 * p.threads + heads - 1) / max_of<int64_t>(1, heads);
-    const int64_t count = max_of<int64_t>(1, min_of(wanted, all / kLeastPanels));
+    const int64_t target = (4 * p.threads + heads - 1) / max_of<int64_t>(1, heads);
+    const int64_t count = max_of<int64_t>(1, min_of(target, all / kLeastPanels));
     return max_of<int64_t>(1, (all + count - 1) / count);
   }
   int64_t chunks() const { return (group * panels + share - 1) / share; }
@@ -80,14 +80,14 @@ class TileForward {
 
   // The blocks that some panels of a task see.
   Range blocks_of(Task& task, Range some) const {
-    Range found{products.rows.all_blocks(), 0};
+    Range range{products.rows.all_blocks(), 0};
     for (int64_t n = some.begin; n < some.end; ++n) {
       const int64_t i0 = first_of(n), i1 = min_of(p.Lq, i0 + kQueries);
       const Range blocks = products.rows.blocks_of(task.buf.rows, task.b, head_of(task, n), i0, i1);
       if (blocks.begin >= blocks.end) continue;
-      found = {min_of(found.begin, blocks.begin), max_of(found.end, blocks.end)};
+      range = {min_of(range.begin, blocks.begin), max_of(range.end, blocks.end)};
     }
-    return found;
+    return range;
   }
 };
 

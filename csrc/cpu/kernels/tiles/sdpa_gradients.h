@@ -142,6 +142,7 @@ class TileGradients {
     return key_mask && all_excluded(f.keys + keys.begin, keys.end - keys.begin);
   }
 
+  // Clears w and ds of a square, whose pairs are all hidden.
   void clear(Buffers& f, int row, int column) const {
     const Operands to = operands_of(f, row, column);
     for (int half = 0; half < 2; ++half) {
@@ -156,11 +157,11 @@ class TileGradients {
     const Range keys = x.keys(s.row);
     const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
     const int64_t nk = keys.end - keys.begin;
-    Seen pairs = Seen::all;
+    Coverage pairs = Coverage::all;
     if (has_bias_of_pairs(p))
       pairs = pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias);
-    if (pairs == Seen::none || excludes(f, keys)) return false;
-    s.biased = pairs == Seen::some;
+    if (pairs == Coverage::none || excludes(f, keys)) return false;
+    s.biased = pairs == Coverage::some;
     s.way = Way::options;
     if (!x.direct) return true;
     const Range all = visible_to_all(p, i, end);
@@ -227,6 +228,7 @@ class TileGradients {
     return static_cast<T>(__builtin_ldexp(1.0, 15 - exponent));
   }
 
+  // The queries whose bias is not -inf, as bits.
   static FASTATTN_INLINE uint32_t not_excluded(const T* bias) {
     const __m512 excluded = _mm512_set1_ps(-kInf<T>);
     const uint32_t low = _mm512_cmp_ps_mask((__m512)load(bias), excluded, _CMP_NEQ_UQ);
@@ -234,8 +236,8 @@ class TileGradients {
     return low | high << 16;
   }
 
-  // P = 2^(exponent S - lse), dS = P o (dP - delta). In fp32 the log-sum-exp is two numbers, because
-  // the rounding of one would be an error of the weights.
+  // P = 2^(exponent S - lse), dS = P o (dP - delta). In fp32 the log-sum-exp is two numbers,
+  // because the rounding of one would be an error of the weights.
   template <bool kMasked>
   __attribute__((noinline)) void weigh_directly(Buffers& f, const Block& x, const Square& s) const {
     const int64_t n = x.first + kSide * s.column;
@@ -261,8 +263,8 @@ class TileGradients {
     }
   }
 
-  // Where a square's W and dS are operands: in w_left, ds_left and ds_right. Copied from the buffers,
-  // because the compiler reads these again after every store.
+  // Where a square's W and dS are operands: in w_left, ds_left and ds_right. Copied from the
+  // buffers, because the compiler reads these again after every store.
   struct Operands {
     Element *w, *ds, *ds_right;
   };
@@ -290,6 +292,8 @@ class TileGradients {
                              to.ds_right + half * kRows * kTiles<GradFormat> + i * kStep);
     }
   }
+
+  // Splits two vectors into bf16 parts and stores them.
   template <class Of>
   static FASTATTN_INLINE void keep_parts(VecF a, VecF b, Element* to) {
     __m512i parts[Of::kParts];

@@ -29,8 +29,8 @@ class TileProducts {
   // In fp32, blocks whose outputs are summed before they are added to the others: each adds as many
   // roundings as there are products of parts.
   static constexpr int64_t kBlocksOfSum = 16;
-  // The weights of a block have a sum of their own. A chain over all keys rounds more, which does not
-  // show in bf16.
+  // The weights of a block have a sum of their own. A chain over all keys rounds more, which does
+  // not show in bf16.
   static constexpr bool kSumOfBlock = kParts > 1 || Format::kNarrow;
 
  public:
@@ -51,10 +51,10 @@ class TileProducts {
     float* s[2];        // [keys of a block][queries] scores, of two blocks in turn
     float* weights[2];  // [2][part][16 words][queries]
     typename Rows::Buffers rows;
-    float* nowhere;   // [32][32]
-    Square* squares;  // those of the scores, then those of the outputs
-    Element* keys;    // [piece] packed blocks
-    Element* values;  // [piece] packed blocks
+    float* scratch_square;  // [32][32]
+    Square* squares;        // those of the scores, then those of the outputs
+    Element* keys;          // [piece] packed blocks
+    Element* values;        // [piece] packed blocks
     // Per block, which keys and which values are packed as zeros, and computed pair by pair.
     uint64_t *keys_apart, *values_apart;  // [piece]
     Panel* panels;                        // as many as are computed together
@@ -69,7 +69,7 @@ class TileProducts {
     for (float*& s : buf.s) s = a.take<float>(kBlockKeys * kQueries);
     for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries * kParts);
     buf.rows = rows.allocate(a);
-    buf.nowhere = a.take<float>(kQueries * kQueries);
+    buf.scratch_square = a.take<float>(kQueries * kQueries);
     buf.squares = a.take<Square>(score_squares() + output_squares());
     buf.keys = a.take<Element>(piece() * key_elements());
     buf.values = a.take<Element>(piece() * value_elements());
@@ -184,6 +184,7 @@ class TileProducts {
     });
   }
 
+  // Packs one piece of keys and values for the tiles, once for all panels.
   void pack_piece(Task& task, int64_t first) const {
     if (task.packed_piece == first) return;
     task.packed_piece = first;
@@ -193,9 +194,9 @@ class TileProducts {
       for (int64_t half = 0; half < 2; ++half) {
         k[half] = rows.keys_of(task.buf.rows, task.b, task.hk, first + n, half);
         v[half] = rows.values_of(task.buf.rows, task.b, task.hk, first + n, half);
-        const uint32_t k_apart = kParts > 1 ? rows_apart(k[half]) : 0;
-        const uint32_t v_apart = kParts > 1 || rows.excludes() ? rows_apart(v[half]) : 0;
-        k[half].taken &= ~k_apart, v[half].taken &= ~v_apart;
+        const uint32_t k_apart = kParts > 1 ? separate_rows(k[half]) : 0;
+        const uint32_t v_apart = kParts > 1 || rows.excludes() ? separate_rows(v[half]) : 0;
+        k[half].rows_in_use &= ~k_apart, v[half].rows_in_use &= ~v_apart;
         keys |= static_cast<uint64_t>(k_apart) << 32 * half;
         values |= static_cast<uint64_t>(v_apart) << 32 * half;
       }
@@ -206,7 +207,7 @@ class TileProducts {
   }
   void pack_panel_of(Task& task, Panel& panel) const {
     RowsOfTile<P> q = rows.queries_of(panel);
-    if constexpr (kParts > 1) q.taken &= ~(panel.apart = rows_apart(q));
+    if constexpr (kParts > 1) q.rows_in_use &= ~(panel.apart = separate_rows(q));
     pack_queries<Format>(q, steps, task.buf.q);
   }
 
@@ -230,7 +231,7 @@ class TileProducts {
     Buffers& buf = task.buf;
     State& state = panel.state;
     const int64_t second = score_squares(), last = second + output_squares();
-    Squares<Format> squares(buf.nowhere);
+    Squares<Format> squares(buf.scratch_square);
     const auto nothing = []() {};
     const auto next_block = [&](int64_t j) {
       return rows.next_block(buf.rows, panel, j, blocks.end);
@@ -332,13 +333,14 @@ class TileProducts {
         store(state.l + n * W, kSumOfBlock ? load(state.l + n * W) + sum[n] : sum[n]);
   }
 
+  // The maximum score of each query of a panel, before any exponential.
   void find_maxima(Task& task, Panel& panel, Range blocks) const {
     const auto next_block = [&](int64_t j) {
       return rows.next_block(task.buf.rows, panel, j, blocks.end);
     };
     float* const s = task.buf.s[0];
     for (int64_t j = next_block(blocks.begin); j < blocks.end; j = next_block(j + 1)) {
-      Squares<Format> squares(task.buf.nowhere);
+      Squares<Format> squares(task.buf.scratch_square);
       squares.multiply(task.buf.squares, 0, score_squares(), score_squares(),
                        score_operands(task, j, s), {}, []() {});
       squares.flush();

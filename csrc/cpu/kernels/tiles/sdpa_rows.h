@@ -2,8 +2,8 @@
 // visible, the scores, the references and sums of the weights, dropout, and what is written.
 //
 // Weights are relative to a reference, the maximum of the first block in which a query sees a key.
-// Nothing is rescaled: floats carry their own exponent, and so do bf16, so that later weights may be
-// far above one. Where a sum leaves the safe range, its query is computed again from its true
+// Nothing is rescaled: floats carry their own exponent, and so do bf16, so that later weights may
+// be far above one. Where a sum leaves the safe range, its query is computed again from its true
 // maximum. Lanes never mix, so the bits of a query do not depend on the others of its panel.
 //
 // Weights in fp16 are 2^8 at the reference. Where one would exceed 2^15, the reference becomes the
@@ -88,6 +88,7 @@ class TileRows {
     int64_t masked_head = -1;  // in mask
   };
 
+  // Takes the buffers of a thread from an arena.
   Buffers allocate(Arena& a) const {
     Buffers buf;
     buf.bias = a.take<float>(has_bias_of_pairs(p) ? kBlockKeys * kQueries : 0);
@@ -245,6 +246,7 @@ class TileRows {
       store(state.o + at, load(state.o + at) * load(state.rescale + at % kQueries));
   }
 
+  // total += O.
   void add_to_total(State& state) const {
     for (int64_t at = 0; at < output_floats(); at += W) {
       const VecF o = load(state.o + at);
@@ -262,8 +264,8 @@ class TileRows {
     state.fresh = state.totalled = false;
   }
 
-  // The head's sink, a key whose value is 0, joins the sums. It is the reference of a query that sees
-  // no other key.
+  // The head's sink, a key whose value is 0, joins the sums. It is the reference of a query that
+  // sees no other key.
   __attribute__((noinline)) void add_sink(Panel& panel) const {
     State& state = panel.state;
     const FirstState<float> first = first_state<float>(p, rule, panel.b, panel.h);
@@ -328,6 +330,7 @@ class TileRows {
     }
   }
 
+  // Writes out and lse of a panel of queries.
   void finish(Panel& panel) const {
     State& state = panel.state;
     const int64_t rows = panel.i1 - panel.i0;
@@ -423,6 +426,8 @@ class TileRows {
     }
     state.raised = any(some);
   }
+
+  // Whether any lane is not 0.
   static FASTATTN_INLINE bool any(VecI lanes) {
     int32_t found[W], some = 0;
     store(reinterpret_cast<float*>(found), (VecF)lanes);
@@ -430,8 +435,8 @@ class TileRows {
     return some != 0;
   }
 
-  // Turns the products of a block into scores, and finds their maximum over the keys if it is wanted
-  // or comes for nothing; else false.
+  // Turns the products of a block into scores, and finds their maximum over the keys if it is
+  // wanted or comes for nothing; else false.
   bool apply(const Buffers& buf, const Panel& panel, const Block& block, float* s, VecF* top,
              bool wants_top) const {
     const int64_t j0 = block.j0, keys = block.keys;
@@ -441,11 +446,12 @@ class TileRows {
     const bool edge = j0 < panel.all.begin || j0 + keys > panel.all.end;
     Bias<float> bias;
     if (key_mask) bias.keys = buf.mask + j0;
-    // A block whose pairs a program excludes is skipped, so a tile is filled unless all are visible.
+    // A block whose pairs a program excludes is skipped, so a tile is filled unless all are
+    // visible.
     if (has_bias_of_pairs(p) && pack_bias(p, panel.b, panel.h, panel.i0, panel.i1, j0, j0 + keys,
-                                          kQueries, buf.bias) != Seen::all)
+                                          kQueries, buf.bias) != Coverage::all)
       bias.tile = buf.bias;
-    if (rule.natural || bias.given() || edge) {
+    if (rule.natural || bias.exists() || edge) {
       apply_rule<float, kVectors>(p, rule, s, keys, panel.lanes, j0, bias, nullptr, top);
       return true;
     }

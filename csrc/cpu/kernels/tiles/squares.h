@@ -1,6 +1,6 @@
 // Products of tiles as a list of squares: each is four products, [32, 32] += [32, 32] [32, 32], in
-// tiles 0 to 3. Between two products a caller does vector work, because the tile unit and the vector
-// units overlap only as far as the reorder window reaches.
+// tiles 0 to 3. Between two products a caller does vector work, because the tile unit and the
+// vector units overlap only as far as the reorder window reaches.
 #pragma once
 #include "pack.h"
 
@@ -31,12 +31,13 @@ struct Operands {
 template <class Format>
 class Squares {
  public:
-  // `nowhere`: [32, 32], takes the store before the first sum.
-  FASTATTN_INLINE explicit Squares(float* nowhere) : nowhere_(nowhere), pending_(nowhere) {}
+  // `scratch_square`: [32, 32], takes the store before the first sum.
+  FASTATTN_INLINE explicit Squares(float* scratch_square)
+      : nowhere_(scratch_square), pending_(scratch_square) {}
 
-  // Squares [begin, end) of a list; those from `second` on are of kind b. Each tile is loaded one or
-  // two products before it is needed, and kept where the next square has it too: six products of three
-  // parts then load 7 pairs of tiles instead of 12.
+  // Squares [begin, end) of a list; those from `second` on are of kind b. Each tile is loaded one
+  // or two products before it is needed, and kept where the next square has it too: six products of
+  // three parts then load 7 pairs of tiles instead of 12.
   //
   // The sums of the last square stay in their tiles until others need these, or flush(). A store
   // right after its product would wait for it and block what follows: of eight products, 190 cycles
@@ -78,6 +79,7 @@ class Squares {
     }
   }
 
+  // Stores the tiles of the square whose sum is pending.
   FASTATTN_INLINE void flush() {
     Tiles::store<0>(pending_ + at<0>(), kSquareBytes);
     Tiles::store<1>(pending_ + at<1>(), kSquareBytes);
@@ -95,6 +97,8 @@ class Squares {
   static constexpr int64_t at() {
     return T % 2 * 16 * kLanesOfSquare + T / 2 * 16;
   }
+
+  // Stores the pending tile T, and starts its next sum.
   template <int T>
   FASTATTN_INLINE void start(const float* sum, bool add) {
     Tiles::store<T>(pending_ + at<T>(), kSquareBytes);
